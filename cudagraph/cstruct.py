@@ -1,8 +1,8 @@
 """Structs and constants of a C header, parsed from its text.
 
 Structs that kernels and host code share need to be declared only once, in the header. The parser
-supports ``#define NAME 3``, enumerators of the form ``NAME = 3,`` on lines of their own, and structs
-of 32- and 64-bit scalars and arrays of them.
+supports ``#define NAME 3``, one enumerator ``NAME = 3,`` per line, and structs of 32- and 64-bit
+scalars and arrays of them.
 """
 
 from __future__ import annotations

@@ -115,7 +115,11 @@ class GraphBase(ABC):
     """
 
     def __init__(
-        self, context: Context, name: str, status: PinnedArray, state: _native.GraphState
+        self,
+        context: Context,
+        name: str,
+        status: PinnedArray,
+        state: _native.GraphState,
     ) -> None:
         self.context = context
         self.name = name
@@ -311,7 +315,13 @@ class GraphBase(ABC):
             tail = self._tails[lane]
             self.add(first.kind, first.name, lane, first.attach, first.make)
             try:
-                self.add(second.kind, second.name, lane, second.attach, second.make)
+                self.add(
+                    second.kind,
+                    second.name,
+                    lane,
+                    second.attach,
+                    second.make,
+                )
             except BaseException:
                 call(cu.cuGraphDestroyNode, self._node_handles.pop())
                 index = self.nodes.pop().index
@@ -421,7 +431,12 @@ class Graph(GraphBase):
         if programmatic:
             _check_programmatic(context, name)
         status = PinnedArray(context, (STATUS_WORDS,), "int32")
-        super().__init__(context, name, status, _native.GraphState(status.host_ptr))
+        super().__init__(
+            context,
+            name,
+            status,
+            _native.GraphState(status.host_ptr),
+        )
         self.programmatic = programmatic
         self.payloads: list[Payload] = []
         self.child_status: list[PinnedArray] = []
@@ -715,7 +730,11 @@ class GraphLane:
             name or "fill",
             (dst.owner,),
             lambda graph, dependencies, _: nodes.add_fill(
-                graph, dependencies, address, value, nbytes
+                graph,
+                dependencies,
+                address,
+                value,
+                nbytes,
             ),
         )
 
@@ -765,10 +784,19 @@ class GraphLane:
             title,
             self.name,
             lambda handle: _native.attach_host(
-                handle, graph.state, title, item.native, owners, native_payload
+                handle,
+                graph.state,
+                title,
+                item.native,
+                owners,
+                native_payload,
             ),
             lambda handle, dependencies, attached: nodes.add_host(
-                handle, dependencies, attached.host_function, attached.host_data, spinning
+                handle,
+                dependencies,
+                attached.host_function,
+                attached.host_data,
+                spinning,
             ),
         )
 
@@ -809,7 +837,14 @@ class GraphLane:
             Node name. Default: the name of the work.
         """
         limits = Limits(deadline_s, replay_deadline_s, deadline_s)
-        self._add_mailbox(work, worker, limits, output, name, spinkernel=False)
+        self._add_mailbox(
+            work,
+            worker,
+            limits,
+            output,
+            name,
+            spinkernel=False,
+        )
 
     def spinkernel(
         self,
@@ -830,7 +865,14 @@ class GraphLane:
         """
         device_s = 2.0 * deadline_s if device_deadline_s is None else device_deadline_s
         limits = Limits(deadline_s, replay_deadline_s, device_s)
-        self._add_mailbox(work, worker, limits, output, name, spinkernel=True)
+        self._add_mailbox(
+            work,
+            worker,
+            limits,
+            output,
+            name,
+            spinkernel=True,
+        )
 
     def _add_mailbox(
         self,
@@ -844,7 +886,14 @@ class GraphLane:
     ) -> None:
         graph = self.graph
         thread = graph.root.worker if worker is None else worker
-        box = Mailbox(graph.context, work, thread, limits, output, spinkernel=spinkernel)
+        box = Mailbox(
+            graph.context,
+            work,
+            thread,
+            limits,
+            output,
+            spinkernel=spinkernel,
+        )
         title = name or box.item.title
         owners = (graph.status.owner, *box.owners)
         graph.add_pair(
@@ -855,19 +904,38 @@ class GraphLane:
                 box.attach_port(graph.state, title, owners),
                 box.add_request,
             ),
-            NodeSpec("wait", f"answer: {title}", keep_owners(owners), box.add_wait),
+            NodeSpec(
+                "wait",
+                f"answer: {title}",
+                keep_owners(owners),
+                box.add_wait,
+            ),
         )
 
     def record_event(self, event: Event, *, name: str | None = None) -> None:
         """Add a node that records an event in every replay, for waits outside this graph."""
-        self._add_event("event record", event, cu.cuGraphAddEventRecordNode, name)
+        self._add_event(
+            "event record",
+            event,
+            cu.cuGraphAddEventRecordNode,
+            name,
+        )
 
     def wait_event(self, event: Event, *, name: str | None = None) -> None:
         """Add a node that waits for the event's last record before the launch of the replay."""
-        self._add_event("event wait", event, cu.cuGraphAddEventWaitNode, name)
+        self._add_event(
+            "event wait",
+            event,
+            cu.cuGraphAddEventWaitNode,
+            name,
+        )
 
     def _add_event(
-        self, kind: str, event: Event, add_node: Callable[..., tuple], name: str | None
+        self,
+        kind: str,
+        event: Event,
+        add_node: Callable[..., tuple],
+        name: str | None,
     ) -> None:
         if not isinstance(event, Event):
             raise OptionError(f"lane {self.name!r} needs an Event, not {type(event).__name__}")
@@ -897,7 +965,13 @@ class GraphLane:
             )
         self.graph.add_dependencies(self.name, mark.nodes)
 
-    def _add(self, kind: str, name: str, owners: tuple[object, ...], make: Make) -> None:
+    def _add(
+        self,
+        kind: str,
+        name: str,
+        owners: tuple[object, ...],
+        make: Make,
+    ) -> None:
         self.graph.add(kind, name, self.name, keep_owners(owners), make)
 
     def __repr__(self) -> str:

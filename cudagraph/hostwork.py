@@ -146,7 +146,12 @@ def as_work(work: HostWork, *args: object) -> PythonWork | NativeWork:
     return PythonWork(work, *args)
 
 
-def hostfunc(stream: StreamLike | int, work: HostWork, *args: object, spin: Spin = False) -> None:
+def hostfunc(
+    stream: StreamLike | int,
+    work: HostWork,
+    *args: object,
+    spin: Spin = False,
+) -> None:
     """Enqueue host work on a stream, to run once after the work enqueued before it.
 
     If the stream is capturing a graph, for example through CuPy or torch, the work becomes a host
@@ -185,7 +190,10 @@ def hostfunc(stream: StreamLike | int, work: HostWork, *args: object, spin: Spin
 
 
 def enqueue(
-    handle: int, item: PythonWork | NativeWork, name: str | None, spin: bool = False
+    handle: int,
+    item: PythonWork | NativeWork,
+    name: str | None,
+    spin: bool = False,
 ) -> None:
     """Enqueue host work on a CUstream; see :func:`hostfunc`.
 

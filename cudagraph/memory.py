@@ -245,14 +245,24 @@ class DeviceArray:
         return self._view(tuple(dims), self._offset)
 
     def _view(self, shape: tuple[int, ...], offset: int) -> DeviceArray:
-        return DeviceArray(self.context, shape, self.dtype, self._allocation, offset)
+        return DeviceArray(
+            self.context,
+            shape,
+            self.dtype,
+            self._allocation,
+            offset,
+        )
 
     def to_host(self) -> NDArray:
         """Wait until the device is idle, then return a copy in the storage type."""
         out = np.empty(self.shape, numpy_dtype(self.dtype))
         self.context.synchronize()
         self.context.transfer(
-            (self.owner, out), cu.cuMemcpyDtoHAsync, out.ctypes.data, self.ptr, self.nbytes
+            (self.owner, out),
+            cu.cuMemcpyDtoHAsync,
+            out.ctypes.data,
+            self.ptr,
+            self.nbytes,
         )
         return out
 
@@ -287,7 +297,13 @@ class DeviceArray:
         self._set(value)
 
     def _set(self, value: int) -> None:
-        self.context.transfer((self.owner,), cu.cuMemsetD8Async, self.ptr, value, self.nbytes)
+        self.context.transfer(
+            (self.owner,),
+            cu.cuMemsetD8Async,
+            self.ptr,
+            value,
+            self.nbytes,
+        )
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -371,7 +387,13 @@ def _to_storage(array: NDArray, dtype: str) -> NDArray:
 class _HostView:
     """Object with an array interface of pinned memory. NumPy arrays keep it and the owner alive."""
 
-    def __init__(self, address: int, shape: tuple[int, ...], dtype: str, owner: object) -> None:
+    def __init__(
+        self,
+        address: int,
+        shape: tuple[int, ...],
+        dtype: str,
+        owner: object,
+    ) -> None:
         self.owner = owner
         self.__array_interface__ = {
             "shape": shape,

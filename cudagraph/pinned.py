@@ -45,7 +45,13 @@ class PinnedField:
 
     __slots__ = ("_memory", "array", "dtype", "host_ptr", "ptr", "shape", "stride")
 
-    def __init__(self, context: Context, slots: int, dtype: str, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        slots: int,
+        dtype: str,
+        shape: tuple[int, ...],
+    ) -> None:
         elements = math.prod(shape)
         per_line = LINE_BYTES // itemsize(dtype)
         self.stride = -(-elements // per_line) * per_line
@@ -94,7 +100,12 @@ class PinnedSlots:
             raise OptionError(f"slots must be a positive integer, not {slots!r}")
         self.slots = slots
         self._fields = {
-            name: PinnedField(context, slots, dtype, check_shape(shape, f"field {name!r}"))
+            name: PinnedField(
+                context,
+                slots,
+                dtype,
+                check_shape(shape, f"field {name!r}"),
+            )
             for name, (dtype, shape) in fields.items()
         }
 

@@ -95,7 +95,10 @@ class RankGroup:
         )
         wide = MPI._sizeof(MPI.Comm) == ctypes.sizeof(ctypes.c_void_p)
         self._mpi = _native.Mpi(
-            *functions, wide, MPI._handleof(self._comm), MPI._handleof(MPI.BYTE)
+            *functions,
+            wide,
+            MPI._handleof(self._comm),
+            MPI._handleof(MPI.BYTE),
         )
         # Buffers that MPI may still access after messages were abandoned (T4).
         self._kept_buffers: list[object] = []

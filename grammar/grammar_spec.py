@@ -219,7 +219,11 @@ class GrammarSpec(Spec):
         document = {
             "triggers": list(dict.fromkeys(triggers)),
             "tags": [
-                {"begin": tag.begin, "schema": json.loads(tag.schema), "end": tag.end}
+                {
+                    "begin": tag.begin,
+                    "schema": json.loads(tag.schema),
+                    "end": tag.end,
+                }
                 for tag in tags
             ],
             "at_least_one": at_least_one,

@@ -80,7 +80,13 @@ class CompiledGrammar:
         Measured speed of the grammar's matchers. The guided decoder's native worker updates it.
     """
 
-    def __init__(self, backend: GrammarBackend, spec: Spec, native: Any, nbytes: int):
+    def __init__(
+        self,
+        backend: GrammarBackend,
+        spec: Spec,
+        native: Any,
+        nbytes: int,
+    ):
         self.backend = backend
         self.spec = spec
         self.native = native
@@ -237,7 +243,11 @@ class NativeBackedMatcher(Matcher):
     """
 
     def __init__(
-        self, compiled: CompiledGrammar, stop_ids: tuple[int, ...], native: Any, keep: Any = None
+        self,
+        compiled: CompiledGrammar,
+        stop_ids: tuple[int, ...],
+        native: Any,
+        keep: Any = None,
     ):
         super().__init__(compiled, stop_ids)
         self.native = native

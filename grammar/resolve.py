@@ -196,7 +196,10 @@ def _resolve_tags(spec: AnySpec, backend: str) -> AnySpec:
     for tag in structural_tag["tags"]:
         try:
             content = Spec(
-                "json_schema", json_text(tag["schema"]), strict=True, whitespace=spec.whitespace
+                "json_schema",
+                json_text(tag["schema"]),
+                strict=True,
+                whitespace=spec.whitespace,
             )
             tag["schema"] = json.loads(_resolve_schema(content, backend).text)
         except GrammarError as error:

@@ -81,7 +81,12 @@ class Tokenizer:
         self._config = _read_optional(self.path / "tokenizer_config.json")
         if vocab_size is None:
             model = _read_optional(self.path / "config.json")
-            vocab_size = model.integer("vocab_size", low=1, high=1 << 31, default=self.vocab_size)
+            vocab_size = model.integer(
+                "vocab_size",
+                low=1,
+                high=1 << 31,
+                default=self.vocab_size,
+            )
         if self.vocab_size > vocab_size:
             name = max(self._ids, key=lambda token: self._ids[token])
             raise TokenizerError(

@@ -206,7 +206,13 @@ class SamplingParams:
         for name, (low, high) in _INTEGERS.items():
             check_integer(name, getattr(self, name), low, high)
         for name, (lowest, highest, open_low) in _REALS.items():
-            check_real(name, getattr(self, name), lowest, highest, open_low=open_low)
+            check_real(
+                name,
+                getattr(self, name),
+                lowest,
+                highest,
+                open_low=open_low,
+            )
         if self.seed is not None:
             check_integer("seed", self.seed, 0, 2**64 - 1)
         if self.verify is not None and self.verify not in VERIFY_MODES:
@@ -228,7 +234,12 @@ class SamplingParams:
                 f"logprobs_masked must be True or False, got {short_repr(self.logprobs_masked)}"
             )
         if self.logprobs is not None:
-            check_integer("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
+            check_integer(
+                "logprobs",
+                self.logprobs,
+                0,
+                min(MAX_LOGPROBS, vocab_size),
+            )
         elif self.logprobs_masked:
             raise OptionError("logprobs_masked requires logprobs, which is None")
 
@@ -238,7 +249,12 @@ class SamplingParams:
             raise OptionError(f"logit_bias must map ids to numbers, got {short_repr(bias)}")
         check_ids("logit_bias", bias, vocab_size)
         for value in bias.values():
-            check_real("each value of logit_bias", value, -_MAX_BIAS, _MAX_BIAS)
+            check_real(
+                "each value of logit_bias",
+                value,
+                -_MAX_BIAS,
+                _MAX_BIAS,
+            )
         for name in ("banned_ids", "allowed_ids"):
             ids = getattr(self, name) or ()
             if len(ids) > vocab_size:

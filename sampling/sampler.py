@@ -35,7 +35,12 @@ def row_words(draft_length: int) -> int:
     return _HEADER_WORDS + 2 * (draft_length + 1)
 
 
-def output_ring(device: Device, entries: int, max_batch: int, draft_length: int) -> Ring:
+def output_ring(
+    device: Device,
+    entries: int,
+    max_batch: int,
+    draft_length: int,
+) -> Ring:
     """Create the ring through which rounds return their results.
 
     Parameters
@@ -185,11 +190,26 @@ class Sampler:
         draft_length = exchange.drafts
         check_range("vocab_size", vocab_size, 1, (1 << 24) - 1)
         check_range("token_limit", token_limit, 1, vocab_size)
-        check_range("max_batch", max_batch, 1, min(state.slots, (1 << 15) - 1))  # see `RowMap.map`
+        check_range(
+            "max_batch",
+            max_batch,
+            1,
+            min(state.slots, (1 << 15) - 1),
+        )  # see `RowMap.map`
         check_range("parts", 1 if parts is None else parts, 1, 32)
         check_range("draft_length", draft_length, 0, MAX_DRAFTS)
-        check_range("exchange slots", exchange.slots, state.slots, state.slots)
-        check_range("vocab_size of the state", state.vocab_size, vocab_size, vocab_size)
+        check_range(
+            "exchange slots",
+            exchange.slots,
+            state.slots,
+            state.slots,
+        )
+        check_range(
+            "vocab_size of the state",
+            state.vocab_size,
+            vocab_size,
+            vocab_size,
+        )
         expect("replay", replay, "int32", N=1)
         if (d2t is None) != (t2d is None):
             raise OptionError("d2t and t2d must be given together")
@@ -267,7 +287,13 @@ class Sampler:
             Rows of the forward pass.
         """
         self._check_rows(rows)
-        expect("logits", logits, "float32", R=rows.count, V=self.vocab_size)
+        expect(
+            "logits",
+            logits,
+            "float32",
+            R=rows.count,
+            V=self.vocab_size,
+        )
         grid = (rows.count, self._parts, 1)
         inputs = [
             logits,
@@ -287,7 +313,13 @@ class Sampler:
             self.state.tables,
             self.raw,
         ]
-        lane.kernel(self._adjust, grid, self.block, args, name="adjust logits")
+        lane.kernel(
+            self._adjust,
+            grid,
+            self.block,
+            args,
+            name="adjust logits",
+        )
         # Several blocks can share only the first step of a launch, because the later steps of the
         # launch run in the last block. Several blocks per row therefore need one launch per step,
         # while a single block runs all steps in one launch.
@@ -303,7 +335,13 @@ class Sampler:
                 self.target_tok,
                 self.row_ok,
             ]
-            lane.kernel(self._target, grid, self.block, args, name=f"target rows {first}")
+            lane.kernel(
+                self._target,
+                grid,
+                self.block,
+                args,
+                name=f"target rows {first}",
+            )
 
     def verify(self, lane: Lane, rows: RowMap, out_ring: Ring) -> None:
         """Verify the drafts, commit tokens to the slots and publish the results to the host.
@@ -319,7 +357,12 @@ class Sampler:
         """
         batch = self._check_rows(rows)
         results = out_ring.field("rows")
-        check_range("words of an output row", results.shape[1], self.row_words, self.row_words)
+        check_range(
+            "words of an output row",
+            results.shape[1],
+            self.row_words,
+            self.row_words,
+        )
         check_range("output rows", results.shape[0], batch, 1 << 16)
         inputs: list[Any] = [
             self.vocab_size,
@@ -336,7 +379,13 @@ class Sampler:
         if self.draft_vocab > 0 and rows.count > batch:
             args = [rows.slot, rows.map, *inputs, self.cross_block, self.faults]
             grid = (rows.count, self._parts, 1)
-            lane.kernel(self._test, grid, self.block, args, name="test drafts")
+            lane.kernel(
+                self._test,
+                grid,
+                self.block,
+                args,
+                name="test drafts",
+            )
         args = [
             rows.slot,
             rows.first,
@@ -347,10 +396,22 @@ class Sampler:
             self.rows,
             self.row_words,
         ]
-        lane.kernel(self._verify, (batch, self._parts, 1), self.block, args, name="verify")
+        lane.kernel(
+            self._verify,
+            (batch, self._parts, 1),
+            self.block,
+            args,
+            name="verify",
+        )
         self._add_publish(lane, rows, out_ring, batch)
 
-    def _add_publish(self, lane: Lane, rows: RowMap, out_ring: Ring, batch: int) -> None:
+    def _add_publish(
+        self,
+        lane: Lane,
+        rows: RowMap,
+        out_ring: Ring,
+        batch: int,
+    ) -> None:
         """Add the kernel that writes log probabilities and the entry of the output ring."""
         results = out_ring.field("rows")
         logprobs = out_ring.field("logprobs")
@@ -374,9 +435,21 @@ class Sampler:
             stamp,
             stamp.stride,
         ]
-        lane.kernel(self._publish, rows.count, self.block, args, name="publish tokens")
+        lane.kernel(
+            self._publish,
+            rows.count,
+            self.block,
+            args,
+            name="publish tokens",
+        )
 
-    def draft(self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int) -> None:
+    def draft(
+        self,
+        lane: Lane,
+        draft_logits: DeviceArray,
+        row_slot: DeviceArray,
+        j: int,
+    ) -> None:
         """Sample draft `j` of every slot that committed tokens in this replay and still drafts.
 
         With masking "fill", the draft is sampled under mask row ``j - 1`` of the slot. With the
@@ -412,10 +485,20 @@ class Sampler:
             *self.shared,
         ]
         grid = (batch, self.draft_parts, 1)
-        lane.kernel(self._draft, grid, self.block, args, name=f"draft {j}")
+        lane.kernel(
+            self._draft,
+            grid,
+            self.block,
+            args,
+            name=f"draft {j}",
+        )
 
     def candidates(
-        self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int
+        self,
+        lane: Lane,
+        draft_logits: DeviceArray,
+        row_slot: DeviceArray,
+        j: int,
     ) -> None:
         """Write the candidates that the grammar tests.
 
@@ -450,7 +533,13 @@ class Sampler:
             *self.shared,
         ]
         grid = (levels * batch, self.draft_parts, 1)
-        lane.kernel(self._candidates, grid, self.block, args, name=f"candidates {j}")
+        lane.kernel(
+            self._candidates,
+            grid,
+            self.block,
+            args,
+            name=f"candidates {j}",
+        )
 
     def place(
         self,
@@ -501,7 +590,12 @@ class Sampler:
             self.row_words,
             *self.shared,
         ]
-        lane.kernel(self._place, *self._threads(batch), args, name="place drafts")
+        lane.kernel(
+            self._place,
+            *self._threads(batch),
+            args,
+            name="place drafts",
+        )
 
     def forced(self, lane: Lane, row_slot: DeviceArray, proposal: DeviceArray) -> None:
         """Write the tokens that mask rows 0, 1, .. force to `proposal`.
@@ -525,7 +619,12 @@ class Sampler:
             self.exchange.layout,
             proposal,
         ]
-        lane.kernel(self._forced, *self._threads(batch), args, name="forced drafts")
+        lane.kernel(
+            self._forced,
+            *self._threads(batch),
+            args,
+            name="forced drafts",
+        )
 
     @property
     def shared(self) -> tuple[object, ...]:
@@ -549,7 +648,11 @@ class Sampler:
         return -(-batch // _PLACE_BLOCK), _PLACE_BLOCK
 
     def _check_draft(
-        self, draft_logits: DeviceArray, row_slot: DeviceArray, j: int, levels: int = 1
+        self,
+        draft_logits: DeviceArray,
+        row_slot: DeviceArray,
+        j: int,
+        levels: int = 1,
     ) -> int:
         batch = self._batch(row_slot)
         check_range("j", j, 1, self.draft_length)
@@ -560,13 +663,24 @@ class Sampler:
 
     def _check_proposal(self, proposal: DeviceArray, row_slot: DeviceArray) -> int:
         batch = self._batch(row_slot)
-        expect("proposal", proposal, "int32", B=batch, K=self.draft_length)
+        expect(
+            "proposal",
+            proposal,
+            "int32",
+            B=batch,
+            K=self.draft_length,
+        )
         return batch
 
     def _check_rows(self, rows: RowMap) -> int:
         batch = self._batch(rows.slot)
         expect("first", rows.first, "int32", B=batch)
-        check_range("rows R", rows.count, batch, batch * (self.draft_length + 1))
+        check_range(
+            "rows R",
+            rows.count,
+            batch,
+            batch * (self.draft_length + 1),
+        )
         expect("map", rows.map, "int32", R=rows.count)
         return batch
 

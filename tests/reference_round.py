@@ -81,12 +81,22 @@ def philox4x32_10(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def words(
-    seed: int, position: int, purpose: int, ids: np.ndarray, sample: int = 0, round_start: int = 0
+    seed: int,
+    position: int,
+    purpose: int,
+    ids: np.ndarray,
+    sample: int = 0,
+    round_start: int = 0,
 ) -> np.ndarray:
     """Return the random word of each id for a seed, position, purpose and round."""
     ids = np.asarray(ids)
     purpose_and_sample = purpose | sample << 8
-    parts = np.broadcast_arrays(position, purpose_and_sample, ids // 4, round_start)
+    parts = np.broadcast_arrays(
+        position,
+        purpose_and_sample,
+        ids // 4,
+        round_start,
+    )
     counter = np.stack(parts, axis=-1).astype(np.uint32)
     low = seed & 0xFFFFFFFF
     high = seed >> 32 & 0xFFFFFFFF
@@ -110,7 +120,12 @@ def gumbel(word: np.ndarray) -> FloatArray:
     return -np.log(exponential)
 
 
-def coin(seed: int, position: int, sample: int, round_start: int) -> float:
+def coin(
+    seed: int,
+    position: int,
+    sample: int,
+    round_start: int,
+) -> float:
     """Return the uniform number of the acceptance test of a position."""
     word = words(seed, position, COIN, np.array([0]), sample, round_start)
     return float(uniform(word)[0])
@@ -400,7 +415,12 @@ def commit(slot: Slot, outcome: Outcome) -> None:
     slot.active = slot.active and outcome.reason == RUNNING
 
 
-def adjusted(slot: Slot, node: int, logits: np.ndarray, legal: BoolArray) -> np.ndarray:
+def adjusted(
+    slot: Slot,
+    node: int,
+    logits: np.ndarray,
+    legal: BoolArray,
+) -> np.ndarray:
     """Return the adjusted float32 logits of a node's row.
 
     The output consists of the tokens at joining and the path to the node.
@@ -439,7 +459,12 @@ def _logit_bias(params: SamplingParams, size: int) -> np.ndarray:
     return bias
 
 
-def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit: int) -> Outcome:
+def verify(
+    slot: Slot,
+    logits: np.ndarray,
+    masks: Sequence[MaskRow],
+    token_limit: int,
+) -> Outcome:
     """Verify the drafts of a slot and commit the tokens.
 
     Every node samples a token with the random numbers of its position, and `walk` follows the child
@@ -505,7 +530,13 @@ def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit
     return outcome
 
 
-def _relaxed(how: Any, tree: Tree, node: int, p: FloatArray, token: int) -> int:
+def _relaxed(
+    how: Any,
+    tree: Tree,
+    node: int,
+    p: FloatArray,
+    token: int,
+) -> int:
     """Return the token that relaxed verification chooses for a node.
 
     This is `token` if a child has it. Otherwise it is the most likely child that the relaxed
@@ -592,7 +623,15 @@ def _tested(slot: Slot, p: list[FloatArray]) -> list[int]:
     residual = np.maximum(weight * p[accepted] - q[accepted], 0.0)
     position = slot.n + accepted + 1
     for distribution_ in (residual, p[accepted]):
-        token = draw(distribution_, slot.seed, position, RESIDUAL, None, slot.sample, slot.n)
+        token = draw(
+            distribution_,
+            slot.seed,
+            position,
+            RESIDUAL,
+            None,
+            slot.sample,
+            slot.n,
+        )
         if token >= 0:
             break
     return [*drafts[:accepted], token]
@@ -627,7 +666,11 @@ def is_drafting(slot: Slot, j: int) -> bool:
 
 
 def keep(
-    slot: Slot, token: int, kind: int = POINT, q: Any = None, parent: int | None = None
+    slot: Slot,
+    token: int,
+    kind: int = POINT,
+    q: Any = None,
+    parent: int | None = None,
 ) -> None:
     """Append a draft as a child of `parent`, by default of the last node."""
     if parent is None:
@@ -712,7 +755,13 @@ def draft(
         keep(slot, int(ids[column]), DENSE, q)
 
 
-def candidates(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, token_limit: int) -> list:
+def candidates(
+    slot: Slot,
+    j: int,
+    logits: np.ndarray,
+    ids: np.ndarray,
+    token_limit: int,
+) -> list:
     """Return the ids to probe for draft j in the order in which the target will prefer them.
 
     Ids that the filters remove come last. They are probed too, because the mask is not known yet
@@ -734,10 +783,24 @@ def candidates(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, token_li
 
 def _race_noise(slot: Slot, position: int, ids: np.ndarray) -> FloatArray:
     """Return the Gumbel variates with which the target samples the token at a position."""
-    return gumbel(words(slot.seed, position, NOISE, np.maximum(ids, 0), slot.sample))
+    return gumbel(
+        words(
+            slot.seed,
+            position,
+            NOISE,
+            np.maximum(ids, 0),
+            slot.sample,
+        )
+    )
 
 
-def shares(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, limit: int) -> dict[int, float]:
+def shares(
+    slot: Slot,
+    j: int,
+    logits: np.ndarray,
+    ids: np.ndarray,
+    limit: int,
+) -> dict[int, float]:
     """Return the probability of each legal id for draft j in the exponential race."""
     legal = (ids >= 0) & (ids < limit) & (logits > -np.inf)
     if broken(logits, legal):

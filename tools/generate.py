@@ -159,7 +159,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     models.set_defaults(ranks=None)
     models.add_argument(
-        "--max-batch-size", type=int, default=8, help="number of request slots (default 8)"
+        "--max-batch-size",
+        type=int,
+        default=8,
+        help="number of request slots (default 8)",
     )
     models.add_argument(
         "--max-length",
@@ -223,7 +226,10 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, help="seed of the first prompt; prompt i, counted from 0, uses seed + i"
     )
     sampling.add_argument(
-        "--n", type=int, default=1, help="number of outputs per prompt (default 1)"
+        "--n",
+        type=int,
+        default=1,
+        help="number of outputs per prompt (default 1)",
     )
     sampling.add_argument(
         "--logit-bias",
@@ -245,7 +251,10 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         help="report log probabilities after bias, penalties and grammar mask",
     )
     sampling.add_argument(
-        "--stop", action="append", default=[], help="stop string; can be repeated"
+        "--stop",
+        action="append",
+        default=[],
+        help="stop string; can be repeated",
     )
     sampling.add_argument(
         "--verify",
@@ -324,7 +333,10 @@ def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> l
 
 
 def make_report(
-    engine: Engine, rows: Sequence[PromptRow], outputs: Sequence[Output], seconds: float
+    engine: Engine,
+    rows: Sequence[PromptRow],
+    outputs: Sequence[Output],
+    seconds: float,
 ) -> dict[str, Any]:
     """Return the report that ``--json`` prints: outputs and statistics."""
     stats = engine.stats
@@ -427,7 +439,10 @@ def prepare_requests(
 
 
 def print_outputs(
-    rows: Sequence[PromptRow], outputs: Sequence[Output], report: dict[str, Any], streamed: bool
+    rows: Sequence[PromptRow],
+    outputs: Sequence[Output],
+    report: dict[str, Any],
+    streamed: bool,
 ) -> None:
     """Print the texts to stdout, and errors and statistics to stderr.
 

@@ -224,7 +224,12 @@ def make_rope_parameters(file: GgufFile, head_dim: int) -> dict[str, Any]:
     factor = float(factors.max())
     plain = Rope(theta)
     scaled = Rope(
-        theta, "llama3", factor, LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR, ORIGINAL_MAX_POSITIONS
+        theta,
+        "llama3",
+        factor,
+        LOW_FREQ_FACTOR,
+        HIGH_FREQ_FACTOR,
+        ORIGINAL_MAX_POSITIONS,
     )
     expected = plain.frequencies(head_dim) / scaled.frequencies(head_dim)
     is_llama3 = factors.shape == expected.shape and np.allclose(factors, expected, rtol=1e-3)
@@ -283,7 +288,10 @@ def map_tensor_names(file: GgufFile, config: dict[str, Any]) -> dict[str, str]:
 
 
 def write_weights(
-    path: Path, file: GgufFile, names: dict[str, str], config: dict[str, Any]
+    path: Path,
+    file: GgufFile,
+    names: dict[str, str],
+    config: dict[str, Any],
 ) -> None:
     """Write all tensors to a safetensors file in bfloat16, one after the other."""
     header, size = _safetensors_header(file, names)
@@ -364,7 +372,12 @@ def convert(file: str | Path, out: str | Path) -> Path:
         for name, content in contents.items():
             text = json.dumps(content, ensure_ascii=False, indent=1)
             (folder / name).write_text(text, encoding="utf-8")
-        write_weights(folder / "model.safetensors", source, names, config)
+        write_weights(
+            folder / "model.safetensors",
+            source,
+            names,
+            config,
+        )
         Tokenizer(folder)
         folder.chmod(0o755)
         folder.rename(out)

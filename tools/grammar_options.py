@@ -38,11 +38,31 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that define a grammar."""
     group = parser.add_argument_group("grammar")
     grammar = group.add_mutually_exclusive_group()
-    grammar.add_argument("--schema", type=Path, metavar="FILE", help="JSON schema")
-    grammar.add_argument("--json-object", action="store_const", const=True, help="any JSON object")
+    grammar.add_argument(
+        "--schema",
+        type=Path,
+        metavar="FILE",
+        help="JSON schema",
+    )
+    grammar.add_argument(
+        "--json-object",
+        action="store_const",
+        const=True,
+        help="any JSON object",
+    )
     grammar.add_argument("--regex", metavar="R", help="regular expression for the whole output")
-    grammar.add_argument("--ebnf", type=Path, metavar="FILE", help="EBNF grammar with rule root")
-    grammar.add_argument("--lark", type=Path, metavar="FILE", help="Lark grammar with rule start")
+    grammar.add_argument(
+        "--ebnf",
+        type=Path,
+        metavar="FILE",
+        help="EBNF grammar with rule root",
+    )
+    grammar.add_argument(
+        "--lark",
+        type=Path,
+        metavar="FILE",
+        help="Lark grammar with rule start",
+    )
     grammar.add_argument("--choice", metavar="A,B", help="one of these texts, separated by commas")
     grammar.add_argument(
         "--structural-tag",
@@ -176,7 +196,10 @@ def make_grammar(fields: Mapping[str, Any], partial: bool) -> GrammarSpec | None
         return None
     constructors: dict[str, Callable[[Any], GrammarSpec]] = {
         "schema": functools.partial(
-            GrammarSpec.json_schema, partial=partial, backend=backend, **options
+            GrammarSpec.json_schema,
+            partial=partial,
+            backend=backend,
+            **options,
         ),
         "json_object": lambda _: GrammarSpec.json_object(**options),
         "regex": GrammarSpec.regex,

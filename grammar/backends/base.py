@@ -42,7 +42,12 @@ class BoundedBackend(GrammarBackend, Protocol):
         """
 
 
-def require_release(name: str, package: str, release: str, install: str) -> None:
+def require_release(
+    name: str,
+    package: str,
+    release: str,
+    install: str,
+) -> None:
     """Raise `OptionError` unless a supported release of a grammar library is installed.
 
     Parameters

@@ -45,7 +45,12 @@ def load_native() -> str:
     OptionError
         LLGuidance is not installed, or the native worker does not support this release.
     """
-    require_release("LLGuidance", "llguidance", "1.9.", "llguidance==1.9.1")
+    require_release(
+        "LLGuidance",
+        "llguidance",
+        "1.9.",
+        "llguidance==1.9.1",
+    )
     try:
         import llguidance
 
@@ -112,7 +117,12 @@ def _lark_text(spec: Spec) -> str:
     """Return a grammar other than a JSON schema in LLGuidance's Lark dialect."""
     if spec.kind == "regex":
         # In Lark, an unescaped slash or newline ends a regular expression.
-        pattern = re.sub(r"(\\.)|/", lambda m: m[1] or r"\/", spec.text, flags=re.DOTALL)
+        pattern = re.sub(
+            r"(\\.)|/",
+            lambda m: m[1] or r"\/",
+            spec.text,
+            flags=re.DOTALL,
+        )
         pattern = pattern.replace("\n", r"\n")
         return f"start: /{pattern}/"
     if spec.kind == "lark":

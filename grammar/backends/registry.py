@@ -60,7 +60,10 @@ def check_syntax(spec: Spec) -> None:
     The function needs no vocabulary. Its running time depends on the grammar and is not bounded, so
     the function should run in a child process.
     """
-    readers = {"llguidance": llguidance.syntax_error, "xgrammar": _xgrammar_syntax_error}
+    readers = {
+        "llguidance": llguidance.syntax_error,
+        "xgrammar": _xgrammar_syntax_error,
+    }
     names = ["llguidance", "xgrammar"]
     if spec.kind == "ebnf":
         # EBNF is XGrammar's own notation, so XGrammar's error is more helpful than LLGuidance's.

@@ -49,7 +49,12 @@ def library() -> Any:
     OptionError
         XGrammar is not installed, has an unsupported version, or cannot be loaded.
     """
-    require_release("XGrammar", "xgrammar", "0.2.", "--no-deps xgrammar==0.2.8")
+    require_release(
+        "XGrammar",
+        "xgrammar",
+        "0.2.",
+        "--no-deps xgrammar==0.2.8",
+    )
     try:
         with _keep_signal_handler(signal.SIGSEGV):
             return _register_types()
@@ -107,7 +112,13 @@ def tokenizer_info(tokens: Sequence[bytes], size: int, stops: Sequence[int]) -> 
 
     XGrammar sorts the tokens, which takes about 0.1 s for 128k tokens.
     """
-    return library().TokenizerInfo(list(tokens), _RAW, size, list(stops), False)
+    return library().TokenizerInfo(
+        list(tokens),
+        _RAW,
+        size,
+        list(stops),
+        False,
+    )
 
 
 def _compile(info: Any, spec: Spec) -> Any:
@@ -206,7 +217,14 @@ def _structural_tag(text: str, whitespace: Whitespace) -> str:
             any_order,
         )
         content = {"type": "grammar", "grammar": rules.to_string()}
-        tags.append({"type": "tag", "begin": tag["begin"], "content": content, "end": tag["end"]})
+        tags.append(
+            {
+                "type": "tag",
+                "begin": tag["begin"],
+                "content": content,
+                "end": tag["end"],
+            }
+        )
     form = {
         "type": "triggered_tags",
         "triggers": document["triggers"],
@@ -305,15 +323,31 @@ class XGrammarBackend:
         """
         ending = ending_ids(self, compiled, stop_ids)
         override = None if ending == self.vocabulary.stop_ids else list(ending)
-        handle = self._types.GrammarMatcher(compiled.native, override, False, -1, None)
+        handle = self._types.GrammarMatcher(
+            compiled.native,
+            override,
+            False,
+            -1,
+            None,
+        )
         acceptable = self._acceptable(ending)
         native = _native.guide.XGrammarMatcher(
             handle.__chandle__(), acceptable.ctypes.data, self.vocabulary.size
         )
-        return NativeBackedMatcher(compiled, ending, native, keep=(handle, acceptable))
+        return NativeBackedMatcher(
+            compiled,
+            ending,
+            native,
+            keep=(handle, acceptable),
+        )
 
     def _compiled_grammar(self, spec: Spec, native: Any) -> CompiledGrammar:
-        return CompiledGrammar(self, spec, native, int(native.memory_size_bytes()))
+        return CompiledGrammar(
+            self,
+            spec,
+            native,
+            int(native.memory_size_bytes()),
+        )
 
     def _acceptable(self, stops: tuple[int, ...]) -> np.ndarray:
         """Return the token bitmask of the ids that XGrammar can accept.

@@ -172,7 +172,11 @@ class GrammarService:
         memory_bytes: int = MEMORY_BYTES,
         cache_bytes: int = CACHE_BYTES,
     ):
-        limits = {"threads": threads, "timeout_s": timeout_s, "memory_bytes": memory_bytes}
+        limits = {
+            "threads": threads,
+            "timeout_s": timeout_s,
+            "memory_bytes": memory_bytes,
+        }
         for name, value in limits.items():
             if not value > 0:
                 raise OptionError(f"compile service: {name} is {value}, must be positive")
@@ -254,7 +258,10 @@ class GrammarService:
 
     def _start_thread(self, lane: _Lane, child: ChildProcess) -> None:
         thread = threading.Thread(
-            target=self._run, args=(lane, child), name="graft-compile", daemon=True
+            target=self._run,
+            args=(lane, child),
+            name="graft-compile",
+            daemon=True,
         )
         self._children.append(child)
         lane.threads.append(thread)
@@ -283,7 +290,12 @@ class GrammarService:
         except GrammarError as error:
             self._finish(job, error, "refused")
         except OptionError as error:
-            self._finish(job, GrammarError(f"{kind}: {error}"), "refused", keep=False)
+            self._finish(
+                job,
+                GrammarError(f"{kind}: {error}"),
+                "refused",
+                keep=False,
+            )
         except BaseException as error:
             # Requests wait for the future, so the future must be completed after any exception.
             failure = GrammarError(f"{kind}: {type(error).__name__}: {clean_message(error)}")
@@ -328,7 +340,12 @@ class GrammarService:
         return backend.load(spec, result)
 
     def _finish(
-        self, job: _Job, result: CompiledGrammar | GrammarError, outcome: str, *, keep: bool = True
+        self,
+        job: _Job,
+        result: CompiledGrammar | GrammarError,
+        outcome: str,
+        *,
+        keep: bool = True,
     ) -> None:
         """Complete the future of a job.
 

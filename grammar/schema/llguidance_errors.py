@@ -70,7 +70,11 @@ def schema_error(schema: Any, *, lenient: bool = False) -> str:
         document = {}
     elif schema is False:
         document = {"not": {}}
-    options = {"whitespace_flexible": False, "lenient": lenient, "coerce_one_of": lenient}
+    options = {
+        "whitespace_flexible": False,
+        "lenient": lenient,
+        "coerce_one_of": lenient,
+    }
     grammar = {"json_schema": {**document, "x-guidance": options}}
     limits = _SMALL_LIMITS if lenient else _LIMITS
     return _first_error(*validate(grammar, limits))

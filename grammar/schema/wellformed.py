@@ -233,7 +233,12 @@ def _check_keywords(pointer: str, part: SchemaObject) -> None:
             )
 
 
-def _resolve(references: References, pointer: str, keyword: str, reference: Any) -> Any:
+def _resolve(
+    references: References,
+    pointer: str,
+    keyword: str,
+    reference: Any,
+) -> Any:
     """Return the target of a local reference; raise `GrammarError` if it is not a schema."""
     try:
         target = references.resolve(reference)

@@ -97,7 +97,12 @@ class DFlash(Drafter):
         weights.finish(("rotary_emb.inv_freq", "confidence_head."))
         heads = config.num_key_value_heads
         dim = config.head_dim
-        self._kv = context.make_cache(config.num_hidden_layers, heads, dim, config.dtype)
+        self._kv = context.make_cache(
+            config.num_hidden_layers,
+            heads,
+            dim,
+            config.dtype,
+        )
         self.caches = (self._kv,)
         self._stack = DecoderStack(
             self._kernels,
@@ -147,7 +152,11 @@ class DFlash(Drafter):
         return layers
 
     def prefill(
-        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
+        self,
+        lane: Lane,
+        rows: Rows,
+        next_rows: Rows,
+        features: DeviceArray | None,
     ) -> None:
         self._write_context(lane, next_rows, features)
 
@@ -236,7 +245,13 @@ class DFlash(Drafter):
         )
         return Rows(token, slot, pos), Rows(token, slot, last)
 
-    def _run_layers(self, lane: Lane, batch: int, rows: Rows, attend_rows: Rows) -> None:
+    def _run_layers(
+        self,
+        lane: Lane,
+        batch: int,
+        rows: Rows,
+        attend_rows: Rows,
+    ) -> None:
         """Embed the rows of the block and run the decoder layers."""
         config = self._config
         kernels = self._kernels
@@ -276,7 +291,11 @@ class DFlash(Drafter):
         self._stack.run(lane, rows, x, attend_rows=attend_rows)
 
     def _level(
-        self, lane: Lane, feed: Feed, level: int, previous: DeviceArray | None
+        self,
+        lane: Lane,
+        feed: Feed,
+        level: int,
+        previous: DeviceArray | None,
     ) -> DeviceArray:
         """Return the logits of a level.
 

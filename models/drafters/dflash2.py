@@ -80,7 +80,11 @@ class Convolutions:
     """
 
     def __init__(
-        self, weights: Weights, config: DFlashConfig, kernels: ModelKernels, max_rows: int
+        self,
+        weights: Weights,
+        config: DFlashConfig,
+        kernels: ModelKernels,
+        max_rows: int,
     ) -> None:
         self._layers = []
         for i in range(config.num_hidden_layers):

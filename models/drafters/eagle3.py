@@ -218,7 +218,11 @@ class Eagle3Head:
         return self._run(lane, rows, fused)
 
     def step(
-        self, lane: Lane, rows: Rows, hidden: DeviceArray, logits: DeviceArray | None = None
+        self,
+        lane: Lane,
+        rows: Rows,
+        hidden: DeviceArray,
+        logits: DeviceArray | None = None,
     ) -> DeviceArray:
         """Run the head on drafts, whose features are earlier outputs of the head.
 
@@ -261,7 +265,11 @@ class Eagle3Head:
         return out
 
     def head(
-        self, lane: Lane, out: DeviceArray, logits: DeviceArray, index: DeviceArray | None = None
+        self,
+        lane: Lane,
+        out: DeviceArray,
+        logits: DeviceArray,
+        index: DeviceArray | None = None,
     ) -> DeviceArray:
         """Apply the final norm and the LM head.
 
@@ -303,7 +311,12 @@ class Eagle3Head:
 
     def _final_norm(self, count: int, producer: Matrix | None = None) -> Norm:
         """Return the norm before the LM head, as described in `ActivationBuffers.norm`."""
-        return self.stack.buffers.norm(count, self.final_norm, self.lm_head, producer)
+        return self.stack.buffers.norm(
+            count,
+            self.final_norm,
+            self.lm_head,
+            producer,
+        )
 
     def gather(
         self,
@@ -347,7 +360,11 @@ class Eagle3Head:
         return gathered_rows
 
     def _run(
-        self, lane: Lane, rows: Rows, hidden: DeviceArray, final_norm: Norm | None = None
+        self,
+        lane: Lane,
+        rows: Rows,
+        hidden: DeviceArray,
+        final_norm: Norm | None = None,
     ) -> DeviceArray:
         """Run the decoder layers over [embedding, hidden] and return the residual stream."""
         count = rows.count
@@ -391,7 +408,10 @@ class Eagle3(Drafter):
     def from_dir(cls, folder: Path, config: Eagle3Config, context: DrafterContext) -> Eagle3:
         """Load the head of a checkpoint folder. Raises the same exceptions as `Eagle3Head`."""
         cache = context.make_cache(
-            config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.dtype
+            config.num_hidden_layers,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.dtype,
         )
         head = Eagle3Head(
             context.device,
@@ -404,7 +424,11 @@ class Eagle3(Drafter):
         return cls(head, TreeShape.by_level(context.max_drafts, context.tree))
 
     def prefill(
-        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
+        self,
+        lane: Lane,
+        rows: Rows,
+        next_rows: Rows,
+        features: DeviceArray | None,
     ) -> None:
         self.head.entries(lane, next_rows, _require(features))
 

@@ -241,7 +241,13 @@ class Feed:
             sampler.row_words,
         ]
 
-    def _launch(self, lane: Lane, kernel: str, args: list[object], name: str) -> None:
+    def _launch(
+        self,
+        lane: Lane,
+        kernel: str,
+        args: list[object],
+        name: str,
+    ) -> None:
         lane.kernel(
             self.device.load(_KERNELS)[kernel],
             1,

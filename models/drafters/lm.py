@@ -47,7 +47,10 @@ class SmallModel(Drafter):
         config = LlamaConfig.from_dir(folder)
         check_tokenizer(folder, context.tokenizer)
         cache = context.make_cache(
-            config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.dtype
+            config.num_hidden_layers,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.dtype,
         )
         model = LlamaModel(
             context.device,
@@ -60,7 +63,11 @@ class SmallModel(Drafter):
         return cls(model, TreeShape.by_level(context.max_drafts, context.tree))
 
     def prefill(
-        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
+        self,
+        lane: Lane,
+        rows: Rows,
+        next_rows: Rows,
+        features: DeviceArray | None,
     ) -> None:
         self.model.forward(lane, rows)
 

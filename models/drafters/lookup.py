@@ -131,7 +131,11 @@ class PromptLookup(Drafter):
         self._block = row_block(context.device)
 
     def prefill(
-        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
+        self,
+        lane: Lane,
+        rows: Rows,
+        next_rows: Rows,
+        features: DeviceArray | None,
     ) -> None:
         self._record(lane, rows)
 

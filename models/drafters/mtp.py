@@ -97,7 +97,12 @@ class Mtp(Drafter):
         self.vocab = DraftVocab(config.vocab_size)
         self._modules = modules[:drafts]
         count = len(self._modules)
-        kv = context.make_cache(count, config.num_key_value_heads, config.head_dim, config.dtype)
+        kv = context.make_cache(
+            count,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.dtype,
+        )
         self.caches = (kv,)
         self._config = config
         self._target = target
@@ -120,12 +125,21 @@ class Mtp(Drafter):
         self._last_hidden = device.zeros(size, "float32")
 
     def prefill(
-        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
+        self,
+        lane: Lane,
+        rows: Rows,
+        next_rows: Rows,
+        features: DeviceArray | None,
     ) -> None:
         self._process_committed(lane, next_rows, features)
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
-        self._process_committed(lane, feed.committed(lane), feed.features, feed.last)
+        self._process_committed(
+            lane,
+            feed.committed(lane),
+            feed.features,
+            feed.last,
+        )
         if feed.width == 1:
             return None
         return self._predict(lane, feed, 0, self._last_hidden[0][: feed.batch])
@@ -160,7 +174,11 @@ class Mtp(Drafter):
         return self._predict(lane, feed, 0, hidden)
 
     def _process_committed(
-        self, lane: Lane, rows: Rows, features: DeviceArray | None, last: DeviceArray | None = None
+        self,
+        lane: Lane,
+        rows: Rows,
+        features: DeviceArray | None,
+        last: DeviceArray | None = None,
     ) -> None:
         """Run committed tokens through all modules.
 
@@ -216,12 +234,28 @@ class Mtp(Drafter):
                     args,
                     name="delay rows",
                 )
-                rows = Rows(rows.token, rows.slot, earlier, rows_per_slot=rows.rows_per_slot)
+                rows = Rows(
+                    rows.token,
+                    rows.slot,
+                    earlier,
+                    rows_per_slot=rows.rows_per_slot,
+                )
             self._run(lane, j, rows, hidden)
             if last is not None:
-                kernels.gather(lane, hidden, last, self._last_hidden[j][: len(last)])
+                kernels.gather(
+                    lane,
+                    hidden,
+                    last,
+                    self._last_hidden[j][: len(last)],
+                )
 
-    def _run(self, lane: Lane, j: int, rows: Rows, hidden: DeviceArray) -> None:
+    def _run(
+        self,
+        lane: Lane,
+        j: int,
+        rows: Rows,
+        hidden: DeviceArray,
+    ) -> None:
         """Run module j and replace `hidden` in place by the module's output.
 
         Parameters
@@ -265,7 +299,13 @@ class Mtp(Drafter):
         self._stack.run(lane, rows, x, layers=range(j, j + 1))
         kernels.norm(lane, residual, module.norm, eps, hidden)
 
-    def _predict(self, lane: Lane, feed: Feed, j: int, hidden: DeviceArray) -> DeviceArray:
+    def _predict(
+        self,
+        lane: Lane,
+        feed: Feed,
+        j: int,
+        hidden: DeviceArray,
+    ) -> DeviceArray:
         """Compute the logits of module j from its hidden states and return them."""
         logits = feed.logits[: hidden.shape[0]]
         self._target.kernels.linear(

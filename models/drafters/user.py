@@ -142,7 +142,11 @@ class UserDrafter(Drafter):
         return partial(cls, propose=propose, **options)
 
     def prefill(
-        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
+        self,
+        lane: Lane,
+        rows: Rows,
+        next_rows: Rows,
+        features: DeviceArray | None,
     ) -> None:
         self.resume(lane, rows)
 
@@ -163,7 +167,12 @@ class UserDrafter(Drafter):
         first = feed.device.pinned(feed.first.shape, "int32")
         lane.copy(first, feed.first, name="first rows")
         host_arrays = [pinned.array for pinned in staging]
-        work = PythonWork(self._draft, committed.array, first.array, *host_arrays)
+        work = PythonWork(
+            self._draft,
+            committed.array,
+            first.array,
+            *host_arrays,
+        )
         lane.host(work, name=f"drafter {self._name}")
         for array, pinned in zip(outputs, staging, strict=True):
             lane.copy(array, pinned, name="drafts")
@@ -187,7 +196,11 @@ class UserDrafter(Drafter):
         return error if failed_epoch == epoch else None
 
     def _copy_rows(
-        self, lane: Lane, rows: Rows, slots: DeviceArray | None, host_rows: PinnedArray
+        self,
+        lane: Lane,
+        rows: Rows,
+        slots: DeviceArray | None,
+        host_rows: PinnedArray,
     ) -> None:
         """Add the kernel that writes slot, epoch, position and token of every row to the host."""
         args = [
@@ -287,7 +300,12 @@ def _serve(
         del query  # do not keep this query alive while waiting for the next query
 
 
-def _read_proposal(proposal: Any, vocab_size: int, max_drafts: int, tree: bool) -> _Proposal:
+def _read_proposal(
+    proposal: Any,
+    vocab_size: int,
+    max_drafts: int,
+    tree: bool,
+) -> _Proposal:
     """Check a returned proposal and return its ids and parents.
 
     Parameters

@@ -127,7 +127,15 @@ def assemble(
         drafter = _load_drafter(device, options, drafter_choice, target, tokenizer)
         mode = _draft_mode(options, drafter)
         _check_forced_drafts(options, drafter, mode)
-        parts = _round_parts(device, options, target, drafter, mode, tokenizer, vocabulary)
+        parts = _round_parts(
+            device,
+            options,
+            target,
+            drafter,
+            mode,
+            tokenizer,
+            vocabulary,
+        )
         prefill = Prefill(
             device,
             target,
@@ -154,7 +162,11 @@ def assemble(
 
 
 def _load_target(
-    device: Device, options: Options, model: Path, config: LlamaConfig, ranks: RankGroup | None
+    device: Device,
+    options: Options,
+    model: Path,
+    config: LlamaConfig,
+    ranks: RankGroup | None,
 ) -> LlamaModel:
     """Load the target.
 
@@ -167,12 +179,25 @@ def _load_target(
         leader = TensorParallelLeader(device, ranks, config, max_rows)
         kv_heads = leader.shard.local_config.num_key_value_heads
     layers = config.num_hidden_layers
-    cache = _make_cache(device, options, layers, kv_heads, config.head_dim, config.dtype)
+    cache = _make_cache(
+        device,
+        options,
+        layers,
+        kv_heads,
+        config.head_dim,
+        config.dtype,
+    )
     precision = {"activations": options.activations, "weights": options.weights}
     if leader is not None:
         leader.load_workers(model, cache, **precision)
     target = LlamaModel(
-        device, config, Checkpoint(model), cache, max_rows=max_rows, leader=leader, **precision
+        device,
+        config,
+        Checkpoint(model),
+        cache,
+        max_rows=max_rows,
+        leader=leader,
+        **precision,
     )
     if leader is not None:
         leader.wait_for_workers()
@@ -241,7 +266,12 @@ def _max_rows(options: Options) -> int:
 
 
 def _make_cache(
-    device: Device, options: Options, layers: int, kv_heads: int, head_dim: int, dtype: str
+    device: Device,
+    options: Options,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: str,
 ) -> PagedKV:
     """Allocate a paged KV cache with the engine's number of slots and pages."""
     length, pages = options.sizes
@@ -347,7 +377,15 @@ def _round_parts(
     state = SlotState(device, options.slots, vocab_size)
     replay = device.zeros((1,), "int32")
     token_limit = min(tokenizer.vocab_size, vocab_size)
-    sampler = _make_sampler(device, state, exchange, replay, token_limit, batch, drafter)
+    sampler = _make_sampler(
+        device,
+        state,
+        exchange,
+        replay,
+        token_limit,
+        batch,
+        drafter,
+    )
     max_depth = mode.levels or mode.drafts
     if options.tree and not mode.levels:
         max_depth = options.tree.levels
@@ -397,7 +435,10 @@ def _make_sampler(
 
 
 def _make_decoder(
-    options: Options, exchange: Exchange, drafter: Drafter | None, vocabulary: Vocabulary
+    options: Options,
+    exchange: Exchange,
+    drafter: Drafter | None,
+    vocabulary: Vocabulary,
 ) -> GuidedDecoder:
     """Create the grammar decoder.
 

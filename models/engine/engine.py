@@ -139,18 +139,37 @@ class Engine:
             requested.grammar_transport, self.device
         )
         self.options = replace(requested, grammar_transport=transport)
-        built = assemble(self.device, self.options, folder, drafter, config, tokenizer, ranks)
+        built = assemble(
+            self.device,
+            self.options,
+            folder,
+            drafter,
+            config,
+            tokenizer,
+            ranks,
+        )
         self._built = built
         self._parts = built.parts
         self.tokenizer = tokenizer
-        self._admission = Admission(self.options, tokenizer, config.vocab_size, built.compiler)
+        self._admission = Admission(
+            self.options,
+            tokenizer,
+            config.vocab_size,
+            built.compiler,
+        )
         self._replays = Replays(built.parts, built.stream, built.budget)
         self._migrator = Migrator(
             self.device,
             StreamLane(built.stream),
             built.caches,
             built.prefixes,
-            engine_properties(self.device, requested, folder, drafter, built.parts.drafter),
+            engine_properties(
+                self.device,
+                requested,
+                folder,
+                drafter,
+                built.parts.drafter,
+            ),
         )
         self.round_graphs: dict[tuple[int, int], RoundGraph] = {}
         self.stats = EngineStats(draft_length=built.parts.depth)
@@ -216,7 +235,13 @@ class Engine:
         buckets = batch_buckets(self.options.max_batch_size)
         for batch, drafts in itertools.product(buckets, budget.lengths):
             generated = budget.drafts_to_generate(batch, drafts)
-            graph = self._built.round_class(self._parts, scratch, batch, drafts, generated)
+            graph = self._built.round_class(
+                self._parts,
+                scratch,
+                batch,
+                drafts,
+                generated,
+            )
             self.round_graphs[batch, drafts] = graph
             for _ in range(num_replays):
                 self._replays.launch(graph, [])
@@ -626,7 +651,12 @@ class Engine:
             stack.callback(self._scheduler.slots.reclaim_all)
             stack.callback(self._replays.drain)
             for state in list(self._scheduler.unfinished.values()):
-                stack.callback(self._scheduler.end, state, "cancelled", ended_on_device=True)
+                stack.callback(
+                    self._scheduler.end,
+                    state,
+                    "cancelled",
+                    ended_on_device=True,
+                )
         self.round_graphs.clear()
 
     def __del__(self) -> None:

@@ -195,7 +195,12 @@ class Replays:
         for row, state in enumerate(states):
             slots[row] = state.slot
             guided.append(
-                GuidedRequest(state.slot, state.epoch, state.matcher, state.start_position)
+                GuidedRequest(
+                    state.slot,
+                    state.epoch,
+                    state.matcher,
+                    state.start_position,
+                )
             )
         parts.decoder.publish(number, guided)
         parts.inputs.publish(number)
@@ -241,7 +246,12 @@ class Replays:
         flight = self.unread[0]
         self._retire(flight.number - 1, stats)
         self._check(flight)
-        wait_for = partial(self._wait_until_published, flight.number, shield, count_progress)
+        wait_for = partial(
+            self._wait_until_published,
+            flight.number,
+            shield,
+            count_progress,
+        )
         with self._engine_numbers(flight):
             flight.graph.finish(self._stream, wait_for)
         return flight
@@ -391,7 +401,12 @@ class Replays:
             stats.round_ns += ns
             if not is_idle:
                 self._round_s.update(1e-9 * ns)
-            self._budget.record_time(graph.batch, graph.drafts, ns, idle=is_idle)
+            self._budget.record_time(
+                graph.batch,
+                graph.drafts,
+                ns,
+                idle=is_idle,
+            )
         if not self._parts.every_part:
             return
         for part, start, end in zip(parts, stamps, stamps[1:], strict=False):

@@ -313,7 +313,10 @@ class Scheduler:
         if not output.exact and request.relaxed.until in output.tokens:
             verify = "coupled"
         params = SamplingParams.from_fields(
-            request, seed=output.seed, verify=verify, stop_ids=state.stop_ids
+            request,
+            seed=output.seed,
+            verify=verify,
+            stop_ids=state.stop_ids,
         )
         if not self.slots.join(state, params):
             return False
@@ -539,7 +542,13 @@ class Scheduler:
         self._dequeue(state)
         if state.slot >= 0:
             self.slots.leave(state, self.replays.launched, ended_on_device=ended_on_device)
-        self.deliver(output, error, state.take_new_tokens(), text, state.age_s)
+        self.deliver(
+            output,
+            error,
+            state.take_new_tokens(),
+            text,
+            state.age_s,
+        )
 
     def deliver(
         self,
@@ -554,12 +563,21 @@ class Scheduler:
         if error is not None:
             output.error = str(error)
             output.error_type = type(error).__name__
-            LOG.warning("request %s %s: %s", output.id, output.reason, output.error)
+            LOG.warning(
+                "request %s %s: %s",
+                output.id,
+                output.reason,
+                output.error,
+            )
         self.outbox.post(_make_event(output, tokens, text, finished=True))
 
 
 def _make_event(
-    output: Output, tokens: tuple[int, ...], text: str, *, finished: bool = False
+    output: Output,
+    tokens: tuple[int, ...],
+    text: str,
+    *,
+    finished: bool = False,
 ) -> Event:
     """Return an event that reports `tokens`, which are the last tokens of `output`."""
     logprobs = None

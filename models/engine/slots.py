@@ -212,7 +212,13 @@ class SlotManager:
         num_cached = len(shared) * self._caches[0].page_size
         self._prefix_cache.hit_tokens += num_cached
         state.output.cached_tokens += num_cached
-        chunks = self._prefill.run(self._lane, slot, tokens, num_cached, self._max_chunk_rows)
+        chunks = self._prefill.run(
+            self._lane,
+            slot,
+            tokens,
+            num_cached,
+            self._max_chunk_rows,
+        )
         self._prefilling[slot] = _PrefillingRequest(state, chunks, tokens[-1], params)
         for cache in self._caches:
             cache.set_table(self._lane, slot)

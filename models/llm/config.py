@@ -190,9 +190,17 @@ class Eagle3Config(LlamaConfig):
         hidden = layer["hidden_size"]
         return cls(
             **layer,
-            draft_vocab_size=fields.integer("draft_vocab_size", low=1, high=vocab, default=vocab),
+            draft_vocab_size=fields.integer(
+                "draft_vocab_size",
+                low=1,
+                high=vocab,
+                default=vocab,
+            ),
             target_hidden_size=fields.integer(
-                "target_hidden_size", low=1, high=MAX_WIDTH, default=hidden
+                "target_hidden_size",
+                low=1,
+                high=MAX_WIDTH,
+                default=hidden,
             ),
             norm_before_residual=fields.boolean("norm_before_residual", default=False),
             feature_layers=_feature_layers(fields),
@@ -461,7 +469,12 @@ def _decoder(
     _refuse_unimplemented(fields, model_type, has_windows)
     hidden = fields.integer("hidden_size", low=1, high=MAX_WIDTH)
     heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)
-    kv_heads = fields.integer("num_key_value_heads", low=1, high=heads, default=heads)
+    kv_heads = fields.integer(
+        "num_key_value_heads",
+        low=1,
+        high=heads,
+        default=heads,
+    )
     if heads % kv_heads:
         raise ConfigError(
             f"{fields.where}: num_attention_heads {heads} is not a multiple of "
@@ -472,7 +485,12 @@ def _decoder(
             f"{fields.where}: hidden_size {hidden} is not a multiple of "
             f"num_attention_heads {heads}, and head_dim is not given"
         )
-    head_dim = fields.integer("head_dim", low=2, high=MAX_HEAD_DIM, default=hidden // heads)
+    head_dim = fields.integer(
+        "head_dim",
+        low=2,
+        high=MAX_HEAD_DIM,
+        default=hidden // heads,
+    )
     if head_dim % 2:
         raise ConfigError(f"{fields.where}: head_dim {head_dim} is odd, but RoPE rotates pairs")
     dtype = fields.get("dtype", fields.get("torch_dtype", "float32"))
@@ -489,12 +507,18 @@ def _decoder(
         "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6, low=1e-12, high=1.0),
         "rope": Rope.from_fields(fields),
         "max_position_embeddings": fields.integer(
-            "max_position_embeddings", low=1, high=MAX_POSITIONS, default=2048
+            "max_position_embeddings",
+            low=1,
+            high=MAX_POSITIONS,
+            default=2048,
         ),
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
         "dtype": dtype,
         "num_nextn_predict_layers": fields.integer(
-            "num_nextn_predict_layers", low=0, high=MAX_LAYERS, default=0
+            "num_nextn_predict_layers",
+            low=0,
+            high=MAX_LAYERS,
+            default=0,
         ),
     }
 

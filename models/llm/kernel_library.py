@@ -139,7 +139,13 @@ def mma_shape(rows: int, columns: int, nbytes: int = 2) -> MmaShape:
     if splits > 1:
         partials = across * down * _MMA_MAX_SPLITS * block * _MMA_TILE_COLUMNS
     shared = stages[block] * (_MMA_TILE_COLUMNS * nbytes + block * 2) * 64
-    return MmaShape("linear_many", {"ROW_BLOCK": block}, (across, down, splits), shared, partials)
+    return MmaShape(
+        "linear_many",
+        {"ROW_BLOCK": block},
+        (across, down, splits),
+        shared,
+        partials,
+    )
 
 
 class Norm(NamedTuple):
@@ -350,7 +356,13 @@ class ModelKernels:
             for weight in (producer, consumer)
         )
 
-    def can_fuse_rope(self, head_dim: int, dtype: str, columns: int, inner: int) -> bool:
+    def can_fuse_rope(
+        self,
+        head_dim: int,
+        dtype: str,
+        columns: int,
+        inner: int,
+    ) -> bool:
         """Return whether a QKV product can apply RoPE and write the KV cache in the same kernel.
 
         Parameters
@@ -421,7 +433,13 @@ class ModelKernels:
                 self.norm(lane, out, norm.weight, norm.eps, norm.out)
             return
         product = self._check_product(x, weight, name)
-        expect(f"{name}: out", out, "float32", R=product.rows, columns=product.columns)
+        expect(
+            f"{name}: out",
+            out,
+            "float32",
+            R=product.rows,
+            columns=product.columns,
+        )
         if residual is not None:
             shape = {"R": product.rows, "columns": product.columns}
             expect(f"{name}: residual", residual, "float32", **shape)
@@ -475,7 +493,13 @@ class ModelKernels:
             cores.
         """
         product = self._check_product(x, weight, name)
-        expect(f"{name}: out", out, out.dtype, R=product.rows, columns=product.columns >> 1)
+        expect(
+            f"{name}: out",
+            out,
+            out.dtype,
+            R=product.rows,
+            columns=product.columns >> 1,
+        )
         self._require_tensor_cores(product, "a gated product", name)
         args = self._linear_args(product, out, None, None, name)
         self._launch_mma(
@@ -539,7 +563,13 @@ class ModelKernels:
         name = "qkv"
         store_args = _kv_write_args(qkv, write)
         product = self._check_product(x, weight, name)
-        expect(f"{name}: out", qkv, "float32", R=product.rows, columns=product.columns)
+        expect(
+            f"{name}: out",
+            qkv,
+            "float32",
+            R=product.rows,
+            columns=product.columns,
+        )
         args = self._linear_args(product, qkv, None, None, name)
         self._launch_mma(
             lane,
@@ -563,13 +593,24 @@ class ModelKernels:
         """Compute this rank's partial product and add the partial products of all ranks."""
         assert weight.all_gather is not None
         partial = weight.all_gather.local_buffer(*out.shape)
-        self.linear(lane, x, ScaledMatrix(weight.values, weight.scale), partial, name=name)
+        self.linear(
+            lane,
+            x,
+            ScaledMatrix(weight.values, weight.scale),
+            partial,
+            name=name,
+        )
         partials = weight.all_gather.all_gather(lane, partial)
         ranks, rows, width = partials.shape
         grid, block = self._elementwise_launch(rows, width, self._chunk)
         copy, offset = copy_to if copy_to is not None else (None, 0)
         stride = copy.shape[1] if copy is not None else 0
-        kernel = self._kernel("elements", "add_parts", WEIGHT="float", CHUNK=self._chunk)
+        kernel = self._kernel(
+            "elements",
+            "add_parts",
+            WEIGHT="float",
+            CHUNK=self._chunk,
+        )
         args = (
             partials,
             residual,
@@ -600,8 +641,20 @@ class ModelKernels:
             weight = weight.values
         if scale is not None:
             expect(f"{name}: scale", scale, "float32", columns=columns)
-        expect(f"{name}: weight", weight, weight.dtype, columns=columns, inner=inner)
-        expect(f"{name}: x", x, x.dtype if x_is_rounded else "float32", R=rows, inner=inner)
+        expect(
+            f"{name}: weight",
+            weight,
+            weight.dtype,
+            columns=columns,
+            inner=inner,
+        )
+        expect(
+            f"{name}: x",
+            x,
+            x.dtype if x_is_rounded else "float32",
+            R=rows,
+            inner=inner,
+        )
         product = _Product(
             x=x,
             weight=weight,
@@ -617,7 +670,13 @@ class ModelKernels:
         if square_sums is not None:
             self._require_tensor_cores(product, "a folded norm", name)
             groups = inner // NORM_GROUP
-            expect(f"{name}: square sums of x", square_sums, "float32", R=rows, groups=groups)
+            expect(
+                f"{name}: square sums of x",
+                square_sums,
+                "float32",
+                R=rows,
+                groups=groups,
+            )
         return product
 
     def _require_tensor_cores(self, product: _Product, what: str, name: str) -> None:
@@ -631,7 +690,13 @@ class ModelKernels:
                 f"use for a {product.weight.dtype}[{product.columns}, {product.inner}] weight"
             )
 
-    def _check_folded_norm(self, product: _Product, norm: Norm, weight: Matrix, name: str) -> None:
+    def _check_folded_norm(
+        self,
+        product: _Product,
+        norm: Norm,
+        weight: Matrix,
+        name: str,
+    ) -> None:
         """Check that a product can write a folded norm of its result."""
         self._require_tensor_cores(product, "a folded norm", name)
         assert norm.square_sums is not None
@@ -639,8 +704,20 @@ class ModelKernels:
         columns = product.columns
         groups = columns // NORM_GROUP
         expect(f"{name}: norm", norm.weight, "float32", columns=columns)
-        expect(f"{name}: norm output", norm.out, self.input_dtype(weight), R=rows, columns=columns)
-        expect(f"{name}: square sums", norm.square_sums, "float32", R=rows, groups=groups)
+        expect(
+            f"{name}: norm output",
+            norm.out,
+            self.input_dtype(weight),
+            R=rows,
+            columns=columns,
+        )
+        expect(
+            f"{name}: square sums",
+            norm.square_sums,
+            "float32",
+            R=rows,
+            groups=groups,
+        )
 
     @staticmethod
     def _linear_args(
@@ -657,7 +734,13 @@ class ModelKernels:
         stride = 0
         if copy is not None:
             stride = copy.shape[1]
-            expect(f"{name}: copy_to", copy, "float32", R=rows, stride=stride)
+            expect(
+                f"{name}: copy_to",
+                copy,
+                "float32",
+                R=rows,
+                stride=stride,
+            )
             if offset < 0 or offset + columns > stride:
                 raise ShapeError(
                     f"{name}: copy_to columns {offset}..{offset + columns} are outside "
@@ -678,7 +761,11 @@ class ModelKernels:
         )
 
     def _launch_without_tensor_cores(
-        self, lane: Lane, product: _Product, args: tuple[object, ...], name: str
+        self,
+        lane: Lane,
+        product: _Product,
+        args: tuple[object, ...],
+        name: str,
     ) -> None:
         if self._thread:
             across = _ceil_div(product.columns, _THREAD_COLUMNS)
@@ -738,7 +825,12 @@ class ModelKernels:
             norm_args = (norm.weight, norm.out, norm.square_sums)
         rows = product.rows << self._splits_activations
         shape = mma_shape(rows, product.columns, itemsize(product.weight.dtype))
-        kernel = self._kernel(shape.kernel, shape.kernel, **defines, **shape.defines)
+        kernel = self._kernel(
+            shape.kernel,
+            shape.kernel,
+            **defines,
+            **shape.defines,
+        )
         args = (
             *args,
             product.square_sums,
@@ -804,11 +896,21 @@ class ModelKernels:
         expect("norm: out", out, out.dtype, R=rows, width=width)
         args = (x, weight, out, rows, width, eps)
         kernel = self._kernel(
-            "norm", "norm_rows", WEIGHT="float", OUT=_storage(out), NORM_THREADS=self._norm_block
+            "norm",
+            "norm_rows",
+            WEIGHT="float",
+            OUT=_storage(out),
+            NORM_THREADS=self._norm_block,
         )
         lane.kernel(kernel, rows, self._norm_block, args, name="norm")
 
-    def head_norm(self, lane: Lane, qkv: DeviceArray, norms: HeadNorms, heads: int) -> None:
+    def head_norm(
+        self,
+        lane: Lane,
+        qkv: DeviceArray,
+        norms: HeadNorms,
+        heads: int,
+    ) -> None:
         """Compute the RMSNorm of each query head and key head in place.
 
         Parameters
@@ -825,11 +927,22 @@ class ModelKernels:
         rows, width = qkv.shape
         dim = norms.query.shape[0]
         kv_heads = (width // dim - heads) // 2
-        expect("head norm: qkv", qkv, "float32", R=rows, width=(heads + 2 * kv_heads) * dim)
+        expect(
+            "head norm: qkv",
+            qkv,
+            "float32",
+            R=rows,
+            width=(heads + 2 * kv_heads) * dim,
+        )
         for weight in (norms.query, norms.key):
             expect("head norm: weight", weight, "float32", D=dim)
         block = 1 if self._thread else 32
-        kernel = self._kernel("norm", "head_norm", WEIGHT="float", NORM_THREADS=block)
+        kernel = self._kernel(
+            "norm",
+            "head_norm",
+            WEIGHT="float",
+            NORM_THREADS=block,
+        )
         args = (
             qkv,
             norms.query,
@@ -840,7 +953,13 @@ class ModelKernels:
             dim,
             norms.eps,
         )
-        lane.kernel(kernel, rows * (heads + kv_heads), block, args, name="head norm")
+        lane.kernel(
+            kernel,
+            rows * (heads + kv_heads),
+            block,
+            args,
+            name="head norm",
+        )
 
     def rope_and_store(self, lane: Lane, qkv: DeviceArray, write: KVWrite) -> None:
         """Rotate queries (in place) and keys, and write keys and values to the KV cache.
@@ -860,11 +979,21 @@ class ModelKernels:
         store_args = _kv_write_args(qkv, write)
         chunk = dim // 2 if self._thread else 1
         kernel = self._kernel(
-            "rope", "rope_and_store", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim, CHUNK=chunk
+            "rope",
+            "rope_and_store",
+            CACHE=STORAGE[kv.dtype],
+            HEAD_DIM=dim,
+            CHUNK=chunk,
         )
         heads = write.heads + 2 * kv.kv_heads
         grid, block = self._elementwise_launch(count * heads, dim // 2, chunk)
-        lane.kernel(kernel, grid, block, (qkv, count, *store_args), name="rope, kv write")
+        lane.kernel(
+            kernel,
+            grid,
+            block,
+            (qkv, count, *store_args),
+            name="rope, kv write",
+        )
 
     def attention(
         self,
@@ -900,7 +1029,13 @@ class ModelKernels:
         dim = kv.head_dim
         width = (heads + 2 * kv.kv_heads) * dim
         expect("attention: qkv", qkv, "float32", R=count, heads=width)
-        expect("attention: out", out, "float32", R=count, heads=heads * dim)
+        expect(
+            "attention: out",
+            out,
+            "float32",
+            R=count,
+            heads=heads * dim,
+        )
         args = (
             qkv,
             rows.slot,
@@ -937,7 +1072,13 @@ class ModelKernels:
             grid = (_ceil_div(count * group, queries), kv.kv_heads, 1)
             lane.kernel(kernel, grid, 1, (*args, queries), name="attention")
         else:
-            lane.kernel(kernel, (heads, count, 1), _WARP_BLOCK, args, name="attention")
+            lane.kernel(
+                kernel,
+                (heads, count, 1),
+                _WARP_BLOCK,
+                args,
+                name="attention",
+            )
 
     def _launch_split_attention(
         self,
@@ -955,7 +1096,10 @@ class ModelKernels:
         count = rows.count
         dim = kv.head_dim
         kernel = self._kernel(
-            "attention_split", "attention_split", CACHE16=STORAGE[kv.dtype], WIDE_HEAD=dim
+            "attention_split",
+            "attention_split",
+            CACHE16=STORAGE[kv.dtype],
+            WIDE_HEAD=dim,
         )
         group = heads // kv.kv_heads
         tiles_per_group = _ceil_div(group, _ATTENTION_TILE)
@@ -1041,7 +1185,13 @@ class ModelKernels:
             *sizes,
         )
         block = 1 if self._thread else _ELEMENT_BLOCK
-        lane.kernel(kernel, (batch, kv.layers, 1), block, args, name="compact cache")
+        lane.kernel(
+            kernel,
+            (batch, kv.layers, 1),
+            block,
+            args,
+            name="compact cache",
+        )
         if features is not None:
             expect("compact: first", first, "int32", B=batch)
             kernel = self._kernel("compact", "compact_rows", CACHE=STORAGE[kv.dtype])
@@ -1053,7 +1203,13 @@ class ModelKernels:
                 result,
                 result.shape[1],
             )
-            lane.kernel(kernel, batch, block, row_args, name="compact features")
+            lane.kernel(
+                kernel,
+                batch,
+                block,
+                row_args,
+                name="compact features",
+            )
 
     # Elementwise kernels.
 
@@ -1070,13 +1226,29 @@ class ModelKernels:
             [R, width], float32 or of `input_dtype`.
         """
         rows, width = out.shape
-        expect("silu: gate_up", gate_up, "float32", R=rows, width=2 * width)
+        expect(
+            "silu: gate_up",
+            gate_up,
+            "float32",
+            R=rows,
+            width=2 * width,
+        )
         expect("silu: out", out, out.dtype, R=rows, width=width)
         grid, block = self._elementwise_launch(rows, width, self._chunk)
         kernel = self._kernel(
-            "elements", "silu_mul", WEIGHT="float", OUT=_storage(out), CHUNK=self._chunk
+            "elements",
+            "silu_mul",
+            WEIGHT="float",
+            OUT=_storage(out),
+            CHUNK=self._chunk,
         )
-        lane.kernel(kernel, grid, block, (gate_up, out, rows, width), name="silu")
+        lane.kernel(
+            kernel,
+            grid,
+            block,
+            (gate_up, out, rows, width),
+            name="silu",
+        )
 
     def gather(
         self,
@@ -1111,7 +1283,13 @@ class ModelKernels:
         expect(f"{name}: out", out, "float32", B=count, width=x.shape[1])
         if norm is not None:
             expect(f"{name}: norm", norm.weight, "float32", width=width)
-            expect(f"{name}: norm output", norm.out, norm.out.dtype, B=count, width=width)
+            expect(
+                f"{name}: norm output",
+                norm.out,
+                norm.out.dtype,
+                B=count,
+                width=width,
+            )
             block = self._norm_block
             kernel = self._kernel(
                 "norm",
@@ -1133,10 +1311,27 @@ class ModelKernels:
             lane.kernel(kernel, count, block, args, name=name)
             return
         grid, block = self._elementwise_launch(count, width, self._chunk)
-        kernel = self._kernel("elements", "gather_rows", WEIGHT=_storage(x), CHUNK=self._chunk)
-        lane.kernel(kernel, grid, block, (x, index, out, count, x.shape[0], width), name=name)
+        kernel = self._kernel(
+            "elements",
+            "gather_rows",
+            WEIGHT=_storage(x),
+            CHUNK=self._chunk,
+        )
+        lane.kernel(
+            kernel,
+            grid,
+            block,
+            (x, index, out, count, x.shape[0], width),
+            name=name,
+        )
 
-    def scale(self, lane: Lane, x: DeviceArray, factor: float, cap: float = 0.0) -> None:
+    def scale(
+        self,
+        lane: Lane,
+        x: DeviceArray,
+        factor: float,
+        cap: float = 0.0,
+    ) -> None:
         """Compute x = factor * x in place, and then x = cap * tanh(x / cap) if `cap` is not 0.
 
         Parameters
@@ -1153,8 +1348,19 @@ class ModelKernels:
         rows, width = x.shape
         expect("scale: x", x, "float32", R=rows, width=width)
         grid, block = self._elementwise_launch(rows, width, self._chunk)
-        kernel = self._kernel("elements", "scale_rows", WEIGHT="float", CHUNK=self._chunk)
-        lane.kernel(kernel, grid, block, (x, rows, width, factor, cap), name="scale")
+        kernel = self._kernel(
+            "elements",
+            "scale_rows",
+            WEIGHT="float",
+            CHUNK=self._chunk,
+        )
+        lane.kernel(
+            kernel,
+            grid,
+            block,
+            (x, rows, width, factor, cap),
+            name="scale",
+        )
 
     def convolve(
         self,
@@ -1197,12 +1403,23 @@ class ModelKernels:
             size=size,
             width=width,
         )
-        expect("convolve: dynamic", dynamic, "float32", R=rows, columns=2 * size * groups)
+        expect(
+            "convolve: dynamic",
+            dynamic,
+            "float32",
+            R=rows,
+            columns=2 * size * groups,
+        )
         for array in (x, out, residual):
             if array is not None:
                 expect("convolve: rows", array, "float32", R=rows, width=width)
         grid, block = self._elementwise_launch(rows, width, self._chunk)
-        kernel = self._kernel("elements", "convolve_rows", WEIGHT="float", CHUNK=self._chunk)
+        kernel = self._kernel(
+            "elements",
+            "convolve_rows",
+            WEIGHT="float",
+            CHUNK=self._chunk,
+        )
         sizes = (rows, width, size, groups, kernel_index, row_stride)
         args = (x, base, dynamic, residual, out, *sizes)
         lane.kernel(kernel, grid, block, args, name="convolution")
@@ -1245,13 +1462,38 @@ class ModelKernels:
         """
         rows, width = hidden.shape
         expect("eagle input: token", token, "int32", R=rows)
-        expect("eagle input: hidden", hidden, "float32", R=rows, width=embedding.shape[1])
+        expect(
+            "eagle input: hidden",
+            hidden,
+            "float32",
+            R=rows,
+            width=embedding.shape[1],
+        )
         expect("eagle input: x", x, "float32", R=rows, width=2 * width)
-        expect("eagle input: residual", residual, "float32", R=rows, width=width)
-        expect("eagle input: embedding norm", embedding_norm, "float32", width=width)
-        expect("eagle input: hidden norm", hidden_norm, "float32", width=width)
+        expect(
+            "eagle input: residual",
+            residual,
+            "float32",
+            R=rows,
+            width=width,
+        )
+        expect(
+            "eagle input: embedding norm",
+            embedding_norm,
+            "float32",
+            width=width,
+        )
+        expect(
+            "eagle input: hidden norm",
+            hidden_norm,
+            "float32",
+            width=width,
+        )
         kernel = self._kernel(
-            "norm", "eagle_input", WEIGHT=_storage(embedding), NORM_THREADS=self._norm_block
+            "norm",
+            "eagle_input",
+            WEIGHT=_storage(embedding),
+            NORM_THREADS=self._norm_block,
         )
         args = (
             embedding,
@@ -1269,7 +1511,13 @@ class ModelKernels:
             eps,
             int(norm_before_residual),
         )
-        lane.kernel(kernel, rows, self._norm_block, (*args, *sizes), name="eagle input")
+        lane.kernel(
+            kernel,
+            rows,
+            self._norm_block,
+            (*args, *sizes),
+            name="eagle input",
+        )
 
 
 def _kv_write_args(qkv: DeviceArray, write: KVWrite) -> tuple[object, ...]:
@@ -1278,7 +1526,13 @@ def _kv_write_args(qkv: DeviceArray, write: KVWrite) -> tuple[object, ...]:
     rows = write.rows
     width = (write.heads + 2 * kv.kv_heads) * kv.head_dim
     expect("rope: qkv", qkv, "float32", R=rows.count, heads=width)
-    expect("rope: table", write.rope_table, "float32", positions=kv.positions, head_dim=kv.head_dim)
+    expect(
+        "rope: table",
+        write.rope_table,
+        "float32",
+        positions=kv.positions,
+        head_dim=kv.head_dim,
+    )
     return (
         write.rope_table,
         rows.slot,

@@ -226,7 +226,12 @@ class LlamaModel:
         final = None
         if logits is not None:
             producer = stack.layers[-1].down
-            final = stack.buffers.norm(count, self.final_norm, self.lm_head, producer)
+            final = stack.buffers.norm(
+                count,
+                self.final_norm,
+                self.lm_head,
+                producer,
+            )
         stack.run(lane, rows, x, copies=copies, final_norm=final)
         if final is not None and logits is not None:
             self.kernels.linear(
@@ -267,7 +272,11 @@ class LlamaModel:
             self._leader.release_workers()
 
     def head(
-        self, lane: Lane, hidden: DeviceArray, logits: DeviceArray, index: DeviceArray
+        self,
+        lane: Lane,
+        hidden: DeviceArray,
+        logits: DeviceArray,
+        index: DeviceArray,
     ) -> None:
         """Apply the final norm and the LM head to selected rows.
 

@@ -66,7 +66,12 @@ class Rows:
             If an array has the wrong shape or dtype, or R is not in 1..limit.
         """
         for name in ("token", "slot", "pos"):
-            expect(f"rows.{name}", getattr(self, name), "int32", R=self.count)
+            expect(
+                f"rows.{name}",
+                getattr(self, name),
+                "int32",
+                R=self.count,
+            )
         if self.ancestors is not None:
             expect("rows.ancestors", self.ancestors, "uint64", R=self.count)
         if self.rows_per_slot < 1:

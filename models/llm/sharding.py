@@ -269,7 +269,11 @@ class TensorParallelLeader:
     """
 
     def __init__(
-        self, device: Device, ranks: RankGroup, config: LlamaConfig, max_rows: int
+        self,
+        device: Device,
+        ranks: RankGroup,
+        config: LlamaConfig,
+        max_rows: int,
     ) -> None:
         if ranks.rank:
             raise OptionError(
@@ -332,7 +336,13 @@ class TensorParallelLeader:
                 raise EngineError(f"rank {rank}: {error}")
         self.all_gather.connect()
 
-    def forward(self, lane: Lane, rows: Rows, embeddings: DeviceArray, kv: PagedKV) -> None:
+    def forward(
+        self,
+        lane: Lane,
+        rows: Rows,
+        embeddings: DeviceArray,
+        kv: PagedKV,
+    ) -> None:
         """Send the rows of a forward pass to the worker ranks, which run their layers over them.
 
         This method must be called before the kernels of rank 0's first layer are added to the lane.

@@ -87,7 +87,10 @@ class DecoderLayer:
 
         def qkv_group(dtype: str, rows: int, columns: int) -> int:
             fused = not config.head_norm and kernels.can_fuse_rope(
-                config.head_dim, dtype, rows, columns
+                config.head_dim,
+                dtype,
+                rows,
+                columns,
             )
             return config.head_dim if fused else 0
 
@@ -155,7 +158,11 @@ class ActivationBuffers:
     """
 
     def __init__(
-        self, kernels: ModelKernels, config: LlamaConfig, max_rows: int, attention_width: int
+        self,
+        kernels: ModelKernels,
+        config: LlamaConfig,
+        max_rows: int,
+        attention_width: int,
     ) -> None:
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
@@ -275,7 +282,12 @@ class DecoderStack:
             Weight of the product that writes the rows, as in `ActivationBuffers.norm`.
         """
         weights = self.layers[layer]
-        return self.buffers.norm(count, weights.input_norm, weights.qkv, producer)
+        return self.buffers.norm(
+            count,
+            weights.input_norm,
+            weights.qkv,
+            producer,
+        )
 
     def run(
         self,
@@ -315,7 +327,12 @@ class DecoderStack:
             layers = range(len(self.layers))
         for layer in layers:
             weights = self.layers[layer]
-            mlp_norm = self.buffers.norm(count, weights.post_norm, weights.gate_up, weights.out)
+            mlp_norm = self.buffers.norm(
+                count,
+                weights.post_norm,
+                weights.gate_up,
+                weights.out,
+            )
             if layer + 1 in layers:
                 next_norm: Norm | None = self.input_norm(count, layer + 1, weights.down)
             else:
@@ -412,7 +429,13 @@ class DecoderStack:
         gate_up = weights.gate_up
         gated = self.buffers.input_of(weights.down, "gated")[:count]
         if self.kernels.uses_tensor_cores(gate_up.dtype, *gate_up.shape):
-            self.kernels.gated_linear(lane, x, gate_up, gated, name="gate, up")
+            self.kernels.gated_linear(
+                lane,
+                x,
+                gate_up,
+                gated,
+                name="gate, up",
+            )
         else:
             both = self.buffers.array("gate_up", gate_up.shape[0])[:count]
             self.kernels.linear(lane, x, gate_up, both, name="gate, up")

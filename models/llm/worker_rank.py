@@ -266,7 +266,13 @@ class TensorParallelWorker:
             return self._compact_task(*arguments)
         return self._forward_task(*arguments)
 
-    def _forward_task(self, count: int, rows_per_slot: int, has_ancestors: int, *_: int) -> _Task:
+    def _forward_task(
+        self,
+        count: int,
+        rows_per_slot: int,
+        has_ancestors: int,
+        *_: int,
+    ) -> _Task:
         rows = self._rows.first(count, rows_per_slot)
         residual = self._stack.buffers.residual[:count]
         arrays = [rows.slot, rows.pos, self._stack.kv.page_table, residual]

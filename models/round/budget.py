@@ -98,7 +98,13 @@ class DraftBudget:
         self._num_rounds: Counter[int] = Counter()  # by bucket
         self._reported_zero = False
 
-    def record_time(self, bucket: int, length: int, ns: int, idle: bool) -> None:
+    def record_time(
+        self,
+        bucket: int,
+        length: int,
+        ns: int,
+        idle: bool,
+    ) -> None:
         """Record the time of a completed replay.
 
         Parameters

@@ -117,7 +117,12 @@ class DraftMasking:
         Call it after verification has been added to the model lane.
         """
         work = self._decoder.commit_work()
-        self._step_done = self._add_grammar_step("commit", work, self.commit_name, self.commit_row)
+        self._step_done = self._add_grammar_step(
+            "commit",
+            work,
+            self.commit_name,
+            self.commit_row,
+        )
 
     def add_all_levels(self, drafter: Drafter, max_drafts: int) -> int:
         """Add the drafts that can be chosen for all levels at once.
@@ -150,7 +155,11 @@ class DraftMasking:
         self._wait_for_step("wait for row 0", self.commit_name)
 
     def _add_grammar_step(
-        self, mark: str, work: NativeWork, name: str, row: int | None = None
+        self,
+        mark: str,
+        work: NativeWork,
+        name: str,
+        row: int | None = None,
     ) -> GraphMark:
         """Add a step to the grammar lane that starts when the model lane reaches this point.
 
@@ -222,7 +231,12 @@ class ProbeMasking(DraftMasking):
     commit_name = "commit"
 
     def before_draft(self, level: int, logits: DeviceArray) -> None:
-        self._draft_sampler.candidates(self._model_lane, logits, self._feed.row_slot, level)
+        self._draft_sampler.candidates(
+            self._model_lane,
+            logits,
+            self._feed.row_slot,
+            level,
+        )
         self._end_drafter_part(level)
         name = f"probe {level}"
         self._step_done = self._add_grammar_step(name, self._decoder.draft_work(level), name)
@@ -245,12 +259,22 @@ class LatticeProbeMasking(DraftMasking):
         feed = self._feed
         sampler = feed.sampler
         logits = drafter.all_levels(feed)[: self._levels * feed.batch]
-        sampler.candidates(self._model_lane, logits, feed.row_slot, max_drafts)
+        sampler.candidates(
+            self._model_lane,
+            logits,
+            feed.row_slot,
+            max_drafts,
+        )
         self._stamps.end("drafter extend")
         work = self._decoder.draft_work(1)
         self._step_done = self._add_grammar_step("lattice probe", work, "lattice probe")
         self._wait_for_step("wait for drafts", "lattice probe")
-        sampler.place(self._model_lane, None, feed.row_slot, max_drafts=max_drafts)
+        sampler.place(
+            self._model_lane,
+            None,
+            feed.row_slot,
+            max_drafts=max_drafts,
+        )
         return 0 if feed.branch > 1 else self._levels
 
 

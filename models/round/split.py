@@ -23,7 +23,12 @@ class SplitRound(RoundGraph):
     """
 
     def __init__(
-        self, parts: RoundParts, scratch: RoundScratch, batch: int, drafts: int, made: int
+        self,
+        parts: RoundParts,
+        scratch: RoundScratch,
+        batch: int,
+        drafts: int,
+        made: int,
     ):
         super().__init__(parts, scratch, batch, drafts, made)
         self._pending: deque[GraphExec] = deque()  # graphs of the current round to be launched

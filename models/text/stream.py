@@ -37,7 +37,10 @@ def call_tokenizer(work: Callable[[], T]) -> T:
 
 
 def decode(
-    backend: tokenizers.Tokenizer, size: int, ids: Sequence[int], special: bool = False
+    backend: tokenizers.Tokenizer,
+    size: int,
+    ids: Sequence[int],
+    special: bool = False,
 ) -> str:
     """Return the text of token ids.
 

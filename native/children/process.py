@@ -251,7 +251,12 @@ def _spawn(
     def start() -> subprocess.Popen[bytes]:
         null = subprocess.DEVNULL
         return subprocess.Popen(
-            command, env=environment, stdin=null, stdout=null, stderr=null, pass_fds=[pipe_fd]
+            command,
+            env=environment,
+            stdin=null,
+            stdout=null,
+            stderr=null,
+            pass_fds=[pipe_fd],
         )
 
     with child_end:

@@ -151,7 +151,14 @@ def test_foreign_thread_releases_python_state_at_exit(device: Device) -> None:
     seen: list[int] = []
     graph = Graph(device, "foreign thread")
     work = (lambda: seen.append(threading.get_ident()), (), 0, 0)
-    attached = _native.attach_host(graph.handle, graph.state, "step", work, None, None)
+    attached = _native.attach_host(
+        graph.handle,
+        graph.state,
+        "step",
+        work,
+        None,
+        None,
+    )
     function, data = attached[3:]
     before = native.live_thread_states()
     libc = ctypes.CDLL(None)

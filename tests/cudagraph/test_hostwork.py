@@ -56,7 +56,12 @@ def native_functions(tmp_path_factory) -> ctypes.CDLL:
 def work(functions: ctypes.CDLL, name: str, data: ctypes._SimpleCData | Api) -> NativeWork:
     """Return native work that calls one of the C functions with the address of `data`."""
     address = ctypes.cast(getattr(functions, name), ctypes.c_void_p).value or 0
-    return NativeWork(address, ctypes.addressof(data), keep=(functions, data), name=name)
+    return NativeWork(
+        address,
+        ctypes.addressof(data),
+        keep=(functions, data),
+        name=name,
+    )
 
 
 def api() -> Api:
@@ -161,7 +166,11 @@ def test_host_work_failure_skips_replays_in_flight(device: Device, stream: Strea
     ],
 )
 def test_native_host_work_failure_raises_at_synchronize(
-    device: Device, stream: Stream, native_functions, function: str, words: str
+    device: Device,
+    stream: Stream,
+    native_functions,
+    function: str,
+    words: str,
 ) -> None:
     """C++ exceptions do not propagate into the driver, and native work can fail its replay."""
     graph = Graph(device, "native trouble")

@@ -47,7 +47,14 @@ extern "C" __global__ void doubled(double d, double* out) { out[0] = d; }
 """
 
 
-def launch(stream: Stream, kernel: Kernel, grid, block, args, **options) -> None:
+def launch(
+    stream: Stream,
+    kernel: Kernel,
+    grid,
+    block,
+    args,
+    **options,
+) -> None:
     """Launch a kernel and wait."""
     StreamLane(stream).kernel(kernel, grid, block, args, **options)
     stream.synchronize(60)
@@ -67,7 +74,15 @@ def test_kernel_receives_scalars_of_all_sizes_and_null(
     device: Device, stream: Stream, module
 ) -> None:
     out = device.zeros((6,), "uint64")
-    args = [np.uint8(200), 7 << 32, np.int16(-300), np.float64(0.1), -5, None, out]
+    args = [
+        np.uint8(200),
+        7 << 32,
+        np.int16(-300),
+        np.float64(0.1),
+        -5,
+        None,
+        out,
+    ]
     launch(stream, module["mixed"], 1, 1, args)
     assert out.to_host().view(np.float64).tolist() == [200, 7, -300, 0.1, -5, 1]
 
@@ -87,7 +102,12 @@ class AsStructure(ctypes.Structure):
     ],
     ids=["bytes", "numpy", "ctypes"],
 )
-def test_kernel_receives_struct_by_value(device: Device, stream: Stream, module, make) -> None:
+def test_kernel_receives_struct_by_value(
+    device: Device,
+    stream: Stream,
+    module,
+    make,
+) -> None:
     out = device.zeros((2,), "int32")
     launch(stream, module["by_value"], 1, 1, [make(-7, 20.5), out])
     assert out.to_host().tolist() == [-7, 41]
@@ -95,7 +115,13 @@ def test_kernel_receives_struct_by_value(device: Device, stream: Stream, module,
 
 def test_kernel_converts_python_numbers_to_parameter_type(device: Device, stream, module) -> None:
     y = device.from_host(np.zeros(4, np.float32))
-    launch(stream, module["saxpy"], 1, 4, [y, device.from_host(np.ones(4, np.float32)), 3, 4])
+    launch(
+        stream,
+        module["saxpy"],
+        1,
+        4,
+        [y, device.from_host(np.ones(4, np.float32)), 3, 4],
+    )
     assert y.to_host().tolist() == [3.0] * 4
     out = device.zeros((1,), "int64")
     launch(stream, module["doubled"], 1, 1, [0.1, out])
@@ -107,7 +133,13 @@ def test_kernel_receives_pinned_arrays_and_fields(device: Device, stream: Stream
     slots = PinnedSlots(device, 2, {"x": ("float32", (4,))})
     slots.field("x").array[0] = [1, 2, 3, 4]
     pinned.array[:] = 10
-    launch(stream, module["saxpy"], 1, 4, [pinned, slots.field("x"), 2.0, 4])
+    launch(
+        stream,
+        module["saxpy"],
+        1,
+        4,
+        [pinned, slots.field("x"), 2.0, 4],
+    )
     assert pinned.array.tolist() == [12, 14, 16, 18]
 
 
@@ -176,7 +208,12 @@ def test_parameter_kinds_are_parsed_from_source() -> None:
 @pytest.mark.parametrize("dims", [(0, 1), (1, 0), (1, 2048), ((1, 2), 1), (1.5, 1)])
 def test_kernel_launch_rejects_invalid_dimensions(stream: Stream, module, dims) -> None:
     with pytest.raises(KernelError, match="saxpy"):
-        StreamLane(stream).kernel(module["saxpy"], dims[0], dims[1], [None, None, 1.0, 0])
+        StreamLane(stream).kernel(
+            module["saxpy"],
+            dims[0],
+            dims[1],
+            [None, None, 1.0, 0],
+        )
 
 
 def test_kernel_pack_rejects_closed_array(device: Device, module) -> None:

@@ -33,7 +33,12 @@ class Grammar:
     def __init__(self, schema: Any = None, rules: str = "", spec: GrammarSpec | None = None):
         text = json.dumps(schema)
         unchanged = GrammarSpec(
-            "json_schema", text, backend="llguidance", partial=True, source=text, rules=rules
+            "json_schema",
+            text,
+            backend="llguidance",
+            partial=True,
+            source=text,
+            rules=rules,
         )
         self._compiled = _backend().compile(spec or unchanged)
 

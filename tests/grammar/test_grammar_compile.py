@@ -103,7 +103,11 @@ def test_compile_service_shares_results(serve):
     ],
 )
 def test_compile_service_reports_xgrammar_errors_and_warnings(
-    xgrammar, serve, capfd, spec, message
+    xgrammar,
+    serve,
+    capfd,
+    spec,
+    message,
 ):
     """The error message is one sentence without source locations, time stamps or backtraces.
 
@@ -163,7 +167,11 @@ def test_compile_service_time_limit(serve, choice, spec):
 
 def test_compile_service_memory_limit_fails_one_grammar(serve):
     service = serve(memory_bytes=1 << 27, timeout_s=600)
-    large = {"type": "array", "maxItems": 3000, "items": {"type": "string", "maxLength": 3000}}
+    large = {
+        "type": "array",
+        "maxItems": 3000,
+        "items": {"type": "string", "maxLength": 3000},
+    }
     # When memory is exhausted, some libraries raise an exception and others abort the process.
     message = r"json_schema: (needs more than|the process, limited to) 0\.125 GiB of memory"
     with pytest.raises(GrammarError, match=message):
@@ -337,7 +345,11 @@ def test_compile_service_rejects_invalid_options(serve, monkeypatch):
         serve("auto")
 
 
-PLAIN = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+PLAIN = {
+    "type": "object",
+    "properties": {"n": {"type": "integer"}},
+    "required": ["n"],
+}
 
 
 @pytest.mark.parametrize("choice", ["auto", "llguidance"])

@@ -73,7 +73,14 @@ def equal_counters(device: Device) -> dict[str, int]:
         ),
     ],
 )
-def test_guide_rows_equal_reference_matcher(backend, oracle, draft_length, masked, threads, probe):
+def test_guide_rows_equal_reference_matcher(
+    backend,
+    oracle,
+    draft_length,
+    masked,
+    threads,
+    probe,
+):
     """After every step, mask rows and stamps equal the rows and stamps of a reference matcher.
 
     The reference matcher accepts the text from the start. Native and Python matchers must have the

@@ -17,14 +17,21 @@ from graft.grammar.backends.xgrammar import XGrammarBackend
 
 SIZE = 270
 BACKENDS = {"xgrammar": XGrammarBackend, "llguidance": LLGuidanceBackend}
-REFERENCES = {"xgrammar": ReferenceXGrammar, "llguidance": ReferenceLLGuidance}
+REFERENCES = {
+    "xgrammar": ReferenceXGrammar,
+    "llguidance": ReferenceLLGuidance,
+}
 NODE = {
     "type": "object",
     "required": ["b"],
     "additionalProperties": False,
     "properties": {
         "a": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "integer"}]},
-        "abc": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
+        "abc": {
+            "type": "array",
+            "items": {"$ref": "#/$defs/node"},
+            "maxItems": 2,
+        },
         "b": {"type": "boolean"},
     },
 }
@@ -62,7 +69,11 @@ LIKELY = {key: [*b'a":<end>', 259, 261, 265, 266] for key in FREE} | {
 
 
 def compare_streams(
-    native, reference, rng: np.random.Generator, length: int, kind: str
+    native,
+    reference,
+    rng: np.random.Generator,
+    length: int,
+    kind: str,
 ) -> tuple[int, int]:
     """Compare two matchers while they accept random tokens, some illegal, and roll back.
 
@@ -120,7 +131,14 @@ def vocabulary() -> Vocabulary:
     ids=["grammars", "markers"],
 )
 @pytest.mark.parametrize("name", BACKENDS)
-def test_native_matcher_equals_reference_matcher(name, specs, streams, seed, least, capfd):
+def test_native_matcher_equals_reference_matcher(
+    name,
+    specs,
+    streams,
+    seed,
+    least,
+    capfd,
+):
     """Native and reference matchers have equal masks and results.
 
     The native matcher's mask is filled before most tokens but not before all, because the libraries
@@ -139,7 +157,13 @@ def test_native_matcher_equals_reference_matcher(name, specs, streams, seed, lea
             pair = [g.matcher(stops) for g in grammars]
             if spec.marker is not None:
                 pair[1] = SearchingMatcher(pair[1], spec.marker)
-            more = compare_streams(pair[0].native, pair[1], rng, int(rng.integers(5, 30)), kind)
+            more = compare_streams(
+                pair[0].native,
+                pair[1],
+                rng,
+                int(rng.integers(5, 30)),
+                kind,
+            )
             ends = ends + more[0]
             rows = rows + more[1]
     assert ends > least[0] and rows > least[1]

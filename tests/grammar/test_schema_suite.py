@@ -106,7 +106,12 @@ def test_json_schema_test_suite(shared_data: Path, key_order: Any):
 
 
 @pytest.mark.parametrize("share, timeout_s", [(6, 3), pytest.param(25, 5, marks=pytest.mark.full)])
-def test_real_schemas_accept_no_invalid_instance(shared_data, serve, share, timeout_s):
+def test_real_schemas_accept_no_invalid_instance(
+    shared_data,
+    serve,
+    share,
+    timeout_s,
+):
     """No invalid instance is accepted, and most valid instances are.
 
     Some valid instances are not accepted, because the grammar fixes the order of keys and forbids

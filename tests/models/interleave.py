@@ -112,7 +112,10 @@ class Interleaving:
         ]
         toy.inputs, toy.outputs, timeline = self.rings
         toy.decoder = SteppingDecoder(
-            toy.exchange, masked_drafts=toy.masked, max_in_flight=max(entries, 2), threads=1
+            toy.exchange,
+            masked_drafts=toy.masked,
+            max_in_flight=max(entries, 2),
+            threads=1,
         )
         for part in (*self.rings, toy.decoder):
             part.toy = toy

@@ -29,7 +29,16 @@ SPLIT = 256  # positions per split; splits s and s + 32 belong to the same part
 class Case:
     """Two slots of `length` positions in shuffled pages, with random queries for every position."""
 
-    def __init__(self, device, heads=4, kv_heads=1, dim=64, dtype="bfloat16", length=600, page=16):
+    def __init__(
+        self,
+        device,
+        heads=4,
+        kv_heads=1,
+        dim=64,
+        dtype="bfloat16",
+        length=600,
+        page=16,
+    ):
         rng = np.random.default_rng(length)
         pages = -(-length // page)
         self.device = device
@@ -73,7 +82,15 @@ class Case:
             stored[1, page, inside] = given
             cache.copy_from(upload(self.device, stored, self.kv.dtype).to_host())
 
-    def run(self, lane, slots, positions, run=1, paths=None, queries=None):
+    def run(
+        self,
+        lane,
+        slots,
+        positions,
+        run=1,
+        paths=None,
+        queries=None,
+    ):
         """Add the attention kernel to a lane and return its output array.
 
         Unless `queries` is given, row r uses the query of position ``positions[r]`` of slot
@@ -132,7 +149,15 @@ class Case:
         (5, 1, 128, "float16", 16),
     ],
 )
-def test_split_attention_equals_causal_softmax(device, stream, heads, kv_heads, dim, dtype, run):
+def test_split_attention_equals_causal_softmax(
+    device,
+    stream,
+    heads,
+    kv_heads,
+    dim,
+    dtype,
+    run,
+):
     """Rows at all boundaries of steps, splits and runs are correct; padding rows give zeros.
 
     The cases have 1 to 18 query heads per KV head, both head sizes and both dtypes.
@@ -161,7 +186,12 @@ def test_split_attention_equals_causal_softmax(device, stream, heads, kv_heads, 
     for r, (s, p) in enumerate(zip(slots, positions, strict=True)):
         is_live = s >= 0 and 0 <= p < 600
         wanted = case.wanted(s, p) if is_live else np.zeros(heads * dim)
-        np.testing.assert_allclose(got[r], wanted, atol=3e-5, err_msg=f"row {r}")
+        np.testing.assert_allclose(
+            got[r],
+            wanted,
+            atol=3e-5,
+            err_msg=f"row {r}",
+        )
 
 
 def test_split_attention_reuses_parts_for_long_rows(device, stream):
@@ -176,7 +206,12 @@ def test_split_attention_reuses_parts_for_long_rows(device, stream):
 
 
 @pytest.mark.parametrize("heads", [4, pytest.param(1, marks=pytest.mark.full)])
-def test_split_attention_is_row_invariant(device, stream, monkeypatch, heads):
+def test_split_attention_is_row_invariant(
+    device,
+    stream,
+    monkeypatch,
+    heads,
+):
     """The result of a row is the same, bit for bit, alone, in prefill chunks and in mixed batches.
 
     Mixed batches contain rows of both slots, so their actual number of rows per slot differs from
@@ -211,7 +246,11 @@ def test_split_attention_is_row_invariant(device, stream, monkeypatch, heads):
 @pytest.mark.skipif(model_util.FORMS[0] != "thread" or "avx512bw" not in CPU, reason="no AVX-512")
 @pytest.mark.parametrize(("dim", "dtype"), [(64, "bfloat16"), (36, "float16")])
 def test_thread_kernels_are_bit_identical_for_all_register_widths(
-    device, stream, monkeypatch, dim, dtype
+    device,
+    stream,
+    monkeypatch,
+    dim,
+    dtype,
 ):
     """The linear and attention kernels give the same bits with and without 64-byte registers.
 
@@ -329,7 +368,12 @@ def test_split_attention_tree_rows_equal_chain_rows(device, stream, base):
         chain_keys[0, chain] = keys[0, on_path]
         chain_values[0, chain] = values[0, on_path]
         case.fill(chain_keys, chain_values)
-        alone = case.on_stream(stream, 0, [base + depth[j]], queries=queries[j : j + 1])
+        alone = case.on_stream(
+            stream,
+            0,
+            [base + depth[j]],
+            queries=queries[j : j + 1],
+        )
         assert np.isfinite(alone).all(), j
         assert same_bits(got[j], alone[0]), j
 

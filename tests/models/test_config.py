@@ -107,7 +107,12 @@ NO_OBJECTS = ["{", "[1, 2]", '"config"', '{"a":' * 99999, "[1" + "0" * 5000]
         (str, "{folder}"),
     ],
 )
-def test_llama_config_rejects_unreadable_files(tmp_path, monkeypatch, make, words):
+def test_llama_config_rejects_unreadable_files(
+    tmp_path,
+    monkeypatch,
+    make,
+    words,
+):
     """A config.json that is too large or not a regular file with a JSON object raises an error."""
     make(tmp_path / "config.json")
     if words.startswith("more"):
@@ -155,7 +160,13 @@ def test_rope_frequencies_equal_reference(rope):
     np.testing.assert_allclose(table[77, 32:], np.sin(77 * wanted), atol=1e-5)
 
 
-def eagle(tmp_path, *, layers=8, names="official", **overrides) -> Eagle3Config:
+def eagle(
+    tmp_path,
+    *,
+    layers=8,
+    names="official",
+    **overrides,
+) -> Eagle3Config:
     target = llama_config(num_hidden_layers=layers)
     make_tiny_eagle3(
         tmp_path,

@@ -91,7 +91,13 @@ def make_dspark(folder, rank):
 
 
 @pytest.mark.parametrize("rank, tree", [(0, None), (6, None), (0, (3, 7)), (6, (3, 5))])
-def test_dspark_adds_markov_logits_of_previous_token(device, stream, tmp_path, rank, tree):
+def test_dspark_adds_markov_logits_of_previous_token(
+    device,
+    stream,
+    tmp_path,
+    rank,
+    tree,
+):
     """The logits of a DSpark node are the logits of its block row plus w2 w1[previous token].
 
     w1 and w2 are the matrices of the Markov head. With rank 0 the drafter has no Markov head. The
@@ -127,7 +133,12 @@ def test_dspark_adds_markov_logits_of_previous_token(device, stream, tmp_path, r
 
 @pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])
 @pytest.mark.parametrize("form", model_util.FORMS)
-def test_dflash2_selector_equals_published_code(device, stream, form, tree):
+def test_dflash2_selector_equals_published_code(
+    device,
+    stream,
+    form,
+    tree,
+):
     """The candidates have the published distribution, for any previous token.
 
     The logits of all other ids are far lower and have their original order. In a chain, the greedy
@@ -381,7 +392,14 @@ UNFIT = {
     [(source, *one) for source, many in UNFIT.items() for one in many],
 )
 def test_dflash_rejects_unsuitable_checkpoints(
-    device, stream, tmp_path, source, change, fields, error, words
+    device,
+    stream,
+    tmp_path,
+    source,
+    change,
+    fields,
+    error,
+    words,
 ):
     """Block drafters with unsuitable tensors or configs raise an error.
 

@@ -113,7 +113,12 @@ def invalid_drafter(**attributes):
         ("graft.no_such_module:LastToken", OptionError, "no_such_module"),
     ],
 )
-def test_drafter_protocol_violations_are_rejected(device, drafter, error, words):
+def test_drafter_protocol_violations_are_rejected(
+    device,
+    drafter,
+    error,
+    words,
+):
     """An engine raises an error at creation if the drafter breaks a rule of the protocol."""
     with pytest.raises(error, match=words):
         Engine(TARGET, drafter, draft_length=2, max_batch_size=1)
@@ -136,7 +141,12 @@ def test_drafter_protocol_violations_are_rejected(device, drafter, error, words)
         ),
     ],
 )
-def test_drafter_rejects_unsupported_options(device, drafter, options, words):
+def test_drafter_rejects_unsupported_options(
+    device,
+    drafter,
+    options,
+    words,
+):
     """Options that a drafter does not support raise an error.
 
     The cases are a lookup with a tree of fixed shape, a cascade with a tree, and `Forced` with
@@ -148,7 +158,12 @@ def test_drafter_rejects_unsupported_options(device, drafter, options, words):
         TreeShape(2, (1, 2), 2, ((0,), (0, 0), (1,))).check(8)
 
 
-def occurrences(histories, own, pattern, drafts):
+def occurrences(
+    histories,
+    own,
+    pattern,
+    drafts,
+):
     """Yield every occurrence of a pattern in the histories, and the token after it.
 
     An occurrence is a tuple of a flag, which says whether the history belongs to the request
@@ -308,7 +323,13 @@ LOOKUP_CASES = [
         for turn, block in enumerate((1, 64))
     ],
 )
-def test_prompt_lookup_equals_reference(device, stream, make, options, block):
+def test_prompt_lookup_equals_reference(
+    device,
+    stream,
+    make,
+    options,
+    block,
+):
     """The drafts equal the reference `look_up` while requests start, grow and leave their slots."""
     slots = 4
     length = 40
@@ -404,7 +425,12 @@ def test_prompt_lookup_equals_reference(device, stream, make, options, block):
         (Suffix, {"threshold": 1.5}, "threshold is 1.5, must be from 0 to 1"),
     ],
 )
-def test_prompt_lookup_rejects_invalid_options(device, make, options, words):
+def test_prompt_lookup_rejects_invalid_options(
+    device,
+    make,
+    options,
+    words,
+):
     with pytest.raises(OptionError, match=words):
         Engine(TARGET, partial(make, **options), max_batch_size=1)
 

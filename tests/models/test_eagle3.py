@@ -17,7 +17,15 @@ from graft.models.llm.checkpoint import Checkpoint
 TARGET = llama_config()
 
 
-def entries(stream, drafter, token, slot, pos, features, call="entries") -> np.ndarray:
+def entries(
+    stream,
+    drafter,
+    token,
+    slot,
+    pos,
+    features,
+    call="entries",
+) -> np.ndarray:
     """Run the method `call` of an EAGLE-3 head and return the result on the host."""
     rows = model_util.make_rows(drafter.device, token, slot, pos)
     out = getattr(drafter, call)(
@@ -36,7 +44,14 @@ def draft_logits(stream, drafter, out) -> np.ndarray:
     return model_util.download(stream, logits)
 
 
-def make_head(device, tmp_path, *, form=None, target=None, **options):
+def make_head(
+    device,
+    tmp_path,
+    *,
+    form=None,
+    target=None,
+    **options,
+):
     """Create a tiny target and an EAGLE-3 head. Return both models and both sets of weights."""
     target_weights = make_tiny_llama(tmp_path / "target", **(target or {}))
     weights = make_tiny_eagle3(tmp_path / "head", llama_config(**(target or {})), **options)
@@ -106,7 +121,13 @@ HEADS = {
 
 @pytest.mark.parametrize("form", model_util.FORMS)
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
-def test_eagle3_entries_equal_numpy(device, stream, tmp_path, form, options):
+def test_eagle3_entries_equal_numpy(
+    device,
+    stream,
+    tmp_path,
+    form,
+    options,
+):
     """Outputs and logits of the head equal the NumPy reference.
 
     The cases cover both checkpoint formats, both values of `norm_before_residual`, and heads with
@@ -224,7 +245,12 @@ def test_eagle3_narrower_than_target_requires_lm_head(device, tmp_path):
         (lambda t: t.__setitem__("input_norm.weight", np.ones(144, np.float32)), "input_norm"),
     ],
 )
-def test_eagle3_rejects_damaged_checkpoints(device, tmp_path, change, words):
+def test_eagle3_rejects_damaged_checkpoints(
+    device,
+    tmp_path,
+    change,
+    words,
+):
     """Damaged checkpoints of EAGLE-3 heads raise an error that names the tensor.
 
     The cases are missing and unused tensors, tensors of a wrong shape or dtype, and vocabulary maps
@@ -244,7 +270,13 @@ def test_eagle3_rejects_damaged_checkpoints(device, tmp_path, change, words):
         ({}, {"eagle_config": None}, "3 layers"),
     ],
 )
-def test_eagle3_rejects_other_targets(device, tmp_path, other, options, words):
+def test_eagle3_rejects_other_targets(
+    device,
+    tmp_path,
+    other,
+    options,
+    words,
+):
     """A head that was made for another vocabulary, width or number of layers raises an error."""
     model, drafter, _, _ = make_head(device, tmp_path, draft_vocab=70)
     assert drafter.feature_layers == (0, 1, 2)

@@ -46,7 +46,13 @@ def target(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "change", "error"), DAMAGES.values(), ids=DAMAGES)
-def test_engine_rejects_damaged_checkpoint(name, change, error, target, engine):
+def test_engine_rejects_damaged_checkpoint(
+    name,
+    change,
+    error,
+    target,
+    engine,
+):
     """Loading a damaged checkpoint raises the expected error, whose message is one line.
 
     Another engine that is running at that time is not affected.

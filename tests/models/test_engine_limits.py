@@ -21,7 +21,12 @@ def test_engine_limits_reject_oversized_requests():
 
     The error message names the field of `Limits`.
     """
-    limits = {"prompt_bytes": 600, "stop_strings": 2, "stop_characters": 9, "grammar_bytes": 20}
+    limits = {
+        "prompt_bytes": 600,
+        "stop_strings": 2,
+        "stop_characters": 9,
+        "grammar_bytes": 20,
+    }
     grammar = GrammarSpec.choice(["a" * 30, "b"])
     oversized = {
         "prompt_bytes": [

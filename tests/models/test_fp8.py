@@ -57,7 +57,14 @@ def nearest(values):
 
 
 @pytest.mark.parametrize(("form", "columns", "inner", "activations"), FORMS)
-def test_fp8_linear_equals_bfloat16_linear(device, stream, form, columns, inner, activations):
+def test_fp8_linear_equals_bfloat16_linear(
+    device,
+    stream,
+    form,
+    columns,
+    inner,
+    activations,
+):
     """With power-of-two scales, FP8 weights give the same bits as equal weights in bfloat16.
 
     The test runs products of 1 to 150 rows, with and without a residual. Scales that are not powers
@@ -92,13 +99,23 @@ def test_fp8_linear_equals_bfloat16_linear(device, stream, form, columns, inner,
     )
     if columns > 16:  # rows of a weight are a weight
         out = device.empty((2, columns - 16), "float32")
-        kernels.linear(lane, model_util.upload(device, x[:2]), weight[16:], out)
+        kernels.linear(
+            lane,
+            model_util.upload(device, x[:2]),
+            weight[16:],
+            out,
+        )
         got = model_util.download(stream, out)
         np.testing.assert_array_equal(got, product(weight, x[:2])[:, 16:])
 
 
 @pytest.mark.parametrize(("form", "inner"), [(model_util.FORMS[0], 8), ("warp", 8), ("warp", 128)])
-def test_fp8_linear_uses_exact_value_of_every_code(device, stream, form, inner):
+def test_fp8_linear_uses_exact_value_of_every_code(
+    device,
+    stream,
+    form,
+    inner,
+):
     """Every kernel uses the exact values of the 254 E4M3 codes that are not NaN, at every index."""
     kernels = ModelKernels(device, form)
     out = device.empty((inner, 256), "float32")
@@ -189,7 +206,13 @@ def write_quantised(folder, layout, change=dict):
         write_safetensors(where / "model.safetensors", tensors, "bfloat16")
 
 
-def logits(device, stream, folder, form="warp", **options):
+def logits(
+    device,
+    stream,
+    folder,
+    form="warp",
+    **options,
+):
     """Return the logits of a prompt of 24 tokens."""
     model = model_util.load_llama(device, folder, form=form, **options)
     model_util.allocate_pages(stream, model.kv, 0, 24)
@@ -203,7 +226,12 @@ def logits(device, stream, folder, form="warp", **options):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_fp8_checkpoint_layouts_equal_bfloat16_model(device, stream, tmp_path, layout):
+def test_fp8_checkpoint_layouts_equal_bfloat16_model(
+    device,
+    stream,
+    tmp_path,
+    layout,
+):
     """A model with row scales or matrix scales gives the same bits as the equal bfloat16 model.
 
     Scales of quantised inputs, which the checkpoint also contains, are ignored.
@@ -266,7 +294,12 @@ def test_fp8_quantisation_rounds_rows_to_nearest(device, stream, tmp_path):
         ),
     ],
 )
-def test_fp8_rejects_invalid_tensors(device, tmp_path, change, words):
+def test_fp8_rejects_invalid_tensors(
+    device,
+    tmp_path,
+    change,
+    words,
+):
     """Invalid FP8 tensors raise an error that names the tensor.
 
     The cases are NaN, scales that are missing, of a wrong shape or not finite, an LM head in FP8,

@@ -30,7 +30,13 @@ def lane(stream) -> StreamLane:
     return StreamLane(stream)
 
 
-def run_linear(kernels, lane, x, w, **more) -> np.ndarray:
+def run_linear(
+    kernels,
+    lane,
+    x,
+    w,
+    **more,
+) -> np.ndarray:
     """Run `ModelKernels.linear` and return the result on the host."""
     rows = x.out.shape[0] if isinstance(x, Norm) else x.shape[0]
     out = kernels.device.zeros((rows, w.shape[0]), "float32")
@@ -51,7 +57,14 @@ def run_linear(kernels, lane, x, w, **more) -> np.ndarray:
         (40, 24, 128),
     ],
 )
-def test_linear_equals_matrix_product(kernels, lane, dtype, rows, columns, inner):
+def test_linear_equals_matrix_product(
+    kernels,
+    lane,
+    dtype,
+    rows,
+    columns,
+    inner,
+):
     """`linear` is accurate for all weight dtypes and for sizes that cannot run on tensor cores."""
     rng = np.random.default_rng(rows * inner)
     x = normal(rng, rows, inner)
@@ -76,7 +89,13 @@ def test_linear_equals_matrix_product(kernels, lane, dtype, rows, columns, inner
     ],
 )
 def test_tensor_core_linear_is_row_invariant(
-    device, lane, monkeypatch, dtype, activations, columns, inner
+    device,
+    lane,
+    monkeypatch,
+    dtype,
+    activations,
+    columns,
+    inner,
 ):
     """A tensor-core product equals x W^T with rounded or split x, and is row invariant.
 
@@ -93,7 +112,12 @@ def test_tensor_core_linear_is_row_invariant(
 
     def check_rows(begin, end, dtype="float32"):
         """Check that a product of rows [begin, end) equals these rows of the whole product."""
-        out = run_linear(kernels, lane, upload(device, x[begin:end], dtype), w_device)
+        out = run_linear(
+            kernels,
+            lane,
+            upload(device, x[begin:end], dtype),
+            w_device,
+        )
         assert same_bits(out, whole[begin:end].copy()), f"rows {begin} to {end}"
 
     whole = run_linear(kernels, lane, upload(device, x), w_device)
@@ -122,7 +146,13 @@ def test_tensor_core_linear_is_row_invariant(
 
 
 @pytest.mark.parametrize(("rows", "activations"), [(3, "rounded"), (20, "rounded"), (9, "float32")])
-def test_gated_linear_equals_linear_and_silu_mul(device, lane, monkeypatch, rows, activations):
+def test_gated_linear_equals_linear_and_silu_mul(
+    device,
+    lane,
+    monkeypatch,
+    rows,
+    activations,
+):
     """The fused gated product gives the same bits as `linear` followed by `silu_mul`.
 
     The cases have few and many rows and split K. The gate and up rows of the fused weight are
@@ -171,7 +201,11 @@ def test_gated_linear_equals_linear_and_silu_mul(device, lane, monkeypatch, rows
 
 @pytest.mark.parametrize(("activations", "count"), [("rounded", 150), ("float32", 40)])
 def test_linear_with_folded_norm_equals_norm_between_products(
-    device, lane, monkeypatch, activations, count
+    device,
+    lane,
+    monkeypatch,
+    activations,
+    count,
 ):
     """A folded norm equals a norm between two products, and the result is row invariant."""
     kernels = ModelKernels(device, "warp", activations)
@@ -221,7 +255,12 @@ def test_linear_with_folded_norm_equals_norm_between_products(
     ("dim", "activations", "dtype"), [(64, "rounded", "bfloat16"), (32, "float32", "float32")]
 )
 def test_fused_qkv_equals_linear_and_rope_and_store(
-    device, lane, monkeypatch, dim, activations, dtype
+    device,
+    lane,
+    monkeypatch,
+    dim,
+    activations,
+    dtype,
 ):
     """The fused QKV kernel gives the same bits as `linear` followed by `rope_and_store`.
 
@@ -313,12 +352,22 @@ def test_linear_uses_exact_value_of_every_16_bit_weight(kernels, lane):
         stored[~is_finite] = 0
         for inner in (1, 8):
             w = kernels.device.from_host(stored.reshape(-1, inner), dtype)
-            out = run_linear(kernels, lane, upload(kernels.device, np.eye(inner)), w).T.ravel()
+            out = run_linear(
+                kernels,
+                lane,
+                upload(kernels.device, np.eye(inner)),
+                w,
+            ).T.ravel()
             np.testing.assert_array_equal(out[checked], exact[checked])
 
 
 @pytest.mark.parametrize(("rows", "inner"), [(5, 40), (5, 128), (20, 128), (20, 1024)])
-def test_linear_adds_residual_in_place_and_copies_result(kernels, lane, rows, inner):
+def test_linear_adds_residual_in_place_and_copies_result(
+    kernels,
+    lane,
+    rows,
+    inner,
+):
     """The residual and the output may be the same array. The copy has the same bits as the output.
 
     The other columns of the array that receives the copy do not change.
@@ -351,7 +400,12 @@ def test_linear_adds_residual_in_place_and_copies_result(kernels, lane, rows, in
 @pytest.mark.parametrize(
     ("columns", "inner"), [(21, 24), (21, 33), (21, 300), (16, 120), (24, 128)]
 )
-def test_linear_is_row_invariant(kernels, lane, columns, inner):
+def test_linear_is_row_invariant(
+    kernels,
+    lane,
+    columns,
+    inner,
+):
     """The result of a row has the same bits alone, among 2 to 18 rows and among 40 rows."""
     rng = np.random.default_rng(inner)
     device = kernels.device
@@ -360,7 +414,12 @@ def test_linear_is_row_invariant(kernels, lane, columns, inner):
     whole = run_linear(kernels, lane, upload(device, x), w)
     for rows in range(1, 19):
         for first in {0, 40 - rows, (40 - rows) // 2}:
-            part = run_linear(kernels, lane, upload(device, x[first : first + rows]), w)
+            part = run_linear(
+                kernels,
+                lane,
+                upload(device, x[first : first + rows]),
+                w,
+            )
             assert same_bits(part, whole[first : first + rows].copy()), (rows, first)
 
 
@@ -432,7 +491,12 @@ def test_silu_mul_is_accurate_for_all_gates(kernels, lane):
     )
 
 
-def make_kv(device, kv_heads, dim, dtype="float32") -> PagedKV:
+def make_kv(
+    device,
+    kv_heads,
+    dim,
+    dtype="float32",
+) -> PagedKV:
     return PagedKV(
         device,
         layers=2,
@@ -449,7 +513,13 @@ def make_kv(device, kv_heads, dim, dtype="float32") -> PagedKV:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 1, 10), (2, 2, 64)])
 def test_rope_and_store_rotates_queries_and_writes_cache(
-    kernels, lane, stream, dtype, heads, kv_heads, dim
+    kernels,
+    lane,
+    stream,
+    dtype,
+    heads,
+    kv_heads,
+    dim,
 ):
     """`rope_and_store` rotates queries in place and writes keys and values to the KV cache.
 
@@ -489,7 +559,14 @@ def test_rope_and_store_rotates_queries_and_writes_cache(
     np.testing.assert_array_equal(stored_v, values.astype(np.float32))
 
 
-def fill_cache(device, kv, slot, keys, values, layer=1) -> None:
+def fill_cache(
+    device,
+    kv,
+    slot,
+    keys,
+    values,
+    layer=1,
+) -> None:
     """Write keys and values [T, kv_heads, dim] of a slot to the cache arrays."""
     k = kv.k.to_host()
     v = kv.v.to_host()
@@ -503,7 +580,14 @@ def fill_cache(device, kv, slot, keys, values, layer=1) -> None:
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 1, 10), (2, 2, 80), (6, 2, 32)]
 )
-def test_attention_equals_causal_softmax(kernels, lane, stream, heads, kv_heads, dim):
+def test_attention_equals_causal_softmax(
+    kernels,
+    lane,
+    stream,
+    heads,
+    kv_heads,
+    dim,
+):
     """Each row attends to positions 0..pos of its slot, and padding rows give zeros.
 
     The positions include the boundaries of tiles.
@@ -584,7 +668,11 @@ def test_attention_is_stable_for_large_scores(kernels, lane, stream):
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_eagle_input_concatenates_normed_embedding_and_feature(
-    kernels, lane, stream, before, in_place
+    kernels,
+    lane,
+    stream,
+    before,
+    in_place,
 ):
     """The EAGLE-3 input kernel writes [norm(embedding), norm(feature)] and the residual stream.
 

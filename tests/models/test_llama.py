@@ -30,7 +30,12 @@ def test_llama_fixtures_cover_all_layouts():
 
 @pytest.mark.parametrize("form", model_util.FORMS)
 @pytest.mark.parametrize("case", CASES)
-def test_llama_logits_equal_transformers(device, stream, case, form):
+def test_llama_logits_equal_transformers(
+    device,
+    stream,
+    case,
+    form,
+):
     """Logits of a prompt in two chunks equal those of transformers at every position."""
     expected = np.load(model_util.FIXTURES / case / "expected.npz")
     model = model_util.load_llama(
@@ -153,7 +158,12 @@ def _set(name, value):
         ),
     ],
 )
-def test_llama_rejects_unsuitable_checkpoints(device, tmp_path, change, words):
+def test_llama_rejects_unsuitable_checkpoints(
+    device,
+    tmp_path,
+    change,
+    words,
+):
     """Checkpoints that do not match the model raise an error that names the tensor.
 
     The cases are missing and unused tensors, tensors of a wrong shape or dtype, and stacked

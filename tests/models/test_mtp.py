@@ -13,7 +13,14 @@ from graft.models.errors import CheckpointError, ConfigError
 TARGET = llama_config()
 
 
-def reference_logits(weights, of_target, tokens, features, drafts, modules):
+def reference_logits(
+    weights,
+    of_target,
+    tokens,
+    features,
+    drafts,
+    modules,
+):
     """Return the logits [vocab] of the token after `tokens` and `drafts`.
 
     `features` holds the target's features of all tokens except the last. A single module continues
@@ -53,7 +60,15 @@ def reference_logits(weights, of_target, tokens, features, drafts, modules):
         *(pytest.param(1, own, None, marks=pytest.mark.full) for own in (False, True)),
     ],
 )
-def test_mtp_logits_equal_numpy(device, stream, tmp_path, form, modules, own, tree):
+def test_mtp_logits_equal_numpy(
+    device,
+    stream,
+    tmp_path,
+    form,
+    modules,
+    own,
+    tree,
+):
     """The logits of every draft equal the NumPy reference, which processes the whole sequence.
 
     Prompts are processed in chunks. Rounds commit one to five tokens in changing batch rows. Drafts
@@ -150,7 +165,15 @@ def test_mtp_modules_may_share_folder_with_target(device, stream, tmp_path):
         ),
     ],
 )
-def test_mtp_rejects_unsuitable_checkpoints(device, stream, tmp_path, change, fields, error, words):
+def test_mtp_rejects_unsuitable_checkpoints(
+    device,
+    stream,
+    tmp_path,
+    change,
+    fields,
+    error,
+    words,
+):
     """Missing or unused tensors, a wrong number of modules or another target raise an error."""
     make_tiny_llama(tmp_path / "target")
     make_tiny_mtp(tmp_path / "mtp", TARGET, modules=2)

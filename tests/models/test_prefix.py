@@ -41,7 +41,12 @@ def random_texts(rng, count):
     return texts
 
 
-def assign_pages(prefixes, caches, slot, tokens):
+def assign_pages(
+    prefixes,
+    caches,
+    slot,
+    tokens,
+):
     """Allocate the pages of a token sequence for a slot, using cached pages for its beginning.
 
     Return the cached pages, or None if there are not enough pages.
@@ -175,7 +180,10 @@ def test_prefix_cache_does_not_change_outputs_or_drafts(options):
     cached = []
     for cache_bytes in (0, None):
         with demo_engine(
-            max_batch_size=2, prefix_cache_bytes=cache_bytes, page_size=8, **options
+            max_batch_size=2,
+            prefix_cache_bytes=cache_bytes,
+            page_size=8,
+            **options,
         ) as engine:
             outputs = engine.generate(requests)
             results.append(answers_and_drafts(outputs))

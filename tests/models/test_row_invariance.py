@@ -53,7 +53,15 @@ class Forward:
         self.results = logits, features, drafter.entries(lane, self.entries, features)
         self.exec = graph.instantiate()
 
-    def run(self, stream, tokens, following, slots, positions, tree):
+    def run(
+        self,
+        stream,
+        tokens,
+        following,
+        slots,
+        positions,
+        tree,
+    ):
         masks = np.broadcast_to(tree, len(tokens))
         self.rows.ancestors.copy_from(masks.astype(np.uint64))
         for rows, token in ((self.rows, tokens), (self.entries, following)):
@@ -87,7 +95,14 @@ class Case:
         for kv in self.both:
             allocate_pages(stream, kv, slot, positions)
 
-    def feed(self, stream, sequences, slots, positions, tree=0):
+    def feed(
+        self,
+        stream,
+        sequences,
+        slots,
+        positions,
+        tree=0,
+    ):
         """Run a forward pass with one row per element of `sequences`; -1 gives a padding row.
 
         Return logits, features and draft outputs.
@@ -107,7 +122,14 @@ class Case:
             tree,
         )
 
-    def check(self, stream, sequences, slots, positions, tree=0):
+    def check(
+        self,
+        stream,
+        sequences,
+        slots,
+        positions,
+        tree=0,
+    ):
         """Check that each row equals the reference at its sequence and position, bit for bit."""
         result = self.feed(stream, sequences, slots, positions, tree)
         for r, (s, p) in enumerate(zip(sequences, positions, strict=True)):

@@ -101,7 +101,12 @@ def run_ranks(case, told="", alone=False):
         ),
     ],
 )
-def test_tensor_parallel_shards_cover_the_model(config, size, keys, inner):
+def test_tensor_parallel_shards_cover_the_model(
+    config,
+    size,
+    keys,
+    inner,
+):
     """KV heads and MLP columns are split without gap or overlap.
 
     The query heads that share a KV head belong to the same rank.
@@ -200,7 +205,12 @@ def test_nccl_all_gather_runs_on_streams_and_in_graphs(device, stream, monkeypat
 
     Without nccl4py an error names the package.
     """
-    ranks = types.SimpleNamespace(rank=0, size=1, peers=(), send=lambda *_: None)
+    ranks = types.SimpleNamespace(
+        rank=0,
+        size=1,
+        peers=(),
+        send=lambda *_: None,
+    )
     monkeypatch.setitem(sys.modules, "nccl", None)
     with pytest.raises(OptionError, match="needs nccl4py"):
         NcclAllGather(device, ranks, 6)

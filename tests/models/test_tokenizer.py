@@ -70,7 +70,13 @@ def test_tokenizer_rejects_ids_outside_model_vocabulary(folder):
         ("tokenizer_config", "eos_token", "<|end|>", r"<\|end\|>"),
     ],
 )
-def test_tokenizer_rejects_invalid_stop_ids(folder, file, name, value, words):
+def test_tokenizer_rejects_invalid_stop_ids(
+    folder,
+    file,
+    name,
+    value,
+    words,
+):
     """Stop ids must be ids of the vocabulary, and the end-of-sequence token must exist."""
     write_json(folder / f"{file}.json", {name: value})
     with pytest.raises(TokenizerError, match=words):
@@ -134,7 +140,12 @@ def test_incremental_decoder_emits_invalid_bytes_after_a_while(tokenizer, monkey
     decoded = []
     original = stream_module.decode
 
-    def counting_decode(backend, size, ids, special=False):
+    def counting_decode(
+        backend,
+        size,
+        ids,
+        special=False,
+    ):
         decoded.append(len(ids))
         return original(backend, size, ids, special)
 
@@ -268,7 +279,12 @@ def child():
         "{{ 'x' * 2000 }}",
     ],
 )
-def test_chat_template_runs_in_sandbox_with_limits(folder, template, child, monkeypatch):
+def test_chat_template_runs_in_sandbox_with_limits(
+    folder,
+    template,
+    child,
+    monkeypatch,
+):
     """A template that accesses Python internals, fails or exceeds a limit raises TokenizerError.
 
     The limits apply to memory, time and the length of the text. Afterwards, another template is

@@ -88,7 +88,10 @@ def norm(rng: np.random.Generator, width: int) -> np.ndarray:
 
 
 def decoder_tensors(
-    config: dict[str, Any], rng: np.random.Generator, prefix: str, width: int
+    config: dict[str, Any],
+    rng: np.random.Generator,
+    prefix: str,
+    width: int,
 ) -> dict[str, np.ndarray]:
     """Return random tensors of a decoder layer whose attention input has `width` columns."""
     hidden = config["hidden_size"]
@@ -129,7 +132,12 @@ def llama_tensors(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
 
 
 def make_tiny_llama(
-    folder: Path, *, seed: int = 0, dtype: str = "float32", shards: int = 1, **overrides: Any
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    shards: int = 1,
+    **overrides: Any,
 ) -> dict[str, np.ndarray]:
     """Write a random Llama checkpoint and return its tensors as float32 values.
 
@@ -147,7 +155,12 @@ def make_tiny_llama(
     return {name: rounded(t, dtype) for name, t in tensors.items()}
 
 
-def write_shards(folder: Path, tensors: dict[str, np.ndarray], dtype: str, shards: int) -> None:
+def write_shards(
+    folder: Path,
+    tensors: dict[str, np.ndarray],
+    dtype: str,
+    shards: int,
+) -> None:
     """Write tensors to several files with an index."""
     weight_map: dict[str, str] = {}
     for i in range(shards):
@@ -233,7 +246,12 @@ def make_tiny_eagle3(
 
 
 def make_tiny_mtp(
-    folder: Path, target_config: dict[str, Any], *, modules: int, seed: int = 1, own: bool = False
+    folder: Path,
+    target_config: dict[str, Any],
+    *,
+    modules: int,
+    seed: int = 1,
+    own: bool = False,
 ) -> dict[str, np.ndarray]:
     """Write random multi-token prediction modules for a target and return their tensors.
 

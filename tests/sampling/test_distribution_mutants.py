@@ -115,7 +115,13 @@ LONG = ("and residual", "position only", "end of the chain in", "instead of reje
         for name in MUTANTS
     ],
 )
-def test_distribution_test_detects_broken_kernel(device, stream, tmp_path, monkeypatch, name):
+def test_distribution_test_detects_broken_kernel(
+    device,
+    stream,
+    tmp_path,
+    monkeypatch,
+    name,
+):
     """The distribution test fails for each broken kernel, with p < 0.001 on two sets of seeds.
 
     Correct kernels pass the same case.
@@ -123,7 +129,11 @@ def test_distribution_test_detects_broken_kernel(device, stream, tmp_path, monke
     file, old, new, case = MUTANTS[name]
     assert case in COVERING
     patch_kernel_source(
-        monkeypatch, tmp_path, file if "/" in file else f"sampling/kernels/{file}", old, new
+        monkeypatch,
+        tmp_path,
+        file if "/" in file else f"sampling/kernels/{file}",
+        old,
+        new,
     )
     samples = 200_000 if case.verify == ref.PER_TOKEN else 40_000
     wrong, values = wrong_twice(device, stream, case, samples)

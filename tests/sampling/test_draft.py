@@ -61,7 +61,12 @@ def check_tables(slot: ref.Slot, tables: np.ndarray, ids: np.ndarray) -> None:
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["same", "pruned"])
 @pytest.mark.parametrize("how", ["unmasked", "masked", "probed"])
-def test_draft_chain_matches_reference(make_round, block, mapped, how):
+def test_draft_chain_matches_reference(
+    make_round,
+    block,
+    mapped,
+    how,
+):
     """Drafts, draft kinds, probability tables, candidates and records match the reference.
 
     Slots that committed nothing do not change. A probed draft is the grammar's answer. If no
@@ -83,7 +88,12 @@ def test_draft_chain_matches_reference(make_round, block, mapped, how):
     )
     seen: Counter = Counter()
 
-    def probe(i: int, s: ref.Slot, j: int, logits: np.ndarray) -> tuple[int, ref.MaskRow]:
+    def probe(
+        i: int,
+        s: ref.Slot,
+        j: int,
+        logits: np.ndarray,
+    ) -> tuple[int, ref.MaskRow]:
         """Check the candidates of a slot and answer randomly; return the answer and row j - 1."""
         record = r.exchange.candidates[i]
         row = random_row(rng, s, j - 1)
@@ -145,7 +155,17 @@ def test_draft_chain_matches_reference(make_round, block, mapped, how):
                 r.write_mask(i, j - 1, row)
                 mask = None if how == "unmasked" else row
                 if moved[i]:
-                    ref.draft(s, j, logits[i], mask, limit, d2t, V, probed=probed, answer=answer)
+                    ref.draft(
+                        s,
+                        j,
+                        logits[i],
+                        mask,
+                        limit,
+                        d2t,
+                        V,
+                        probed=probed,
+                        answer=answer,
+                    )
                     seen["free"] += free[i] and len(s.drafts) == j
             r.draft(j, logits[order])
         r.compare(slots)
@@ -166,7 +186,12 @@ def test_draft_chain_matches_reference(make_round, block, mapped, how):
 
 @pytest.mark.parametrize("branch", [1, 3])
 @pytest.mark.parametrize("mapped", [False, True], ids=["same", "pruned"])
-def test_lattice_candidates_match_reference(make_round, block, mapped, branch):
+def test_lattice_candidates_match_reference(
+    make_round,
+    block,
+    mapped,
+    branch,
+):
     """A lattice has the same candidates and probabilities as probing level by level.
 
     A level with invalid logits has no candidates. In trees, requests without a grammar get
@@ -204,7 +229,12 @@ def test_lattice_candidates_match_reference(make_round, block, mapped, branch):
         ]
         before = [s.n for s in slots]
         order = rng.permutation(SLOTS)
-        r.play(slots, rng.normal(0, 2, (SLOTS, K + 1, V)).astype(np.float32), rows, order)
+        r.play(
+            slots,
+            rng.normal(0, 2, (SLOTS, K + 1, V)).astype(np.float32),
+            rows,
+            order,
+        )
         logits = rng.normal(0, 2, (levels, SLOTS, r.draft_vocab)).astype(np.float32)
         logits[rng.random(logits.shape) < 0.05] = -np.inf
         logits[rng.random((levels, SLOTS)) < 0.06, 4] = np.nan
@@ -234,6 +264,11 @@ def test_lattice_candidates_match_reference(make_round, block, mapped, branch):
                 probs = ref.shares(*arguments)
                 wanted_probs = [probs[token] for token in wanted]
                 found = found_probs[level, : len(wanted)]
-                np.testing.assert_allclose(found, wanted_probs, rtol=1e-4, atol=1e-9)
+                np.testing.assert_allclose(
+                    found,
+                    wanted_probs,
+                    rtol=1e-4,
+                    atol=1e-9,
+                )
     assert seen["probed"] > 20
     assert seen["without candidates"] > 1

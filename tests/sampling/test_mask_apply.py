@@ -25,11 +25,23 @@ def masked(device, stream, block) -> Callable[..., np.ndarray]:
     """Return a function that applies masks to logits and returns the result."""
     apply = MaskApply(device, block=block)
 
-    def run(logits, legal, dtype="float32", token_limit=None, **maps):
+    def run(
+        logits,
+        legal,
+        dtype="float32",
+        token_limit=None,
+        **maps,
+    ):
         array = device.from_host(logits, dtype)
         mask = device.from_host(pack_bits(legal), "int32")
         maps = {name: device.from_host(ids, "int32") for name, ids in maps.items()}
-        apply(StreamLane(stream), array, mask, token_limit=token_limit, **maps)
+        apply(
+            StreamLane(stream),
+            array,
+            mask,
+            token_limit=token_limit,
+            **maps,
+        )
         stream.synchronize()
         return array.to_host()
 
@@ -92,7 +104,10 @@ def test_mask_apply_token_limit_overrides_mask(masked, limit):
 
 
 def test_mask_apply_rejects_wrong_shapes_and_dtypes(device, stream):
-    good = {"logits": device.zeros((2, 64), "float32"), "mask": device.zeros((2, 2), "int32")}
+    good = {
+        "logits": device.zeros((2, 64), "float32"),
+        "mask": device.zeros((2, 2), "int32"),
+    }
     for change, error, word in (
         ({"logits": device.zeros((2, 64), "int32")}, ShapeError, "logits is int32"),
         ({"mask": device.zeros((2, 1), "int32")}, ShapeError, "W=1"),

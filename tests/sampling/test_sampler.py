@@ -48,7 +48,12 @@ def test_slot_join_rejects_invalid_values(small, change, word):
     names = [f.name for f in fields(SamplingParams) if f.name in values]
     params = SamplingParams(**{name: values.pop(name) for name in names})
     with pytest.raises(OptionError, match=word):
-        small.state.join(small.lane, values.pop("slot"), params, **values)
+        small.state.join(
+            small.lane,
+            values.pop("slot"),
+            params,
+            **values,
+        )
     assert not small.state.to_host()["active"].any()
 
 
@@ -97,21 +102,55 @@ def test_sampler_rejects_arrays_that_do_not_fit(device, small):
     five = device.zeros((5,), "int32")
     long = device.zeros((4,), "int64")
 
-    def target(lane, logits, row_slot, width, **change):
+    def target(
+        lane,
+        logits,
+        row_slot,
+        width,
+        **change,
+    ):
         small.sampler.target(lane, logits, replace(even_rows(device, row_slot, width), **change))
 
     for call, size, *arguments, error, word in (
-        (target, (4, 39), rows, 1, ShapeError, r"logits is float32\[4, 39\], expected .*V=40"),
+        (
+            target,
+            (4, 39),
+            rows,
+            1,
+            ShapeError,
+            r"logits is float32\[4, 39\], expected .*V=40",
+        ),
         (target, (4, 40), rows, 3, ShapeError, r"R=12"),
         (target, (16, 40), rows, 4, OptionError, "rows R"),
         (target, (5, 40), five, 1, OptionError, "batch rows"),
         (target, (4, 40), long, 1, ShapeError, "row_slot"),
-        (partial(target, first=five), (4, 40), rows, 1, ShapeError, "first"),
-        (partial(target, map=five[:3]), (3, 40), rows, 1, OptionError, "rows R"),
+        (
+            partial(target, first=five),
+            (4, 40),
+            rows,
+            1,
+            ShapeError,
+            "first",
+        ),
+        (
+            partial(target, map=five[:3]),
+            (3, 40),
+            rows,
+            1,
+            OptionError,
+            "rows R",
+        ),
         (partial(target, map=long), (4, 40), rows, 1, ShapeError, "map"),
         (draft, (4, 40), rows, 3, OptionError, "j must be"),
         (draft, (3, 40), rows, 1, ShapeError, "draft_logits"),
-        (small.sampler.candidates, (4, 40), rows, 1, OptionError, "requires a probe mode"),
+        (
+            small.sampler.candidates,
+            (4, 40),
+            rows,
+            1,
+            OptionError,
+            "requires a probe mode",
+        ),
     ):
         with pytest.raises(error, match=word):
             call(small.lane, device.zeros(size, "float32"), *arguments)
@@ -134,7 +173,12 @@ def test_sampler_rejects_parts_that_do_not_fit(device, small):
         return Sampler(device, **{**parts, **change})
 
     def exchange(**change):
-        sizes = {"slots": 4, "vocab_size": 40, "mode": DraftMode.chain(2), **change}
+        sizes = {
+            "slots": 4,
+            "vocab_size": 40,
+            "mode": DraftMode.chain(2),
+            **change,
+        }
         return {"exchange": Exchange(device, **sizes)}
 
     ids = device.zeros((40,), "int32")

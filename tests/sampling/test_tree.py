@@ -208,7 +208,13 @@ def tree_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("block, probed, pruned, ranks", tree_cases(), indirect=["block"])
-def test_draft_tree_matches_reference(make_round, block, probed, pruned, ranks):
+def test_draft_tree_matches_reference(
+    make_round,
+    block,
+    probed,
+    pruned,
+    ranks,
+):
     """Candidates, fed nodes and drafts of greedy and coupled requests match the reference.
 
     The cases include ties, limits, stop ids, smaller trees and fixed shapes.
@@ -311,7 +317,12 @@ def test_tree_sampler_rejects_chain_mode(make_round):
         TreeSampler(r.sampler)
 
 
-def placed(slot: ref.Slot, tokens: list[int], parents: list[int], vocab: int) -> None:
+def placed(
+    slot: ref.Slot,
+    tokens: list[int],
+    parents: list[int],
+    vocab: int,
+) -> None:
     """Apply a proposal to the reference: skip invalid ids and their descendants."""
     rows: dict[int, int] = {0: 0}
     for i, (token, parent) in enumerate(zip(tokens, parents, strict=True), 1):

@@ -205,7 +205,13 @@ class Service:
         found = find_grammar(fields, self.parser.limits)
         if found is not None:
             grammar = await _run_in(self._grammar_threads, make_grammar_spec, *found)
-        return await _run_in(self._parser_thread, self.parser.parse, fields, chat, grammar)
+        return await _run_in(
+            self._parser_thread,
+            self.parser.parse,
+            fields,
+            chat,
+            grammar,
+        )
 
     # Other endpoints ----------------------------------------------------------------------------
 
@@ -222,7 +228,10 @@ class Service:
             return _json_response({"object": "list", "data": [model]})
         if name != self.settings.name:
             raise ApiError(
-                f"there is no model {name!r}", 404, param="model", code="model_not_found"
+                f"there is no model {name!r}",
+                404,
+                param="model",
+                code="model_not_found",
             )
         return _json_response(model)
 

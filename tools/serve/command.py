@@ -55,7 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--host", default="127.0.0.1", help="address to listen on (default %(default)s)"
     )
     group.add_argument(
-        "--port", type=int, default=8000, help="port; 0 selects a free one (default %(default)s)"
+        "--port",
+        type=int,
+        default=8000,
+        help="port; 0 selects a free one (default %(default)s)",
     )
     group.add_argument(
         "--name",
@@ -182,14 +185,22 @@ def _open_replicas(options: argparse.Namespace, limits: Limits) -> Iterator[Repl
     options.verify = "coupled"
     with ray_cluster(options.replicas) as launch:
         make_engine = partial(_open_engine, options, limits)
-        replicas = Replicas(launch, make_engine, options.replicas, options.max_waiting)
+        replicas = Replicas(
+            launch,
+            make_engine,
+            options.replicas,
+            options.max_waiting,
+        )
         asyncio.run(replicas.begin())
         yield replicas
 
 
 def _open_engine(options: argparse.Namespace, limits: Limits) -> Engine:
     return generate.open_engine(
-        options, options.max_batch_size, limits=limits, timeline=options.timeline
+        options,
+        options.max_batch_size,
+        limits=limits,
+        timeline=options.timeline,
     )
 
 

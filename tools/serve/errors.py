@@ -41,7 +41,12 @@ class ApiError(GraftError):
     """
 
     def __init__(
-        self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None
+        self,
+        message: str,
+        status: int = 400,
+        *,
+        param: str | None = None,
+        code: str | None = None,
     ):
         super().__init__(message)
         self.status = status

@@ -32,7 +32,10 @@ _UNSUPPORTED_PARAMS = {"sample", "verify", "relaxed", "banned_ids", "logprobs_ma
 #: has to convert them.
 _CONVERTED_PARAMS = {"seed", "top_k", "logit_bias", "logprobs"}
 #: API names of the sampling parameters that have another name in the API.
-_API_NAMES = {"stop_ids": "stop_token_ids", "allowed_ids": "allowed_token_ids"}
+_API_NAMES = {
+    "stop_ids": "stop_token_ids",
+    "allowed_ids": "allowed_token_ids",
+}
 
 
 def _plain_fields() -> dict[str, str]:
@@ -73,7 +76,13 @@ _CHAT_FIELDS = {
 }
 _COMPLETION_FIELDS = {"prompt"}
 #: Fields that are accepted and ignored, because they do not affect the output.
-_IGNORED_FIELDS = {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
+_IGNORED_FIELDS = {
+    "user",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+}
 #: Fields of which only one value is supported, with this value.
 _CONSTANT_FIELDS: dict[str, Any] = {
     "store": False,
@@ -81,7 +90,14 @@ _CONSTANT_FIELDS: dict[str, Any] = {
     "best_of": 1,
     "modalities": ["text"],
 }
-_STRUCTURED_KEYS = {"json", "json_object", "regex", "choice", "grammar", "structural_tag"}
+_STRUCTURED_KEYS = {
+    "json",
+    "json_object",
+    "regex",
+    "choice",
+    "grammar",
+    "structural_tag",
+}
 #: Maximum number of tool calls in one response choice, if parallel calls are allowed.
 _MAX_TOOL_CALLS = 128
 
@@ -140,7 +156,13 @@ def check_fields(fields: Mapping[str, Any], chat: bool, model: str) -> dict[str,
         has status 404.
     """
     present = {key: value for key, value in fields.items() if value is not None}
-    known = {*_PLAIN_FIELDS, *_OTHER_FIELDS, *_GUIDED_FIELDS, *_IGNORED_FIELDS, *_CONSTANT_FIELDS}
+    known = {
+        *_PLAIN_FIELDS,
+        *_OTHER_FIELDS,
+        *_GUIDED_FIELDS,
+        *_IGNORED_FIELDS,
+        *_CONSTANT_FIELDS,
+    }
     known |= _CHAT_FIELDS if chat else _COMPLETION_FIELDS
     for key, value in present.items():
         if key not in known:
@@ -362,7 +384,12 @@ class RequestParser:
         request_id = f"{prefix}-{secrets.token_hex(12)}"
         requests: list[Request] = []
         for i, tokens in enumerate(prompts):
-            request = Request(tokens=tokens, id=f"{request_id}/{i}", grammar=grammar, **options)
+            request = Request(
+                tokens=tokens,
+                id=f"{request_id}/{i}",
+                grammar=grammar,
+                **options,
+            )
             requests += request.samples()
         stream_options = fields.get("stream_options", {})
         known = {"include_usage", "include_obfuscation"}

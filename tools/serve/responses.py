@@ -11,7 +11,12 @@ from graft.tools.serve.tool_calls import ToolCallParser
 
 #: OpenAI's finish reasons by the engine's finish reasons. An output with any other reason is an
 #: error.
-_FINISH_REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "timeout": "length"}
+_FINISH_REASONS = {
+    "stop": "stop",
+    "stop_string": "stop",
+    "length": "length",
+    "timeout": "length",
+}
 #: Lower bound of reported log probabilities. JSON cannot represent minus infinity, the value of
 #: masked tokens.
 _MIN_LOGPROB = -9999.0
@@ -43,7 +48,13 @@ class ResponseChoice:
     def complete(self, output: Output) -> dict[str, Any]:
         """Return the choice for a response that is not streamed."""
         logprobs = None if output.logprobs is None else tuple(output.logprobs)
-        event = Event(output.id, tuple(output.tokens), output.text, output, logprobs)
+        event = Event(
+            output.id,
+            tuple(output.tokens),
+            output.text,
+            output,
+            logprobs,
+        )
         choice = self._choice(event, streamed=False)
         if not self._api_request.chat:
             return choice

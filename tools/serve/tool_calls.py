@@ -21,7 +21,11 @@ _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\
 _DECODER = json.JSONDecoder()
 #: Schema keywords whose values are data, so that "$ref" in them is not a reference.
 _DATA_KEYWORDS = ("const", "enum", "default", "examples")
-_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_NO_ARGUMENTS = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
 
 
 def read_tools(fields: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:

@@ -182,13 +182,25 @@ class Negation:
             if keyword not in _HANDLED_ELSEWHERE and _is_relevant(keyword, types):
                 yield from self._keyword(keyword, value, types, names)
 
-    def _keyword(self, keyword: str, value: Any, types: JsonTypes, names: Names) -> Iterator[Any]:
+    def _keyword(
+        self,
+        keyword: str,
+        value: Any,
+        types: JsonTypes,
+        names: Names,
+    ) -> Iterator[Any]:
         """Yield schemas whose union is the complement of one keyword."""
         if keyword in ("minLength", "minItems", "minProperties"):
             if value > 0:
-                yield {"type": _TYPE_OF_KEYWORD[keyword], "max" + keyword[3:]: int(value) - 1}
+                yield {
+                    "type": _TYPE_OF_KEYWORD[keyword],
+                    "max" + keyword[3:]: int(value) - 1,
+                }
         elif keyword in ("maxLength", "maxItems", "maxProperties"):
-            yield {"type": _TYPE_OF_KEYWORD[keyword], "min" + keyword[3:]: int(value) + 1}
+            yield {
+                "type": _TYPE_OF_KEYWORD[keyword],
+                "min" + keyword[3:]: int(value) + 1,
+            }
         elif keyword == "pattern":
             words = literals(value)
             if words is None:
@@ -266,7 +278,11 @@ class Negation:
         if schema is False:
             return False
         prefix = "prefixItems" if self._draft >= 2020 else "items"
-        return {"type": "array", "minItems": index + 1, prefix: [True] * index + [schema]}
+        return {
+            "type": "array",
+            "minItems": index + 1,
+            prefix: [True] * index + [schema],
+        }
 
     def _arrays(self, schema: SchemaObject) -> Iterator[Any]:
         """Yield schemas whose union contains the arrays with an item that violates a schema."""
@@ -349,7 +365,11 @@ def _property(name: str, schema: Any) -> Any:
     """Return the schema of objects whose property `name` is present and satisfies `schema`."""
     if schema is False:
         return False
-    return {"type": "object", "required": [name], "properties": {name: schema}}
+    return {
+        "type": "object",
+        "required": [name],
+        "properties": {name: schema},
+    }
 
 
 def _with_another_property(present: tuple[str, ...], names: tuple[str, ...]) -> Any:

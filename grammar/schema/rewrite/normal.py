@@ -158,7 +158,12 @@ def _pointers_by_name(root: SchemaObject) -> dict[str, list[str]]:
 
 def _replace_unevaluated_properties(part: SchemaObject, rest: Any, references: References) -> None:
     """Replace ``unevaluatedProperties: rest`` by ``additionalProperties``."""
-    found = _evaluated_names(part, references, ("unevaluatedProperties",), [])
+    found = _evaluated_names(
+        part,
+        references,
+        ("unevaluatedProperties",),
+        [],
+    )
     if found is None or rest is True or rest == {}:
         return
     for keyword, names in zip(("properties", "patternProperties"), found, strict=True):
@@ -168,7 +173,10 @@ def _replace_unevaluated_properties(part: SchemaObject, rest: Any, references: R
 
 
 def _evaluated_names(
-    part: Any, references: References, ignored: tuple[str, ...], ancestors: list[Any]
+    part: Any,
+    references: References,
+    ignored: tuple[str, ...],
+    ancestors: list[Any],
 ) -> Names | None:
     """Return the property names and patterns that a schema evaluates for every value.
 
@@ -243,7 +251,13 @@ def _replace_unevaluated_items(part: SchemaObject, rest: Any, references: Refere
     """Replace ``unevaluatedItems: rest`` by ``items`` or ``additionalItems``."""
     if rest is True or rest == {}:
         return
-    if part.keys() & {"allOf", "$ref", *_DYNAMIC_REFERENCES, "contains", *_CONDITIONAL}:
+    if part.keys() & {
+        "allOf",
+        "$ref",
+        *_DYNAMIC_REFERENCES,
+        "contains",
+        *_CONDITIONAL,
+    }:
         raise NoExactForm("unevaluatedItems", "depends on the value")
     if isinstance(part.get("items"), list):
         part.setdefault("additionalItems", rest)

@@ -107,7 +107,11 @@ class Rewriter:
     """
 
     def __init__(
-        self, root: SchemaObject, draft: int, assert_formats: bool, rules: Mapping[str, Rule]
+        self,
+        root: SchemaObject,
+        draft: int,
+        assert_formats: bool,
+        rules: Mapping[str, Rule],
     ):
         self.lost: list[Reason] = []
         self.narrowed: list[Reason] = []

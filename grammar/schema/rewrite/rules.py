@@ -49,7 +49,10 @@ _NOT_ABOUT_VALUES = word_set("oneOf $schema $id id $defs definitions")
 _PLAIN = word_set("type enum const title description default examples $comment")
 _MAX_OVERLAPS = 40
 #: By type: the keyword for the schema of its elements, and the keyword for their minimum number.
-_ELEMENTS = {"array": ("items", "minItems"), "object": ("additionalProperties", "minProperties")}
+_ELEMENTS = {
+    "array": ("items", "minItems"),
+    "object": ("additionalProperties", "minProperties"),
+}
 _COUNTS = ("minProperties", "maxProperties")
 _OBJECT_KEYWORDS = ("properties", "patternProperties", "additionalProperties")
 
@@ -71,7 +74,14 @@ def _one_of(rewriter: Rewriter, value: Any, site: Site) -> None:
     try:
         if sum(map(len, overlaps.values())) > _MAX_OVERLAPS:
             raise NoExactForm("oneOf", f"the {len(value)} options overlap in too many pairs")
-        options, narrowed = _exclusive_options(rewriter, value, rewritten, overlaps, base, site)
+        options, narrowed = _exclusive_options(
+            rewriter,
+            value,
+            rewritten,
+            overlaps,
+            base,
+            site,
+        )
     except NoExactForm as error:
         rewriter.report_lost(site.at, "oneOf", f"options may overlap, and {error}")
         site.extra.append({"anyOf": rewritten})
@@ -229,7 +239,12 @@ def _exclude_empty(rewriter: Rewriter, one: Any, other: Any) -> SchemaObject | N
     return {min_elements: 1}
 
 
-def _require(rewriter: Rewriter, schema: Any, site: Site, keyword: str) -> None:
+def _require(
+    rewriter: Rewriter,
+    schema: Any,
+    site: Site,
+    keyword: str,
+) -> None:
     """Rewrite a schema that replaces a keyword, and add the result to the site."""
     pointer = f"{site.at}/{keyword}"
     new_schema = rewriter.rewrite_exactly(schema, pointer, site.types)
