@@ -16,9 +16,10 @@ matcher. The keys have the order of the input file. The verdict on a schema is o
 correct
     All valid instances are accepted, and all invalid ones are rejected.
 flagged
-    The subject accepts other instances than the labels require, but the router announced it. The
-    router either compiled the schema with ``partial=True``, or reported all rejected valid
-    instances through `Route.narrowed` or `Route.spelling`.
+    Some instances have the wrong result, but the router declared this in advance. Either the router
+    compiled the schema with ``partial=True``, because the grammar does not enforce all of the
+    schema, or all wrong results are rejected valid instances that `Route.narrowed` or
+    `Route.spelling` declares.
 refused
     The schema does not compile.
 overconstrained

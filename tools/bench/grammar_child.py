@@ -215,7 +215,7 @@ def evaluate_schema(
         ``valid``, ``invalid``
             Whether each instance was accepted.
         ``declared``
-            Number of rejected valid instances whose rejection the route announced.
+            Number of rejected valid instances whose rejection the route declared in advance.
     """
     answer: dict[str, Any] = {"partial": False, "backend": None, "why": "", "keyword": ""}
     start = time.perf_counter()

@@ -171,7 +171,7 @@ def demo_server() -> Iterator[str]:
         try:
             line = process.stdout.readline() if process.stdout else ""
             if " at " not in line:
-                raise OptionError("graft serve did not start")
+                raise OptionError("graft serve did not start; its error output is printed above")
             yield line.split(" at ")[1].strip()
         finally:
             process.terminate()

@@ -21,8 +21,9 @@ A round verifies the drafts of the requests in a batch with one forward pass of 
 Drafts are masked if the drafter samples them only from tokens that the grammar allows. The
 acceptance length is the mean number of tokens that a round commits, including the bonus token.
 
-Runs of each configuration alternate with runs without speculation, which are the baseline of the
-speedup. Intervals are 95 % confidence intervals that treat prompts as independent samples.
+Runs of each configuration alternate with runs of the same requests without speculation. The speedup
+is the ratio of their throughputs. Intervals are 95 % confidence intervals that treat prompts as
+independent samples.
 """
 
 from __future__ import annotations
@@ -458,7 +459,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         configurations = measure(plain, plain, "none", prompts, options)
         for setup in _setups(options):
             if (*setup[:3], None) in measured:
-                continue  # was measured with another masking, which has no effect on this drafter
+                continue  # already measured: masking has no effect on this drafter
             unmasked = setup.masking == "none"
             try:
                 engine = Engine(
@@ -586,7 +587,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     measured = {one["drafter"] for one in results["configurations"]}
     missing = [name for name in options.drafters if name not in measured]
     if missing:
-        raise OptionError(f"no engine could be created for drafter {', '.join(missing)}")
+        names = ", ".join(missing)
+        raise OptionError(
+            f"no engine could be created for drafter {names}; "
+            "the reasons are the lines above that begin with 'refused:'"
+        )
 
 
 if __name__ == "__main__":

@@ -12,15 +12,16 @@ Llama and Qwen3 folders
     A Llama whose sizes fit tensor cores, with the logits that transformers computes in float32 and
     in bfloat16.
 ``eagle3``
-    A target and a head of this repository's training code (`nets.py`), and the outputs of several
-    draft steps of the published training code, with which the outputs of `nets.py` must agree.
+    A target and an EAGLE-3 head with random weights, both built with `nets.py`, and the outputs of
+    several draft steps, computed by the published training code. `nets.py` must compute the same
+    outputs.
 ``dflash``
     A drafter for the target ``eight_layers_bfloat16``, and the logits that the drafter's published
     code computes from the target's hidden states at several positions. One block has all its rows,
     and another one is truncated by the end of the sequence.
 ``dflash2``
-    The same with a DFlash2 drafter, and the outputs of its selector: greedy drafts, the ids from
-    which it selects, and the probabilities of these ids after every token.
+    The contents of ``dflash`` for a DFlash2 drafter, and the outputs of its selector: greedy
+    drafts, the ids from which it selects, and the probabilities of these ids after every token.
 """
 
 from __future__ import annotations

@@ -336,7 +336,8 @@ def generate(
                 unfinished.append(i)
         if not unfinished:
             break
-        # The first step processed the prompts, which end at different positions.
+        # The first step processed whole prompts, which have different lengths. Every other step
+        # processed one token per row.
         last_positions = positions[:, 0] if step else last
         positions = last_positions[unfinished, None] + 1
         last = torch.zeros_like(last[unfinished])

@@ -22,8 +22,9 @@ launches the graphs does not use the GIL.
 
 Each graph is measured in two states of Python. In the state "idle", no other Python thread runs. In
 the state "busy", another thread runs bytecode, and a replay is launched only while this thread
-runs. The tool counts the callbacks that began while the busy thread held the GIL. A configuration
-is marked NOT BUSY if this is true of the first callback in too few of the replays.
+runs. The tool counts the callbacks that began while the busy thread held the GIL. A measurement in
+the state "busy" is marked NOT BUSY if the busy thread held the GIL at the first callback in too few
+of the replays.
 """
 
 from __future__ import annotations

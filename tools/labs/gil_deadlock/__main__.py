@@ -23,9 +23,9 @@ hangs       the case deadlocked; the watchdog terminated the child and reported 
 released    the case deadlocked until the mailbox's deadline passed; then the device continued and
             graft reported an error
 
-On the soft device, every outcome is compared with the outcome that follows from the lock model. The
-exit status is 0 if all outcomes are equal, and 1 otherwise. CUDA hardware has neither lock models
-nor a detector, so no outcome is expected there.
+On the soft device, the outcome of every case is compared with the expected outcome, which follows
+from the lock model. The exit status is 0 if all outcomes are as expected, and 1 otherwise. CUDA
+hardware has neither lock models nor a detector, so no outcome is expected there.
 """
 
 from __future__ import annotations
