@@ -33,7 +33,11 @@ from graft.sampling.exchange import Exchange
 from graft.sampling.params import SamplingParams
 
 PAGE = 4
-HOST_STEPS = {"open": "open_work", "commit": "commit_work", "fill": "draft_work"}
+HOST_STEPS = {
+    "open": "open_work",
+    "commit": "commit_work",
+    "fill": "draft_work",
+}
 
 
 class Hang(AssertionError):
@@ -96,7 +100,13 @@ class LanguageDecision(Decision):
             self.starved += 1
         return state in USABLE and self.rng.random() < self.stall
 
-    def target(self, slot: SteppingSlot, node: int, position: int, legal: tuple[int, ...]) -> int:
+    def target(
+        self,
+        slot: SteppingSlot,
+        node: int,
+        position: int,
+        legal: tuple[int, ...],
+    ) -> int:
         return choose(slot.contexts[node], slot.seed, legal)
 
     def draft(self, slot: SteppingSlot, j: int, legal: tuple[int, ...] | None) -> int:
@@ -111,7 +121,13 @@ class LanguageDecision(Decision):
 class SteppingCache(PagedKV):
     """The real page allocator with simulated memory and page table."""
 
-    def __init__(self, device: SteppingDevice, slots: int, pages: int, length: int):
+    def __init__(
+        self,
+        device: SteppingDevice,
+        slots: int,
+        pages: int,
+        length: int,
+    ):
         self.toy = device
         self.slots = slots
         self.page_size = PAGE
@@ -282,7 +298,13 @@ class SteppingDevice:
             yield PrefillChunk(end - begin, self.query, lambda: 1.0)
             begin = end
 
-    def join(self, lane: Any, slot: int, params: SamplingParams, **values: Any) -> None:
+    def join(
+        self,
+        lane: Any,
+        slot: int,
+        params: SamplingParams,
+        **values: Any,
+    ) -> None:
         self.joined.add(slot)
 
         def joined() -> None:

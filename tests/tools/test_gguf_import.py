@@ -38,7 +38,12 @@ def interleave_rows(weight: np.ndarray, heads: int) -> np.ndarray:
 
     In the result, rows of the first half of a head alternate with rows of the second half.
     """
-    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, weight.shape[1])
+    halves = weight.reshape(
+        heads,
+        2,
+        weight.shape[0] // heads // 2,
+        weight.shape[1],
+    )
     return halves.transpose(0, 2, 1, 3).reshape(weight.shape)
 
 
@@ -119,17 +124,34 @@ def tiny(tmp_path):
     """
     make_tiny_tokenizer(tmp_path / "hf")
 
-    def make(kind=Q.F32, weights=None, tied=True, **changed):
+    def make(
+        kind=Q.F32,
+        weights=None,
+        tied=True,
+        **changed,
+    ):
         config = llama_config(**TINY, tie_word_embeddings=tied)
         tensors = llama_tensors(config, 3) | (weights or {})
-        write_gguf(tmp_path / "m.gguf", tmp_path / "hf", config, tensors, kind, **changed)
+        write_gguf(
+            tmp_path / "m.gguf",
+            tmp_path / "hf",
+            config,
+            tensors,
+            kind,
+            **changed,
+        )
         return tmp_path / "m.gguf", config, tensors
 
     return make
 
 
 @pytest.mark.parametrize(("kind", "tied"), [(Q.F32, True), (Q.F16, False), (Q.Q8_0, True)])
-def test_gguf_import_preserves_weights_and_config(tiny, tmp_path, kind, tied):
+def test_gguf_import_preserves_weights_and_config(
+    tiny,
+    tmp_path,
+    kind,
+    tied,
+):
     """The converted weights are the dequantized values, rounded to bfloat16."""
     file, config, weights = tiny(kind, tied=tied)
     folder = convert(file, tmp_path / "out")
@@ -248,7 +270,13 @@ def test_gguf_import_derives_llama3_rope_scaling_from_factors(tiny, tmp_path):
         ({"tokenizer.ggml.pre": "tekken"}, GgufTokenizerError, "'tekken'"),
     ],
 )
-def test_gguf_import_rejects_unsupported_models(tiny, tmp_path, changed, error, message):
+def test_gguf_import_rejects_unsupported_models(
+    tiny,
+    tmp_path,
+    changed,
+    error,
+    message,
+):
     """The error contains the name and the value of the unsupported setting; no file is written."""
     file, *_ = tiny(**changed)
     with pytest.raises(error, match=message):

@@ -37,7 +37,15 @@ def test_gpu_first_keeps_figures_of_section_that_crashes_or_hangs(tmp_path, endi
 def test_gpu_first_runs_sections_in_processes(device, tmp_path, capsys):
     path = tmp_path / "out.json"
     names = [name for name in SECTIONS if name not in ("rounds", "suite")]
-    options = ["--small", "--minutes", "30", "--json", str(path), "--sections", *names]
+    options = [
+        "--small",
+        "--minutes",
+        "30",
+        "--json",
+        str(path),
+        "--sections",
+        *names,
+    ]
     assert gpu_first.main(options) == 0
     report = json.loads(path.read_text())
     assert report["device"] == device.describe()
@@ -64,7 +72,16 @@ def test_gpu_first_skips_sections_without_time_left(tmp_path):
 @pytest.mark.full
 def test_gpu_first_measures_rounds_and_runs_tests(device, tmp_path: Path):
     path = tmp_path / "out.json"
-    options = ["--small", "--minutes", "30", "--json", str(path), "--sections", "rounds", "suite"]
+    options = [
+        "--small",
+        "--minutes",
+        "30",
+        "--json",
+        str(path),
+        "--sections",
+        "rounds",
+        "suite",
+    ]
     assert gpu_first.main(options) == 0
     sections = json.loads(path.read_text())["sections"]
     assert {section["status"] for section in sections.values()} == {"ok"}

@@ -91,9 +91,22 @@ def test_trace_select_rejects_missing_replay(trace):
         trace.select("two lanes", 9)
 
 
-def make_event(lane: str, kind: str, start_ns: int, end_ns: int) -> TraceEvent:
+def make_event(
+    lane: str,
+    kind: str,
+    start_ns: int,
+    end_ns: int,
+) -> TraceEvent:
     """Return an event of replay 1."""
-    return TraceEvent(f"{lane} {start_ns}", kind, lane, "g", 1, start_ns, end_ns)
+    return TraceEvent(
+        f"{lane} {start_ns}",
+        kind,
+        lane,
+        "g",
+        1,
+        start_ns,
+        end_ns,
+    )
 
 
 def test_exposed_waits_begin_when_the_lane_is_idle():
@@ -197,7 +210,10 @@ def test_generate_trace_option_writes_rounds(soft, tmp_path):
     [("trace.txt", "must end in .json"), ("none/trace.json", "there is no folder")],
 )
 def test_generate_trace_option_rejects_path_before_loading_the_model(
-    tmp_path, capsys, name, message
+    tmp_path,
+    capsys,
+    name,
+    message,
 ):
     assert cli.main(["generate", "--prompt", "x", "--trace", str(tmp_path / name)]) == 2
     assert message in capsys.readouterr().err

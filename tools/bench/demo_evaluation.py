@@ -177,7 +177,12 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m graft.tools.bench.demo_evaluation",
         description=(__doc__ or "").split("\n\n")[0],
     )
-    parser.add_argument("--tasks", type=int, default=500, help="tasks per set (default 500)")
+    parser.add_argument(
+        "--tasks",
+        type=int,
+        default=500,
+        help="tasks per set (default 500)",
+    )
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--draft-length", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write to this file instead of printing")

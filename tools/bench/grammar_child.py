@@ -42,7 +42,11 @@ class LLGuidance:
         self._mask = np.zeros(vocabulary.words, np.int32)
 
     def compile(self, schema: Any) -> Callable[[], Any]:
-        options: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        options: Any = {
+            "whitespace_flexible": False,
+            "item_separator": ", ",
+            "key_separator": ": ",
+        }
         try:
             text = self._matcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         except ValueError as error:
@@ -75,7 +79,13 @@ class XGrammar:
         compiler = self._types.GrammarCompiler(self._info, 1, False, -1)
         try:
             compiled = compiler.compile_json_schema(
-                json.dumps(schema), False, None, None, True, None, False
+                json.dumps(schema),
+                False,
+                None,
+                None,
+                True,
+                None,
+                False,
             )
         except (RuntimeError, ValueError, TypeError) as error:
             raise SchemaRefused(str(error).strip().split("\n")[-1]) from error
@@ -280,7 +290,12 @@ _subject: Any = None
 _tokenizer: Any = None
 
 
-def prepare(name: str, tokenizer: str, stop_token: str | None, key_order: str) -> None:
+def prepare(
+    name: str,
+    tokenizer: str,
+    stop_token: str | None,
+    key_order: str,
+) -> None:
     """Create the implementation that later calls of `answer` use."""
     global _subject, _tokenizer
     _tokenizer, vocabulary = load_tokenizer(Path(tokenizer), stop_token)

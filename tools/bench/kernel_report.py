@@ -263,7 +263,15 @@ def compile_variant(variant: Variant, arch: int) -> list[Usage]:
         "--ptxas-options=-v",
     ]
     text = variant.path.read_bytes()
-    program = _check(nvrtc.nvrtcCreateProgram(text, variant.path.name.encode(), 0, [], []))
+    program = _check(
+        nvrtc.nvrtcCreateProgram(
+            text,
+            variant.path.name.encode(),
+            0,
+            [],
+            [],
+        )
+    )
     try:
         encoded = [option.encode() for option in options]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
@@ -357,7 +365,12 @@ def main_loops(cubin: bytes) -> dict[str, Counter[str]]:
         file.write(cubin)
         file.flush()
         command = [program, "-c", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
     return parse_sass(text)
 
 
@@ -430,7 +443,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m graft.tools.bench.kernel_report",
         description="Compile every kernel with NVRTC (no GPU needed).",
     )
-    parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES)
+    parser.add_argument(
+        "--arch",
+        type=int,
+        nargs="+",
+        default=ARCHITECTURES,
+    )
     options = parser.parse_args(arguments)
     usages = []
     try:

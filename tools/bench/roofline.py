@@ -58,7 +58,12 @@ class Product:
     mma_steps: int
 
     @staticmethod
-    def of(rows: int, columns: int, inner: int, nbytes: int = 2) -> Product:
+    def of(
+        rows: int,
+        columns: int,
+        inner: int,
+        nbytes: int = 2,
+    ) -> Product:
         """Return the cost of a product with the kernel that `ModelKernels.linear` chooses.
 
         Parameters

@@ -102,7 +102,11 @@ async def send(client: Any, body: dict[str, Any]) -> Response:
 
 
 async def send_all(
-    url: str, key: str, bodies: Sequence[dict[str, Any]], rate: float, seed: int
+    url: str,
+    key: str,
+    bodies: Sequence[dict[str, Any]],
+    rate: float,
+    seed: int,
 ) -> tuple[list[Response], float]:
     """Send requests as a Poisson process and wait for all responses.
 
@@ -267,7 +271,13 @@ def write(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> Non
         f"TTFT at most {options.first_ms:g} ms, time per output token at most "
         f"{options.token_ms:g} ms"
     )
-    svg = chart("Goodput", note, "requests/s", "complete responses in time per second", series)
+    svg = chart(
+        "Goodput",
+        note,
+        "requests/s",
+        "complete responses in time per second",
+        series,
+    )
     (options.out / "serving.svg").write_text(svg, encoding="utf-8")
 
 
@@ -285,13 +295,23 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="graft-demo", help="model name (default %(default)s)")
     parser.add_argument("--key", default="-", help="API key of the endpoint")
     parser.add_argument(
-        "--rates", type=float, nargs="+", default=[1, 2, 4, 8], help="requests per second"
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[1, 2, 4, 8],
+        help="requests per second",
     )
     parser.add_argument(
-        "--calls", type=int, default=100, help="requests per rate (default %(default)s)"
+        "--calls",
+        type=int,
+        default=100,
+        help="requests per rate (default %(default)s)",
     )
     parser.add_argument(
-        "--first-ms", type=float, default=1000, help="limit of the TTFT (default %(default)g)"
+        "--first-ms",
+        type=float,
+        default=1000,
+        help="limit of the TTFT (default %(default)g)",
     )
     parser.add_argument(
         "--token-ms",

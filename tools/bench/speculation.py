@@ -267,7 +267,10 @@ def choose_drafter(name: str, demo_head: Path | None) -> DrafterChoice | None:
 
 
 def summarize(
-    measurement: Measurement, baseline: Measurement, kinds: Sequence[str], depth: int
+    measurement: Measurement,
+    baseline: Measurement,
+    kinds: Sequence[str],
+    depth: int,
 ) -> dict[str, Any]:
     """Summarize the measurement of a configuration: acceptance lengths, rates and speedup.
 
@@ -423,7 +426,15 @@ def measure(
             for _ in range(options.repeats):
                 baseline.run(plain, requests, batch)
                 measurement.run(engine, requests, batch)
-            key = (drafter, masking_of(engine), length, tree, effective, temperature, batch)
+            key = (
+                drafter,
+                masking_of(engine),
+                length,
+                tree,
+                effective,
+                temperature,
+                batch,
+            )
             kinds = [prompt.kind for prompt in prompts]
             results.append(
                 dict(zip(CONFIGURATION_KEYS, key, strict=True))
@@ -435,7 +446,10 @@ def measure(
 def _setups(options: argparse.Namespace) -> Iterator[EngineSetup]:
     """Yield the options of each engine to measure, and show a progress bar."""
     combinations = itertools.product(
-        options.drafters, options.lengths, (None, *options.trees), options.masking
+        options.drafters,
+        options.lengths,
+        (None, *options.trees),
+        options.masking,
     )
     setups = [EngineSetup(*values) for values in combinations]
     yield from tqdm(setups, unit="engine", disable=None)
@@ -452,7 +466,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if model is None:
         model, demo_head = demo_model()
     prompts = read_prompts(options)
-    sizes = {"max_batch_size": max(options.batches), "max_length": options.max_length}
+    sizes = {
+        "max_batch_size": max(options.batches),
+        "max_length": options.max_length,
+    }
     refused: dict[str, str] = {}
     measured: set[tuple[Any, ...]] = set()
     with Engine(model, **sizes) as plain:
@@ -514,7 +531,10 @@ def _make_parser() -> argparse.ArgumentParser:
         "(default: the prompts of the demo)",
     )
     prompts.add_argument(
-        "--tasks", type=int, default=0, help="number of held-out tasks of the demo model to run"
+        "--tasks",
+        type=int,
+        default=0,
+        help="number of held-out tasks of the demo model to run",
     )
     parser.add_argument("--drafters", nargs="+")
     parser.add_argument(
@@ -534,14 +554,43 @@ def _make_parser() -> argparse.ArgumentParser:
         help="draft trees, each combined with each length",
     )
     parser.add_argument(
-        "--masking", nargs="+", choices=(*DRAFT_MASKINGS, "none"), default=["fill", "none"]
+        "--masking",
+        nargs="+",
+        choices=(*DRAFT_MASKINGS, "none"),
+        default=["fill", "none"],
     )
-    parser.add_argument("--verify", nargs="+", default=["rejection"], choices=VERIFY_MODES)
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="batch sizes")
+    parser.add_argument(
+        "--verify",
+        nargs="+",
+        default=["rejection"],
+        choices=VERIFY_MODES,
+    )
+    parser.add_argument(
+        "--temperatures",
+        type=float,
+        nargs="+",
+        default=[0.0],
+    )
+    parser.add_argument(
+        "--batches",
+        type=int,
+        nargs="+",
+        default=[1, 8],
+        help="batch sizes",
+    )
     parser.add_argument("--max-batch", type=int, help="batch sizes 1, 2, 4, ... up to this one")
-    parser.add_argument("--samples", type=int, default=1, help="requests per prompt")
-    parser.add_argument("--repeats", type=int, default=1, help="runs per configuration")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=1,
+        help="requests per prompt",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=1,
+        help="runs per configuration",
+    )
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--max-length", type=int, default=1024)
     parser.add_argument("--out", type=Path, default=Path("build", "speculation"))

@@ -69,7 +69,10 @@ def run_section(command: Sequence[str], figures_path: Path, limit_s: float) -> d
     start = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as file:
         child = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code = child.wait(limit_s)
@@ -118,9 +121,17 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m graft.tools.gpu_first", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument(
-        "--minutes", type=float, default=9.5, help="time limit of all sections (default 9.5)"
+        "--sections",
+        nargs="+",
+        choices=SECTIONS,
+        default=list(SECTIONS),
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=9.5,
+        help="time limit of all sections (default 9.5)",
     )
     parser.add_argument(
         "--json",
@@ -130,7 +141,12 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="(default %(default)s)",
     )
     parser.add_argument("--small", action="store_true", help="sizes for the soft device")
-    parser.add_argument("--child", type=Path, metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--child",
+        type=Path,
+        metavar="FILE",
+        help=argparse.SUPPRESS,
+    )
     return parser.parse_args(arguments)
 
 
@@ -138,7 +154,11 @@ def run_sections(options: argparse.Namespace) -> None:
     """Run all sections. After each section, print its table and write the JSON file."""
     end = time.monotonic() + 60 * options.minutes
     results: dict[str, dict[str, Any]] = {}
-    report = {"device": open_device().describe(), "small": options.small, "sections": results}
+    report = {
+        "device": open_device().describe(),
+        "small": options.small,
+        "sections": results,
+    }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     print(report["device"], flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -150,14 +170,26 @@ def run_sections(options: argparse.Namespace) -> None:
                 result = {"status": "no time left", "figures": [], "output": ""}
             else:
                 path = Path(folder, name)
-                command = [sys.executable, "-m", "graft.tools.gpu_first", "--sections", name]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "graft.tools.gpu_first",
+                    "--sections",
+                    name,
+                ]
                 command += ["--child", str(path)]
                 if options.small:
                     command.append("--small")
                 result = run_section(command, path, limit_s)
             results[name] = result
             options.json.write_text(json.dumps(report, indent=1))
-            heading = (f"{name}: {result['status']}", "predicted", "measured", "ratio", "")
+            heading = (
+                f"{name}: {result['status']}",
+                "predicted",
+                "measured",
+                "ratio",
+                "",
+            )
             print(f"\n{table([heading, *figure_rows(result['figures'])])}", flush=True)
             if result["output"]:
                 print(result["output"], flush=True)

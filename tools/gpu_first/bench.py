@@ -103,7 +103,12 @@ class Bench:
         self._out = out
 
     def add(
-        self, name: str, measured: float | None, unit: str, predicted: Range = None, note: str = ""
+        self,
+        name: str,
+        measured: float | None,
+        unit: str,
+        predicted: Range = None,
+        note: str = "",
     ) -> None:
         """Append a measured value to the output file.
 
@@ -181,7 +186,12 @@ class Bench:
 
     def read(self, lane: Any, data: DeviceArray | PinnedArray, blocks: int) -> None:
         """Add a kernel that reads an array; the grid has the given number of thread blocks."""
-        lane.kernel(self.kernels["read_words"], blocks, 256, [data, data.nbytes // 16, self._sink])
+        lane.kernel(
+            self.kernels["read_words"],
+            blocks,
+            256,
+            [data, data.nbytes // 16, self._sink],
+        )
 
     def read_bandwidth(self) -> float:
         """Measure the read bandwidth in bytes per second, with the best of several grid sizes."""
@@ -202,5 +212,10 @@ def fill_random(device: Any, array: DeviceArray, scale: float) -> None:
     count = array.nbytes // 2
     kernel = device.load(PROBE_KERNELS)["fill_random"]
     blocks = min(-(-count // 256), 4096)
-    StreamLane(stream).kernel(kernel, blocks, 256, [array, count, scale])
+    StreamLane(stream).kernel(
+        kernel,
+        blocks,
+        256,
+        [array, count, scale],
+    )
     stream.synchronize(LIMIT_S)

@@ -69,7 +69,12 @@ CUBLAS_OP_T = 1
 
 def measure_ceilings(bench: Bench) -> None:
     """Measure the bandwidths of device memory and of the bus to pinned host memory."""
-    bench.add("read", bench.read_bandwidth() / 1e9, "GB/s", (4300, 4500))
+    bench.add(
+        "read",
+        bench.read_bandwidth() / 1e9,
+        "GB/s",
+        (4300, 4500),
+    )
     elements = 1 << (18 if bench.small else 30)
     halves = bench.random((2, elements))
     with bench.timed_graph() as lane:
@@ -111,13 +116,23 @@ def measure_gaps(bench: Bench) -> None:
                 for _ in range(count):
                     lane.kernel(bench.kernels["nothing"], 1, 32, [])
             gap_s = lane.seconds / count
-            bench.add(f"empty nodes, {edges} edges", gap_s * 1e6, "us", predicted)
+            bench.add(
+                f"empty nodes, {edges} edges",
+                gap_s * 1e6,
+                "us",
+                predicted,
+            )
             with bench.timed_graph(programmatic) as lane:
                 for i in range(count):
                     bench.read(lane, data[i % num_arrays], blocks)
             read_s = 2 * elements / bandwidth
             gap_s = lane.seconds / count - read_s
-            bench.add(f"8-MB nodes beyond the read, {edges} edges", gap_s * 1e6, "us", predicted)
+            bench.add(
+                f"8-MB nodes beyond the read, {edges} edges",
+                gap_s * 1e6,
+                "us",
+                predicted,
+            )
 
 
 def measure_hops(bench: Bench) -> None:
@@ -159,7 +174,12 @@ def measure_hops(bench: Bench) -> None:
                 executable.close()
                 p99_ns = np.quantile(times_ns, 0.99)
                 median_ns = statistics.median(times_ns)
-                bench.add(name, median_ns / 1e3, "us", note=f"p99 {p99_ns / 1e3:.1f}")
+                bench.add(
+                    name,
+                    median_ns / 1e3,
+                    "us",
+                    note=f"p99 {p99_ns / 1e3:.1f}",
+                )
 
 
 # Products -----------------------------------------------------------------------------------------
@@ -205,9 +225,26 @@ def measure_linears(bench: Bench) -> None:
         for dtype in ("bfloat16", E4M3):
             weights, count = weight_copies(bench, size, dtype)
             for rows in ROWS[:2] if bench.small else ROWS:
-                _measure_linear(bench, kernels, name, weights, count, rows, bandwidth)
+                _measure_linear(
+                    bench,
+                    kernels,
+                    name,
+                    weights,
+                    count,
+                    rows,
+                    bandwidth,
+                )
                 if dtype != E4M3:
-                    _measure_linear(bench, kernels, name, weights, count, rows, bandwidth, cut=8)
+                    _measure_linear(
+                        bench,
+                        kernels,
+                        name,
+                        weights,
+                        count,
+                        rows,
+                        bandwidth,
+                        cut=8,
+                    )
 
 
 def _measure_linear(
@@ -275,7 +312,12 @@ def measure_cublas(bench: Bench) -> None:
     launch times, a kernel blocks the stream until all products are enqueued.
     """
     if bench.device.kind == "soft":
-        bench.add("cublas.gemmEx", None, "", note="no CuPy on the soft device")
+        bench.add(
+            "cublas.gemmEx",
+            None,
+            "",
+            note="no CuPy on the soft device",
+        )
         return
     bandwidth = bench.read_bandwidth()
     for name, (columns, inner) in matrices(bench).items():
@@ -293,7 +335,11 @@ def measure_cublas(bench: Bench) -> None:
 
 
 def _time_gemm(
-    bench: Bench, weights: list[DeviceArray], x: DeviceArray, y: DeviceArray, count: int
+    bench: Bench,
+    weights: list[DeviceArray],
+    x: DeviceArray,
+    y: DeviceArray,
+    count: int,
 ) -> float:
     """Return the median seconds of `count` products ``y = x @ weight.T`` with cuBLAS."""
     import cupy
@@ -312,7 +358,12 @@ def _time_gemm(
     for launch in range(1 + LAUNCHES):
         # Do not block the stream for the first call, which loads modules and waits for the device.
         gate.array[0] = launch == 0
-        StreamLane(bench.stream).kernel(hold, 1, 1, [gate, 2_000_000_000])
+        StreamLane(bench.stream).kernel(
+            hold,
+            1,
+            1,
+            [gate, 2_000_000_000],
+        )
         begin.record(bench.stream)
         with stream:
             for i in range(count):
@@ -378,7 +429,11 @@ def _random_kv(bench: Bench, length: int) -> PagedKV:
 
 
 def _measure_attention(
-    bench: Bench, kernels: ModelKernels, kv: PagedKV, length: int, count: int
+    bench: Bench,
+    kernels: ModelKernels,
+    kv: PagedKV,
+    length: int,
+    count: int,
 ) -> None:
     """Measure the attention of `count` rows, with up to four rows per request.
 
@@ -439,7 +494,12 @@ class _SamplingSetup:
         exchange.stamps["position"] = 8 + np.arange(1 + DRAFTS)
         exchange.copy_masks_to_device(StreamLane(bench.stream), 0, 1 + DRAFTS)
         self.sampler = Sampler(
-            bench.device, self.state, exchange, self._replay, token_limit=vocab, max_batch=BATCH
+            bench.device,
+            self.state,
+            exchange,
+            self._replay,
+            token_limit=vocab,
+            max_batch=BATCH,
         )
         self.ring = output_ring(bench.device, 2, BATCH, DRAFTS)
 
@@ -450,7 +510,13 @@ class _SamplingSetup:
         """
         for slot in range(BATCH):
             self.state.join(
-                StreamLane(bench.stream), slot, params, position=8, last=1, epoch=1, limit=1 << 20
+                StreamLane(bench.stream),
+                slot,
+                params,
+                position=8,
+                last=1,
+                epoch=1,
+                limit=1 << 20,
             )
         bench.stream.synchronize(LIMIT_S)
         slots = self.state.to_host()
@@ -474,7 +540,15 @@ def measure_sampling(bench: Bench) -> None:
         for requests, width in ((1, 1), (8, 1), (8, 4)):
             slots["draft_len"] = width - 1
             setup.state.copy_from(slots)
-            _measure_sampling(bench, setup, name, requests, width, predicted, rng)
+            _measure_sampling(
+                bench,
+                setup,
+                name,
+                requests,
+                width,
+                predicted,
+                rng,
+            )
 
 
 def _measure_sampling(
@@ -569,7 +643,12 @@ def run_tests(bench: Bench) -> None:
     Each file runs in its own process.
     """
     if not Path("tests/cudagraph").is_dir():
-        bench.add("suite", None, "", note="the working directory has no folder tests")
+        bench.add(
+            "suite",
+            None,
+            "",
+            note="the working directory has no folder tests",
+        )
         return
     files: list[Path] = []
     for package in ("cudagraph", "sampling", "models", "grammar"):
@@ -584,7 +663,12 @@ def _run_test_file(bench: Bench, path: Path) -> None:
     command = [sys.executable, "-m", "pytest", str(path), "-q", "--tb=line"]
     command += ["-p", "no:cacheprovider", "-o", "faulthandler_timeout=90"]
     environment = {**os.environ, "GRAFT_DEVICE": bench.device.kind}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     lines = done.stdout.strip().splitlines() or [""]
     failures = sum(int(count) for count in re.findall(r"(\d+) (?:failed|error)", lines[-1]))
     if not failures and done.returncode not in (0, 5):  # 5: no tests were collected

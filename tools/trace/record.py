@@ -231,11 +231,22 @@ class Trace:
             name = f"waits for {wait.cause}"
             complete.append(_complete_event(name, "exposed wait", track, wait, origin))
         metadata: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": self.device}}
+            {
+                "ph": "M",
+                "name": "process_name",
+                "pid": 1,
+                "args": {"name": self.device},
+            }
         ]
         for name, track in tracks.items():
             metadata.append(
-                {"ph": "M", "name": "thread_name", "pid": 1, "tid": track, "args": {"name": name}}
+                {
+                    "ph": "M",
+                    "name": "thread_name",
+                    "pid": 1,
+                    "tid": track,
+                    "args": {"name": name},
+                }
             )
         return json.dumps(
             {
@@ -247,7 +258,11 @@ class Trace:
 
 
 def _complete_event(
-    name: str, category: str, track: int, timed: TraceEvent | Wait, origin: int
+    name: str,
+    category: str,
+    track: int,
+    timed: TraceEvent | Wait,
+    origin: int,
 ) -> dict[str, Any]:
     """Return an event or wait as a complete event (phase "X") of Chrome's trace event format."""
     return {
@@ -389,6 +404,13 @@ def exposed_waits(events: Mapping[int, TraceEvent], edges: Sequence[tuple[int, i
         last = max(host_steps, key=lambda other: other.end_ns)
         if last.end_ns > ready_ns:
             waits.append(
-                Wait(event.lane, event.name, last.name, event.replay, ready_ns, last.end_ns)
+                Wait(
+                    event.lane,
+                    event.name,
+                    last.name,
+                    event.replay,
+                    ready_ns,
+                    last.end_ns,
+                )
             )
     return waits

@@ -96,7 +96,13 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
         replays.on_parts = None
     offset_ns, trace.clock_error_ns = clock_offset(engine.device)
     for flight, stamps in stamped:
-        _add_parts(trace, flight, stamps, flight.number - launched_before, offset_ns)
+        _add_parts(
+            trace,
+            flight,
+            stamps,
+            flight.number - launched_before,
+            offset_ns,
+        )
     parts = next(iter(engine.round_graphs.values())).parts
     for span in parts.decoder.timeline():
         replay = span.replay - launched_before
@@ -107,7 +113,11 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
 
 
 def _add_parts(
-    trace: Trace, flight: ReplayInFlight, stamps: list[int], replay: int, offset_ns: int
+    trace: Trace,
+    flight: ReplayInFlight,
+    stamps: list[int],
+    replay: int,
+    offset_ns: int,
 ) -> None:
     """Add the parts of a round to a trace.
 

@@ -88,7 +88,12 @@ class _Timeline:
         self._pixels_per_ns = pixels / max(self.end_ns - self.begin_ns, 1)
 
     def draw_box(
-        self, lane: str, start_ns: int, end_ns: int, name: str, colours: tuple[str, str]
+        self,
+        lane: str,
+        start_ns: int,
+        end_ns: int,
+        name: str,
+        colours: tuple[str, str],
     ) -> str:
         """Return the box of an event or wait as an SVG element.
 
@@ -159,11 +164,23 @@ def draw(trace: Trace, title: str) -> str:
         parts.append(f'<text x="{x}" y="{y:.0f}" text-anchor="end">{escape(lane)}</text>')
     for wait in trace.waits:
         name = f"waits for {wait.cause}"
-        box = timeline.draw_box(wait.lane, wait.start_ns, wait.end_ns, name, WAIT_COLOURS)
+        box = timeline.draw_box(
+            wait.lane,
+            wait.start_ns,
+            wait.end_ns,
+            name,
+            WAIT_COLOURS,
+        )
         parts.append(box)
     for event in trace.events:
         colours = COLOURS.get(event.kind, OTHER_COLOURS)
-        box = timeline.draw_box(event.lane, event.start_ns, event.end_ns, event.name, colours)
+        box = timeline.draw_box(
+            event.lane,
+            event.start_ns,
+            event.end_ns,
+            event.name,
+            colours,
+        )
         parts.append(box)
     parts.append("</svg>")
     return "\n".join(parts) + "\n"

@@ -203,7 +203,13 @@ def corpus_task(rng: random.Random, value: Any) -> Task:
     for path, leaf in demo.leaves(value).items():
         name = path.strip(".").replace(".", " ")
         lines.append(f"{name}: {leaf if isinstance(leaf, str) else json.dumps(leaf)}")
-    return Task("\n".join(lines), schema, json.dumps(value, ensure_ascii=False), None, "corpus")
+    return Task(
+        "\n".join(lines),
+        schema,
+        json.dumps(value, ensure_ascii=False),
+        None,
+        "corpus",
+    )
 
 
 def mixture(documents: list[Any], copying: float, start: int) -> Iterator[Task]:

@@ -257,7 +257,15 @@ def table(report: dict[str, Any]) -> str:
     for latency in ("hop", "join"):
         columns += [f"{latency} {quantile}" for quantile in QUANTILES]
     rows: list[list[object]] = [
-        ["transport", "steps", "python", "samples", *columns, "GIL held", ""]
+        [
+            "transport",
+            "steps",
+            "python",
+            "samples",
+            *columns,
+            "GIL held",
+            "",
+        ]
     ]
     for one in report["measurements"]:
         figures = []
@@ -299,7 +307,12 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m graft.tools.labs.callback_latency",
         description="Measure the latency of host work in a replayed graph.",
     )
-    parser.add_argument("--samples", type=int, default=1000, help="replays per configuration")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=1000,
+        help="replays per configuration",
+    )
     parser.add_argument(
         "--callbacks",
         type=int,
@@ -308,8 +321,18 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help=f"host steps per graph, 1 to {MAX_CALLBACKS}",
     )
-    parser.add_argument("--python", nargs="+", choices=PYTHON_STATES, default=PYTHON_STATES)
-    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
+    parser.add_argument(
+        "--python",
+        nargs="+",
+        choices=PYTHON_STATES,
+        default=PYTHON_STATES,
+    )
+    parser.add_argument(
+        "--transports",
+        nargs="+",
+        choices=TRANSPORTS,
+        default=TRANSPORTS,
+    )
     parser.add_argument(
         "--limit-s",
         type=float,

@@ -30,7 +30,15 @@ CLOCK_KERNELS = Path(__file__).parents[2] / "kernels" / "clock.cu"
 BASELINE = "empty"
 #: Transport name of the library cuda.core's callbacks, for comparison.
 CUDA_CORE = "cuda.core"
-TRANSPORTS = (BASELINE, "native", "native spin", "mailbox", "spinkernel", "python", CUDA_CORE)
+TRANSPORTS = (
+    BASELINE,
+    "native",
+    "native spin",
+    "mailbox",
+    "spinkernel",
+    "python",
+    CUDA_CORE,
+)
 #: Transports whose body is called by a thread of the driver. Only these have a hop.
 DRIVER_CALLED = ("native", "native spin", "python", CUDA_CORE)
 #: Transports with a Python body.
@@ -90,7 +98,13 @@ class TransportGraph:
         CLOCK_MONOTONIC of each call of a Python body since the last `replay` began.
     """
 
-    def __init__(self, device: Device, transport: str, callbacks: int, work: Any = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        transport: str,
+        callbacks: int,
+        work: Any = None,
+    ) -> None:
         self.transport = transport
         self.callbacks = callbacks
         self.called: list[int] = []
@@ -150,7 +164,10 @@ class TransportGraph:
             return NativeWork(_address(ctypes.CDLL(None).free), 0, name="free(NULL)")
         word = self._body_times.ctypes.data + 8 * index
         return NativeWork(
-            _address(self._library.softcuda_stamp), word, keep=self._body_times, name="stamp"
+            _address(self._library.softcuda_stamp),
+            word,
+            keep=self._body_times,
+            name="stamp",
         )
 
     def _build_cuda_core(self, device: Device) -> Any:
@@ -285,7 +302,10 @@ def _object_code(device: Device) -> Any:
         from graft.native.softcuda.compile import compile_cpu
 
         image = compile_cpu(
-            text, CLOCK_KERNELS.name, include_dirs=folders, cache_dir=cache_folder() / "soft"
+            text,
+            CLOCK_KERNELS.name,
+            include_dirs=folders,
+            cache_dir=cache_folder() / "soft",
         )
         return ObjectCode.from_cubin(image)
     major, minor = device.compute_capability
