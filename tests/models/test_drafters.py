@@ -1,6 +1,5 @@
 """Tests of the drafter protocol, prompt lookup, suffix decoding, cascades and small models."""
 
-import inspect
 import json
 import shutil
 from collections import Counter
@@ -20,15 +19,10 @@ from graft.models.drafters import CascadeDrafter, NGram, Suffix
 from graft.sampling.state import SLOT
 from graft.sampling.tree import TreePlan
 from graft.tools.demo_prompts import demo_prompts
-from graft.tools.examples import own_drafter
 
 
-def test_drafter_example_fits_in_one_file(device):
-    """The example drafter has at most 60 lines, and an engine can load it by its import name.
-
-    test_examples checks that the drafter does not change outputs.
-    """
-    assert len(inspect.getsource(own_drafter).splitlines()) <= 60
+def test_engine_loads_drafter_by_import_name(device):
+    """test_examples checks that the example drafter does not change outputs."""
     sevens = Request(
         prompt="code: 7777777\nGive only the code.", grammar=GrammarSpec.regex("7{9,12}")
     )
