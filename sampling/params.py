@@ -155,7 +155,7 @@ class SamplingParams:
 
     @classmethod
     def from_fields(cls, source: object, **changes: Any) -> SamplingParams:
-        """Return the parameters that `source` has as attributes of the same names.
+        """Copy each parameter from the attribute of `source` that has its name.
 
         Parameters
         ----------

@@ -453,8 +453,8 @@ class Sampler:
         """Sample draft `j` of every slot that committed tokens in this replay and still drafts.
 
         With masking "fill", the draft is sampled under mask row ``j - 1`` of the slot. With the
-        probe maskings, the draft is the candidate that the grammar accepted; only if no candidate
-        was legal, the draft is sampled under the mask row. Without masking, drafts may be illegal,
+        probing modes, the draft is the candidate that the grammar accepted. If no candidate was
+        legal, the draft is sampled under the mask row instead. Without masking, drafts may be illegal,
         and verification rejects them.
 
         Parameters

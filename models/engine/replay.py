@@ -382,7 +382,7 @@ class Replays:
             self._check(flight)
 
     def _check(self, flight: ReplayInFlight) -> None:
-        """Raise the error of a failed host step of the replay's graph, from any replay so far."""
+        """Raise the error of a host step that failed in this or an earlier replay, if there is one."""
         with self._engine_numbers(flight):
             flight.graph.check()
 

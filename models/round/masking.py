@@ -225,7 +225,7 @@ class FillMasking(DraftMasking):
 
 
 class ProbeMasking(DraftMasking):
-    """Draft the best candidates of each level that the grammar accepts."""
+    """Draft, at each level, the best of the candidates that the grammar accepts."""
 
     name = "probe"
     commit_name = "commit"

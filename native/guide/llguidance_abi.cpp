@@ -395,11 +395,11 @@ class LLGuidanceMatcher final : public NativeMatcher {
   struct Kept {
     static constexpr size_t kNowhere = SIZE_MAX;
 
-    bool some = false;       // whether there has been a mask with `sure`
-    bool unsure = false;     // whether a mask without `sure` has been computed after it
-    uint32_t sum = 0;        // sum of the mask with `sure`
-    size_t depth = 0;        // number of tokens before the later mask
-    size_t fork = kNowhere;  // first position at which the path differs from the path of that mask
+    bool some = false;       // whether a mask with Seen::sure has been computed
+    bool unsure = false;     // whether a later mask was computed without it
+    uint32_t sum = 0;        // checksum of the mask with Seen::sure
+    size_t depth = 0;        // number of tokens before the mask without it
+    size_t fork = kNowhere;  // first position at which the path left that of the mask
 
     void note(const Seen& seen, size_t size) noexcept {
       if (seen.sure) {

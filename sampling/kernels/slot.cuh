@@ -95,8 +95,8 @@ __device__ __forceinline__ int* record_of(int* exchange, const ExchangeLayout& x
   return exchange + static_cast<long long>(slot) * x.stride + at;
 }
 
-// Maximum number of tokens in a batch row's result. The indices of the rows that decided the tokens
-// follow them.
+// Maximum number of tokens in the result of a batch row. The result stores the tokens first, and
+// then, for each token, the index of the forward row whose logits it was chosen from.
 __device__ __forceinline__ int row_width(int row_words) {
   return (row_words - static_cast<int>(sizeof(RoundRow)) / 4) / 2;
 }

@@ -172,7 +172,7 @@ def test_native_host_work_failure_raises_at_synchronize(
     function: str,
     words: str,
 ) -> None:
-    """C++ exceptions do not propagate into the driver, and native work can fail its replay."""
+    """A C++ exception does not enter the driver. Native work can mark its replay as failed."""
     graph = Graph(device, "native trouble")
     graph.lane("main").host(work(native_functions, function, api()))
     ran: list[int] = []

@@ -48,7 +48,7 @@ class Grammar:
         return cls(found.schema, found.rules)
 
     def generate(self, choose: Callable[[list[int]], int], max_bytes: int) -> bytes | None:
-        """Generate a text of the grammar.
+        """Generate a text that the grammar accepts.
 
         Parameters
         ----------

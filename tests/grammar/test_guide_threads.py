@@ -155,7 +155,7 @@ def test_guide_trusts_fast_grammars(
     budget_us,
     late,
 ):
-    """A grammar is trusted after it has met the budget 32 times, and never after it was late.
+    """A grammar is trusted after 32 steps within the time budget. Once late, it is never trusted.
 
     The thread that runs a step runs the matchers of trusted grammars itself. It also runs the
     matcher of a request that is the only request in its replay.

@@ -46,7 +46,7 @@ def vocabulary() -> Vocabulary:
 
 
 class ExpectedMasks:
-    """Tokens of some texts, and the reference matcher's mask after each token."""
+    """Tokenized sample texts, with the reference matcher's mask after each token."""
 
     def __init__(self, spec: GrammarSpec):
         self.native = LLGuidanceBackend(vocabulary())

@@ -225,7 +225,7 @@ class Soft:
         stream: Any = 0,
         shared: int = 0,
     ) -> Any:
-        """Launch a kernel without checking the result. Return the tuple of cuda.bindings.
+        """Launch a kernel and return the result tuple of cuda.bindings without checking it.
 
         `shared` is the size of the dynamic shared memory in bytes.
         """

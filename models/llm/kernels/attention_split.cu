@@ -312,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       }
     }
 
-    // Combine the warps in order. Each pass combines 32 dimensions: 8 of every 16 adjacent ones.
+    // Combine the warps in order. A pass covers 8 of each 16 consecutive dimensions, 32 in all.
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
 #pragma unroll

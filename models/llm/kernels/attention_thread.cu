@@ -135,8 +135,8 @@ __device__ __forceinline__ void softmax_weights(Query* query, float (*score)[TIL
   }
 }
 
-// Computes sum = sum * shrink + weighted values, position by position, for the dimensions of PAIRS
-// Pairs from `at` on.
+// Computes sum = sum * shrink + weighted values, one position at a time. The dimensions are those
+// of PAIRS consecutive Pairs, beginning with Pair `at`.
 template <int COUNT, int PAIRS>
 __device__ __forceinline__ void add_values(Query* query, const float (*weight)[TILE],
                                            const float* shrink, const float* value, int at,

@@ -1,6 +1,6 @@
-// Tensor-core product for few rows, which streams the weights from global memory to registers. A
-// block computes a tile of 16 output columns x (8 TILES) rows of operand B. Warp p computes part p
-// of the sums (linear_mma.cuh).
+// Tensor-core matrix product for a small number of rows. The weights are streamed from global
+// memory to registers. A block computes a tile of 16 output columns x (8 TILES) rows of operand B.
+// Its warps divide the inner dimension: warp p computes the p-th partial sum (linear_mma.cuh).
 #ifndef TILES
 #define TILES 1
 #endif

@@ -13,7 +13,7 @@ __device__ __forceinline__ float exp_exact(float x) {
   const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
   const float rounded = fmaf(x, 1.44269504088896341f, shift);
   const float n = rounded - shift;
-  float r = fmaf(n, -0.693145751953125f, x);  // high part of ln2: n times it is exact
+  float r = fmaf(n, -0.693145751953125f, x);  // high part of ln 2; n * it is exact
   r = fmaf(n, -1.42860682030941723e-6f, r);
   float p = 1.98412698e-4f;
   p = fmaf(p, r, 1.38888889e-3f);
@@ -80,8 +80,8 @@ __device__ __forceinline__ long long element_of(const Pages& pages, int page, in
 // keys of its ancestors through its path, in the order of their sequence positions. Its sums
 // therefore have the same bits as if the path were a chain.
 struct Path {
-  // Bit j - 1 is set for every draft j on the path, including the row itself. 0 if the row is
-  // cached at its sequence position.
+  // Bit j - 1 is set for every draft j on the path from the root to this row, inclusive. It is 0 if
+  // the row is cached at its sequence position.
   unsigned long long drafts;
   int base;  // position of row 0 of the tree
 };

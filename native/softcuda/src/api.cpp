@@ -279,7 +279,7 @@ SC_EXPORT size_t softcuda_counters(char* buffer, size_t size) {
   return copy_text(out, buffer, size);
 }
 
-// Writes a text about the current activity to `buffer` and returns its length. The text has one
+// Writes a report of the current activity to `buffer` and returns its length. The report has one
 // line for each driver call in progress, for the running host function, for each thread on which a
 // pending stream wait depends, and for each running kernel.
 SC_EXPORT size_t softcuda_describe(char* buffer, size_t size) {
