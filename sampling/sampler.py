@@ -454,8 +454,8 @@ class Sampler:
 
         With masking "fill", the draft is sampled under mask row ``j - 1`` of the slot. With the
         probing modes, the draft is the candidate that the grammar accepted. If no candidate was
-        legal, the draft is sampled under the mask row instead. Without masking, drafts may be illegal,
-        and verification rejects them.
+        legal, the draft is sampled under the mask row instead. Without masking, drafts may be
+        illegal, and verification rejects them.
 
         Parameters
         ----------

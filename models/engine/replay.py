@@ -382,7 +382,7 @@ class Replays:
             self._check(flight)
 
     def _check(self, flight: ReplayInFlight) -> None:
-        """Raise the error of a host step that failed in this or an earlier replay, if there is one."""
+        """Raise the error of a host step that failed in this or an earlier replay, if any did."""
         with self._engine_numbers(flight):
             flight.graph.check()
 
