@@ -3,10 +3,9 @@
     python -m graft.tools.bench.kernel_report [--arch 80 90 100 120]
 
 No GPU is needed. The report shows the registers, the shared memory and the spilled bytes that ptxas
-prints. The source text and the compiler options are those that CuPy passes to NVRTC when graft runs
-on hardware. For
-kernels that use tensor cores, the report also counts instructions of the main loop in the machine
-code. The main loop is the loop with the most MMA instructions.
+prints. The source text and the compiler options are the same as those that CuPy passes to NVRTC
+when graft runs on hardware. For kernels that use tensor cores, the report also counts instructions
+of the main loop in the machine code. The main loop is the loop with the most MMA instructions.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ def throughput_by_length(configurations: Sequence[dict[str, Any]]) -> list[dict[
 def _predict_group(
     baselines: Sequence[dict[str, Any]], group: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Predict the throughput of chains that differ only in length, including length 0."""
+    """Predict the throughput of chains that differ only in length. Length 0 means none."""
     longest = max(group, key=itemgetter("length"))
     same_run = itemgetter("temperature", "batch")
     baseline = [one for one in baselines if same_run(one) == same_run(longest)]

@@ -477,7 +477,7 @@ def _measure_attention(
 
 
 class _SamplingSetup:
-    """Sampling state of eight requests with three drafts each, as a round of the engine has it.
+    """Sampling state of eight requests with three drafts each, as in a decoding round.
 
     All tokens are legal in the mask rows.
     """

@@ -153,7 +153,7 @@ class Trace:
         graph
             Graph from which the executable was instantiated.
         spans
-            Recorded spans of the executable, by begin.
+            Recorded spans of the executable, ordered by start time.
         """
         handles = {span.node for span in spans}
         index_by_handle = {handle: graph.node_index(handle) for handle in handles}
@@ -337,14 +337,14 @@ def split_launches(
     Parameters
     ----------
     spans
-        Pairs of node index and span, by begin.
+        Pairs of node index and span, ordered by start time.
     edges
         Edges of the graph.
 
     Returns
     -------
     list of list of (int, Span)
-        The pairs of each launch.
+        The pairs of each launch, in the order of `spans`.
     """
     successors: dict[int, set[int]] = defaultdict(set)
     with_predecessors = set()

@@ -60,7 +60,7 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
     """Record the rounds that an engine replays while the block runs.
 
     The yielded trace is empty until the block ends. On the soft device, the driver reports the
-    begin and the end of every node. On CUDA hardware, the parts of a round are timed on the
+    start and the end of every node. On CUDA hardware, the parts of a round are timed on the
     device's clock and host steps on the host's clock; `Trace.clock_error_ns` bounds the error of
     the conversion.
 

@@ -113,9 +113,9 @@ class Measurement:
 def gil_was_held(begun: np.ndarray, gaps: Sequence[tuple[int, int]]) -> np.ndarray:
     """Return for each callback whether it began while the busy thread held the GIL.
 
-    This is the case if the busy thread ran between the end of the previous callback and the begin
-    of this one. Only callbacks request the GIL. Once the busy thread has run, it therefore holds
-    the GIL until the next callback, even if the operating system preempts it.
+    This is the case if the busy thread ran between the end of the previous callback and the start
+    of this callback. Only callbacks request the GIL. Once the busy thread has run, it therefore
+    holds the GIL until the next callback, even if the operating system preempts it.
 
     Parameters
     ----------

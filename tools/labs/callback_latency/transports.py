@@ -200,13 +200,16 @@ class TransportGraph:
     # Replay ---------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Put the driver's callback thread into the state that it has when only this graph runs.
+        """Create or release the Python thread state of the driver's callback thread.
 
-        graft's Python steps leave a Python thread state on the driver's thread, and later Python
-        callbacks on this thread reuse it. If cuda.core's callbacks reused it as well, they would
-        appear faster than they are without graft, where every callback creates and destroys a
-        thread state. A transport other than "python" therefore runs after the release of the thread
-        state, and the transport "python" after a Python step has created it.
+        graft's Python steps leave a Python thread state on the driver's callback thread, and later
+        Python callbacks on this thread reuse it. Without graft, each of cuda.core's callbacks
+        creates and destroys a thread state. To measure this cost, the thread state is released
+        before any transport other than "python" is measured. For the transport "python", a Python
+        step creates the thread state before the measurement.
+
+        This method must be called before each measurement, because the graphs of all transports
+        share the callback thread.
         """
         work: NativeWork | PythonWork = PythonWork(int)
         if self.transport != "python":
@@ -271,12 +274,12 @@ def _int64(times: list[int]) -> np.ndarray:
 
 
 def _with_previous_end(spans: list[int]) -> np.ndarray:
-    """Pair the begin of each span with the end of the previous one.
+    """Pair the start of each span with the end of the previous span.
 
     Parameters
     ----------
     spans
-        Alternating begin and end times.
+        Alternating start and end times.
 
     Returns
     -------
