@@ -406,21 +406,15 @@ def measure(
     engine.generate([replace(request, id=None, max_tokens=1) for request in base_requests])
     results = []
     for temperature, batch in itertools.product(options.temperatures, options.batches):
+        sampling = {"temperature": temperature, "max_tokens": options.max_tokens}
         modes: dict[str | None, str] = {None: options.verify[0]}
         if parts.drafter:
             modes = _verify_modes(options, temperature, tree)
         for effective, mode in modes.items():
             requests = []
             for i in range(max(batch, len(base_requests) * options.samples)):
-                request = replace(
-                    base_requests[i % len(base_requests)],
-                    id=str(i),
-                    seed=i,
-                    temperature=temperature,
-                    verify=mode,
-                    max_tokens=options.max_tokens,
-                )
-                requests.append(request)
+                base = base_requests[i % len(base_requests)]
+                requests.append(replace(base, id=str(i), seed=i, **sampling, verify=mode))
             measurement = Measurement()
             baseline = Measurement()
             for _ in range(options.repeats):
@@ -519,6 +513,13 @@ def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m graft.tools.bench.speculation", description=(__doc__ or "").split("\n\n")[0]
     )
+    _add_model_options(parser)
+    _add_draft_options(parser)
+    _add_run_options(parser)
+    return parser
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, help="target folder (default: the demo model)")
     model.add_argument("--llm", action="store_true", help="SmolLM2-135M-Instruct, downloaded once")
@@ -536,6 +537,9 @@ def _make_parser() -> argparse.ArgumentParser:
         default=0,
         help="number of held-out tasks of the demo model to run",
     )
+
+
+def _add_draft_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafters", nargs="+")
     parser.add_argument(
         "--lengths",
@@ -559,42 +563,18 @@ def _make_parser() -> argparse.ArgumentParser:
         choices=(*DRAFT_MASKINGS, "none"),
         default=["fill", "none"],
     )
-    parser.add_argument(
-        "--verify",
-        nargs="+",
-        default=["rejection"],
-        choices=VERIFY_MODES,
-    )
-    parser.add_argument(
-        "--temperatures",
-        type=float,
-        nargs="+",
-        default=[0.0],
-    )
-    parser.add_argument(
-        "--batches",
-        type=int,
-        nargs="+",
-        default=[1, 8],
-        help="batch sizes",
-    )
+    parser.add_argument("--verify", nargs="+", default=["rejection"], choices=VERIFY_MODES)
+
+
+def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="batch sizes")
     parser.add_argument("--max-batch", type=int, help="batch sizes 1, 2, 4, ... up to this one")
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=1,
-        help="requests per prompt",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=1,
-        help="runs per configuration",
-    )
+    parser.add_argument("--samples", type=int, default=1, help="requests per prompt")
+    parser.add_argument("--repeats", type=int, default=1, help="runs per configuration")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--max-length", type=int, default=1024)
     parser.add_argument("--out", type=Path, default=Path("build", "speculation"))
-    return parser
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:

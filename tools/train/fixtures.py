@@ -39,6 +39,7 @@ import transformers
 from safetensors.torch import save_file
 
 LENGTH = 40
+EAGLE3_LAYERS = (0, 2, 3)
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -211,10 +212,11 @@ def make_eagle3(folder: Path, seed: int) -> None:
                 parameter.copy_(1.0 + 0.2 * torch.randn(parameter.shape))
             else:
                 parameter.mul_(10.0)
+    write_eagle3_checkpoints(folder, target, head, sizes)
+    with torch.no_grad():
         tokens = torch.randint(0, sizes.vocab, (1, LENGTH))
         streams = target(tokens)
-        layers = (0, 2, 3)
-        features = torch.cat([streams[i] for i in layers], -1)[:, :-1]
+        features = torch.cat([streams[i] for i in EAGLE3_LAYERS], -1)[:, :-1]
         embedded = target.model.embed_tokens(tokens[:, 1:])
         positions = torch.arange(LENGTH - 1)[None]
         own_outs = head.unroll(features, embedded, 4, positions)
@@ -228,6 +230,18 @@ def make_eagle3(folder: Path, seed: int) -> None:
                 rtol=0,
             )
         logits = [head.lm_head(head.norm(out)) for out in outs]
+    np.savez_compressed(
+        folder / "expected.npz",
+        tokens=tokens[0].numpy().astype(np.int32),
+        outs=torch.cat(outs).numpy(),
+        logits=torch.cat(logits).numpy(),
+    )
+
+
+def write_eagle3_checkpoints(
+    folder: Path, target: torch.nn.Module, head: torch.nn.Module, sizes: Any
+) -> None:
+    """Write the checkpoints of a target and its EAGLE-3 head."""
     target_config = {
         "architectures": ["LlamaForCausalLM"],
         "num_hidden_layers": sizes.layers,
@@ -237,17 +251,11 @@ def make_eagle3(folder: Path, seed: int) -> None:
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
         "draft_vocab_size": 40,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(EAGLE3_LAYERS)},
         "tie_word_embeddings": False,
     }
     write_checkpoint(folder / "target", target, {**sizes.config(), **target_config})
     write_checkpoint(folder / "head", head, {**sizes.config(), **head_config})
-    np.savez_compressed(
-        folder / "expected.npz",
-        tokens=tokens[0].numpy().astype(np.int32),
-        outs=torch.cat(outs).numpy(),
-        logits=torch.cat(logits).numpy(),
-    )
 
 
 def write_checkpoint(folder: Path, module: torch.nn.Module, config: dict[str, Any]) -> None:

@@ -422,7 +422,7 @@ def write_requests(
 
 
 def make_rows(args: argparse.Namespace) -> None:
-    """Write files of rows to ``rows/*.pt``, with the families of requests in turn."""
+    """Write files of rows to ``rows/*.pt``. Each file contains one family of requests."""
     tokenizer = Tokenizer(args.model)
     model = load_target(args.model)
     prompts = Prompts(args.seed)
@@ -506,7 +506,9 @@ class Data:
 
 
 class Batch:
-    """Batch of padded rows with the positions from which to draft. Entry t predicts token t + 2.
+    """Batch of padded rows with the positions from which to draft.
+
+    The head's output at position t predicts token t + 2.
 
     Parameters
     ----------
@@ -873,74 +875,51 @@ STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
 }
 
 
-def main() -> None:
-    """Run the stages of the command line in order."""
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("stages", nargs="+", choices=list(STAGES))
-    parser.add_argument(
-        "--model",
-        type=Path,
-        required=True,
-        help="folder of the target",
-    )
+    parser.add_argument("--model", type=Path, required=True, help="folder of the target")
     parser.add_argument(
         "--work",
         type=Path,
         required=True,
         help="folder of rows, checkpoint and log",
     )
-    parser.add_argument("--out", type=Path, help="folder to which export writes")
-    parser.add_argument(
-        "--batches",
-        type=int,
-        default=60,
-        help="files of 32 rows to generate",
-    )
-    parser.add_argument(
+    rows = parser.add_argument_group("rows")
+    rows.add_argument("--batches", type=int, default=60, help="files of 32 rows to generate")
+    rows.add_argument(
         "--families",
         nargs="+",
         choices=list(FAMILIES),
         default=list(FAMILIES),
     )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=1,
-        help="seed of the rows",
-    )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=60.0,
-        help="training time",
-    )
-    parser.add_argument(
-        "--rate",
-        type=float,
-        default=1.2e-3,
-        help="learning rate",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=1500,
-        help="tokens per batch",
-    )
-    parser.add_argument(
+    rows.add_argument("--seed", type=int, default=1, help="seed of the rows")
+    head = parser.add_argument_group("head")
+    head.add_argument("--minutes", type=float, default=60.0, help="training time")
+    head.add_argument("--rate", type=float, default=1.2e-3, help="learning rate")
+    head.add_argument("--tokens", type=int, default=1500, help="tokens per batch")
+    head.add_argument(
         "--draft-vocab",
         type=int,
         default=6144,
         help="draft vocabulary in training, without the tokens of a batch",
     )
-    parser.add_argument(
+    export = parser.add_argument_group("export")
+    export.add_argument("--out", type=Path, help="folder to which export writes")
+    export.add_argument(
         "--export-vocab",
         type=int,
         default=24576,
         help="draft vocabulary of the checkpoint, without lower-case words",
     )
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Run the stages of the command line in order."""
+    args = _make_parser().parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     for stage in args.stages:
