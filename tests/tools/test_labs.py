@@ -88,7 +88,7 @@ def test_callback_latency_hop_is_the_time_before_and_after_the_body(
 
 
 def test_callback_latency_graphs_do_not_share_python_thread_state(build, device):
-    """Of all transports, only graft's Python steps leave a thread state on the driver's thread."""
+    """Only graft's Python steps leave a Python thread state on the driver's callback thread."""
     if device.kind != "soft":
         pytest.skip("the number of threads that call host functions depends on the driver")
     counts = []
@@ -151,17 +151,11 @@ def test_callback_latency_writes_table_and_json(device, tmp_path):
     assert report["device"] in printed
 
 
-@pytest.mark.parametrize("options", [["--callbacks", "65"], ["--samples", "0"]])
-def test_callback_latency_rejects_invalid_options(options):
-    with pytest.raises(SystemExit):
-        latency.main(options)
-
-
 # GIL deadlocks ------------------------------------------------------------------------------------
 
 CASES = [
-    # The callback runs under the context lock and requests the GIL; the allocation waits for the
-    # lock.
+    # The callback holds the context lock and waits for the GIL. The allocation holds the GIL and
+    # waits for the context lock.
     ("alloc:python:1", "hangs"),
     # The same call with the GIL released.
     ("alloc:python:1:released", "completes"),
@@ -235,13 +229,3 @@ def test_gil_deadlock_exit_status_is_1_for_unexpected_outcome(monkeypatch, capsy
     assert deadlock.main(["--case", "alloc:native:1"]) == 0
     assert deadlock.main(["--case", "alloc:python:1"]) == 1
     assert "EXPECTED hangs" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "name", ["alloc", "alloc:python", "alloc:telepathy:1", "sleep:python:1", "alloc:python:x"]
-)
-def test_gil_deadlock_rejects_invalid_case(name, capsys):
-    with pytest.raises(SystemExit) as exit_info:
-        deadlock.main(["--case", name])
-    assert exit_info.value.code == 2
-    assert "--case" in capsys.readouterr().err

@@ -234,14 +234,5 @@ def test_speculation_bench_reports_drafter_that_cannot_be_created(quick, tmp_pat
     assert results["throughput_by_length"] == []
 
 
-def test_speculation_bench_rejects_invalid_options(quick, capsys):
-    assert speculation.main([*quick, "--max-length", "4"]) == 2
-    assert "request 0 refused" in capsys.readouterr().err
-    assert speculation.main([*quick, "--batches", "0"]) == 2
-    assert "--batches, --samples and --repeats must be at least 1" in capsys.readouterr().err
-    with pytest.raises(speculation.OptionError, match="eagle belongs to the demo model"):
-        speculation.choose_drafter("ngram+eagle", None)
-
-
 def test_speculation_bench_max_batch_selects_powers_of_two():
     assert speculation.parse_options(["--max-batch", "5"]).batches == [1, 2, 4]
