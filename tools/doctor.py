@@ -98,7 +98,7 @@ def check_packages() -> Finding:
 
 
 def check_native() -> Finding:
-    """Report the path of graft's C++ part. It exists, because this program has imported it."""
+    """Report the path of graft's native module, which this program has already imported."""
     return Finding("native part", "ok", str(_native.__file__))
 
 

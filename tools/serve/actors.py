@@ -108,9 +108,9 @@ class RayActor:
 def ray_cluster(count: int) -> Iterator[Callable[[], Actor]]:
     """Run a local Ray cluster for `count` replicas and yield a function that launches an actor.
 
-    The cluster is private to this process, because it requires a random token from its clients.
-    Ray's usage statistics are disabled. When the context ends, the cluster is shut down and its
-    files are deleted.
+    Clients of the cluster need a random token that only this process and its replicas know. Ray's
+    usage statistics are disabled. When the context ends, the cluster is shut down and its files
+    are deleted.
 
     Raises
     ------

@@ -52,7 +52,7 @@ class EngineInfo:
 
 
 class EngineDriver:
-    """Runs an engine in a thread, which sleeps while the engine has no requests.
+    """Runs an engine in a thread. The thread sleeps while the engine has no requests.
 
     The public methods must be called from one event loop. Request ids must be unique.
 
@@ -139,8 +139,8 @@ class EngineDriver:
     async def counters(self) -> list[dict[str, Any] | None]:
         """Return a list with one element: the result of `Engine.counters`.
 
-        The driver's thread reads the counters between two decoding rounds, so the values belong to
-        the same moment. The element is None if the engine has failed or does not answer in time.
+        The driver's thread reads the counters between two decoding rounds, so that the values are
+        consistent. The element is None if the engine has failed or does not answer in time.
         """
         answer: Future[dict[str, Any] | None] = Future()
 

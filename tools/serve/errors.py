@@ -79,7 +79,7 @@ class ApiError(GraftError):
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Return the `ApiError` that reports an error to the client."""
+    """Convert an exception to the `ApiError` that is sent to the client."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RecursionError):
@@ -91,13 +91,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def check_output(output: Output) -> None:
-    """Check that a request has generated an output that the server can return.
-
-    Raises
-    ------
-    ApiError
-        If the request was refused, failed or was cancelled.
-    """
+    """Raise ApiError if a request was refused, failed or was cancelled."""
     if output.reason in _COMPLETE:
         return
     status = _STATUS.get(output.error_type or "")

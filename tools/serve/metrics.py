@@ -108,8 +108,8 @@ class Metrics:
         Parameters
         ----------
         counters
-            `Engine.counters` of each replica, or None for a replica that does not answer. The last
-            known counters of such a replica are then reported again.
+            `Engine.counters` of each replica, or None for a replica that does not answer. For such
+            a replica, its last known counters are reported.
         gauges
             Values of further gauges, by metric name without the prefix ``graft_``.
         """

@@ -39,10 +39,7 @@ _API_NAMES = {
 
 
 def _plain_fields() -> dict[str, str]:
-    """Return the API fields whose values become values of a `Request` without conversion.
-
-    Keys are names in the API, and values are names of the corresponding fields of `Request`.
-    """
+    """Map the API fields that are copied without conversion to the fields of `Request`."""
     names = {param.name for param in dataclasses.fields(SamplingParams)}
     names -= _UNSUPPORTED_PARAMS | _CONVERTED_PARAMS
     names |= {"n", "max_tokens", "timeout_s"}
@@ -258,7 +255,7 @@ def _structured_outputs(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]
             f"got {short_repr(structured)}",
             param="structured_outputs",
         )
-    # Error messages contain the first element of an entry, so use the key as the field name.
+    # Error messages name the key (such as "regex"), not the field structured_outputs.
     entries = [(key, key, value) for key, value in structured.items()]
     for name, key in _GUIDED_FIELDS.items():
         if name in fields:
@@ -350,8 +347,7 @@ class RequestParser:
     ) -> ApiRequest:
         """Convert an API request to requests of the engine.
 
-        The values of most sampling parameters are not checked here, because the engine checks them
-        on submission.
+        Most sampling parameters are not checked here. The engine checks them on submission.
 
         Parameters
         ----------
@@ -412,12 +408,12 @@ class RequestParser:
         )
 
     def _converted_options(self, fields: Mapping[str, Any], chat: bool) -> dict[str, Any]:
-        """Return the fields of `Request` whose values must be converted from the API's format."""
+        """Convert the API fields whose format differs from that of the fields of `Request`."""
         options: dict[str, Any] = {}
         seed = fields.get("seed")
         if type(seed) is int:
-            # Mode "coupled" makes the output a function of the request and its seed, independent
-            # of the other requests in the batch and of the draft length.
+            # In mode "coupled", the output depends only on the request and its seed, and not on
+            # the other requests in the batch or on the draft length.
             options["seed"] = seed % (1 << 64)
             options["verify"] = "coupled"
         elif seed is not None:

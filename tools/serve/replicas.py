@@ -95,7 +95,7 @@ class _RoutedRequest:
     received: tuple[int, int] = 0, 0
 
     def start(self) -> Request:
-        """Return the request to send to the next replica. Its timeout is the remaining time."""
+        """Return the request for the next replica, with the time that is left of its timeout."""
         self.received = (0, 0)
         timeout_s = self.request.timeout_s
         if timeout_s is not None:
@@ -104,10 +104,10 @@ class _RoutedRequest:
         return replace(self.request, timeout_s=timeout_s)
 
     def undelivered(self, event: Event) -> Event | None:
-        """Return the part of an event that the client has not received; None if this part is empty.
+        """Remove tokens and text from an event that the client has already received.
 
-        A restarted request generates tokens again that the client has received from an earlier
-        replica. These tokens and their text are removed from the event.
+        A restarted request generates its first tokens a second time. An earlier replica has
+        delivered some of them. If nothing new is left of the event, the result is None.
 
         Raises
         ------
@@ -165,7 +165,7 @@ class _Replica:
 
     @property
     def has_suspect(self) -> bool:
-        """Whether a request that is assigned to this replica is a suspect."""
+        """Whether the replica runs a suspect: a request that may crash its engine."""
         return any(request.deaths >= SUSPECT_DEATHS for request in self.requests.values())
 
 
@@ -278,7 +278,7 @@ class Replicas:
             self._assign()
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request. Its last event is put into its sink at once."""
+        """Cancel a request and deliver its last event immediately."""
         for replica in self._replicas:
             if request_id in replica.requests:
                 replica.jobs.put_nowait(request_id)
@@ -286,7 +286,7 @@ class Replicas:
         self._finish(request_id, Event(request_id, (), "", output))
 
     def cancel_all(self) -> None:
-        """Cancel all requests. The last event of each is put into its sink at once."""
+        """Cancel all requests and deliver their last events immediately."""
         for request_id in list(self._requests):
             self.cancel(request_id)
 
@@ -338,7 +338,7 @@ class Replicas:
                     self._deliver(replica, request, event)
 
     def _deliver(self, replica: _Replica, request: _RoutedRequest, event: Event) -> None:
-        """Put the part of an event that the client has not received into the request's sink."""
+        """Deliver an event, without the tokens that the client has already received."""
         try:
             rest = request.undelivered(event)
         except EngineError as error:
@@ -365,8 +365,8 @@ class Replicas:
     def _handle_death(self, replica: _Replica, message: str) -> None:
         """Terminate a dead replica, and assign its requests to other replicas.
 
-        A request is not assigned again, but fails, if more than `SUSPECT_DEATHS` replicas have died
-        while processing it. If no replica can be restarted, all waiting requests fail.
+        A request fails if more than `SUSPECT_DEATHS` replicas have died while they ran it. If the
+        last restart of every replica has failed, all waiting requests fail.
         """
         state = "died" if replica.alive else "did not start"
         LOG.warning("replica %d %s: %s", replica.number, state, message)

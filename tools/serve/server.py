@@ -62,7 +62,7 @@ class Server(uvicorn.Server):
             self.drain()
 
     async def on_tick(self, counter: int) -> bool:
-        """Check whether draining is complete. uvicorn calls this method ten times per second."""
+        """Exit if draining is complete. uvicorn calls this method ten times per second."""
         if self.service.draining:
             timed_out = time.monotonic() > self._drain_end
             if not self.service.api_requests or timed_out:

@@ -128,7 +128,7 @@ def _call_schema(name: str, schema: Any, pointer: str) -> dict[str, Any]:
     schema
         JSON schema of the arguments.
     pointer
-        JSON pointer of the position in a larger schema to which the caller will copy the result.
+        JSON pointer at which the caller embeds the result into a larger schema.
     """
     return {
         "type": "object",
@@ -142,11 +142,10 @@ def _call_schema(name: str, schema: Any, pointer: str) -> dict[str, Any]:
 
 
 def _rebase_references(schema: Any, pointer: str) -> Any:
-    """Return a schema with its references adapted to a position in a larger schema.
+    """Adapt the references of a schema that will be embedded into a larger schema.
 
-    ``{"$ref": "#/..."}`` refers to the root of the schema. When the schema is copied into
-    a larger schema, at the JSON pointer `pointer`, this pointer must precede the path of each
-    reference.
+    A reference such as ``{"$ref": "#/$defs/x"}`` starts at the root of the document. `pointer` is
+    the JSON pointer at which the schema is embedded, and is inserted into each reference.
     """
     if isinstance(schema, list):
         return [_rebase_references(part, pointer) for part in schema]
@@ -162,7 +161,7 @@ def _rebase_references(schema: Any, pointer: str) -> Any:
 
 
 def _partial_tag_length(text: str) -> int:
-    """Return the length of the longest end of a text with which the tag `BEGIN` begins."""
+    """Return the length of the longest suffix of a text that is an incomplete tag `BEGIN`."""
     for length in range(len(BEGIN) - 1, 0, -1):
         if text.endswith(BEGIN[:length]):
             return length
