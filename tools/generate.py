@@ -96,56 +96,6 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     models = parser.add_argument_group("models")
     models.add_argument("--model", type=Path, help="target model folder (default: the demo model)")
     models.add_argument(
-        "--draft",
-        metavar="FOLDER|MODULE:NAME",
-        help="folder of the drafter, or drafter class; for the demo model "
-        f"{' or '.join(DRAFTERS)} (default {DRAFTERS[0]})",
-    )
-    models.add_argument(
-        "--draft-length",
-        type=parse_draft_length,
-        default=3,
-        metavar="N|auto",
-        help="drafts per round; auto: choose the number with the highest throughput (default 3)",
-    )
-    models.add_argument("--no-speculation", action="store_true", help="decode without a drafter")
-    models.add_argument(
-        "--no-draft-mask",
-        action="store_true",
-        help="generate drafts without the token bitmasks of the grammar",
-    )
-    models.add_argument(
-        "--draft-tree",
-        type=parse_draft_tree,
-        metavar="BRANCHxLEVELS|PATHS",
-        help="generate a draft tree, e.g. 4x5 or 0,1,0.0 (default: a chain)",
-    )
-    models.add_argument(
-        "--draft-masking",
-        choices=("fill", "probe"),
-        default="fill",
-        help="how drafts are masked: fill a token bitmask for each draft, or let the grammar test "
-        "the drafter's best candidates (default fill)",
-    )
-    models.add_argument(
-        "--forced-drafts",
-        action="store_true",
-        help="draft tokens that are the only ones the grammar allows; does not change outputs",
-    )
-    models.add_argument(
-        "--overlap",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="launch a round before the results of the previous round are read (default: yes)",
-    )
-    models.add_argument(
-        "--composition",
-        choices=("one", "two"),
-        default="one",
-        help="number of CUDA graphs per round; two: run the drafter in a second graph, for "
-        "comparisons (default one)",
-    )
-    models.add_argument(
         "--weights",
         choices=WEIGHTS,
         default=WEIGHTS[0],
@@ -170,6 +120,60 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="maximum number of tokens of prompt and output together (default: the model's "
         "maximum, at most 4096)",
+    )
+    _add_drafting_arguments(parser.add_argument_group("speculative decoding"))
+
+
+def _add_drafting_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--draft",
+        metavar="FOLDER|MODULE:NAME",
+        help="folder of the drafter, or drafter class; for the demo model "
+        f"{' or '.join(DRAFTERS)} (default {DRAFTERS[0]})",
+    )
+    group.add_argument(
+        "--draft-length",
+        type=parse_draft_length,
+        default=3,
+        metavar="N|auto",
+        help="drafts per round; auto: choose the number with the highest throughput (default 3)",
+    )
+    group.add_argument("--no-speculation", action="store_true", help="decode without a drafter")
+    group.add_argument(
+        "--no-draft-mask",
+        action="store_true",
+        help="generate drafts without the token bitmasks of the grammar",
+    )
+    group.add_argument(
+        "--draft-tree",
+        type=parse_draft_tree,
+        metavar="BRANCHxLEVELS|PATHS",
+        help="generate a draft tree, e.g. 4x5 or 0,1,0.0 (default: a chain)",
+    )
+    group.add_argument(
+        "--draft-masking",
+        choices=("fill", "probe"),
+        default="fill",
+        help="how drafts are masked: fill a token bitmask for each draft, or let the grammar test "
+        "the drafter's best candidates (default fill)",
+    )
+    group.add_argument(
+        "--forced-drafts",
+        action="store_true",
+        help="draft tokens that are the only ones the grammar allows; does not change outputs",
+    )
+    group.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="launch a round before the results of the previous round are read (default: yes)",
+    )
+    group.add_argument(
+        "--composition",
+        choices=("one", "two"),
+        default="one",
+        help="number of CUDA graphs per round; two: run the drafter in a second graph, for "
+        "comparisons (default one)",
     )
 
 
@@ -231,6 +235,22 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="number of outputs per prompt (default 1)",
     )
+    _add_logit_arguments(sampling)
+    sampling.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        help="stop string; can be repeated",
+    )
+    sampling.add_argument(
+        "--verify",
+        choices=VERIFY_MODES,
+        default="rejection",
+        help="verification mode of drafts (default rejection)",
+    )
+
+
+def _add_logit_arguments(sampling: argparse._ArgumentGroup) -> None:
     sampling.add_argument(
         "--logit-bias",
         type=parse_logit_bias,
@@ -249,18 +269,6 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--logprobs-masked",
         action="store_true",
         help="report log probabilities after bias, penalties and grammar mask",
-    )
-    sampling.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        help="stop string; can be repeated",
-    )
-    sampling.add_argument(
-        "--verify",
-        choices=VERIFY_MODES,
-        default="rejection",
-        help="verification mode of drafts (default rejection)",
     )
 
 

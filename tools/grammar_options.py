@@ -37,41 +37,7 @@ _TAG_KEYS = {"tags", "triggers", "at_least_one", "at_once"}
 def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that define a grammar."""
     group = parser.add_argument_group("grammar")
-    grammar = group.add_mutually_exclusive_group()
-    grammar.add_argument(
-        "--schema",
-        type=Path,
-        metavar="FILE",
-        help="JSON schema",
-    )
-    grammar.add_argument(
-        "--json-object",
-        action="store_const",
-        const=True,
-        help="any JSON object",
-    )
-    grammar.add_argument("--regex", metavar="R", help="regular expression for the whole output")
-    grammar.add_argument(
-        "--ebnf",
-        type=Path,
-        metavar="FILE",
-        help="EBNF grammar with rule root",
-    )
-    grammar.add_argument(
-        "--lark",
-        type=Path,
-        metavar="FILE",
-        help="Lark grammar with rule start",
-    )
-    grammar.add_argument("--choice", metavar="A,B", help="one of these texts, separated by commas")
-    grammar.add_argument(
-        "--structural-tag",
-        type=Path,
-        metavar="FILE",
-        help='free text with tagged sections, such as tool calls: {"tags": [{"begin", '
-        '"schema", "end"}], "triggers": [...], "at_least_one": false, '
-        '"at_once": false}',
-    )
+    _add_kind_arguments(group.add_mutually_exclusive_group())
     group.add_argument(
         "--after",
         metavar="MARKER",
@@ -109,6 +75,44 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="accept a schema with keywords that cannot be enforced; complete outputs are checked "
         "against the whole schema",
+    )
+
+
+def _add_kind_arguments(grammar: argparse._MutuallyExclusiveGroup) -> None:
+    """Declare one option for each key of `GRAMMARS`."""
+    grammar.add_argument(
+        "--schema",
+        type=Path,
+        metavar="FILE",
+        help="JSON schema",
+    )
+    grammar.add_argument(
+        "--json-object",
+        action="store_const",
+        const=True,
+        help="any JSON object",
+    )
+    grammar.add_argument("--regex", metavar="R", help="regular expression for the whole output")
+    grammar.add_argument(
+        "--ebnf",
+        type=Path,
+        metavar="FILE",
+        help="EBNF grammar with rule root",
+    )
+    grammar.add_argument(
+        "--lark",
+        type=Path,
+        metavar="FILE",
+        help="Lark grammar with rule start",
+    )
+    grammar.add_argument("--choice", metavar="A,B", help="one of these texts, separated by commas")
+    grammar.add_argument(
+        "--structural-tag",
+        type=Path,
+        metavar="FILE",
+        help='free text with tagged sections, such as tool calls: {"tags": [{"begin", '
+        '"schema", "end"}], "triggers": [...], "at_least_one": false, '
+        '"at_once": false}',
     )
 
 

@@ -50,7 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="record the time of each part of a decoding round, for the metric "
         "graft_grammar_exposed_seconds",
     )
-    group = parser.add_argument_group("endpoint")
+    _add_endpoint_arguments(parser.add_argument_group("endpoint"))
+    parser.set_defaults(run=run)
+
+
+def _add_endpoint_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default %(default)s)"
     )
@@ -94,7 +98,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "time, new requests get status 503; a second signal stops the server at once (default "
         "%(default)g)",
     )
-    parser.set_defaults(run=run)
 
 
 def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
