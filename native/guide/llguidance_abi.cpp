@@ -53,7 +53,7 @@ constexpr char kRelease[] = "llguidance@1.9.";
 // Maximum number of regular expressions that the lexer of a matcher may construct at its start, and
 // in one step. LLGuidance's defaults (1 million and 200,000) are too low for patterns with long
 // length bounds, because a request would fail in the middle of its text.
-// `graft.grammar.schema.trial` states the same limits.
+// `graft.grammar.schema.llguidance_errors` has the same limits.
 constexpr uint64_t kLexerFuel = 10'000'000;
 // Maximum number of parser items in one row of the parser's chart, and in one step. With
 // LLGuidance's defaults (2,000 and 50,000), a request whose grammar has a large choice would fail
@@ -276,7 +276,8 @@ class Grammar {
     return Handle(api.clone(start_.get()));
   }
 
-  // Called when a request ends, on the thread that drops its matcher.
+  // Makes a finished matcher the one that start() copies, unless it is unsuitable. Called on the
+  // thread that drops the matcher.
   void hand_back(Handle matcher) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -295,9 +296,10 @@ class Grammar {
   }
 
  private:
-  // Keeps the lexer of a long-lived grammar below LLGuidance's limit of states.
+  // Maximum number of matchers that hand_back() keeps for reuse, one after the other. It keeps the
+  // lexer of a long-lived grammar below LLGuidance's limit of states.
   static constexpr int kGenerations = 32;
-  // If computing the start mask takes longer than this, no further matchers are handed back.
+  // If computing the start mask takes longer than this, later matchers are not kept for reuse.
   static constexpr int64_t kSlowNs = 1'000'000;
 
   std::shared_ptr<const Tokenizer> tokenizer_;
@@ -328,7 +330,8 @@ class LLGuidanceMatcher final : public NativeMatcher {
       return terminated_ ? Answer::kYes : Answer::kNo;
     }
     if (contains(tokenizer_.stop_ids(), id)) return Answer::kNo;  // stop id of another request
-    if (size_ == path_.size() || path_[size_] != id) {            // otherwise it was legal before
+    // If the token is the next undone token of the path, it is known to be legal.
+    if (size_ == path_.size() || path_[size_] != id) {
       if (move(size_, error) == Answer::kFailed) return Answer::kFailed;
       const Answer legal = is_legal(id, error);
       if (legal != Answer::kYes) return legal;
@@ -389,17 +392,17 @@ class LLGuidanceMatcher final : public NativeMatcher {
     uint32_t sum = 0;   // sum of the mask's words, a checksum
     bool sure = false;  // whether the mask has certainly replaced the cached one
   };
-  // What is known about the mask that LLGuidance caches (invariant 5). The cached mask is the last
-  // computed mask whose Seen::sure is true. If `unsure` is true, the cached mask may also be one
-  // that was computed later.
+  // What is known about the mask that LLGuidance caches (invariant 5). A mask is called sure if it
+  // has certainly replaced the cached mask (Seen::sure). The cached mask is the last sure mask or,
+  // if `unsure` is true, possibly a mask that was computed after it.
   struct Kept {
     static constexpr size_t kNowhere = SIZE_MAX;
 
-    bool some = false;       // whether a mask with Seen::sure has been computed
-    bool unsure = false;     // whether a later mask was computed without it
-    uint32_t sum = 0;        // checksum of the mask with Seen::sure
-    size_t depth = 0;        // number of tokens before the mask without it
-    size_t fork = kNowhere;  // first position at which the path left that of the mask
+    bool some = false;    // whether there is a sure mask
+    bool unsure = false;  // whether masks that are not sure were computed after the last sure mask
+    uint32_t sum = 0;     // checksum of the last sure mask
+    size_t depth = 0;     // maximum number of tokens before the masks that may be cached
+    size_t fork = kNowhere;  // number of tokens that all paths since the last sure mask share
 
     void note(const Seen& seen, size_t size) noexcept {
       if (seen.sure) {
@@ -446,7 +449,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return Answer::kYes;
   }
 
-  // Removes undone tokens from the path, because a different token follows the accepted ones.
+  // Removes the undone tokens from the path, because a different token follows the accepted tokens.
   void leave_path() noexcept {
     if (size_ == path_.size()) return;
     path_.resize(size_);
@@ -508,12 +511,12 @@ class LLGuidanceMatcher final : public NativeMatcher {
   const Tokenizer& tokenizer_;
   std::vector<uint32_t> stop_ids_;
   Handle live_;                 // LLGuidance's matcher, at `live_size_` tokens of the path
-  std::vector<uint32_t> path_;  // accepted tokens, followed by those that were undone last
-  size_t size_ = 0;  // accepted tokens; undone ones stay in `live_` until another token follows
+  std::vector<uint32_t> path_;  // accepted tokens, followed by undone tokens
+  size_t size_ = 0;             // number of accepted tokens
   size_t live_size_ = 0;
   Kept kept_;
-  bool dead_ = false;        // no token is legal: LLGuidance has given up on `live_`
-  bool terminated_ = false;  // by a stop token, after the accepted tokens
+  bool dead_ = false;        // whether no token is legal, so that `live_` is unusable
+  bool terminated_ = false;  // whether a stop token was accepted after the other tokens
 };
 
 }  // namespace

@@ -43,9 +43,11 @@ class Marker {
     bool found;
     int32_t state;
   };
-  // Next state of the scanner for an id in [0, vocab_size) other than stop ids.
+  // Returns the step of the scanner from `state` for a token id in [0, vocab_size) that is not a
+  // stop id.
   Step step(int32_t state, int32_t token) const noexcept;
-  // Bitmask of the legal ids in `state`, including stop ids; null: all ids.
+  // Returns the bitmask of the legal ids in `state`, including the stop ids. Returns null if all
+  // ids are legal.
   const int32_t* row(int32_t state) const noexcept;
   int64_t vocab_size() const { return vocab_size_; }
   int64_t words() const { return (vocab_size_ + 31) / 32; }
@@ -87,7 +89,8 @@ Marker::Marker(const std::vector<int32_t>& ids, const std::string& text,
     if (id < 0 || id >= vocab_size_) throw std::invalid_argument("a marker id is out of range");
   }
   const auto at = [&](int32_t state) { return text[static_cast<size_t>(state)]; };
-  int32_t border = 0;  // longest proper prefix of the text before i that ends it
+  // Length of the longest proper prefix of the first i bytes that is also a suffix of these bytes.
+  int32_t border = 0;
   if (!text.empty()) fallback_[0] = -1;
   for (size_t i = 1; i < text.size(); ++i) {
     fallback_[i] = text[i] == at(border) ? fallback_[static_cast<size_t>(border)] : border;
@@ -216,7 +219,8 @@ class MarkedMatcher final : public NativeMatcher {
       inside_ -= inside;
     }
     if (outside == 0) return Answer::kYes;
-    // The ring has no older states: the tokens that are undone now have overwritten them.
+    // The tokens that are undone now have overwritten older states in the ring, so a later call
+    // cannot undo the tokens of these states.
     undone_to_ = std::max(undone_to_, scanned_ - kHistory);
     scanned_ -= outside;
     state_ = history_[static_cast<size_t>(scanned_ % kHistory)];
@@ -242,11 +246,11 @@ class MarkedMatcher final : public NativeMatcher {
   std::vector<int32_t> stop_ids_;
   std::array<int32_t, kHistory> history_{};  // state of the scanner before each of the last tokens
   int64_t scanned_ = 0;                      // number of tokens of the free text
-  int64_t undone_to_ = 0;                    // leading tokens that cannot be undone
-  int64_t inside_ = 0;                       // tokens that `inner_` has accepted
+  int64_t undone_to_ = 0;                    // number of leading tokens that cannot be undone
+  int64_t inside_ = 0;                       // number of tokens that `inner_` has accepted
   int32_t state_ = 0;
-  bool started_ = false;  // the marker is complete
-  bool stopped_ = false;  // a stop token ended the free text
+  bool started_ = false;  // whether the marker is complete
+  bool stopped_ = false;  // whether a stop token has ended the free text
 };
 
 }  // namespace

@@ -19,7 +19,7 @@ void make(Slot& slot, int j, int32_t state) noexcept {
 
 uint64_t bit(int j) noexcept { return uint64_t{1} << (j - 1); }
 
-// Records that the matcher has accepted draft j, a child of its node.
+// Records that the matcher has moved to node j, because it has accepted draft j.
 void arrive(Slot& slot, int j) noexcept {
   slot.node = j;
   if (slot.terminated) slot.closed |= bit(j);
@@ -164,9 +164,9 @@ bool SlotWork::fill_row(Slot& slot, int j) const noexcept {
   return !slot.ended;
 }
 
-// Moves the matcher to node j: rolls back to the common ancestor and accepts the drafts below it.
-// Returns false if a draft is illegal or nothing may follow node j; the matcher is then at the last
-// node that it reached.
+// Moves the matcher to node j: rolls back to the common ancestor and accepts the drafts on the path
+// from there. Returns false if one of these drafts is illegal or no token may follow node j. The
+// matcher then stays at the last node that it has reached.
 bool SlotWork::move_to(Slot& slot, int j) const noexcept {
   const std::vector<int32_t>& parent = slot.order.parent;
   if (slot.ended) return false;
@@ -239,9 +239,9 @@ void SlotWork::probe_chain(Slot& slot) const noexcept {
   slot.answer = -1;
 }
 
-// Finds the legal candidates of each node of level j, up to `branch` per node. No state of the
-// nodes is kept, because the numbers of the nodes of a growing tree are not the numbers of the
-// final drafts.
+// Finds the legal candidates of each node of level j, up to `branch` per node. While the tree
+// grows, its nodes have other numbers than the final drafts. `closed`, which refers to these
+// numbers, is therefore reset at the end.
 void SlotWork::probe_tree(Slot& slot) const noexcept {
   const Order& order = slot.order;
   const int branch = exchange_.layout.branch;
@@ -271,13 +271,13 @@ void SlotWork::probe_tree(Slot& slot) const noexcept {
 // Finds the most likely legal drafts, at most `branch` children per node (similar to DDTree, arXiv
 // 2604.12989). The probability of a node is the product of the probabilities of the tokens on its
 // path, where the probability of a token is relative to the candidates that have not been rejected
-// after its parent. Each node has a next candidate. The most likely of these candidates is tested;
-// of equal ones, the candidate of the earlier node. The number of tests is bounded. The matcher
-// returns to node 0.
+// after its parent. Each node has a next candidate. The most likely of these candidates is tested.
+// If several candidates are equally likely, the node with the smallest number comes first. The
+// number of tests is bounded. The matcher returns to node 0.
 void SlotWork::probe_lattice(Slot& slot) const noexcept {
   struct Node {
     double score;              // probability of the node
-    double left = 1.0;         // probability of its candidates that have not been rejected
+    double left = 1.0;         // total probability of the candidates that have not been rejected
     double next_score = -1.0;  // score of the next candidate; -1: none
     int next = 0;              // index of the next candidate
     int children = 0;

@@ -142,30 +142,30 @@ struct Slot {
   int32_t n = 0;                     // position of the last committed token
   NativeMatcher* matcher = nullptr;  // borrowed; used while a snapshot refers to it, or while busy
   int64_t applied = 0;               // last replay whose commit record was read
-  int64_t drafts_of = 0;             // replay whose drafts follow the last token; 0: none
+  int64_t drafts_of = 0;             // replay whose drafts follow the last committed token; 0: none
   Commit pending;                    // committed while the slot was busy
-  bool outdated = false;             // the order being served is for a state before `pending`
-  std::vector<int32_t> stamped;      // [K + 1] states as the device sees them
+  bool outdated = false;             // the current order does not include the commit `pending`
+  std::vector<int32_t> stamped;      // [K + 1], state of each row in the device's stamps
 
   // Owned by the thread that serves the order, while `busy` is set.
   Order order;
-  int node = 0;                 // node of the matcher
+  int node = 0;                 // node of the draft tree that the matcher is at
   uint64_t closed = 0;          // bit j - 1: node j is an illegal, stop or dead-end draft
   bool ended = false;           // terminated, dead end or error: the slot gets no more orders
-  bool terminated = false;      // whether the matcher has terminated, drafts included
+  bool terminated = false;      // whether the matcher has terminated, possibly after a draft
   std::vector<int32_t> forced;  // [K + 1], forced token of each row, or -1
   int tested = 0;               // number of drafts when kFillRows ran last
   bool answered = false;        // whether `answer` is the result of a probe
   int32_t answer = -1;
   std::vector<uint32_t> legal;                // [branch], tree: legal candidates of each node
-  std::array<int32_t, count::kinds> tally{};  // added to the counters by the step
+  std::array<int32_t, count::kinds> tally{};  // counts that the step adds to the counters
   ErrorText error;
 
   // Written by the thread that serves the order, read by the step at any time.
   std::vector<std::atomic<int32_t>> made;  // [K + 1], states of the rows, stored after their masks
   std::atomic<bool> busy{false};
-  int32_t clock = 0;                   // processor-time clock of the serving thread
-  std::atomic<int64_t> cpu_start{-1};  // time on that clock when it began; -1: not yet
+  int32_t clock = 0;                   // processor-time clock of the thread that serves the order
+  std::atomic<int64_t> cpu_start{-1};  // `clock` at the start of the order; -1: not started
 };
 
 // Serves orders. The class has no mutable state, so threads may serve different slots concurrently.

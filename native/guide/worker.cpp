@@ -38,9 +38,9 @@ Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& bu
   records_.push_back({this, Step::kCommit, 0});
   for (int j = 1; j <= exchange_.drafts(); ++j) records_.push_back({this, Step::kDraft, j});
   ordered_.reserve(at(exchange_.layout.slots));
-  // With a budget, the order of a late slot may occupy a pool thread for longer than a step, and
-  // this may happen to every slot. The pool therefore has one thread per slot, and a step wakes
-  // `threads` of them.
+  // With a budget, the order of a late slot may occupy a pool thread for longer than a step. All
+  // slots can be late at the same time, so the pool has one thread per slot. A step wakes `threads`
+  // of them.
   const int helpers = budget_.ns > 0 ? exchange_.layout.slots : threads_ - 1;
   if (helpers > 0) pool_.reset(new Pool(helpers, exchange_.layout.slots, &serve_posted, this));
 }
@@ -272,9 +272,9 @@ void Worker::join(Slot& slot, const Request& request) noexcept {
   if (slot.matcher == nullptr) stamp_all(slot, ROW_FREE);
 }
 
-// Reads the tokens that the device has committed to this slot since the last call. The tokens
-// belong to replay `latest` or an earlier one. A later number is an internal error: worker and
-// device count replays differently.
+// Reads the tokens that the device has committed to this slot since the last call. They belong to
+// replay `latest` or to an earlier replay. A later replay is an internal error, because the worker
+// and the device then disagree about the number of the current replay.
 void Worker::take_commit(Slot& slot, bool idle, int64_t latest) noexcept {
   Committed* committed = exchange_.committed(slot.index);
   const int64_t replay = replay_of(committed->replay);

@@ -148,16 +148,16 @@ struct StepRecord {
 
 class Worker {
  public:
-  // `threads` is the number of threads that serve the slots of a step. Without a budget, the thread
-  // that runs the step is one of them. See SlotWork for `forced` and `follow_forced`.
+  // `threads` is the number of threads that serve the slots of a step. If there is no budget, this
+  // number includes the thread that runs the step. SlotWork describes `forced` and `follow_forced`.
   Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
          std::shared_ptr<const Forced> forced, bool follow_forced);
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
   // publish() and retire() are called by the thread that launches the rounds. publish() returns
-  // false if the ring entry of the replay is still in use, because retire() has not been called for
-  // it.
+  // false if the ring entry of the replay still belongs to an earlier replay that has not been
+  // retired.
   bool publish(int64_t replay, const std::vector<Request>& requests);
   void retire(int64_t replay);
   StepRecord* record(Step step, int draft);
@@ -213,7 +213,8 @@ class Worker {
   Timeline timeline_;
   const int threads_;
   const Budget budget_;
-  // Last member: its threads end before the members that they use are destroyed.
+  // The last member, because the pool's threads must end before the members that they use are
+  // destroyed.
   std::unique_ptr<Pool, Pool::End> pool_;
 };
 

@@ -208,7 +208,7 @@ class XGrammarMatcher final : public NativeMatcher {
   void* handle_;
   const uint32_t* acceptable_;
   int64_t vocab_size_;
-  std::vector<int32_t> partial_;  // words of a row with an id that is not acceptable
+  std::vector<int32_t> partial_;  // words that contain the bit of an unacceptable id
 };
 
 }  // namespace
