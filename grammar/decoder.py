@@ -121,10 +121,10 @@ class GuidedDecoder:
     masked_drafts
         Whether the graph has draft steps. If so, every draft is legal.
     forced
-        Object that determines the forced token of each filled mask row, that is, the token to
-        draft where the grammar allows only one text; None to use no forced tokens. The device
-        drafts the forced token. If the graph has no draft steps, the commit step follows the chain
-        of forced tokens and fills the mask rows after these tokens (jump-forward decoding).
+        Object that determines the forced token of each filled mask row: the token that the device
+        drafts where the grammar allows only one text. None to draft no forced tokens. If the graph
+        has no draft steps, the commit step accepts a chain of forced tokens as drafts and fills
+        their mask rows (jump-forward decoding).
     transport
         Implementation of the steps, one of `STEP_TRANSPORTS`.
     deadline_s
@@ -331,10 +331,7 @@ class GuidedDecoder:
         return dict(self._worker.counters())
 
     def error(self, slot: int) -> str:
-        """Return the backend's error message of the last request that failed in a slot.
-
-        The message is empty if no request has failed.
-        """
+        """Return the error message of a slot's latest request; empty if it has not failed."""
         return str(self._worker.error(slot))
 
     def timeline(self) -> list[StepSpan]:

@@ -230,7 +230,11 @@ class GrammarSpec(Spec):
             "at_once": at_once,
         }
         text = json.dumps(document, ensure_ascii=False)
-        return cls("structural_tag", text, whitespace=whitespace)
+        return cls(
+            "structural_tag",
+            text,
+            whitespace=whitespace,
+        )
 
     def after(self, marker: str | int, *, required: bool = False) -> GrammarSpec:
         """Return this grammar preceded by free text that ends with `marker`.

@@ -152,7 +152,11 @@ class Matcher(ABC):
     @functools.cached_property
     def native(self) -> Any:
         """Native matcher with the state of this object, for the guided decoder's native worker."""
-        return _native.guide.PythonMatcher(self, np.zeros(self.words, np.int32), self.size)
+        return _native.guide.PythonMatcher(
+            self,
+            np.zeros(self.words, np.int32),
+            self.size,
+        )
 
     @abstractmethod
     def accept(self, token: int) -> bool:
@@ -294,6 +298,13 @@ def _with_marker(inner: Matcher, marker: Marker) -> Matcher:
     if set(marker.ids(vocabulary)) & set(inner.stop_ids):
         raise GrammarError("marker: its token is one of the request's stop ids")
     native = _native.guide.MarkedMatcher(
-        inner.native, _native_marker(vocabulary, marker), inner.stop_ids
+        inner.native,
+        _native_marker(vocabulary, marker),
+        inner.stop_ids,
     )
-    return NativeBackedMatcher(compiled, inner.stop_ids, native, keep=inner)
+    return NativeBackedMatcher(
+        compiled,
+        inner.stop_ids,
+        native,
+        keep=inner,
+    )

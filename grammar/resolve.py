@@ -69,7 +69,11 @@ def without_partial_hint(message: str) -> str:
 def json_text(schema: Any) -> str:
     """Return a schema as JSON text."""
     try:
-        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(
+            schema,
+            ensure_ascii=False,
+            allow_nan=False,
+        )
     except RecursionError:
         raise GrammarError("JSON schema: is nested too deeply") from None
     except (TypeError, ValueError) as error:
@@ -182,7 +186,11 @@ def _resolve_for_xgrammar(spec: AnySpec, value: Any) -> AnySpec:
     ignored = [] if spec.partial else ignored_keywords(value)
     if ignored:
         raise GrammarError(f"JSON schema: {refusal(ignored)}{_PARTIAL_HINT}")
-    return replace(spec, backend="xgrammar", strict=spec.strict is not False)
+    return replace(
+        spec,
+        backend="xgrammar",
+        strict=spec.strict is not False,
+    )
 
 
 @functools.lru_cache(maxsize=256)

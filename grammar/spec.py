@@ -137,7 +137,11 @@ class Spec:
             raise GrammarError(f"{self.kind}: backend is {self.backend!r}, must be a string")
         if not isinstance(self.source, str):
             raise GrammarError(f"{self.kind}: source is {self.source!r}, must be a string")
-        check_options(self.key_order, self.whitespace, self.assert_formats)
+        check_options(
+            self.key_order,
+            self.whitespace,
+            self.assert_formats,
+        )
 
     @property
     def schema(self) -> Any:

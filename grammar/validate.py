@@ -39,11 +39,23 @@ def check_output(schema: Any, text: str) -> bool:
         ``jsonschema`` is not installed, it raised an exception (for example because of a reference
         to another document), or the check took longer than `CHECK_TIMEOUT_S`.
     """
-    # Importing jsonschema takes a second. The import is a `Setup` of the call, so its time does not
-    # count towards the time limit.
-    setup = Setup("jsonschema", _MODULE + "import_jsonschema", ())
-    request = Call(_MODULE + "satisfies_schema", (json.dumps(schema), text), setup)
-    return _call_bounded("JSON schema: an output", request, CHECK_TIMEOUT_S)
+    # The import of jsonschema takes a second. It is a `Setup` of the call, because the time of a
+    # `Setup` does not count towards the time limit.
+    setup = Setup(
+        "jsonschema",
+        _MODULE + "import_jsonschema",
+        (),
+    )
+    request = Call(
+        _MODULE + "satisfies_schema",
+        (json.dumps(schema), text),
+        setup,
+    )
+    return _call_bounded(
+        "JSON schema: an output",
+        request,
+        CHECK_TIMEOUT_S,
+    )
 
 
 def search_pattern(pattern: str, text: str) -> bool:
@@ -69,7 +81,11 @@ def search_pattern(pattern: str, text: str) -> bool:
         return re.search(pattern, text) is not None
     re.compile(pattern)
     request = Call(_MODULE + "search", (pattern, text))
-    return _call_bounded(f"pattern {pattern[:60]!r}", request, SEARCH_TIMEOUT_S)
+    return _call_bounded(
+        f"pattern {pattern[:60]!r}",
+        request,
+        SEARCH_TIMEOUT_S,
+    )
 
 
 def _call_bounded(subject: str, request: Call, timeout_s: float) -> bool:
@@ -104,7 +120,11 @@ def satisfies_schema(schema: str, text: str) -> bool:
         document = json.loads(schema)
         latest = jsonschema.validators.Draft202012Validator
         validator = jsonschema.validators.validator_for(document, default=latest)
-        checker = validator(document, registry=REGISTRY, format_checker=validator.FORMAT_CHECKER)
+        checker = validator(
+            document,
+            registry=REGISTRY,
+            format_checker=validator.FORMAT_CHECKER,
+        )
         return bool(checker.is_valid(value))
     except MemoryError:
         raise

@@ -55,7 +55,12 @@ def load_native() -> str:
         import llguidance
 
         return str(_native.guide.load_llguidance(llguidance._lib.__file__))
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+        AttributeError,
+    ) as error:
         raise OptionError(
             f"grammar_backend: graft cannot call the installed LLGuidance: {error}"
         ) from error
@@ -179,7 +184,10 @@ def _structural_tag(document: dict[str, Any], whitespace: Whitespace) -> str:
 
 def _schema_with_options(schema: Any, whitespace: Whitespace) -> dict[str, Any]:
     keywords = schema if isinstance(schema, dict) else {}
-    return {**keywords, "x-guidance": json_options(whitespace)}
+    return {
+        **keywords,
+        "x-guidance": json_options(whitespace),
+    }
 
 
 def _was_validated(spec: Spec) -> bool:
@@ -237,7 +245,9 @@ class LLGuidanceBackend:
         lengths = [len(token) for token in tokens]
         try:
             self._tokenizer = _native.guide.LLGuidanceTokenizer(
-                lengths, b"".join(tokens), vocabulary.stop_ids
+                lengths,
+                b"".join(tokens),
+                vocabulary.stop_ids,
             )
         except RuntimeError as error:
             raise GrammarError(f"LLGuidance refuses the vocabulary: {error}") from error
@@ -267,7 +277,12 @@ class LLGuidanceBackend:
             if "removal index" in message:  # the panic that an unknown special token causes
                 message = "names a special token that the vocabulary does not have"
             raise GrammarError(f"{spec.kind}: {message}") from None
-        return CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(result))
+        return CompiledGrammar(
+            self,
+            spec,
+            native,
+            _MATCHER_BYTES + len(result),
+        )
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """Return a new matcher at the start of a grammar.

@@ -58,7 +58,13 @@ def library() -> Any:
     try:
         with _keep_signal_handler(signal.SIGSEGV):
             return _register_types()
-    except (ImportError, OSError, RuntimeError, ValueError, AttributeError) as error:
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+        ValueError,
+        AttributeError,
+    ) as error:
         raise OptionError(f"grammar_backend: XGrammar cannot be used: {error}") from error
 
 
@@ -235,8 +241,14 @@ def _structural_tag(text: str, whitespace: Whitespace) -> str:
     if document["at_least_one"] and not document["at_once"]:
         # XGrammar's at_least_one requires the output to start with a tag. The free text before the
         # first tag must therefore be added explicitly.
-        free_text = {"type": "any_text", "excludes": document["triggers"]}
-        form = {"type": "sequence", "elements": [free_text, form]}
+        free_text = {
+            "type": "any_text",
+            "excludes": document["triggers"],
+        }
+        form = {
+            "type": "sequence",
+            "elements": [free_text, form],
+        }
     return json.dumps({"type": "structural_tag", "format": form})
 
 
@@ -289,7 +301,11 @@ class XGrammarBackend:
         self.vocabulary = vocabulary
         self._types = library()
         load_native()
-        self._info = tokenizer_info(vocabulary.tokens, vocabulary.size, vocabulary.stop_ids)
+        self._info = tokenizer_info(
+            vocabulary.tokens,
+            vocabulary.size,
+            vocabulary.stop_ids,
+        )
         self._acceptable_by_stops: dict[tuple[int, ...], np.ndarray] = {}
 
     def compile(self, spec: Spec) -> CompiledGrammar:
@@ -303,9 +319,18 @@ class XGrammarBackend:
         setup = Setup(
             f"xgrammar {fingerprint}",
             _MODULE + "add_vocabulary",
-            (fingerprint, vocabulary.tokens, vocabulary.size, vocabulary.stop_ids),
+            (
+                fingerprint,
+                vocabulary.tokens,
+                vocabulary.size,
+                vocabulary.stop_ids,
+            ),
         )
-        return Call(_MODULE + "compiled_text", (fingerprint, spec), setup)
+        return Call(
+            _MODULE + "compiled_text",
+            (fingerprint, spec),
+            setup,
+        )
 
     def load(self, spec: Spec, result: str) -> CompiledGrammar:
         """Create the compiled grammar from the JSON text that `compiled_text` returned."""
@@ -332,7 +357,9 @@ class XGrammarBackend:
         )
         acceptable = self._acceptable(ending)
         native = _native.guide.XGrammarMatcher(
-            handle.__chandle__(), acceptable.ctypes.data, self.vocabulary.size
+            handle.__chandle__(),
+            acceptable.ctypes.data,
+            self.vocabulary.size,
         )
         return NativeBackedMatcher(
             compiled,

@@ -187,7 +187,11 @@ class GrammarService:
             )
         self._choice = choice if isinstance(choice, str) else ""
         self._ebnf_by_xgrammar = choice == "auto" and "xgrammar" in installed
-        self._shared = _get_shared_backends(vocabulary, choice, cache_bytes)
+        self._shared = _get_shared_backends(
+            vocabulary,
+            choice,
+            cache_bytes,
+        )
         self.backend = self._shared.default
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # guards the three fields below
@@ -270,7 +274,7 @@ class GrammarService:
     def _run(self, lane: _Lane, child: ChildProcess) -> None:
         """Compile the jobs of a lane until the service is closed. Runs on a thread of the lane."""
         if lane is self._fast_lane and isinstance(self.backend, BoundedBackend):
-            child.start()  # so that the process starts while the engine loads its models
+            child.start()  # the child process starts while the engine loads its models
         while True:
             job = lane.jobs.get()
             if job is None:
@@ -320,7 +324,12 @@ class GrammarService:
         else:
             reason = clean_message(error)
         failure = GrammarError(f"{job.spec.kind}: {reason}")
-        self._finish(job, failure, "killed_or_crashed", keep=False)
+        self._finish(
+            job,
+            failure,
+            "killed_or_crashed",
+            keep=False,
+        )
 
     def _compile(self, spec: Spec, child: ChildProcess, timeout_s: float) -> CompiledGrammar:
         deadline = time.monotonic() + timeout_s
@@ -373,7 +382,11 @@ class GrammarService:
         try:
             self._shared.cache.put(job.spec, job.future)
         except Exception as error:  # a user-defined backend may return an invalid `nbytes`
-            _log.warning("compiled grammar not kept: %s: %s", type(error).__name__, error)
+            _log.warning(
+                "compiled grammar not kept: %s: %s",
+                type(error).__name__,
+                error,
+            )
         with self._lock:
             del self._pending[job.spec]
 

@@ -104,9 +104,17 @@ def route(
     GrammarError
         The argument is not a schema, no finite value satisfies it, or an option is unknown.
     """
-    check_options(key_order, whitespace, assert_formats)
+    check_options(
+        key_order,
+        whitespace,
+        assert_formats,
+    )
     check_schema(schema)
-    rewritten = rewrite(schema, draft=draft, assert_formats=assert_formats)
+    rewritten = rewrite(
+        schema,
+        draft=draft,
+        assert_formats=assert_formats,
+    )
     closest, reasons, accepted = _closest_accepted(rewritten)
     rules = ""
     ordered: tuple[Reason, ...] = ()
@@ -114,7 +122,13 @@ def route(
     if key_order == "any" and accepted:
         rules, ordered, excluded_keys = any_order_grammar(closest, whitespace)
     elif accepted and any(has_orders(part) for _, part in subschemas(closest)):
-        ordered = (Reason("#", "properties", "keys are produced in the schema's order only"),)
+        ordered = (
+            Reason(
+                "#",
+                "properties",
+                "keys are produced in the schema's order only",
+            ),
+        )
     return Route(
         backend="llguidance" if accepted else None,
         schema=closest,
@@ -171,15 +185,31 @@ def _restricted_spellings(schema: Any) -> Iterator[Reason]:
         json_type = part.get("type")
         types = json_type if isinstance(json_type, list) else [json_type]
         if "integer" in types:
-            yield Reason(pointer, "type", "integers are written without a fraction or exponent")
+            yield Reason(
+                pointer,
+                "type",
+                "integers are written without a fraction or exponent",
+            )
         elif _BOUNDS & part.keys():
             keyword = min(_BOUNDS & part.keys())
-            yield Reason(pointer, keyword, "numbers have no exponent, and zero has no minus sign")
+            yield Reason(
+                pointer,
+                keyword,
+                "numbers have no exponent, and zero has no minus sign",
+            )
         if isinstance(part.get("multipleOf"), float):
-            yield Reason(pointer, "multipleOf", "multiples have as many digits as the divisor")
+            yield Reason(
+                pointer,
+                "multipleOf",
+                "multiples have as many digits as the divisor",
+            )
         for keyword in ("const", "enum"):
             if keyword in part and _contains_number(part[keyword]):
-                yield Reason(pointer, keyword, "each number has only one spelling")
+                yield Reason(
+                    pointer,
+                    keyword,
+                    "each number has only one spelling",
+                )
 
 
 def _contains_number(value: Any) -> bool:

@@ -44,8 +44,8 @@ class Leaves:
     options
         LLGuidance's options of ``%json``.
     check_satisfiable
-        Whether the method `leaf` checks with LLGuidance that the leaf is satisfiable, which takes
-        time.
+        Whether the method `leaf` checks with LLGuidance that each leaf is satisfiable. The checks
+        take time.
     """
 
     def __init__(self, root: Any, options: dict[str, Any], check_satisfiable: bool):

@@ -77,12 +77,14 @@ def any_order_grammar(schema: Any, whitespace: Whitespace) -> tuple[str, Reasons
         # leaves. The leaves are therefore checked only if LLGuidance refuses the first grammar
         # because a leaf is unsatisfiable.
         for check_satisfiable in (False, True):
-            builder = _RuleBuilder(Leaves(schema, json_options(whitespace), check_satisfiable))
+            leaves = Leaves(schema, json_options(whitespace), check_satisfiable)
+            builder = _RuleBuilder(leaves)
             rules = builder.grammar(schema, whitespace)
             message = lark_error(rules) if rules else ""
             if not message:
                 ordered = _locate(schema, builder.ordered, _KEPT_ORDER)
-                return rules, ordered, _locate(schema, builder.excluded, "")
+                excluded = _locate(schema, builder.excluded, "")
+                return rules, ordered, excluded
             error = NoExactForm("schema", message)
             if "Unsatisfiable" not in message:
                 break
@@ -96,8 +98,8 @@ def any_order_grammar(schema: Any, whitespace: Whitespace) -> tuple[str, Reasons
 def _locate(schema: Any, errors: list[NoExactForm], prefix: str) -> Reasons:
     """Convert errors to reasons, each with the pointer of the subschema that probably caused it.
 
-    A `NoExactForm` error names a keyword but no subschema. The subschema in which this keyword has
-    the largest value is assumed to be the cause.
+    A `NoExactForm` error names a keyword but no subschema. The subschema with the largest
+    `_size_of_cause` is assumed to be the cause.
 
     Parameters
     ----------
@@ -118,14 +120,17 @@ def _locate(schema: Any, errors: list[NoExactForm], prefix: str) -> Reasons:
             if size > largest:
                 largest = size
                 pointer = part_pointer
-        reasons.append(Reason(pointer, error.keyword, prefix + error.why))
+        reason = Reason(pointer, error.keyword, prefix + error.why)
+        reasons.append(reason)
     return tuple(dict.fromkeys(reasons))
 
 
 def _size_of_cause(part: SchemaObject, error: NoExactForm) -> int:
-    """Return the number of elements of the keyword's value in a subschema.
+    """Return a measure of the probability that a subschema caused an error.
 
-    For ``$ref``, return 1 if the error's explanation contains the reference, else 0.
+    The measure is the length of the list or dict that is the value of the error's keyword. If the
+    keyword is ``$ref``, the measure is 1 if the explanation of the error contains the reference,
+    and 0 otherwise.
     """
     value = part.get(error.keyword)
     if error.keyword == "$ref":
@@ -146,7 +151,7 @@ class _RuleBuilder:
     Attributes
     ----------
     ordered, excluded
-        Errors that `any_order_grammar` converts to its return values of the same names.
+        Errors that `any_order_grammar` converts to its return values ``ordered`` and ``excluded``.
     """
 
     def __init__(self, leaves: Leaves):
@@ -157,7 +162,7 @@ class _RuleBuilder:
         # is unsatisfiable.
         self._names: dict[tuple[int, ...], str | None] = {}
         self._unfinished: set[str] = set()  # names of rules that are being built
-        self._recursive: set[str] = set()  # names of rules that were used while unfinished
+        self._recursive: set[str] = set()  # rules that refer to themselves
         self._alive: list[Any] = []  # keeps schemas alive, so that their ids stay unique
         self._rules: dict[str, str] = {}  # rule bodies by name
         self._name_of_body: dict[str, str] = {}
@@ -341,7 +346,7 @@ class _RuleBuilder:
             return self._leaf_rule(parts, frozenset((json_type,)))
 
     def _leaf_rule(self, parts: Conjuncts, types: frozenset[str]) -> str | None:
-        """Return a rule for a leaf: all schemas at once. None if no value satisfies them."""
+        """Return the rule of a leaf for a conjunction; None if the conjunction is unsatisfiable."""
         body = self._leaves.leaf(parts, types)
         return None if body is None else self._shared_rule(body)
 
@@ -369,7 +374,11 @@ class _RuleBuilder:
         if len(rules) > lark.BITS:
             raise NoExactForm("properties", f"more than {lark.BITS} properties ({len(rules)})")
         others = self._other_pairs(shape)
-        pairs = lark.Pairs(tuple(rules.items()), len(shape.required), others)
+        pairs = lark.Pairs(
+            tuple(rules.items()),
+            len(shape.required),
+            others,
+        )
         key = repr(pairs)
         if key not in self._name_of_body:
             name = self._new_name("o")
@@ -393,7 +402,11 @@ class _RuleBuilder:
         # An element of `groups` consists of the prefix of the terminal, the keys to exclude from
         # the group, and the schemas of the values.
         groups: list[tuple[str, list[str], Conjuncts]] = []
-        for pattern, schemas in zip(patterns, shape.patterns.values(), strict=True):
+        for pattern, schemas in zip(
+            patterns,
+            shape.patterns.values(),
+            strict=True,
+        ):
             groups.append((f"{pattern} & ", names, schemas))
         groups.append(("", names + patterns, shape.rest))
         options = []

@@ -70,9 +70,9 @@ class Disjointness:
         one, other
             The schemas.
         base
-            A schema that restricts the question to the values that satisfy it.
+            Only values that satisfy this schema are considered.
         types
-            JSON types that restrict the question to the values of these types.
+            Only values of these JSON types are considered.
         """
         if self._are_apart(one, other, types, _MAX_DEPTH):
             return True

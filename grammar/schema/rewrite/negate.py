@@ -223,7 +223,11 @@ class Negation:
         elif keyword == "not":
             yield value
         elif keyword == "$ref":
-            yield self.complement(self._references.resolve(value), types, names)
+            yield self.complement(
+                self._references.resolve(value),
+                types,
+                names,
+            )
         elif keyword == "uniqueItems" and value is False:
             return
         elif _is_assertion(keyword):
@@ -244,12 +248,19 @@ class Negation:
         if "boolean" in types and len(set(by_type.get("boolean", ()))) == 1:
             yield {"const": not by_type["boolean"][0]}
         if "string" in types and "string" in by_type:
-            yield {"type": "string", "pattern": none_of(by_type["string"])}
+            yield {
+                "type": "string",
+                "pattern": none_of(by_type["string"]),
+            }
         if "number" in by_type and types & {"number", "integer"}:
             json_type = "number" if "number" in types else "integer"
             lower: SchemaObject = {}
             for number in sorted(set(by_type["number"])):
-                yield {"type": json_type, **lower, "exclusiveMaximum": number}
+                yield {
+                    "type": json_type,
+                    **lower,
+                    "exclusiveMaximum": number,
+                }
                 lower = {"exclusiveMinimum": number}
             yield {"type": json_type, **lower}
         for json_type in ("array", "object"):
@@ -373,9 +384,10 @@ def _property(name: str, schema: Any) -> Any:
 
 
 def _with_another_property(present: tuple[str, ...], names: tuple[str, ...]) -> Any:
-    """Return the schema of objects that have at least one property whose name is not in `names`.
+    """Return the schema of objects with a property whose name is not in `names`.
 
-    Of the properties in `names`, these objects have exactly the properties in `present`.
+    In addition, these objects have all properties in `present`, which is a subset of `names`, and
+    no other property in `names`.
     """
     return {
         "type": "object",

@@ -118,7 +118,11 @@ def _without_ignored(part: Any, draft: int, is_map: bool) -> Any:
         if keyword in _DATA:
             kept[keyword] = value
         else:
-            kept[keyword] = _without_ignored(value, draft, is_map=keyword in MAPS)
+            kept[keyword] = _without_ignored(
+                value,
+                draft,
+                is_map=keyword in MAPS,
+            )
     return kept
 
 
@@ -166,7 +170,11 @@ def _replace_unevaluated_properties(part: SchemaObject, rest: Any, references: R
     )
     if found is None or rest is True or rest == {}:
         return
-    for keyword, names in zip(("properties", "patternProperties"), found, strict=True):
+    for keyword, names in zip(
+        ("properties", "patternProperties"),
+        found,
+        strict=True,
+    ):
         if names:
             part[keyword] = {**names, **part.get(keyword, {})}
     part["additionalProperties"] = rest
@@ -222,7 +230,12 @@ def _evaluated_names(
         names |= more_names
         patterns |= more_patterns
     for conditional in _conditional_parts(part):
-        found = _evaluated_names(conditional, references, (), path)
+        found = _evaluated_names(
+            conditional,
+            references,
+            (),
+            path,
+        )
         if found is None:
             raise NoExactForm("unevaluatedProperties", "depends on the value")
         more_names, more_patterns = found

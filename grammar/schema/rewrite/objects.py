@@ -69,8 +69,8 @@ def _required_together(name_lists: dict[str, list[str]], required: set[str]) -> 
     required
         Names of the required properties.
     """
-    # The keys are sets of properties. Each value is a list of the set's properties, and a list of
-    # the properties in the set whose presence requires the whole set.
+    # Each key is a set of properties. Its value consists of two lists: the properties of the set,
+    # and those of its properties whose presence requires the whole set.
     groups: dict[frozenset[str], tuple[list[str], list[str]]] = {}
     for name, names in name_lists.items():
         group = list(dict.fromkeys([*names, name]))
@@ -173,9 +173,8 @@ def property_count(schema: SchemaObject) -> list[Any] | None:
     Returns
     -------
     list or None
-        The schemas. The list is empty if the bounds always hold. The result is None if the two
-        keywords can be kept because every property that the schema lists is either required or
-        impossible.
+        The schemas. The list is empty if the bounds always hold. The result is None if no listed
+        property is optional. The two keywords can then be kept.
 
     Raises
     ------
@@ -289,8 +288,8 @@ def distinct(schema: SchemaObject, values: list[Any] | None) -> list[Any] | None
 def contains(part: Any, schema: SchemaObject, prefix: str) -> list[Any]:
     """Return schemas whose union is equivalent to ``contains`` for arrays.
 
-    There is one schema for each set of positions that the items which ``contains`` requires can
-    have.
+    The required items can be at different positions of the array. There is one schema for each set
+    of positions.
 
     Parameters
     ----------
@@ -323,5 +322,6 @@ def contains(part: Any, schema: SchemaObject, prefix: str) -> list[Any]:
     for positions in itertools.combinations(range(int(max_items)), min_contains):
         size = positions[-1] + 1
         items = [part if index in positions else True for index in range(size)]
-        options.append({"type": "array", "minItems": size, prefix: items})
+        option = {"type": "array", "minItems": size, prefix: items}
+        options.append(option)
     return options

@@ -154,10 +154,18 @@ class Rewriter:
         """
         if isinstance(schema, bool):
             return schema
-        site = Site(schema, at, common_types(types, types_of(schema)))
+        site = Site(
+            schema,
+            at,
+            common_types(types, types_of(schema)),
+        )
         for keyword in sorted(schema, key=lambda keyword: _LAST.get(keyword, 0)):
             try:
-                self._rewrite_keyword(keyword, schema[keyword], site)
+                self._rewrite_keyword(
+                    keyword,
+                    schema[keyword],
+                    site,
+                )
             except NoExactForm as error:
                 self.report_lost(at, keyword, error.why)
         _fold_pattern_properties(site.out)
@@ -213,7 +221,11 @@ class Rewriter:
         if keyword in _MAPS:
             new: dict[str, Any] = {}
             for name, part in value.items():
-                new[name] = self.rewrite(part, f"{pointer}/{escape(name)}", JSON_TYPES)
+                new[name] = self.rewrite(
+                    part,
+                    f"{pointer}/{escape(name)}",
+                    JSON_TYPES,
+                )
             if keyword == "patternProperties":
                 return {ecma_pattern(pattern): part for pattern, part in new.items()}
             return new

@@ -62,9 +62,10 @@ def _one_of(rewriter: Rewriter, value: Any, site: Site) -> None:
     narrowed_before = len(rewriter.narrowed)
     rewritten = []
     for index, part in enumerate(value):
-        rewritten.append(rewriter.rewrite(part, f"{site.at}/oneOf/{index}", site.types))
-    # If an option was narrowed, the original options are compared, because a valid value that the
-    # narrowed option leaves out must still be excluded from the other options.
+        option = rewriter.rewrite(part, f"{site.at}/oneOf/{index}", site.types)
+        rewritten.append(option)
+    # A rewritten option may exclude some values that the original option allows. The other options
+    # must not allow these values either. In this case, the original options are compared.
     complete = rewritten if len(rewriter.narrowed) == narrowed_before else value
     base = {key: site.out[key] for key in site.out if key not in _NOT_ABOUT_VALUES}
     overlaps = _overlaps(rewriter, complete, base)
@@ -83,7 +84,11 @@ def _one_of(rewriter: Rewriter, value: Any, site: Site) -> None:
             site,
         )
     except NoExactForm as error:
-        rewriter.report_lost(site.at, "oneOf", f"options may overlap, and {error}")
+        rewriter.report_lost(
+            site.at,
+            "oneOf",
+            f"options may overlap, and {error}",
+        )
         site.extra.append({"anyOf": rewritten})
         return
     rewriter.narrowed += narrowed
@@ -91,14 +96,15 @@ def _one_of(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 
 def _overlaps(rewriter: Rewriter, options: list[Any], base: Any) -> dict[int, list[int]]:
-    """Return the indices of the options that may overlap with each option, by the option's index.
+    """Return a dict from the index of an option to the indices of the options it may overlap with.
 
-    Options that are proved disjoint from all other options are not in the dict.
+    The dict has no entry for an option that is proved disjoint from all other options.
     """
     overlaps: dict[int, list[int]] = {}
     for i in range(len(options)):
         for j in range(i):
-            if not rewriter.disjoint.proved(options[i], options[j], base):
+            disjoint = rewriter.disjoint.proved(options[i], options[j], base)
+            if not disjoint:
                 overlaps.setdefault(i, []).append(j)
                 overlaps.setdefault(j, []).append(i)
     return overlaps
@@ -123,9 +129,9 @@ def _exclusive_options(
     rewritten
         Rewritten options of the ``oneOf``.
     overlaps
-        As returned by `_overlaps`.
+        Indices of the options that may overlap with each option, as returned by `_overlaps`.
     base
-        Schema that holds in addition to each option: the other keywords of the subschema.
+        The other keywords of the subschema, which hold in addition to each option.
     site
         The subschema with the ``oneOf``.
 
@@ -149,13 +155,21 @@ def _exclusive_options(
             restriction = _exclude_empty(rewriter, options[i], options[j])
             if restriction is None:
                 pair = (options[i], options[j])
-                restriction = _exclude(rewriter, pair, base, types, names, omitted)
+                restriction = _exclude(
+                    rewriter,
+                    pair,
+                    base,
+                    types,
+                    names,
+                    omitted,
+                )
             restrictions.append(restriction)
         if False not in restrictions:
             conjuncts = []
             for restriction in restrictions:
                 if restriction is not True:
-                    conjuncts.append(rewriter.rewrite_exactly(restriction, pointer, types))
+                    conjunct = rewriter.rewrite_exactly(restriction, pointer, types)
+                    conjuncts.append(conjunct)
             if omitted and rewriter.disjoint.proved(part, {"allOf": conjuncts}, base):
                 raise omitted[0]  # nothing of the option would remain
             exclusive.append({"allOf": [part, *conjuncts]} if conjuncts else part)
@@ -173,31 +187,35 @@ def _exclude(
     names: frozenset[str] | None,
     omitted: list[NoExactForm],
 ) -> Any:
-    """Return a schema that excludes the values which satisfy the second schema of a pair.
+    """Return the restriction of one option of a ``oneOf`` to the values that another excludes.
 
-    The first schema is combined with the result. Values that cannot satisfy the first schema may
-    therefore be treated either way.
+    The caller combines the option with the result. The result may therefore allow or exclude
+    values that do not satisfy the option.
 
     Parameters
     ----------
     rewriter
         Rewriter of the document.
     pair
-        The two schemas.
+        The option that is restricted, and the other option.
     base
-        Schema that holds in addition to both schemas.
+        Schema that values must satisfy in addition to the options.
     types
-        JSON types of the values. Values of a type for which the two schemas are disjoint are not
-        restricted.
+        JSON types of the values that satisfy the option. The result does not restrict the types
+        for which the two options are disjoint.
     names
         Names of all properties that objects can have; None if they can have any name.
     omitted
-        List of errors. If a part of the second schema's complement cannot be expressed, the part is
-        left out and its error is appended.
+        List of errors. If a part of the other option's complement cannot be expressed, the result
+        lacks this part, and the function appends the error.
     """
 
     def complement(types: JsonTypes) -> Any:
-        found, error = rewriter.negation.partial_complement(pair[1], types, names)
+        found, error = rewriter.negation.partial_complement(
+            pair[1],
+            types,
+            names,
+        )
         if error is not None:
             omitted.append(error)
         return found
@@ -205,7 +223,11 @@ def _exclude(
     disjoint_types = frozenset(
         json_type
         for json_type in types
-        if rewriter.disjoint.proved(*pair, base, frozenset((json_type,)))
+        if rewriter.disjoint.proved(
+            *pair,
+            base,
+            frozenset((json_type,)),
+        )
     )
     shared_types = types - disjoint_types
     if not disjoint_types:
@@ -219,9 +241,11 @@ def _exclude(
 
 
 def _exclude_empty(rewriter: Rewriter, one: Any, other: Any) -> SchemaObject | None:
-    """Return a schema that excludes ``[]`` or ``{}``, the only value that two schemas share.
+    """Return a schema that excludes the only value which satisfies two schemas.
 
-    Return None if the two schemas may share other values.
+    The function recognizes two arrays, or two objects, with disjoint schemas for their elements.
+    The only value that satisfies both schemas is then ``[]`` or ``{}``. In all other cases, the
+    function returns None.
     """
     one = rewriter.references.follow(one)
     other = rewriter.references.follow(other)
@@ -247,14 +271,22 @@ def _require(
 ) -> None:
     """Rewrite a schema that replaces a keyword, and add the result to the site."""
     pointer = f"{site.at}/{keyword}"
-    new_schema = rewriter.rewrite_exactly(schema, pointer, site.types)
+    new_schema = rewriter.rewrite_exactly(
+        schema,
+        pointer,
+        site.types,
+    )
     site.extra.append(new_schema)
 
 
 def _not(rewriter: Rewriter, value: Any, site: Site) -> None:
     """Replace ``not`` by the complement of its schema."""
     names = _closed_names(rewriter, site.schema)
-    complement = rewriter.negation.complement(value, site.types, names)
+    complement = rewriter.negation.complement(
+        value,
+        site.types,
+        names,
+    )
     _require(rewriter, complement, site, "not")
 
 
@@ -268,11 +300,20 @@ def _if(rewriter: Rewriter, value: Any, site: Site) -> None:
         options = [value, otherwise]  # equivalent, and needs no complement
     else:
         names = _closed_names(rewriter, site.schema)
-        complement = rewriter.negation.complement(value, site.types, names)
+        complement = rewriter.negation.complement(
+            value,
+            site.types,
+            names,
+        )
         if otherwise is not True:
             complement = {"allOf": [complement, otherwise]}
         options = [{"allOf": [value, then]}, complement]
-    _require(rewriter, {"anyOf": options}, site, "if")
+    _require(
+        rewriter,
+        {"anyOf": options},
+        site,
+        "if",
+    )
 
 
 def _handled_elsewhere(rewriter: Rewriter, value: Any, site: Site) -> None:
@@ -328,7 +369,12 @@ def _contains(rewriter: Rewriter, value: Any, site: Site) -> None:
     prefix = "prefixItems" if rewriter.draft >= 2020 else "items"
     options = contains(value, site.schema, prefix)
     options += _other_than_arrays(site)
-    _require(rewriter, {"anyOf": options}, site, "contains")
+    _require(
+        rewriter,
+        {"anyOf": options},
+        site,
+        "contains",
+    )
 
 
 def _other_than_arrays(site: Site) -> list[Any]:
@@ -353,7 +399,13 @@ def _format(rewriter: Rewriter, value: Any, site: Site) -> None:
     elif value in _REFUSED_FORMATS:
         raise NoExactForm("format", f"{value!r} cannot be enforced exactly")
     if value in _NARROWED_FORMATS:
-        rewriter.narrowed.append(Reason(site.at, "format", _NARROWED_FORMATS[value]))
+        rewriter.narrowed.append(
+            Reason(
+                site.at,
+                "format",
+                _NARROWED_FORMATS[value],
+            )
+        )
 
 
 def _pattern(rewriter: Rewriter, value: Any, site: Site) -> None:
