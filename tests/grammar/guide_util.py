@@ -283,7 +283,7 @@ class Rig:
         self.run(self.drafts[0])
 
     def run(self, *works):
-        """Run steps. If budgets are simulated, exceed the budget when only slot 0 is busy."""
+        """Run steps. If `held` is True, slot 0 exceeds its budget once the other slots are done."""
         for work in works:
             if not self.held:
                 run_work(work)

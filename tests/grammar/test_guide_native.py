@@ -83,7 +83,7 @@ def test_guide_skips_unpublished_replays(backend, kind):
     np.testing.assert_array_equal(rig.exchange.masks, before[0])
     np.testing.assert_array_equal(rig.exchange.stamps, before[1])
     assert rig.decoder.counters()["missing_snapshots"] == 1
-    # The next replay that contains the slot applies the commit of the unpublished replay.
+    # The commit of replay 2 is not lost. Replay 3 is the next replay with this slot and applies it.
     rig.decoder.publish(2, [])
     rig.start(3, [request])
     assert rig.states()[0] == [READY, 1, 12, 0]

@@ -181,9 +181,9 @@ def test_guide_returns_legal_children_of_each_node(backend, kind):
 def offer(
     rng: np.random.Generator, max_candidates: int, choices: list[int]
 ) -> list[tuple[int, float]]:
-    """Return distinct candidates of a tree level and their shares.
+    """Return distinct candidates of a tree level with their probabilities.
 
-    Some shares are equal or zero.
+    Some probabilities are equal or zero.
     """
     distinct = list(dict.fromkeys(choices))
     order = rng.permutation(distinct)
