@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from graft.grammar.errors import GrammarError
 from graft.tools.gpu_first import __main__ as gpu_first
+from graft.tools.gpu_first import model
 from graft.tools.gpu_first.sections import SECTIONS
 
 #: Program of a section that writes one measured value. A test appends the statement that ends it.
@@ -67,6 +70,15 @@ def test_gpu_first_skips_sections_without_time_left(tmp_path):
     options = ["--minutes", "0.01", "--json", str(path), "--sections", "gaps"]
     assert gpu_first.main(options) == 0
     assert json.loads(path.read_text())["sections"]["gaps"]["status"] == "no time left"
+
+
+def test_gpu_first_placeholder_backend_implements_the_protocol():
+    """From Python 3.12 on, isinstance checks the members of a protocol with getattr_static."""
+    backend = model.UnusedBackend(None)
+    for name in ("name", "vocabulary", "compile", "matcher"):
+        inspect.getattr_static(backend, name)
+    with pytest.raises(GrammarError, match="no grammar backend is installed"):
+        backend.compile(None)
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,11 @@ from unittest import mock
 import numpy as np
 
 from graft.cudagraph.memory import DeviceArray
+from graft.grammar.errors import GrammarError
 from graft.grammar.grammar_spec import GrammarSpec
+from graft.grammar.matcher import CompiledGrammar, Matcher
+from graft.grammar.spec import Spec
+from graft.grammar.vocabulary import Vocabulary
 from graft.models.drafters import eagle3
 from graft.models.engine.engine import Engine
 from graft.models.llm import llama
@@ -179,13 +183,22 @@ def has_grammar_backend() -> bool:
     return importlib.util.find_spec("llguidance") is not None
 
 
-def _unused_backend(vocabulary: Any) -> Any:
-    """Return a placeholder for a grammar backend.
+class UnusedBackend:
+    """Grammar backend for engines whose requests have no grammar. It compiles nothing.
 
-    An engine requires a backend. The placeholder is never used because the requests have no
-    grammar.
+    An engine requires a backend even if no request has a grammar.
     """
-    return mock.MagicMock()
+
+    name = "none"
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+
+    def compile(self, spec: Spec) -> CompiledGrammar:
+        raise GrammarError("no grammar backend is installed")
+
+    def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
+        raise GrammarError("no grammar backend is installed")
 
 
 @contextmanager
@@ -201,7 +214,7 @@ def random_engine(bench: Bench, drafts: int, programmatic: bool) -> Iterator[Eng
     programmatic
         Whether the graphs have programmatic edges.
     """
-    backend: Any = "auto" if has_grammar_backend() else _unused_backend
+    backend: Any = "auto" if has_grammar_backend() else UnusedBackend
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.object(llama, "Weights", RandomWeights),
