@@ -78,12 +78,7 @@ class DFlash(Drafter):
         self._kernels = target.kernels
         self.feature_layers = config.target_layer_ids
         self.vocab = DraftVocab(config.vocab_size)
-        max_levels = config.block_size - config.first_row
-        if context.tree is None:
-            self.shape = TreeShape.by_level(min(context.max_drafts, max_levels))
-        else:
-            tree = context.tree._replace(levels=min(context.tree.levels, max_levels))
-            self.shape = TreeShape.by_level(context.max_drafts, tree)
+        self.shape = _draft_shape(config, context)
         nodes = context.slots * self.shape.branch
         level_rows = context.slots * len(self.shape.levels)
         weights = Weights(device, Checkpoint(folder))
@@ -115,7 +110,7 @@ class DFlash(Drafter):
         self._previous = device.empty((nodes, max(config.markov_rank, 1)), "float32")
         row_of_node = np.arange(nodes, dtype=np.int32) // self.shape.branch
         self._row_of_node = device.from_host(row_of_node)
-        # Token, slot, position and last attended position of every row.
+        # The rows of this array are token, slot, position and last attended position.
         self._block = device.zeros((4, rows), "int32")
         self._block_rows = device.load(KERNELS)["block_rows"]
 
@@ -397,6 +392,15 @@ class DFlash(Drafter):
                 write,
                 weights.head_norms,
             )
+
+
+def _draft_shape(config: DFlashConfig, context: DrafterContext) -> TreeShape:
+    """Return the requested draft shape, limited to the levels of a block."""
+    max_levels = config.block_size - config.first_row
+    if context.tree is None:
+        return TreeShape.by_level(min(context.max_drafts, max_levels))
+    tree = context.tree._replace(levels=min(context.tree.levels, max_levels))
+    return TreeShape.by_level(context.max_drafts, tree)
 
 
 def _check_config(folder: Path, config: DFlashConfig, context: DrafterContext) -> None:

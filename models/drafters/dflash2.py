@@ -113,7 +113,8 @@ class Convolutions:
         rows
             Rows of all blocks.
         attend_rows
-            The same rows, but the position of each row is the last position that it attends to.
+            The same rows for the attention kernel. Their ``pos`` is not the row's own position but
+            the last position that the row attends to.
         row_stride
             Distance between consecutive rows of a block, in rows.
         """

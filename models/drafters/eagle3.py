@@ -224,7 +224,9 @@ class Eagle3Head:
         hidden: DeviceArray,
         logits: DeviceArray | None = None,
     ) -> DeviceArray:
-        """Run the head on drafts, whose features are earlier outputs of the head.
+        """Run the head on drafts, for which no features of the target exist yet.
+
+        The head's own outputs for the previous tokens take the place of the features.
 
         Parameters
         ----------

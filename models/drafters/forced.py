@@ -10,10 +10,11 @@ from graft.models.drafters.feed import Feed
 class Forced(Drafter):
     """Drafter that proposes the forced tokens that follow the last committed token.
 
-    A token is forced if the row of the grammar's token bitmask for its position allows no other
-    token. When a round commits tokens, the grammar advances through the forced tokens that follow
-    and fills a mask row after each of them. The drafter then reads the allowed token of mask rows
-    0, 1, and so on, until a row allows several tokens.
+    A token is forced if the grammar allows no other token at its position. After a round has
+    committed tokens, the grammar fills a mask row for the next position. If this row allows a
+    single token, the grammar advances through the token and fills a row for the position after it,
+    and so on. The drafter proposes the tokens of these rows, up to the first row that allows
+    several tokens.
     """
 
     lookahead = 1

@@ -43,7 +43,7 @@ def make_drafter(choice: DrafterChoice, context: DrafterContext) -> Drafter:
             drafter = getattr(importlib.import_module(module), attribute)(context)
         except GraftError:
             raise
-        except Exception as error:  # the module or the callable may raise any exception
+        except Exception as error:  # user code: importing or calling it may raise anything
             raise OptionError(f"drafter {choice!r}: {error}") from error
     else:
         drafter = _from_folder(Path(choice), context)

@@ -35,10 +35,12 @@ class PromptLookup(Drafter):
 
     The suffix of a request is the sequence of its last tokens. An occurrence is an earlier position
     at which the same sequence ends. In a tree, the search is repeated for every node; the drafts on
-    the path to the node then belong to the suffix. If occurrences vote, each occurrence votes for
-    the token that follows it, and the drafts whose paths have the greatest product of vote shares
-    are chosen. Without votes, the tokens after the best occurrences are drafted, the best
-    occurrence first.
+    the path to the node then belong to the suffix.
+
+    There are two ways to choose drafts. With votes, each occurrence votes for the token that
+    follows it. The score of a draft is the product of the vote shares on its path, and the drafts
+    with the greatest scores are chosen. Without votes, the tokens after the best occurrence are
+    drafted, then those after the next best.
 
     Parameters
     ----------

@@ -202,10 +202,8 @@ class Mtp(Drafter):
             )
         target = self._target
         kernels = target.kernels
-        width = self._config.hidden_size
         count = rows.check(len(self._hidden))
         hidden = self._hidden[:count]
-        earlier = self._earlier[:count]
         kernels.norm(
             lane,
             features,
@@ -215,31 +213,7 @@ class Mtp(Drafter):
         )
         for j in range(len(self._modules)):
             if j:
-                carried = self._carried[j - 1]
-                args = [
-                    hidden,
-                    rows.slot,
-                    rows.pos,
-                    earlier,
-                    carried,
-                    count,
-                    len(carried),
-                    width,
-                ]
-                kernel = target.device.load(KERNELS)["delay_rows"]
-                lane.kernel(
-                    kernel,
-                    -(-width // _BLOCK),
-                    _BLOCK,
-                    args,
-                    name="delay rows",
-                )
-                rows = Rows(
-                    rows.token,
-                    rows.slot,
-                    earlier,
-                    rows_per_slot=rows.rows_per_slot,
-                )
+                rows = self._delay_rows(lane, rows, hidden, j)
             self._run(lane, j, rows, hidden)
             if last is not None:
                 kernels.gather(
@@ -248,6 +222,31 @@ class Mtp(Drafter):
                     last,
                     self._last_hidden[j][: len(last)],
                 )
+
+    def _delay_rows(self, lane: Lane, rows: Rows, hidden: DeviceArray, j: int) -> Rows:
+        """Shift `hidden` by one row for module j and return rows with positions lower by one."""
+        carried = self._carried[j - 1]
+        width = self._config.hidden_size
+        earlier = self._earlier[: rows.count]
+        args = [
+            hidden,
+            rows.slot,
+            rows.pos,
+            earlier,
+            carried,
+            rows.count,
+            len(carried),
+            width,
+        ]
+        kernel = self._target.device.load(KERNELS)["delay_rows"]
+        lane.kernel(
+            kernel,
+            -(-width // _BLOCK),
+            _BLOCK,
+            args,
+            name="delay rows",
+        )
+        return Rows(rows.token, rows.slot, earlier, rows_per_slot=rows.rows_per_slot)
 
     def _run(
         self,

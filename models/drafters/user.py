@@ -264,7 +264,8 @@ class UserDrafter(Drafter):
                 self._name,
                 self._deadline_s,
             )
-        # If the deadline has passed, there may be fewer proposals than requests.
+        # After a missed deadline, there may be fewer proposals than requests. The other requests
+        # then get no drafts.
         for (row, slot, epoch), proposal in zip(requests, query.proposals.copy(), strict=False):
             if isinstance(proposal, DrafterError):
                 outputs[0][row, 0] = _FAILED

@@ -468,6 +468,36 @@ def _decoder(
     """
     _refuse_unimplemented(fields, model_type, has_windows)
     hidden = fields.integer("hidden_size", low=1, high=MAX_WIDTH)
+    dtype = fields.get("dtype", fields.get("torch_dtype", "float32"))
+    if dtype not in FLOATS:
+        raise ConfigError(f"{fields.where}: dtype = {dtype!r} is not implemented {FLOATS}")
+    return {
+        "vocab_size": fields.integer("vocab_size", low=1, high=MAX_VOCAB),
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size", low=1, high=MAX_WIDTH),
+        "num_hidden_layers": fields.integer("num_hidden_layers", low=1, high=MAX_LAYERS),
+        **_head_shape(fields, hidden),
+        "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6, low=1e-12, high=1.0),
+        "rope": Rope.from_fields(fields),
+        "max_position_embeddings": fields.integer(
+            "max_position_embeddings",
+            low=1,
+            high=MAX_POSITIONS,
+            default=2048,
+        ),
+        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
+        "dtype": dtype,
+        "num_nextn_predict_layers": fields.integer(
+            "num_nextn_predict_layers",
+            low=0,
+            high=MAX_LAYERS,
+            default=0,
+        ),
+    }
+
+
+def _head_shape(fields: Fields, hidden: int) -> dict[str, int]:
+    """Read the numbers of query and KV heads and the size of a head."""
     heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)
     kv_heads = fields.integer(
         "num_key_value_heads",
@@ -493,33 +523,10 @@ def _decoder(
     )
     if head_dim % 2:
         raise ConfigError(f"{fields.where}: head_dim {head_dim} is odd, but RoPE rotates pairs")
-    dtype = fields.get("dtype", fields.get("torch_dtype", "float32"))
-    if dtype not in FLOATS:
-        raise ConfigError(f"{fields.where}: dtype = {dtype!r} is not implemented {FLOATS}")
     return {
-        "vocab_size": fields.integer("vocab_size", low=1, high=MAX_VOCAB),
-        "hidden_size": hidden,
-        "intermediate_size": fields.integer("intermediate_size", low=1, high=MAX_WIDTH),
-        "num_hidden_layers": fields.integer("num_hidden_layers", low=1, high=MAX_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6, low=1e-12, high=1.0),
-        "rope": Rope.from_fields(fields),
-        "max_position_embeddings": fields.integer(
-            "max_position_embeddings",
-            low=1,
-            high=MAX_POSITIONS,
-            default=2048,
-        ),
-        "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
-        "dtype": dtype,
-        "num_nextn_predict_layers": fields.integer(
-            "num_nextn_predict_layers",
-            low=0,
-            high=MAX_LAYERS,
-            default=0,
-        ),
     }
 
 

@@ -50,7 +50,7 @@ FOLDER = Path(__file__).resolve().parent / "kernels"
 FORMS = {"soft": ("thread", "warp"), "cuda": ("warp",)}
 ACTIVATIONS = ("rounded", "float32")
 
-# Launch shapes. They must match the constants in models/llm/kernels.
+# Tile and block sizes. They must match the constants in models/llm/kernels.
 _THREAD_COLUMNS = 64
 _THREAD_ROWS = 48
 _THREAD_CHUNK = 64
@@ -68,7 +68,7 @@ _MMA_TILE_COLUMNS = 128
 # inner indices.
 _MMA_STAGES = {1: {32: 5, 64: 6, 128: 4}, 2: {32: 3, 64: 4, 128: 3}}
 NORM_GROUP = 16  # number of output columns per sum of squares of a folded norm
-_MMA_FEW_ROWS = 16  # maximum rows of linear_few, which streams the weights
+_MMA_FEW_ROWS = 16  # maximum rows for linear_few; more rows use linear_many
 _MMA_MIN_BLOCKS = 128  # linear_many splits K until the grid has this many blocks
 _NORM_BLOCK = 256
 _ELEMENT_BLOCK = 128
@@ -363,7 +363,7 @@ class ModelKernels:
         columns: int,
         inner: int,
     ) -> bool:
-        """Return whether a QKV product can apply RoPE and write the KV cache in the same kernel.
+        """Return whether the kernel of a QKV product can also apply RoPE and write the KV cache.
 
         Parameters
         ----------
@@ -697,7 +697,7 @@ class ModelKernels:
         weight: Matrix,
         name: str,
     ) -> None:
-        """Check that a product can write a folded norm of its result."""
+        """Check that a product runs on tensor cores, and check the arrays of its folded norm."""
         self._require_tensor_cores(product, "a folded norm", name)
         assert norm.square_sums is not None
         rows = product.rows
@@ -1063,8 +1063,20 @@ class ModelKernels:
                 heads,
                 parts,
             )
-            return
-        kernel = self._kernel_of_form("attention", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim)
+        else:
+            self._launch_unsplit_attention(lane, args, count, kv, heads)
+
+    def _launch_unsplit_attention(
+        self,
+        lane: Lane,
+        args: tuple[object, ...],
+        count: int,
+        kv: PagedKV,
+        heads: int,
+    ) -> None:
+        """Launch attention without tensor cores for `count` rows."""
+        defines = {"CACHE": STORAGE[kv.dtype], "HEAD_DIM": kv.head_dim}
+        kernel = self._kernel_of_form("attention", **defines)
         if self._thread:
             group = heads // kv.kv_heads
             queries = max(_ceil_div(count * heads, _THREAD_BLOCKS), group)

@@ -221,9 +221,9 @@ class TensorParallelWorker:
     def run(self, header: tuple[int, ...]) -> None:
         """Receive the payload that belongs to a header and run the header's command.
 
-        The last word of a header is 1 if rank 0 sends the message from a CUDA graph, with every
-        launch of that graph. The command then runs as a CUDA graph too, which is built once per
-        header. Other commands run on the stream.
+        The last word of a header is 1 if a CUDA graph of rank 0 sends the message. Such a message
+        arrives with every launch of the graph, so the worker builds a CUDA graph for the command
+        once and launches it for every equal header. Other commands run on the stream.
         """
         command, *arguments, is_replayed = header
         if is_replayed:
@@ -261,7 +261,7 @@ class TensorParallelWorker:
         return payload, graph.instantiate()
 
     def _task(self, command: int, arguments: list[int]) -> _Task:
-        """Return the task of a header, a forward pass or a compaction of the KV cache."""
+        """Return the task that a message header requests: a forward pass or a KV compaction."""
         if command == Command.COMPACT:
             return self._compact_task(*arguments)
         return self._forward_task(*arguments)

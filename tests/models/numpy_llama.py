@@ -45,7 +45,7 @@ def inverse_frequencies(config: dict[str, Any], dim: int) -> np.ndarray:
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-    """Rotate the pairs (i, i + d/2) of x [T, heads, d]."""
+    """Apply RoPE to x [T, heads, d]. Dimension i is rotated together with dimension i + d/2."""
     angle = positions[:, None] * frequencies
     c = np.cos(angle)[:, None]
     s = np.sin(angle)[:, None]

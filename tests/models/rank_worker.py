@@ -47,10 +47,10 @@ def answers(
     drafter: Path = DRAFTER,
     **options: Any,
 ) -> dict[str, Any]:
-    """Run the workload on an engine.
+    """Run the requests of the test on an engine.
 
-    Return tokens, log probabilities and finish reasons by request, and the number of mask fills.
-    `order` is 1, or -1 to submit the requests in reverse order.
+    Return tokens, log probabilities and finish reasons by request id, and the number of mask fills.
+    If `order` is -1, the requests are submitted in reverse order.
     """
     with Engine(model, drafter, max_length=512, ranks=ranks, **options) as engine:
         requests = workload() if model == TARGET else workload()[:3]
@@ -102,10 +102,11 @@ def real(ranks: RankGroup) -> None:
 
 
 def disturb(case: str) -> None:
-    """Patch this rank so that it fails as the test case requires.
+    """Make this rank fail.
 
-    In case "equal", the rank fails to load its first shard. In case "killed", the rank kills itself
-    in its 12th command. In other cases, the rank sleeps past the deadline in that command.
+    In case "equal", the rank fails to load its first shard. In case "killed", it kills its own
+    process when it receives the 12th command. In other cases, it sleeps past the deadline when it
+    receives the 12th command.
     """
     plain_load = worker_rank.TensorParallelWorker.__init__
     plain_run = worker_rank.TensorParallelWorker.run

@@ -379,7 +379,7 @@ def test_split_attention_tree_rows_equal_chain_rows(device, stream, base):
 
 
 def test_attention_nan_in_later_row_does_not_affect_earlier_rows(device, stream):
-    """NaN at a position affects only those rows of a tile that attend to this position."""
+    """A NaN value at position 264 leaves the rows at positions 260 to 263 of its tile unchanged."""
     case = Case(device)
     wanted = case.on_stream(stream, 0, range(260, 268), run=8)
     values = case.value.copy()

@@ -142,7 +142,6 @@ def test_checkpoint_rejects_missing_shards_and_tensors(tmp_path):
     ids=lambda text: text[:40],
 )
 def test_checkpoint_rejects_broken_shard_index(tmp_path, text):
-    """An index that is invalid or refers to files outside its folder raises an error."""
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match="index"):
         Checkpoint(tmp_path)

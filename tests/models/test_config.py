@@ -247,7 +247,7 @@ def test_eagle3_config_rejects_feature_layers_beyond_target(tmp_path):
     ],
 )
 def test_eagle3_config_rejects_unimplemented_heads(tmp_path, name, value):
-    """EAGLE-3 configs with unimplemented options or invalid sizes or layer ids raise an error.
+    """An unimplemented option, an invalid size or an invalid layer id raises an error.
 
     The error names the field. Feature layers must be three ascending layer ids.
     """

@@ -22,7 +22,6 @@ from graft.tools.demo_prompts import demo_prompts
 
 
 def test_engine_loads_drafter_by_import_name(device):
-    """test_examples checks that the example drafter does not change outputs."""
     sevens = Request(
         prompt="code: 7777777\nGive only the code.", grammar=GrammarSpec.regex("7{9,12}")
     )

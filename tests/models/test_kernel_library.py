@@ -111,7 +111,7 @@ def test_tensor_core_linear_is_row_invariant(
     w_device = upload(device, w, dtype)
 
     def check_rows(begin, end, dtype="float32"):
-        """Check that a product of rows [begin, end) equals these rows of the whole product."""
+        """Multiply only rows [begin, end) of x and compare with these rows of the whole product."""
         out = run_linear(
             kernels,
             lane,

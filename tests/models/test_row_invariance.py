@@ -25,7 +25,7 @@ SHAPE = {
 }
 NAMES = ("logits", "features", "draft")
 SLOTS = 8
-RUN = 5  # rows_per_slot; deliberately differs from the actual number of rows per slot
+RUN = 5  # Rows.rows_per_slot, which is only a hint: the slots have other numbers of rows
 SEQUENCES = np.random.default_rng(12).integers(0, 72, (4, LENGTH))
 # Three sequences have the same tokens up to position ROOT, and two of them up to position FORK.
 ROOT = 26
@@ -75,14 +75,14 @@ class Forward:
 
 
 class Case:
-    """A model with its drafter, and the reference results of each sequence."""
+    """A model, its drafter, and the results of processing each sequence one token at a time."""
 
     def __init__(self, model, drafter, stream):
         self.both = model.kv, drafter.kv
         self.model = model
         self.forward_of = functools.cache(functools.partial(Forward, model, drafter))
-        # Reference results by sequence: the list [logits, features, draft outputs], and the
-        # contents of the KV caches of model and drafter.
+        # parts[s] is the list [logits, features, draft outputs] of sequence s. caches[s] is the
+        # list of the KV cache contents of model and drafter.
         self.parts = []
         self.caches = []
         for number in range(len(SEQUENCES)):
@@ -103,9 +103,10 @@ class Case:
         positions,
         tree=0,
     ):
-        """Run a forward pass with one row per element of `sequences`; -1 gives a padding row.
+        """Run a forward pass and return logits, features and draft outputs.
 
-        Return logits, features and draft outputs.
+        Row i has token ``positions[i]`` of sequence ``sequences[i]``. Sequence -1 gives a padding
+        row.
         """
         sequences = np.asarray(sequences)
         positions = np.asarray(positions)
@@ -135,8 +136,11 @@ class Case:
         for r, (s, p) in enumerate(zip(sequences, positions, strict=True)):
             for name, got, wanted in zip(NAMES, result, self.parts[s], strict=True):
                 if name == "draft" and tree != 0:
-                    continue  # an entry depends on two tokens, which may be two rows of the tree
-                if s >= 0:  # not padding
+                    # An EAGLE-3 entry also reads the NEXT token. The entry of a node that several
+                    # paths share is therefore right for one of the paths only.
+                    continue
+                is_padding = s < 0
+                if not is_padding:
                     assert same_bits(got[r], wanted[p]), f"{name} of row {r}"
 
     def check_cache(self, slot, sequence):

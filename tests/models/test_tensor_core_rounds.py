@@ -1,4 +1,4 @@
-"""Rounds with the GPU kernels (form ``warp``) on the soft device: launch counts and outputs."""
+"""Tests of decoding rounds that run the GPU kernels (form ``warp``) on the soft device."""
 
 import numpy as np
 import pytest

@@ -137,7 +137,10 @@ def test_tensor_parallel_rejects_more_ranks_than_kv_heads():
 
 
 class FixedAllGather:
-    """Stand-in for the all-gather of rank 1 of 3; the partial products of other ranks are fixed."""
+    """Replaces the all-gather of rank 1 of 3.
+
+    `others` holds the partial products of ranks 0 and 2.
+    """
 
     def __init__(self, device, others):
         self.device = device
@@ -201,9 +204,9 @@ def test_tensor_parallel_partial_products_are_added_in_rank_order(device, stream
 
 
 def test_nccl_all_gather_runs_on_streams_and_in_graphs(device, stream, monkeypatch):
-    """In a graph, the work that a communicator enqueues on its stream becomes a child graph.
+    """`NcclAllGather` runs on a stream and, as a child graph, in a CUDA graph.
 
-    Without nccl4py an error names the package.
+    If nccl4py is not installed, the error names the package.
     """
     ranks = types.SimpleNamespace(
         rank=0,
@@ -267,7 +270,8 @@ def test_tensor_parallel_outputs_are_equal_for_every_batch_and_order():
     for other in found["ranks"][1:]:
         assert (other["tokens"], other["logprobs"]) == (first["tokens"], first["logprobs"])
     assert set(first["reasons"].values()) <= {"stop", "length"}
-    # Rounds in flight when a request finishes fill a few more mask rows, depending on timing.
+    # After a request has finished, rounds that are already in flight still fill its mask rows. The
+    # number of such fills depends on timing.
     assert 0 < first["fills"] < 1.2 * alone["fills"]
     for name, logprobs in alone["logprobs"].items():
         pairs = zip(alone["tokens"][name], first["tokens"][name], strict=False)

@@ -118,7 +118,8 @@ def test_user_drafter_error_fails_only_its_request(device, tree):
         assert output.tokens == correct.tokens[:1]
     good = slice(len(faults), None)
     assert answers(outputs[good]) == answers(expected[good])
-    for output in outputs[good][:2]:  # one token in the first round, three in the others
+    # The first round commits one token and every other round three tokens.
+    for output in outputs[good][:2]:
         assert output.rounds == -(-(len(output.tokens) + 2) // 3)
 
 

@@ -255,7 +255,8 @@ def make_tiny_mtp(
 ) -> dict[str, np.ndarray]:
     """Write random multi-token prediction modules for a target and return their tensors.
 
-    With `own`, the modules have their own embeddings and LM heads; otherwise they use the target's.
+    With `own`, the checkpoint has embeddings and LM heads for the modules. Otherwise the modules
+    use those of the target.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)

@@ -1,5 +1,6 @@
-// Lays out the rows of a block drafter's forward pass. A block has one row per level. The rows of
-// all requests are ordered level by level, so the logits of a level are contiguous.
+// Lays out the rows of a block drafter's forward pass. A block is the rows of one request, one row
+// per level. Rows are ordered by level and then by request, so the logits of a level are
+// contiguous.
 #include "sampling/kernels/slot.cuh"
 
 // Row i * batch + b is row i of the block of batch row b, at position n + i, where n is the length

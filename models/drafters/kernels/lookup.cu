@@ -10,8 +10,8 @@
 #define VOTE_LONGEST 2  // all occurrences of the longest matching suffix vote
 
 // Stores the tokens of all rows in the histories of their slots. A token at position 0 starts a new
-// request: the history of the slot is then cleared, after it was copied over the oldest kept
-// history if histories are kept. The launch has one block.
+// request, so the slot's old history is cleared. If kept_count is not 0, the old history is first
+// copied to the kept histories, where it replaces the oldest one. The launch has one block.
 extern "C" __global__ void record_tokens(const int* token, const int* slot, const int* pos,
                                          int rows, int* histories, int length, int slot_count,
                                          int kept_count, int* next_kept) {
@@ -45,11 +45,11 @@ struct Lookup {
   const int* histories;
   int count;
   int length;
-  int self;            // history of the request itself; its occurrences are preferred
+  int self;            // index of the request's own history; its occurrences are preferred
   int n;               // index of the request's last token
   bool everywhere;     // search all histories, not only the request's own
   bool oldest;         // prefer the earliest occurrence, not the latest
-  const int* drafted;  // drafts on the path of the node that is looked up
+  const int* drafted;  // drafts between the last token and the tree node, which extend the suffix
 
   // Returns how many tokens before and including (s, p) match the last tokens of the request. The
   // result is at most `max_tokens`.
@@ -62,9 +62,9 @@ struct Lookup {
     return found;
   }
 
-  // Returns the token j + 1 positions after an occurrence, or -1 after the end of the history. The
-  // drafts count as the continuation of the request's own history, so a repeating sequence can
-  // be drafted beyond the last token.
+  // Returns the token j + 1 positions after an occurrence, or -1 after the end of the history. In
+  // the request's own history, the drafts follow the last token. A sequence that repeats can
+  // therefore be continued beyond the last token.
   __device__ int following(int s, int p, int j) const {
     const int at = p + 1 + j;
     if (s == self && at > n) return drafted[at - n - 1];
@@ -72,8 +72,8 @@ struct Lookup {
   }
 
   // Calls visit(s, p, match length) for every occurrence that matches at least `shortest` tokens
-  // and is followed by the first `j` drafts and one more token. The threads of the block share the
-  // occurrences.
+  // and is followed by the first `j` drafts and one more token. The occurrences are divided among
+  // the threads of the block.
   template <class Visit>
   __device__ void for_each_occurrence(int longest, int shortest, int j, Visit visit) const {
     for (int s = 0; s < count; ++s) {
@@ -114,13 +114,14 @@ struct Candidate {
   int token;
   int parent;  // number of the parent draft, from 1; 0 for the last token of the request
   int depth;
-  bool single;  // descendants continue the same occurrence; no search is repeated for them
+  bool single;  // its descendants are read from the same occurrence, without another search
   float score;
   unsigned long long rank;  // rank of the occurrence that the token follows
 };
 
-// The first `drafts` entries are the chosen drafts. The entries up to `end` are candidates for the
-// next drafts, best first. There are at most `capacity` entries.
+// Chosen drafts and candidates in one array. Entries 0 .. drafts - 1 are the chosen drafts. Entries
+// drafts .. end - 1 are the candidates for the next drafts, best first. `capacity` is the maximum
+// of `end`.
 struct CandidateList {
   int drafts;
   int capacity;

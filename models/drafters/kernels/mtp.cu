@@ -1,11 +1,11 @@
 // Passes hidden states from one multi-token prediction (MTP) module to the next.
 #include "graft.cuh"
 
-// Shifts the rows of every slot by one, because the next module processes the same tokens at
-// positions lower by one. Each row receives the previous row of its slot. The first row of a slot
-// receives the row that `carried` [slots, width] stores from the previous call, and `carried`
-// receives the last row. `earlier` receives the positions minus 1 and may be the same array as
-// `pos`. The rows of a slot must be in ascending order. Each thread processes one column.
+// Shifts the hidden states `x` of every slot by one row, because the next module processes the same
+// tokens at positions lower by one. Each row receives the previous row of its slot. The first row
+// of a slot receives the last row of the previous call, which `carried` [slots, width] holds, and
+// `carried` receives the last row of this call. `earlier` receives pos - 1 and may be the array
+// `pos`. The positions of a slot must be ascending. Each thread processes one column.
 extern "C" __global__ void delay_rows(float* x, const int* slot, const int* pos, int* earlier,
                                       float* carried, int rows, int slots, int width) {
   const int column = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);

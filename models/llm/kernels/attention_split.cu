@@ -97,7 +97,7 @@ __device__ __forceinline__ void split_pair(float x, float y, unsigned int* high,
   *low = pack_pair<CACHE16>(x - half_of<CACHE16>(*high, 0), y - half_of<CACHE16>(*high, 1));
 }
 
-// Packs element j of two packs into a pair.
+// Returns element j of `low` in the lower 16 bits and element j of `high` in the upper 16 bits.
 __device__ __forceinline__ unsigned int pair_of(const Pack16& low, const Pack16& high, int j) {
   const unsigned int a = low.u[j / 2], b = high.u[j / 2];
   return j % 2 ? a >> 16 | (b & 0xffff0000u) : (a & 0xffffu) | b << 16;
@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   __shared__ Pack16 query[CHUNKS][2][32][2];  // high and low parts, in fragment order
   __shared__ TileRow tile[16];
   __shared__ Tile all;
-  __shared__ int query_parts[16];  // number of parts of each query; 0 if the tile has no such query
+  __shared__ int query_parts[16];  // number of parts of each query; 0 for an unused tile row
   __shared__ int query_index[16];
   __shared__ Floats4 part_sum[WARPS][16][8 + 1];  // + 1: padding against bank conflicts
   __shared__ float part_top[WARPS][16];
@@ -216,9 +216,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   for (int part = blockIdx.z; part < tile_parts; part += blocks) {
     float sum[HALVES][8][4] = {};
     float top[2] = {LOWEST, LOWEST}, mass[2] = {};
-    // Steps of this warp. `number` is the index of the current step. `waiting` is the set of rows
-    // for which the step still has to be computed row by row. `only` is the row for which it is
-    // computed now; -1 for all rows.
+    // State of the loop over the steps of this warp; `number` counts the steps. Usually a step is
+    // computed for all rows at once, and `only` is -1. If the rows do not see the same positions,
+    // it is repeated for each row: `only` is the current row, `waiting` the set of remaining rows.
     int number = -1, first = 0, only = -1;
     unsigned int waiting = 0;
     const auto next_step = [&] {
@@ -246,7 +246,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       more = next_step();
       if (more) at = locate(pages, tile[only < 0 ? all.leader : only], first);
 
-      float score[2][2][4] = {};  // [high or low part][keys 2t, 2t + 1 or 2t + 8, 2t + 9]
+      // score[0] are products with the high parts of the queries, score[1] with the low parts. The
+      // second index selects keys 2t and 2t + 1, or keys 2t + 8 and 2t + 9.
+      float score[2][2][4] = {};
 #pragma unroll
       for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll

@@ -18,9 +18,9 @@
 #define TILE 32
 #define LOWEST -3.0e38f
 #define QUERIES 48
-#define PARTS ((HEAD_DIM + 2 * LANES - 1) / (2 * LANES))  // Pairs per head
+#define PARTS ((HEAD_DIM + 2 * LANES - 1) / (2 * LANES))  // registers of type Pair per head
 #define WIDTH (PARTS * 2 * LANES)
-#define KEYS (WIDE ? 8 : 4)         // pairs of keys per call of score_keys
+#define KEYS (WIDE ? 8 : 4)         // a call of score_keys processes 2 KEYS keys
 #define MAX_QUERIES (WIDE ? 4 : 1)  // maximum queries per call of attend
 static_assert(TILE == 4 * LANES && TILE % (2 * KEYS) == 0, "see softmax_weights and attend");
 
@@ -31,7 +31,7 @@ struct Query {
   Path path;
   float top;
   float mass;
-  alignas(64) float of[WIDTH];  // scaled query; arrays of WIDTH have zeros after HEAD_DIM
+  alignas(64) float of[WIDTH];  // scaled query, padded with zeros
   alignas(64) float sum[WIDTH];
 };
 
@@ -39,7 +39,7 @@ struct Query {
 // LANES dimensions of all keys of a group are contiguous.
 struct Tile {
   int slot;
-  int row;  // row whose path was loaded; -1 if the positions were loaded in order
+  int row;  // draft-tree row whose path was loaded; -1 for cache positions in sequence order
   int count;
   alignas(64) float key[TILE * WIDTH];
   alignas(64) float value[TILE * WIDTH];
@@ -108,7 +108,8 @@ __device__ __forceinline__ void score_keys(const Query* query, const float* key,
 template <int COUNT>
 __device__ __forceinline__ void softmax_weights(Query* query, float (*score)[TILE], int count,
                                                 float* shrink) {
-  // If a is NaN the result is b, which is never NaN.
+  // A NaN score must not become the maximum: a > b is then false and the result is b, the maximum
+  // so far.
   const auto greater = [](Lanes a, Lanes b) { return a > b ? a : b; };
   Lanes tops[LANES] = {}, mass[LANES] = {};
   for (int i = 0; i < COUNT; ++i) {
@@ -135,8 +136,8 @@ __device__ __forceinline__ void softmax_weights(Query* query, float (*score)[TIL
   }
 }
 
-// Computes sum = sum * shrink + weighted values, one position at a time. The dimensions are those
-// of PAIRS consecutive Pairs, beginning with Pair `at`.
+// Computes sum = sum * shrink + weighted values, one position at a time, for 2 LANES PAIRS
+// dimensions from dimension `at` on.
 template <int COUNT, int PAIRS>
 __device__ __forceinline__ void add_values(Query* query, const float (*weight)[TILE],
                                            const float* shrink, const float* value, int at,
@@ -162,7 +163,7 @@ __device__ __forceinline__ void add_values(Query* query, const float (*weight)[T
   }
 }
 
-// Adds `count` positions of a tile to the softmax and the sums of COUNT queries.
+// Processes `count` positions of a tile for COUNT queries: updates maximum score, mass and sums.
 template <int COUNT>
 __device__ __noinline__ void attend(Query* query, const Tile& tile, int count) {
   float score[COUNT][TILE], shrink[COUNT];

@@ -110,7 +110,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     }
     commit_copies();
   };
-  // Float inputs that are loaded while half-stage `sub` is multiplied, and stored afterwards.
+  // Registers for prefetched float inputs. They are loaded before half-stage `sub` is multiplied
+  // and stored to shared memory afterwards.
   Floats4 prefetched[X_AT_ONCE][2];
   const auto load_x = [&](int sub) {
 #pragma unroll

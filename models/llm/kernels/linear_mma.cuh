@@ -80,19 +80,20 @@ typedef Pack16 Weights;
 #endif
 
 struct Output {
-  const float* weight_scale;  // per output column; may be null
-  const float* residual;      // may be null or `out`
+  const float* weight_scale;  // [columns], scales of the weight rows; may be null
+  const float* residual;      // [rows, columns], may be `out`; null adds nothing
   OUT* out;
-  float* copy;  // second output with row stride copy_stride; may be null
+  float* copy;  // receives a copy of the result, with row stride copy_stride; may be null
   int rows;
   int columns;
   int copy_stride;
-  const float* norm;        // weight of a folded norm of the result; may be null
-  NormOut* norm_out;        // receives the result times that weight
+  const float* norm;        // weight of a norm that is folded into this product; may be null
+  NormOut* norm_out;        // receives the result multiplied by `norm`
   float* norm_square_sums;  // [rows, columns / GROUP], receives sums of squares of the result
 };
 
-// Operands of the RoPE and KV cache epilogue (ROPE_HEAD_DIM).
+// Operands of the epilogue that applies RoPE and writes the KV cache. It is compiled in if
+// ROPE_HEAD_DIM is not 0.
 struct RopeStore {
   const float* rope_table;  // [positions, head_dim]: cosines, then sines
   const int* slot;
@@ -116,8 +117,8 @@ __device__ __forceinline__ float store(const Output& y, int row, int column, flo
 }
 
 #if ROPE_HEAD_DIM
-// Rotates and stores dimensions i and i + ROPE_HEAD_DIM / 2 of a head, with the arithmetic of
-// rope.cu.
+// Rotates dimensions i and i + ROPE_HEAD_DIM / 2 of a head and stores them. The arithmetic is that
+// of rope.cu, so the results have the same bits.
 __device__ __forceinline__ void store_rotated(const RopeStore& to, float* out, int row, int head,
                                               int i, float a, float b) {
   const int p = to.pos[row], slot = to.slot[row], half = ROPE_HEAD_DIM / 2;
@@ -220,15 +221,15 @@ __device__ __forceinline__ Pack16 pack_x(const Floats4* from, int split) {
   return pack;
 }
 
-// Runs mma step `h` (0 or 1) of 32 inner indices. `top` and `low` belong to weight rows g and g
-// + 8.
+// Multiplies 16 of 32 inner indices: the first (h = 0) or second (h = 1) half of each pack. `top`
+// and `low` are weights of rows g and g + 8.
 __device__ __forceinline__ void step(float* sum, const Pack16& top, const Pack16& low,
                                      const Pack16& x, int h) {
   const unsigned int a[4] = {top.u[2 * h], low.u[2 * h], top.u[2 * h + 1], low.u[2 * h + 1]};
   mma_m16n8k16<WEIGHT16>(sum, a, x.u + 2 * h);
 }
 
-// Returns the number of parts that contain at least one chunk.
+// Returns the number of parts that are not empty. It is below PARTS if there are few chunks.
 __device__ __forceinline__ int parts_of(int inner) {
   return inner / CHUNK < PARTS ? inner / CHUNK : PARTS;
 }

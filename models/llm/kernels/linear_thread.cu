@@ -19,16 +19,16 @@
 #define GROUP 32
 #define ROW_BLOCK 48
 #define MAX_TILE_ROWS (WIDE ? 12 : 6)     // maximum rows of a tile
-#define MAX_STREAMED_ROWS (WIDE ? 8 : 6)  // maximum rows for streaming weights
-#define FETCH 32  // weights between prefetches: a cache line of 16-bit weights
+#define MAX_STREAMED_ROWS (WIDE ? 8 : 6)  // with more rows, columns are processed in groups
+#define FETCH 32  // weights per prefetch: 32 weights of 16 bits fill a cache line of 64 bytes
 
 struct Product {
   const WEIGHT* weight;
-  const float* weight_scale;  // per output column; may be null
+  const float* weight_scale;  // [columns], scales of the weight rows; may be null
   const float* x;
-  const float* residual;  // may be null or `out`
+  const float* residual;  // [rows, columns], may be `out`; null adds nothing
   float* out;
-  float* copy;  // second output with row stride copy_stride; may be null
+  float* copy;  // receives a copy of the result, with row stride copy_stride; may be null
   int columns;
   int inner;
   int copy_stride;

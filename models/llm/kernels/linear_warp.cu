@@ -75,10 +75,10 @@ __device__ __forceinline__ void dot(const WEIGHT* const* w, const float* const* 
 }
 
 struct Output {
-  const float* weight_scale;  // per output column; may be null
-  const float* residual;      // may be null or `out`
+  const float* weight_scale;  // [columns], scales of the weight rows; may be null
+  const float* residual;      // [rows, columns], may be `out`; null adds nothing
   float* out;
-  float* copy;  // second output with row stride copy_stride; may be null
+  float* copy;  // receives a copy of the result, with row stride copy_stride; may be null
   int columns;
   int copy_stride;
 };

@@ -1,5 +1,6 @@
-// Functions for all model kernels. The arithmetic functions give the same bits on every device and
-// are vectorised by C++ compilers. The other functions compute addresses in the paged KV cache.
+// Functions that several model kernels use: arithmetic, and addresses in the paged KV cache. The
+// arithmetic gives the same bits on every device. It is written such that C++ compilers, which
+// compile the kernels for the soft device, can vectorise it.
 #pragma once
 #include "graft.cuh"
 
@@ -58,7 +59,8 @@ struct Pages {
   int head_dim;
 };
 
-// Returns false for padding rows and for rows beyond the page table, which read and write nothing.
+// Returns false for padding rows and for rows beyond the page table. Such rows must not access the
+// KV cache.
 __device__ __forceinline__ bool row_is_live(const Pages& pages, int slot, int pos) {
   return slot >= 0 && slot < pages.slots && pos >= 0 && (pos >> pages.page_shift) < pages.max_pages;
 }

@@ -3,9 +3,10 @@
 #include "sampling/kernels/slot.cuh"
 #include "timing.cuh"
 
-// Priority of draft j of batch row b. Drafts with greater priority get forward rows first. The
-// upper 32 bits, of which the first two are 0, are the acceptance probability in past rounds. The
-// lower bits prefer smaller j and then smaller b, so that all priorities are different.
+// Returns the priority of draft j of batch row b. Drafts with greater priority get forward rows
+// first. The upper 32 bits are the acceptance probability in past rounds; it is at most 1.0, so
+// bits 62 and 63 are 0. The lower bits prefer smaller j and then smaller b, so no two priorities
+// are equal.
 __device__ __forceinline__ unsigned long long priority(const Slot& slot, int b, int j) {
   const float accept_prob = slot.accept_prob[j - 1];
   // The bits of non-negative floats, read as integers, are ordered like the floats.
@@ -44,7 +45,7 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
   const int draft_rows = rows - batch;
   const int max_drafts = layout.rows - 1;
   if (tid == 0) drafts = 0;
-  __syncthreads();  // every thread has read the old number before it changes
+  __syncthreads();  // all threads must read the old replay number before it is overwritten
   if (tid == 0) *replay = now;
   for (int b = tid; b < batch; b += step) {
     int s = published ? ring_rows[entry * ring_rows_stride + b] : -1;
