@@ -1,0 +1,293 @@
+"""Calls with invalid arguments: the error names the argument or the object, and adds no node."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from graft.cudagraph import (
+    Device,
+    DeviceArray,
+    DeviceError,
+    Graph,
+    GraphLane,
+    KernelError,
+    KernelModule,
+    MailboxWorker,
+    NativeWork,
+    OptionError,
+    PinnedSlots,
+    PythonWork,
+    Ring,
+    ShapeError,
+    Stream,
+    StreamLane,
+    condition,
+    hostfunc,
+    load_text,
+    open_device,
+    while_,
+)
+
+TEXT = """
+extern "C" __global__ void scale(float* x, float by) { x[threadIdx.x] *= by; }
+"""
+BROKEN = 'extern "C" __global__ void f(int* p) { p[0] = undeclared; }'
+
+
+@dataclass
+class Objects:
+    """Objects that the calls use."""
+
+    device: Device
+    stream: Stream
+    graph: Graph
+    lane: GraphLane
+    stream_lane: StreamLane
+    module: KernelModule
+    array: DeviceArray  # int32 [4, 2]
+    small: DeviceArray  # int32 [2]
+    closed: DeviceArray  # float32 [4], closed
+
+
+@pytest.fixture
+def objects(device: Device, stream: Stream, module: KernelModule) -> Objects:
+    graph = Graph(device, "invalid")
+    closed = device.zeros((4,), "float32")
+    closed.close()
+    return Objects(
+        device=device,
+        stream=stream,
+        graph=graph,
+        lane=graph.lane("main"),
+        stream_lane=StreamLane(stream),
+        module=module,
+        array=device.zeros((4, 2), "int32"),
+        small=device.zeros((2,), "int32"),
+        closed=closed,
+    )
+
+
+async def coroutine() -> None:
+    pass
+
+
+def generator():
+    yield
+
+
+async def asynchronous_generator():
+    yield
+
+
+class AsynchronousCallable:
+    async def __call__(self) -> None:
+        pass
+
+
+def open_other_kind(objects: Objects) -> None:
+    open_device("cuda" if objects.device.kind == "soft" else "soft")
+
+
+def synchronize_closed_stream(objects: Objects) -> None:
+    stream = objects.device.stream("gone")
+    stream.close()
+    stream.synchronize()
+
+
+def wait_for_stream_mark(objects: Objects) -> None:
+    objects.lane.wait(objects.stream_lane.record())
+
+
+def wait_for_mark_of_other_graph(objects: Objects) -> None:
+    objects.lane.wait(Graph(objects.device, "other").lane("x").record("elsewhere"))
+
+
+def copy_to_larger(lane: str, objects: Objects) -> None:
+    getattr(objects, lane).copy(objects.array, objects.small)
+
+
+def copy_from_numpy(lane: str, objects: Objects) -> None:
+    getattr(objects, lane).copy(objects.small, np.zeros(2, np.int32))
+
+
+def copy_on_host(lane: str, objects: Objects) -> None:
+    pinned = objects.device.pinned((2,), "int32")
+    getattr(objects, lane).copy(pinned, pinned)
+
+
+def fill_with_negative(lane: str, objects: Objects) -> None:
+    getattr(objects, lane).fill(objects.small, -1)
+
+
+def too_large(allocate: str, objects: Objects) -> None:
+    getattr(objects.device, allocate)((1 << 40, 1 << 40), "int32")
+
+
+def mailbox(options: dict[str, object], objects: Objects) -> None:
+    objects.lane.mailbox(lambda: None, **options)
+
+
+def spinkernel(options: dict[str, object], objects: Objects) -> None:
+    objects.lane.spinkernel(lambda: None, **options)
+
+
+def launch(grid: object, block: object, objects: Objects) -> None:
+    objects.stream_lane.kernel(objects.module["scale"], grid, block, [None, 1.0])
+
+
+def python_work(function: object, objects: Objects) -> None:
+    PythonWork(function)  # type: ignore[arg-type]
+
+
+def enqueue(stream: object, objects: Objects) -> None:
+    hostfunc(stream, print)  # type: ignore[arg-type]
+
+
+def worker(options: dict[str, object], objects: Objects) -> None:
+    MailboxWorker(**options)
+
+
+bind = functools.partial
+Case = tuple[str, type[Exception], str, Callable[[Objects], object]]
+CASES: list[Case] = [
+    # id, error, words in the message, call
+    ("device-kind", OptionError, "'tpu'", lambda o: open_device("tpu")),
+    ("device-other-kind", OptionError, "cuda|soft", open_other_kind),
+    ("device-ordinal", OptionError, "7", lambda o: open_device(o.device.kind, 7)),
+    ("stream-closed", OptionError, "gone", synchronize_closed_stream),
+    # arrays
+    ("zeros-size", ShapeError, f"of int32 has {1 << 82} bytes", bind(too_large, "zeros")),
+    ("empty-size", ShapeError, f"of int32 has {1 << 82} bytes", bind(too_large, "empty")),
+    ("pinned-size", ShapeError, f"of int32 has {1 << 82} bytes", bind(too_large, "pinned")),
+    ("zeros-dtype", ShapeError, "'float64'", lambda o: o.device.zeros((1,), "float64")),
+    ("zeros-shape", ShapeError, "dimension 1", lambda o: o.device.zeros((4, 0), "int32")),
+    ("from_host-dtype", ShapeError, "float64", lambda o: o.device.from_host(np.zeros(3))),
+    (
+        "copy_from-shape",
+        ShapeError,
+        r"\(3, 2\)",
+        lambda o: o.array.copy_from(np.zeros((3, 2), np.int32)),
+    ),
+    (
+        "copy_from-dtype",
+        ShapeError,
+        "int64",
+        lambda o: o.array.copy_from(np.zeros((4, 2), np.int64)),
+    ),
+    ("reshape", ShapeError, "5", lambda o: o.array.reshape(5, -1)),
+    ("index", ShapeError, "4", lambda o: o.array[4]),
+    ("slice-empty", ShapeError, "empty", lambda o: o.array[2:2]),
+    ("slice-step", ShapeError, "step", lambda o: o.array[::2]),
+    ("index-two-axes", ShapeError, "leading axis", lambda o: o.array[0, 0]),  # type: ignore[index]
+    ("array-fill", ShapeError, "256", lambda o: o.array.fill(256)),
+    ("slots-count", OptionError, "slots", lambda o: PinnedSlots(o.device, 0, {})),
+    (
+        "slots-shape",
+        ShapeError,
+        "'bad'",
+        lambda o: PinnedSlots(o.device, 1, {"bad": ("int32", (0,))}),
+    ),
+    (
+        "slots-name",
+        OptionError,
+        "'masks'",
+        lambda o: PinnedSlots(o.device, 1, {"mask": ("int32", ())}).field("masks"),
+    ),
+    (
+        "ring-name",
+        OptionError,
+        "stamp",
+        lambda o: Ring(o.device, 2, {"stamp": ("int32", (1,))}),
+    ),
+    # lanes
+    ("graph-copy-size", ShapeError, "32 bytes", bind(copy_to_larger, "lane")),
+    ("graph-copy-type", ShapeError, "ndarray", bind(copy_from_numpy, "lane")),
+    ("graph-copy-host", ShapeError, "host step", bind(copy_on_host, "lane")),
+    ("graph-fill", ShapeError, "-1", bind(fill_with_negative, "lane")),
+    ("stream-copy-size", ShapeError, "32 bytes", bind(copy_to_larger, "stream_lane")),
+    ("stream-copy-type", ShapeError, "ndarray", bind(copy_from_numpy, "stream_lane")),
+    ("stream-copy-host", ShapeError, "host step", bind(copy_on_host, "stream_lane")),
+    ("stream-fill", ShapeError, "-1", bind(fill_with_negative, "stream_lane")),
+    ("graph-mark", OptionError, "'elsewhere'", wait_for_mark_of_other_graph),
+    ("graph-stream-mark", OptionError, "mark on", wait_for_stream_mark),
+    (
+        "stream-graph-mark",
+        OptionError,
+        "here",
+        lambda o: o.stream_lane.wait(o.lane.record("here")),  # type: ignore[arg-type]
+    ),
+    ("condition-default", OptionError, "default", lambda o: condition(o.graph, -1)),
+    (
+        "while-condition",
+        OptionError,
+        r"made by condition\(\)",
+        lambda o: while_(o.lane, 1),  # type: ignore[arg-type]
+    ),
+    ("event-type", OptionError, "an Event, not int", lambda o: o.lane.record_event(3)),  # type: ignore[arg-type]
+    # kernels
+    ("grid-zero", KernelError, "scale", bind(launch, 0, 1)),
+    ("block-zero", KernelError, "scale", bind(launch, 1, 0)),
+    ("block-size", KernelError, "scale", bind(launch, 1, 2048)),
+    ("grid-pair", KernelError, "scale", bind(launch, (1, 2), 1)),
+    ("grid-float", KernelError, "scale", bind(launch, 1.5, 1)),
+    ("kernel-name", KernelError, "'nothing'", lambda o: o.module["nothing"]),
+    ("kernel-file", KernelError, r"absent\.cu", lambda o: o.device.load("absent.cu")),
+    ("kernel-source", KernelError, r"bad\.cu", lambda o: load_text(o.device, BROKEN, "bad.cu")),
+    ("pack-closed", DeviceError, "closed", lambda o: o.module["scale"].pack([o.closed, 1.0])),
+    # host work
+    (
+        "hostfunc-arguments",
+        OptionError,
+        "already has its arguments",
+        lambda o: hostfunc(o.stream, PythonWork(print), 1),
+    ),
+    (
+        "hostfunc-callable",
+        OptionError,
+        "callable",
+        lambda o: hostfunc(o.stream, 7),  # type: ignore[arg-type]
+    ),
+    ("hostfunc-stream-negative", OptionError, "handle, not -1", bind(enqueue, -1)),
+    ("hostfunc-stream-large", OptionError, f"handle, not {1 << 64}", bind(enqueue, 1 << 64)),
+    ("hostfunc-stream-text", OptionError, "handle, not 'x'", bind(enqueue, "x")),
+    ("hostfunc-stream-none", OptionError, "handle, not None", bind(enqueue, None)),
+    ("native-null", OptionError, "NULL", lambda o: NativeWork(0)),
+    ("native-data", OptionError, "data", lambda o: NativeWork(1, data="x")),  # type: ignore[arg-type]
+    ("coroutine", OptionError, "would never run", bind(python_work, bind(coroutine))),
+    ("generator", OptionError, "would never run", bind(python_work, generator)),
+    ("async-generator", OptionError, "would never run", bind(python_work, asynchronous_generator)),
+    ("async-callable", OptionError, "would never run", bind(python_work, AsynchronousCallable())),
+    # mailboxes
+    ("deadline-zero", OptionError, "deadline_s", bind(mailbox, {"deadline_s": 0.0})),
+    ("deadline-inf", OptionError, "deadline_s", bind(mailbox, {"deadline_s": float("inf")})),
+    ("mailbox-worker", OptionError, "worker", bind(mailbox, {"worker": "me"})),
+    ("replay-deadline", OptionError, "deadline", bind(mailbox, {"replay_deadline_s": -1.0})),
+    ("mailbox-output", OptionError, "output", bind(mailbox, {"output": np.zeros(3)})),
+    (
+        "device-deadline-zero",
+        OptionError,
+        r"device_deadline_s must be .* not 0\.0",
+        bind(spinkernel, {"device_deadline_s": 0.0}),
+    ),
+    ("worker-core", OptionError, "cpus|core", bind(worker, {"cpus": [10**6]})),
+    ("worker-no-core", OptionError, "cpus|core", bind(worker, {"cpus": []})),
+    ("worker-wait", OptionError, "hover", bind(worker, {"wait": "hover"})),
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "attempt"),
+    [case[1:] for case in CASES],
+    ids=[case[0] for case in CASES],
+)
+def test_invalid_argument_raises(
+    objects: Objects, error: type[Exception], words: str, attempt: Callable[[Objects], object]
+) -> None:
+    with pytest.raises(error, match=words):
+        attempt(objects)
+    assert objects.graph.nodes == []
