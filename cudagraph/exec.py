@@ -87,6 +87,7 @@ class GraphExec:
         self._use_definition(graph)
         for payload in self._payloads:
             payload.native.restart()  # replays of this executable are numbered from 1
+
         # The driver copies the parameters of a changed node but does not keep the memory alive that
         # they refer to. The executable therefore holds the owners of the current operands by node,
         # and the owners of replaced operands until no launch is in flight.
@@ -95,7 +96,7 @@ class GraphExec:
         self._native.keep((self._operands, self._replaced_operands))
 
     def _use_definition(self, graph: Definition) -> None:
-        """Store the objects that later launches need from the definition."""
+        """Store the objects of a definition that launches of this executable use."""
         self.name = graph.name
         self.status = graph.status
         self._state = graph.state

@@ -82,7 +82,7 @@ class NodeSpec(NamedTuple):
 
 
 def keep_owners(owners: tuple[object, ...]) -> Attach:
-    """Return a function that makes a CUgraph keep ``owners`` alive, in a CUDA user object."""
+    """Return a function that retains a CUDA user object holding ``owners`` on a CUgraph."""
     return lambda graph: _native.attach_keep(graph, owners)
 
 
@@ -360,16 +360,17 @@ class GraphBase(ABC):
             self.child_graphs[index] = child
 
     def tail(self, lane: str) -> tuple[int, ...]:
-        """Return the nodes that the lane's next node depends on, for a mark at this point.
+        """Return the indices of the nodes that a mark at the current end of a lane stands for.
 
-        The mark makes the next edge of the lane an ordinary dependency, not a programmatic edge.
+        The lane's next node depends on these nodes as well. After a mark, this dependency is an
+        ordinary edge and not a programmatic one.
         """
         with self._lock:
             self._kernel_tails.discard(lane)
             return self._tails[lane]
 
     def add_dependencies(self, lane: str, nodes: Iterable[int]) -> None:
-        """Make the next node of a lane depend on further nodes."""
+        """Make the next node of a lane also depend on the given nodes."""
         with self._lock:
             self._kernel_tails.discard(lane)
             self._tails[lane] = tuple(sorted({*self._tails[lane], *nodes}))
@@ -541,7 +542,8 @@ class Graph(GraphBase):
             The driver rejected the graph.
         """
         self._check_no_executable()
-        self.wait_for_earlier_launches()  # without the lock: host work may take arbitrarily long
+        # Do not hold the lock during this wait, because host work may take arbitrarily long.
+        self.wait_for_earlier_launches()
         with self._lock:
             self._check_no_executable()
             for name in self.unused_conditions.values():
@@ -620,7 +622,7 @@ class GraphBody(GraphBase):
         return self._root
 
     def check_node_kind(self, kind: str, name: str, child: Graph | None = None) -> None:
-        """Raise OptionError if a body cannot contain the node or a node of its child graph."""
+        """Raise OptionError if the node, or a node of ``child``, is not allowed in a body."""
         if kind not in BODY_NODE_KINDS:
             raise OptionError(
                 f"{kind} node {name!r} is not allowed in the body of conditional {self.name!r}: "

@@ -79,7 +79,7 @@ class PythonWork:
 
 
 def _is_coroutine_or_generator(fn: object) -> bool:
-    """Return whether calling ``fn`` only creates a coroutine or generator."""
+    """Return whether ``fn`` is a coroutine or generator function, whose call runs no work."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     call_method = type(fn).__dict__.get("__call__")

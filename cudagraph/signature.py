@@ -69,8 +69,8 @@ def waiting_kernels(text: str) -> frozenset[str]:
 
 def _entries(text: str) -> Iterator[tuple[str, str, str]]:
     """Iterate over the kernels of a source as (name, parameter list, text after the list)."""
-    # split() returns the text before the first kernel and then, for each kernel, the two groups of
-    # the pattern and the text up to the next kernel.
+    # split() returns the text before the first kernel. Three items follow for each kernel: its
+    # name, its parameter list and the text up to the next kernel.
     parts = _ENTRY.split(_COMMENT.sub(" ", text))
     names = parts[1::3]
     parameters = parts[2::3]

@@ -48,7 +48,7 @@ except GraftError as error:
 
 @functools.cache
 def probe_transport(transport: str, kind: str, ordinal: int = 0) -> str:
-    """Try a transport in a child process.
+    """Run one small graph with a transport in a child process, to find out whether it works.
 
     Parameters
     ----------

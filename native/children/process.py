@@ -167,16 +167,18 @@ class ChildProcess:
         except (Refusal, ChildLost, EOFError, OSError):  # TimeoutError is an OSError
             raise
         except BaseException:
-            # For example Ctrl-C. The process is killed, because the next call would otherwise
-            # receive the reply to this one.
+            # An exception such as KeyboardInterrupt ended the call before the reply was read. Kill
+            # the process, because the next call would otherwise receive this reply.
             self._reap(kill=True)
             raise
 
     def _exchange(self, function: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
         """Send a call to the process and return the result from the reply.
 
-        If the reply contains an exception, raise this exception."""
-        self._pipe.send((function, arguments))  # does not block, because the process reads the pipe
+        If the reply contains an exception, raise this exception.
+        """
+        # Sending does not block, because an idle process waits for data on the pipe.
+        self._pipe.send((function, arguments))
         outcome, value = self._read(timeout_s)
         if outcome == "value":
             return value

@@ -201,7 +201,8 @@ void bind_mailboxes(nb::module_& m) {
                          pointer<std::uint32_t>(timed_out)},
             MailboxOutput{pointer<void>(scratch), pointer<void>(results), bytes},
             MailboxLimits{limits.first, limits.second});
-        auto* const keeper = new PortKeeper(port);  // keeps the port alive as long as the graph
+        auto* const keeper =
+            new PortKeeper(port);  // keeps the port alive as long as the graph exists
         {
           const GilRelease release;
           worker->add(port);

@@ -64,18 +64,19 @@ struct Driver {
 #define GRAFT_DRIVER_MEMBER(member, name, version, parameters) Result(*member) parameters;
   GRAFT_DRIVER_CALLS(GRAFT_DRIVER_MEMBER)
 #undef GRAFT_DRIVER_MEMBER
-  Result (*launch_host_func_v2)(Handle stream, HostFunction fn, void* data,
-                                unsigned int sync_mode);  // null before CUDA 13.2
+  // cuLaunchHostFunc_v2; null if the driver is older than CUDA 13.2.
+  Result (*launch_host_func_v2)(Handle stream, HostFunction fn, void* data, unsigned int sync_mode);
   // Tells the soft device whether the device waits for the calling thread; null on CUDA.
   void (*owe_answer)(int owes);
 };
 
-// Fills the table from the loaded libcuda.so.1. Throws std::runtime_error unless the library is the
-// file at `path`, with which the device was opened. Called once.
+// Fills the table of driver functions from the loaded libcuda.so.1. `path` is the library with
+// which the device was opened; std::runtime_error is thrown if another library is loaded. Called
+// once.
 void bind_driver(const std::string& path, Handle context);
 inline const Driver* bound_driver = nullptr;
 
-// Returns the table; throws std::logic_error before bind_driver().
+// Returns the table of driver functions. Throws std::logic_error if bind_driver() was not called.
 inline const Driver& driver() {
   if (bound_driver != nullptr) return *bound_driver;
   throw std::logic_error("no device is open: call graft.cudagraph.open_device first");

@@ -34,9 +34,9 @@ class ExecRelease final : public Reapable {
     driver().graph_exec_destroy(exec_);
   }
 
-  // Both are set before the object is retired.
+  // Exec sets these members before it retires this object.
   PyObject* owners = nullptr;       // owners of the operands of changed nodes
-  std::shared_ptr<Resource> event;  // recorded after the last launch
+  std::shared_ptr<Resource> event;  // event that was recorded after the last launch
 
  private:
   const Handle exec_;
@@ -158,17 +158,17 @@ class Exec {
   Handle event() const { return reinterpret_cast<Handle>(event_->handle()); }
   // Called with the mutex held, or by the constructor.
   void use_state(std::shared_ptr<GraphState> state) {
-    // The run count of a record includes its runs under earlier executables. The base subtracts
-    // these earlier runs.
+    // A host step computes its replay number from the number of its runs. This number includes runs
+    // under earlier executables, which the base subtracts.
     state->set_base(launches_ - state->launched());
     state_ = std::move(state);
   }
 
   std::mutex mutex_;
   const Handle exec_;
-  std::unique_ptr<ExecRelease, Retire> release_;  // null once closed
-  std::shared_ptr<Resource> event_;  // recorded after the last launch; null once closed
-  bool event_in_use_ = false;        // a thread may wait for `event_`
+  std::unique_ptr<ExecRelease, Retire> release_;  // null after close()
+  std::shared_ptr<Resource> event_;  // event recorded after the last launch; null after close()
+  bool event_in_use_ = false;        // whether a thread may be waiting for `event_`
   std::shared_ptr<GraphState> state_;
   std::int64_t launches_ = 0;
 };

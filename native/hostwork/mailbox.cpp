@@ -128,7 +128,9 @@ bool Port::poll(bool* expecting_more) noexcept {
 }
 
 void Port::serve(std::uint32_t seq) noexcept {
-  serving_.store(true);  // before the claim is read, so that the watchdog sees this thread (M8)
+  // Set the flag before reading the claim: a watchdog that claims the request must see that this
+  // thread may be running the work (M8).
+  serving_.store(true);
   open_request(seq);
   if (claim_.load() == pack(seq, kOpen)) {
     thread_output = output_.scratch;
@@ -172,8 +174,9 @@ void Port::fail(std::uint32_t seq, std::string reason) noexcept {
                Failure{record_->name(), replay_of(seq), nullptr, std::move(reason)});
 }
 
-// Claims a request for the watchdog and lets it fail: stores the graph's status, then the answer
-// (M5), which ends the device's wait. Does nothing if the worker has claimed the request.
+// Claims a request for the watchdog and fails its replay: stores the graph's status first and then
+// the answer, which ends the device's wait (M5). Does nothing if the worker has claimed the
+// request.
 void Port::release(std::uint32_t seq, const std::string& reason) {
   if (!try_claim(seq, kWatchdog)) return;
   fail(seq, reason);
@@ -184,7 +187,7 @@ void Port::check_device_timeout() {
   if (words_.timed_out == nullptr) return;
   const std::uint32_t seq = __atomic_load_n(words_.timed_out, __ATOMIC_ACQUIRE);
   if (seq == 0 || newer(last_closed(), seq)) return;
-  open_request(seq);  // possibly no host thread has seen the request yet
+  open_request(seq);  // this thread may be the first one that sees the request
   if (claim_.load() != pack(seq, kOpen)) return;
   release(seq, "the waiting kernel reached its own deadline" + native_stacks_of(record_));
 }

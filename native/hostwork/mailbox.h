@@ -20,9 +20,9 @@ class Port;
 
 struct WorkerOptions {
   std::vector<int> cpus;   // cores the thread may run on; empty: all
-  bool spin = false;       // poll continuously while a replay is in flight
-  double spin_s = 50e-6;   // otherwise: poll continuously for this time after a request,
-  double sleep_s = 50e-6;  // then sleep for this time between two polls
+  bool spin = false;       // whether to poll continuously while a replay is in flight
+  double spin_s = 50e-6;   // without `spin`: time of continuous polling after a request
+  double sleep_s = 50e-6;  // without `spin`: sleep between two polls after that time
   std::string name;
 };
 
@@ -43,8 +43,8 @@ class Worker : public std::enable_shared_from_this<Worker> {
   std::int64_t served() const;
   // Returns whether the thread sleeps until the next launch.
   bool parked() const;
-  // Returns whether the thread still runs work that missed its deadline, so that the watchdog has
-  // answered the request in its place.
+  // Returns whether the thread still runs work whose request the watchdog has already answered,
+  // because the work missed its deadline.
   bool stuck() const;
 
   struct Core;  // shared with the thread
@@ -57,11 +57,11 @@ class Worker : public std::enable_shared_from_this<Worker> {
 struct MailboxWords {
   // Number of the posted request, which the device stores; 0: none.
   std::uint32_t* request = nullptr;
-  // Answer, which the host stores: the number of the request if a spinning kernel waits,
-  // otherwise 1.
+  // Answer, which the host stores. For a spinning kernel it is the number of the request, for a
+  // batch memory operation it is 1.
   std::uint32_t* ack = nullptr;
-  // Number of the request whose spinning kernel reached its deadline. Null without a spinning
-  // kernel.
+  // Number of the last request whose spinning kernel ended at its own deadline; 0: none. The
+  // pointer is null if the mailbox has no spinning kernel.
   std::uint32_t* timed_out = nullptr;
 };
 
@@ -100,16 +100,16 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   void check_device_timeout();
 
   void launched() noexcept override;
-  // Returns whether the worker still runs work that missed its deadline, so that the watchdog has
-  // answered the request in its place.
+  // Returns whether the worker still runs work whose request the watchdog has already answered,
+  // because the work missed its deadline.
   bool overrun() const override;
   const std::shared_ptr<Worker>& worker() const { return worker_; }
   double shortest_limit_s() const;
 
  private:
   enum Claimant : std::uint64_t { kOpen = 0, kWorker = 1, kWatchdog = 2 };
-  // A claim is the number of a request together with the thread that claimed the request, or with
-  // kOpen as long as no thread has claimed it. The claiming thread answers the request.
+  // A claim consists of the number of a request and of the thread that has claimed the request, or
+  // kOpen if no thread has claimed it yet. The thread that claims a request answers it.
   static std::uint64_t pack(std::uint32_t seq, Claimant claimant) {
     return std::uint64_t{seq} << 2 | claimant;
   }
@@ -127,8 +127,8 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   std::uint32_t last_closed() const;
   // Returns the number of the posted request; 0: none.
   std::uint32_t request() const { return __atomic_load_n(words_.request, __ATOMIC_ACQUIRE); }
-  // Returns whether a launch in flight has yet to post its request. Request `last` and all requests
-  // up to the last answered one have been posted.
+  // Returns whether a launch in flight will still post its request. `last` is the last request that
+  // the caller has seen.
   bool expecting(std::uint32_t last) const;
   std::int64_t replay_of(std::uint32_t seq) const {
     return state_->base() + launches_before_ + seq;
@@ -141,8 +141,8 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   const MailboxOutput output_;
   const MailboxLimits limits_;
   const std::int64_t launches_before_;  // launches of the definition before this step was added
-  std::atomic<std::uint64_t> claim_{kWorker};  // initially request 0, which counts as answered
-  std::atomic<bool> serving_{false};           // the worker is in serve()
+  std::atomic<std::uint64_t> claim_{kWorker};  // initial claim: request 0, which needs no answer
+  std::atomic<bool> serving_{false};           // whether the worker is in serve()
   std::atomic<std::int64_t> due_since_ns_{0};  // start of the replay deadline of the next request
   std::uint32_t last_seen_ = 0;                // last request that the worker has seen
   // The request whose deadline the watchdog checks, and the time at which the watchdog first saw

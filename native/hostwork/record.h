@@ -74,7 +74,8 @@ class HostRecord : public Record {
   std::atomic<std::int64_t> runs_{0};  // written only by the run itself
 };
 
-// Function of all host nodes (the trampoline); `data` is the HostRecord of the node.
+// The function that the driver calls for every host node (the trampoline). `data` is the HostRecord
+// of the node.
 void run_host_record(void* data);
 
 // Returns the number of the replay that runs on this thread, from 1; 0 in eager work or outside
@@ -108,9 +109,9 @@ struct RunningHostWork {
   const HostRecord* record;
   std::string node;
   std::int64_t replay;
-  double seconds;
-  std::uint64_t thread;  // threading.get_ident() of the thread that runs it
-  int tid;               // kernel thread id of the thread
+  double seconds;        // time since the step began
+  std::uint64_t thread;  // threading.get_ident() of the thread that runs the step
+  int tid;               // Linux thread id of that thread
 };
 std::vector<RunningHostWork> running_host_work();
 

@@ -108,8 +108,8 @@ std::int64_t GraphState::launched() const {
   return parent == nullptr ? own : own + parent->launched() - parent_launches_at_join_;
 }
 
-// The replays of a child graph have the numbers of the parent's replays. Before the move, the
-// records of the child graph had run `launched_` times.
+// A child graph uses the replay numbers of its parent. The records of the child had run `launched_`
+// times before the child was moved into the parent; the base subtracts these runs.
 std::int64_t GraphState::base() const {
   const GraphState* parent = parent_.load(std::memory_order_acquire);
   if (parent == nullptr) return base_.load(std::memory_order_acquire);

@@ -32,7 +32,8 @@ struct Failure {
   std::string message;
 };
 
-// Interface for objects that are notified of every launch of a definition (ports of mailboxes).
+// Interface of objects that are notified of every launch of a graph definition. The ports of
+// mailboxes implement it.
 class LaunchListener {
  public:
   virtual ~LaunchListener() = default;

@@ -82,7 +82,9 @@ void watch(const std::shared_ptr<Port>& port) {
     if (!watchdog.started) std::thread(run_watchdog).detach();
     watchdog.started = true;
   }
-  wake_watchdog();  // a launch that bypasses Exec would not wake it
+  // Exec wakes the watchdog at each launch. A graph may also be launched by other means, so the
+  // watchdog is woken here as well.
+  wake_watchdog();
 }
 
 void check_device_timeouts() {

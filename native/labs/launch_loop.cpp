@@ -31,8 +31,8 @@ namespace {
 using Times = std::vector<std::uint64_t>;
 
 constexpr std::size_t kMaxGaps = 1 << 16;
-constexpr std::uint64_t kGapNs = 5000;                // longer intervals without a tick are gaps
-constexpr std::uint64_t kTickTimeoutNs = 1000000000;  // limit of await_busy_thread()
+constexpr std::uint64_t kGapNs = 5000;                // shortest interval that counts as a gap
+constexpr std::uint64_t kTickTimeoutNs = 1000000000;  // maximum time in await_busy_thread()
 constexpr unsigned kPollUs = 20;
 
 std::atomic<std::uint64_t> ticks{0};
@@ -42,7 +42,8 @@ std::uint64_t last_tick = 0;  // guarded by the GIL
 
 std::uint64_t now_ns() { return static_cast<std::uint64_t>(monotonic_ns()); }
 
-// Reports that the calling thread is running bytecode. Called by the busy thread with the GIL held.
+// Reports that the calling thread is running bytecode, and records a gap if the last report is more
+// than kGapNs ago. Called by the busy thread with the GIL held.
 void tick() {
   const std::uint64_t now = now_ns();
   if (now - last_tick > kGapNs) {
@@ -53,15 +54,15 @@ void tick() {
   ticks.fetch_add(1);
 }
 
-// Returns and clears the gaps: the intervals longer than kGapNs without a tick. Outside these
-// intervals the busy thread held the GIL.
+// Returns the recorded gaps and clears the list. A gap is an interval without a tick that is longer
+// than kGapNs. Outside the gaps the busy thread held the GIL.
 std::vector<std::pair<std::uint64_t, std::uint64_t>> gaps() {
   const std::lock_guard<std::mutex> lock(gaps_mutex);
   return std::exchange(gap_list, {});
 }
 
-// Waits until the busy thread has called tick() twice. It then holds the GIL and is not about to
-// release it.
+// Waits until the busy thread has called tick() twice. Afterwards the busy thread holds the GIL and
+// is not about to release it.
 void await_busy_thread() {
   const std::uint64_t begin = now_ns();
   const std::uint64_t target = ticks.load() + 2;
@@ -72,11 +73,12 @@ struct ReplayOptions {
   hostwork::Exec* exec;  // executable of graft, or null
   std::uint64_t handle;  // CUgraphExec of another library, if `exec` is null
   std::uint64_t stream;
-  std::size_t callbacks;              // host steps per replay
-  const std::uint64_t* stamps;        // device times before and after the host steps of a replay
-  std::uint64_t hops;                 // address of the soft device's softcuda_hops(), or 0
-  const std::uint64_t* body_written;  // one time per host step, written by native work; or null
-  bool busy;                          // wait for the busy thread before each launch
+  std::size_t callbacks;        // host steps per replay
+  const std::uint64_t* stamps;  // device times before and after the host steps of a replay
+  std::uint64_t hops;           // address of the soft device's softcuda_hops(), or 0
+  const std::uint64_t*
+      body_written;  // times that the native work wrote, one per host step; or null
+  bool busy;         // wait for the busy thread before each launch
 };
 
 struct Samples {
@@ -121,7 +123,8 @@ int replay(const ReplayOptions& options, std::size_t count, Samples* out) {
                                options.body_written + options.callbacks);
     }
   }
-  if (options.busy) await_busy_thread();  // the busy thread has then recorded its last gap
+  // The busy thread records a gap when it ticks again. Wait, so that the last gap is recorded.
+  if (options.busy) await_busy_thread();
   return 0;
 }
 

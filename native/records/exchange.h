@@ -31,13 +31,13 @@
 
 // How a round generates and masks its drafts. sampling/mode.py has the table of modes.
 enum DraftMode {
-  DRAFT_MODE_PROPOSED = 0,       // token ids, all at once
-  DRAFT_MODE_CHAIN = 1,          // sampled level by level, unmasked
-  DRAFT_MODE_CHAIN_FILL = 2,     // each draft is sampled under its mask row
-  DRAFT_MODE_CHAIN_PROBE = 3,    // the grammar tests the candidates of a level
+  DRAFT_MODE_PROPOSED = 0,       // the drafter returns token ids for all levels at once
+  DRAFT_MODE_CHAIN = 1,          // a chain is sampled level by level without masks
+  DRAFT_MODE_CHAIN_FILL = 2,     // each draft of a chain is sampled under its own mask row
+  DRAFT_MODE_CHAIN_PROBE = 3,    // the grammar tests the candidates of one level at a time
   DRAFT_MODE_CHAIN_LATTICE = 4,  // the grammar tests the candidates of all levels in one step
-  DRAFT_MODE_TREE = 5,           // grown level by level, unmasked
-  DRAFT_MODE_TREE_PROBE = 6,     // the grammar tests the candidates of all nodes of a level
+  DRAFT_MODE_TREE = 5,           // a tree grows level by level without masks
+  DRAFT_MODE_TREE_PROBE = 6,     // the grammar tests the candidates of all nodes of one level
   DRAFT_MODE_TREE_LATTICE = 7,   // the grammar tests the candidates of all levels in one step
 };
 
@@ -54,16 +54,17 @@ struct RowStamp {
                  // other states: 0
 };
 
-// Tokens that a replay committed to a slot. `rows` ids follow, of which `count` are used.
+// Tokens that a replay committed to a slot. An array of `rows` ids follows the struct; the first
+// `count` of them are used.
 struct Committed {
   int replay;
   int count;
 };
 
-// Drafts that follow a slot's committed tokens. `drafts` ids and `drafts` parents follow, of which
-// the first `count` are used. A parent is a row: row 0 is the last committed token, row j is draft
-// j. While a tree grows, the record has the nodes that are fed to the drafter instead of the
-// drafts; the id of a missing node is -1.
+// Drafts that continue a slot's committed tokens. Two arrays follow the struct, `drafts` ids and
+// `drafts` parents; the first `count` entries of each are used. A parent is a row number: row 0 is
+// the last committed token, row j is draft j. While a tree grows, the arrays contain the nodes that
+// the drafter processes next instead of the drafts. The id of a missing node is -1.
 struct Drafted {
   int replay;
   int count;
@@ -120,30 +121,31 @@ struct ExchangeLayout {
   int masks;          // offset of the mask rows of all slots, [rows][slots][words]
 };
 
-// Whether one grammar step tests the candidates of all levels.
+// Returns whether the grammar tests the candidates of all levels in one step.
 RECORDS_FUNCTION bool is_lattice_mode(int mode) {
   return mode == DRAFT_MODE_CHAIN_LATTICE || mode == DRAFT_MODE_TREE_LATTICE;
 }
 
-// Whether the grammar tests candidates, instead of filling mask rows for drafts.
+// Returns whether the grammar tests candidate ids instead of filling mask rows for the drafts.
 RECORDS_FUNCTION bool is_probe_mode(int mode) {
   return mode == DRAFT_MODE_CHAIN_PROBE || mode == DRAFT_MODE_TREE_PROBE || is_lattice_mode(mode);
 }
 
-// Whether drafts are restricted to tokens that the grammar accepts.
+// Returns whether drafts contain only tokens that the grammar accepts.
 RECORDS_FUNCTION bool is_masked_mode(int mode) {
   return mode == DRAFT_MODE_CHAIN_FILL || is_probe_mode(mode);
 }
 
-// Whether drafts are a tree that grows level by level.
+// Returns whether the drafts form a tree that grows level by level.
 RECORDS_FUNCTION bool is_growing_tree_mode(int mode) {
   return mode == DRAFT_MODE_TREE || mode == DRAFT_MODE_TREE_PROBE;
 }
 
-// Result of one batch row of a replay. `width` = maximum drafts + 1 tokens follow, and then, for
-// each token, the index of the forward row whose logits decided it.
+// Result of one batch row of a replay. Two arrays of `width` = maximum drafts + 1 entries follow
+// the struct: the tokens, and for each token the index of the forward row whose logits determined
+// it.
 struct RoundRow {
-  int slot;      // -1: padding
+  int slot;      // request slot of the row; -1: the row is padding
   int count;     // committed tokens
   int reason;    // REASON_*
   int accepted;  // drafts among the committed tokens
@@ -154,8 +156,8 @@ struct RoundRow {
 
 // Layout of a field of the output ring, in 32-bit words. A replay writes entry `replay % entries`.
 struct OutputLayout {
-  int entries;
-  int stride;  // words from one entry to the next
-  int rows;    // batch rows per entry
-  int row;     // words per batch row
+  int entries;  // number of entries
+  int stride;   // distance from one entry to the next
+  int rows;     // batch rows per entry
+  int row;      // words per batch row
 };

@@ -51,9 +51,10 @@ inline Path extended(Path path, int32_t token) {
   return path;
 }
 
-// A matcher of a hash grammar. With `slow` it randomly wastes CPU time, so that slots exceed their
-// time budget. It checks that the worker uses matchers correctly: not from two threads at the same
-// time, only with token ids of the vocabulary, and without a mask after the stop token.
+// A matcher whose grammar is a hash function. If `slow` is set, it randomly wastes CPU time, so
+// that slots exceed their time budget. The matcher aborts the test if two threads use it at the
+// same time, if it receives a token id outside the vocabulary, or if it must fill a mask after the
+// stop token.
 class HashMatcher final : public guided::NativeMatcher {
  public:
   HashMatcher(uint32_t seed, bool slow) : path_{seed}, random_(seed), slow_(slow) {}
@@ -110,9 +111,9 @@ class HashMatcher final : public guided::NativeMatcher {
   std::atomic<bool> in_use_{false};
 };
 
-// Returns the texts of the tokens. The worker needs them for forced drafts, which are drafts of
-// text that the grammar leaves no alternative to. Every token has a different text, so that text is
-// forced exactly where the grammar allows only one token.
+// Returns the texts of the tokens. The worker needs them for forced drafts: if the grammar allows
+// only one continuation of the text, the worker drafts it without a model. Every token has a
+// different text, so the continuation is forced exactly where the grammar allows only one token.
 inline std::shared_ptr<const guided::Forced> forced_text() {
   std::string bytes(kVocab, ' ');
   std::iota(bytes.begin(), bytes.end(), ' ');

@@ -23,12 +23,12 @@ enum class Kind {
   copy,
   fill,
   empty,
-  child,       // one plain kernel node
-  mailbox,     // request and batch memory operation
-  spinkernel,  // request and waiting kernel
-  moved,       // child graph that was moved and contains an IF
-  choice,      // IF-ELSE; the value of a cell selects the body
-  loop,        // WHILE with one to three iterations
+  child,       // child graph with one plain kernel node
+  mailbox,     // mailbox whose wait is a batch memory operation
+  spinkernel,  // mailbox whose wait is a spinning kernel
+  moved,       // child graph that is moved into the parent and contains an IF node
+  choice,      // IF-ELSE node; the value of a cell selects the body
+  loop,        // WHILE node with one to three iterations
   record_event,
   wait_event,
   count_

@@ -76,7 +76,9 @@ int graphs(const char* image, unsigned seed, unsigned count, unsigned threads) {
     running.emplace_back([&, t] {
       CALL(cuCtxSetCurrent(context));
       for (unsigned i = t; i < count; i += threads) {
-        Random random(seed + i);  // one thread with the seed of a failure reproduces the failure
+        // The graph depends only on this seed. A failure can be reproduced by a run with the seed,
+        // one graph and one thread.
+        Random random(seed + i);
         GraphCase(random, kernels).run();
       }
     });
@@ -101,9 +103,10 @@ int graphs(const char* image, unsigned seed, unsigned count, unsigned threads) {
   return 0;
 }
 
-// Changes a kernel node right after a worker thread of the soft device has run it, which frees the
-// node's old plan (the translated parameters). The test does not wait for the launch, so that only
-// the soft device's counter of launches in flight orders the two threads (its invariant G8).
+// Changes a kernel node right after a worker thread of the soft device has run it. The change frees
+// the node's plan, which holds its translated parameters. The test does not wait for the end of the
+// launch. The worker's use of the plan and the free are therefore ordered only by the soft device's
+// counter of launches in flight (invariant G8 of softcuda/INVARIANTS.md).
 int plans(const char* image, int times) {
   open_device();
   const Kernels kernels = load(image);

@@ -92,7 +92,10 @@ def test_child_graph_cannot_be_edited_or_moved_again(device: Device, stream: Str
 
 
 def test_child_graph_failure_fails_replay_of_parent(device: Device, stream: Stream, module) -> None:
-    """A child's failure has the parent's replay number and is in both graphs' status words."""
+    """A failure of a child graph is reported with the parent's replay number.
+
+    The status words of both graphs contain the failure.
+    """
     kernel = module["unless"]
     good = [device.zeros((1,), "int32") for _ in range(2)]
     fail = [False]
@@ -106,7 +109,8 @@ def test_child_graph_failure_fails_replay_of_parent(device: Device, stream: Stre
     child = Graph(device, "child")
     payload = child.payload("first", name="payload")
     child.lane("x").host(step, name="inner", payload=payload)
-    early = child.instantiate()  # the child's records count three runs before the move
+    # The child's host step runs three times before the child is moved into the parent.
+    early = child.instantiate()
     replay(early, stream, 3)
     early.close()
     child.lane("x").kernel(kernel, 1, 1, [child.status, good[0]])

@@ -192,8 +192,8 @@ def test_failed_graph_build_releases_resources(
                 getattr(lane, kind)(bad)
     del bad
     gc.collect()
-    # For a mailbox, two records were added with the request node: those of the port and of the
-    # work. The graph keeps them until it is closed.
+    # The request node of a mailbox has two records, one for the port and one for the work. The
+    # graph keeps these records until it is closed, although the wait node was rejected.
     kept = 2 if kind == "mailbox" else 0
     wait_until(lambda: native.live_records() <= live + kept)
     assert [node.kind for node in graph.nodes] == ["host"]
