@@ -4,6 +4,11 @@ Each tensor is dequantized with the package ``gguf`` and written before the next
 the memory use does not grow with the model. If graft does not support a property of the model, an
 error names the property before any file is written. The files are written to a temporary folder,
 which is renamed at the end, so that no incomplete model remains after an error.
+
+By default, the matrices keep the precision of the file: float32, float16 and bfloat16 are copied
+exactly. Quantized matrices are dequantized to bfloat16, whose rounding error is smaller than the
+error of the quantization. ``--dtype float32`` stores the dequantized values exactly, in twice the
+memory. Vectors, such as norm weights, are always stored in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from graft.cudagraph.dtypes import from_float32
+from graft.cudagraph.dtypes import from_float32, itemsize
 from graft.cudagraph.errors import GraftError
 from graft.models.llm.config import LlamaConfig
 from graft.models.llm.rope import Rope
@@ -47,6 +52,11 @@ MODEL_TENSORS = {
     "output.weight": "lm_head.weight",
 }
 ROPE_FACTORS = "rope_freqs.weight"
+MAX_FLOAT16 = float(np.finfo(np.float16).max)
+#: Name of each stored dtype in safetensors files.
+SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+#: Dtypes of matrices by the name of their GGUF type. Other types are quantized.
+UNQUANTIZED = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 #: Parameters of Llama 3's RoPE scaling. A GGUF file contains only the frequency factors that result
 #: from them.
 LOW_FREQ_FACTOR = 1.0
@@ -156,8 +166,29 @@ def tensor_shape(tensor: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in reversed(tensor.shape))
 
 
-def make_config(file: GgufFile) -> dict[str, Any]:
+def file_dtype(file: GgufFile) -> str:
+    """Return the narrowest dtype that holds all unquantized matrices of a file exactly.
+
+    The result is "bfloat16" if all matrices are quantized.
+    """
+    dtypes = set()
+    for tensor in file.tensors.values():
+        if len(tensor.shape) == 2 and tensor.tensor_type.name in UNQUANTIZED:
+            dtypes.add(UNQUANTIZED[tensor.tensor_type.name])
+    if len(dtypes) > 1:
+        return "float32"
+    return dtypes.pop() if dtypes else "bfloat16"
+
+
+def make_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     """Return the content of ``config.json`` for the model of a GGUF file.
+
+    Parameters
+    ----------
+    file
+        GGUF file.
+    dtype
+        Dtype of the matrices.
 
     Raises
     ------
@@ -183,7 +214,7 @@ def make_config(file: GgufFile) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "dtype": "bfloat16",
+        "dtype": dtype,
         "vocab_size": tensor_shape(file.tensors["token_embd.weight"])[0],
         "hidden_size": hidden_size,
         "intermediate_size": file.get_size("feed_forward_length"),
@@ -293,8 +324,14 @@ def write_weights(
     names: dict[str, str],
     config: dict[str, Any],
 ) -> None:
-    """Write all tensors to a safetensors file in bfloat16, one after the other."""
-    header, size = _safetensors_header(file, names)
+    """Write all tensors to a safetensors file, one after the other.
+
+    Raises
+    ------
+    GgufError
+        If a value exceeds the range of the config's dtype.
+    """
+    header, size = _safetensors_header(file, names, config["dtype"])
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensor data must be aligned to 8 bytes
     num_heads = {
@@ -308,25 +345,44 @@ def write_weights(
             projection = hf_name.split(".")[-2]
             if projection in num_heads:
                 weight = to_half_split(weight, num_heads[projection])
-            data = from_float32(weight, "bfloat16").tobytes()
+            dtype = stored_dtype(weight.shape, config["dtype"])
+            limit = MAX_FLOAT16 if dtype == "float16" else np.inf
+            if np.abs(weight).max() > limit:
+                raise GgufError(
+                    f"{file.path}: {gguf_name} has values above the range of {dtype}; convert the "
+                    "file with --dtype bfloat16 or float32"
+                )
+            data = from_float32(weight, dtype).tobytes()
             out.write(data)
             bar.update(len(data))
 
 
-def _safetensors_header(file: GgufFile, names: dict[str, str]) -> tuple[dict[str, Any], int]:
+def stored_dtype(shape: tuple[int, ...], dtype: str) -> str:
+    """Return the dtype in which a tensor is stored: `dtype` for matrices, float32 for vectors."""
+    return dtype if len(shape) == 2 else "float32"
+
+
+def _safetensors_header(
+    file: GgufFile, names: dict[str, str], dtype: str
+) -> tuple[dict[str, Any], int]:
     """Return the header of the safetensors file, and the size of all tensors in bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for hf_name, gguf_name in names.items():
         shape = tensor_shape(file.tensors[gguf_name])
+        stored = stored_dtype(shape, dtype)
         start = end
-        end += 2 * int(np.prod(shape))
-        header[hf_name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+        end += itemsize(stored) * int(np.prod(shape))
+        header[hf_name] = {
+            "dtype": SAFETENSORS_DTYPES[stored],
+            "shape": shape,
+            "data_offsets": [start, end],
+        }
     return header, end
 
 
-def convert(file: str | Path, out: str | Path) -> Path:
-    """Convert a GGUF file to a Hugging Face folder with bfloat16 weights.
+def convert(file: str | Path, out: str | Path, dtype: str = "auto") -> Path:
+    """Convert a GGUF file to a Hugging Face folder.
 
     Parameters
     ----------
@@ -335,6 +391,9 @@ def convert(file: str | Path, out: str | Path) -> Path:
     out
         Folder to create. The files written to it are ``config.json``, ``model.safetensors``,
         ``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json``.
+    dtype
+        Dtype of the stored matrices: "float32", "float16", "bfloat16", or "auto" for the precision
+        of the file (`file_dtype`).
 
     Returns
     -------
@@ -344,8 +403,8 @@ def convert(file: str | Path, out: str | Path) -> Path:
     Raises
     ------
     GgufError
-        If `out` exists, or if the file is not a GGUF file or has an unsupported architecture,
-        quantization or RoPE scaling.
+        If `out` exists, if the file is not a GGUF file or has an unsupported architecture,
+        quantization or RoPE scaling, or if a value exceeds the range of `dtype`.
     GgufTokenizerError
         If the tokenizer is not supported.
     ConfigError, TokenizerError
@@ -357,7 +416,7 @@ def convert(file: str | Path, out: str | Path) -> Path:
         raise GgufError(f"{out}: exists already")
     if "token_embd.weight" not in source.tensors:
         raise GgufError(f"{source.path}: tensor token_embd.weight is missing")
-    config = make_config(source)
+    config = make_config(source, file_dtype(source) if dtype == "auto" else dtype)
     LlamaConfig.from_dict(config, str(source.path))
     names = map_tensor_names(source, config)
     contents = tokenizer_files(source)
@@ -392,11 +451,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``graft import``."""
     parser.add_argument("file", help="GGUF file of a Llama model")
     parser.add_argument("out", help="folder to create; it must not exist")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", *SAFETENSORS_DTYPES),
+        default="auto",
+        help="dtype of the stored matrices; auto keeps the precision of the file and stores "
+        "quantized matrices as bfloat16 (default %(default)s)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Convert the file, and print a command that runs the converted model."""
-    out = convert(options.file, options.out)
+    out = convert(options.file, options.out, options.dtype)
     print(f"{out}: written; graft generate --model {out} ...")
     return 0

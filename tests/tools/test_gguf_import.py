@@ -14,7 +14,7 @@ from graft.models.errors import ConfigError
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
 from graft.models.tokenizer import Tokenizer
-from graft.tools import gguf_import
+from graft.tools import cli, gguf_import
 from graft.tools.gguf_import import GgufError, convert
 from graft.tools.gguf_tokenizer import GgufTokenizerError
 
@@ -55,11 +55,13 @@ def write_gguf(
     kind=Q.F32,
     *,
     architecture="llama",
+    kinds=None,
     **changed,
 ) -> None:
     """Write a GGUF file of a tiny Llama and its tokenizer.
 
-    The keyword arguments `changed` replace metadata values by key; the value None removes the key.
+    Matrices have the quantization `kind`, except those in `kinds`. The keyword arguments `changed`
+    replace metadata values by key; the value None removes the key.
     """
     writer = gguf.GGUFWriter(str(file), architecture)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]
@@ -97,7 +99,7 @@ def write_gguf(
         for projection, heads in (("q_proj", 4), ("k_proj", 2)):
             if projection in name:
                 weight = interleave_rows(weight, heads)
-        stored = kind if weight.ndim == 2 else Q.F32
+        stored = (kinds or {}).get(name, kind) if weight.ndim == 2 else Q.F32
         writer.add_tensor(gguf_name(name), gguf.quantize(weight, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -145,25 +147,60 @@ def tiny(tmp_path):
     return make
 
 
-@pytest.mark.parametrize(("kind", "tied"), [(Q.F32, True), (Q.F16, False), (Q.Q8_0, True)])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tied"),
+    [
+        (Q.F32, "float32", True),
+        (Q.F16, "float16", False),
+        (Q.BF16, "bfloat16", True),
+        (Q.Q8_0, "bfloat16", True),
+    ],
+)
 def test_gguf_import_preserves_weights_and_config(
     tiny,
     tmp_path,
     kind,
+    dtype,
     tied,
 ):
-    """The converted weights are the dequantized values, rounded to bfloat16."""
+    """Matrices of 32 and 16 bits are copied exactly. Vectors are copied in float32."""
     file, config, weights = tiny(kind, tied=tied)
     folder = convert(file, tmp_path / "out")
-    assert LlamaConfig.from_dir(folder) == LlamaConfig.from_dict(
-        config | {"torch_dtype": "bfloat16"}
-    )
+    assert LlamaConfig.from_dir(folder) == LlamaConfig.from_dict(config | {"torch_dtype": dtype})
     checkpoint = Checkpoint(folder)
     assert set(checkpoint.names) == set(weights)
     for name, weight in weights.items():
+        expected = "float32"
         if weight.ndim == 2:
             weight = gguf.dequantize(gguf.quantize(weight, kind), kind)
-        assert np.array_equal(checkpoint.get(name)[0], from_float32(weight, "bfloat16")), name
+            expected = dtype
+        stored, stored_dtype = checkpoint.get(name)
+        assert stored_dtype == expected, name
+        assert np.array_equal(stored, from_float32(weight, expected)), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_gguf_import_dtype_option_rounds_matrices(tiny, tmp_path, dtype):
+    file, _, weights = tiny(Q.F32)
+    out = tmp_path / "out"
+    assert cli.main(["import", str(file), str(out), "--dtype", dtype]) == 0
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert Checkpoint(out).get(name)[1] == dtype
+    assert np.array_equal(Checkpoint(out).get(name)[0], from_float32(weights[name], dtype))
+
+
+def test_gguf_import_of_mixed_precisions_keeps_the_widest(tiny, tmp_path):
+    file, _, _ = tiny(Q.F16, kinds={"model.embed_tokens.weight": Q.BF16})
+    assert LlamaConfig.from_dir(convert(file, tmp_path / "out")).dtype == "float32"
+
+
+def test_gguf_import_rejects_values_that_overflow_the_dtype(tiny, tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
+    large = np.full((96, 64), 70000, np.float32)
+    file, _, _ = tiny(weights={name: large})
+    with pytest.raises(GgufError, match=r"blk.1.ffn_up.weight has values above the range"):
+        convert(file, tmp_path / "out", "float16")
+    assert not (tmp_path / "out").exists()
 
 
 def test_gguf_import_preserves_byte_level_tokenizer(tiny, tmp_path):
