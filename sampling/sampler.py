@@ -19,7 +19,7 @@ from graft.sampling.loading import KERNELS, load, row_block, row_parts
 from graft.sampling.mode import RECORDS_HEADER
 from graft.sampling.state import LOGPROBS, MAX_DRAFTS, SlotState
 
-__all__ = ["ROUND_ROW", "RowMap", "Sampler", "output_ring", "row_words"]
+__all__ = ["ROUND_ROW", "DraftVocab", "RowMap", "Sampler", "output_ring", "row_words"]
 
 #: dtype of ``struct RoundRow`` in native/records/exchange.h, which documents its fields.
 ROUND_ROW = read_struct(RECORDS_HEADER, "RoundRow")
@@ -107,6 +107,41 @@ class RowMap:
         return self.map.shape[0]
 
 
+@dataclass(frozen=True)
+class DraftVocab:
+    """Mapping between the columns of a drafter's logits and the token ids of the target.
+
+    Attributes
+    ----------
+    size : int
+        Number of columns Vd of the logits; 0 if the drafter computes no logits.
+    d2t : DeviceArray or None
+        int32 [Vd], target id of each column. None if column i belongs to token id i.
+    t2d : DeviceArray or None
+        int32 [V], column of each target id, or -1 if it has none. None exactly if `d2t` is None.
+    """
+
+    size: int
+    d2t: DeviceArray | None = None
+    t2d: DeviceArray | None = None
+
+    def check(self, vocab_size: int) -> None:
+        """Check the sizes against the target's vocabulary of `vocab_size` ids.
+
+        Raises
+        ------
+        OptionError, ShapeError
+            If a size or an array does not fit, with its name.
+        """
+        if (self.d2t is None) != (self.t2d is None):
+            raise OptionError("d2t and t2d must be given together")
+        if self.d2t is not None and self.t2d is not None:
+            expect("d2t", self.d2t, "int32", Vd=self.size)
+            expect("t2d", self.t2d, "int32", V=vocab_size)
+        else:
+            check_range("size of the draft vocabulary", self.size, 0, vocab_size)
+
+
 class Sampler:
     """Adds the sampling kernels of a round to lanes.
 
@@ -122,25 +157,19 @@ class Sampler:
 
     Parameters
     ----------
-    device
-        Device of the kernels.
     state
-        State of all slots.
+        State of all slots. The kernels run on its device.
     exchange
-        Exchanged records, for as many slots. Its mode is the draft mode, its drafts are K, its
-        vocabulary is V, less than 2**24.
+        Exchanged records of the same number of slots. It determines the draft mode, the maximum
+        number of drafts K, and the number of target ids V, which must be less than 2**24.
     replay
         int32 [1], number of the replay.
     token_limit
-        Ids at or above it are illegal, on unconstrained rows too.
+        Upper bound of legal ids (exclusive). It also applies to requests without a grammar.
     max_batch
         Maximum number of batch rows.
     draft_vocab
-        Number of columns Vd of the drafter's logits; 0 if the drafter computes no logits.
-    d2t
-        int32 [Vd], target id of each drafter column; None if columns are target ids.
-    t2d
-        int32 [V], drafter column of each target id, or -1. Required with `d2t`, else None.
+        Vocabulary of the drafter's logits; None if the drafter computes no logits.
     block
         Threads per row: 1 or a multiple of 32, at most 1024. Default: by device. Results do not
         depend on it.
@@ -152,8 +181,8 @@ class Sampler:
     mode : DraftMode
         Draft mode.
     probs : DeviceArray
-        float32 [max_batch * (K+1), V], filtered distribution of each row of the last call whose
-        request is sampled (temperature >= 1e-5).
+        float32 [max_batch * (K+1), V], filtered distribution of each row of the last `target`
+        call. Rows of greedy requests (temperature < 1e-5) are undefined.
     raw : DeviceArray
         float32 [max_batch * (K+1), V], logits of the rows of requests with log probabilities, as
         the model computed them or, with ``logprobs_masked``, adjusted and masked.
@@ -164,7 +193,7 @@ class Sampler:
     rows : DeviceArray
         int32 [max_batch, row words], result of each batch row, see `row_words`.
     q : DeviceArray
-        float32 [S, tables, max(Vd, 1)], distribution that each draft was sampled from.
+        float32 [S, mode.tables, max(Vd, 1)], distribution that each draft was sampled from.
     faults : DeviceArray
         int32 [1], number of drafts with probability 0 in their own table; 0 unless there is a bug.
     cross_block : DeviceArray
@@ -173,68 +202,47 @@ class Sampler:
 
     def __init__(
         self,
-        device: Device,
         state: SlotState,
         exchange: Exchange,
         replay: DeviceArray,
         *,
         token_limit: int,
         max_batch: int,
-        draft_vocab: int = 0,
-        d2t: DeviceArray | None = None,
-        t2d: DeviceArray | None = None,
+        draft_vocab: DraftVocab | None = None,
         block: int | None = None,
         parts: int | None = None,
     ) -> None:
-        vocab_size = exchange.vocab_size
-        draft_length = exchange.drafts
-        check_range("vocab_size", vocab_size, 1, (1 << 24) - 1)
-        check_range("token_limit", token_limit, 1, vocab_size)
-        check_range(
-            "max_batch",
-            max_batch,
-            1,
-            min(state.slots, (1 << 15) - 1),
-        )  # see `RowMap.map`
-        check_range("parts", 1 if parts is None else parts, 1, 32)
-        check_range("draft_length", draft_length, 0, MAX_DRAFTS)
-        check_range(
-            "exchange slots",
-            exchange.slots,
-            state.slots,
-            state.slots,
-        )
-        check_range(
-            "vocab_size of the state",
-            state.vocab_size,
-            vocab_size,
-            vocab_size,
-        )
-        expect("replay", replay, "int32", N=1)
-        if (d2t is None) != (t2d is None):
-            raise OptionError("d2t and t2d must be given together")
-        if d2t is not None and t2d is not None:
-            expect("d2t", d2t, "int32", Vd=draft_vocab)
-            expect("t2d", t2d, "int32", V=vocab_size)
-        else:
-            check_range("draft_vocab", draft_vocab, 0, vocab_size)
-        self.device = device
+        self.device = state.device
         self.state = state
         self.exchange = exchange
         self.mode = exchange.mode
-        self.vocab_size = vocab_size
+        self.vocab_size = exchange.vocab_size
         self.token_limit = token_limit
-        self.draft_length = draft_length
-        self.draft_vocab = draft_vocab
-        self.d2t = d2t
-        self.t2d = t2d
+        self.draft_length = exchange.drafts
+        self.draft_vocab = DraftVocab(0) if draft_vocab is None else draft_vocab
         self.max_batch = max_batch
-        self.block = row_block(device) if block is None else block
-        self._parts = row_parts(device, vocab_size) if parts is None else parts
-        self.draft_parts = row_parts(device, draft_vocab) if parts is None else parts
         self._replay = replay
+        check_range("parts", 1 if parts is None else parts, 1, 32)
+        self._check_sizes()
+        self.block = row_block(self.device) if block is None else block
+        self._parts = parts or row_parts(self.device, self.vocab_size)
+        self.draft_parts = parts or row_parts(self.device, self.draft_vocab.size)
         self._allocate()
         self._load_kernels()
+
+    def _check_sizes(self) -> None:
+        state = self.state
+        vocab_size = self.vocab_size
+        check_range("vocab_size", vocab_size, 1, (1 << 24) - 1)
+        check_range("token_limit", self.token_limit, 1, vocab_size)
+        # `RowMap.map` stores the batch row in the upper half of an int32.
+        max_batch_limit = min(state.slots, (1 << 15) - 1)
+        check_range("max_batch", self.max_batch, 1, max_batch_limit)
+        check_range("draft_length", self.draft_length, 0, MAX_DRAFTS)
+        check_range("exchange slots", self.exchange.slots, state.slots, state.slots)
+        check_range("vocab_size of the state", state.vocab_size, vocab_size, vocab_size)
+        expect("replay", self._replay, "int32", N=1)
+        self.draft_vocab.check(vocab_size)
 
     def _allocate(self) -> None:
         """Allocate the arrays that kernels exchange."""
@@ -246,7 +254,7 @@ class Sampler:
         self.row_ok = device.zeros((rows,), "int32")
         self.row_words = row_words(self.draft_length)
         self.rows = device.zeros((self.max_batch, self.row_words), "int32")
-        table_shape = (self.state.slots, self.mode.tables, max(self.draft_vocab, 1))
+        table_shape = (self.state.slots, self.mode.tables, max(self.draft_vocab.size, 1))
         self.q = device.zeros(table_shape, "float32")
         self.faults = device.zeros((1,), "int32")
         self._weights = device.zeros((rows,), "float32")
@@ -305,6 +313,11 @@ class Sampler:
             self.exchange.device_masks,
             self.exchange.layout,
         ]
+        self._add_adjust(lane, grid, inputs)
+        self._add_target_steps(lane, grid, inputs)
+
+    def _add_adjust(self, lane: Lane, grid: tuple[int, int, int], inputs: list[Any]) -> None:
+        """Add the kernel that adjusts the logits and reads the states of the mask rows."""
         args = [
             *inputs,
             self.exchange.memory,
@@ -320,6 +333,9 @@ class Sampler:
             args,
             name="adjust logits",
         )
+
+    def _add_target_steps(self, lane: Lane, grid: tuple[int, int, int], inputs: list[Any]) -> None:
+        """Add the launches of the kernel that filters the logits and samples the tokens."""
         # Several blocks can share only the first step of a launch, because the later steps of the
         # launch run in the last block. Several blocks per row therefore need one launch per step,
         # while a single block runs all steps in one launch.
@@ -366,8 +382,8 @@ class Sampler:
         check_range("output rows", results.shape[0], batch, 1 << 16)
         inputs: list[Any] = [
             self.vocab_size,
-            self.draft_vocab,
-            self.t2d,
+            self.draft_vocab.size,
+            self.draft_vocab.t2d,
             self.probs,
             self.row_ok,
             self.state.array,
@@ -376,16 +392,8 @@ class Sampler:
             self._weights,
             self._passed,
         ]
-        if self.draft_vocab > 0 and rows.count > batch:
-            args = [rows.slot, rows.map, *inputs, self.cross_block, self.faults]
-            grid = (rows.count, self._parts, 1)
-            lane.kernel(
-                self._test,
-                grid,
-                self.block,
-                args,
-                name="test drafts",
-            )
+        if self.draft_vocab.size > 0 and rows.count > batch:
+            self._add_tests(lane, rows, inputs)
         args = [
             rows.slot,
             rows.first,
@@ -404,6 +412,17 @@ class Sampler:
             name="verify",
         )
         self._add_publish(lane, rows, out_ring, batch)
+
+    def _add_tests(self, lane: Lane, rows: RowMap, inputs: list[Any]) -> None:
+        """Add the kernel that tests drafts by rejection sampling."""
+        args = [rows.slot, rows.map, *inputs, self.cross_block, self.faults]
+        lane.kernel(
+            self._test,
+            (rows.count, self._parts, 1),
+            self.block,
+            args,
+            name="test drafts",
+        )
 
     def _add_publish(
         self,
@@ -475,9 +494,9 @@ class Sampler:
         masks = exchange.host_masks if self.mode.probes else exchange.device_masks
         args = [
             draft_logits,
-            self.draft_vocab,
+            self.draft_vocab.size,
             self.token_limit,
-            self.d2t,
+            self.draft_vocab.d2t,
             row_slot,
             j,
             masks,
@@ -523,9 +542,9 @@ class Sampler:
         self._check_draft(draft_logits, row_slot, j, levels)
         args = [
             draft_logits,
-            self.draft_vocab,
+            self.draft_vocab.size,
             self.token_limit,
-            self.d2t,
+            self.draft_vocab.d2t,
             row_slot,
             batch,
             j,
@@ -657,7 +676,7 @@ class Sampler:
         batch = self._batch(row_slot)
         check_range("j", j, 1, self.draft_length)
         rows = "B" if levels == 1 else "levels*B"
-        sizes = {rows: levels * batch, "Vd": self.draft_vocab}
+        sizes = {rows: levels * batch, "Vd": self.draft_vocab.size}
         expect("draft_logits", draft_logits, "float32", **sizes)
         return batch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from graft.sampling.checks import check_range
 from graft.sampling.loading import KERNELS, load
 from graft.sampling.params import VERIFY_MODES, SamplingParams
 
-__all__ = ["LOGPROBS", "MAX_DRAFTS", "SLOT", "SlotState"]
+__all__ = ["LOGPROBS", "MAX_DRAFTS", "SLOT", "SlotRequest", "SlotState"]
 
 _HEADER = KERNELS / "slot.cuh"
 _NUMBERS = read_numbers(_HEADER)
@@ -25,6 +26,68 @@ MAX_DRAFTS = _NUMBERS["MAX_DRAFTS"]
 SLOT = read_struct(_HEADER, "Slot")
 #: dtype of ``struct Logprobs`` in kernels/slot.cuh.
 LOGPROBS = read_struct(_HEADER, "Logprobs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotRequest:
+    """A request as `SlotState.join` writes it to a slot.
+
+    Attributes
+    ----------
+    params : SamplingParams
+        Sampling parameters.
+    position : int
+        Position of the last known token, which is the last one of `prompt` and `output`.
+    last : int
+        Id of that token.
+    epoch : int
+        Number of the slot assignment. Stamps of mask rows contain it, so that kernels ignore the
+        rows of the slot's previous request.
+    limit : int
+        Exclusive upper bound of the request's positions.
+    capacity : int or None
+        Exclusive upper bound of the positions with KV-cache pages. Drafts of a tree may need more
+        positions than `limit`, which is the default.
+    prompt, output : sequence of int
+        Token ids of the prompt and of the output so far, for penalties and `min_tokens`.
+    """
+
+    params: SamplingParams
+    position: int
+    last: int
+    epoch: int
+    limit: int
+    capacity: int | None = None
+    prompt: Sequence[int] = ()
+    output: Sequence[int] = ()
+
+    def check(self, vocab_size: int) -> None:
+        """Check positions and sampling parameters for a vocabulary of `vocab_size` ids.
+
+        Raises
+        ------
+        OptionError
+            If a value is out of range, with its name.
+        """
+        check_range("position", self.position, 0, 2**31 - 2)
+        check_range("limit", self.limit, self.position + 2, 2**31 - 1)
+        if self.capacity is not None:
+            check_range("capacity", self.capacity, self.limit, 2**31 - 1)
+        self.params.check_values(vocab_size)
+
+    def record(self) -> Any:
+        """Return a record of dtype SLOT: an active request without drafts."""
+        record = _params_record(self.params)
+        record["n"] = self.position
+        record["last"] = self.last
+        record["active"] = 1
+        record["epoch"] = self.epoch
+        record["limit"] = self.limit
+        record["capacity"] = self.limit if self.capacity is None else self.capacity
+        if self.params.min_tokens > 0:
+            num_prompt = self.position + 1 - len(self.output)
+            record["earliest_stop"] = min(num_prompt + self.params.min_tokens, self.limit)
+        return record
 
 
 class SlotState:
@@ -68,29 +131,17 @@ class SlotState:
         """Overwrite all slots from a host array, SLOT [S], and synchronize."""
         self.array.copy_from(np.ascontiguousarray(slots)[:, None].view(np.uint8))
 
-    def join(
-        self,
-        lane: Lane,
-        slot: int,
-        params: SamplingParams,
-        *,
-        position: int,
-        last: int,
-        epoch: int,
-        limit: int,
-        capacity: int | None = None,
-        prompt: Sequence[int] = (),
-        output: Sequence[int] = (),
-    ) -> None:
+    def join(self, lane: Lane, slot: int, request: SlotRequest) -> None:
         """Assign a slot to a request: mark it active, without drafts.
 
-        The target's KV cache must have the entries of all positions below `position`. The next
-        round feeds `last` at `position` and samples the token at ``position + 1``.
+        The target's KV cache must have the entries of all positions below ``request.position``. The
+        next round feeds ``request.last`` at this position and samples the token at the position
+        after it.
 
-        The kernel receives all values by value, so later changes on the host do not affect it. The
-        exception is the table of logit bias and token counts, which is copied from pinned memory
-        that belongs to the slot. Do not call `join` again for a slot before the previous `join` of
-        the slot has completed on the device.
+        The request is passed to the kernel by value, so later changes on the host do not affect it.
+        The exception is the table of logit bias and token counts, which is copied from pinned
+        memory that belongs to the slot. Do not call `join` again for a slot before the previous
+        `join` of the slot has completed on the device.
 
         Parameters
         ----------
@@ -98,50 +149,24 @@ class SlotState:
             Lane that the kernel is added to.
         slot
             Index of the slot.
-        params
-            Sampling parameters.
-        position
-            Position of the last known token, which is the last one of `prompt` and `output`.
-        last
-            Id of that token.
-        epoch
-            Number of the slot assignment. Stamps of mask rows contain it, so that kernels ignore
-            the rows of the slot's previous request.
-        limit
-            Exclusive upper bound of the request's positions.
-        capacity
-            Exclusive upper bound of the positions with pages. Drafts of a tree may need more
-            positions than `limit`, which is the default.
-        prompt, output
-            Token ids of the prompt and of the output so far, for penalties and `min_tokens`.
+        request
+            The request.
 
         Raises
         ------
         OptionError
-            If an argument is out of range, with its name and value.
+            If a value is out of range, with its name.
         """
-        capacity = limit if capacity is None else capacity
         check_range("slot", slot, 0, self.slots - 1)
-        check_range("position", position, 0, 2**31 - 2)
-        check_range("limit", limit, position + 2, 2**31 - 1)
-        check_range("capacity", capacity, limit, 2**31 - 1)
-        params.check_values(self.vocab_size)
-        record = slot_record(params)
-        record["n"] = position
-        record["last"] = last
-        record["active"] = 1
-        record["epoch"] = epoch
-        record["limit"] = limit
-        record["capacity"] = capacity
-        if params.min_tokens > 0:
-            num_prompt = position + 1 - len(output)
-            record["earliest_stop"] = min(num_prompt + params.min_tokens, limit)
+        request.check(self.vocab_size)
+        params = request.params
         if params.has_bias or params.has_penalties:
             if slot not in self._staged:
                 self._staged[slot] = self.device.pinned((2, self.vocab_size), "int32")
-            params.write_logit_table(self._staged[slot].array, prompt, output)
-            lane.copy(self.tables[slot], self._staged[slot], name=f"table of slot {slot}")
-        args = [self.array, slot, record[()]]
+            staged = self._staged[slot]
+            params.write_logit_table(staged.array, request.prompt, request.output)
+            lane.copy(self.tables[slot], staged, name=f"table of slot {slot}")
+        args = [self.array, slot, request.record()[()]]
         lane.kernel(self._join, 1, 1, args, name=f"join slot {slot}")
 
     def leave(self, lane: Lane, slot: int) -> None:
@@ -162,7 +187,7 @@ class SlotState:
         )
 
 
-def slot_record(params: SamplingParams) -> Any:
+def _params_record(params: SamplingParams) -> Any:
     """Return a record of dtype SLOT that has the sampling parameters, and zeros elsewhere."""
     record = np.zeros((), SLOT)
     relaxed = params.relaxed

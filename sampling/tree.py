@@ -110,7 +110,7 @@ class TreePlan(NamedTuple):
         return table
 
     def _fed_nodes(self, level: int) -> dict[tuple[int, ...], int]:
-        """Number the nodes of a level that have children, and return the number of each path."""
+        """Return the path of each node of a level that has children, with the node's index."""
         nodes: dict[tuple[int, ...], int] = {}
         for path in self.paths:
             if len(path) == level + 1:
@@ -163,8 +163,6 @@ class TreeSampler:
                 f"TreeSampler requires a tree that grows level by level, got {mode.kind} drafts "
                 f"with masking {mode.masking!r}"
             )
-        device = sampler.device
-        batch = sampler.max_batch
         branch = mode.branch
         self._sampler = sampler
         self._branch = branch
@@ -179,10 +177,26 @@ class TreeSampler:
         shape["drafts"] = sampler.draft_length
         self._shape: Any = shape[()]
         plan = TreePlan(branch, mode.levels, mode.paths)
-        self._plan = device.from_host(plan.table()) if mode.paths else None
-        nodes = batch * branch
-        candidates = int(shape["candidates"])
-        self._work = device.zeros((nodes, sampler.draft_vocab), "float32")
+        self._plan = sampler.device.from_host(plan.table()) if mode.paths else None
+        self._allocate(num_children, int(shape["candidates"]))
+        kernels = load(sampler.device, "tree", sampler.block)
+        self._candidates = kernels["tree_candidates"]
+        self._grow = kernels["tree_grow"]
+
+    def _allocate(self, num_children: int, candidates: int) -> None:
+        """Allocate the arrays of the kernels.
+
+        Parameters
+        ----------
+        num_children
+            Number of children of all levels per batch row.
+        candidates
+            Maximum number of candidates per node.
+        """
+        device = self._sampler.device
+        batch = self._sampler.max_batch
+        nodes = batch * self._branch
+        self._work = device.zeros((nodes, self._sampler.draft_vocab.size), "float32")
         self._candidate_arrays = (
             device.zeros((nodes, candidates), "int32"),
             device.zeros((nodes, candidates), "float32"),
@@ -195,9 +209,6 @@ class TreeSampler:
             device.zeros((batch, MAX_DRAFTS), "int32"),
             device.zeros((batch, num_children), "int32"),
         )
-        kernels = load(device, "tree", sampler.block)
-        self._candidates = kernels["tree_candidates"]
-        self._grow = kernels["tree_grow"]
 
     def of(self, drafts: int) -> TreeSampler:
         """Return a sampler of at most `drafts` drafts that shares the arrays of this one.
@@ -292,13 +303,13 @@ class TreeSampler:
             logits,
             "float32",
             R=rows,
-            Vd=sampler.draft_vocab,
+            Vd=sampler.draft_vocab.size,
         )
         args = [
             logits,
-            sampler.draft_vocab,
+            sampler.draft_vocab.size,
             sampler.token_limit,
-            sampler.d2t,
+            sampler.draft_vocab.d2t,
             row_slot,
             level,
             self._shape,

@@ -13,7 +13,7 @@
 ===================  ==========================================================================
 """
 
-from graft.models.drafters.base import Drafter, DrafterChoice, DrafterContext, DraftVocab, TreeShape
+from graft.models.drafters.base import Drafter, DrafterChoice, DrafterContext, TreeShape
 from graft.models.drafters.cascade import CascadeDrafter
 from graft.models.drafters.dflash import DFlash
 from graft.models.drafters.eagle3 import Eagle3
@@ -24,6 +24,7 @@ from graft.models.drafters.mtp import Mtp
 from graft.models.drafters.ngram import NGram
 from graft.models.drafters.suffix import Suffix
 from graft.models.drafters.user import UserDrafter
+from graft.sampling.sampler import DraftVocab
 
 __all__ = [
     "CascadeDrafter",

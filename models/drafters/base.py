@@ -27,10 +27,11 @@ from graft.models.errors import ConfigError, DrafterError
 from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rows import Rows
 from graft.models.tokenizer import Tokenizer
+from graft.sampling.sampler import DraftVocab
 from graft.sampling.state import MAX_DRAFTS
 from graft.sampling.tree import TreePlan
 
-__all__ = ["DraftVocab", "Drafter", "DrafterContext", "MakeDrafter", "TreeShape"]
+__all__ = ["Drafter", "DrafterContext", "MakeDrafter", "TreeShape"]
 
 
 @dataclass(frozen=True)
@@ -110,25 +111,6 @@ class TreeShape:
                 f"a tree of {steps} levels with {self.branch} nodes does not fit in {self.nodes} "
                 f"drafts per round, or in the limit of {MAX_DRAFTS}; use fewer levels or branches"
             )
-
-
-@dataclass(frozen=True)
-class DraftVocab:
-    """Mapping between the columns of a drafter's logits and the token ids of the target.
-
-    Attributes
-    ----------
-    size
-        Number of columns of the logits.
-    d2t
-        int32[size], target id of each column. None if column i belongs to token id i.
-    t2d
-        int32[V], column of each target id, or -1 if it has none. None exactly if `d2t` is None.
-    """
-
-    size: int
-    d2t: DeviceArray | None = None
-    t2d: DeviceArray | None = None
 
 
 class Drafter:

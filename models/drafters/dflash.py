@@ -23,7 +23,7 @@ import numpy as np
 
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.models.drafters.base import Drafter, DrafterContext, DraftVocab, TreeShape, check_target
+from graft.models.drafters.base import Drafter, DrafterContext, TreeShape, check_target
 from graft.models.drafters.dflash2 import Convolutions, Selector
 from graft.models.drafters.feed import Feed
 from graft.models.errors import ConfigError, DrafterError
@@ -34,6 +34,7 @@ from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rows import Rows
 from graft.models.llm.stack import DecoderLayer, DecoderStack
 from graft.models.llm.weights import Weights
+from graft.sampling.sampler import DraftVocab
 
 __all__ = ["DFlash"]
 

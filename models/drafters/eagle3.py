@@ -19,7 +19,7 @@ from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
 from graft.models.cache.kv import PagedKV
-from graft.models.drafters.base import Drafter, DrafterContext, DraftVocab, TreeShape, check_target
+from graft.models.drafters.base import Drafter, DrafterContext, TreeShape, check_target
 from graft.models.drafters.feed import Feed
 from graft.models.errors import CheckpointError
 from graft.models.llm.checkpoint import Checkpoint
@@ -30,6 +30,7 @@ from graft.models.llm.rows import Rows
 from graft.models.llm.stack import DecoderLayer, DecoderStack, check_cache
 from graft.models.llm.weights import Matrix, Weights
 from graft.sampling.checks import expect
+from graft.sampling.sampler import DraftVocab
 
 # Tensors of a checkpoint that only training uses.
 _TRAINING = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")

@@ -7,13 +7,14 @@ from pathlib import Path
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.models.drafters.base import Drafter, DrafterContext, DraftVocab, TreeShape
+from graft.models.drafters.base import Drafter, DrafterContext, TreeShape
 from graft.models.drafters.feed import Feed
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
 from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rows import Rows
 from graft.models.tokenizer import Tokenizer
+from graft.sampling.sampler import DraftVocab
 
 __all__ = ["SmallModel"]
 

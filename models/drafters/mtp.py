@@ -15,7 +15,7 @@ from pathlib import Path
 
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.models.drafters.base import Drafter, DrafterContext, DraftVocab, TreeShape, check_target
+from graft.models.drafters.base import Drafter, DrafterContext, TreeShape, check_target
 from graft.models.drafters.feed import Feed
 from graft.models.errors import DrafterError
 from graft.models.llm.checkpoint import Checkpoint
@@ -24,6 +24,7 @@ from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rows import Rows
 from graft.models.llm.stack import DecoderLayer, DecoderStack
 from graft.models.llm.weights import Weights
+from graft.sampling.sampler import DraftVocab
 
 __all__ = ["Mtp"]
 

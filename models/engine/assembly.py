@@ -9,7 +9,6 @@ from pathlib import Path
 
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.pinned import Ring
 from graft.cudagraph.ranks import RankGroup
 from graft.grammar.compile.service import GrammarService
@@ -111,7 +110,7 @@ def assemble(
     Raises
     ------
     CheckpointError, ConfigError, OptionError, TokenizerError
-        If a file, tensor, field or option is invalid; with its name.
+        If a file, tensor, config field or option is invalid. The message contains its name.
     """
     target = _load_target(device, options, model, config, ranks)
     vocabulary = Vocabulary.from_tokenizer(tokenizer.backend, config.vocab_size, tokenizer.stop_ids)
@@ -211,12 +210,10 @@ def _load_drafter(
     target: LlamaModel,
     tokenizer: Tokenizer,
 ) -> Drafter | None:
-    """Load and check the drafter, and register the target layers whose features it reads.
+    """Load and check the drafter; return None to decode without speculation.
 
-    Returns
-    -------
-    Drafter or None
-        None decodes without speculation.
+    Drafters such as EAGLE-3 read hidden states of the target. The target is told which layers must
+    provide them.
     """
     if choice is None:
         return Forced(options.max_drafts) if options.forced_drafts else None
@@ -256,7 +253,7 @@ def _check_drafter(options: Options, name: str, drafter: Drafter) -> None:
 
 
 def _max_rows(options: Options) -> int:
-    """Return the maximum number of rows of a forward pass."""
+    """Return the maximum number of rows of a forward pass of target or drafter."""
     branch = options.tree.branch if options.tree else 1
     rows_per_request = max(options.max_drafts + 1, branch)
     return max(options.max_batch_size * rows_per_request, CHUNK)
@@ -328,7 +325,7 @@ def _draft_mode(options: Options, drafter: Drafter | None) -> DraftMode:
 
 
 def _masking(options: Options, drafter: Drafter) -> str:
-    """Return how drafts are masked by the grammar if the drafter generates them from logits."""
+    """Return how the grammar masks drafts of a drafter that computes logits: one of `MASKINGS`."""
     if not options.mask_drafts:
         return "none"
     if options.draft_masking == "fill" and drafter.shape.branch == 1:
@@ -339,7 +336,10 @@ def _masking(options: Options, drafter: Drafter) -> str:
 
 
 def _num_candidates(masking: str, drafter: Drafter) -> int:
-    """Return how many candidates per draft, tree node or level the grammar tests; 0 if none."""
+    """Return how many of the drafter's best ids the grammar tests per draft, node or level.
+
+    Return 0 if the draft mode has no such tests.
+    """
     if masking not in ("probe", "lattice-probe") or drafter.vocab is None:
         return 0
     if masking == "probe" and drafter.shape.branch > 1:
@@ -376,15 +376,13 @@ def _round_parts(
     exchange = Exchange(device, options.slots, vocab_size, mode)
     state = SlotState(device, options.slots, vocab_size)
     replay = device.zeros((1,), "int32")
-    token_limit = min(tokenizer.vocab_size, vocab_size)
-    sampler = _make_sampler(
-        device,
+    sampler = Sampler(
         state,
         exchange,
         replay,
-        token_limit,
-        batch,
-        drafter,
+        token_limit=min(tokenizer.vocab_size, vocab_size),
+        max_batch=batch,
+        draft_vocab=drafter.vocab if drafter else None,
     )
     max_depth = mode.levels or mode.drafts
     if options.tree and not mode.levels:
@@ -410,40 +408,17 @@ def _round_parts(
     )
 
 
-def _make_sampler(
-    device: Device,
-    state: SlotState,
-    exchange: Exchange,
-    replay: DeviceArray,
-    token_limit: int,
-    max_batch: int,
-    drafter: Drafter | None,
-) -> Sampler:
-    """Create the sampler, with the draft vocabulary if the drafter computes logits."""
-    vocab = drafter.vocab if drafter else None
-    return Sampler(
-        device,
-        state,
-        exchange,
-        replay,
-        token_limit=token_limit,
-        max_batch=max_batch,
-        draft_vocab=vocab.size if vocab else 0,
-        d2t=vocab.d2t if vocab else None,
-        t2d=vocab.t2d if vocab else None,
-    )
-
-
 def _make_decoder(
     options: Options,
     exchange: Exchange,
     drafter: Drafter | None,
     vocabulary: Vocabulary,
 ) -> GuidedDecoder:
-    """Create the grammar decoder.
+    """Create the grammar decoder, which also finds forced tokens if `forced_drafts` is set.
 
-    With a drafter, a token is forced only if it is the single legal id; the drafter proposes all
-    other tokens. Without a drafter, the longest token of a forced text is drafted.
+    With a drafter, a token is forced only if it is the only legal id, and the drafter proposes all
+    other tokens. Without a drafter, the forced draft is the longest legal token if all other legal
+    tokens are prefixes of it.
     """
     forced = None
     if options.forced_drafts:

@@ -37,7 +37,7 @@ from graft.models.cache.prefix import PageGroup, PrefixCache
 from graft.models.engine.request_state import RequestState
 from graft.models.round.prefill import Prefill, PrefillChunk, PrefillScheduler
 from graft.sampling.params import SamplingParams
-from graft.sampling.state import SlotState
+from graft.sampling.state import SlotRequest, SlotState
 
 __all__ = ["SlotManager"]
 
@@ -94,8 +94,8 @@ class SlotManager:
         maximum number of positions that the replays in flight, the next replay and its drafts can
         write.
     slack_positions
-        Number of additional positions that draft trees use. They have pages even if they are after
-        the last position that the request may generate.
+        Number of additional positions that draft trees use. They get pages even after the last
+        position that the request may generate.
 
     Attributes
     ----------
@@ -136,8 +136,10 @@ class SlotManager:
         # replay that must retire before the slot is free.
         self._leaving: dict[int, int] = {}
         self._epochs = itertools.count(1)
-        self._rows_left = 0  # prompt tokens that may still be enqueued before the next replay
-        self._chunks: deque[PrefillChunk] = deque()  # enqueued, not known to be complete
+        # Number of prompt tokens that may still be enqueued before the next replay.
+        self._rows_left = 0
+        # Enqueued chunks that the host does not yet know to be complete, oldest first.
+        self._chunks: deque[PrefillChunk] = deque()
         self._completed_chunks = 0
 
     @property
@@ -287,14 +289,16 @@ class SlotManager:
         self._slot_state.join(
             self._lane,
             state.slot,
-            request.params,
-            position=state.start_position,
-            last=request.last_token,
-            epoch=state.epoch,
-            limit=state.position_limit,
-            capacity=state.position_limit + self._slack_positions,
-            prompt=state.prompt,
-            output=state.start_output,
+            SlotRequest(
+                params=request.params,
+                position=state.start_position,
+                last=request.last_token,
+                epoch=state.epoch,
+                limit=state.position_limit,
+                capacity=state.position_limit + self._slack_positions,
+                prompt=state.prompt,
+                output=state.start_output,
+            ),
         )
 
     def leave(self, state: RequestState, last_replay: int, *, ended_on_device: bool) -> None:
@@ -326,7 +330,10 @@ class SlotManager:
         state.reserved_positions = 0
 
     def reclaim(self, retired: int) -> None:
-        """Free the slots, and their pages, whose last replay has a number of at most `retired`."""
+        """Free slots that requests have left, with their pages, after replay `retired`.
+
+        A slot is freed if no replay after `retired` refers to it.
+        """
         reclaimable = [slot for slot, replay in self._leaving.items() if replay <= retired]
         for slot in reclaimable:
             del self._leaving[slot]
@@ -340,7 +347,10 @@ class SlotManager:
         self.reclaim(last_replay)
 
     def close(self) -> None:
-        """Drop the references to device objects, which a traceback could otherwise keep alive."""
+        """Drop the references to device objects.
+
+        The frames of a traceback may keep this object alive, and thereby keep them alive.
+        """
         self._prefilling.clear()
         del self._caches, self._prefix_cache, self._prefill, self._slot_state, self._lane
 
@@ -350,7 +360,10 @@ class SlotManager:
         return end + self._slack_positions
 
     def _pages_for_next_round(self) -> int:
-        """Return how many more pages the running requests need, counting at least one for each."""
+        """Return how many free pages the running requests may need for the next round.
+
+        At least one page is counted for each request.
+        """
         page_size = self._caches[0].page_size
         pages = 0
         for state in self.running.values():

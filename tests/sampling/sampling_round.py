@@ -29,8 +29,8 @@ from graft.models.round.timing import make_timeline, timeline_args
 from graft.sampling.exchange import Exchange
 from graft.sampling.mode import DraftMode
 from graft.sampling.params import VERIFY_MODES, SamplingParams
-from graft.sampling.sampler import RowMap, Sampler, output_ring
-from graft.sampling.state import SlotState
+from graft.sampling.sampler import DraftVocab, RowMap, Sampler, output_ring
+from graft.sampling.state import SlotRequest, SlotState
 
 
 def even_rows(device: Device, row_slot: DeviceArray, width: int) -> RowMap:
@@ -124,35 +124,38 @@ class TableRound:
         self.token_limit = vocab if token_limit is None else token_limit
         self.d2t = d2t
         self.draft_vocab = vocab if d2t is None else len(d2t)
-        t2d = None
-        if d2t is not None:
-            t2d = np.full(vocab, -1, np.int32)
-            inside = (d2t >= 0) & (d2t < vocab)
-            t2d[d2t[inside]] = np.arange(len(d2t), dtype=np.int32)[inside]
         self.state = SlotState(device, slots, vocab)
         self.exchange = Exchange(device, slots, vocab, mode)
         self.ring = output_ring(device, 2, slots, mode.drafts)
         self.replay_ptr = device.zeros((1,), "int32")
+        if parts is None:
+            # With several threads, several blocks share each row.
+            parts = 1 if block in (None, 1) else 3
         self.sampler = Sampler(
-            device,
             self.state,
             self.exchange,
             self.replay_ptr,
             token_limit=self.token_limit,
-            draft_vocab=self.draft_vocab,
-            d2t=None if d2t is None else device.from_host(d2t.astype(np.int32), "int32"),
-            t2d=None if t2d is None else device.from_host(t2d, "int32"),
+            draft_vocab=self._make_draft_vocab(),
             max_batch=slots,
             block=block,
-            parts=parts
-            or (
-                1 if block in (None, 1) else 3
-            ),  # with several threads, each row has several blocks
+            parts=parts,
         )
         self.replay = 0
         self.places = places
         self.inputs = Ring(device, 2, {"slot": ("int32", (slots,))})
         self.row_slot = device.from_host(np.arange(slots, dtype=np.int32), "int32")
+
+    def _make_draft_vocab(self) -> DraftVocab:
+        """Return the drafter's vocabulary: all target ids, or those of `d2t`."""
+        if self.d2t is None:
+            return DraftVocab(self.vocab)
+        d2t = self.d2t.astype(np.int32)
+        t2d = np.full(self.vocab, -1, np.int32)
+        inside = (d2t >= 0) & (d2t < self.vocab)
+        t2d[d2t[inside]] = np.flatnonzero(inside)
+        arrays = [self.device.from_host(array) for array in (d2t, t2d)]
+        return DraftVocab(len(d2t), *arrays)
 
     def rows(self, row_slot: Sequence[int] | np.ndarray) -> None:
         """Set the slot of each batch row (-1: padding) for the following rounds."""
@@ -176,10 +179,8 @@ class TableRound:
             sample=s.sample,
             relaxed=s.relaxed,
         )
-        self.state.join(
-            self.lane,
-            slot,
-            params,
+        request = SlotRequest(
+            params=params,
             position=s.n,
             last=s.last,
             epoch=s.epoch,
@@ -188,6 +189,7 @@ class TableRound:
             prompt=adjust.prompt,
             output=adjust.output,
         )
+        self.state.join(self.lane, slot, request)
         self.stream.synchronize()
         state = self.state.to_host()
         write_draft_tree(state[slot], s.tree)

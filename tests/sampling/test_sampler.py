@@ -13,8 +13,8 @@ from graft.cudagraph.errors import OptionError, ShapeError
 from graft.sampling.exchange import Exchange
 from graft.sampling.mode import DraftMode
 from graft.sampling.params import VERIFY_MODES, SamplingParams
-from graft.sampling.sampler import Sampler, output_ring
-from graft.sampling.state import SLOT
+from graft.sampling.sampler import DraftVocab, Sampler, output_ring
+from graft.sampling.state import SLOT, SlotRequest
 
 GOOD = {"position": 5, "last": 1, "epoch": 1, "limit": 20}
 
@@ -47,13 +47,9 @@ def test_slot_join_rejects_invalid_values(small, change, word):
     values = {"slot": 0, **GOOD, **change}
     names = [f.name for f in fields(SamplingParams) if f.name in values]
     params = SamplingParams(**{name: values.pop(name) for name in names})
+    slot = values.pop("slot")
     with pytest.raises(OptionError, match=word):
-        small.state.join(
-            small.lane,
-            values.pop("slot"),
-            params,
-            **values,
-        )
+        small.state.join(small.lane, slot, SlotRequest(params=params, **values))
     assert not small.state.to_host()["active"].any()
 
 
@@ -71,7 +67,7 @@ def test_slot_join_and_leave_change_only_their_slot(small):
         "sample": 6,
     }
     params = SamplingParams(stop_ids=(7, 9), verify="coupled", **values)
-    small.state.join(small.lane, 2, params, **GOOD)
+    small.state.join(small.lane, 2, SlotRequest(params=params, **GOOD))
     after = small.state.to_host()
     wanted = {
         "n": 5,
@@ -167,10 +163,10 @@ def test_sampler_rejects_parts_that_do_not_fit(device, small):
             "exchange": small.exchange,
             "replay": small.replay_ptr,
             "token_limit": 40,
-            "draft_vocab": 40,
+            "draft_vocab": DraftVocab(40),
             "max_batch": 4,
         }
-        return Sampler(device, **{**parts, **change})
+        return Sampler(**{**parts, **change})
 
     def exchange(**change):
         sizes = {
@@ -185,9 +181,9 @@ def test_sampler_rejects_parts_that_do_not_fit(device, small):
     for change, error, word in (
         ({"token_limit": 41}, OptionError, "token_limit"),
         ({"max_batch": 5}, OptionError, "max_batch"),
-        ({"d2t": ids}, OptionError, "t2d"),
-        ({"d2t": ids, "t2d": device.zeros((39,), "int32")}, ShapeError, "t2d"),
-        ({"draft_vocab": 41}, OptionError, "draft_vocab"),
+        ({"draft_vocab": DraftVocab(40, ids)}, OptionError, "t2d"),
+        ({"draft_vocab": DraftVocab(40, ids, ids[:39])}, ShapeError, "t2d"),
+        ({"draft_vocab": DraftVocab(41)}, OptionError, "draft vocabulary"),
         ({"replay": device.zeros((2,), "int32")}, ShapeError, "replay"),
         (exchange(slots=3), OptionError, "exchange slots"),
     ):

@@ -32,7 +32,7 @@ from graft.sampling.exchange import NUMBERS, Exchange
 from graft.sampling.mode import DraftMode
 from graft.sampling.params import SamplingParams
 from graft.sampling.sampler import RowMap, Sampler, output_ring
-from graft.sampling.state import SlotState
+from graft.sampling.state import SlotRequest, SlotState
 from graft.tools.gpu_first.bench import LAUNCHES, LIMIT_S, Bench
 from graft.tools.gpu_first.model import random_engine, round_parts
 
@@ -494,7 +494,6 @@ class _SamplingSetup:
         exchange.stamps["position"] = 8 + np.arange(1 + DRAFTS)
         exchange.copy_masks_to_device(StreamLane(bench.stream), 0, 1 + DRAFTS)
         self.sampler = Sampler(
-            bench.device,
             self.state,
             exchange,
             self._replay,
@@ -508,16 +507,9 @@ class _SamplingSetup:
 
         The drafts of a request form a chain.
         """
+        request = SlotRequest(params=params, position=8, last=1, epoch=1, limit=1 << 20)
         for slot in range(BATCH):
-            self.state.join(
-                StreamLane(bench.stream),
-                slot,
-                params,
-                position=8,
-                last=1,
-                epoch=1,
-                limit=1 << 20,
-            )
+            self.state.join(StreamLane(bench.stream), slot, request)
         bench.stream.synchronize(LIMIT_S)
         slots = self.state.to_host()
         slots["drafts"][:, :DRAFTS] = 1
