@@ -276,8 +276,8 @@ class Slot:
     sample: int = 0
     active: bool = True
     stop_ids: tuple[int, ...] = ()
-    kinds: tuple[int, ...] = ()  # of the drafts
-    q: tuple[Any, ...] = field(default=(), repr=False)  # of the drafts, over target ids
+    kinds: tuple[int, ...] = ()  # kind of each draft: POINT or DENSE
+    q: tuple[Any, ...] = field(default=(), repr=False)  # each draft's distribution over target ids
     adjust: Adjustment | None = None
     relaxed: Relaxed = field(default_factory=Relaxed)
 
@@ -467,10 +467,12 @@ def verify(
 ) -> Outcome:
     """Verify the drafts of a slot and commit the tokens.
 
-    Every node samples a token with the random numbers of its position, and `walk` follows the child
-    with this token. This is exact on any tree. A chain with at least one draft that was sampled
-    from a table is tested instead, unless the request is greedy or coupled. Chains of point masses
-    are not tested, because a test would not accept more of them.
+    In most cases, every node samples a token with the random numbers of its position, and `walk`
+    follows the child with this token. This preserves the distribution on any tree.
+
+    Rejection sampling replaces it for a chain with at least one draft that was sampled from a
+    stored distribution `q`, unless the request is greedy or coupled. If no draft has a stored
+    distribution, rejection sampling would not accept more drafts, so it is not used.
 
     Parameters
     ----------
@@ -567,11 +569,19 @@ def broken(logits: np.ndarray, legal: BoolArray) -> int:
 def block_chances(
     drafts: Sequence[int], p: Sequence[FloatArray], q: Sequence[FloatArray]
 ) -> tuple[list[float], list[float]]:
-    """Return weights P and acceptance probabilities h for 0, 1, .. drafts; draft i came from q[i].
+    """Return the weights and acceptance probabilities of block verification.
 
-    In block verification (Sun et al., ICLR 2025, arXiv 2403.10444), the last i whose coin is below
-    h[i] is the number of accepted drafts, whether or not earlier tests failed. The next token is
-    sampled from max(P[i] p[i] - q[i], 0).
+    Both lists have one entry for each possible number i of accepted drafts, from 0 to all: P[i] and
+    h[i] in the notation of Sun et al. (ICLR 2025, arXiv 2403.10444). The accepted number is the
+    greatest i for which a uniform random number is below h[i], whether or not smaller i failed. The
+    next token is then sampled in proportion to max(P[i] p[i] - q[i], 0).
+
+    Parameters
+    ----------
+    drafts
+        Drafts of the chain.
+    p, q
+        Distributions of target and drafter at the position of each draft.
     """
     weights = [1.0]
     chances = []
@@ -596,9 +606,9 @@ def _tested(slot: Slot, p: list[FloatArray]) -> list[int]:
     The tokens are the accepted drafts and, if a draft is rejected, one token that is sampled from
     the residual distribution.
 
-    The table q of a point mass has a single entry. `PER_TOKEN` accepts draft d if u q(d) < p(d),
-    where u is a uniform random number, and ends at the first failure (Leviathan et al., 2023). If
-    the residual is empty, the token is sampled from p.
+    A draft without a stored distribution counts as certain: its q is 1. `PER_TOKEN` accepts draft d
+    if u q(d) < p(d), where u is a uniform random number, and ends at the first rejection (Leviathan
+    et al., 2023). If the residual distribution is empty, the token is sampled from p.
     """
     drafts = slot.drafts[: len(p)]
     q = []

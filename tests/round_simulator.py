@@ -75,14 +75,14 @@ def write_committed(
     replay: int,
     tokens: Sequence[int],
 ) -> None:
-    """Write the record of committed tokens. If tokens were committed, clear the slot's drafts."""
+    """Write a slot's record of committed tokens. If there are any, clear the slot's drafts."""
     exchange.committed[slot, : 2 + len(tokens)] = (replay, len(tokens), *tokens)
     if len(tokens):
         write_drafted(exchange, slot, replay, ())
 
 
 def read_committed(exchange: Exchange, slot: int) -> tuple[int, tuple[int, ...]]:
-    """Return the replay and the tokens of the record of committed tokens."""
+    """Return the replay number and the tokens of a slot's record of committed tokens."""
     replay, count, *tokens = exchange.committed[slot].tolist()
     return replay, tuple(tokens[:count])
 

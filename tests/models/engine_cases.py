@@ -72,13 +72,12 @@ def workload(**options):
 
 
 def answer(output):
-    """Return the fields of an output that drafts, other requests and overlap must not change."""
+    """Return the fields of an output that must not depend on drafts, batching or overlap."""
     assert output.logprobs is None or len(output.logprobs) == len(output.tokens)
     return output.reason, output.tokens, output.text, output.logprobs
 
 
 def answers(outputs):
-    """Return the answers of several outputs."""
     return [answer(output) for output in outputs]
 
 
@@ -184,7 +183,6 @@ class RandomDFlash2:
 
 
 def propose_repeat(tokens):
-    """Propose three recent tokens as drafts."""
     return tokens[-9:-6]
 
 
@@ -195,7 +193,7 @@ def propose_tree(tokens):
 
 
 def random_lengths(lengths, seed):
-    """Yield random draft lengths without end. Some of them are followed by five zeros."""
+    """Yield an endless sequence of random draft lengths. Some are followed by five zeros."""
     rng = random.Random(seed)
     while True:
         yield rng.choice(lengths)

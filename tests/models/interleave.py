@@ -65,7 +65,7 @@ class Interleaving:
     def __init__(self, device: Device, seed: int):
         rng = self.rng = random.Random(seed)
         self.max_in_flight = rng.choice((1, 2, 2, 2, 3))
-        self.scarce = rng.random() < 0.4  # few pages
+        self.scarce = rng.random() < 0.4  # whether the KV cache has few pages
         self.k = rng.randrange(4)
         self.rows = rng.randint(1 + 2 * self.scarce, 4)
         slots = self.rows + rng.randrange(self.rows + 1)
@@ -102,7 +102,7 @@ class Interleaving:
         self.migrate_rate = rng.choice((0.0, 0.0, 0.05))
 
     def _make_parts(self, device: Device) -> Any:
-        """Return a replacement of `RoundParts` with the fields that `Replays` uses."""
+        """Return an object with the attributes of `RoundParts` that `Replays` uses."""
         toy = self.toy
         entries = self.max_in_flight + 1
         self.rings = [
@@ -172,7 +172,7 @@ class Interleaving:
         )
 
     def _submit_request(self, number: int) -> None:
-        """Submit a random request. If it has a grammar, a later `_compile` compiles the grammar."""
+        """Submit a random request. Its grammar, if any, is compiled by a later `_compile`."""
         rng = self.rng
         shared: list[int] = []
         for begin in range(0, 9, PAGE):
@@ -182,7 +182,7 @@ class Interleaving:
         prompt = [*shared, *(rng.randrange(VOCAB - 2) for _ in range(num_own))]
         grammar = None
         stop: tuple[str, ...] = ()
-        if rng.random() < 0.7:  # a grammar of its own
+        if rng.random() < 0.7:  # each request has a different grammar
             grammar = ToyBackend().compile(rng.randrange(1 << 30))
         else:
             ids = [rng.randrange(STOPS[0]) for _ in range(rng.choice((0, 2, 4)))]
@@ -204,7 +204,7 @@ class Interleaving:
         self.scheduler.submit(state)
 
     def _compile(self) -> None:
-        """Complete the compilation of a randomly chosen grammar; with an error in a few cases."""
+        """Complete the compilation of a randomly chosen grammar. In 5 % of the cases, it fails."""
         state, grammar = self.compiling.pop(self.rng.randrange(len(self.compiling)))
         assert state.grammar is not None
         if self.rng.random() < 0.05:

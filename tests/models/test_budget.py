@@ -22,11 +22,14 @@ from graft.models.round.budget import (
 
 
 class FakeRequest:
-    """Stands for a request."""
+    """Key for a request's averages. `DraftBudget` reads no attribute of requests."""
 
 
 def budget(times, levels=None, **options):
-    """Return a budget with these idle times by length in bucket 1, and a list of one request."""
+    """Return a budget for one bucket of one batch row, and a list with one request.
+
+    `times` has the time of an idle round in nanoseconds for each draft length.
+    """
     max_depth = max(times) if levels is None else levels
     draft_budget = DraftBudget(list(times), max_depth, **options)
     for length, ns in times.items():
@@ -35,7 +38,6 @@ def budget(times, levels=None, **options):
 
 
 def chosen(draft_budget, requests, rounds):
-    """Return the lengths of `rounds` rounds in bucket 1."""
     return [draft_budget.choose(1, requests) for _ in range(rounds)]
 
 
@@ -48,7 +50,10 @@ def record(
     before=None,
     known=None,
 ):
-    """Record a round; by default, the previous round had the same length and no draft was cut."""
+    """Record the acceptance of one round.
+
+    By default, the previous round had the same draft length, and no draft was cut.
+    """
     if before is None:
         before = draft_budget.drafts_to_generate(size, length)
     if known is None:
@@ -76,7 +81,7 @@ def accept(
 
 
 def test_draft_lengths_double_up_to_maximum():
-    """The lengths are 0, those with a power of two of rows per request, and the maximum."""
+    """The lengths are 0, all lengths that are one less than a power of two, and the maximum."""
     assert [draft_lengths(n) for n in (0, 1, 2, 3, 5, 7)] == [
         [0],
         [0, 1],
@@ -138,7 +143,10 @@ def test_draft_budget_ignores_missing_and_cut_drafts():
 
 
 def test_draft_budget_counts_missing_drafts_as_rejected():
-    """Drafts that could have been generated but were not count as rejected."""
+    """Drafts that the drafter could have generated, but did not, count as rejected.
+
+    Here the drafter may generate three drafts per round and generates none.
+    """
     draft_budget, (one,) = budget({0: 10, 3: 11})
     assert chosen(draft_budget, [one], 1) == [3]
     accept(draft_budget, one, 3, 0)
@@ -165,7 +173,6 @@ def test_draft_budget_prefers_times_of_real_rounds():
 
 
 def test_draft_budget_uses_minimum_idle_time():
-    """The shortest idle time counts, because the first replay also loads modules lazily."""
     draft_budget, (one,) = budget({0: 900, 1: 10})
     draft_budget.record_time(1, 0, 10, idle=True)
     draft_budget.record_time(1, 0, 50, idle=True)
@@ -239,7 +246,10 @@ def test_draft_budget_tracks_tree_sizes_separately():
     "drafter, wanted", [(TARGET, 7), (UserDrafter.of(lambda _: [5] * 7), 0)], ids=["right", "wrong"]
 )
 def test_engine_auto_draft_length_follows_acceptance(drafter, wanted):
-    """An engine drafts the maximum with a correct drafter and nothing with a wrong one."""
+    """With draft_length="auto", an engine drafts the maximum if all drafts are accepted.
+
+    It stops drafting if all drafts are rejected.
+    """
     request = Request(
         tokens=[300, 301, 302],
         max_tokens=120,

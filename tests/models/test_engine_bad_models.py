@@ -40,7 +40,7 @@ DAMAGES = {
 
 @pytest.fixture
 def target(tmp_path):
-    """Return a folder with a copy of the demo target. Its drafter is copied next to this folder."""
+    """A copy of the demo target, with a copy of its drafter in the same parent folder."""
     shutil.copytree(DRAFTER, tmp_path / "drafter")
     return shutil.copytree(TARGET, tmp_path / "target")
 
@@ -55,7 +55,7 @@ def test_engine_rejects_damaged_checkpoint(
 ):
     """Loading a damaged checkpoint raises the expected error, whose message is one line.
 
-    Another engine that is running at that time is not affected.
+    An engine that already exists is not affected.
     """
     change(target.parent / name)
     with pytest.raises(error) as caught:
@@ -66,9 +66,9 @@ def test_engine_rejects_damaged_checkpoint(
 
 
 def test_engine_checks_weight_shapes_before_building_vocabulary(target, monkeypatch):
-    """The config declares four million token ids, but the embedding has fewer rows.
+    """A config with four million token ids is rejected if the embedding has fewer rows.
 
-    The engine rejects the checkpoint before it allocates anything for four million ids.
+    The check comes before the vocabulary of the grammar compiler, which would take long to build.
     """
     monkeypatch.setattr(
         Vocabulary, "from_tokenizer", lambda *_: pytest.fail("the vocabulary was built")

@@ -15,7 +15,7 @@ ENDLESS = GrammarSpec.json_schema('{"items": ' * 500 + "{}" + "}" * 500, backend
 
 
 def test_grammar_compile_timeout_refuses_only_its_request():
-    """One grammar takes longer to compile than allowed. Twenty other requests finish normally."""
+    """A grammar that takes too long to compile does not affect twenty other requests."""
     cheap = []
     for i in range(20):
         cheap.append(guided(f"cheap {i}", f"[A-Z]{{2}}-{i}"))
@@ -32,8 +32,8 @@ def test_grammar_compile_timeout_refuses_only_its_request():
 class HeldBackend:
     """Grammar backend that waits or fails for certain grammars.
 
-    "held+" compiles after the event `gate` is set. "refused+" and "crash+" fail. All grammars that
-    are compiled are appended to `compiled`.
+    The grammar "held+" is not compiled before the event `gate` is set. The compilations of
+    "refused+" and "crash+" fail. The texts of all grammars are appended to `compiled`.
     """
 
     name = "held"
@@ -52,12 +52,12 @@ class HeldBackend:
         if spec.text == "refused+":
             raise GrammarError("regex: not this one")
         if spec.text == "crash+":
-            raise KeyError("the compiler fell over")
+            raise KeyError("the compiler failed")
         return self.inner.compile(spec)
 
 
 def step_until_finished(engine, ids):
-    """Step until all requests with these ids have finished; return all outputs by id."""
+    """Step until all requests with these ids have finished, and return all outputs by id."""
     outputs = {}
     deadline = time.monotonic() + 300
     while not ids <= outputs.keys():
@@ -103,7 +103,7 @@ def test_grammar_compilation_does_not_delay_rounds():
         assert engine.counters()["held"]["slots"] == 0 and engine.busy
         for name, pattern in CHEAP.items():
             assert outputs[name].finished and re.fullmatch(pattern, outputs[name].text)
-        for name, why in (("refused", "not this one"), ("crash", "KeyError: 'the compiler fell")):
+        for name, why in (("refused", "not this one"), ("crash", "KeyError: 'the compiler failed")):
             assert outputs[name].reason == "refused" and why in (outputs[name].error or "")
         assert engine.cancel("held 2")
         assert step_until_finished(engine, {"held 2"})["held 2"].reason == "cancelled"

@@ -30,17 +30,14 @@ from graft.models.request import Request
 
 
 def live_resources():
-    """Return how many device allocations, pinned allocations and graphs are live.
-
-    Garbage is collected first, so that unreachable objects are not counted.
-    """
-    gc.collect()
+    """Return the numbers of live device allocations, pinned allocations and graphs."""
+    gc.collect()  # unreachable objects must not be counted
     live = open_device().stats()["live"]
     return {name: live[name] for name in ("device_memory", "pinned_memory", "graph_exec")}
 
 
 def wait_until_released(before):
-    """Wait until the counts of live resources have fallen to `before`, from `live_resources`."""
+    """Wait until no more resources are live than in `before`, a result of `live_resources`."""
     deadline = time.monotonic() + 30
     live = live_resources()
     while any(live[name] > before[name] for name in live):
@@ -82,9 +79,9 @@ def run_child(script):
     ],
 )
 def test_engine_reports_driver_error_while_request_joins(call, nth, monkeypatch):
-    """A driver error during the join of a request is raised by `step` and stored in `failure`.
+    """`step` raises a driver error that occurs while a request gets its slot.
 
-    close() then frees all resources.
+    The message is stored in `Engine.failure`. After that, close() frees all resources.
     """
     before = live_resources()
     engine = demo_engine(max_batch_size=2)
@@ -110,7 +107,7 @@ def test_engine_reports_driver_error_while_request_joins(call, nth, monkeypatch)
 
 @pytest.mark.parametrize("options", [{}, {"overlap": False}, {"composition": "two"}], ids=str)
 def test_engine_raises_failed_round_once(monkeypatch, options):
-    """The error of a failed host step is raised once.
+    """If a host step of a round fails, `step` raises its error once.
 
     All later calls raise an `EngineError` that contains the message of the first error.
     """
@@ -173,9 +170,9 @@ print("closed")
 
 
 def test_engine_device_fault_ends_rounds_in_flight():
-    """A kernel accesses invalid memory while rounds are in flight.
+    """If a kernel accesses invalid memory, the next step raises a DeviceError.
 
-    The next step raises a DeviceError, later steps raise EngineErrors, and close() returns.
+    Later steps raise EngineErrors, and close() returns.
     """
     assert run_child(DEVICE_FAULT) == [
         "unread: 1",
@@ -186,7 +183,7 @@ def test_engine_device_fault_ends_rounds_in_flight():
 
 
 def test_replay_deadline_is_extended_by_prefill_progress(monkeypatch):
-    """The wait for a replay times out only if no prefill chunk completes for the deadline."""
+    """The deadline of a round starts anew whenever a prefill chunk completes."""
     prompt = Request(tokens=[7] * 1000, max_tokens=2)
     completed = [0]
     original = SlotManager.count_completed_chunks
@@ -272,9 +269,9 @@ def test_engine_close_releases_all_device_resources():
 
 
 def test_engine_dropped_without_close_releases_its_resources():
-    """The last reference to a generating engine is dropped, in one case from a reference cycle.
+    """An engine that is dropped while it generates leaves no thread, device memory or graph.
 
-    After garbage collection, no thread, device memory or graph of it remains.
+    In one of the two cases, the engine is part of a reference cycle.
     """
     demo_engine(max_batch_size=1).close()
     before = live_resources()
@@ -302,10 +299,10 @@ print("continued", held)
 
 
 def test_engine_dropped_in_host_function_makes_no_driver_call():
-    """The last reference to an engine is dropped in a host function of the driver.
+    """An engine whose last reference is dropped inside a host function is not closed.
 
-    Driver calls are illegal there, so the engine is not closed and its memory is freed only at
-    process exit. The stream of the host function must continue to run.
+    CUDA forbids driver calls in host functions. The memory of the engine is therefore freed only at
+    process exit. The stream that runs the host function must continue.
     """
     assert run_child(DROP_IN_HOST_FUNCTION) == ["continued []"]
 
@@ -314,7 +311,7 @@ def test_engine_dropped_in_host_function_makes_no_driver_call():
 
 
 def test_engine_generate_cancels_requests_on_keyboard_interrupt(engine):
-    """generate() raises KeyboardInterrupt. The engine then has no requests and works as before."""
+    """After generate() has raised KeyboardInterrupt, the engine has no requests and still works."""
     requests = mixed_requests(12, seed=61)
     begin = time.perf_counter()
     expected = [o.tokens for o in engine.generate(requests)]
@@ -337,7 +334,10 @@ def test_engine_generate_cancels_requests_on_keyboard_interrupt(engine):
 
 
 def test_engine_close_after_keyboard_interrupt_releases_device_memory(monkeypatch):
-    """The traceback keeps frames of the engine alive. They must own no device resources."""
+    """close() frees device memory although the traceback of Ctrl-C keeps the engine's frames alive.
+
+    Those frames must therefore not own device resources.
+    """
     before = live_resources()
     count = itertools.count(1)
 

@@ -14,11 +14,11 @@ from graft.models.request import Request
 
 @pytest.mark.full
 def test_overlap_and_composition_do_not_change_rejection_sampling() -> None:
-    """Even outputs of rejection sampling are the same with overlap, without it, and in two parts.
+    """Outputs of rejection sampling are equal with overlap, without it, and with composition "two".
 
-    Rounds do the same work in all three modes. With composition "two", a round consists of five
-    graphs. The first one ends after verification, and each later one at a grammar step for which
-    the model waits.
+    All three modes generate the same drafts. With composition "two", a round consists of five
+    graphs: the first one ends after verification, and each later one ends at a grammar step for
+    which the model waits.
     """
     requests = workload(temperature=0.9, verify="rejection")
     outputs = []

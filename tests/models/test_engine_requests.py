@@ -89,7 +89,10 @@ INVALID_FIELDS = [
 
 @pytest.mark.parametrize("fields", INVALID_FIELDS, ids=lambda fields: "-".join(fields))
 def test_engine_refuses_request_with_invalid_field(engine, fields):
-    """A request with an invalid field is refused with a short error; another request is served."""
+    """A request with an invalid field is refused with an error of less than 300 characters.
+
+    A valid request in the same call is served.
+    """
     valid = mixed_requests(1)[0]
     refused, served = engine.generate([replace(valid, **fields), valid])
     assert refused.reason == "refused" and refused.error and not refused.tokens
@@ -124,9 +127,10 @@ def test_relaxed_verification_accepts_more_drafts(engine):
 
 
 def test_relaxed_verification_is_exact_after_its_end_id(engine):
-    """Requests with relaxed verification up to their first token have exact outputs.
+    """Verification is relaxed only until the token `Relaxed.until` has been generated.
 
-    `Relaxed.until` is the id of that token. Preempted requests have exact outputs too.
+    Here it is the first token of each output. The outputs are therefore equal to those of exact
+    verification, also for preempted requests.
     """
     requests = coupled_requests()
     expected = engine.generate(requests)
@@ -144,7 +148,6 @@ def test_relaxed_verification_is_exact_after_its_end_id(engine):
 
 
 def coupled_requests():
-    """Return requests that are verified with coupled sampling, which is exact."""
     requests = []
     for i, request in enumerate(mixed_requests(6)):
         sampling = {"temperature": 1.2, "verify": "coupled", "seed": i}
@@ -158,14 +161,12 @@ def relax(requests):
 
 
 def acceptance_rate(outputs):
-    """Return the fraction of verified drafts that were accepted."""
     accepted = sum(output.accepted for output in outputs)
     drafted = sum(output.drafted for output in outputs)
     return accepted / drafted
 
 
 def test_max_tokens_limits_output_length(engine):
-    """A request ends after exactly `max_tokens` tokens, even if more drafts were accepted."""
     request = mixed_requests(1)[0]
     for max_tokens in range(1, 9):
         (output,) = engine.generate([replace(request, max_tokens=max_tokens)])

@@ -14,7 +14,7 @@ from graft.models.request import Request
 
 
 def test_engine_rejects_duplicate_ids_before_submission(engine):
-    """An id of an unfinished request is rejected. Requests without an id get an unused id."""
+    """Two requests cannot have the same id, and requests without an id get an unused one."""
     for call in (engine.generate, lambda requests: list(engine.stream(requests))):
         with pytest.raises(RequestError, match="two requests have id 'a'"):
             call([replace(FREE, id="a"), replace(FREE, id="a")])
@@ -34,10 +34,10 @@ def test_engine_rejects_duplicate_ids_before_submission(engine):
 
 
 def test_engine_streams_get_exactly_their_own_events(engine):
-    """Streams may be interleaved or nested, and combined with `generate` and `step`.
+    """Each stream returns all events of its own requests, and no events of other requests.
 
-    Each call returns all events of its own requests, and no events of other requests. The outputs
-    are the same as if all requests had been passed to one `generate`.
+    The test interleaves and nests streams, and combines them with `generate` and `step`. The
+    outputs are the same as if all requests had been passed to one `generate`.
     """
     requests = []
     for i, request in enumerate(mixed_requests(6, seed=3)):
@@ -79,7 +79,7 @@ def test_engine_streams_get_exactly_their_own_events(engine):
 
 
 def test_engine_stream_cancels_its_requests_when_left(engine):
-    """No request remains unfinished if its stream is closed, garbage-collected or never started."""
+    """Requests are cancelled when their stream is closed, garbage-collected or never started."""
     stream = engine.stream([replace(LONG, id="left"), replace(LONG, id="other")])
     next(stream)
     stream.close()
@@ -179,7 +179,10 @@ def test_output_times_are_in_order(engine):
 
 
 def test_engine_logs_refused_requests(engine, caplog):
-    """The logger "graft" reports the id and error of a refused request. It has a NullHandler."""
+    """The logger "graft" reports the id and the error of a refused request.
+
+    The logger has a NullHandler, so nothing is printed unless the application configures logging.
+    """
     with caplog.at_level(logging.INFO, "graft"):
         engine.generate([replace(FREE, temperature=-1.0, id="bad"), FREE])
     assert [r.getMessage() for r in caplog.records] == [

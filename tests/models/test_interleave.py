@@ -25,7 +25,10 @@ from graft.models.engine.slots import SlotManager
 
 
 def first_failure(device, seeds):
-    """Return the error of the first failing seed, with the seed as a note; None if all pass."""
+    """Run the interleavings of the seeds, and return the first error with its seed as a note.
+
+    Return None if all pass.
+    """
     for seed in seeds:
         try:
             Interleaving(device, seed).run()
@@ -39,7 +42,10 @@ def first_failure(device, seeds):
     "seeds", [range(120), pytest.param(range(10_000, 22_000), marks=pytest.mark.full)]
 )
 def test_scheduler_interleavings_give_sequential_outputs(device, seeds):
-    """Joins, stalls, finishes, cancellation, preemption, migration and Ctrl-C at random times."""
+    """Outputs equal those of sequential decoding, whatever the order of host and device steps.
+
+    Requests are cancelled, preempted, migrated and interrupted by Ctrl-C at random times.
+    """
     error = first_failure(device, seeds)
     if error is not None:
         raise error
@@ -217,16 +223,16 @@ def mutate(monkeypatch, mutant):
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
 def test_interleaving_detects_injected_fault(device, monkeypatch, mutant):
-    """Each fault that is injected into the engine makes at least one of 400 interleavings fail."""
+    """With each injected fault, at least one of 400 interleavings fails."""
     mutate(monkeypatch, mutant)
     monkeypatch.setattr(SteppingDecoder, "kept", [])
     assert first_failure(device, range(400))
 
 
 def test_interleaving_detects_overwritten_ring_entry(device, monkeypatch):
-    """If a ring has two entries too few, an error is raised before an unread entry is overwritten.
+    """A ring that is too small raises an error before it overwrites an unread entry.
 
-    If this check is removed from `Ring`, unread results are overwritten and outputs differ.
+    Without this check of `Ring`, unread results are overwritten and outputs differ.
     """
     original = SteppingRing.__init__
 

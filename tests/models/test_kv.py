@@ -58,7 +58,7 @@ def test_paged_kv_random_use_never_shares_or_loses_pages(device):
 
 
 def test_paged_kv_set_table_copies_one_slot(device, stream):
-    """Page-table entries without a page refer to the scratch page, before and after use."""
+    """Page-table entries without a page refer to the scratch page, also after a release."""
     kv = make_cache(device)
     assert (kv.page_table.to_host() == kv.scratch_page).all()
     allocate_pages(stream, kv, 1, 9)
@@ -72,29 +72,26 @@ def test_paged_kv_set_table_copies_one_slot(device, stream):
     assert (kv.page_table.to_host() == 10).all() and len(kv.free) == 10
 
 
+#: Calls that raise an OptionError, with words of the error.
+INVALID_CALLS = [
+    (lambda device: make_cache(device, page_size=12), "page_size is 12"),
+    (lambda device: make_cache(device, page_size=0), "page_size is 0"),
+    (lambda device: make_cache(device, pages=0), "pages is 0"),
+    (lambda device: make_cache(device, slots=-1), "slots is -1"),
+    (lambda device: make_cache(device, dtype="int32"), "dtype is 'int32'"),
+    (lambda device: make_cache(device, max_pages_per_slot=0), "max_pages_per_slot is 0"),
+    (lambda device: make_cache(device).allocate(-1, 1), "slot -1"),
+    (lambda device: make_cache(device).allocate(3, 1), "slot 3"),
+    (lambda device: make_cache(device).release(-1), "slot -1"),
+    (lambda device: make_cache(device).release(3), "slot 3"),
+    (lambda device: make_cache(device).pages_of(-1), "slot -1"),
+    (lambda device: make_cache(device).pages_of(3), "slot 3"),
+]
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"page_size": 12},
-        {"page_size": 0},
-        {"pages": 0},
-        {"slots": -1},
-        {"dtype": "int32"},
-        {"max_pages_per_slot": 0},
-    ],
+    ("call", "words"), INVALID_CALLS, ids=[words for _, words in INVALID_CALLS]
 )
-def test_paged_kv_rejects_invalid_sizes(device, changes):
-    with pytest.raises(OptionError, match=next(iter(changes))):
-        make_cache(device, **changes)
-
-
-@pytest.mark.parametrize("slot", [-1, 3])
-def test_paged_kv_rejects_invalid_slots(device, slot):
-    kv = make_cache(device)
-    message = f"slot {slot}"
-    with pytest.raises(OptionError, match=message):
-        kv.allocate(slot, 1)
-    with pytest.raises(OptionError, match=message):
-        kv.release(slot)
-    with pytest.raises(OptionError, match=message):
-        kv.pages_of(slot)
+def test_paged_kv_rejects_invalid_sizes_and_slots(device, call, words):
+    with pytest.raises(OptionError, match=words):
+        call(device)

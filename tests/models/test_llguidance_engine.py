@@ -16,7 +16,7 @@ from graft.tools.validity import is_valid
 
 
 def generate(requests, **options):
-    """Return the outputs, and check that the matchers stayed in sync with the committed tokens."""
+    """Return the outputs, and check that no matcher rejected a committed token."""
     with demo_engine(max_batch_size=4, **options) as engine:
         outputs = engine.generate(requests)
         assert engine._parts.decoder.counters()["desyncs"] == 0

@@ -114,9 +114,9 @@ def migrate_after_first_tokens(engine, request=FREE):
 
 
 def test_migration_keeps_output_counters_and_deadline(pair):
-    """The source finishes the request as "moved". On the target, its counters and age continue.
+    """The first engine finishes the request as "moved", and the second engine continues it.
 
-    The timeout is counted from the submission to the source engine.
+    Its counters and times continue too, so its timeout is counted from the first submission.
     """
     first, second = pair
     migrated, tokens = migrate_after_first_tokens(first, replace(FREE, timeout_s=1000.0))
@@ -210,7 +210,7 @@ def send_and_wait(make_transfer, tickets):
 
 @pytest.mark.parametrize("make_transfer", [SharedMemory, partial(Mooncake, "127.0.0.1")])
 def test_kv_transfer_handles_exit_of_sender_or_receiver(make_transfer):
-    """Data can be received repeatedly, until the sender has freed it or exited."""
+    """Data can be received several times, until the sender frees it or exits."""
     try:
         transfer = make_transfer()
     except OptionError as error:
@@ -265,7 +265,6 @@ def test_kv_transfer_rejects_damaged_data(damage):
 
 
 def test_migrated_request_rejects_other_formats(monkeypatch):
-    """Data of another format version, empty data, and arbitrary data raise a MigrationError."""
     buffers = make_migrated_request().buffers()
     data = np.frombuffer(b"".join(buffers), np.uint8)
     assert is_equal(MigratedRequest.from_bytes(data), make_migrated_request())

@@ -39,13 +39,15 @@ RIGHT = {
     "prefix_cache_bytes": (0,),
     "ordinal": (0,),
 }
+#: A draft tree of five nodes, in no particular order.
+TREE_PATHS = [(1,), [0, 2], (0,), (1, 0, 1), (1, 0)]
 #: Options for which None is invalid.
 NEEDED = {"max_batch_size", "page_size", "draft_length", "overlap"}
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Options)])
 def test_options_reject_invalid_values(name):
-    """Values are not converted: "no" is no boolean, and 2.0, "2" and True are no integers."""
+    """Values are not converted. For example, "no" is not accepted as a boolean, nor 2.0 as 2."""
     values = list(WRONG)
     if name in NEEDED:
         values.append(None)
@@ -76,53 +78,78 @@ def test_options_reject_invalid_values(name):
     ],
 )
 def test_options_reject_invalid_draft_tree(tree):
-    """The paths of a fixed draft tree must be distinct and include the parent of each path.
+    """A tree needs valid sizes, or distinct paths that include the parent of each path.
 
-    No level may have more than 16 nodes with the same parent or with children.
+    A node may have at most 16 children, and at most 16 nodes of a level may have children.
     """
     with pytest.raises(OptionError, match=r"^draft_tree must be"):
         Options(draft_tree=tree, draft_length=40)
 
 
 def test_tree_plan_sorts_paths():
-    """The plan of a fixed tree sorts the paths by level and rank.
+    """The plan of a tree that is given as paths sorts them by level, then by rank.
 
-    Its branch is the maximum number of children per node or of nodes fed to the drafter per
-    level.
+    Its branch is the maximum of two numbers: the children of a node, and the nodes of a level that
+    have children. The drafter processes the latter together.
     """
-    paths = [(1,), [0, 2], (0,), (1, 0, 1), (1, 0)]
-    plan = Options(draft_tree=paths, draft_length=5).tree
+    plan = Options(draft_tree=TREE_PATHS, draft_length=5).tree
     assert plan == (3, 3, ((0,), (1,), (0, 2), (1, 0), (1, 0, 1)))
     assert plan.table().tolist() == [0, 1, -1, -1, -1, 3, 0, *[-1] * 5, -1, 3, *[-1] * 7]
     assert TreePlan.of([(n, 0)[:k] for n in range(5) for k in (1, 2)])[:2] == (5, 2)
-    with pytest.raises(OptionError, match="at most draft_length 4"):
-        Options(draft_tree=paths, draft_length=4)
 
 
-def test_engine_rejects_unknown_and_invalid_options(device):
-    """Unknown names and invalid values are rejected before the model is read."""
-    with pytest.raises(OptionError, match="unknown option batch; the options are activations"):
-        Engine("no such folder", batch=3)
-    with pytest.raises(OptionError, match="max_batch_size must be an integer from 1 to 4096"):
-        Engine("no such folder", max_batch_size="2")
-    with pytest.raises(OptionError, match="model must be the path of a checkpoint folder, got 5"):
-        Engine(5)
-    with pytest.raises(OptionError, match="ranks must be a RankGroup or None, got 5"):
-        Engine("no such folder", ranks=5)
-    with pytest.raises(OptionError, match=r"draft_tree .2, 2. requires a drafter"):
-        Engine("no such folder", draft_tree=(2, 2), draft_length=4)
-    with pytest.raises(OptionError, match=r"draft_masking=.probe. requires mask_drafts"):
-        Options(draft_masking="probe", mask_drafts=False)
+#: Calls that raise an OptionError before a model is read, with words of the error.
+INVALID_CALLS = {
+    "unknown option": (
+        lambda: Engine("no such folder", batch=3),
+        "unknown option batch; the options are activations",
+    ),
+    "type of an option": (
+        lambda: Engine("no such folder", max_batch_size="2"),
+        "max_batch_size must be an integer from 1 to 4096",
+    ),
+    "model": (lambda: Engine(5), "model must be the path of a checkpoint folder, got 5"),
+    "ranks": (
+        lambda: Engine("no such folder", ranks=5),
+        "ranks must be a RankGroup or None, got 5",
+    ),
+    "tree without drafter": (
+        lambda: Engine("no such folder", draft_tree=(2, 2), draft_length=4),
+        r"draft_tree \(2, 2\) requires a drafter",
+    ),
+    "tree larger than draft_length": (
+        lambda: Options(draft_tree=TREE_PATHS, draft_length=4),
+        "at most draft_length 4",
+    ),
+    "probe without masks": (
+        lambda: Options(draft_masking="probe", mask_drafts=False),
+        "draft_masking='probe' requires mask_drafts",
+    ),
+    "limits": (lambda: Limits(waiting="3"), "Limits.waiting"),
+    "negative limit": (lambda: Limits(waiting_tokens=-1), "Limits.waiting_tokens"),
+    "negative size limit": (lambda: Limits(prompt_bytes=-1), "Limits.prompt_bytes"),
+    "size limit None": (lambda: Limits(stop_strings=None), "Limits.stop_strings"),
+    "positions before sized": (lambda: Options().positions, r"call Options\.sized first"),
+    "max_length": (
+        lambda: Options(max_length=200).sized(100),
+        "max_length 200 is greater than the model",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "words"), INVALID_CALLS.values(), ids=INVALID_CALLS)
+def test_engine_and_options_reject_invalid_arguments(device, call, words):
+    with pytest.raises(OptionError, match=words):
+        call()
+
+
+def test_engine_accepts_options(device):
     with Engine(TARGET, max_batch_size=2, limits=Limits(waiting=1)) as engine:
         assert engine.options.max_batch_size == 2 and engine.options.positions == 1024
 
 
 def test_options_sized_for_target():
     """By default, there are pages for a full-length request in every batch row."""
-    with pytest.raises(OptionError, match=r"call Options\.sized first"):
-        _ = Options().positions
     assert Options(max_batch_size=3, page_size=16).sized(100).sizes == (100, 21)
     assert Options().sized(1 << 17).sizes[0] == 4096
     assert Options(pages=2, page_size=8).sized(100).positions == 16
-    with pytest.raises(OptionError, match=r"max_length 200 is greater than the model"):
-        Options(max_length=200).sized(100)

@@ -47,9 +47,9 @@ def assign_pages(
     slot,
     tokens,
 ):
-    """Allocate the pages of a token sequence for a slot, using cached pages for its beginning.
+    """Allocate a slot's pages for a token sequence, beginning with the cached pages.
 
-    Return the cached pages, or None if there are not enough pages.
+    Return the cached pages that were used, or None if there are not enough pages.
     """
     found = prefixes.match(prefixes.keys(tokens))
     num_pages = -(-len(tokens) // PAGE_SIZE)
@@ -75,9 +75,9 @@ def release_slot(caches, slot):
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_prefix_cache_finds_longest_cached_prefix(device, lookahead):
-    """`match` finds a cached page if all tokens up to its end, and the lookahead tokens, are equal.
+    """A page is found if all tokens up to its end and its lookahead tokens are equal.
 
-    It never returns the page that contains the last token.
+    The page that contains the last token is never returned.
     """
     rng = random.Random(lookahead)
     caches = [make_cache(device, 400), make_cache(device, 401)]
@@ -99,9 +99,9 @@ def test_prefix_cache_finds_longest_cached_prefix(device, lookahead):
 
 
 def test_prefix_cache_evicts_least_recently_used_unused_pages(device):
-    """During 600 random operations of slots and migrated requests, the cache stays consistent.
+    """Random operations never lose a page, assign it twice or exceed the maximum cache size.
 
-    No page is lost or assigned to two owners, and the cache never exceeds its maximum size.
+    The operations join and leave slots, and insert the pages of migrated requests.
     """
     rng = random.Random(3)
     caches = [make_cache(device), make_cache(device)]
@@ -222,9 +222,9 @@ def test_prefix_cache_excludes_pages_the_drafter_has_not_processed(ending):
 
 
 def test_prefix_cache_warm_prompt_is_not_prefilled_again():
-    """`Engine.warm` caches all pages of a prompt but the last one.
+    """`Engine.warm` caches all pages of a prompt except for the last one.
 
-    `warm` caches nothing if the cache is disabled. It raises an error if the request is refused.
+    If the cache is disabled, `warm` caches nothing. If the request is refused, `warm` raises.
     """
     shared = "the same beginning of many requests " * 6
     for cache_bytes, min_cached in ((None, 100), (0, 0)):
@@ -238,7 +238,10 @@ def test_prefix_cache_warm_prompt_is_not_prefilled_again():
 
 
 def test_prefix_cache_is_disabled_for_stateful_mtp_modules(tmp_path):
-    """Several multi-token prediction modules carry state, so their KV pages cannot be shared."""
+    """The prefix cache is disabled for a drafter with two multi-token prediction modules.
+
+    Such modules carry state from position to position that KV-cache pages do not contain.
+    """
     make_tiny_mtp(tmp_path, json.loads((TARGET / "config.json").read_text()), modules=2)
     with demo_engine(max_batch_size=1, drafter=tmp_path) as engine:
         engine.generate([Request(tokens=range(4, 80), max_tokens=2)])

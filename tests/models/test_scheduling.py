@@ -182,7 +182,7 @@ def test_prefill_scheduler_counts_short_chunks_by_their_time(fixed, each):
     ids=str,
 )
 def test_chunked_prefill_size_does_not_change_outputs(options):
-    """Tokens, rounds and accepted drafts of greedy and coupled requests do not change."""
+    """The chunk size changes neither tokens nor drafts of greedy and coupled requests."""
     requests = [replace(r, prompt=r.prompt * 3) for r in mixed_requests(3, seed=5, max_tokens=12)]
     requests.append(
         Request(
@@ -202,7 +202,7 @@ def test_chunked_prefill_size_does_not_change_outputs(options):
 
 
 def finish_order(engine, requests):
-    """Return the ids of requests that are submitted together, in the order in which they finish."""
+    """Submit requests together, and return their ids in the order in which they finish."""
     return [event.id for event in engine.stream(requests) if event.finished]
 
 
@@ -215,7 +215,8 @@ def test_scheduler_admits_by_priority_then_prefix_cache_hits():
     shared = list(range(50, 70))
     with settled(demo_engine(max_batch_size=1, page_size=4)) as engine:
         engine.warm(Request(tokens=shared))
-        # For each request: a token that no other request has, number of shared tokens, priority.
+        # For each request: a token that occurs in no other request, the number of tokens that it
+        # shares with the cached prompt, and its priority.
         cases = {
             "cold": (90, 0, 0),
             "half": (91, 8, 0),
@@ -314,8 +315,8 @@ def test_scheduler_preempts_lowest_priority_when_pages_run_out(options):
 def test_kv_pages_cover_all_drafts_in_flight(options, monkeypatch):
     """Pages are allocated early enough for all positions that drafts can write.
 
-    With pages of one position, a missing page would change the drafts. The second run allocates the
-    pages of the whole request when the request joins, and must have the same results.
+    Each page has one position, so a missing page would change the drafts. The results are compared
+    with those of an engine that allocates all pages of a request when the request gets its slot.
     """
     requests = [*mixed_requests(2, seed=5, max_tokens=50), RUNNING]
     results = []

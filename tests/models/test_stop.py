@@ -6,7 +6,7 @@ from graft.models.text.stop import StopFinder
 
 
 def test_stop_finder_equals_search_in_whole_text():
-    """After each random piece of text, the finder returns the result of a search in the whole text.
+    """Searching a text piece by piece gives the same result as searching the whole text.
 
     `held` is the length of the longest suffix of the text that is a prefix of a stop string.
     """
@@ -30,5 +30,4 @@ def test_stop_finder_equals_search_in_whole_text():
 
 
 def is_prefix(text, strings):
-    """Return whether a text is a prefix of one of the strings."""
     return any(string.startswith(text) for string in strings)
