@@ -59,16 +59,7 @@ class Tokenizer:
     def __init__(self, path: str | Path, *, vocab_size: int | None = None) -> None:
         self.path = Path(path)
         file = self.path / "tokenizer.json"
-        if not file.is_file():
-            raise TokenizerError(f"{file}: the file is missing")
-        try:
-            self.backend = call_tokenizer(lambda: tokenizers.Tokenizer.from_file(str(file)))
-        except TokenizerError as error:
-            raise TokenizerError(f"{file}: cannot be read ({error.__cause__})") from error
-        self.backend.no_truncation()
-        self.backend.no_padding()
-        if getattr(self.backend.model, "dropout", None):
-            self.backend.model.dropout = None
+        self.backend = _load_backend(file)
         self._ids: dict[str, int] = self.backend.get_vocab(with_added_tokens=True)
         if not self._ids:
             raise TokenizerError(f"{file}: the vocabulary is empty")
@@ -80,13 +71,7 @@ class Tokenizer:
         self.special_names = tuple(special_names)
         self._config = _read_optional(self.path / "tokenizer_config.json")
         if vocab_size is None:
-            model = _read_optional(self.path / "config.json")
-            vocab_size = model.integer(
-                "vocab_size",
-                low=1,
-                high=1 << 31,
-                default=self.vocab_size,
-            )
+            vocab_size = self._model_vocab_size()
         if self.vocab_size > vocab_size:
             name = max(self._ids, key=lambda token: self._ids[token])
             raise TokenizerError(
@@ -101,6 +86,16 @@ class Tokenizer:
             self._id_of("bos_token", bos)
         self.stop_ids = self._stop_ids(vocab_size)
         self._template = self._chat_template()
+
+    def _model_vocab_size(self) -> int:
+        """Return `vocab_size` of config.json, or the size of the tokenizer's vocabulary."""
+        config = _read_optional(self.path / "config.json")
+        return config.integer(
+            "vocab_size",
+            low=1,
+            high=1 << 31,
+            default=self.vocab_size,
+        )
 
     @property
     def has_chat_template(self) -> bool:
@@ -316,6 +311,21 @@ def _default_template(templates: list[Any]) -> Any:
         if isinstance(entry, dict) and entry.get("name") == "default":
             return entry.get("template")
     return templates
+
+
+def _load_backend(file: Path) -> tokenizers.Tokenizer:
+    """Load tokenizer.json without truncation, padding and BPE dropout."""
+    if not file.is_file():
+        raise TokenizerError(f"{file}: the file is missing")
+    try:
+        backend = call_tokenizer(lambda: tokenizers.Tokenizer.from_file(str(file)))
+    except TokenizerError as error:
+        raise TokenizerError(f"{file}: cannot be read ({error.__cause__})") from error
+    backend.no_truncation()
+    backend.no_padding()
+    if getattr(backend.model, "dropout", None):
+        backend.model.dropout = None
+    return backend
 
 
 def _read_optional(path: Path) -> Fields:

@@ -177,9 +177,8 @@ class Engine:
         self._scheduler = self._make_scheduler()
         self._ids = itertools.count()
         self._guard = ReentrancyGuard()
-        # Work for `_end_abandoned`. `cancel`, and each stream that ends, append an entry. The entry
-        # has two parts: ids whose events are no longer claimed by a stream, and ids of requests to
-        # cancel.
+        # Work for `_end_abandoned`, which `cancel` and each ending stream append. An entry has the
+        # ids whose events the stream no longer claims, and the ids of the requests to cancel.
         self._abandoned: deque[tuple[Sequence[str], set[str]]] = deque()
         self.failure: str | None = None
         self._device_failed = False
@@ -626,15 +625,17 @@ class Engine:
                 self._scheduler.close()
                 del self._built, self._parts, self._admission, self._replays, self._scheduler
                 del self._migrator
-                gc.collect()  # reference cycles must not keep device memory until a later pass
+                # Free device memory now that objects in reference cycles own.
+                gc.collect()
                 # The work of a failed device never completes, so its resources are never freed.
                 if not self._device_failed:
                     _wait_for_release(self.device)
 
     def _drain(self) -> None:
-        """Close all parts, also if closing one of them raises an error.
+        """End all requests, wait for the device, and close all parts.
 
-        `ExitStack` calls the registered functions in reverse order, so the requests end first.
+        If closing a part raises an error, the other parts are closed nevertheless. `ExitStack`
+        calls the registered functions in reverse order, so the requests end first.
         """
         with ExitStack() as stack:
             parts = self._parts
@@ -719,12 +720,18 @@ def _wait_for_release(device: Device) -> None:
 
 
 def _has_id(request: Request) -> bool:
-    """Return whether a request has an id of valid type. Invalid requests are refused later."""
+    """Return whether a request has an id that is a string.
+
+    The object may also be no `Request` at all. `Admission.admit` refuses such objects.
+    """
     return isinstance(getattr(request, "id", None), str)
 
 
 def _expand_samples(requests: Iterable[Request]) -> list[Request]:
-    """Return one request per sample. Objects that are not requests are refused later."""
+    """Replace each request with ``n > 1`` by one request per sample.
+
+    Objects that are no requests are kept. `Admission.admit` refuses them.
+    """
     if not isinstance(requests, Iterable):
         raise RequestError(f"requests must be a list of Request, got {short_repr(requests)}")
     samples: list[Request] = []

@@ -50,7 +50,7 @@ _HEADER_WORDS = ROUND_ROW.itemsize // 4
 
 @dataclass(frozen=True)
 class RowAssignment:
-    """The request of a batch row at the time its replay was launched, with its slot and epoch.
+    """The request of a batch row when its replay was launched, with slot and epoch at that time.
 
     The request may have left the slot since, because of a stop string, cancellation or preemption.
     The same request may even have left the slot and joined it again, which changes its epoch. In
@@ -161,8 +161,10 @@ class Replays:
         self.retired = 0
         self._round_s = Ema(ROUND_SHARE, max_ratio=2.0)
         self.unread: deque[ReplayInFlight] = deque()
-        self._unretired: deque[ReplayInFlight] = deque()  # read, but possibly still running
-        self._launches: Counter[int] = Counter()  # number of launches by id() of the graph
+        # Replays whose results have been read, but which may still be running.
+        self._unretired: deque[ReplayInFlight] = deque()
+        # Number of launches of each graph, by `id` of the graph.
+        self._launches: Counter[int] = Counter()
         self.on_parts: Callable[[ReplayInFlight, list[int]], None] | None = None
         self.on_row: Callable[[RowAssignment, RowResult], None] | None = None
 

@@ -174,8 +174,10 @@ class Scheduler:
         self._numbers = itertools.count()
         # Numbers of preempted requests: -2, -3, ... because -1 means "not waiting".
         self._front_numbers = itertools.count(-2, -1)
-        self._ready: list[_QueueEntry] = []  # sorted
-        self._compiled: deque[tuple[int, RequestState]] = deque()  # appended by compiler threads
+        # Requests with a compiled grammar or none, sorted by `_sort_key`.
+        self._ready: list[_QueueEntry] = []
+        # Requests whose grammar has just been compiled. Compiler threads append to this queue.
+        self._compiled: deque[tuple[int, RequestState]] = deque()
         self._woken = threading.Event()
         # Heap of (deadline, sequence number, request).
         self._deadlines: list[tuple[float, int, weakref.ref[RequestState]]] = []
@@ -265,17 +267,17 @@ class Scheduler:
     def _choose(self) -> RequestState:
         """Return the ready request that gets the next slot."""
         priority, number, first = self._ready[0]
-        at_front = number < 0  # preempted because pages ran out; such a request is always next
+        # Requests that were preempted because pages ran out have negative numbers. They go first.
+        at_front = number < 0
         if at_front or first.bypass_count >= MAX_BYPASSES or not self.slots.has_free_slot:
             return first
         candidates = []
         for entry_priority, _, state in self._ready[:PREFIX_LOOKAHEAD]:
             if entry_priority == priority:
                 candidates.append(state)
-        return max(candidates, key=self.slots.cached_pages)  # of several, the first one
+        return max(candidates, key=self.slots.cached_pages)  # the first one if several are equal
 
     def _dequeue(self, state: RequestState) -> None:
-        """Remove a request from the queue if it is waiting."""
         self.waiting.pop(state.id, None)
         entry = (-state.request.priority, state.queue_number)
         index = bisect.bisect_left(self._ready, entry, key=_sort_key)
@@ -338,7 +340,7 @@ class Scheduler:
         short = self._allocate_pages()
         while short and len(short) == len(running):
             if self.replays.unread:
-                return False  # reading a replay may end requests and free their pages
+                return False  # the caller reads a replay first, which may free pages
             self.replays.wait_idle(self.stats)
             self.slots.reclaim_all()
             short = self._allocate_pages()
@@ -468,7 +470,7 @@ class Scheduler:
         output.accepted += row.accepted
 
     def _device_error(self, state: RequestState) -> GraftError:
-        """Return why the device ended a request with an error."""
+        """Return the error for a request that the device ended with reason "error"."""
         invalid_logits = "the model's logits are NaN or infinite"
         if state.matcher is None:
             return GraftError(invalid_logits)
@@ -478,7 +480,7 @@ class Scheduler:
         return GraftError(f"{invalid_logits}, or the grammar rejected a verified token")
 
     def wait_idle(self, shield: Shield) -> None:
-        """Read all rounds in flight, wait for the device and reclaim the slots without requests."""
+        """Read all rounds in flight, wait for the device, and free the slots of ended requests."""
         while self.replays.unread:
             self.read(shield)
         self.replays.wait_idle(self.stats)

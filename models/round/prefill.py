@@ -177,7 +177,8 @@ class Prefill:
         self._drafter = drafter
         self._staging = [device.pinned(max_length, "int32") for _ in range(slots)]
         self._tokens = device.zeros(max_length, "int32")
-        # Token, next token, slot and position for the target; slot and position for the drafter.
+        # Six arrays: token, next token, slot and position of each row for the target, and slot and
+        # position of each row for the drafter.
         self._rows = device.zeros((6, CHUNK), "int32")
         self._features = None
         if drafter is not None and drafter.feature_layers:
