@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import sys
 
 import pytest
+from cuda import pathfinder
+from cuda.bindings import nvrtc
 
 from graft.cudagraph.errors import OptionError
-from graft.tools.bench import speculation
+from graft.tools.bench import serving, speculation
 
 #: Module of the tool, its command line, and words of the error message. "{folder}" is an empty
 #: folder.
@@ -48,6 +51,34 @@ def test_tool_rejects_options(tmp_path, capsys, module, options, words):
     texts = {"folder": tmp_path, "prompts": prompts}
     assert run_tool(module, options.format(**texts).split()) == 2
     assert words in capsys.readouterr().err
+
+
+def test_serving_bench_names_missing_package(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    assert run_tool("bench.serving", ["--calls", "1"]) == 2
+    assert "needs the package httpx: pip install httpx" in capsys.readouterr().err
+
+
+def test_kernel_report_names_missing_package(monkeypatch, capsys):
+    def load(*_):
+        raise pathfinder.DynamicLibNotFoundError("no libnvrtc.so.13")
+
+    monkeypatch.setattr(nvrtc, "nvrtcCreateProgram", load)
+    assert run_tool("bench.kernel_report", ["--arch", "90"]) == 1
+    assert "pip install nvidia-cuda-nvrtc" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "status"), [("--help", 0), ("--nothing", 2)])
+def test_roofline_parses_its_command_line(capsys, option, status):
+    assert run_tool("bench.roofline", [option]) == status
+    assert "MB of weights" not in capsys.readouterr().out
+
+
+def test_serving_bench_goodput_is_the_rate_if_all_responses_are_in_time():
+    """Goodput counts responses per second of sending. It excludes the wait for the last one."""
+    responses = [serving.Response(0.1, 0.01, True)] * 12
+    result = serving.summarize(6, responses, 2.0, 2.64, (1.0, 0.1))
+    assert result["goodput"] == result["sent_per_s"] == 6
 
 
 def test_docs_reject_unknown_package(tmp_path, capsys):

@@ -251,9 +251,10 @@ def compile_variant(variant: Variant, arch: int) -> list[Usage]:
     Raises
     ------
     CompileError
-        If the source text does not compile.
+        If the source text does not compile, or NVRTC is not installed.
     """
     from cuda.bindings import nvrtc
+    from cuda.pathfinder import DynamicLibNotFoundError
 
     options = [
         *nvrtc_options(variant.path, dict(variant.defines)),
@@ -262,15 +263,11 @@ def compile_variant(variant: Variant, arch: int) -> list[Usage]:
         "--ptxas-options=-v",
     ]
     text = variant.path.read_bytes()
-    program = _check(
-        nvrtc.nvrtcCreateProgram(
-            text,
-            variant.path.name.encode(),
-            0,
-            [],
-            [],
-        )
-    )
+    name = variant.path.name.encode()
+    try:
+        program = _check(nvrtc.nvrtcCreateProgram(text, name, 0, [], []))
+    except DynamicLibNotFoundError as error:
+        raise CompileError("NVRTC is missing: pip install nvidia-cuda-nvrtc") from error
     try:
         encoded = [option.encode() for option in options]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)

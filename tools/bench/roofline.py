@@ -15,6 +15,8 @@ included.
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from graft.models.llm.kernel_library import mma_shape
@@ -146,5 +148,14 @@ def roofline() -> str:
     return table(rows)
 
 
-if __name__ == "__main__":
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m graft.tools.bench.roofline", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.parse_args(arguments)
     print(roofline())
+
+
+if __name__ == "__main__":
+    main()

@@ -6,15 +6,18 @@ Without a URL, the benchmark starts ``graft serve`` with the demo model. The req
 tasks of the demo model with their schemas, and the responses are streamed. Requests are sent as a
 Poisson process that does not wait for earlier responses (open loop).
 
-The latencies are the time to first token (TTFT) and the mean time per output token. Goodput is the
-number of complete responses per second for which both latencies are within their limits. On the
-soft device, all times are times of a CPU and say nothing about a GPU.
+The latencies are the time to first token (TTFT) and the mean time per output token. A response is
+in time if both latencies are within their limits. Goodput is the number of complete responses in
+time, divided by the time during which requests were sent. If all responses are in time, goodput
+equals the rate at which the requests were sent. On the soft device, all times are times of a CPU
+and say nothing about a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import random
 import statistics
@@ -107,7 +110,7 @@ async def send_all(
     bodies: Sequence[dict[str, Any]],
     rate: float,
     seed: int,
-) -> tuple[list[Response], float]:
+) -> tuple[list[Response], float, float]:
     """Send requests as a Poisson process and wait for all responses.
 
     Parameters
@@ -126,6 +129,8 @@ async def send_all(
     responses : list of Response
         Responses in the order of the bodies. A failed request has a `Response` with the default
         values.
+    sending_s : float
+        Seconds during which requests were sent.
     seconds : float
         Duration until the last response.
     """
@@ -158,7 +163,8 @@ async def send_all(
             for body in bodies:
                 tasks.append(group.create_task(send_one(client, body)))
                 await asyncio.sleep(rng.expovariate(rate))
-    return [task.result() for task in tasks], time.perf_counter() - start
+            sending_s = time.perf_counter() - start
+    return [task.result() for task in tasks], sending_s, time.perf_counter() - start
 
 
 @contextmanager
@@ -197,9 +203,9 @@ def quantiles_ms(seconds: Sequence[float]) -> dict[str, float]:
 def summarize(
     rate: float,
     responses: Sequence[Response],
+    sending_s: float,
     seconds: float,
-    first_token_limit_s: float,
-    token_limit_s: float,
+    limits_s: tuple[float, float],
 ) -> dict[str, Any]:
     """Return the results at one request rate.
 
@@ -209,11 +215,14 @@ def summarize(
         Mean number of requests per second.
     responses
         Responses to all requests. Only complete responses are included in the latencies.
+    sending_s
+        Seconds during which requests were sent.
     seconds
-        Duration of the measurement.
-    first_token_limit_s, token_limit_s
+        Duration of the measurement, until the last response.
+    limits_s
         Maximum TTFT and maximum time per output token of a response that counts for goodput.
     """
+    first_token_limit_s, token_limit_s = limits_s
     complete = [one for one in responses if one.complete]
     in_time = [
         one
@@ -227,7 +236,8 @@ def summarize(
         "seconds": seconds,
         "first_token_ms": quantiles_ms([one.first_token_s for one in complete]),
         "token_ms": quantiles_ms([one.token_s for one in complete]),
-        "goodput": len(in_time) / seconds,
+        "sent_per_s": len(responses) / sending_s,
+        "goodput": len(in_time) / sending_s,
     }
 
 
@@ -265,7 +275,7 @@ def write(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> Non
     (options.out / "serving.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     series = {
         "goodput": [(one["rate"], one["goodput"]) for one in results],
-        "all requests": [(one["rate"], one["rate"]) for one in results],
+        "all requests": [(one["rate"], one["sent_per_s"]) for one in results],
     }
     note = (
         f"TTFT at most {options.first_ms:g} ms, time per output token at most "
@@ -335,9 +345,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         warm_up = bodies[:WARM_UP_REQUESTS]
         asyncio.run(send_all(url, options.key, warm_up, WARM_UP_RATE, options.seed))
         for rate in options.rates:
-            responses, seconds = asyncio.run(send_all(url, options.key, bodies, rate, options.seed))
-            limits = (options.first_ms / 1e3, options.token_ms / 1e3)
-            results.append(summarize(rate, responses, seconds, *limits))
+            sent = asyncio.run(send_all(url, options.key, bodies, rate, options.seed))
+            limits_s = (options.first_ms / 1e3, options.token_ms / 1e3)
+            results.append(summarize(rate, *sent, limits_s))
     return results
 
 
@@ -345,6 +355,8 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark, print a table and write the files."""
     options = parse_options(arguments)
+    if importlib.util.find_spec("httpx") is None:
+        raise OptionError("the serving benchmark needs the package httpx: pip install httpx")
     results = measure(options)
     print(results_table(results))
     if options.out is not None:
