@@ -71,6 +71,15 @@ def check_disaggregated_prefill(lines):
     assert isinstance(json.loads(outputs[1][1]), dict)
 
 
+def check_xgrammar_interface(lines):
+    assert lines[0] == 'forced start: {"city": "'
+    values = [json.loads(line) for line in lines[1:]]
+    assert len(values) == 3
+    for value in values:
+        assert list(value) == ["city", "days"]
+        assert value["city"] in ("Bern", "Paris", "Rome") and value["days"] in (1, 2, 3)
+
+
 CHECKS = {
     "disaggregated_prefill": check_disaggregated_prefill,
     "engine": check_engine,
@@ -79,6 +88,7 @@ CHECKS = {
     "mask_logits": check_mask_logits,
     "matcher_by_hand": check_matcher_by_hand,
     "own_drafter": check_own_drafter,
+    "xgrammar_interface": check_xgrammar_interface,
 }
 
 
