@@ -33,7 +33,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def stop_id(tokenizer):
-    return tokenizer.token_to_id("<eos>")
+    return tokenizer.token_to_id("<|end|>")
 
 
 @pytest.fixture(scope="module")
