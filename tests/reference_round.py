@@ -555,9 +555,7 @@ def _relaxed(
 
 
 def broken(logits: np.ndarray, legal: BoolArray) -> int:
-    """Return ERROR if a legal logit is NaN or +inf, DEAD_END if no token is legal, and otherwise
-    0.
-    """
+    """Return ERROR if a legal logit is NaN or +inf, DEAD_END if no token is legal, or else 0."""
     seen = logits[legal]
     if np.isnan(seen).any() or (seen == np.inf).any():
         return ERROR
@@ -704,9 +702,10 @@ def draft(
 ) -> None:
     """Generate draft j of a slot, if drafting continues.
 
-    If the grammar has answered a probe, the draft is the answer. Otherwise, if the mask row forces
-    a token, the draft is this token. Otherwise the draft is sampled: with the target's random
-    numbers for coupled and probed requests, from a stored table q for others.
+    If the grammar has accepted a candidate, the draft is this candidate. Otherwise, if the mask row
+    forces a token, the draft is this token. Otherwise the draft is sampled. Coupled requests, and
+    requests with candidates, use the random numbers with which the target will sample. For other
+    requests, the distribution q of the draft is stored for its verification.
 
     Parameters
     ----------
@@ -772,10 +771,10 @@ def candidates(
     ids: np.ndarray,
     token_limit: int,
 ) -> list:
-    """Return the ids to probe for draft j in the order in which the target will prefer them.
+    """Return the candidates for draft j, which the grammar tests in this order.
 
-    Ids that the filters remove come last. They are probed too, because the mask is not known yet
-    and may remove all other ids.
+    It is the order in which the target will prefer the ids. Ids that top-k, top-p or min-p remove
+    come last. They are candidates too, because the grammar may reject all other ids.
     """
     legal = (ids >= 0) & (ids < token_limit)
     if broken(logits, legal):
@@ -811,7 +810,11 @@ def shares(
     ids: np.ndarray,
     limit: int,
 ) -> dict[int, float]:
-    """Return the probability of each legal id for draft j in the exponential race."""
+    """Return the probability of each id for draft j.
+
+    For sampled requests, it is weighted with the random numbers of the target (`_race_noise`), so
+    that the id that the target will sample is likely.
+    """
     legal = (ids >= 0) & (ids < limit) & (logits > -np.inf)
     if broken(logits, legal):
         return {}
@@ -836,9 +839,9 @@ def children(
 ) -> list[tuple[float, int]]:
     """Return (log probability, id) of the children of a node, best first.
 
-    These are the first `branch` ids among the best `max_candidates` that the grammar accepts.
-    Probabilities exclude rejected candidates. Sampled requests use the exponential race with the
-    random numbers of the position.
+    The children are the first `branch` ids that the grammar accepts among the best
+    `max_candidates`. Rejected candidates count as impossible. For sampled requests, probabilities
+    are weighted with the random numbers of the target (`_race_noise`).
     """
     known = (ids >= 0) & (ids < token_limit)
     if broken(logits, known):
@@ -982,13 +985,16 @@ def legal_tree(
     legal: Callable[[tuple[int, ...], int], bool],
     ended: Callable[[tuple[int, ...]], bool],
 ) -> Tree:
-    """Return the most likely legal drafts that `tests` grammar tests find in a lattice.
+    """Return the tree of the most likely legal drafts that `tests` grammar tests find in a lattice.
 
-    `levels` has (id, probability) of the candidates of each level. A node has at most `branch`
-    children, and none after an ended path. The probability of a node is the product of the
-    probabilities on its path, where each is relative to the candidates that have not been rejected
-    after the same parent. The most likely next candidate of all nodes is tested next; of equal
-    candidates, the one of the earlier node.
+    A lattice has candidates for each level, with probabilities that do not depend on the drafts of
+    other levels: `levels` has (id, probability) of the candidates of each level. A node has at most
+    `branch` children, and none if the path to it has ended.
+
+    The probability of a node is the product of the probabilities on its path. Each of them is
+    relative to the candidates that the grammar has not rejected after the same parent. The most
+    likely candidate of all nodes is tested next. If several are equal, the candidate of the earlier
+    node is tested first.
     """
     tree = chain(last)
     score = [1.0]

@@ -130,7 +130,7 @@ class Engine:
         requested = _check_arguments(model, drafter, ranks, options)
         folder = Path(model)
         config = LlamaConfig.from_dir(folder)
-        tokenizer = Tokenizer(folder, vocab_size=config.vocab_size)
+        self.tokenizer = Tokenizer(folder, vocab_size=config.vocab_size)
         # Only the target limits the number of positions. The max_position_embeddings of a draft
         # head is the length of the sequences it was trained on, and is ignored.
         requested = requested.sized(config.max_position_embeddings)
@@ -145,32 +145,19 @@ class Engine:
             folder,
             drafter,
             config,
-            tokenizer,
+            self.tokenizer,
             ranks,
         )
         self._built = built
         self._parts = built.parts
-        self.tokenizer = tokenizer
         self._admission = Admission(
             self.options,
-            tokenizer,
+            self.tokenizer,
             config.vocab_size,
             built.compiler,
         )
         self._replays = Replays(built.parts, built.stream, built.budget)
-        self._migrator = Migrator(
-            self.device,
-            StreamLane(built.stream),
-            built.caches,
-            built.prefixes,
-            engine_properties(
-                self.device,
-                requested,
-                folder,
-                drafter,
-                built.parts.drafter,
-            ),
-        )
+        self._migrator = self._make_migrator(folder, drafter)
         self.round_graphs: dict[tuple[int, int], RoundGraph] = {}
         self.stats = EngineStats(draft_length=built.parts.depth)
         self._forced_tokens_at_reset = 0
@@ -188,6 +175,23 @@ class Engine:
             built.compiler.close()
             raise
         self._closed = False
+
+    def _make_migrator(self, model: Path, drafter: DrafterChoice | None) -> Migrator:
+        built = self._built
+        properties = engine_properties(
+            self.device,
+            self.options,
+            model,
+            drafter,
+            built.parts.drafter,
+        )
+        return Migrator(
+            self.device,
+            StreamLane(built.stream),
+            built.caches,
+            built.prefixes,
+            properties,
+        )
 
     def _make_scheduler(self) -> Scheduler:
         built = self._built

@@ -419,7 +419,7 @@ class Scheduler:
         text, stopped = state.append_tokens(row.tokens)
         output = state.output
         if output.logprobs is not None:
-            # Tokens of the row after a stop string were not appended.
+            # If a stop string ended the request, the row's tokens after it were not appended.
             num_new = len(output.tokens) - len(output.logprobs)
             output.logprobs += row.logprobs[:num_new]
         if stopped:

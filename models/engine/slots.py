@@ -349,7 +349,7 @@ class SlotManager:
     def close(self) -> None:
         """Drop the references to device objects.
 
-        The frames of a traceback may keep this object alive, and thereby keep them alive.
+        The frames of a traceback may keep this slot manager alive after `Engine.close`.
         """
         self._prefilling.clear()
         del self._caches, self._prefix_cache, self._prefill, self._slot_state, self._lane

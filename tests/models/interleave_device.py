@@ -1,11 +1,12 @@
 """A simulated device that runs the steps of replays one at a time, in a random possible order.
 
-The simulated device does the work of a round's kernels, with the real rings, exchange memory and
-host steps. The steps of a
-replay run in any order that the edges of its graph allow. Side work, which lets requests join and
-leave slots, is complete before the replays that are launched after it. It may run before earlier
-replays have ended. If the host reuses slots, pages or ring entries too early, an output is wrong or
-an assertion fails.
+The simulated device does the work of a round's kernels. The rings, the exchange memory and the host
+steps are the real ones. The steps of a replay run in any order that the edges of its graph allow.
+
+Work that the host enqueues outside of replays, such as prefill chunks and updates of slots, is
+called *side work*. It is complete before the replays that are launched after it start, but it may
+run before earlier replays have ended. If the host reuses slots, pages or ring entries too early, an
+output is wrong or an assertion fails.
 """
 
 from __future__ import annotations
@@ -46,12 +47,32 @@ class Hang(AssertionError):
 
 @dataclass
 class Replay:
-    """A launched replay and its completed steps."""
+    """A launched replay and its completed steps.
 
-    barrier: int  # number of side operations that must be complete before the replay
+    Attributes
+    ----------
+    barrier
+        Number of side operations that must be complete before the replay starts.
+    rows
+        Number of batch rows.
+    k
+        Maximum number of drafts to verify, and to generate, per batch row.
+    slots_named
+        Slots that the host assigned to the batch rows.
+    done
+        Names of the completed steps.
+    number
+        Number that the device has counted for this replay.
+    slots
+        Slots that the device has read from the input ring.
+    counts
+        Number of committed tokens by batch row.
+    """
+
+    barrier: int
     rows: int
-    k: int  # maximum number of drafts to verify and to generate
-    slots_named: frozenset[int]  # slots that the host assigned to the replay's rows
+    k: int
+    slots_named: frozenset[int]
     done: set[str] = field(default_factory=set)
     number: int = 0
     slots: list[int] = field(default_factory=list)
@@ -173,7 +194,7 @@ class SteppingCache(PagedKV):
 class SteppingDevice:
     """Simulated device: slots, pages, a queue of replays, and side work that updates slots.
 
-    The creator sets `caches`, the rings `inputs` and `outputs`, and `decoder`.
+    The attributes `caches`, `inputs`, `outputs` and `decoder` are set after construction.
     """
 
     def __init__(
@@ -195,8 +216,10 @@ class SteppingDevice:
         for _ in range(slots):
             self.slots.append(SteppingSlot(n=0, tree=ref.chain(0), limit=0, active=False))
             self.prompts.append([])
-        self.unread: set[int] = set()  # slots whose prompt has not been copied yet
-        self.prompt_rows: list[tuple[int, int, int]] = []  # slot, position, token; shared
+        # Slots whose prompt the device has not copied from the staging area yet.
+        self.unread: set[int] = set()
+        # (slot, position, token) of each token of the prompt that was copied last.
+        self.prompt_rows: list[tuple[int, int, int]] = []
         self.side: deque[Callable[[], None]] = deque()
         self.side_done = 0
         self.side_enqueued = 0
@@ -218,7 +241,10 @@ class SteppingDevice:
     # What the host sees -------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Advance by some steps. Called wherever the host accesses shared state."""
+        """Run a random number of device steps.
+
+        This method is called wherever the host accesses state that it shares with the device.
+        """
         while self.rng.random() * (1 + self.eager) > 1 and self.advance():
             pass
 
@@ -230,7 +256,10 @@ class SteppingDevice:
         self.tick()
 
     def launch(self, rows: int, k: int) -> None:
-        """Launch a replay, and check the number of prompt rows that have delayed its requests."""
+        """Launch a replay.
+
+        Assert that no request of the previous replay was delayed by too many prompt rows.
+        """
         self.tick()
         self.launched += 1
         entry = self.launched % self.inputs.entries
@@ -507,7 +536,9 @@ class SteppingDecoder(GuidedDecoder):
     """The real decoder. Asserts that the replay of a snapshot is complete when it is retired."""
 
     toy: SteppingDevice
-    kept: list[Any] | None = None  # keeps requests alive for tests that retire snapshots too early
+    # A test that injects the early retirement of snapshots sets this list. The list keeps all
+    # published requests alive.
+    kept: list[Any] | None = None
 
     def publish(self, replay: int, requests: Any) -> None:
         self.toy.tick()
