@@ -31,7 +31,7 @@ from graft.grammar.decoder import GuidedDecoder
 from graft.models.cache.kv import PagedKV
 from graft.models.round.prefill import PrefillChunk
 from graft.sampling.exchange import Exchange
-from graft.sampling.params import SamplingParams
+from graft.sampling.state import SlotRequest
 
 PAGE = 4
 HOST_STEPS = {
@@ -263,7 +263,7 @@ class SteppingDevice:
         self.tick()
         self.launched += 1
         entry = self.launched % self.inputs.entries
-        published = self.inputs.field("slot").array[entry].tolist()
+        published = self.inputs["slot"].array[entry].tolist()
         slots = frozenset(published) - {-1}
         stayed = slots & self.previous_slots - self.joined
         assert not stayed or self.rows_since <= self.max_prompt_rows, (
@@ -327,23 +327,17 @@ class SteppingDevice:
             yield PrefillChunk(end - begin, self.query, lambda: 1.0)
             begin = end
 
-    def join(
-        self,
-        lane: Any,
-        slot: int,
-        params: SamplingParams,
-        **values: Any,
-    ) -> None:
+    def join(self, lane: Any, slot: int, request: SlotRequest) -> None:
         self.joined.add(slot)
 
         def joined() -> None:
             self.slots[slot] = SteppingSlot(
-                n=values["position"],
-                tree=ref.chain(values["last"]),
-                epoch=values["epoch"],
-                limit=values["limit"],
-                stop_ids=tuple(params.stop_ids or ()),
-                seed=params.seed or 0,
+                n=request.position,
+                tree=ref.chain(request.last),
+                epoch=request.epoch,
+                limit=request.limit,
+                stop_ids=tuple(request.params.stop_ids or ()),
+                seed=request.params.seed or 0,
             )
 
         self.enqueue(joined)
@@ -421,7 +415,7 @@ class SteppingDevice:
         replay.number = self.simulator.replay
         entry = replay.number % self.inputs.entries
         published = int(self.inputs.stamp.array[entry, 0]) == replay.number
-        slots = self.inputs.field("slot").array[entry].tolist()
+        slots = self.inputs["slot"].array[entry].tolist()
         for slot in slots[: replay.rows]:
             is_active = published and slot >= 0 and self.slots[slot].active
             replay.slots.append(slot if is_active else -1)
@@ -456,7 +450,7 @@ class SteppingDevice:
                 accepted=outcome.accepted,
                 tested=outcome.tested,
             )
-            self.outputs.field("rows").array[entry, b, : len(result)] = result
+            self.outputs["rows"].array[entry, b, : len(result)] = result
 
     def _verify_slot(self, slot: int, k: int) -> ref.Outcome:
         """Verify at most `k` drafts, and move the entries of accepted drafts in the caches."""
@@ -473,7 +467,7 @@ class SteppingDevice:
 
     def _publish(self, replay: Replay) -> None:
         entry = replay.number % self.outputs.entries
-        self.outputs.field("rows").array[entry, replay.rows :] = -1
+        self.outputs["rows"].array[entry, replay.rows :] = -1
         self.outputs.stamp.array[entry, 0] = replay.number
 
     def _draft(self, replay: Replay, j: int) -> None:
