@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from xml.etree import ElementTree
@@ -11,10 +12,14 @@ import pytest
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.hostwork import PythonWork
+from graft.grammar import GrammarSpec
+from graft.models.engine.engine import Engine
+from graft.models.request import Request
 from graft.tools import cli
+from graft.tools.demo_model import demo_model
 from graft.tools.trace import draw_round
-from graft.tools.trace.record import Span, TraceEvent, exposed_waits, record, split_launches
-from graft.tools.trace.rounds import clock_offset
+from graft.tools.trace.record import Span, Trace, TraceEvent, exposed_waits, record, split_launches
+from graft.tools.trace.rounds import clock_offset, trace_rounds
 from graft.tools.trace.timeline import draw
 
 SLEEP_S = 0.02
@@ -124,6 +129,43 @@ def test_exposed_waits_begin_when_the_lane_is_idle():
     assert (wait.cause, wait.start_ns, wait.end_ns) == ("grammar 50", 60, 90)
 
 
+def test_exposed_waits_include_copies_after_host_steps():
+    """The model waits for a copy of mask rows, which waits for the host step that fills them."""
+    events = {
+        0: make_event("model", "kernel", 0, 30),
+        1: make_event("grammar", "host", 0, 80),
+        2: make_event("grammar", "copy", 82, 85),
+        3: make_event("model", "kernel", 86, 90),
+        4: make_event("other", "kernel", 0, 95),
+        5: make_event("model", "kernel", 96, 99),
+    }
+    edges = [(1, 2), (0, 3), (2, 3), (3, 5), (4, 5)]
+    (wait,) = exposed_waits(events, edges)
+    assert (wait.node, wait.cause) == ("model 86", "grammar 0")
+    assert (wait.start_ns, wait.end_ns) == (30, 85)
+
+
+def test_trace_rounds_report_waits_for_mask_rows(soft):
+    """The kernel "draft 1" waits if its mask row is copied after the kernel before it has ended."""
+    grammar = GrammarSpec.regex("[a-z ]{20,}")
+    with (
+        Engine(*demo_model(), max_batch_size=1, draft_length=2) as engine,
+        trace_rounds(engine) as trace,
+    ):
+        engine.generate([Request(prompt="x", grammar=grammar, max_tokens=16)])
+    expected = {}
+    for key in trace.replays():
+        end_ns: dict[str, int] = {}
+        for event in trace.select(*key).events:
+            end_ns.setdefault(event.name, event.end_ns)
+        wait_ns = end_ns["mask rows 0 to 0"] - end_ns["draft head"]
+        if wait_ns > 0:
+            expected[key[1]] = wait_ns
+    waits = [wait for wait in trace.waits if wait.node == "draft 1"]
+    assert {wait.replay: wait.end_ns - wait.start_ns for wait in waits} == expected
+    assert {wait.cause for wait in waits} <= {"commit, fill row 0"}
+
+
 def test_split_launches_keeps_late_spans_of_shared_nodes():
     """A second span of a root node belongs to the same launch until a successor has run."""
     spans = []
@@ -163,6 +205,37 @@ def test_trace_draw_has_one_box_per_node_and_wait(trace):
     titles = [element.text for element in elements if element.tag.endswith("title")]
     for name in ("before", "slow", "after", "waits for slow"):
         assert sum(title.startswith(f"{name}:") for title in titles) == 1
+
+
+def test_trace_draw_has_time_axis_and_legend(trace):
+    replay = trace.select("two lanes", 2)
+    root = ElementTree.fromstring(draw(replay, "title"))
+    texts = [element.text for element in root.iter() if element.tag.endswith("text")]
+    assert "0" in texts
+    assert "time in µs" in texts
+    assert {"fill", "host", "copy", "exposed wait"} <= set(texts)
+    duration_us = (replay.events[-1].end_ns - replay.events[0].start_ns) / 1000
+    ticks_us = [float(text.replace(",", "")) for text in texts if text.replace(",", "").isdigit()]
+    assert duration_us / 2 < max(ticks_us) <= duration_us
+
+
+def test_trace_draw_labels_do_not_overlap():
+    """A label that is wider than its box is drawn above the box if there is space. None is cut."""
+    events = [make_event("model", "kernel", 100 * i, 100 * i + 99) for i in range(200)]
+    events += [make_event("grammar", "host", 10_000, 10_500)]
+    root = ElementTree.fromstring(draw(Trace("device", events), "title"))
+    labels: dict[str, list[tuple[float, float]]] = {}
+    for group in root.iter():
+        for text in group.findall("{*}text"):
+            if group.tag.endswith("}g"):
+                assert "…" not in text.text
+                half = 6.6 * len(text.text) / 2
+                x = float(text.get("x"))
+                labels.setdefault(text.get("y"), []).append((x - half, x + half))
+    assert sum(map(len, labels.values())) >= 2
+    for spans in labels.values():
+        spans.sort()
+        assert all(one[1] <= two[0] + 1 for one, two in itertools.pairwise(spans))
 
 
 def test_record_counts_spans_beyond_capacity(soft, stream):

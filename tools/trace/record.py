@@ -2,7 +2,7 @@
 
 A timeline shows when each node ran and on which lane. A lane is an in-order sequence of graph
 nodes. A host step is a graph node that runs on the host. An exposed wait is a time in which device
-work was ready on its own lane, but waited for a host step of another lane.
+work was ready on its own lane, but waited for a host step of another lane, or for a copy after it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import Graph, GraphExec
 
+#: Kinds of nodes that run or await host steps.
+HOST_KINDS = ("host", "request", "wait")
 #: Default number of spans that a recording can hold. A span has 40 bytes.
 CAPACITY = 1 << 20
 
@@ -68,14 +70,14 @@ class TraceEvent:
 
 @dataclass(frozen=True)
 class Wait:
-    """An exposed wait: a lane's device work was idle until a host step of another lane ended.
+    """An exposed wait: a lane had no work to run because it waited for a host step.
 
     Attributes
     ----------
     lane, node
         Lane and name of the node that waited.
     cause
-        Name of the host step.
+        Name of the host step of another lane for which the node waited.
     replay
         Number of the replay.
     start_ns, end_ns
@@ -373,8 +375,10 @@ def split_launches(
 def exposed_waits(events: Mapping[int, TraceEvent], edges: Sequence[tuple[int, int]]) -> list[Wait]:
     """Return the exposed waits of one replay, for host steps of other lanes.
 
-    A node is ready on its own lane when its predecessors on that lane have ended. If a host step
-    of another lane on which the node depends ends later, the time in between is an exposed wait.
+    A node is ready on its own lane when its predecessors on that lane have ended. If a predecessor
+    on another lane ends later, the time in between is an exposed wait, provided that this
+    predecessor is a host step or follows a host step on its lane. For example, the model waits for
+    a copy of mask rows, which follows the host step that fills the rows.
 
     Parameters
     ----------
@@ -383,34 +387,40 @@ def exposed_waits(events: Mapping[int, TraceEvent], edges: Sequence[tuple[int, i
     edges
         Edges of the graph.
     """
-    predecessors: dict[int, list[TraceEvent]] = defaultdict(list)
+    predecessors: dict[int, list[int]] = defaultdict(list)
     for start, end in edges:
-        if start in events:
-            predecessors[end].append(events[start])
+        if start in events and end in events:
+            predecessors[end].append(start)
     waits = []
     for i, event in events.items():
-        if event.kind == "host":
+        if event.kind in HOST_KINDS:
             continue
-        same_lane = []
-        host_steps = []
-        for other in predecessors[i]:
-            if other.lane == event.lane:
-                same_lane.append(other)
-            elif other.kind == "host":
-                host_steps.append(other)
-        if not same_lane or not host_steps:
+        same_lane = [events[j] for j in predecessors[i] if events[j].lane == event.lane]
+        after_host_steps = []
+        for j in predecessors[i]:
+            step = _last_host_step(j, events, predecessors)
+            if events[j].lane != event.lane and step is not None:
+                after_host_steps.append((events[j].end_ns, step.name))
+        if not same_lane or not after_host_steps:
             continue
         ready_ns = max(other.end_ns for other in same_lane)
-        last = max(host_steps, key=lambda other: other.end_ns)
-        if last.end_ns > ready_ns:
-            waits.append(
-                Wait(
-                    event.lane,
-                    event.name,
-                    last.name,
-                    event.replay,
-                    ready_ns,
-                    last.end_ns,
-                )
-            )
+        end_ns, cause = max(after_host_steps)
+        if end_ns > ready_ns:
+            waits.append(Wait(event.lane, event.name, cause, event.replay, ready_ns, end_ns))
     return waits
+
+
+def _last_host_step(
+    node: int,
+    events: Mapping[int, TraceEvent],
+    predecessors: Mapping[int, Sequence[int]],
+) -> TraceEvent | None:
+    """Return the last host step before a node on the node's lane, or the node if it is one."""
+    lane = events[node].lane
+    while True:
+        if events[node].kind in HOST_KINDS:
+            return events[node]
+        earlier = [j for j in predecessors[node] if events[j].lane == lane]
+        if not earlier:
+            return None
+        node = max(earlier, key=lambda j: events[j].end_ns)
