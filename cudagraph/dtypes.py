@@ -5,6 +5,8 @@ NumPy has no such types. Host arrays of them have an unsigned integer dtype and 
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
@@ -41,6 +43,14 @@ def numpy_dtype(name: str) -> np.dtype:
 def itemsize(name: str) -> int:
     """Return the size of one element in bytes."""
     return numpy_dtype(name).itemsize
+
+
+def ctypes_type(name: str) -> type[ctypes._SimpleCData]:
+    """Return the ctypes type of one element; types that ctypes lacks are given by their bits."""
+    dtype = numpy_dtype(name)
+    if dtype == np.float16:
+        return ctypes.c_uint16
+    return np.ctypeslib.as_ctypes_type(dtype)
 
 
 def dtype_name(dtype: DTypeLike) -> str:

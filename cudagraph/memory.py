@@ -7,6 +7,7 @@ not be called. Finalizers therefore do not free memory but pass it to a reaper t
 
 from __future__ import annotations
 
+import ctypes
 import math
 import operator
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ CLOSE_LIMIT_S = 10.0
 OUT_OF_MEMORY = 2
 #: Size limit of arrays, exclusive.
 MAX_BYTES = 1 << 63
+HostBuffer = ctypes.Array[ctypes.c_ubyte]
 
 
 class Span(NamedTuple):
@@ -384,23 +386,11 @@ def _to_storage(array: NDArray, dtype: str) -> NDArray:
     return np.ascontiguousarray(source).reshape(source.shape)
 
 
-class _HostView:
-    """Object with an array interface of pinned memory. NumPy arrays keep it and the owner alive."""
-
-    def __init__(
-        self,
-        address: int,
-        shape: tuple[int, ...],
-        dtype: str,
-        owner: object,
-    ) -> None:
-        self.owner = owner
-        self.__array_interface__ = {
-            "shape": shape,
-            "typestr": numpy_dtype(dtype).str,
-            "data": (address, False),
-            "version": 3,
-        }
+def _host_buffer(address: int, nbytes: int, owner: object) -> HostBuffer:
+    """Return a ctypes array over host memory that keeps ``owner`` alive."""
+    buffer = (ctypes.c_ubyte * nbytes).from_address(address)
+    buffer.owner = owner  # type: ignore[attr-defined]
+    return buffer
 
 
 class PinnedArray:
@@ -410,8 +400,11 @@ class PinnedArray:
 
     Attributes
     ----------
+    buffer : ctypes array of c_ubyte
+        Bytes of the array in host memory. The buffer and everything that is created from it keep
+        the memory alive, even after :meth:`close`.
     array : ndarray
-        NumPy view. It keeps the memory alive, even after :meth:`close`.
+        NumPy view of ``buffer``.
     shape : tuple of int
     dtype : str
         Name of the element type, see :mod:`graft.cudagraph.dtypes`.
@@ -423,6 +416,7 @@ class PinnedArray:
         "_device_pointer",
         "_offset",
         "array",
+        "buffer",
         "context",
         "dtype",
         "shape",
@@ -439,7 +433,8 @@ class PinnedArray:
         host = self._allocation.address
         self._device_pointer = int(call(cu.cuMemHostGetDevicePointer, host, 0))
         self._offset = 0
-        self.array = np.asarray(_HostView(host, self.shape, dtype, self._allocation.resource))
+        self.buffer = _host_buffer(host, nbytes, self._allocation.resource)
+        self.array = np.frombuffer(self.buffer, numpy_dtype(dtype)).reshape(self.shape)
         self.array.fill(0)
 
     def view(self, first: int, shape: tuple[int, ...]) -> PinnedArray:
@@ -452,6 +447,7 @@ class PinnedArray:
         view.shape = shape
         view._offset += offset
         view._device_pointer += offset
+        view.buffer = (ctypes.c_ubyte * view.nbytes).from_buffer(self.buffer, offset)
         elements = self.array.reshape(-1)[first : first + math.prod(shape)]
         view.array = elements.reshape(shape)
         return view
@@ -486,7 +482,8 @@ class PinnedArray:
         return Span(True, self.host_ptr, self.nbytes, self.owner)
 
     def close(self) -> None:
-        """Release the memory. It is freed once no NumPy view and no graph uses it."""
+        """Release the memory. It is freed once no view of the host buffer and no graph uses it."""
+        self.buffer = (ctypes.c_ubyte * 0)()
         self.array = np.empty(0, numpy_dtype(self.dtype))
         self._allocation.close()
 

@@ -4,19 +4,24 @@
 fields with one row, called an entry, per replay in flight.
 
 Every row starts on its own cache line. Rows that different threads write never share a cache line.
+
+A field is backed by one ctypes array over the pinned memory. Its NumPy view and the ctypes objects
+of its rows share this memory and keep it alive.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graft.cudagraph.context import Context
-from graft.cudagraph.dtypes import itemsize, numpy_dtype
-from graft.cudagraph.errors import DeadlineError, OptionError
+from graft.cudagraph.dtypes import ctypes_type, itemsize, numpy_dtype
+from graft.cudagraph.errors import DeadlineError, OptionError, ShapeError
 from graft.cudagraph.memory import PinnedArray, check_shape
 from graft.cudagraph.stacks import describe_running
 from graft.native import _native
@@ -24,6 +29,7 @@ from graft.native import _native
 LINE_BYTES = 64
 STAMP = "stamp"
 MAX_REPLAY = 1 << 31
+_CTYPES_BASES = (ctypes.Structure, ctypes.Union, ctypes.Array, ctypes._SimpleCData)
 
 
 class PinnedField:
@@ -31,6 +37,8 @@ class PinnedField:
 
     Attributes
     ----------
+    slots : int
+        Number of rows.
     array : ndarray [slots, *shape]
         NumPy view.
     dtype : str
@@ -43,7 +51,7 @@ class PinnedField:
         Device and host address of row 0.
     """
 
-    __slots__ = ("_memory", "array", "dtype", "host_ptr", "ptr", "shape", "stride")
+    __slots__ = ("_memory", "array", "dtype", "host_ptr", "ptr", "shape", "slots", "stride")
 
     def __init__(
         self,
@@ -54,6 +62,7 @@ class PinnedField:
     ) -> None:
         elements = math.prod(shape)
         per_line = LINE_BYTES // itemsize(dtype)
+        self.slots = slots
         self.stride = -(-elements // per_line) * per_line
         self.dtype = dtype
         self.shape = shape
@@ -61,6 +70,44 @@ class PinnedField:
         self.ptr = self._memory.ptr
         self.host_ptr = self._memory.host_ptr
         self.array = self._memory.array[:, :elements].reshape((slots, *shape))
+
+    def ctypes(self, slot: int, layout: Any = None) -> Any:
+        """Return the row of a slot as a ctypes object that shares the memory.
+
+        The object keeps the memory alive, even after :meth:`close`.
+
+        Parameters
+        ----------
+        slot
+            Index of the row.
+        layout
+            ctypes type of the object, such as a ``ctypes.Structure``, or a structured NumPy dtype.
+            Default: an array of the field's element type with the shape of a row, or a scalar if
+            the shape is (). Elements of float16, bfloat16 and float8 are given as the unsigned
+            integers that store their bits.
+
+        Raises
+        ------
+        OptionError
+            There is no such slot, or ``layout`` is not a type of ctypes or NumPy.
+        ShapeError
+            The type is larger than a row.
+        """
+        if not isinstance(slot, int | np.integer) or not 0 <= slot < self.slots:
+            raise OptionError(f"slot must be 0 to {self.slots - 1}, not {slot!r}")
+        kind = self._row_type() if layout is None else _as_ctypes_type(layout)
+        row_bytes = math.prod(self.shape) * itemsize(self.dtype)
+        if ctypes.sizeof(kind) > row_bytes:
+            raise ShapeError(
+                f"{kind.__name__} has {ctypes.sizeof(kind)} bytes, but a row has {row_bytes}"
+            )
+        return kind.from_buffer(self._memory.buffer, slot * self.stride * itemsize(self.dtype))
+
+    def _row_type(self) -> Any:
+        kind: Any = ctypes_type(self.dtype)
+        for size in reversed(self.shape):
+            kind = kind * size
+        return kind
 
     @property
     def owner(self) -> object:
@@ -80,8 +127,19 @@ class PinnedField:
         return f"<PinnedField {self.shape} {self.dtype}, stride {self.stride}>"
 
 
+def _as_ctypes_type(layout: Any) -> Any:
+    if isinstance(layout, np.dtype):
+        return np.ctypeslib.as_ctypes_type(layout)
+    if not isinstance(layout, type) or not issubclass(layout, _CTYPES_BASES):
+        raise OptionError(f"layout must be a ctypes type or a NumPy dtype, not {layout!r}")
+    return layout
+
+
 class PinnedSlots:
     """Named arrays in pinned memory with one row per slot, at fixed addresses.
+
+    ``slots[name]`` returns a field, ``slots[name].array[slot]`` the row of a slot as a NumPy view,
+    and ``slots[name].ctypes(slot)`` the same row as a ctypes object.
 
     Parameters
     ----------
@@ -109,8 +167,8 @@ class PinnedSlots:
             for name, (dtype, shape) in fields.items()
         }
 
-    def field(self, name: str) -> PinnedField:
-        """Return a field; raise OptionError if there is none with this name."""
+    def __getitem__(self, name: str) -> PinnedField:
+        """Return a field; raise OptionError if no field has this name."""
         try:
             return self._fields[name]
         except KeyError:
@@ -225,7 +283,7 @@ class Ring(PinnedSlots):
 
     def row(self, name: str, replay: int) -> NDArray:
         """Return a NumPy view of a field's row in the entry of a replay."""
-        return self.field(name).array[self._entry(replay)]
+        return self[name].array[self._entry(replay)]
 
     def _entry(self, replay: int) -> int:
         if not 1 <= replay < MAX_REPLAY:

@@ -372,7 +372,7 @@ class Sampler:
             Created by `output_ring`; entry ``replay % entries`` is written.
         """
         batch = self._check_rows(rows)
-        results = out_ring.field("rows")
+        results = out_ring["rows"]
         check_range(
             "words of an output row",
             results.shape[1],
@@ -432,9 +432,9 @@ class Sampler:
         batch: int,
     ) -> None:
         """Add the kernel that writes log probabilities and the entry of the output ring."""
-        results = out_ring.field("rows")
-        logprobs = out_ring.field("logprobs")
-        stamp = out_ring.field("stamp")
+        results = out_ring["rows"]
+        logprobs = out_ring["logprobs"]
+        stamp = out_ring["stamp"]
         args = [
             self.raw,
             self.vocab_size,

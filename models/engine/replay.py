@@ -191,7 +191,7 @@ class Replays:
         parts.inputs.reserve(number)
         slots = parts.inputs.row("slot", number)
         timeline = parts.timeline
-        timeline.field("ns").array[number % timeline.slots] = 0
+        timeline["ns"].array[number % timeline.slots] = 0
         slots[:] = -1
         guided = []
         for row, state in enumerate(states):
@@ -393,7 +393,7 @@ class Replays:
         timeline = self._parts.timeline
         graph = flight.graph
         parts = graph.timed
-        entry = timeline.field("ns").array[flight.number % timeline.slots]
+        entry = timeline["ns"].array[flight.number % timeline.slots]
         stamps = entry[: len(parts) + 1].tolist()
         if self.on_parts is not None:
             self.on_parts(flight, stamps)

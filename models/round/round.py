@@ -286,7 +286,7 @@ class RoundGraph:
         """Add the kernel that assigns slots and forward rows."""
         parts = self.parts
         rows = feed.scratch.target_rows
-        slots = parts.inputs.field("slot")
+        slots = parts.inputs["slot"]
         stamp = parts.inputs.stamp
         args = [
             parts.replay,

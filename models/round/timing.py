@@ -46,7 +46,7 @@ def make_timeline(device: Device, entries: int, draft_length: int) -> PinnedSlot
 
 def timeline_args(timeline: PinnedSlots) -> tuple[object, ...]:
     """Return the arguments of kernels that write a stamp."""
-    field = timeline.field("ns")
+    field = timeline["ns"]
     return field, field.stride, timeline.slots
 
 

@@ -148,8 +148,13 @@ stream.synchronize(30)
     assert done.returncode == 0
 
 
-def test_readme_example_prints_documented_output() -> None:
-    text = (Path(graft.cudagraph.__file__).parent / "README.md").read_text()
-    code = text.partition("```python\n")[2].partition("```")[0]
+README = (Path(graft.cudagraph.__file__).parent / "README.md").read_text()
+PROGRAMS = [
+    part.partition("```")[0] for part in README.split("```python\n")[1:] if "open_device" in part
+]
+
+
+@pytest.mark.parametrize("code", PROGRAMS, ids=["graph", "pinned"])
+def test_readme_example_prints_documented_output(code: str) -> None:
     done = run_python(code)
     assert done.stdout.strip() == code.strip().rpartition("# ")[2], done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from graft.cudagraph import (
 TEXT = """
 extern "C" __global__ void scale(float* x, float by) { x[threadIdx.x] *= by; }
 """
+TOO_LARGE = ctypes.c_int32 * 3
 BROKEN = 'extern "C" __global__ void f(int* p) { p[0] = undeclared; }'
 
 
@@ -136,6 +138,10 @@ def spinkernel(options: dict[str, object], objects: Objects) -> None:
     objects.lane.spinkernel(lambda: None, **options)
 
 
+def ctypes_row(slot: object, layout: object, objects: Objects) -> None:
+    PinnedSlots(objects.device, 2, {"pair": ("int32", (2,))})["pair"].ctypes(slot, layout)
+
+
 def launch(grid: object, block: object, objects: Objects) -> None:
     objects.stream_lane.kernel(objects.module["scale"], grid, block, [None, 1.0])
 
@@ -196,8 +202,13 @@ CASES: list[Case] = [
         "slots-name",
         OptionError,
         "'masks'",
-        lambda o: PinnedSlots(o.device, 1, {"mask": ("int32", ())}).field("masks"),
+        lambda o: PinnedSlots(o.device, 1, {"mask": ("int32", ())})["masks"],
     ),
+    ("slots-slot", OptionError, "slot must be 0 to 1, not 2", bind(ctypes_row, 2, None)),
+    ("slots-slot-negative", OptionError, "slot must be 0 to 1, not -1", bind(ctypes_row, -1, None)),
+    ("slots-slot-type", OptionError, "slot must be 0 to 1, not 'x'", bind(ctypes_row, "x", None)),
+    ("slots-layout", OptionError, "a ctypes type or a NumPy dtype", bind(ctypes_row, 0, int)),
+    ("slots-layout-size", ShapeError, "12 bytes, but a row has 8", bind(ctypes_row, 0, TOO_LARGE)),
     (
         "ring-name",
         OptionError,

@@ -131,14 +131,14 @@ def test_kernel_converts_python_numbers_to_parameter_type(device: Device, stream
 def test_kernel_receives_pinned_arrays_and_fields(device: Device, stream: Stream, module) -> None:
     pinned = device.pinned((4,), "float32")
     slots = PinnedSlots(device, 2, {"x": ("float32", (4,))})
-    slots.field("x").array[0] = [1, 2, 3, 4]
+    slots["x"].array[0] = [1, 2, 3, 4]
     pinned.array[:] = 10
     launch(
         stream,
         module["saxpy"],
         1,
         4,
-        [pinned, slots.field("x"), 2.0, 4],
+        [pinned, slots["x"], 2.0, 4],
     )
     assert pinned.array.tolist() == [12, 14, 16, 18]
 

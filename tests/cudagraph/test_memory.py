@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import time
@@ -215,19 +216,75 @@ FIELDS = {
 def test_pinned_field_rows_start_on_cache_lines(device: Device) -> None:
     slots = PinnedSlots(device, 4, FIELDS)
     for name, (dtype, shape) in FIELDS.items():
-        field = slots.field(name)
+        field = slots[name]
         assert field.array.shape == (4, *shape) and field.dtype == dtype
         step = field.stride * np.dtype(dtype).itemsize
         assert step % 64 == 0 and step >= field.array[0].nbytes
         assert field.ptr % 64 == 0 and field.host_ptr % 64 == 0
         assert field.array.ctypes.data == field.host_ptr
         assert field.array.strides[0] == step
-    slots.field("mask").array[2] = -1
+    slots["mask"].array[2] = -1
     for name in FIELDS:
-        array = slots.field(name).array
+        array = slots[name].array
         for slot in range(4):
             expected = -1 if (name, slot) == ("mask", 2) else 0
             assert (array[slot].astype(np.int64) == expected).all()
+
+
+def test_pinned_array_is_backed_by_ctypes_buffer(device: Device) -> None:
+    """The ctypes buffer, the NumPy view and views of the array share the pinned memory."""
+    pinned = device.pinned((3, 4), "int32")
+    buffer = pinned.buffer
+    assert ctypes.addressof(buffer) == pinned.host_ptr and len(buffer) == pinned.nbytes
+    assert pinned.array.__array_interface__["data"] == (pinned.host_ptr, False)
+    row = pinned.view(4, (4,))
+    assert ctypes.addressof(row.buffer) == row.host_ptr == pinned.host_ptr + 16
+    ctypes.c_int32.from_buffer(row.buffer, 8).value = 7
+    assert pinned.array.tolist() == [[0] * 4, [0, 0, 7, 0], [0] * 4]
+    wait_until_freed()
+    resources = native.live_resources()
+    del row, pinned
+    assert _native.flush(10) and native.live_resources() == resources
+    buffer[0] = 3
+    del buffer
+    assert _native.flush(10) and native.live_resources() == resources - 1
+
+
+class Committed(ctypes.Structure):
+    _fields_ = (("replay", ctypes.c_int32), ("count", ctypes.c_int32))
+
+
+def test_pinned_field_gives_row_as_ctypes_object(device: Device) -> None:
+    """A row is available as an array, a scalar or a structure that shares the memory."""
+    fields = {**FIELDS, "half": ("bfloat16", (2,)), "committed": ("int32", (6,))}
+    slots = PinnedSlots(device, 4, fields)
+    row = slots["mask"].ctypes(2)
+    assert ctypes.addressof(row) == slots["mask"].array[2].ctypes.data
+    row[1][3] = -5
+    assert slots["mask"].array[2, 1, 3] == -5
+    count = slots["count"].ctypes(1)
+    assert isinstance(count, ctypes.c_int32)
+    count.value = 9
+    assert slots["count"].array.tolist() == [0, 9, 0, 0]
+    assert isinstance(slots["half"].ctypes(0)[1], int)
+    committed = slots["committed"].ctypes(3, Committed)
+    committed.replay, committed.count = 11, 2
+    assert slots["committed"].array[3].tolist() == [11, 2, 0, 0, 0, 0]
+    layout = np.dtype([("replay", np.int32), ("ids", np.int32, (5,))])
+    record = slots["committed"].ctypes(3, layout)
+    assert (record.replay, list(record.ids)) == (11, [2, 0, 0, 0, 0])
+    slots.close()
+    committed.count = 5  # the ctypes object keeps the memory alive
+    assert committed.count == record.ids[0] == 5
+
+
+def test_ring_entry_is_available_as_ctypes_object(device: Device) -> None:
+    ring = Ring(device, 3, {"token": ("int32", (4,))})
+    tokens = ring["token"].ctypes(ring.reserve(5))
+    tokens[:] = [1, 2, 3, 4]
+    ring.publish(5)
+    ring.synchronize(5, timeout_s=1)
+    assert ring.row("token", 5).tolist() == [1, 2, 3, 4]
 
 
 def test_ring_rejects_overwriting_entry_in_use(device: Device) -> None:

@@ -61,7 +61,7 @@ def open_round(
     batch = len(row_slot)
     rows = RowMap(row_slot, device.zeros((batch,), "int32"), device.zeros((count,), "int32"))
     laid = *(device.zeros((count,), "int32") for _ in range(3)), device.zeros((count,), "uint64")
-    slots = ring.field("slot")
+    slots = ring["slot"]
     stamp = ring.stamp
     args = [
         replay,
