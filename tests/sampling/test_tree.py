@@ -15,7 +15,6 @@ import reference_round as ref
 from round_simulator import read_drafted
 from test_verify import random_slot
 
-from graft.cudagraph.errors import OptionError
 from graft.sampling.mode import TREE_CANDIDATES, DraftMode
 from graft.sampling.tree import TreePlan, TreeSampler
 
@@ -162,8 +161,8 @@ class TreeRound:
     def reference(self, i: int, limit: int, nodes: int) -> tuple[list[int], bool]:
         """Grow a slot's tree with the reference.
 
-        Returns the number of fed nodes of each level, and whether the scores differ by more than
-        rounding errors.
+        Returns the number of nodes per level that are fed to the drafter. Also returns whether the
+        order of the nodes is certain: different scores differ by more than rounding errors.
         """
         s = self.slots[i]
         number = self.number + i
@@ -194,7 +193,7 @@ class TreeRound:
 
 
 def tree_cases() -> list[Any]:
-    """Return all combinations of block, masking and shape; half of them run with --full only."""
+    """Return the combinations of block size, masking and shape; half of them require --full."""
     shapes = [("whole", False, []), ("pruned", True, []), ("fixed", True, RANKS)]
     settings = itertools.product((1, 64), (True, False), shapes)
     cases = []
@@ -215,9 +214,10 @@ def test_draft_tree_matches_reference(
     pruned,
     ranks,
 ):
-    """Candidates, fed nodes and drafts of greedy and coupled requests match the reference.
+    """Candidates, nodes fed to the drafter, and drafts match the reference.
 
-    The cases include ties, limits, stop ids, smaller trees and fixed shapes.
+    The requests are greedy or verified by coupled sampling. The cases include ties,
+    limits, stop ids, smaller trees and fixed shapes.
     """
     rng = np.random.default_rng(5)
     d2t = None
@@ -309,12 +309,6 @@ def test_draft_tree_without_answer_is_empty(make_round):
         r.stream.synchronize()
     assert r.state.to_host()["draft_len"][0] == 0
     assert tuple(r.exchange.drafted[0, :2]) == (r.replay, 0)
-
-
-def test_tree_sampler_rejects_chain_mode(make_round):
-    r = make_round(slots=1, draft_length=4, vocab=V)
-    with pytest.raises(OptionError, match="requires a tree that grows level by level"):
-        TreeSampler(r.sampler)
 
 
 def placed(
