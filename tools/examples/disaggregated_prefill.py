@@ -1,8 +1,9 @@
 """Disaggregated prefill with graft.models: one process prefills prompts, another one decodes.
 
-The prefilling engine exports each request after its first tokens with `Engine.migrate_out`. The KV
-cache of the request is transferred through shared memory. For each request, the decoding process
-receives a ticket: a small message that identifies the shared memory of the request.
+The prefilling engine exports each request after its first tokens with `Engine.migrate_out`, unless
+the first tokens already complete the output. The KV cache of the request is transferred through
+shared memory. For each exported request, the decoding process receives a ticket: a small message
+that identifies the shared memory of the request.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ REQUESTS = [
         temperature=0.8,
         verify="coupled",
     ),
+    # The prefilling engine finishes this request, because it needs no token after the first one.
+    Request(prompt="code: QF-5702\nGive only the code.", id="one token", max_tokens=1),
 ]
 
 
@@ -64,12 +67,14 @@ def main() -> None:
     finished = context.Queue()
     decoder = context.Process(target=decode, args=(tickets, finished))
     decoder.start()
+    outputs: dict[str, Any] = {}
     with Engine(*demo_model()) as engine:
         for event in engine.stream(REQUESTS):
-            if not event.finished:
+            if event.output is None:
                 tickets.put(transfer.send(engine.migrate_out(event.id)))
+            elif event.output.reason != "moved":
+                outputs[event.id] = event.output  # finished by this engine, not migrated
         tickets.put(None)
-        outputs: dict[str, Any] = {}
         while len(outputs) < len(REQUESTS):
             outputs.update((event.id, event.output) for event in finished.get())
         transfer.close()  # safe, because the other process has received everything
