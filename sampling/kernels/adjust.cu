@@ -1,9 +1,9 @@
 // Logit bias, penalties and log probabilities of the target's rows, and publication of the results.
 //
-// Row r is row j of batch row b, as in sample.cu. adjust_logits also reads the state of the mask
-// row from host memory, for the kernels after it; for a row without adjustments it does nothing
-// else. Only the target distribution p is adjusted. Verification is exact for any draft
-// distribution q, so drafts do not need the adjustments.
+// Forward row r belongs to batch row b and its draft j, see map_entry. adjust_logits also copies
+// the state of each mask row from host memory to `row_state`, which later kernels read. It does
+// nothing else for rows without adjustments. Only the target distribution p is adjusted.
+// Verification is exact for any draft distribution q, so drafts do not need the adjustments.
 //
 // The table of a slot is int [2][vocab_size]. Row 0 has the bits of each id's float bias, which is
 // -inf for a banned id. Row 1 has twice the number of times that the id was generated, plus 1 if
@@ -114,8 +114,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   if (tid == 0) shared.best = 0;
 }
 
-// Counts committed token i of a batch row, where r = first row + i, and writes its log
-// probabilities to the output entry.
+// Records committed token i of a batch row: adds 1 to its count for penalties, and writes its log
+// probabilities to the entry of the output ring. r is the batch row's first forward row plus i.
 __device__ __forceinline__ void record_token(int r, const float* raw, int vocab_size,
                                              const int* row_slot, const int* map, const Slot* slots,
                                              const RoundRow* rows, int row_words, int* tables,

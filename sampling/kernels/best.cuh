@@ -29,7 +29,8 @@ struct BestFirst {
     return static_cast<int>(0xffffffffu - static_cast<u32>(packed));
   }
 
-  // Greatest packed (score, column) of one part that is less than `last`; 0: none.
+  // Returns the greatest packed (score, column) of one part that is less than `last`; 0 if there is
+  // none.
   __device__ inline u64 below(int part, u64 last) const {
     u64 best = 0;
     for (int i = static_cast<int>(threadIdx.x) + BLOCK * part; i < size; i += BLOCK * PARTS) {

@@ -1,13 +1,15 @@
-// Candidates of draft j in descending order of preference, for the grammar to test one by one.
+// Candidates of draft j in descending order of preference. The grammar tests them in this order and
+// stops at the first legal one.
 //
-// Applies to the slots that sample_draft applies to. The order is that in which the target will
-// prefer tokens: by logit for greedy requests, by weight / E for others, the exponential race with
-// the same random numbers. Columns that the filters remove come last. They are candidates too,
-// because the mask is not known yet and may remove all other columns.
+// The kernel processes the same slots as sample_draft. Candidates are ordered as the target will
+// prefer tokens: for greedy requests by logit, for sampled requests by weight / E, the score of the
+// exponential race (row.cuh) with the random numbers that the target will use. Columns that top-k,
+// top-p or min-p remove come last. They are candidates too, because the mask is not known yet and
+// may remove all other columns.
 //
-// For a lattice, row l * batch + b has the logits of level 1 + l. The candidates of all levels are
-// written with their probabilities in the race, and j is the maximum number of drafts. For trees,
-// slots without a grammar get candidates too.
+// A lattice probe has one candidate list per level. Row l * batch + b of `logits` belongs to level
+// l + 1 of batch row b. The probability of each candidate is written too, and j is the maximum
+// number of drafts. If the drafts are a tree, slots without a grammar also get candidates.
 #include "best.cuh"
 #include "slot.cuh"
 

@@ -11,8 +11,8 @@
 // does the work that needs the whole row. Results depend on neither number, because sums are
 // integers and maxima carry their index: the order of threads and blocks does not affect any bit.
 //
-// Element i of a slice belongs to thread i mod SAMPLE_BLOCK. Consecutive passes over own elements
-// need no barrier.
+// Element i of a slice belongs to thread i mod SAMPLE_BLOCK. A thread needs no barrier between two
+// passes over its own elements.
 #pragma once
 
 #include "philox.cuh"
@@ -144,8 +144,9 @@ struct Sum {
   __device__ __forceinline__ u64 operator()(u64 a, u64 b) const { return a + b; }
 };
 
-// Combines one value of every thread and returns the result to all threads. The first barrier of
-// the next call orders this call's reads of `group` before they are overwritten.
+// Combines one value of every thread and returns the result to all threads. A thread may still read
+// `group` when another thread returns. The next call is safe, because its first barrier comes
+// before its writes to `group`.
 template <class Op>
 __device__ __forceinline__ u64 block_reduce(u64 value, Scratch& scratch, Op op) {
   if (BLOCK == 1) return value;
@@ -322,12 +323,12 @@ struct Weights {
   }
 };
 
-// Columns that top-k and top-p keep: those in spans before `end`, except for columns of the last of
-// these spans whose rank is below `floor`. `sum` is the total weight of the kept columns.
+// Columns that top-k and top-p keep: all columns of the spans before the last one, and the columns
+// of the last span whose rank is at least `floor`.
 struct Cut {
-  int end;
-  u64 floor;
-  u64 sum;
+  int end;    // index of the last span, plus 1
+  u64 floor;  // smallest rank in the last span that is kept
+  u64 sum;    // total weight of the kept columns
 
   __device__ __forceinline__ bool keeps(const Weights& w, int i) const {
     const int span = w.span(i);
@@ -358,8 +359,8 @@ __device__ __forceinline__ u64 row_weigh(const Weights& w, const Slice& own, Scr
   return 0;
 }
 
-// Returns the first of `end` bins at which the cumulative count reaches `need`, or the last bin,
-// and reduces `need` to the part that falls into this bin.
+// Returns the first of `end` bins at which the cumulative count reaches `need`, or the last bin if
+// none does. Subtracts the counts of the earlier bins from `need`.
 template <bool WEIGHTED, int N>
 __device__ __forceinline__ int find_bin(const Histogram<N>& bins, int end, u64* need,
                                         Scratch& scratch) {
@@ -387,9 +388,10 @@ __device__ __forceinline__ int find_bin(const Histogram<N>& bins, int end, u64* 
   return scratch.token;
 }
 
-// Narrows a cut to the smallest set of best-ranked columns whose count reaches `need`: their
-// number, or with WEIGHTED their fixed-point weight. Within the last span, a radix select by rank
-// finds the boundary, eight bits per pass.
+// Reduces a cut to the smallest set of best-ranked columns that reaches `need`. `need` is a number
+// of columns (top-k) or, with WEIGHTED, a sum of fixed-point weights (top-p). The span in which the
+// boundary lies is found in the histogram. Within this span, a radix select by rank finds the
+// boundary, eight bits per pass.
 template <bool WEIGHTED>
 __device__ __forceinline__ void narrow(Cut& cut, const Weights& w, u64 need, Scratch& scratch) {
   const int tid = static_cast<int>(threadIdx.x);
@@ -486,11 +488,11 @@ __device__ __forceinline__ void row_normalize(const Weights& w, const Cut& cut, 
 // equals argmax(log weight + Gumbel). Random numbers are indexed by TARGET id, so a drafter with
 // its own vocabulary and the target use the same number for the same token.
 //
-// Returns the column of a slice with the greatest weight(i) / E(id of i), packed; ties go to the
-// smaller column. The greatest value of all slices is read by `drawn`, which returns -1 if no
-// weight is positive. `weight` is a function of the column and needs no normalization. All threads
-// take part and receive the result. A barrier must separate it from writes of other threads to the
-// row.
+// Returns the column of a slice with the greatest weight(i) / E(id of i), packed with this score;
+// ties go to the smaller column. The maximum of the results of all slices is the sampled column,
+// which `drawn` unpacks. `weight` is a function of the column; the weights need not be normalized.
+// All threads take part and receive the result. If other threads have written to the row, a barrier
+// is required before the call.
 template <class Weight>
 __device__ __forceinline__ u64 draw_packed(const Slice& own, const int* map, const Noise& noise,
                                            Scratch& scratch, Weight weight) {
@@ -498,7 +500,8 @@ __device__ __forceinline__ u64 draw_packed(const Slice& own, const int* map, con
   float best = 0.0f;
   u32 cached = 0xffffffffu;
   Words4 words = {};
-  // Four neighbouring columns per step: if columns are ids, they share one Philox block.
+  // Each step processes four neighbouring columns. If columns are target ids, one Philox block has
+  // the random numbers of all four.
   for (int first = own.begin + static_cast<int>(threadIdx.x) * 4; first < own.end;
        first += BLOCK * 4) {
     const int end = own.end - first < 4 ? own.end : first + 4;
@@ -525,6 +528,7 @@ __device__ __forceinline__ u64 draw_packed(const Slice& own, const int* map, con
   return block_reduce(packed, scratch, Max());
 }
 
+// Unpacks the column of draw_packed; -1 if no weight is positive.
 __device__ __forceinline__ int drawn(u64 packed) {
   return packed == 0 ? -1 : static_cast<int>(0xffffffffu - static_cast<u32>(packed));
 }
@@ -548,9 +552,9 @@ __device__ __forceinline__ int draw_column(int size, const int* map, const Noise
 // Without `filtered`, only the best column is found, and `work` receives the legal logits unless it
 // is null. Without `sampled`, no column is sampled.
 //
-// All blocks of the row share the first step of a launch; further steps run in the last block. The
-// last block gets ROW_OK, ROW_NO_TOKEN or ROW_BAD_LOGIT, the column and the complete row; the
-// others get 0.
+// All blocks of the row share the first step of a launch. The last block to finish runs the further
+// steps. After STEP_DRAW, it returns ROW_OK, ROW_NO_TOKEN or ROW_BAD_LOGIT, and `column` and `work`
+// are complete. All other calls return 0.
 __device__ __forceinline__ int row_sample(const Row& row, bool filtered, const Filter& filter,
                                           bool sampled, const Noise& noise, float* work,
                                           CrossBlockScratch& cross_block, int from, int to,

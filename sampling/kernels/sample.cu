@@ -3,10 +3,12 @@
 #include "row.cuh"
 #include "slot.cuh"
 
-// Relaxed acceptance, which is not exact: returns the most likely draft below row j that is among
-// the `relaxed_k` most likely tokens and whose probability is at most `relaxed_delta` below the
-// highest one. Returns `token`, which the target sampled, if there is none or if `token` is a
-// draft. `p` is masked, so no draft that the grammar forbids is accepted.
+// Relaxed acceptance, which is not exact: chooses the target token of row j. `token` is the token
+// that the target has sampled. If it is a draft below row j, it is returned. Otherwise, a draft
+// below row j is accepted in its place if two conditions hold: it is among the `relaxed_k` most
+// likely tokens, and its probability is at most `relaxed_delta` below the highest probability. The
+// most likely such draft is returned, or `token` if there is none. The probabilities `p` are
+// masked, so a draft that the grammar forbids is never accepted.
 __device__ inline int relaxed_token(const Slot& slot, int draft_len, int j, const float* p,
                                     int vocab_size, int token, Scratch& scratch) {
   bool strict = child_of(slot, draft_len, j, token) > 0;
@@ -37,14 +39,14 @@ __device__ inline int relaxed_token(const Slot& slot, int draft_len, int j, cons
   return token;
 }
 
-// Applies mask and filters to the target's rows, and samples the token of each row whose draft is
-// not verified by a test.
+// Applies mask and filters to the rows of the target's logits, and samples a token for each row.
+// Rows whose draft is verified by rejection sampling (test_drafts) get no token here.
 //
-// Row r is row j of batch row b (see map). It has the logits after row j of slot row_slot[b], at
-// position n + depth, and decides the next token under mask row j. Rows without a request (padding,
-// inactive slots, rows beyond the drafts) and rows without a valid stamp get row_ok = 0. The state
-// of the mask row is the one that adjust_logits has read from host memory, so that both kernels use
-// the same state.
+// Forward row r belongs to batch row b and its draft j, see map_entry. Its logits are those after
+// draft j, at position n + depth, and they decide the next token under mask row j. Rows without a
+// request (padding, inactive slots, rows beyond the drafts) and rows whose mask row is not ready
+// get row_ok = 0. The state of the mask row is read from `row_state`, to which adjust_logits has
+// copied it, and not again from host memory, so that both kernels use the same state.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     sample_target(const float* logits, int vocab_size, int token_limit, const int* row_slot,
                   const int* map, const Slot* slots, const int* masks, const ExchangeLayout layout,
@@ -96,17 +98,20 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   }
 }
 
-// Samples draft j of a chain under mask row j - 1, which is read through the drafter's vocabulary.
+// Samples draft j of a chain, for each slot that committed tokens in this replay, is still active
+// and has j - 1 drafts. Only tokens that mask row j - 1 allows can be drafts.
 //
-// Applies to slots that committed tokens in this replay, are still active and have j - 1 drafts.
-// Whether draft j is generated depends only on the prefix (row stamp, stop id, limit, no legal
-// token in the drafter's vocabulary, invalid logits), never on the token that would be sampled.
+// Whether draft j is generated depends only on the tokens before it: on the stamp of the mask row,
+// stop ids, the length limit, and the drafter's legal logits. It never depends on the token that
+// would be sampled.
 //
-// If candidates are probed, a draft is a point mass: the first legal candidate in the order of the
-// exponential race that the target will run. If none was legal (answer -1), mask row j - 1 was
-// filled and the draft is sampled under it. Requests without a grammar are not probed and sample
-// from q. If the grammar forces a token, that token is the draft, whether or not the drafter's
-// vocabulary has it.
+// In probe modes, the grammar has tested candidates, and the draft is a point mass: the first legal
+// candidate in the order in which the target will prefer tokens. If no candidate was legal (answer
+// -1), the grammar has filled mask row j - 1 instead, and the draft is sampled under this row.
+// Requests without a grammar are not probed; their drafts are sampled from q.
+//
+// If the grammar forces a token, this token is the draft, even if the drafter's vocabulary does not
+// contain it.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     sample_draft(const float* logits, int draft_vocab, int token_limit, const int* d2t,
                  const int* row_slot, int j, const int* masks, CrossBlockScratch* cross_block,

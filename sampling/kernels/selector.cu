@@ -1,4 +1,6 @@
-// Selector of DFlash2: rescores the best ids of a row depending on the previous token.
+// Token selector of the drafter DFlash2 (models/drafters/dflash2.py). DFlash2 computes the logits
+// of all draft levels at once. The selector then corrects the logits of the best ids of a level for
+// the token that precedes them.
 #include "best.cuh"
 
 #define MAX_SELECTED 64
@@ -17,10 +19,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   }
 }
 
-// Rescores the best ids of each row as logit + sum(predecessor * hidden * successor) and raises
-// them above all other ids. The others keep their logits and are drafted only if the grammar
-// rejects all of the best ids. One block per row of logits; `nodes` consecutive rows share `best`
-// [k], `successor` [k, rank] and `hidden` [rank].
+// Sets the score of each best id to logit + sum(predecessor * hidden * successor). Then adds a
+// constant to these scores, so that all of them are greater than the logits of the other ids. The
+// other ids keep their logits and are drafted only if the grammar rejects all of the best ids.
+//
+// One block per row of logits. `nodes` consecutive rows share `best` [k], `successor` [k, rank] and
+// `hidden` [rank].
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     selector_score(float* logits, int vocab, int nodes, int k, int rank, const int* best,
                    const float* successor, const float* hidden, const float* predecessor) {

@@ -118,9 +118,10 @@ __device__ __forceinline__ int stamped_state(const RowStamp* stamp, int epoch, i
   return stamp->position == position ? stamp->state : ROW_NOT_READY;
 }
 
-// Entry of the row map: the batch row of a forward row, and the draft that it feeds (0: the last
-// token). The forward rows of a batch row are contiguous. Unused forward rows follow those of the
-// last batch row, as drafts beyond its draft_len.
+// Entry of the row map for a forward row: the batch row b, and the number j of the draft that is
+// the input of the forward row (0: the last committed token). The forward rows of a batch row are
+// contiguous. Unused forward rows come last. Their entries are drafts of the last batch row with
+// numbers above its draft_len.
 __device__ __forceinline__ int map_entry(int b, int j) {
   return b << 16 | (j < 0xffff ? j : 0xffff);
 }
@@ -145,8 +146,8 @@ __device__ __forceinline__ bool is_stop(const Slot& slot, int token) {
   return found;
 }
 
-// Returns whether the target token of each row is sampled independently of the drafts, with the
-// random numbers that drafts are sampled with. This is the case in the modes coupled and relaxed.
+// Returns whether drafts and target tokens are sampled with the same random numbers, so that no
+// acceptance tests are needed. This is the case in the modes coupled and relaxed.
 __device__ __forceinline__ bool is_coupled(const Slot& slot) {
   return slot.verify == VERIFY_COUPLED || slot.verify == VERIFY_RELAXED;
 }
@@ -183,8 +184,8 @@ __device__ __forceinline__ int depth_of(const Slot& slot, int j) {
   return __popcll(path_of(slot, j));
 }
 
-// Returns the child of row j whose draft is `token`, among the first `count` drafts; 0 if there is
-// none.
+// Returns the row of the child of row j whose draft is `token`, among the first `count` drafts; 0
+// if there is none.
 __device__ __forceinline__ int child_of(const Slot& slot, int count, int j, int token) {
   for (int c = j + 1; c <= count; ++c) {
     if (slot.parent[c - 1] == j && slot.drafts[c - 1] == token) return c;

@@ -2,10 +2,12 @@
 // and the most likely nodes of all levels become drafts (EAGLE-2, Li et al., 2024).
 //
 // The nodes that are fed to the drafter are rows 1, 2, .. of a temporary tree with `branch` rows
-// per level. They occupy the slot's `drafts`, `parent` and `path` until the last level chooses the
-// drafts. The score of a child is its parent's score plus its log probability among the legal
-// tokens. A child therefore never has a higher score than its parent, and the earlier of equal
-// nodes is preferred, so the parent of every chosen node is chosen too.
+// per level. While the tree grows, these rows are stored in the slot's `drafts`, `parent` and
+// `path`. The last level replaces them by the drafts.
+//
+// The score of a child is its parent's score plus its log probability among the legal tokens. A
+// child therefore never has a higher score than its parent. Of nodes with equal scores, the earlier
+// one is preferred. For both reasons, the parent of every chosen node is chosen too.
 #include "best.cuh"
 #include "slot.cuh"
 
@@ -44,9 +46,10 @@ __device__ __forceinline__ bool is_probed(const int* exchange, const ExchangeLay
   return probed;
 }
 
-// Finds the most likely ids of each parent of a level and their log probabilities. For sampled
-// requests, the probabilities are those of the exponential race that the target will run with the
-// same random numbers at this position. One block row per row of logits.
+// Finds the most likely ids after each parent of a level, and their log probabilities. For sampled
+// requests, the weight of an id is the score p / E that the id will have in the target's
+// exponential race at this position, with the same random numbers. One value of blockIdx.x per row
+// of logits.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     tree_candidates(const float* logits, int draft_vocab, int token_limit, const int* d2t,
                     const int* row_slot, int level, const TreeSize tree,
@@ -130,10 +133,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   if (probed && tid == 0) __threadfence_system();
 }
 
-// Writes the legal children of one parent, at most `branch`. Their probabilities are relative to
-// all ids except for candidates known to be illegal. The remaining mass is summed up, not computed
-// as a difference, because the illegal candidates may have almost all of the mass. `others` is the
-// mass of the ids outside the candidates.
+// Writes the legal children of one parent, at most `branch`. Their probabilities are normalized
+// over all ids except for the candidates that the grammar has rejected. The normalizer is the sum
+// of the other candidates and of `others`, the mass of the ids that are not candidates. It is not
+// computed as 1 minus the mass of the rejected candidates, because they may have almost all of the
+// mass.
 __device__ inline void add_children(const TreeSize& tree, const int* ids, const float* values,
                                     float others, u32 legal, int parent, float score, int* token,
                                     int* parent_of, float* total) {
@@ -165,10 +169,12 @@ __device__ __forceinline__ bool is_before(const float* total, int i, int j) {
   return total[i] > total[j] || (total[i] == total[j] && i < j);
 }
 
-// Computes the children of a level and chooses the nodes to feed next, or at the last level the
-// drafts. One block per batch row. A fixed tree has a `plan`, int32 [children]: the index of the
-// node that a child becomes in the next level, `branch` for a draft that is not fed to the drafter,
-// and -1 for a child that does not become a draft.
+// Computes the children of a level. Then chooses the nodes to feed to the drafter next or, at the
+// last level, the drafts. One block per batch row.
+//
+// `plan` is null unless the tree has a fixed shape. It is an int32 array [children]. If a child is
+// fed to the drafter, its entry is its index among the fed nodes of the next level. If a child is a
+// draft that is not fed, its entry is `branch`. All other entries are -1.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     tree_grow(const int* row_slot, int level, const TreeSize tree, Slot* slots,
               const RoundRow* rows, int row_words, const int* top_id, const float* top_value,

@@ -1,24 +1,25 @@
 // Verification of drafts: accept a path of the draft tree and commit its tokens to the slot.
 //
-// Every ready row of a draft tree has a target token. Starting at row 0, verify_drafts follows
-// the child whose draft equals the row's token. It stops at the first row without such a child;
-// that row's token is the bonus token. This is exact on any tree, and for a tree that was built
-// without randomness no other rule accepts more drafts.
+// Every ready row of a draft tree has a target token. Starting at row 0, verify_drafts moves from
+// a row to its child whose draft equals the row's token. It stops at the first row without such a
+// child; the token of this row is the bonus token. This is exact on any tree. For a tree that was
+// built without randomness, no other exact rule accepts more drafts.
 //
 // A chain of drafts that were sampled from a stored distribution q is verified differently, by
 // rejection sampling (test_drafts). Each draft is tested with a random number. If a draft is
 // rejected, the token in its place is sampled from the residual distribution. The results of the
 // tests determine the target tokens.
 //
-// A round may also end directly AFTER an accepted draft, without a bonus token: when the mask row
-// is not ready, at a stop id, and at the length limit.
+// A round may also end directly AFTER an accepted draft, without a bonus token. This happens if the
+// next mask row is not ready, if the draft is a stop id, and at the length limit.
 #include "row.cuh"
 #include "slot.cuh"
 
 // Tests all drafts of a chain in parallel, one forward row per block row (blockIdx.x).
 //
-// Row r is row j of batch row b (see map) and tests draft j. Let d_i be draft i, p_i and q_i its
-// target and draft distributions, and g the number of drafts whose target row is ready. Then
+// Forward row r belongs to batch row b and its draft j (see map_entry), and tests draft j. Let d_i
+// be draft i, p_i and q_i the target and draft distributions of its token, and g the number of
+// drafts whose target row is ready. Then
 //
 //   P_0 = 1    P_i = min(1, P_{i-1} p_i(d_i) / q_i(d_i))
 //   R_i = sum max(P_i p_{i+1} - q_{i+1}, 0)    h_i = R_i / (R_i + 1 - P_i)    h_g = P_g
@@ -31,9 +32,9 @@
 // may therefore end at any row, for example at a row that is not ready or at a stop id. The row at
 // which the chain ends must depend only on the preceding tokens.
 //
-// A draft that was not sampled is a point mass with q = 1. A chain may contain both kinds of
-// drafts. Block verification accepts at least as many drafts as per-token tests do, and more if a
-// sampled draft follows another draft.
+// A draft that was not sampled from a stored distribution is a point mass with q = 1. A chain may
+// contain both kinds of drafts. On average, block verification accepts at least as many drafts as
+// per-token tests, and more if a sampled draft follows another draft.
 //
 // With VERIFY_PER_TOKEN, draft j passes independently with probability min(1, p / q), and the FIRST
 // draft that fails ends the chain (Leviathan, Kalman, Matias, "Fast inference from transformers via
@@ -172,10 +173,11 @@ __device__ __forceinline__ void update_accept_prob(Slot& slot, int max_drafts, i
   }
 }
 
-// Commits the accepted tokens of every batch row and writes its RoundRow and its Committed record.
+// Commits the accepted tokens of every batch row, and writes its RoundRow and its Committed record.
 //
-// Grid: x is the batch row, y the blocks that share it. Thread 0 of the last block to finish walks
-// the tree and writes the results; the fence at the end makes them visible to the host.
+// blockIdx.x is the batch row; gridDim.y blocks share it. Thread 0 of the last block to finish
+// follows the accepted path and writes the results. The fence at the end makes them visible to the
+// host.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     verify_drafts(const int* row_slot, const int* first_row, int vocab_size, int draft_vocab,
                   const int* t2d, const float* probs, const int* row_ok, Slot* slots,

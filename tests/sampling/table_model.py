@@ -1,11 +1,8 @@
-"""A model that is a table of eight tokens.
-
-The logits, and which tokens are legal, depend only on the last two tokens.
+"""A model with eight tokens, whose logits and legal tokens depend only on the last two tokens.
 
 `generate` runs the sampling kernels round by round. Host code takes the place of the model, the
-drafter and the grammar.
-`pair_distributions` computes the exact distribution of neighbouring tokens, with which tests
-compare the generated tokens.
+drafter and the grammar. `pair_distributions` computes the exact distribution of pairs of
+neighbouring tokens, with which tests compare the generated tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +34,19 @@ END = V  # symbol of positions after a stop id
 
 @dataclass(frozen=True)
 class Table:
-    """Target logits and legal tokens [8, 8, 8], drafter logits [8, 8, Vd]; see the module."""
+    """Logits and legal tokens after each pair of tokens.
+
+    Attributes
+    ----------
+    target
+        float32 [8, 8, 8], logits of the target.
+    drafter
+        float32 [8, 8, Vd], logits of the drafter.
+    legal
+        bool [8, 8, 8], whether the grammar allows a token.
+    d2t
+        Target id of each drafter column; None if columns are target ids.
+    """
 
     target: np.ndarray
     drafter: np.ndarray
@@ -83,11 +92,11 @@ class Case:
     stop_ids: tuple[int, ...] = ()
     length: int = 5
     forced: bool = False  # some rows force tokens
-    late: bool = False  # mask rows of some prefixes are never ready while verifying
-    probe: bool = False  # each draft is its first legal candidate, or else the best legal token
+    late: bool = False  # mask rows after some prefixes are not ready during verification
+    probe: bool = False  # a draft is the first legal candidate; if there is none, it is sampled
     sharp: bool = False  # only four tokens; drafter and target differ much
-    short: bool = False  # the number of drafts depends on the last acceptance
-    placed: bool = False  # only an eighth of all drafts get forward rows
+    short: bool = False  # the number of drafts depends on how many were accepted last
+    placed: bool = False  # a round has forward rows for only an eighth of all drafts
     tree: tuple[tuple[int, ...], ...] = ()  # paths of a fixed tree
     peaked: bool = False  # a drafter with very low entropy
 
@@ -98,7 +107,7 @@ class Case:
 
 TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 
-# Every combination of the values of two settings occurs in at least one of these cases.
+# For any two settings, each pair of their values occurs in at least one of these cases.
 COVERING = [
     Case(0, PLAIN),
     Case(0, MIXED, stop_ids=(6,)),

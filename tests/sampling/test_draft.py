@@ -192,10 +192,10 @@ def test_lattice_candidates_match_reference(
     mapped,
     branch,
 ):
-    """A lattice has the same candidates and probabilities as probing level by level.
+    """A lattice probe, which covers all levels, has the candidates of one probe per level.
 
-    A level with invalid logits has no candidates. In trees, requests without a grammar get
-    candidates, too.
+    Their probabilities match the reference. A level with invalid logits has no candidates. If the
+    drafts are a tree, requests without a grammar get candidates, too.
     """
     rng = np.random.default_rng(5)
     levels = 4

@@ -34,7 +34,7 @@ class OutcomeEnumerator:
         self.path: list[int] = []
 
     def choose(self, chances: list[float]) -> int:
-        """Return the next outcome to enumerate of a decision with these probabilities."""
+        """Return the outcome of the run's next decision, given the outcomes' probabilities."""
         possible = [i for i, chance in enumerate(chances) if chance > 0]
         if self.depth == len(self.path):
             self.path.append(0)
@@ -76,14 +76,28 @@ class OutcomeEnumerator:
 
 @dataclass
 class World:
-    """A target and a drafter that depend on the last token, and the legal tokens after it."""
+    """A target, a drafter and a grammar that depend on the last token only.
+
+    Attributes
+    ----------
+    target, drafter
+        float32 [V, V], logits after each token.
+    legal
+        bool [V, V], whether the grammar allows a token after another one.
+    kinds
+        Kind of each draft: d for dense (sampled from q), p for a point mass.
+    masked
+        Whether drafts are generated under mask rows.
+    late
+        Whether rows after some tokens are not ready during verification.
+    """
 
     target: np.ndarray
     drafter: np.ndarray
     legal: np.ndarray
-    kinds: str = "ddd"  # kind of each draft: d for dense (sampled from q), p for a point mass
+    kinds: str = "ddd"
     masked: bool = True
-    late: bool = False  # whether rows after some tokens are not ready during verification
+    late: bool = False
 
     @classmethod
     def random(cls, seed: int, **fields: object) -> World:

@@ -1,4 +1,4 @@
-"""Verification, compared with the reference, and its rules one by one."""
+"""Verification of drafts: comparison with the reference, and one test per rule."""
 
 from __future__ import annotations
 
