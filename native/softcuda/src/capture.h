@@ -11,8 +11,8 @@ namespace softcuda {
 // capture. While no stream captures, they cost one atomic load.
 bool capture_work(CUstream stream, const Work& work);
 bool capture_launch(CUstream stream, const Exec& exec);
-// The corresponding functions for cuEventRecord and cuStreamWaitEvent. A stream joins a capture by
-// waiting for an event that was recorded in the capture.
+// Do the same for cuEventRecord and cuStreamWaitEvent. A stream joins a capture by waiting for an
+// event that was recorded in the capture.
 bool capture_record(CUstream stream, CUevent event);
 bool capture_wait(CUstream stream, CUevent event);
 

@@ -13,11 +13,11 @@ bool gil_held();
 // must hold the GIL.
 std::string python_stack();
 
-// Starts to observe requests for the GIL. A thread that requests the GIL calls `on_request` before
-// it gets the GIL. If it has called report_first_python_call(true), it also calls `on_python_call`
-// when it enters its first Python function afterwards, and passes the Python stack.
+// Starts to observe requests for the GIL. From then on, each thread that requests the GIL calls
+// `on_request` before it gets the GIL. A thread for which report_first_python_call() is enabled
+// also calls `on_python_call` with its Python stack when it enters its next Python function.
 void watch_gil(void (*on_request)(), void (*on_python_call)(const std::string& stack));
-// Sets whether `on_python_call` is called when the calling thread enters its next Python function.
+// Enables or disables `on_python_call` for the calling thread.
 void report_first_python_call(bool enabled);
 // Extends the observation to the libraries that were loaded since the last call of this function.
 // The device calls it before each host function.

@@ -218,8 +218,8 @@ void describe_workers(std::string* out);
 template <class T>
 class Handles {
  public:
-  // `base` is the number below the first handle. `unknown_text` is the error text of find() and
-  // remove() for an unknown handle.
+  // Handles are greater than `base`; each kind of object has its own range. `unknown_text` is the
+  // error text of find() and remove() for an unknown handle.
   Handles(uint64_t base, const char* unknown_text) : next_(base), unknown_text_(unknown_text) {}
   void* add(std::shared_ptr<T> object) {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -114,10 +114,9 @@ struct Op {
   int indegree = 0;            // number of nodes on which this node depends
   // For an event node: the index of its operation in LaunchEvents.
   unsigned event_slot = 0;
-  // The next two members are used by kernels only: the index of the next block to run, and the
-  // number of workers that run blocks of the kernel (S8).
-  std::atomic<uint64_t> next_block{0};
-  std::atomic<int> users{0};
+  // Kernels only (S8).
+  std::atomic<uint64_t> next_block{0};  // index of the next block to run
+  std::atomic<int> users{0};            // number of workers that run blocks of the kernel
 };
 
 // A counted reference to an operation, or no reference.
@@ -199,9 +198,9 @@ constexpr int kLeastPriority = 0;
 constexpr int kGreatestPriority = -5;
 std::shared_ptr<Stream> new_stream(unsigned flags, int priority);
 // Appends an operation to the stream and returns a reference to the operation. If `after` is not
-// empty, the operation also depends on the operation `after`. `serial` serializes the launches of
-// one executable graph: it points to a reference to the last launch, on which the new operation
-// depends, and then refers to the new operation.
+// empty, the operation also depends on the operation `after`. If `serial` is not null, it points to
+// the last launch of an executable graph. The operation then also depends on this launch and takes
+// its place in `*serial`, so that the launches of one executable graph are serialized.
 OpRef enqueue(Stream& stream, Work work, const OpRef& after = OpRef(), OpRef* serial = nullptr);
 // Read and write an OpRef under the scheduler's mutex.
 OpRef load(const OpRef& slot);

@@ -42,8 +42,8 @@ std::atomic<long> g_gil_requests{0};
 thread_local bool t_requested_gil = false;
 // The host function or destructor that the driver has called.
 thread_local void* t_function = nullptr;
-// Key of the edge that the thread has recorded last. It is kept until the first Python function
-// that the thread enters is known, which is then added to the edge.
+// Key of the edge that the thread has recorded last. The Python stack of the edge is still unknown
+// while this is set. It is added when the thread enters its first Python function.
 thread_local std::string* t_edge = nullptr;
 
 std::string quoted(const std::string& text) {
