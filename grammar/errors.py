@@ -7,7 +7,7 @@ import re
 from graft.cudagraph.errors import GraftError
 from graft.native.children.errors import Refusal
 
-__all__ = ["GrammarError", "GuideError", "clean_message"]
+__all__ = ["GrammarError", "GrammarUnavailableError", "GuideError", "clean_message"]
 
 _MAX_MESSAGE = 500
 #: Parts of the backends' error messages that are removed, in this order.
@@ -37,6 +37,14 @@ class GrammarError(GraftError, Refusal):
 
     In an engine, the error ends only the requests that use the grammar. If a function raises the
     error in a child process, the error is raised again in the parent process (see `Refusal`).
+    """
+
+
+class GrammarUnavailableError(GrammarError):
+    """A grammar could not be checked or compiled, although it may be valid. Try again later.
+
+    The child processes that work on grammars could not be started, were killed or got no processor
+    time.
     """
 
 

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graft.grammar.errors import GrammarError, clean_message
+from graft.grammar.errors import GrammarError, GrammarUnavailableError, clean_message
 from graft.grammar.processes import POOL
 from graft.grammar.resolve import check_backend, json_text, without_partial_hint
 from graft.grammar.schema.options import KeyOrder, Whitespace
 from graft.grammar.schema.wellformed import check_schema
 from graft.grammar.spec import Marker, Spec, check_text, parse_json
-from graft.native.children.errors import ChildLost
+from graft.native.children.errors import ChildLost, ChildUnavailable
 from graft.native.children.process import Call
 
 __all__ = ["GrammarSpec", "StructuralTag"]
@@ -263,15 +263,17 @@ class GrammarSpec(Spec):
         schema names no backend. A grammar of another kind is accepted if at least one installed
         backend can parse the grammar. The check needs no vocabulary and compiles nothing.
 
-        The call blocks until the result is known, for at most 30 s, which is the time limit of a
-        child process. Calling `check` is optional, because an engine finds the same errors when it
-        compiles the grammar of a submitted request.
+        The call blocks until the result is known. The time limit of the child process is 30 s,
+        without the time in which the process waits for a processor. Calling `check` is optional,
+        because an engine finds the same errors when it compiles the grammar of a submitted request.
 
         Raises
         ------
         GrammarError
             No backend can read or enforce the grammar, or the check exceeded its limit of time or
             memory.
+        GrammarUnavailableError
+            No child process could finish the check.
         """
         if self.kind == "choice":  # every backend accepts a list of strings
             return
@@ -284,6 +286,8 @@ class GrammarSpec(Spec):
             request = Call("graft.grammar.backends.registry:check_syntax", (self,))
         try:
             POOL.call(request)
+        except ChildUnavailable as error:
+            raise GrammarUnavailableError(f"{subject}: could not be checked: {error}") from error
         except ChildLost as error:
             raise GrammarError(f"{subject}: {clean_message(error)}") from error
 

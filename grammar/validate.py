@@ -12,9 +12,9 @@ import re
 import sys
 from typing import Any
 
-from graft.grammar.errors import GrammarError, clean_message
+from graft.grammar.errors import GrammarError, GrammarUnavailableError, clean_message
 from graft.grammar.processes import POOL
-from graft.native.children.errors import ChildLost
+from graft.native.children.errors import ChildLost, ChildUnavailable
 from graft.native.children.process import Call, Setup
 
 __all__ = ["CHECK_TIMEOUT_S", "SEARCH_TIMEOUT_S", "check_output", "search_pattern"]
@@ -91,6 +91,8 @@ def search_pattern(pattern: str, text: str) -> bool:
 def _call_bounded(subject: str, request: Call, timeout_s: float) -> bool:
     try:
         return bool(POOL.call(request, timeout_s))
+    except ChildUnavailable as error:
+        raise GrammarUnavailableError(f"{subject} cannot be checked: {error}") from error
     except (GrammarError, ChildLost) as error:
         raise GrammarError(f"{subject} cannot be checked: {clean_message(error)}") from error
 

@@ -29,6 +29,14 @@ class QueueFullError(RequestError):
     """The limits on waiting requests are reached. The request can be submitted again later."""
 
 
+class TemplateUnavailableError(TokenizerError):
+    """A chat template could not be rendered, although it may be valid. Try again later.
+
+    The child process that renders templates could not be started, was killed or got no processor
+    time.
+    """
+
+
 class RequestTimeoutError(RequestError):
     """A request did not finish within its timeout."""
 

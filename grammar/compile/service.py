@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -19,14 +18,15 @@ from graft.cudagraph.errors import OptionError
 from graft.grammar.backends.base import BoundedBackend
 from graft.grammar.backends.registry import make_backend
 from graft.grammar.compile.cache import CACHE_BYTES, GrammarCache
-from graft.grammar.errors import GrammarError, clean_message
+from graft.grammar.errors import GrammarError, GrammarUnavailableError, clean_message
 from graft.grammar.matcher import CompiledGrammar, GrammarBackend
 from graft.grammar.processes import POOL
 from graft.grammar.schema.enforcement import available_backends
 from graft.grammar.spec import Spec
 from graft.grammar.vocabulary import Vocabulary
-from graft.native.children.errors import ChildLost, ChildTimeout
+from graft.native.children.errors import ChildLost, ChildTimeout, ChildUnavailable
 from graft.native.children.process import MEMORY_BYTES, TIMEOUT_S, Call, ChildProcess
+from graft.native.children.usage import TimeLimit
 
 __all__ = ["GrammarService"]
 
@@ -132,7 +132,11 @@ class GrammarService:
     The service has two lanes. A lane is a queue together with the threads that take jobs from the
     queue. Each compilation starts in the fast lane with a time limit of one second. If the
     compilation exceeds this limit, it is aborted and starts again in the slow lane with the limit
-    `timeout_s`. Slow grammars therefore delay only other slow grammars.
+    `timeout_s`. Slow grammars therefore delay only other slow grammars. The limits refer to the
+    time that the child process uses (see `graft.native.children.usage`), so that a busy machine
+    does not abort the compilation of a fast grammar.
+
+    If a child process dies, the compilation is repeated in a new process.
 
     Services of a process with equal vocabularies and settings share their backends and compiled
     grammars while at least one of these services exists, unless a factory creates the backend.
@@ -150,7 +154,8 @@ class GrammarService:
     threads
         Number of threads per lane, that is, of concurrent compilations in a lane.
     timeout_s
-        Maximum time of one compilation in seconds, not including the time in the queue.
+        Time limit of one compilation in seconds. The time in the queue, and the time in which the
+        child process waits for a processor, do not count.
     memory_bytes
         Address space that the compilations of one child process may add, in bytes.
     cache_bytes
@@ -215,7 +220,8 @@ class GrammarService:
             Result of the compilation. All submissions of an equal `spec` share one future, so it
             cannot be cancelled. Its exception is a `GrammarError` with a message of one sentence if
             the backend is not available, refuses the grammar or cannot enforce a part of it, or if
-            the compilation crashes or exceeds its limit of time or memory.
+            the compilation crashes or exceeds its limit of time or memory. Its exception is a
+            `GrammarUnavailableError` if no child process could finish the compilation.
 
         Raises
         ------
@@ -309,21 +315,27 @@ class GrammarService:
             self._finish(job, compiled, "compiled")
 
     def _handle_lost_child(self, job: _Job, lane: _Lane, error: ChildLost) -> None:
-        """Move a job that exceeded the fast lane's time limit to the slow lane.
+        """Move a job that the fast lane could not finish in time to the slow lane.
 
         Complete the futures of all other jobs with an error.
         """
+        unavailable = isinstance(error, ChildUnavailable)
         timed_out = isinstance(error, ChildTimeout)
-        if timed_out and lane.timeout_s < self._timeout_s and not self._closed:
+        has_more_time = timed_out and lane.timeout_s < self._timeout_s
+        if lane is self._fast_lane and (unavailable or has_more_time) and not self._closed:
             self._slow_lane.jobs.put(job)
             return
+        failure_type = GrammarError
         if self._closed:
             reason = "the compile service was closed"
+        elif unavailable:
+            failure_type = GrammarUnavailableError
+            reason = f"could not be compiled: {error}"
         elif timed_out:
             reason = f"took longer than {lane.timeout_s:g} s to compile"
         else:
             reason = clean_message(error)
-        failure = GrammarError(f"{job.spec.kind}: {reason}")
+        failure = failure_type(f"{job.spec.kind}: {reason}")
         self._finish(
             job,
             failure,
@@ -332,20 +344,19 @@ class GrammarService:
         )
 
     def _compile(self, spec: Spec, child: ChildProcess, timeout_s: float) -> CompiledGrammar:
-        deadline = time.monotonic() + timeout_s
+        limit = TimeLimit(timeout_s)
         router = spec.backend or self._choice
         routed = spec.kind == "json_schema" and not spec.source and bool(router)
         if routed:
             request = Call("graft.grammar.resolve:resolve_spec", (spec, router))
-            spec = child.call(request, timeout_s)
+            spec = child.call(request, limit)
         elif spec.kind == "ebnf" and not spec.backend and self._ebnf_by_xgrammar:
             spec = replace(spec, backend="xgrammar")
         backend = self._shared.backend(spec.backend) if spec.backend else self.backend
         if not isinstance(backend, BoundedBackend):
             return backend.compile(spec)
         request = backend.compile_call(spec, routed)
-        remaining_s = max(0.0, deadline - time.monotonic())
-        result = child.call(request, remaining_s)
+        result = child.call(request, limit)
         return backend.load(spec, result)
 
     def _finish(

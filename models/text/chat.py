@@ -15,8 +15,8 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from graft.models.errors import TokenizerError
-from graft.native.children.errors import ChildLost, Refusal
+from graft.models.errors import TemplateUnavailableError, TokenizerError
+from graft.native.children.errors import ChildLost, ChildUnavailable, Refusal
 from graft.native.children.process import Call, ChildProcess, Setup
 
 __all__ = ["ChatTemplate"]
@@ -78,6 +78,8 @@ class ChatTemplate:
         TokenizerError
             If the template fails, calls ``raise_exception``, or exceeds `LIMIT_S` or
             `MEMORY_BYTES`, or if a variable cannot be converted to JSON.
+        TemplateUnavailableError
+            If no child process could render the template.
         """
         try:
             text = json.dumps(variables)
@@ -86,6 +88,10 @@ class ChatTemplate:
         call = Call(_RENDER, (self._source, text), _SETUP)
         try:
             return str(_CHILD.call(call, LIMIT_S))
+        except ChildUnavailable as error:
+            raise TemplateUnavailableError(
+                f"the chat template was not rendered: {error}"
+            ) from error
         except (Refusal, ChildLost) as error:
             raise TokenizerError(f"{self._where}: the chat template failed: {error}") from error
 

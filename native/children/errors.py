@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ChildLost", "ChildTimeout", "Refusal"]
+__all__ = ["ChildLost", "ChildTimeout", "ChildUnavailable", "Refusal"]
 
 
 class Refusal(Exception):
@@ -16,13 +16,20 @@ class Refusal(Exception):
 
 
 class ChildLost(Exception):
-    """The call failed for a reason that need not recur, so another attempt may succeed.
+    """The call failed without an answer of the function.
 
-    The child process could not be started, was killed, exited, or ran out of memory, or the
-    function raised an exception that is not a `Refusal`. The message states the reason and does not
-    name the function.
+    The child process crashed, exited or ran out of memory, or the function raised an exception that
+    is not a `Refusal`. The message states the reason and does not name the function.
     """
 
 
 class ChildTimeout(ChildLost):
     """The call exceeded its time limit, and the process was killed."""
+
+
+class ChildUnavailable(ChildLost):
+    """No child process could finish the call, for a reason that lies outside the call.
+
+    Processes could not be started, were killed or stopped by other processes or by the kernel, or
+    got no processor time. The same call may succeed later.
+    """

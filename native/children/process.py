@@ -4,7 +4,9 @@ A search with Python's ``re``, a call of a grammar library and the rendering of 
 cannot be interrupted. Work whose running time depends on a user's input therefore runs in a child
 process with limits of time and memory. This applies to reading, routing, compiling and checking
 grammars, and to rendering chat templates. A child process is started on first use and reused for
-later calls. If the process was killed or has exited, the next call starts a new process.
+later calls. If the process was killed or has exited, the next call starts a new process. If the
+process dies during a call, the call is repeated in a new process. A killed process therefore does
+not turn a valid call into an error.
 """
 
 from __future__ import annotations
@@ -12,15 +14,20 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NamedTuple
 
-from graft.native.children.errors import ChildLost, ChildTimeout, Refusal
+from graft.native.children.errors import ChildLost, ChildTimeout, ChildUnavailable, Refusal
+from graft.native.children.usage import ProcessClock, TimeLimit
 
 __all__ = [
     "MEMORY_BYTES",
@@ -37,6 +44,29 @@ TIMEOUT_S = 30.0
 MEMORY_BYTES = 4 << 30
 # Time limit for starting Python and importing graft, and for the setup of a call, in seconds.
 _START_TIMEOUT_S = 120.0
+# Maximum elapsed time of a call, as a multiple of its time limit. It ends calls of processes that
+# get almost no processor time.
+_MAX_SLOWDOWN = 20
+# Maximum time that a process may be stopped during a call, in seconds.
+_MAX_STOPPED_S = 0.5
+# Maximum time that sending a call may block, in seconds. An idle process waits for data, so sending
+# blocks only if the process is stopped by a signal.
+_SEND_TIMEOUT_S = 10
+# Maximum time between the end of the pipe and the end of the process, in seconds.
+_EXIT_TIMEOUT_S = 5.0
+# Seconds between two samples of the state of a process that runs a call.
+_SAMPLE_INTERVAL_S = 0.05
+# Maximum number of processes that run a call if they crash, and if they are killed.
+_MAX_CRASHES = 2
+_MAX_KILLS = 3
+# Signals by which a process ends because of its own actions.
+_CRASHES = (
+    signal.SIGSEGV,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGILL,
+    signal.SIGFPE,
+)
 # Maximum number of idle processes that are kept for reuse. An engine uses three processes, and
 # starting one takes 0.5 s.
 _MAX_IDLE = 3
@@ -72,11 +102,17 @@ class Call(NamedTuple):
         Setup that the call requires; None if the call requires no setup. If the process has not
         run this setup yet, the process runs it before the call. The time of the setup does not
         count towards the time limit of the call.
+
+    The function must have no lasting effect, because a call is repeated if its process dies.
     """
 
     function: str
     arguments: tuple[Any, ...]
     setup: Setup | None = None
+
+
+class _Interrupted(Exception):
+    """The process of a call died, was stopped or got no processor time; the message says which."""
 
 
 class ChildProcess:
@@ -104,27 +140,48 @@ class ChildProcess:
         self._finished_setups: set[str] = set()
         _children.add(self)
 
-    def call(self, call: Call, timeout_s: float = TIMEOUT_S) -> Any:
+    def call(self, call: Call, limit: float | TimeLimit = TIMEOUT_S) -> Any:
         """Run a call in the process and return its result.
 
         The process is started if it is not running. If other threads have calls under way in this
-        process, this call first waits for their end. `timeout_s` does not include the waiting time.
+        process, this call first waits for their end. If the process dies or is stopped by a signal,
+        the call is repeated in a new process.
+
+        Parameters
+        ----------
+        call
+            The function and its arguments.
+        limit
+            Time limit of the call in seconds, or a limit that several calls share. The time in
+            which the process waits for a processor does not count. See `usage`.
 
         Raises
         ------
         Refusal
             The function raised a subclass of `Refusal`; the exception is of the same type.
         ChildTimeout
-            The call took longer than `timeout_s`; the process was killed.
+            The call took longer than its limit; the process was killed.
+        ChildUnavailable
+            A process could not be started, or the processes that ran the call were killed, stopped
+            or got no processor time.
         ChildLost
-            The process could not be started, was killed, exited or ran out of memory, or the
-            function raised an exception that is not a `Refusal`.
+            The process crashed, exited or ran out of memory, or the function raised an exception
+            that is not a `Refusal`.
         """
+        time_limit = limit if isinstance(limit, TimeLimit) else TimeLimit(limit)
         with self._call_lock:
-            try:
-                return self._call(call, timeout_s)
-            except (TimeoutError, EOFError, OSError) as error:
-                raise self._lost(error, timeout_s) from error
+            used_before_s = time_limit.used_s
+            attempts = 0
+            while True:
+                attempts += 1
+                time_limit.used_s = used_before_s
+                try:
+                    return self._call(call, time_limit)
+                except (_Interrupted, EOFError, OSError) as error:
+                    lost = self._lost(error)
+                    killed = isinstance(lost, ChildUnavailable)
+                    if self._closed or attempts >= (_MAX_KILLS if killed else _MAX_CRASHES):
+                        raise lost from error
 
     def start(self) -> None:
         """Start the process if it is not running, without waiting until the process is ready.
@@ -132,8 +189,7 @@ class ChildProcess:
         If the process cannot be started, the next `call` raises the error.
         """
         with self._call_lock, contextlib.suppress(ChildLost, EOFError, OSError):
-            if self._process is None:
-                self._spawn()
+            self._ensure_running()
 
     @property
     def idle(self) -> bool:
@@ -152,19 +208,16 @@ class ChildProcess:
         with self._call_lock:
             self._reap(kill=True)
 
-    def _call(self, call: Call, timeout_s: float) -> Any:
-        if self._process is None:
-            self._spawn()
+    def _call(self, call: Call, limit: TimeLimit) -> Any:
+        self._ensure_running()
         try:
-            if not self._ready:
-                self._read(_START_TIMEOUT_S)
-                self._ready = True
-            setup = call.setup
-            if setup is not None and setup.key not in self._finished_setups:
-                self._exchange(setup.function, setup.arguments, _START_TIMEOUT_S)
-                self._finished_setups.add(setup.key)
-            return self._exchange(call.function, call.arguments, timeout_s)
-        except (Refusal, ChildLost, EOFError, OSError):  # TimeoutError is an OSError
+            self._prepare(call.setup)
+            try:
+                return self._exchange(call.function, call.arguments, limit)
+            except TimeoutError as error:
+                self._reap(kill=True)
+                raise ChildTimeout(f"took longer than {limit.seconds:g} s") from error
+        except (Refusal, ChildLost, _Interrupted, EOFError, OSError):
             raise
         except BaseException:
             # An exception such as KeyboardInterrupt ended the call before the reply was read. Kill
@@ -172,14 +225,29 @@ class ChildProcess:
             self._reap(kill=True)
             raise
 
-    def _exchange(self, function: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+    def _prepare(self, setup: Setup | None) -> None:
+        """Wait until the process has started, and run a setup that it has not run yet."""
+        limit = TimeLimit(_START_TIMEOUT_S)
+        try:
+            if not self._ready:
+                self._read(limit)
+                self._ready = True
+            if setup is not None and setup.key not in self._finished_setups:
+                self._exchange(setup.function, setup.arguments, limit)
+                self._finished_setups.add(setup.key)
+        except TimeoutError as error:
+            raise _Interrupted(f"did not start within {limit.seconds:g} s") from error
+
+    def _exchange(self, function: str, arguments: tuple[Any, ...], limit: TimeLimit) -> Any:
         """Send a call to the process and return the result from the reply.
 
         If the reply contains an exception, raise this exception.
         """
-        # Sending does not block, because an idle process waits for data on the pipe.
-        self._pipe.send((function, arguments))
-        outcome, value = self._read(timeout_s)
+        try:
+            self._pipe.send((function, arguments))
+        except BlockingIOError as error:
+            raise _Interrupted(f"read no data for {_SEND_TIMEOUT_S} s") from error
+        outcome, value = self._read(limit)
         if outcome == "value":
             return value
         if outcome == "refused":
@@ -189,25 +257,48 @@ class ChildProcess:
             raise ChildLost(f"needs more than {self._memory_limit()}")
         raise ChildLost(value)
 
-    def _read(self, timeout_s: float) -> Any:
-        if not self._pipe.poll(timeout_s):
-            raise TimeoutError
+    def _read(self, limit: TimeLimit) -> Any:
+        """Return the next message of the process; raise TimeoutError if the limit is exceeded."""
+        assert self._process is not None
+        clock = ProcessClock(self._process.pid)
+        start = time.monotonic()
+        while not self._pipe.poll(min(_SAMPLE_INTERVAL_S, max(0.0, limit.remaining_s))):
+            limit.used_s += clock.sample()
+            if limit.remaining_s <= 0:
+                raise TimeoutError
+            if clock.stopped_s > _MAX_STOPPED_S:
+                raise _Interrupted("was stopped by a signal")
+            if time.monotonic() - start > _MAX_SLOWDOWN * limit.seconds:
+                raise _Interrupted("got no processor time")
+        limit.used_s += clock.sample()
         return self._pipe.recv()
 
     def _memory_limit(self) -> str:
         return f"{self.memory_bytes / (1 << 30):.3g} GiB of memory"
 
-    def _lost(self, error: Exception, timeout_s: float) -> ChildLost:
+    def _lost(self, error: Exception) -> ChildLost:
         """Reap the process after a call without a reply, and return the exception to raise."""
-        timed_out = isinstance(error, TimeoutError)
-        status = self._reap(kill=timed_out or self._closed)
-        if timed_out:
-            return ChildTimeout(f"took longer than {timeout_s:g} s")
+        interrupted = isinstance(error, _Interrupted)
+        status = self._reap(kill=interrupted or self._closed)
         if self._closed:
             return ChildLost("the process was stopped")
+        if interrupted:
+            return ChildUnavailable(f"the child process {error}")
+        if status is None:
+            return ChildUnavailable(f"no child process can be started: {error}")
+        if status < 0 and -status not in _CRASHES:
+            name = signal.Signals(-status).name
+            return ChildUnavailable(f"the child process was killed by another process ({name})")
         return ChildLost(
             f"the process, limited to {self._memory_limit()}, ended with status {status}"
         )
+
+    def _ensure_running(self) -> None:
+        """Start a process if there is none or if it has ended since the last call."""
+        if self._process is not None and self._process.poll() is not None:
+            self._reap(kill=False)
+        if self._process is None:
+            self._spawn()
 
     def _spawn(self) -> None:
         with self._lock:
@@ -224,9 +315,11 @@ class ChildProcess:
             self._process = None
         if process is None:
             return None
-        if kill:
-            process.kill()
         self._pipe.close()
+        if not kill:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(_EXIT_TIMEOUT_S)
+        process.kill()
         return process.wait()
 
 
@@ -244,6 +337,9 @@ def _spawn(
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     parent_end, child_end = Pipe()
     pipe_fd = child_end.fileno()
+    with socket.socket(fileno=os.dup(parent_end.fileno())) as parent_socket:
+        timeout = struct.pack("ll", _SEND_TIMEOUT_S, 0)  # struct timeval
+        parent_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
     numbers = map(str, (os.getpid(), memory_bytes, pipe_fd))
     command = [sys.executable, "-P", "-c", _COMMAND, *numbers, *preload]
     # With lazy binding, the dynamic linker would terminate the process if it had to resolve a
@@ -265,7 +361,7 @@ def _spawn(
         try:
             return _starter.submit(start).result(), parent_end
         except RuntimeError:
-            raise ChildLost("no process can be started while Python shuts down") from None
+            raise ChildUnavailable("no process can be started while Python exits") from None
 
 
 class ProcessPool:
@@ -322,7 +418,7 @@ class ProcessPool:
 
         Raises
         ------
-        Refusal, ChildTimeout, ChildLost
+        Refusal, ChildTimeout, ChildUnavailable, ChildLost
             As `ChildProcess.call`.
         """
         child = self.acquire()

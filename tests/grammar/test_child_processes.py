@@ -1,17 +1,27 @@
-"""Tests of child processes: results, exceptions, limits, reuse, fork and exit."""
+"""Tests of child processes: results, exceptions, limits, replacement, reuse, fork and exit."""
 
 from __future__ import annotations
 
 import os
+import random
 import resource
+import signal
+import subprocess
+import sys
+import threading
 import time
 
 import pytest
 from guide_util import output_of
 
-from graft.grammar import GrammarError
-from graft.native.children.errors import ChildLost, ChildTimeout, Refusal
+from graft.grammar import GrammarError, GrammarSpec, GrammarUnavailableError
+from graft.grammar.processes import POOL
+from graft.models.errors import TemplateUnavailableError
+from graft.native.children import process as process_module
+from graft.native.children.errors import ChildLost, ChildTimeout, ChildUnavailable, Refusal
 from graft.native.children.process import Call, ChildProcess, ProcessPool, Setup
+from graft.native.children.usage import ProcessClock, TimeLimit
+from graft.tools.serve.errors import to_api_error
 
 
 @pytest.fixture
@@ -53,6 +63,129 @@ def test_child_process_time_limit(child):
         child.call(Call("time:sleep", (600,)), 0.1)
     assert time.monotonic() - start < 300
     assert not child.idle
+
+
+def test_child_process_limit_of_several_calls(child):
+    limit = TimeLimit(0.5)
+    child.call(Call("time:sleep", (0.3,)), limit)
+    assert 0.2 < limit.used_s < 0.5
+    with pytest.raises(ChildTimeout, match=r"took longer than 0\.5 s"):
+        child.call(Call("time:sleep", (600,)), limit)
+
+
+@pytest.fixture
+def busy_processor():
+    """Yield the number of a processor that runs five endless processes, and the processes."""
+    number = min(os.sched_getaffinity(0))
+    spin = f"import os; os.sched_setaffinity(0, {{{number}}}); print(flush=True)\nwhile True: pass"
+    command = [sys.executable, "-S", "-c", spin]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(5)]
+    for process in processes:
+        process.stdout.readline()
+    yield number, processes
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_process_clock_excludes_waiting_for_processor(busy_processor):
+    """A process that shares a processor with four others uses about a fifth of the time."""
+    _, processes = busy_processor
+    clock = ProcessClock(processes[0].pid)
+    start = time.monotonic()
+    used_s = 0.0
+    while time.monotonic() - start < 1.0:
+        time.sleep(0.05)
+        used_s += clock.sample()
+    assert 0.0 < used_s < 0.6 * (time.monotonic() - start)
+
+
+def test_child_process_limit_excludes_waiting_for_processor(child, busy_processor):
+    number, _ = busy_processor
+    os.sched_setaffinity(running_process_id(child), {number})
+    limit = TimeLimit(60.0)
+    start = time.monotonic()
+    child.call(Call("builtins:sum", (range(10_000_000),)), limit)
+    assert limit.used_s < 0.6 * (time.monotonic() - start)
+
+
+def in_background(action, delay_s):
+    thread = threading.Timer(delay_s, action)
+    thread.start()
+    return thread
+
+
+def running_process_id(child: ChildProcess) -> int:
+    child.call(Call("builtins:bool", ()))
+    return child._process.pid
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGSTOP])
+@pytest.mark.parametrize("state", ["idle", "busy"])
+def test_child_process_replaces_killed_or_stopped_process(child, number, state):
+    pid = running_process_id(child)
+    if state == "idle":
+        os.kill(pid, number)
+    else:
+        in_background(lambda: os.kill(pid, number), 0.1)
+    delay_s = 0.0 if state == "idle" else 0.4
+    child.call(Call("time:sleep", (delay_s,)))
+    assert child._process.pid != pid
+
+
+def test_child_process_replaces_process_that_reads_no_data(child, monkeypatch):
+    """If the process is stopped, sending a call that exceeds the socket's buffer would block."""
+    monkeypatch.setattr(process_module, "_SEND_TIMEOUT_S", 1)
+    os.kill(running_process_id(child), signal.SIGSTOP)
+    assert child.call(Call("builtins:len", (bytes(1 << 24),))) == 1 << 24
+
+
+def test_child_process_that_is_killed_repeatedly_is_unavailable(child, monkeypatch):
+    kill = Call("os:kill", (0, signal.SIGKILL))  # 0: all processes of the group
+    monkeypatch.setattr(subprocess.Popen, "__init__", in_own_group(subprocess.Popen.__init__))
+    with pytest.raises(ChildUnavailable, match=r"killed by another process \(SIGKILL\)"):
+        child.call(kill)
+    assert child.call(Call("math:sqrt", (9.0,))) == 3.0
+
+
+def in_own_group(start):
+    def start_in_own_group(*arguments, **options):
+        start(*arguments, **options, start_new_session=True)
+
+    return start_in_own_group
+
+
+def test_child_process_slow_start_is_unavailable(child, monkeypatch):
+    monkeypatch.setattr(process_module, "_START_TIMEOUT_S", 0.001)
+    with pytest.raises(ChildUnavailable, match=r"did not start within 0\.001 s"):
+        child.call(Call("math:sqrt", (4.0,)))
+
+
+def test_unavailable_child_processes_are_not_errors_of_the_grammar(monkeypatch):
+    def fail(*_):
+        raise ChildUnavailable("the child process did not start within 120 s")
+
+    monkeypatch.setattr(ChildProcess, "call", fail)
+    with pytest.raises(GrammarUnavailableError, match="regex: could not be checked: the child"):
+        GrammarSpec.regex("a").check()
+    for error in (GrammarUnavailableError("a"), TemplateUnavailableError("a")):
+        assert to_api_error(error).status == 503
+
+
+@pytest.mark.parametrize("calls, kills", [(60, 6), pytest.param(500, 50, marks=pytest.mark.full)])
+def test_killed_processes_do_not_fail_grammar_checks(calls, kills):
+    """Processes are killed at random times, some of them while they check a grammar."""
+    rng = random.Random(1)
+    kill_before = set(rng.sample(range(calls), kills))
+    for index in range(calls):
+        killer = None
+        if index in kill_before:
+            GrammarSpec.regex("a").check()
+            process = POOL._idle[-1]._process
+            killer = in_background(process.kill, rng.choice([0.0, 0.0, 0.001, 0.003]))
+        GrammarSpec.json_schema({"const": index}).check()
+        if killer is not None:
+            killer.join()
 
 
 def test_child_process_memory_limit():

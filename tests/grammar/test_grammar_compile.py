@@ -13,12 +13,20 @@ import pytest
 from guide_util import BYTES, accepts, byte_vocabulary, output_of
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar import CompiledGrammar, GrammarError, GrammarService, GrammarSpec, Vocabulary
+from graft.grammar import (
+    CompiledGrammar,
+    GrammarError,
+    GrammarService,
+    GrammarSpec,
+    GrammarUnavailableError,
+    Vocabulary,
+)
 from graft.grammar.backends.llguidance import LLGuidanceBackend
 from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.grammar.compile import service as service_module
 from graft.grammar.processes import POOL
-from graft.native.children.process import Call
+from graft.native.children.errors import ChildUnavailable
+from graft.native.children.process import Call, ChildProcess
 
 ENDLESS = GrammarSpec("json_schema", '{"items": ' * 500 + "{}" + "}" * 500)  # takes minutes
 NOT = {
@@ -136,6 +144,11 @@ class SlowBackend(LLGuidanceBackend):
             return Call("time:sleep", (float(spec.text[5:]),))
         return super().compile_call(spec, routed)
 
+    def load(self, spec, result):
+        if spec.text.startswith("sleep"):
+            return self.compile(GrammarSpec.regex("a+"))
+        return super().load(spec, result)
+
 
 def sleeping(seconds: float) -> GrammarSpec:
     return GrammarSpec("regex", f"sleep{seconds}")
@@ -196,13 +209,31 @@ def busy_process_id(service: GrammarService) -> int:
 
 
 def test_compile_service_survives_killed_process(serve):
-    """Only the grammar that was being compiled fails. A new process compiles the next grammar."""
+    """The compilation is repeated in a new process."""
     service = serve(SlowBackend)
-    doomed = service.submit(sleeping(25))
+    slow = service.submit(sleeping(1.5))
     os.kill(busy_process_id(service), signal.SIGKILL)
-    with pytest.raises(GrammarError, match="ended with status -9"):
-        doomed.result(timeout=300)
-    assert service.submit(GrammarSpec.regex("a+")).result(timeout=300).nbytes > 0
+    assert slow.result(timeout=300).nbytes > 0
+
+
+def test_compile_service_reports_unavailable_processes(serve, monkeypatch):
+    """If no process is available for the fast lane, the compilation starts again in the slow lane.
+
+    If no process is available for the slow lane either, the error does not blame the grammar.
+    """
+    calls = []
+
+    def fail(child, *_):
+        calls.append(child)
+        raise ChildUnavailable("the child process did not start within 120 s")
+
+    service = serve(SlowBackend)
+    with monkeypatch.context() as patch:
+        patch.setattr(ChildProcess, "call", fail)
+        with pytest.raises(GrammarUnavailableError, match="regex: could not be compiled: the"):
+            service.submit(GrammarSpec.regex("unavailable")).result(timeout=300)
+    assert calls == service._children
+    assert service.submit(GrammarSpec.regex("unavailable")).result(timeout=300).nbytes > 0
 
 
 def test_compile_service_close_fails_pending_grammars(serve):

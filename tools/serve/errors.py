@@ -12,6 +12,8 @@ from graft.models.request import Output
 _STATUS = {
     "QueueFullError": 429,
     "EngineError": 503,
+    "GrammarUnavailableError": 503,
+    "TemplateUnavailableError": 503,
     "refused": 400,
     "dead_end": 400,
     "cancelled": 503,

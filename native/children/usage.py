@@ -1,0 +1,101 @@
+"""Time limits of calls, and the time that a child process has used for a call.
+
+On a busy machine, a process may have to wait for a processor most of the time. A limit of the
+elapsed time would then depend on the other processes of the machine. The time of a call is
+therefore the time in which its process computes or is blocked, without the time in which the
+process waits for a processor or is stopped by a signal.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+__all__ = ["ProcessClock", "TimeLimit"]
+
+_CPUCLOCK_SCHED = 2  # kind of the clock id, see clock_getcpuclockid(3)
+
+
+class TimeLimit:
+    """Time that several calls may use together, in seconds.
+
+    Parameters
+    ----------
+    seconds
+        The limit.
+
+    Attributes
+    ----------
+    used_s
+        Time that the calls have used so far.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self.used_s = 0.0
+
+    @property
+    def remaining_s(self) -> float:
+        """Time that the calls may still use."""
+        return self.seconds - self.used_s
+
+
+class ProcessClock:
+    """Samples the time that a child process uses.
+
+    Parameters
+    ----------
+    pid
+        Process id of a child that has not been reaped.
+
+    Attributes
+    ----------
+    stopped_s
+        Time since the process was stopped by a signal such as SIGSTOP; 0 if it is not stopped.
+    """
+
+    def __init__(self, pid: int):
+        self.stopped_s = 0.0
+        self._pid = pid
+        self._elapsed = time.monotonic()
+        self._processor = self._processor_s()
+
+    def sample(self) -> float:
+        """Return the seconds that the process has used since the previous sample.
+
+        If a thread of the process is runnable or waits for a disk, only processor time counts. If
+        all threads are blocked, the elapsed time counts, so that a deadlock exceeds every limit. If
+        the process is stopped, no time counts.
+        """
+        now = time.monotonic()
+        processor = self._processor_s()
+        elapsed_s = now - self._elapsed
+        used_s = min(elapsed_s, max(0.0, processor - self._processor))
+        self._elapsed = now
+        self._processor = processor
+        states = self._states()
+        if "T" in states:
+            self.stopped_s += elapsed_s
+            return used_s
+        self.stopped_s = 0.0
+        return used_s if states & {"R", "D"} else elapsed_s
+
+    def _processor_s(self) -> float:
+        """Return the processor time of all threads of the process, in seconds."""
+        try:
+            return time.clock_gettime((~self._pid << 3) | _CPUCLOCK_SCHED)
+        except OSError:  # the process has ended
+            return 0.0
+
+    def _states(self) -> set[str]:
+        """Return the states of the threads, as in ``/proc/PID/stat``; empty if they are unknown."""
+        states = set()
+        folder = f"/proc/{self._pid}/task"
+        try:
+            for task in os.listdir(folder):
+                with open(f"{folder}/{task}/stat", encoding="utf-8", errors="replace") as stat:
+                    fields = stat.read().rpartition(")")[2].split()
+                states.add(fields[0])
+        except (OSError, IndexError):  # a thread has ended
+            pass
+        return states
