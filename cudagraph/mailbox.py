@@ -184,7 +184,7 @@ class Mailbox:
 
     def add_request(self, graph: int, dependencies: list[Any], _: object) -> Any:
         """Add the node that posts a request and return its CUgraphNode."""
-        args = (self._counter, self._device_address(REQUEST))
+        args = (self._counter, self._device_address(REQUEST), self._device_address(ACK))
         return self._add_kernel(
             graph,
             dependencies,

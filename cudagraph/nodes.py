@@ -306,13 +306,8 @@ def add_host(
 
 
 def add_mailbox_wait(graph: int, dependencies: list[Any], address: int) -> Any:
-    """Add a batch memory operation that waits until a 32-bit word is 1, then resets it to 0.
-
-    The operations of one batch run in order. Because of the reset, each replay waits for a new
-    answer.
-    """
+    """Add a memory operation that waits until a 32-bit word is 1."""
     wait = cu.CUstreamBatchMemOpParams()
-    reset = cu.CUstreamBatchMemOpParams()
     kinds = cu.CUstreamBatchMemOpType
     flags = cu.CUstreamWaitValue_flags
     wait.operation = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
@@ -320,15 +315,10 @@ def add_mailbox_wait(graph: int, dependencies: list[Any], address: int) -> Any:
     wait.waitValue.address = cu.CUdeviceptr(address)
     wait.waitValue.value = cu.cuuint32_t(1)
     wait.waitValue.flags = int(flags.CU_STREAM_WAIT_VALUE_EQ)
-    reset.operation = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
-    reset.writeValue.operation = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
-    reset.writeValue.address = cu.CUdeviceptr(address)
-    reset.writeValue.value = cu.cuuint32_t(0)
-    reset.writeValue.flags = 0
     params = cu.CUDA_BATCH_MEM_OP_NODE_PARAMS()
     params.ctx = call(cu.cuCtxGetCurrent)
-    params.count = 2
-    params.paramArray = [wait, reset]
+    params.count = 1
+    params.paramArray = [wait]
     params.flags = 0
     node = call(
         cu.cuGraphAddBatchMemOpNode,
@@ -337,5 +327,5 @@ def add_mailbox_wait(graph: int, dependencies: list[Any], address: int) -> Any:
         len(dependencies),
         params,
     )
-    del params, wait, reset  # must live until the call has returned
+    del params, wait  # must live until the call has returned
     return node

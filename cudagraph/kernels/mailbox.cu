@@ -46,9 +46,11 @@ __device__ __forceinline__ bool wait_for(const int* ack, int number,
   return true;
 }
 
-// Posts a request. Launched with one thread. A host thread that sees the request also sees
-// everything that earlier nodes wrote.
-extern "C" __global__ void mailbox_request(unsigned int* counter, int* request) {
+// Clears the answer to the earlier request, then posts a new request. Launched with one thread. A
+// host thread that sees the request also sees the cleared answer and everything that earlier nodes
+// wrote.
+extern "C" __global__ void mailbox_request(unsigned int* counter, int* request, int* ack) {
+  *ack = 0;
   store_release_system(request, next_number(counter));
 }
 

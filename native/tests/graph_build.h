@@ -226,23 +226,22 @@ class Builder {
   CUgraphNode mailbox(const Definition& made, size_t i, const After& after, bool spinkernel) const {
     const Box& box = port(made, i, spinkernel);
     const auto address = [&](Box::Line line) { return box.alias(line); };
-    const CUgraphNode asked =
-        kernel(made.graph, after,
-               Launch(kernels_.request, 1, 1,
-                      {address(Box::kCounter), address(Box::kRequest), kernels_.store}));
+    const CUgraphNode asked = kernel(made.graph, after,
+                                     Launch(kernels_.request, 1, 1,
+                                            {address(Box::kCounter), address(Box::kRequest),
+                                             address(Box::kAck), kernels_.store}));
     if (spinkernel) {
       const uint64_t last = kernels_.load != 0 ? kernels_.load : address(Box::kTimedOut);
       return kernel(made.graph, {asked},
                     Launch(kernels_.wait, 1, 1,
                            {address(Box::kCounter), address(Box::kAck), last, kNeverNs}));
     }
-    CUstreamBatchMemOpParams ops[2] = {};
-    ops[0].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
-    ops[1].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
-    ops[0].waitValue.address = ops[1].writeValue.address = address(Box::kAck);
-    ops[0].waitValue.value = 1;
-    ops[0].waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
-    const CUDA_BATCH_MEM_OP_NODE_PARAMS params{nullptr, 2, ops, 0};
+    CUstreamBatchMemOpParams wait{};
+    wait.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
+    wait.waitValue.address = address(Box::kAck);
+    wait.waitValue.value = 1;
+    wait.waitValue.flags = CU_STREAM_WAIT_VALUE_EQ;
+    const CUDA_BATCH_MEM_OP_NODE_PARAMS params{nullptr, 1, &wait, 0};
     CUgraphNode out = nullptr;
     CALL(cuGraphAddBatchMemOpNode(&out, made.graph, &asked, 1, &params));
     return out;

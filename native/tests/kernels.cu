@@ -50,7 +50,9 @@ extern "C" __global__ void loop_cell(unsigned long long condition, unsigned* ite
 using Store = void (*)(int* word, int value);
 using Load = int (*)(const int* word);
 
-extern "C" __global__ void post_cell(unsigned* counter, int* request, unsigned long long store) {
+extern "C" __global__ void post_cell(unsigned* counter, int* request, int* ack,
+                                     unsigned long long store) {
+  reinterpret_cast<Store>(store)(ack, 0);
   reinterpret_cast<Store>(store)(request, next_number(counter));
 }
 extern "C" __global__ void await_cell(const unsigned* counter, const int* ack,

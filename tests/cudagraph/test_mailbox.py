@@ -14,7 +14,16 @@ import numpy as np
 import pytest
 from cudagraph_util import LIMIT_S, mailbox_graph, replay, replay_in_time, run_program, wait_until
 
-from graft.cudagraph import DeadlineError, Graph, GraphExec, HostWorkError, MailboxWorker
+from graft.cudagraph import (
+    DeadlineError,
+    Graph,
+    GraphExec,
+    HostWorkError,
+    MailboxWorker,
+    mailbox,
+    nodes,
+)
+from graft.cudagraph.driver import call, cu
 from graft.native import _native
 
 
@@ -50,6 +59,38 @@ def test_mailbox_wait_depends_on_request_and_lane(device, transport):
     kinds = [(node.kind, node.name) for node in graph.nodes]
     assert kinds[1:3] == [("request", "request: step"), ("wait", "answer: step")]
     assert graph.edges == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_mailbox_request_clears_answer_of_earlier_replay(device, stream, monkeypatch):
+    """The wait node only waits; the next request clears the answer.
+
+    A write by the wait node would not be ordered with the answer of the next replay.
+    """
+    boxes = []
+    batches = []
+    create = mailbox.Mailbox.__init__
+
+    def recorded_create(box, *args, **options):
+        boxes.append(box)
+        create(box, *args, **options)
+
+    def recorded_call(function, *args):
+        if function is cu.cuGraphAddBatchMemOpNode:
+            batches.append([int(item.operation) for item in args[-1].paramArray])
+        return call(function, *args)
+
+    def answer() -> int:
+        return int(boxes[0]._words.array[mailbox.ACK, 0])
+
+    monkeypatch.setattr(mailbox.Mailbox, "__init__", recorded_create)
+    monkeypatch.setattr(nodes, "call", recorded_call)
+    seen = []
+    run, _ = mailbox_graph(device, "mailbox", lambda out: seen.append(answer()))
+    assert batches == [[int(cu.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32)]]
+    for _ in range(3):
+        replay(run, stream)
+        assert answer() == 1
+    assert seen == [0, 0, 0]
 
 
 def test_mailbox_work_rejects_driver_calls(device, stream):
