@@ -28,9 +28,10 @@ _PLACE_BLOCK = 64
 
 
 def row_words(draft_length: int) -> int:
-    """Return the 32-bit words of a batch row's result.
+    """Return the size of a batch row's result in 32-bit words.
 
-    These are ``RoundRow``, K + 1 tokens, and for each token the row that decided it.
+    The result consists of a ``RoundRow``, K + 1 tokens, and for each token the index of the forward
+    row whose logits decided it.
     """
     return _HEADER_WORDS + 2 * (draft_length + 1)
 
@@ -617,7 +618,9 @@ class Sampler:
         )
 
     def forced(self, lane: Lane, row_slot: DeviceArray, proposal: DeviceArray) -> None:
-        """Write the tokens that mask rows 0, 1, .. force to `proposal`.
+        """Propose the tokens that the grammar forces, as drafts.
+
+        A mask row forces a token if it allows no other one.
 
         Parameters
         ----------
@@ -626,7 +629,8 @@ class Sampler:
         row_slot
             int32 [B], slot of each batch row; -1: padding.
         proposal
-            int32 [B, K]; -1 where a row forces no token.
+            int32 [B, K], receives the tokens that mask rows 0, 1, .. force; -1 for a row that
+            forces no token.
         """
         batch = self._check_proposal(proposal, row_slot)
         args = [

@@ -9,7 +9,7 @@
 // GPU, 1 on the soft device, where a barrier costs more than the work that it separates. Several
 // blocks (gridDim.y) may share a row, each with a slice of its columns; the last block to finish
 // does the work that needs the whole row. Results depend on neither number, because sums are
-// integers and maxima carry their index: the order of threads and blocks does not affect any bit.
+// integers, and of equal maxima the one with the smaller column is taken.
 //
 // Element i of a slice belongs to thread i mod SAMPLE_BLOCK. A thread needs no barrier between two
 // passes over its own elements.
