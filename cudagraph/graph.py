@@ -838,7 +838,7 @@ class GraphLane:
         name
             Node name. Default: the name of the work.
         """
-        limits = Limits(deadline_s, replay_deadline_s, deadline_s)
+        limits = Limits(deadline_s, replay_deadline_s)
         self._add_mailbox(
             work,
             worker,
@@ -865,8 +865,7 @@ class GraphLane:
         ``device_deadline_s`` seconds of the device's clock (default: twice ``deadline_s``), even if
         no host thread runs any more. The other parameters are the same as for :meth:`mailbox`.
         """
-        device_s = 2.0 * deadline_s if device_deadline_s is None else device_deadline_s
-        limits = Limits(deadline_s, replay_deadline_s, device_s)
+        limits = Limits(deadline_s, replay_deadline_s, device_deadline_s)
         self._add_mailbox(
             work,
             worker,

@@ -14,6 +14,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, Protocol
 
 from graft.cudagraph.driver import check_code, prepare_driver_call
@@ -29,6 +30,8 @@ INVALIDATED = 901
 #: the spinning thread, and one spare.
 MIN_SPIN_CORES = 4
 MAX_ADDRESS = 1 << 64
+#: Maximum deadline in seconds.
+MAX_DEADLINE_S = 86400.0
 
 #: How the driver's thread waits until a host step may run: False blocks, True spins, and "force"
 #: spins even if the process has fewer than `MIN_SPIN_CORES` cores.
@@ -258,6 +261,15 @@ def check_captured() -> None:
     failure = _native.take_captured_failure()
     if failure is not None:
         raise_failure(failure, "of a captured graph")
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Raise OptionError unless a deadline is a number of seconds in (0, MAX_DEADLINE_S]."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= MAX_DEADLINE_S:
+        raise OptionError(
+            f"{name} must be a positive number of seconds up to {MAX_DEADLINE_S:g}, not {value!r}"
+        )
 
 
 def usable_cores() -> int:

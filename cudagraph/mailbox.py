@@ -8,7 +8,6 @@ the deadline, a watchdog thread lets the device continue and fails the replay.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import numpy as np
 from graft.cudagraph import nodes
 from graft.cudagraph.context import Context
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.hostwork import MIN_SPIN_CORES, HostWork, as_work
+from graft.cudagraph.hostwork import MIN_SPIN_CORES, HostWork, as_work, check_seconds
 from graft.cudagraph.kernels import Kernel, load
 from graft.cudagraph.memory import PinnedArray, zeros
 from graft.native import _native
@@ -33,7 +32,6 @@ LINE_WORDS = 16
 #: reached its deadline.
 REQUEST, ACK, TIMED_OUT = range(3)
 ONE_THREAD = (1, 1, 1)
-MAX_DEADLINE_S = 86400.0
 #: A worker in mode "park" polls continuously for SPIN_S after a request and then every SLEEP_S.
 SPIN_S = 50e-6
 SLEEP_S = 50e-6
@@ -109,21 +107,25 @@ class Limits:
     replay_s
         Maximum time from the launch to the request; None: no limit.
     device_s
-        Maximum time that a spinning kernel waits, by the device's clock.
+        Maximum time that a spinning kernel waits, by the device's clock; None: twice `answer_s`.
     """
 
     answer_s: float
-    replay_s: float | None
-    device_s: float
+    replay_s: float | None = None
+    device_s: float | None = None
 
     def __post_init__(self) -> None:
-        for label, value in (
-            ("deadline_s", self.answer_s),
-            ("replay_deadline_s", self.replay_s),
-            ("device_deadline_s", self.device_s),
-        ):
-            if value is not None and not (math.isfinite(value) and 0.0 < value <= MAX_DEADLINE_S):
-                raise OptionError(f"{label} must be 0 to {MAX_DEADLINE_S:g} s, not {value!r}")
+        check_seconds("deadline_s", self.answer_s)
+        if self.replay_s is not None:
+            check_seconds("replay_deadline_s", self.replay_s)
+        if self.device_s is not None:
+            check_seconds("device_deadline_s", self.device_s)
+
+    @property
+    def device_ns(self) -> int:
+        """Maximum time that a spinning kernel waits, in nanoseconds of the device's clock."""
+        seconds = 2.0 * self.answer_s if self.device_s is None else self.device_s
+        return int(seconds * 1e9)
 
 
 class Mailbox:
@@ -200,7 +202,7 @@ class Mailbox:
             self._counter,
             self._device_address(ACK),
             self._device_address(TIMED_OUT),
-            int(self._limits.device_s * 1e9),
+            self._limits.device_ns,
         )
         return self._add_kernel(
             graph,
