@@ -2,17 +2,22 @@
 
 On a stream lane, NCCL enqueues its work on the stream. On a graph lane, the work that NCCL enqueues
 is captured and becomes a child graph.
+
+An NCCL kernel waits for the other ranks without a deadline. The host therefore limits its wait for
+a forward pass (``forward_limit_s``). A rank that exceeds the limit raises an error, and its exit
+terminates the processes of all ranks.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
 
 from graft.cudagraph.context import Context
-from graft.cudagraph.driver import call, cu
-from graft.cudagraph.errors import OptionError
+from graft.cudagraph.driver import call, cu, prepare_driver_call
+from graft.cudagraph.errors import DeadlineError, OptionError
 from graft.cudagraph.graph import Graph, GraphLane
 from graft.cudagraph.lanes import Lane, StreamLane
 from graft.cudagraph.memory import DeviceArray
@@ -42,6 +47,7 @@ class NcclAllGather(AllGather):
                 "tensor parallelism on CUDA devices needs nccl4py: pip install "
                 f"'graft-cuda[nccl]' ({error})"
             ) from error
+        self.forward_limit_s = ranks.deadline_s
         self._core: Any = core
         self._communicator: Any = None
         super().__init__(context, ranks, max_elements)
@@ -49,7 +55,13 @@ class NcclAllGather(AllGather):
         self._stream = Stream(context, "nccl")
 
     def connect(self) -> None:
-        """Create the NCCL communicator. Rank 0 sends its unique id to the other ranks first."""
+        """Create the NCCL communicator. Rank 0 sends its unique id to the other ranks first.
+
+        Raises
+        ------
+        DeadlineError
+            A rank did not connect within the deadline of the group.
+        """
         core = self._core
         ranks = self._ranks
         data = np.zeros(_UNIQUE_ID_BYTES, np.uint8)
@@ -58,8 +70,34 @@ class NcclAllGather(AllGather):
             ranks.send(ranks.peers, data)
         else:
             ranks.receive(0, data, timeout_s=ranks.deadline_s)
-        unique_id = core.UniqueId.from_bytes(data.tobytes())
-        self._communicator = core.Communicator.init(ranks.size, ranks.rank, unique_id)
+        self._communicator = self._create_communicator(data.tobytes())
+
+    def _create_communicator(self, unique_id: bytes) -> Any:
+        """Create the communicator on another thread, because NCCL waits without a deadline."""
+        core = self._core
+        ranks = self._ranks
+        created: list[Any] = []
+        errors: list[BaseException] = []
+
+        def create() -> None:
+            try:
+                prepare_driver_call("ncclCommInitRank")
+                name = core.UniqueId.from_bytes(unique_id)
+                created.append(core.Communicator.init(ranks.size, ranks.rank, name))
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=create, name="graft NCCL connection", daemon=True)
+        thread.start()
+        thread.join(ranks.deadline_s)
+        if errors:
+            raise errors[0]
+        if not created:
+            raise DeadlineError(
+                f"rank {ranks.rank}: the NCCL communicator of {ranks.size} ranks was not created "
+                f"within {ranks.deadline_s:g} s"
+            )
+        return created[0]
 
     def all_gather(self, lane: Lane, local: DeviceArray) -> DeviceArray:
         """Add an all-gather to a lane; see `AllGather`."""

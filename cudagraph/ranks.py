@@ -4,7 +4,7 @@ A rank is one process. An all-reduce of partial sums is an all-gather followed b
 the ranks' parts in rank order, so that the result is bit-identical on all ranks and in every run.
 
 On the soft device, host steps send and receive through MPI (``native/hostwork/ranks.cpp``). On CUDA
-devices, :mod:`graft.cudagraph.nccl` performs the all-gathers. Comments refer to the rules T1 to T4
+devices, :mod:`graft.cudagraph.nccl` performs the all-gathers. Comments refer to the rules T1 to T5
 of ``native/hostwork/INVARIANTS.md``.
 """
 
@@ -15,17 +15,18 @@ import ctypes
 import math
 import os
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graft.cudagraph.context import Context
 from graft.cudagraph.errors import DeadlineError, OptionError
-from graft.cudagraph.hostwork import NativeWork
+from graft.cudagraph.hostwork import NativeWork, check_seconds
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray, PinnedArray
 from graft.native import _native
@@ -38,6 +39,14 @@ _INT_MAX = 2**31 - 1
 #: Length in 64-bit words of the header that rank 0 sends to the other ranks before each request. An
 #: all-zero header tells them to stop receiving requests.
 HEADER_WORDS = 8
+#: Number of heartbeats that rank 0 sends within the deadline of the group.
+HEARTBEATS_PER_DEADLINE = 4
+#: Values of heartbeat messages; the last one precedes the header that stops the other ranks.
+_ALIVE = 1
+_LAST = 2
+#: Maximum time that one poll adds to the time without a message, in seconds. A process that was
+#: suspended has not received messages meanwhile, although rank 0 may have sent them.
+_MAX_SILENT_STEP_S = 1.0
 
 Buffer = PinnedArray | NDArray[Any]
 #: Messages of one exchange, as pairs of the other rank and the buffer.
@@ -50,13 +59,17 @@ class RankGroup:
     All ranks must make matching calls in the same order. The host steps that the calls add to lanes
     must also run in that order, either on one stream or synchronized by marks.
 
+    A thread of rank 0 sends heartbeats, so that the other ranks notice within the deadline that
+    rank 0 has ended while they wait for a request (:meth:`receive_header`).
+
     Parameters
     ----------
     comm : mpi4py.MPI.Comm
         Communicator. The group uses a duplicate of it, so that messages of other users of the
         communicator cannot be mixed up with messages of the group.
     deadline_s : float
-        Maximum seconds to wait for another rank within a forward pass.
+        Maximum seconds to wait for another rank within a forward pass, and for a heartbeat of rank
+        0 between forward passes.
 
     Raises
     ------
@@ -77,8 +90,7 @@ class RankGroup:
     def __init__(self, comm: Any, deadline_s: float = DEADLINE_S) -> None:
         from mpi4py import MPI
 
-        if type(deadline_s) not in (int, float) or not 0 < deadline_s < math.inf:
-            raise OptionError(f"deadline_s must be a positive number, got {deadline_s!r}")
+        check_seconds("deadline_s", deadline_s)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:  # T1
             raise OptionError(
                 "MPI was initialized without MPI_THREAD_MULTIPLE, which tensor parallelism needs: "
@@ -88,22 +100,21 @@ class RankGroup:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._comm = comm.Dup()
-        library = ctypes.CDLL(MPI.__file__)
-        functions = (
-            ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-            for name in ("MPI_Isend", "MPI_Irecv", "MPI_Test")
-        )
-        wide = MPI._sizeof(MPI.Comm) == ctypes.sizeof(ctypes.c_void_p)
-        self._mpi = _native.Mpi(
-            *functions,
-            wide,
-            MPI._handleof(self._comm),
-            MPI._handleof(MPI.BYTE),
+        self._mpi = _native_communicator(MPI, self._comm)
+        self._heartbeat_comm = comm.Dup()
+        self._heartbeat_mpi = _native_communicator(MPI, self._heartbeat_comm)
+        self._heartbeat = np.zeros(1, np.int64)
+        self._heartbeats = self._heartbeat_messages()
+        self._closing = threading.Event()
+        self._sender = threading.Thread(
+            target=self._send_heartbeats, name="graft heartbeats", daemon=True
         )
         # Buffers that MPI may still access after messages were abandoned (T4).
         self._kept_buffers: list[object] = []
         self._abort = False
         atexit.register(self._end)
+        if self.rank == 0 and self.peers:
+            self._sender.start()
 
     @staticmethod
     def from_mpi(deadline_s: float = DEADLINE_S) -> RankGroup:
@@ -198,6 +209,71 @@ class RankGroup:
         received = [(peer, buffer) for buffer in buffers]
         self._wait(self._messages((), received, timeout_s), received, timeout_s)
 
+    def receive_header(self, header: NDArray[np.int64]) -> None:
+        """Receive the next header from rank 0, however long rank 0 is idle.
+
+        Parameters
+        ----------
+        header
+            Buffer of `HEADER_WORDS` words.
+
+        Raises
+        ------
+        DeadlineError
+            Rank 0 has sent neither a header nor a heartbeat for `deadline_s` seconds.
+        """
+        messages = self._messages((), [(0, header)], self.deadline_s)
+        silent_s = 0.0
+        done = False
+        while not done:
+            start = time.monotonic()
+            done = messages.wait(_INTERRUPT_CHECK_S)
+            if self._take_heartbeats():
+                silent_s = 0.0
+            else:
+                silent_s += min(time.monotonic() - start, _MAX_SILENT_STEP_S)
+            if done is None or (not done and silent_s > self.deadline_s):
+                self._abandon(messages, header)
+        if not header.any():
+            self._take_last_heartbeat()
+
+    def _heartbeat_messages(self) -> Any:
+        """Return the messages of one heartbeat, which is sent by rank 0 to all other ranks."""
+        is_sent = self.rank == 0
+        peers = self.peers if is_sent else (0,)
+        address = self._heartbeat.ctypes.data
+        messages = [(peer, is_sent, address, self._heartbeat.nbytes) for peer in peers]
+        return _native.Messages(self._heartbeat_mpi, messages, self.deadline_s)
+
+    def _send_heartbeats(self) -> None:
+        """Send heartbeats until the group is closed. Runs on a thread of rank 0."""
+        self._heartbeat[0] = _ALIVE
+        while not self._closing.wait(self.deadline_s / HEARTBEATS_PER_DEADLINE):
+            done = False
+            while not done:
+                done = self._heartbeats.wait(_INTERRUPT_CHECK_S)
+                if done is None or self._closing.is_set():
+                    return
+
+    def _send_last_heartbeat(self) -> None:
+        self._closing.set()
+        self._sender.join()
+        # A heartbeat that is not sent yet is completed first.
+        self._wait(self._heartbeats, self._heartbeat, self.deadline_s)
+        self._heartbeat[0] = _LAST
+        self._wait(self._heartbeats, self._heartbeat, self.deadline_s)
+
+    def _take_heartbeats(self) -> bool:
+        """Receive the heartbeats that have arrived; return whether there was one."""
+        arrived = False
+        while self._heartbeat[0] != _LAST and self._heartbeats.wait(0.0):
+            arrived = True
+        return arrived
+
+    def _take_last_heartbeat(self) -> None:
+        while self._heartbeat[0] != _LAST:
+            self._wait(self._heartbeats, self._heartbeat, self.deadline_s)
+
     def _messages(self, sent: RankBuffers, received: RankBuffers, deadline_s: float) -> Any:
         messages = []
         for is_sent, pairs in ((False, received), (True, sent)):
@@ -217,9 +293,13 @@ class RankGroup:
             done = messages.wait(_INTERRUPT_CHECK_S)
             expired = not done and time.monotonic() - start > timeout_s
             if done is None or expired:
-                messages.abandon()
-                self.keep_alive(keep)
-                raise DeadlineError(f"rank {self.rank}: {self.failure}")
+                self._abandon(messages, keep)
+
+    def _abandon(self, messages: Any, keep: object) -> NoReturn:
+        messages.abandon()
+        self.keep_alive(keep)
+        reason = self.failure or self._heartbeat_mpi.failure
+        raise DeadlineError(f"rank {self.rank}: {reason}")
 
     def close(self) -> None:
         """Shut down the communication.
@@ -238,8 +318,20 @@ class RankGroup:
             # The error was already printed. Discard the message that MPI_Abort prints.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             self._comm.Abort(1)
-        elif self.rank == 0:
+        elif self.rank == 0 and self.peers:
+            self._send_last_heartbeat()
             self.send(self.peers, np.zeros(HEADER_WORDS, np.int64))
+
+
+def _native_communicator(mpi: Any, comm: Any) -> Any:
+    """Return an MPI communicator for native code, which calls MPI's C functions."""
+    library = ctypes.CDLL(mpi.__file__)
+    functions = (
+        ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+        for name in ("MPI_Isend", "MPI_Irecv", "MPI_Test")
+    )
+    is_wide = mpi._sizeof(mpi.Comm) == ctypes.sizeof(ctypes.c_void_p)
+    return _native.Mpi(*functions, is_wide, mpi._handleof(comm), mpi._handleof(mpi.BYTE))
 
 
 class AllGather(ABC):
@@ -253,7 +345,15 @@ class AllGather(ABC):
         Group of all ranks, which take part in every all-gather.
     max_elements
         Maximum number of elements per rank.
+
+    Attributes
+    ----------
+    forward_limit_s : float or None
+        Maximum seconds to wait for a forward pass that contains the all-gathers. None: no limit,
+        because each all-gather ends at the deadline of the group.
     """
+
+    forward_limit_s: float | None = None
 
     def __init__(self, context: Context, ranks: RankGroup, max_elements: int) -> None:
         self._ranks = ranks

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from graft.cudagraph.device import open_device
-from graft.cudagraph.errors import GraftError
+from graft.cudagraph.errors import DeadlineError, GraftError
 from graft.cudagraph.exec import GraphExec
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.lanes import Lane, StreamLane
 from graft.cudagraph.memory import DeviceArray, PinnedArray
 from graft.cudagraph.ranks import HEADER_WORDS, RankGroup
+from graft.cudagraph.streams import Stream
 from graft.models.cache.kv import PagedKV
 from graft.models.errors import ConfigError
 from graft.models.llm.checkpoint import Checkpoint
@@ -59,7 +60,7 @@ def run_worker(ranks: RankGroup) -> None:
     worker = None
     try:
         while True:
-            ranks.receive(0, header)
+            ranks.receive_header(header)
             command = int(header[0])
             if command in (Command.CLOSE, Command.UNLOAD, Command.LOAD):
                 worker = None
@@ -233,7 +234,7 @@ class TensorParallelWorker:
             payload, graph = self._graphs[header]
             self._receive(payload)
             graph.launch(self._stream)
-            graph.synchronize()
+            self._finish(graph)
             return
         task = self._task(command, arguments)
         if task.words > self._payload.shape[0]:
@@ -241,7 +242,24 @@ class TensorParallelWorker:
         payload = self._payload.view(0, (task.words,))
         self._receive(payload)
         task.add(StreamLane(self._stream), payload)
-        self._stream.synchronize()
+        self._finish(self._stream)
+
+    def _finish(self, work: GraphExec | Stream) -> None:
+        """Wait for the forward pass.
+
+        Raises
+        ------
+        DeadlineError
+            If the pass does not finish within the limit of the all-gather.
+        """
+        limit_s = self.all_gather.forward_limit_s
+        try:
+            work.synchronize(limit_s)
+        except DeadlineError as error:
+            raise DeadlineError(
+                f"rank {self._ranks.rank}: a forward pass did not finish within {limit_s:g} s; "
+                "another rank may have stopped"
+            ) from error
 
     def _receive(self, payload: PinnedArray) -> None:
         """Receive a payload from rank 0."""

@@ -134,7 +134,27 @@ def disturb(case: str) -> None:
         worker_rank.TensorParallelWorker.run = run  # type: ignore[method-assign]
 
 
+def idle(ranks: RankGroup, stderr_file: str) -> None:
+    """Wait for a command, or kill this process if it is rank 0 and was idle for a while.
+
+    Rank 0 lives longer than the deadline, so the worker rank depends on its heartbeats.
+    """
+    if ranks.rank == 0:
+        time.sleep(1.5 * ranks.deadline_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.dup2(os.open(stderr_file, os.O_WRONLY | os.O_CREAT), 2)
+    started = time.monotonic()
+    try:
+        worker_rank.run_worker(ranks)
+    except GraftError as error:
+        assert time.monotonic() - started > 1.5 * ranks.deadline_s
+        print(f"graft: {error}", file=sys.stderr)
+
+
 def main(case: str, stderr_file: str) -> int:
+    if case == "idle":
+        idle(RankGroup.from_mpi(2.0), stderr_file)
+        return 1
     ranks = RankGroup.from_mpi(120.0 if case in ("equal", "real") else 4.0)
     if ranks.rank and case != "real":
         disturb(case)

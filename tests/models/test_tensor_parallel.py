@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from dataclasses import replace
@@ -19,10 +20,11 @@ import pytest
 from engine_util import TARGET
 
 from graft.cudagraph.driver import call, cu
-from graft.cudagraph.errors import OptionError
+from graft.cudagraph.errors import DeadlineError, OptionError
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.nccl import NcclAllGather
+from graft.models.llm import worker_rank
 from graft.models.llm.config import LlamaConfig
 from graft.models.llm.kernel_library import ModelKernels, Norm
 from graft.models.llm.sharding import Shard
@@ -212,6 +214,7 @@ def test_nccl_all_gather_runs_on_streams_and_in_graphs(device, stream, monkeypat
         rank=0,
         size=1,
         peers=(),
+        deadline_s=30.0,
         send=lambda *_: None,
     )
     monkeypatch.setitem(sys.modules, "nccl", None)
@@ -281,6 +284,51 @@ def test_tensor_parallel_outputs_are_equal_for_every_batch_and_order():
         np.testing.assert_allclose(got[:until], logprobs[:until], atol=1e-3)
 
 
+@pytest.mark.parametrize("is_replayed", [0, 1], ids=["stream", "graph"])
+def test_worker_rank_reports_forward_pass_that_exceeds_deadline(
+    device, stream, monkeypatch, is_replayed
+):
+    """A worker rank does not wait longer than the deadline for a collective of a lost rank."""
+    release = threading.Event()
+    worker = object.__new__(worker_rank.TensorParallelWorker)
+    worker._device = device
+    worker._stream = stream
+    worker._graphs = {}
+    worker._payload = device.pinned((1,), "int32")
+    worker._ranks = types.SimpleNamespace(
+        rank=1, deadline_s=60.0, keep_alive=lambda _: None, receive=lambda *_, **__: None
+    )
+    worker.all_gather = types.SimpleNamespace(forward_limit_s=0.2)
+    task = worker_rank._Task([device.zeros((1,), "int32")], lambda lane: lane.host(release.wait))
+    monkeypatch.setattr(worker, "_task", lambda *_: task)
+    header = (worker_rank.Command.FORWARD, 1, 1, 0, 0, 0, 0, is_replayed)
+    try:
+        with pytest.raises(DeadlineError, match=r"rank 1: .* did not finish within 0\.2 s"):
+            worker.run(header)
+    finally:
+        release.set()
+        stream.synchronize(30)
+        for _, executable in worker._graphs.values():
+            executable.synchronize(30)
+
+
+def test_nccl_connection_has_deadline(device, monkeypatch):
+    """connect() raises an error if the other ranks do not create the communicator in time."""
+    release = threading.Event()
+    core = types.SimpleNamespace(
+        Communicator=types.SimpleNamespace(init=lambda *_: release.wait()),
+        get_unique_id=lambda: bytes(128),
+        UniqueId=types.SimpleNamespace(from_bytes=bytes),
+    )
+    monkeypatch.setitem(sys.modules, "nccl", types.SimpleNamespace(core=core))
+    ranks = types.SimpleNamespace(rank=0, size=2, peers=(1,), deadline_s=0.2, send=lambda *_: None)
+    gather = NcclAllGather(device, ranks, 6)
+    assert gather.forward_limit_s == 0.2
+    with pytest.raises(DeadlineError, match=r"rank 0: .*NCCL.* within 0\.2 s"):
+        gather.connect()
+    release.set()
+
+
 @pytest.mark.full
 def test_tensor_parallel_outputs_are_equal_for_real_model():
     """SmolLM2 has the same outputs on two ranks, one of which has two of its three KV heads."""
@@ -302,6 +350,14 @@ def test_tensor_parallel_rank_timeout_ends_all_processes():
     told = [line for line in errors.splitlines() if line.startswith("graft:")]
     assert code != 0 and not said.strip()
     assert len(told) == 1 and re.search(r"rank 1 did not answer within 4 s$", told[0]), errors
+
+
+def test_worker_rank_exits_if_idle_rank_0_is_killed(tmp_path):
+    """A worker rank that is idle ends at the deadline after the last heartbeat of rank 0."""
+    path = tmp_path / "told"
+    code, _, _ = run_ranks("idle", path, alone=True)
+    text = path.read_text()
+    assert code != 0 and re.fullmatch(r"graft: rank 1: rank 0 did not answer within 2 s\n", text)
 
 
 @pytest.mark.full
