@@ -28,8 +28,12 @@ from graft.native import _native
 CLOCK_KERNELS = Path(__file__).parents[2] / "kernels" / "clock.cu"
 #: Transport name of a graph with empty nodes in place of host steps.
 BASELINE = "empty"
-#: Transport name of the library cuda.core's callbacks, for comparison.
+#: Transport names of the library cuda.core's callbacks, for comparison: Python callables, and C
+#: functions that the driver calls directly.
 CUDA_CORE = "cuda.core"
+CUDA_CORE_NATIVE = "cuda.core native"
+#: Signature of the C functions that cuda.core accepts as callbacks.
+HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 TRANSPORTS = (
     BASELINE,
     "native",
@@ -38,9 +42,10 @@ TRANSPORTS = (
     "spinkernel",
     "python",
     CUDA_CORE,
+    CUDA_CORE_NATIVE,
 )
 #: Transports whose body is called by a thread of the driver. Only these have a hop.
-DRIVER_CALLED = ("native", "native spin", "python", CUDA_CORE)
+DRIVER_CALLED = ("native", "native spin", "python", CUDA_CORE, CUDA_CORE_NATIVE)
 #: Transports with a Python body.
 PYTHON_BODIES = ("python", CUDA_CORE)
 #: Maximum number of host steps per graph. The soft device records at most this number of host
@@ -71,7 +76,8 @@ class Samples(NamedTuple):
 
 def unavailable(transport: str) -> str:
     """Return the reason why a transport cannot be measured here, or "" if it can be measured."""
-    if transport == CUDA_CORE and importlib.util.find_spec("cuda.core") is None:
+    is_cuda_core = transport in (CUDA_CORE, CUDA_CORE_NATIVE)
+    if is_cuda_core and importlib.util.find_spec("cuda.core") is None:
         return "cuda.core is not installed (pip install cuda-core)"
     if transport == "native spin" and not _native.spin_supported():
         return "the driver has no spinning host steps (CUDA 13.2)"
@@ -117,7 +123,7 @@ class TransportGraph:
         self._native: Any = None
         self._handle = 0
         self._keep: object = None
-        if transport == CUDA_CORE:
+        if transport in (CUDA_CORE, CUDA_CORE_NATIVE):
             self._executable = self._build_cuda_core(device)
             self._handle = int(self._executable.handle)
         else:
@@ -158,17 +164,16 @@ class TransportGraph:
     def _default_work(self, index: int) -> NativeWork | PythonWork:
         if self.transport == "python":
             return PythonWork(self.body())
-        if not self._is_soft:
-            # An empty host function is needed. free(NULL) has the signature void (*)(void *) and
-            # does nothing.
-            return NativeWork(_address(ctypes.CDLL(None).free), 0, name="free(NULL)")
-        word = self._body_times.ctypes.data + 8 * index
-        return NativeWork(
-            _address(self._library.softcuda_stamp),
-            word,
-            keep=self._body_times,
-            name="stamp",
-        )
+        address, data = self._native_body(index)
+        return NativeWork(address, data, keep=self._body_times, name="body")
+
+    def _native_body(self, index: int) -> tuple[int, int]:
+        """Return the address of the default native body and its argument."""
+        if self._is_soft:
+            return _address(self._library.softcuda_stamp), self._body_times.ctypes.data + 8 * index
+        # An empty host function is needed. free(NULL) has the signature void (*)(void *) and does
+        # nothing.
+        return _address(ctypes.CDLL(None).free), 0
 
     def _build_cuda_core(self, device: Device) -> Any:
         """Build the graph with cuda.core's callbacks, as its documentation describes."""
@@ -183,12 +188,18 @@ class TransportGraph:
         stamp = code.get_kernel("stamp_ns")
         stamps = np.uint64(self._stamps.ptr)
         node = definition.launch(config, stamp, stamps, np.int32(0))
-        for _ in range(self.callbacks):
+        functions = []
+        for i in range(self.callbacks):
             # Call the method through the class, because the attribute "callback" of a callback node
             # is the node's function.
-            node = GraphNode.callback(node, self.body())
+            if self.transport == CUDA_CORE:
+                node = GraphNode.callback(node, self.body())
+            else:
+                address, data = self._native_body(i)
+                functions.append(HOST_FUNCTION(address))
+                node = GraphNode.callback(node, functions[-1], user_data=data)
         GraphNode.launch(node, config, stamp, stamps, np.int32(1))
-        self._keep = code, definition
+        self._keep = code, definition, functions
         return definition.instantiate()
 
     def body(self) -> Any:
