@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graft.grammar.schema.any_order.rules import any_order_grammar
+from graft.grammar.schema.impossible import impossible_definitions
 from graft.grammar.schema.llguidance_errors import schema_errors
 from graft.grammar.schema.options import KeyOrder, Whitespace, check_options
 from graft.grammar.schema.rewrite import Rewritten, rewrite
@@ -110,12 +111,8 @@ def route(
         assert_formats,
     )
     check_schema(schema)
-    rewritten = rewrite(
-        schema,
-        draft=draft,
-        assert_formats=assert_formats,
-    )
-    closest, reasons, accepted = _closest_accepted(rewritten)
+    rewritten, reasons, accepted = _closest_form(schema, draft, assert_formats)
+    closest = rewritten.schema
     rules = ""
     ordered: tuple[Reason, ...] = ()
     excluded_keys: tuple[Reason, ...] = ()
@@ -139,6 +136,40 @@ def route(
         ordered=ordered,
         spelling=tuple(itertools.islice(_restricted_spellings(schema), _MAX_REASONS)),
     )
+
+
+def _closest_form(
+    schema: Any, draft: int, assert_formats: bool | None
+) -> tuple[Rewritten, list[Reason], bool]:
+    """Return the closest form of a schema that LLGuidance accepts.
+
+    If LLGuidance refuses the schema because of unsatisfiable definitions, the references to these
+    definitions are replaced by ``false``.
+
+    Returns
+    -------
+    tuple
+        The closest form, the reasons why it is not exact, and whether LLGuidance accepts it.
+    """
+    narrowed: tuple[Reason, ...] = ()
+    impossible: frozenset[str] = frozenset()
+    while True:
+        rewritten = rewrite(
+            schema,
+            draft=draft,
+            assert_formats=assert_formats,
+            impossible=impossible,
+        )
+        narrowed += rewritten.narrowed
+        closest, reasons, accepted = _closest_accepted(rewritten)
+        found: set[str] = set()
+        if not accepted and isinstance(rewritten.schema, dict):
+            for pointer in impossible_definitions(rewritten.schema):
+                found.add(rewritten.origins.get(pointer, pointer))
+        if found <= impossible:
+            narrowed = tuple(dict.fromkeys(narrowed))
+            return rewritten._replace(schema=closest, narrowed=narrowed), reasons, accepted
+        impossible |= found
 
 
 def _closest_accepted(rewritten: Rewritten) -> tuple[Any, list[Reason], bool]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 __all__ = [
+    "DATA",
     "JSON_TYPES",
     "MAPS",
     "JsonTypes",
@@ -20,6 +21,7 @@ __all__ = [
     "escape",
     "has_orders",
     "pointer_steps",
+    "replace_references",
     "required_of",
     "subschemas",
     "type_of_value",
@@ -111,6 +113,8 @@ def pointer_steps(pointer: str) -> list[str]:
 
 #: Keywords whose value is an object with a schema per key.
 MAPS = word_set("properties patternProperties $defs definitions dependentSchemas dependencies")
+#: Keywords whose value is data, not a schema.
+DATA = word_set("enum const default examples example")
 _SCHEMA_KEYWORDS = word_set(
     """allOf anyOf oneOf prefixItems items additionalItems additionalProperties propertyNames
     contains not if then else unevaluatedItems unevaluatedProperties"""
@@ -310,6 +314,50 @@ class References:
             except (KeyError, ValueError, IndexError, TypeError):
                 raise NoExactForm("$ref", f"'#{pointer}' points to nothing") from None
         return found
+
+
+def replace_references(
+    part: Any,
+    pointers: frozenset[str],
+    references: References,
+    replacement: bool,
+    *,
+    is_map: bool = False,
+) -> Any:
+    """Return a copy of a part of a document in which some references are replaced.
+
+    Parameters
+    ----------
+    part
+        A schema, a list of schemas, or a map of schemas.
+    pointers
+        JSON pointers of the targets of these references.
+    references
+        References of the document.
+    replacement
+        Schema that replaces each subschema with such a reference.
+    is_map
+        Whether `part` is a map of schemas. The keys of a map are names and not keywords.
+    """
+    if isinstance(part, list):
+        return [replace_references(item, pointers, references, replacement) for item in part]
+    if not isinstance(part, dict):
+        return part
+    if not is_map and references.pointer(part.get("$ref")) in pointers:
+        return replacement
+    copy = {}
+    for key, value in part.items():
+        if key in DATA and not is_map:
+            copy[key] = value
+        else:
+            copy[key] = replace_references(
+                value,
+                pointers,
+                references,
+                replacement,
+                is_map=key in MAPS and not is_map,
+            )
+    return copy
 
 
 def _has_nested_id(root: Any) -> bool:

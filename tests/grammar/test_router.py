@@ -325,6 +325,22 @@ ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
         ["x"],
         [None],
     ),
+    "unevaluatedItems with contains": (
+        {"contains": {"type": "string"}, "minContains": 0, "unevaluatedItems": False},
+        [[], ["a"], ["a", "b"], 1],
+        [[1], ["a", 1]],
+    ),
+    "unevaluatedItems with contains and prefixItems": (
+        {
+            "type": "array",
+            "prefixItems": [{"type": "integer"}],
+            "contains": {"type": "string"},
+            "maxItems": 3,
+            "unevaluatedItems": {"type": "null"},
+        },
+        [[1, "a"], [1, None, "a"], [2, "a", None]],
+        [[], [1], [1, None], [1, "a", 1], ["a"]],
+    ),
     "recursiveRef": (
         {
             "$schema": "https://json-schema.org/draft/2019-09/schema",
@@ -333,6 +349,55 @@ ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
         },
         [[[]]],
         [[1]],
+    ),
+}
+
+
+#: Definitions that no value satisfies, and a recursive definition.
+IMPOSSIBLE = {
+    "C": {"type": "object", "allOf": [{"type": "string"}]},
+    "list": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/C"}},
+    "number": {"type": "integer", "minimum": 3, "maximum": 1},
+    "node": {
+        "type": "object",
+        "properties": {"c": {"$ref": "#/$defs/C"}, "next": {"$ref": "#/$defs/node"}},
+        "additionalProperties": False,
+    },
+}
+ENFORCED |= {
+    "optional property without values": (
+        {"type": "object", "properties": {"c": {"$ref": "#/$defs/list"}}, "$defs": IMPOSSIBLE},
+        [{}, {"d": 1}],
+        [{"c": []}, {"c": ["a"]}, {"c": "a"}],
+    ),
+    "options without values": (
+        {
+            "anyOf": [{"$ref": "#/$defs/number"}, {"$ref": "#/$defs/list"}, {"type": "null"}],
+            "$defs": IMPOSSIBLE,
+        },
+        [None],
+        [2, [], ["a"]],
+    ),
+    "items without values": (
+        {"type": "array", "items": {"$ref": "#/properties/x"}, "properties": {"x": False}},
+        [[]],
+        [[1], [{}]],
+    ),
+    "recursive definition with a property without values": (
+        {"$ref": "#/$defs/node", "$defs": IMPOSSIBLE},
+        [{}, {"next": {"next": {}}}],
+        [{"c": 1}, {"next": {"c": {}}}, {"next": 1}],
+    ),
+    "overlapping options whose property has no values": (
+        {
+            "oneOf": [
+                {"$ref": "#/$defs/node"},
+                {"type": "object", "properties": {"d": {}}, "additionalProperties": False},
+            ],
+            "$defs": IMPOSSIBLE,
+        },
+        [{"d": 1}, {"next": {}}],
+        [{}, {"c": 1}],
     ),
 }
 

@@ -13,6 +13,8 @@ of a schema that have no known exact form are removed and reported.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from graft.grammar.schema.rewrite.normal import normalize
@@ -36,14 +38,24 @@ class Rewritten(NamedTuple):
     narrowed
         Parts of the original schema for which the new schema excludes some valid values, because no
         form is known that allows exactly the valid values.
+    origins
+        JSON pointers of subschemas that were copied to the definitions, by the pointers of their
+        copies.
     """
 
     schema: Any
     lost: tuple[Reason, ...] = ()
     narrowed: tuple[Reason, ...] = ()
+    origins: Mapping[str, str] = MappingProxyType({})
 
 
-def rewrite(schema: Any, *, draft: int = 2020, assert_formats: bool | None = None) -> Rewritten:
+def rewrite(
+    schema: Any,
+    *,
+    draft: int = 2020,
+    assert_formats: bool | None = None,
+    impossible: frozenset[str] = frozenset(),
+) -> Rewritten:
     """Rewrite a schema.
 
     Parameters
@@ -52,15 +64,24 @@ def rewrite(schema: Any, *, draft: int = 2020, assert_formats: bool | None = Non
         A parsed JSON schema that `check_schema` accepts.
     draft, assert_formats
         As in `graft.grammar.route`.
+    impossible
+        JSON pointers of subschemas that no value satisfies.
     """
     if not isinstance(schema, dict):
         return Rewritten(schema)
     if assert_formats is None:
         assert_formats = dialect(schema, 7) <= 7
     draft = dialect(schema, draft)
-    schema = normalize(schema, draft)
+    schema = normalize(schema, draft, impossible)
+    if not isinstance(schema, dict):
+        return Rewritten(schema)
     rewriter = Rewriter(schema, draft, assert_formats, RULES)
     new_schema = rewriter.rewrite_document(schema)
     lost = tuple(dict.fromkeys(rewriter.lost))
     narrowed = tuple(dict.fromkeys(rewriter.narrowed))
-    return Rewritten(new_schema, lost, narrowed)
+    return Rewritten(
+        new_schema,
+        lost,
+        narrowed,
+        rewriter.origins(),
+    )

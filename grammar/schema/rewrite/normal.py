@@ -13,11 +13,14 @@ import re
 from typing import Any
 
 from graft.grammar.schema.terms import (
+    DATA,
     MAPS,
     NoExactForm,
     References,
     SchemaObject,
+    any_of,
     pointer_steps,
+    replace_references,
     subschemas,
     word_set,
 )
@@ -43,8 +46,6 @@ _SINCE = {
 }
 #: Keywords that are kept next to ``$ref`` in drafts that ignore its siblings.
 _KEPT_NEXT_TO_REF = word_set("$schema $defs definitions title description $comment")
-#: Keywords whose value is data, not a schema.
-_DATA = word_set("enum const default examples example")
 _DEFINITIONS = ("$defs", "definitions")
 #: Keywords whose subschemas apply to the same value, depending on that value.
 _CONDITIONAL = ("anyOf", "oneOf", "if", "then", "else", "dependentSchemas")
@@ -54,8 +55,10 @@ _DYNAMIC_REFERENCES = ("$dynamicRef", "$recursiveRef")
 Names = tuple[dict[str, Any], dict[str, Any]]
 
 
-def normalize(root: SchemaObject, draft: int) -> SchemaObject:
-    """Return a normalized copy of a schema document.
+def normalize(
+    root: SchemaObject, draft: int, impossible: frozenset[str] = frozenset()
+) -> SchemaObject | bool:
+    """Return a normalized copy of a schema document; False if it has the form of ``false``.
 
     Parameters
     ----------
@@ -63,20 +66,28 @@ def normalize(root: SchemaObject, draft: int) -> SchemaObject:
         The document.
     draft
         JSON schema draft of the document: 3, 4, 6, 7, 2019 or 2020.
+    impossible
+        JSON pointers of subschemas that no value satisfies. References to them are replaced by
+        ``false``.
     """
     root = _without_ignored(root, draft, is_map=False)
     if not References(root).nested:
         _resolve_names(root)
     references = References(root)
+    if impossible:
+        root = replace_references(root, impossible, references, False)
+        if not isinstance(root, dict):
+            return root
+        references = References(root)
     for _, part in subschemas(root):
-        _remove_idle_contains(part)
         for keyword, replace_keyword in _UNEVALUATED.items():
             if keyword in part:
                 try:
-                    replace_keyword(part, part[keyword], references)
+                    replace_keyword(part, part[keyword], references, draft)
                 except NoExactForm:
                     continue  # the rewriter reports the keyword
                 del part[keyword]
+        _remove_idle_contains(part)
     _remove_unused_definitions(root, references)
     return root
 
@@ -115,7 +126,7 @@ def _without_ignored(part: Any, draft: int, is_map: bool) -> Any:
             continue
         if ref_only and keyword != "$ref" and keyword not in _KEPT_NEXT_TO_REF:
             continue
-        if keyword in _DATA:
+        if keyword in DATA:
             kept[keyword] = value
         else:
             kept[keyword] = _without_ignored(
@@ -160,7 +171,9 @@ def _pointers_by_name(root: SchemaObject) -> dict[str, list[str]]:
     return pointers
 
 
-def _replace_unevaluated_properties(part: SchemaObject, rest: Any, references: References) -> None:
+def _replace_unevaluated_properties(
+    part: SchemaObject, rest: Any, references: References, draft: int
+) -> None:
     """Replace ``unevaluatedProperties: rest`` by ``additionalProperties``."""
     found = _evaluated_names(
         part,
@@ -260,15 +273,20 @@ def _conditional_parts(part: SchemaObject) -> list[Any]:
     return parts
 
 
-def _replace_unevaluated_items(part: SchemaObject, rest: Any, references: References) -> None:
+def _replace_unevaluated_items(
+    part: SchemaObject, rest: Any, references: References, draft: int
+) -> None:
     """Replace ``unevaluatedItems: rest`` by ``items`` or ``additionalItems``."""
     if rest is True or rest == {}:
         return
+    if "contains" in part:
+        if draft < 2020:
+            raise NoExactForm("unevaluatedItems", "validators disagree on contains before 2020-12")
+        rest = any_of([part["contains"], rest])  # an item that satisfies contains is evaluated
     if part.keys() & {
         "allOf",
         "$ref",
         *_DYNAMIC_REFERENCES,
-        "contains",
         *_CONDITIONAL,
     }:
         raise NoExactForm("unevaluatedItems", "depends on the value")

@@ -139,6 +139,11 @@ class Rewriter:
             definitions[self._aliases[pointer]] = copy
         return new
 
+    def origins(self) -> dict[str, str]:
+        """Return the JSON pointers of copied reference targets, by the pointers of the copies."""
+        keyword = self._definitions_keyword
+        return {f"/{keyword}/{name}": pointer for pointer, name in self._aliases.items()}
+
     def rewrite(self, schema: Any, at: str, types: JsonTypes) -> Any:
         """Return the rewritten form of a schema, and report the parts without an exact form.
 

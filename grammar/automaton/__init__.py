@@ -1,0 +1,1 @@
+"""Grammars that are regular languages, as finite automata over bytes."""

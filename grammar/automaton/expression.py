@@ -1,0 +1,90 @@
+"""Expressions over characters, which the native code compiles to a finite automaton.
+
+An expression is a list of integers in postfix notation (``native/guide/automaton.cpp`` defines the
+operations). The functions of this module build expressions from smaller ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+__all__ = [
+    "EMPTY",
+    "Expression",
+    "Ranges",
+    "characters",
+    "complement",
+    "concat",
+    "optional",
+    "repeat",
+    "text",
+    "union",
+]
+
+Expression = list[int]
+#: Ranges of character codes, as pairs of the first and the last code.
+Ranges = Sequence[tuple[int, int]]
+
+MAX_CHARACTER = 0x10FFFF
+_SET, _CONCAT, _UNION, _REPEAT = 1, 2, 3, 4
+
+#: The empty text.
+EMPTY: Expression = [0]
+
+
+def characters(ranges: Ranges) -> Expression:
+    """Return the expression of one character of the given ranges.
+
+    Surrogates (U+D800 to U+DFFF) are never included, because UTF-8 cannot encode them.
+    """
+    codes = [code for pair in ranges for code in pair]
+    return [_SET, len(ranges), *codes]
+
+
+def complement(ranges: Ranges) -> list[tuple[int, int]]:
+    """Return the characters outside the given ranges, as ascending ranges."""
+    out = []
+    first = 0
+    for low, high in sorted(ranges):
+        if low > first:
+            out.append((first, low - 1))
+        first = max(first, high + 1)
+    if first <= MAX_CHARACTER:
+        out.append((first, MAX_CHARACTER))
+    return out
+
+
+def text(value: str) -> Expression:
+    """Return the expression of one text."""
+    return concat([characters([(ord(char), ord(char))]) for char in value])
+
+
+def concat(parts: Iterable[Expression]) -> Expression:
+    """Return the expression of the parts, one after the other."""
+    return _combine(_CONCAT, list(parts))
+
+
+def union(options: Iterable[Expression]) -> Expression:
+    """Return the expression of any of the options, of which there must be at least one."""
+    return _combine(_UNION, list(options))
+
+
+def repeat(part: Expression, low: int, high: int | None) -> Expression:
+    """Return the expression of `low` to `high` repetitions; None means any number."""
+    return [*part, _REPEAT, low, -1 if high is None else high]
+
+
+def optional(part: Expression) -> Expression:
+    """Return the expression of `part` or the empty text."""
+    return repeat(part, 0, 1)
+
+
+def _combine(operation: int, parts: list[Expression]) -> Expression:
+    if not parts:
+        return EMPTY
+    if len(parts) == 1:
+        return parts[0]
+    out = []
+    for part in parts:
+        out += part
+    return [*out, operation, len(parts)]

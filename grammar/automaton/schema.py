@@ -1,0 +1,218 @@
+"""Lowering of JSON schemas without recursion to expressions over characters.
+
+Only schemas are lowered whose values LLGuidance writes in one known way: objects that allow no
+additional properties, arrays, strings, numbers, enumerations and unions of these. Every other
+schema raises `NotRegular`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from graft.grammar.automaton.expression import (
+    EMPTY,
+    Expression,
+    characters,
+    complement,
+    concat,
+    optional,
+    repeat,
+    text,
+    union,
+)
+from graft.grammar.automaton.regex import NotRegular, lower_regex
+
+__all__ = ["lower_schema"]
+
+#: Maximum nesting of schemas. Deeper schemas, such as recursive ones, are not lowered.
+MAX_NESTING = 32
+#: Maximum number of integers in a lowered expression.
+MAX_SIZE = 1 << 18
+#: Separators between JSON tokens, by the option `whitespace`: after a value and after a key.
+SEPARATORS = {"line": (", ", ": "), "compact": (",", ":")}
+
+_ANNOTATIONS = {"title", "description", "default", "examples", "$schema", "$id", "$comment"}
+_ANNOTATIONS |= {"definitions", "$defs", "deprecated", "readOnly", "writeOnly"}
+_KEYWORDS = {
+    "object": {"properties", "required", "additionalProperties"},
+    "array": {"items", "minItems", "maxItems"},
+    "string": {"minLength", "maxLength"},
+    "integer": set(),
+    "number": set(),
+    "boolean": set(),
+    "null": set(),
+}
+_INTEGER = lower_regex("-?(0|[1-9][0-9]*)")
+_NUMBER = lower_regex(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?")
+#: Characters that a JSON string contains without an escape.
+_PLAIN = characters(complement([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]))
+#: Escapes that LLGuidance writes: the short ones, and \u for control characters.
+_ESCAPED = lower_regex(r'\\(["\\bfnrt]|u00([01][0-9a-fA-F]|7[fF]))')
+_CHARACTER = union([_PLAIN, _ESCAPED])
+_PRINTABLE = re.compile(r"[ !#-\[\]-~]*")
+
+
+def lower_schema(schema: Any, whitespace: object) -> Expression:
+    """Return the expression of the JSON texts that LLGuidance writes for a schema.
+
+    Parameters
+    ----------
+    schema
+        The schema, as the router returns it.
+    whitespace
+        White space between JSON tokens (`Spec.whitespace`).
+
+    Raises
+    ------
+    NotRegular
+        The schema or the white space is outside the supported part.
+    """
+    if not isinstance(whitespace, str) or whitespace not in SEPARATORS:
+        raise NotRegular(f"whitespace {whitespace!r} is not supported")
+    return _Lowering(schema, *SEPARATORS[whitespace]).lower(schema, 0)
+
+
+class _Lowering:
+    def __init__(self, root: Any, comma: str, colon: str):
+        self._root = root
+        self._comma = text(comma)
+        self._colon = colon
+
+    def lower(self, schema: Any, nesting: int) -> Expression:
+        if not isinstance(schema, dict):
+            raise NotRegular("a boolean schema is not supported")
+        if nesting > MAX_NESTING:
+            raise NotRegular("the schema is recursive or nested too deeply")
+        keywords = set(schema) - _ANNOTATIONS
+        if "$ref" in keywords:
+            return self._lower_only(schema, keywords, {"$ref"}, nesting)
+        if "anyOf" in keywords:
+            return self._lower_only(schema, keywords, {"anyOf"}, nesting)
+        if "const" in keywords or "enum" in keywords:
+            return _lower_values(schema, keywords)
+        types = schema.get("type")
+        names = types if isinstance(types, list) else [types]
+        allowed = {"type"}
+        for name in names:
+            if not isinstance(name, str) or name not in _KEYWORDS:
+                raise NotRegular("a schema without types is not supported")
+            allowed |= _KEYWORDS[name]
+        if keywords - allowed:
+            raise NotRegular(f"keyword {sorted(keywords - allowed)[0]!r} is not supported")
+        expression = union([self._lower_type(name, schema, nesting) for name in names])
+        if len(expression) > MAX_SIZE:
+            raise NotRegular("the schema is too large")
+        return expression
+
+    def _lower_only(
+        self, schema: dict[str, Any], keywords: set[str], allowed: set[str], nesting: int
+    ) -> Expression:
+        """Lower a schema that consists of ``$ref`` or ``anyOf``."""
+        if keywords - allowed:
+            raise NotRegular(f"keywords beside {sorted(allowed)[0]!r} are not supported")
+        if "$ref" in keywords:
+            return self.lower(self._resolve(schema["$ref"]), nesting + 1)
+        return union([self.lower(option, nesting + 1) for option in schema["anyOf"]])
+
+    def _resolve(self, reference: Any) -> Any:
+        match = re.fullmatch(r"#/(\$defs|definitions)/([A-Za-z0-9_]+)", str(reference))
+        if match is None:
+            raise NotRegular("this $ref is not supported")
+        try:
+            return self._root[match[1]][match[2]]
+        except (KeyError, TypeError):
+            raise NotRegular("this $ref is not supported") from None
+
+    def _lower_type(self, name: str, schema: dict[str, Any], nesting: int) -> Expression:
+        if name == "object":
+            return self._lower_object(schema, nesting)
+        if name == "array":
+            return self._lower_array(schema, nesting)
+        if name == "string":
+            low, high = _bounds(schema, "minLength", "maxLength")
+            return concat([text('"'), repeat(_CHARACTER, low, high), text('"')])
+        if name == "boolean":
+            return union([text("true"), text("false")])
+        if name == "null":
+            return text("null")
+        return _INTEGER if name == "integer" else _NUMBER
+
+    def _lower_object(self, schema: dict[str, Any], nesting: int) -> Expression:
+        """Lower an object with keys in the order of the schema.
+
+        The first written property is any property up to the first required one. The properties
+        after it follow with a comma, the optional ones or not.
+        """
+        if schema.get("additionalProperties") is not False:
+            raise NotRegular("additional properties are not supported")
+        properties = schema.get("properties") or {}
+        required = schema.get("required") or []
+        if set(required) - set(properties):
+            raise NotRegular("a required property has no schema")
+        members = []
+        for key, value in properties.items():
+            member = concat([text(f"{_quote(key)}{self._colon}"), self.lower(value, nesting + 1)])
+            members.append((key in required, member))
+        bodies = []
+        for index, (is_required, member) in enumerate(members):
+            rest = []
+            for follows_required, following in members[index + 1 :]:
+                part = concat([self._comma, following])
+                rest.append(part if follows_required else optional(part))
+            bodies.append(concat([member, *rest]))
+            if is_required:
+                break
+        else:
+            bodies.append(EMPTY)
+        expression = concat([text("{"), union(bodies), text("}")])
+        if len(expression) > MAX_SIZE:
+            raise NotRegular("the schema is too large")
+        return expression
+
+    def _lower_array(self, schema: dict[str, Any], nesting: int) -> Expression:
+        if "items" not in schema:
+            raise NotRegular("an array of any items is not supported")
+        low, high = _bounds(schema, "minItems", "maxItems")
+        if high == 0:
+            return text("[]")
+        item = self.lower(schema["items"], nesting + 1)
+        more_high = None if high is None else high - 1
+        following = repeat(concat([self._comma, item]), max(0, low - 1), more_high)
+        items = concat([item, following])
+        return concat([text("["), items if low > 0 else optional(items), text("]")])
+
+
+def _lower_values(schema: dict[str, Any], keywords: set[str]) -> Expression:
+    """Lower a schema that lists its values."""
+    if keywords - {"const", "enum", "type"} or {"const", "enum"} <= keywords:
+        raise NotRegular("keywords beside 'enum' are not supported")
+    values = [schema["const"]] if "const" in keywords else schema["enum"]
+    types = {"str": "string", "bool": "boolean", "NoneType": "null", "int": "integer"}
+    for value in values:
+        name = types.get(type(value).__name__)
+        if name is None or schema.get("type", name) != name:
+            raise NotRegular("this value of an enum is not supported")
+    return union([text(_literal(value)) for value in values])
+
+
+def _literal(value: str | int | bool | None) -> str:
+    return _quote(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _quote(value: str) -> str:
+    """Return a JSON string. Only texts that have one JSON spelling are supported."""
+    if not _PRINTABLE.fullmatch(value):
+        raise NotRegular("a key or value with escapes is not supported")
+    return f'"{value}"'
+
+
+def _bounds(schema: dict[str, Any], low: str, high: str) -> tuple[int, int | None]:
+    bounds = schema.get(low, 0), schema.get(high)
+    for bound in bounds:
+        if bound is not None and (type(bound) is not int or not 0 <= bound <= 4096):
+            raise NotRegular(f"{low} or {high} is too large")
+    if bounds[1] is not None and bounds[1] < bounds[0]:
+        raise NotRegular(f"{low} is larger than {high}")
+    return bounds

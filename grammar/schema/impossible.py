@@ -1,0 +1,85 @@
+"""Find definitions that no value satisfies.
+
+LLGuidance refuses a schema if any definition that it reaches is unsatisfiable, even if values exist
+that need no value of this definition. An example is a definition that only an optional property
+refers to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graft.grammar.schema.llguidance_errors import schema_error
+from graft.grammar.schema.terms import (
+    NoExactForm,
+    References,
+    SchemaObject,
+    replace_references,
+    subschemas,
+)
+
+__all__ = ["impossible_definitions"]
+
+_MAX_DEFINITIONS = 200  # maximum number of definitions that are checked
+_SHARED = ("$schema", "$id", "id", "$defs", "definitions")
+
+
+def impossible_definitions(document: SchemaObject) -> frozenset[str]:
+    """Return the JSON pointers of definitions that are proved unsatisfiable.
+
+    A definition is in the result if it is unsatisfiable even after its references to definitions
+    that LLGuidance refuses are replaced by ``true``. After the references to the definitions in the
+    result are replaced by ``false``, another call may find further definitions.
+
+    Parameters
+    ----------
+    document
+        A rewritten schema document.
+    """
+    references = References(document)
+    reached: set[str] = set()
+    pending = list(_targets(document, references))
+    while pending and len(reached) < _MAX_DEFINITIONS:
+        pointer = pending.pop()
+        if pointer not in reached:
+            reached.add(pointer)
+            pending += _targets(references.resolve(f"#{pointer}"), references)
+    shared = {key: document[key] for key in _SHARED if key in document}
+    refused = set()
+    for pointer in reached - {""}:
+        if _is_unsatisfiable({**shared, "$ref": f"#{pointer}"}):
+            refused.add(pointer)
+    found = set()
+    for pointer in refused:
+        target = references.resolve(f"#{pointer}")
+        weakened = replace_references(target, frozenset(refused), references, True)
+        if isinstance(weakened, dict):
+            weakened = {**shared, **weakened}
+        if _is_unsatisfiable(weakened):
+            found.add(pointer)
+    return frozenset(found)
+
+
+def _is_unsatisfiable(schema: Any) -> bool:
+    return schema_error(schema).startswith("Unsatisfiable")
+
+
+def _targets(part: Any, references: References) -> set[str]:
+    """Return the JSON pointers of the targets of a schema's references.
+
+    The references in the definitions of the schema do not count.
+    """
+    if not isinstance(part, dict):
+        return set()
+    body = {key: value for key, value in part.items() if key not in ("$defs", "definitions")}
+    found = set()
+    for _, inner in subschemas(body):
+        pointer = references.pointer(inner.get("$ref"))
+        if pointer is None:
+            continue
+        try:
+            references.resolve(inner["$ref"])
+        except NoExactForm:
+            continue
+        found.add(pointer)
+    return found
