@@ -63,7 +63,8 @@ class Context:
         self._retain()
         self.streams: weakref.WeakSet[Any] = weakref.WeakSet()
         self._transfer_stream: _native.Resource | None = None
-        self._interrupted_transfers: list[tuple[object, ...]] = []
+        # Stream and buffers of each transfer that Ctrl-C interrupted and that may still run.
+        self._interrupted_transfers: list[tuple[_native.Resource, tuple[object, ...]]] = []
 
     def _retain(self) -> None:
         """Retain the primary context, which CuPy and torch use as well."""
@@ -125,7 +126,8 @@ class Context:
         Parameters
         ----------
         buffers
-            Memory that the operation uses. It is kept alive if the wait is interrupted.
+            Memory that the operation uses. If Ctrl-C interrupts this call, the memory is kept alive
+            until a later transfer has finished.
         function
             Driver function that enqueues the operation.
         args
@@ -136,13 +138,24 @@ class Context:
                 handle = int(call(cu.cuStreamCreate, cu.CUstream_flags.CU_STREAM_NON_BLOCKING))
                 self._transfer_stream = _native.Resource(_native.ResourceKind.STREAM, handle)
             stream = self._transfer_stream
-        call(function, *args, stream.handle)
+            earlier = [entry for entry in self._interrupted_transfers if entry[0] is stream]
         try:
+            call(function, *args, stream.handle)
             wait_streams([stream.handle], None, "transfers")
         except BaseException:
-            # Ctrl-C interrupts the wait but not the operation, which still accesses the buffers.
-            self._interrupted_transfers.append(buffers)
+            # Ctrl-C may arrive after the driver has enqueued the operation, which then still
+            # accesses the buffers.
+            with self._lock:
+                self._interrupted_transfers.append((stream, buffers))
             raise
+        if earlier:
+            # A stream runs its operations in order, so earlier transfers have finished too.
+            with self._lock:
+                self._interrupted_transfers = [
+                    entry
+                    for entry in self._interrupted_transfers
+                    if not any(entry is finished for finished in earlier)
+                ]
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Wait until the device is idle, including streams of other libraries in this context.

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from graft.cudagraph import (
     PinnedSlots,
     Ring,
     ShapeError,
+    memory,
 )
 from graft.cudagraph.dtypes import (
     DTYPES,
@@ -52,6 +54,30 @@ def bfloat16_oracle(value: np.float32) -> int:
     if down != up:
         return (low if down < up else high) >> 16
     return (low if (low >> 16) % 2 == 0 else high) >> 16
+
+
+def test_transfer_interrupted_by_ctrl_c_keeps_its_memory(device: Device, monkeypatch) -> None:
+    """Ctrl-C may arrive directly after the driver has enqueued a copy, which then still runs."""
+    enqueue = memory.cu.cuMemcpyHtoDAsync
+
+    def interrupted(*args):
+        enqueue(*args)
+        raise KeyboardInterrupt
+
+    source = np.arange(1 << 20, dtype=np.int32)
+    reference = weakref.ref(source)
+    interrupted.__name__ = "cuMemcpyHtoDAsync"
+    with monkeypatch.context() as patch:
+        patch.setattr(memory.cu, "cuMemcpyHtoDAsync", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            device.from_host(source)
+    del source
+    gc.collect()
+    assert reference() is not None
+    # Transfers run in order, so a later one shows that the interrupted one has finished.
+    device.zeros((1,), "int32")
+    gc.collect()
+    assert reference() is None
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES))
