@@ -20,6 +20,7 @@ from graft.models.cache.prefix import PrefixCache
 from graft.models.drafters import DrafterChoice, Forced
 from graft.models.drafters.base import Drafter, DrafterContext, TreeShape
 from graft.models.drafters.load import make_drafter
+from graft.models.engine.interrupt import Shield
 from graft.models.engine.options import Options
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
@@ -67,6 +68,8 @@ class Assembly:
         Prefix cache over these caches.
     compiler
         Compiles grammars.
+    resources
+        Closes the parts in reverse order of their creation.
     """
 
     stream: Stream
@@ -77,6 +80,11 @@ class Assembly:
     caches: tuple[PagedKV, ...]
     prefixes: PrefixCache
     compiler: GrammarService
+    resources: ExitStack
+
+    def close(self) -> None:
+        """Close all parts, even if closing one of them raises an error."""
+        self.resources.close()
 
 
 def assemble(
@@ -86,9 +94,12 @@ def assemble(
     drafter_choice: DrafterChoice | None,
     config: LlamaConfig,
     tokenizer: Tokenizer,
-    ranks: RankGroup | None = None,
+    ranks: RankGroup | None,
+    shield: Shield,
 ) -> Assembly:
     """Load the models and allocate everything that rounds need.
+
+    If this function raises an error, it closes the parts that it has created.
 
     Parameters
     ----------
@@ -106,26 +117,30 @@ def assemble(
         Tokenizer of the target.
     ranks
         Tensor-parallel group; None for a single process.
+    shield
+        Shield that defers Ctrl-C. It raises KeyboardInterrupt between the phases of this function.
 
     Raises
     ------
     CheckpointError, ConfigError, OptionError, TokenizerError
         If a file, tensor, config field or option is invalid. The message contains its name.
     """
-    target = _load_target(device, options, model, config, ranks)
-    vocabulary = Vocabulary.from_tokenizer(tokenizer.backend, config.vocab_size, tokenizer.stop_ids)
-    with ExitStack() as undo:
-        compiler = GrammarService(
-            vocabulary,
-            options.grammar_backend,
-            threads=options.compile_threads,
-            timeout_s=options.compile_timeout_s,
-            cache_bytes=options.grammar_cache_bytes,
+    with ExitStack() as resources:
+        target = _load_target(device, options, model, config, ranks)
+        resources.callback(target.release_workers)
+        shield.check()
+        vocabulary = Vocabulary.from_tokenizer(
+            tokenizer.backend, config.vocab_size, tokenizer.stop_ids
         )
-        undo.callback(compiler.close)
+        compiler = _make_compiler(options, vocabulary)
+        resources.callback(compiler.close)
+        shield.check()
         drafter = _load_drafter(device, options, drafter_choice, target, tokenizer)
+        shield.check()
         mode = _draft_mode(options, drafter)
         _check_forced_drafts(options, drafter, mode)
+        stream = device.stream("rounds")
+        resources.callback(stream.close)
         parts = _round_parts(
             device,
             options,
@@ -135,6 +150,9 @@ def assemble(
             tokenizer,
             vocabulary,
         )
+        for part in (parts.inputs, parts.outputs, parts.timeline, parts.exchange, parts.decoder):
+            resources.callback(part.close)
+        shield.check()
         prefill = Prefill(
             device,
             target,
@@ -142,18 +160,28 @@ def assemble(
             slots=options.slots,
             max_length=options.sizes[0],
         )
-        stream = device.stream("rounds")
-        undo.pop_all()
-    caches = (target.kv, *(drafter.caches if drafter else ()))
-    return Assembly(
-        stream,
-        parts,
-        SplitRound if options.composition == "two" else RoundGraph,
-        _draft_budget(options, mode),
-        prefill,
-        caches,
-        _prefix_cache(options, drafter, caches),
-        compiler,
+        resources.callback(prefill.close)
+        caches = (target.kv, *(drafter.caches if drafter else ()))
+        return Assembly(
+            stream,
+            parts,
+            SplitRound if options.composition == "two" else RoundGraph,
+            _draft_budget(options, mode),
+            prefill,
+            caches,
+            _prefix_cache(options, drafter, caches),
+            compiler,
+            resources.pop_all(),
+        )
+
+
+def _make_compiler(options: Options, vocabulary: Vocabulary) -> GrammarService:
+    return GrammarService(
+        vocabulary,
+        options.grammar_backend,
+        threads=options.compile_threads,
+        timeout_s=options.compile_timeout_s,
+        cache_bytes=options.grammar_cache_bytes,
     )
 
 

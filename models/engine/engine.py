@@ -117,6 +117,9 @@ class Engine:
     ------
     ConfigError, CheckpointError, TokenizerError, OptionError, DeviceError
         If a checkpoint file, an option or the device is unsuitable.
+    KeyboardInterrupt
+        On Ctrl-C. It is deferred to the end of the current phase, which may be the compilation of
+        several kernels. All resources of the engine are then released.
     """
 
     def __init__(
@@ -134,34 +137,6 @@ class Engine:
         # Only the target limits the number of positions. The max_position_embeddings of a draft
         # head is the length of the sequences it was trained on, and is ignored.
         requested = requested.sized(config.max_position_embeddings)
-        self.device = open_device(requested.device, requested.ordinal)
-        transport, self.transport_reason = choose_transport(
-            requested.grammar_transport, self.device
-        )
-        self.options = replace(requested, grammar_transport=transport)
-        built = assemble(
-            self.device,
-            self.options,
-            folder,
-            drafter,
-            config,
-            self.tokenizer,
-            ranks,
-        )
-        self._built = built
-        self._parts = built.parts
-        self._admission = Admission(
-            self.options,
-            self.tokenizer,
-            config.vocab_size,
-            built.compiler,
-        )
-        self._replays = Replays(built.parts, built.stream, built.budget)
-        self._migrator = self._make_migrator(folder, drafter)
-        self.round_graphs: dict[tuple[int, int], RoundGraph] = {}
-        self.stats = EngineStats(draft_length=built.parts.depth)
-        self._forced_tokens_at_reset = 0
-        self._scheduler = self._make_scheduler()
         self._ids = itertools.count()
         self._guard = ReentrancyGuard()
         # Work for `_end_abandoned`, which `cancel` and each ending stream append. An entry has the
@@ -169,10 +144,50 @@ class Engine:
         self._abandoned: deque[tuple[Sequence[str], set[str]]] = deque()
         self.failure: str | None = None
         self._device_failed = False
+        with Shield() as shield:
+            self.device = open_device(requested.device, requested.ordinal)
+            transport, self.transport_reason = choose_transport(
+                requested.grammar_transport, self.device
+            )
+            self.options = replace(requested, grammar_transport=transport)
+            self._built = assemble(
+                self.device,
+                self.options,
+                folder,
+                drafter,
+                config,
+                self.tokenizer,
+                ranks,
+                shield,
+            )
+            self._start(folder, drafter, config.vocab_size, shield)
+
+    def _start(
+        self,
+        model: Path,
+        drafter: DrafterChoice | None,
+        vocab_size: int,
+        shield: Shield,
+    ) -> None:
+        """Create the parts that run rounds, and build the graphs; on an error, close all parts."""
+        built = self._built
+        self._parts = built.parts
+        self._replays = Replays(built.parts, built.stream, built.budget)
+        self.round_graphs: dict[tuple[int, int], RoundGraph] = {}
+        self.stats = EngineStats(draft_length=built.parts.depth)
+        self._forced_tokens_at_reset = 0
         try:
-            self._build_rounds()
+            self._admission = Admission(
+                self.options,
+                self.tokenizer,
+                vocab_size,
+                built.compiler,
+            )
+            self._migrator = self._make_migrator(model, drafter)
+            self._scheduler = self._make_scheduler()
+            self._build_rounds(shield)
         except BaseException:
-            built.compiler.close()
+            self._close_parts()
             raise
         self._closed = False
 
@@ -223,13 +238,13 @@ class Engine:
             verify=options.verify,
         )
 
-    def _build_rounds(self) -> None:
+    def _build_rounds(self, shield: Shield) -> None:
         """Build the graph of each batch bucket and draft length, and run replays without requests.
 
         The first replay of a graph makes the driver load its kernels, so that no request has to
         wait for this. The times of the other replays tell the draft budget the cost of each draft
         length. Prefill chunks without requests are run too, to load their kernels and to measure
-        their times.
+        their times. On Ctrl-C, `shield` raises KeyboardInterrupt after each graph and replay.
         """
         scratch = self._parts.scratch(self.options.max_batch_size)
         stats = EngineStats()
@@ -246,12 +261,14 @@ class Engine:
                 generated,
             )
             self.round_graphs[batch, drafts] = graph
+            shield.check()
             for _ in range(num_replays):
                 self._replays.launch(graph, [])
-                self._replays.wait(stats, Shield())
+                self._replays.wait(stats, shield)
                 self._replays.finish()
         chunks = self._built.prefill.warm(StreamLane(self._built.stream))
         self._replays.wait_idle(stats)
+        shield.check()
         for chunk in chunks:
             self._scheduler.slots.prefill_scheduler.record_time(chunk.rows, chunk.elapsed_s())
 
@@ -642,17 +659,7 @@ class Engine:
         calls the registered functions in reverse order, so the requests end first.
         """
         with ExitStack() as stack:
-            parts = self._parts
-            built = self._built
-            stack.callback(parts.target.release_workers)
-            stack.callback(built.stream.close)
-            for ring in (parts.inputs, parts.outputs, parts.timeline, parts.exchange):
-                stack.callback(ring.close)
-            stack.callback(parts.decoder.close)
-            stack.callback(built.compiler.close)
-            stack.callback(built.prefill.close)
-            for graph in self.round_graphs.values():
-                stack.callback(graph.close)
+            stack.callback(self._close_parts)
             stack.callback(self._scheduler.slots.reclaim_all)
             stack.callback(self._replays.drain)
             for state in list(self._scheduler.unfinished.values()):
@@ -662,7 +669,15 @@ class Engine:
                     "cancelled",
                     ended_on_device=True,
                 )
-        self.round_graphs.clear()
+
+    def _close_parts(self) -> None:
+        """Wait for the device, and close the round graphs and the parts of the assembly."""
+        with ExitStack() as stack:
+            stack.callback(self.round_graphs.clear)
+            stack.callback(self._built.close)
+            for graph in self.round_graphs.values():
+                stack.callback(graph.close)
+            stack.callback(self._replays.drain)
 
     def __del__(self) -> None:
         # Close the engine if the caller did not, so that its threads and graphs end with it.

@@ -22,11 +22,13 @@ from graft.cudagraph.errors import DeviceError, HostWorkError, OptionError
 from graft.cudagraph.hostwork import PythonWork
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar.decoder import GuidedDecoder
-from graft.models.engine import replay
+from graft.models.engine import assembly, replay
+from graft.models.engine import engine as engine_module
 from graft.models.engine.interrupt import Shield
 from graft.models.engine.slots import SlotManager
 from graft.models.errors import EngineError
 from graft.models.request import Request
+from graft.models.round.prefill import Prefill
 
 
 def live_resources():
@@ -331,6 +333,50 @@ def test_engine_generate_cancels_requests_on_keyboard_interrupt(engine):
         again = engine.generate(requests[:3])
         assert [o.tokens for o in again] == expected[:3]
     assert interrupted > 0
+
+
+#: Functions that run while an engine loads, in the order in which they are called first.
+LOAD_PHASES = [
+    (engine_module, "open_device"),
+    (assembly, "_load_target"),
+    (assembly, "GrammarService"),
+    (assembly, "_load_drafter"),
+    (assembly, "_round_parts"),
+    (assembly, "Prefill"),
+    (engine_module, "Migrator"),
+    (engine_module, "Scheduler"),
+    (assembly.RoundGraph, "_add_drafting"),
+    (replay.Replays, "launch"),
+    (Prefill, "warm"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), LOAD_PHASES, ids=[name for _, name in LOAD_PHASES])
+def test_engine_load_releases_resources_on_keyboard_interrupt(owner, name, engine, monkeypatch):
+    """Ctrl-C while an engine loads leaves no thread, file descriptor, device memory or graph.
+
+    Other engines, and engines that are created later, are not affected.
+    """
+    requests = mixed_requests(2)
+    expected = [output.tokens for output in engine.generate(requests)]
+    original = getattr(owner, name)
+
+    def interrupted(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(*args, **kwargs)
+
+    before = live_resources()
+    threads = len(os.listdir("/proc/self/task"))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            demo_engine(max_batch_size=2)
+    wait_until_released(before)
+    assert len(os.listdir("/proc/self/task")) <= threads
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    with demo_engine(max_batch_size=2) as other:
+        assert [output.tokens for output in other.generate(requests)] == expected
 
 
 def test_engine_close_after_keyboard_interrupt_releases_device_memory(monkeypatch):
