@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from graft.cudagraph.context import Context
 from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import KernelError
+from graft.cudagraph.progress import compile_progress
 from graft.native import _native
 from graft.native.softcuda.compile import KernelCompileError, compile_cpu, included_files
 
@@ -68,6 +69,10 @@ def nvrtc_options(
 ) -> list[str]:
     """Return the NVRTC options for a kernel source.
 
+    NVRTC must not contract a product and a sum to one fused multiply-add: it would do so in some
+    copies of an unrolled loop and not in others, so that a result would depend on which copy
+    computed it. Kernels call ``fmaf`` explicitly.
+
     Parameters
     ----------
     path
@@ -77,7 +82,7 @@ def nvrtc_options(
     """
     folders = include_folders(None if path is None else Path(path).parent)
     macros = [f"-D{key}={value}" for key, value in sorted((defines or {}).items())]
-    return ["--std=c++17", *macros, *(f"-I{folder}" for folder in folders)]
+    return ["--std=c++17", "--fmad=false", *macros, *(f"-I{folder}" for folder in folders)]
 
 
 def include_folders(folder: Path | None) -> list[Path]:
@@ -133,9 +138,10 @@ def compile_source(context: Context, source: KernelSource) -> LoadedModule:
     KernelError
         The source does not compile, or CuPy is missing on CUDA.
     """
-    if context.kind == "soft":
-        return _compile_soft(source)
-    return _compile_cuda(context, source)
+    with compile_progress(source.name):
+        if context.kind == "soft":
+            return _compile_soft(source)
+        return _compile_cuda(context, source)
 
 
 def _compile_soft(source: KernelSource) -> LoadedModule:

@@ -51,6 +51,39 @@ def make_cases() -> list:
     return cases
 
 
+#: Kernels whose source text has a product and a sum that NVRTC may contract to one fused
+#: multiply-add, and the architectures for which it does so unless --fmad=false is given. In
+#: linear_warp it contracts them for 2, 4 and 8 rows but not for one row, so the bits of a row would
+#: depend on the number of rows.
+CONTRACTED = {"linear_warp": (100, 120), "fill_random": ARCHITECTURES}
+
+
+def contraction_cases() -> list:
+    """Return all variants for all architectures.
+
+    The short run compiles the files of the model kernels and of fill_random, without macros, for
+    one architecture.
+    """
+    cases = []
+    for variant in VARIANTS:
+        for arch in ARCHITECTURES:
+            has_cases = variant.title.startswith("llm/") or variant.path.stem == "probe"
+            is_short = has_cases and arch == 100 and not variant.defines
+            name = f"{variant.title.replace(' ', '-')}-sm_{arch}"
+            marks = [] if is_short else pytest.mark.full
+            cases.append(pytest.param(variant, arch, id=name, marks=marks))
+    return cases
+
+
+def count_fused_multiply_adds(cubin: bytes) -> dict[str, int]:
+    """Return the number of fused multiply-add instructions of each kernel."""
+    counts = {}
+    text = kernel_report.disassemble(cubin)
+    for kernel, instructions in kernel_report.kernel_instructions(text).items():
+        counts[kernel] = sum(name.startswith("FFMA") for name in instructions)
+    return counts
+
+
 #: Expected resource usage of the tensor-core kernels.
 #:
 #: A key consists of the kernel's name, its TILES or ROW_BLOCK, whether the input has 16 bits, and
@@ -126,6 +159,25 @@ def check_tensor_core_usage(usage: Usage, defines: dict[str, str]) -> None:
     assert usage.shared_bytes <= shared_bytes
     assert usage.spilled_bytes == 0
     assert [usage.loop[name] for name in ("mma", "load", "shared load", "copy")] == loop
+
+
+@pytest.mark.parametrize(("variant", "arch"), contraction_cases())
+def test_nvrtc_options_prevent_contraction(variant, arch):
+    """NVRTC contracts no product and sum, and its options change no other kernel.
+
+    All other kernels call fmaf where they fuse, so the option --fmad does not change the number of
+    their fused multiply-adds.
+    """
+    counts, contracted = (
+        count_fused_multiply_adds(kernel_report.compile_cubin(variant, arch, options)[0])
+        for options in ((), ("--fmad=true",))
+    )
+    assert set(counts) == set(kernel_report.entry_names(variant.path))
+    for kernel, count in counts.items():
+        if arch in CONTRACTED.get(kernel, ()):
+            assert count < contracted[kernel]
+        else:
+            assert count == contracted[kernel]
 
 
 @pytest.mark.parametrize("nbytes", [1, 2])

@@ -253,6 +253,40 @@ def compile_variant(variant: Variant, arch: int) -> list[Usage]:
     CompileError
         If the source text does not compile, or NVRTC is not installed.
     """
+    cubin, log = compile_cubin(variant, arch)
+    usages = parse_log(variant.title, f"sm_{arch}", log)
+    if b"mma.sync" not in _text_with_includes(variant.path):
+        return usages
+    loops = parse_sass(disassemble(cubin))
+    return [replace(usage, loop=loops.get(usage.kernel, Counter())) for usage in usages]
+
+
+def compile_cubin(
+    variant: Variant,
+    arch: int,
+    more_options: Sequence[str] = (),
+) -> tuple[bytes, str]:
+    """Compile a variant to machine code.
+
+    Parameters
+    ----------
+    variant, arch
+        As in `compile_variant`.
+    more_options
+        Options for NVRTC after those that graft and CuPy pass. They override earlier ones.
+
+    Returns
+    -------
+    cubin : bytes
+        ELF file with the machine code.
+    log : str
+        Log of NVRTC with the resource usage.
+
+    Raises
+    ------
+    CompileError
+        If the source text does not compile, or NVRTC is not installed.
+    """
     from cuda.bindings import nvrtc
     from cuda.pathfinder import DynamicLibNotFoundError
 
@@ -261,6 +295,7 @@ def compile_variant(variant: Variant, arch: int) -> list[Usage]:
         *CUPY_OPTIONS,
         f"-arch=sm_{arch}",
         "--ptxas-options=-v",
+        *more_options,
     ]
     text = variant.path.read_bytes()
     name = variant.path.name.encode()
@@ -276,15 +311,11 @@ def compile_variant(variant: Variant, arch: int) -> list[Usage]:
         log = buffer.rstrip(b"\0").decode(errors="replace")
         if int(status):
             raise CompileError(f"{variant.title} for sm_{arch}: {status.name}\n{log}")
-        usages = parse_log(variant.title, f"sm_{arch}", log)
         cubin = bytearray(_check(nvrtc.nvrtcGetCUBINSize(program)))
         _check(nvrtc.nvrtcGetCUBIN(program, cubin))
     finally:
         _check(nvrtc.nvrtcDestroyProgram(program))
-    if b"mma.sync" not in _text_with_includes(variant.path):
-        return usages
-    loops = main_loops(bytes(cubin))
-    return [replace(usage, loop=loops.get(usage.kernel, Counter())) for usage in usages]
+    return bytes(cubin), log
 
 
 def _text_with_includes(path: Path) -> bytes:
@@ -343,13 +374,8 @@ def _find_nvdisasm() -> str:
     return program
 
 
-def main_loops(cubin: bytes) -> dict[str, Counter[str]]:
-    """Count the instructions of the main loop of each kernel.
-
-    Returns
-    -------
-    dict
-        Counts of `COUNTED_INSTRUCTIONS` by kernel, for the loop with the most MMA instructions.
+def disassemble(cubin: bytes) -> str:
+    """Return the machine code of a cubin as text.
 
     Raises
     ------
@@ -361,19 +387,35 @@ def main_loops(cubin: bytes) -> dict[str, Counter[str]]:
         file.write(cubin)
         file.flush()
         command = [program, "-c", file.name]
-        text = subprocess.run(
+        return subprocess.run(
             command,
             capture_output=True,
             text=True,
             check=True,
         ).stdout
-    return parse_sass(text)
+
+
+def kernel_instructions(text: str) -> dict[str, list[str]]:
+    """Return the instructions of each kernel in nvdisasm's output, in the order of the code.
+
+    An instruction is its name with all suffixes and its operands, such as ``FADD R4, R4, R7``.
+    """
+    found: dict[str, list[str]] = {}
+    kernel = ""
+    for label, entry, instruction, operands in SASS.findall(text):
+        if entry:
+            kernel = entry
+            found[kernel] = []
+        elif not label:
+            found[kernel].append(instruction + operands)
+    return found
 
 
 def parse_sass(text: str) -> dict[str, Counter[str]]:
     """Count the instructions of the main loop of each kernel in nvdisasm's output.
 
-    A loop consists of the instructions from a label to a branch back to this label.
+    A loop consists of the instructions from a label to a branch back to this label. The result has
+    the counts of `COUNTED_INSTRUCTIONS` by kernel, for the loop with the most MMA instructions.
     """
     found: dict[str, Counter[str]] = {}
     kernel = ""
