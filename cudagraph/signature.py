@@ -21,9 +21,10 @@ _ENTRY = re.compile(
     r'extern\s+"C"\s+(?:__forceinline__\s+)?__global__\s+'
     rf"{_BOUNDS}void\s+{_BOUNDS}(\w+)\s*\(([^()]*)\)"
 )
-# Matches the start of a kernel's body up to a call of wait_for_previous_kernel(). The call must be
-# a statement of this body, before any nested block and any return.
-_WAIT = re.compile(r"\s*\{(?:(?:(?!\breturn\b)[^{}])*;)?\s*wait_for_previous_kernel\s*\(\s*\)\s*;")
+_WAIT = re.compile(r"wait_for_previous_kernel\s*\(\s*\)\s*;")
+_RETURN = re.compile(r"\breturn\b")
+_BLOCK = re.compile(r"\{[^{}]*\}")
+_LAMBDA = re.compile(r"\[[^\[\]]*\]\s*(?:\([^()]*\)\s*)?\{[^{}]*\}")
 _INT_WORDS = frozenset({"unsigned", "signed", "char", "short", "int", "long"})
 _INT_NAMES = re.compile(r"bool|size_t|u?int(8|16|32|64|ptr)_t|cudaGraphConditionalHandle")
 _QUALIFIERS = frozenset({"const", "volatile", "__restrict__", "__grid_constant__"})
@@ -52,19 +53,41 @@ def parameter_kinds(text: str) -> Mapping[str, tuple[str, ...]]:
 
 
 def waiting_kernels(text: str) -> frozenset[str]:
-    """Return the names of the kernels that call ``wait_for_previous_kernel()`` at the top.
+    """Return the names of the kernels in which every thread calls ``wait_for_previous_kernel()``.
 
-    The call must come before any nested block and any ``return``. If the source defines several
-    kernels with the same name, each of them must contain the call.
+    The call must be a statement of the kernel's outermost block, not of a loop or a condition, and
+    no ``return`` may come before it, except in a lambda. If the source defines several kernels with
+    the same name, each of them must contain the call.
     """
     waiting = set()
     others = set()
     for name, _, body in _entries(text):
-        if _WAIT.match(body):
+        if _always_waits(body):
             waiting.add(name)
         else:
             others.add(name)
     return frozenset(waiting - others)
+
+
+def _always_waits(body: str) -> bool:
+    """Return whether the text after a kernel's parameter list meets `waiting_kernels`."""
+    for call in _WAIT.finditer(body):
+        before = _without_blocks(body[: call.start()].strip())
+        # The kernel's own brace must be the only open one. The text before a call that belongs to a
+        # condition or loop without braces ends in another character than the two below.
+        is_inside = before.startswith("{") and before.count("{") == 1
+        if is_inside and before.rstrip()[-1] in "{;" and not _RETURN.search(before):
+            return True
+    return False
+
+
+def _without_blocks(text: str) -> str:
+    """Replace the complete blocks of `text` by ``;``. A ``return`` is kept unless in a lambda."""
+    while block := _LAMBDA.search(text) or _BLOCK.search(text):
+        is_lambda = _LAMBDA.fullmatch(block[0]) is not None
+        returns = not is_lambda and _RETURN.search(block[0])
+        text = text[: block.start()] + (" return;" if returns else ";") + text[block.end() :]
+    return text
 
 
 def _entries(text: str) -> Iterator[tuple[str, str, str]]:

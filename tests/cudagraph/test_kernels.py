@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import struct
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cudagraph_util import run_program
 
-from graft.cudagraph import Device, Kernel, KernelError, Stream, StreamLane, load_text
+from graft.cudagraph import (
+    Device,
+    Kernel,
+    KernelError,
+    Stream,
+    StreamLane,
+    load_text,
+    progress,
+)
 from graft.cudagraph.pinned import PinnedSlots
-from graft.cudagraph.signature import parameter_kinds
+from graft.cudagraph.signature import parameter_kinds, waiting_kernels
 
 TEXT = """
 extern "C" __global__ void saxpy(float* y, const float* x, float a, int n) {
@@ -205,6 +216,28 @@ def test_parameter_kinds_are_parsed_from_source() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("body", "waits"),
+    [
+        ("WAIT", True),
+        ("if (a) { b(); } WAIT", True),
+        ("for (;;) { const Pair p = {1, 2}; } WAIT", True),
+        ("const auto f = [&](int i) { if (i) { return 1; } return 2; }; WAIT", True),
+        ("if (a) return; WAIT", False),
+        ("if (a) { if (b) { return; } } WAIT", False),
+        ("if (a) WAIT", False),
+        ("if (a) b(); else WAIT", False),
+        ("for (;;) { WAIT }", False),
+        ("} void other() { WAIT", False),
+    ],
+)
+def test_waiting_kernels_are_parsed_from_source(body: str, waits: bool) -> None:
+    """A kernel waits if every thread reaches the call of wait_for_previous_kernel()."""
+    body = body.replace("WAIT", "wait_for_previous_kernel();")
+    text = f'extern "C" __global__ void kernel(int* data) {{ {body} }}'
+    assert waiting_kernels(text) == ({"kernel"} if waits else set())
+
+
 def test_device_load_caches_by_path_and_defines(
     device: Device, stream: Stream, tmp_path: Path
 ) -> None:
@@ -295,3 +328,38 @@ def test_kernel_cache_replaces_unusable_folder_with_warning(tmp_path: Path, why:
     stderr = run_cached(folder)
     assert stderr.count(f"compiled kernels are not cached, because {folder} cannot be used") == 1
     assert not folder.is_dir() or not list(folder.iterdir())
+
+
+class Terminal(io.StringIO):
+    """A text stream that counts as a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "requested", "delay_s", "shown"),
+    [
+        (True, None, 0.0, True),
+        (True, None, 60.0, False),
+        (True, False, 0.0, False),
+        (False, None, 0.0, False),
+        (False, True, 0.0, True),
+    ],
+)
+def test_compile_progress_is_shown_after_delay(
+    device: Device, monkeypatch, is_terminal: bool, requested, delay_s: float, shown: bool
+) -> None:
+    """The name of a slow source is shown on a terminal, or if the program asks for it."""
+    stderr = Terminal() if is_terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(progress, "DELAY_S", delay_s)
+    monkeypatch.setattr(progress, "_requested", requested)
+    monkeypatch.setattr(progress, "_spent_s", 0.0)
+    name = f"slow_{is_terminal}_{requested}_{delay_s:.0f}.cu"
+    source = f'extern "C" __global__ void one(int* x) {{ x[0] = 1; }}  // {time.time_ns()}'
+    load_text(device, source, name)
+    text = stderr.getvalue()
+    assert (f"compiling kernels: {name}" in text) == shown
+    if shown:
+        assert text.rstrip(" ").endswith("\r")  # the line is cleared
