@@ -18,7 +18,9 @@ from graft.models.text.stream import IncrementalDecoder, call_tokenizer, decode
 __all__ = ["RESERVED_VARIABLES", "Tokenizer"]
 
 #: Names that a chat-template variable cannot have: they are parameters of `Tokenizer.chat`.
-RESERVED_VARIABLES = frozenset({"self", "messages", "parse_special", "max_bytes"})
+RESERVED_VARIABLES = frozenset(
+    {"self", "messages", "continue_final_message", "parse_special", "max_bytes"}
+)
 
 
 class Tokenizer:
@@ -33,6 +35,9 @@ class Tokenizer:
     vocab_size
         Number of rows of the model's embedding. By default, it is read from ``config.json`` if the
         file exists.
+    chat_template
+        Jinja template that replaces the chat template of the checkpoint; None to use the template
+        of the checkpoint.
 
     Attributes
     ----------
@@ -56,7 +61,13 @@ class Tokenizer:
         the tokenizer's vocabulary.
     """
 
-    def __init__(self, path: str | Path, *, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        vocab_size: int | None = None,
+        chat_template: str | None = None,
+    ) -> None:
         self.path = Path(path)
         file = self.path / "tokenizer.json"
         self.backend = _load_backend(file)
@@ -85,7 +96,10 @@ class Tokenizer:
         if bos is not None:
             self._id_of("bos_token", bos)
         self.stop_ids = self._stop_ids(vocab_size)
-        self._template = self._chat_template()
+        if chat_template is None:
+            self._template = self._chat_template()
+        else:
+            self._template = ChatTemplate(chat_template, str(self.path))
 
     def _model_vocab_size(self) -> int:
         """Return `vocab_size` of config.json, or the size of the tokenizer's vocabulary."""
@@ -144,6 +158,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         parse_special: bool = True,
         max_bytes: int | None = None,
         **variables: Any,
@@ -156,6 +171,9 @@ class Tokenizer:
             Messages as the template expects them, usually with ``role`` and ``content``.
         add_generation_prompt
             Whether the template appends the header of the assistant's message.
+        continue_final_message
+            Whether the prompt ends with the content of the last message, so that the model
+            continues this message. `add_generation_prompt` must then be False.
         parse_special
             Whether names of special tokens in messages and variables are encoded as their ids. If
             not, they are plain text. Names that the template itself contains are always encoded as
@@ -170,10 +188,21 @@ class Tokenizer:
         TokenizerError
             If there is no template, the template rejects the messages, or the text is too long.
         """
+        messages = list(messages)
+        end_marker = f"\ue000{secrets.token_hex(8)}"  # random: user text cannot contain it
+        if continue_final_message:
+            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{end_marker}"}
         names = () if parse_special else self.special_names
         escaper = _SpecialNameEscaper(names)
-        escaped = escaper.escape({**variables, "messages": list(messages)})
+        escaped = escaper.escape({**variables, "messages": messages})
         text = self.render(**{"add_generation_prompt": add_generation_prompt, **escaped})
+        if continue_final_message:
+            text, found, _ = text.rpartition(end_marker)
+            if not found:
+                raise TokenizerError(
+                    f"{self.path}: the chat template does not render the last message, so that "
+                    "it cannot be continued"
+                )
         num_bytes = len(text.encode("utf-8", "surrogatepass"))
         if max_bytes is not None and num_bytes > max_bytes:
             raise TokenizerError(
