@@ -119,8 +119,8 @@ class Request(SamplingParams):
     n
         Number of completions. `samples` returns one request for each of them.
     stop
-        The first of these strings in the output ends the output and is removed from it. Stop
-        strings are not allowed with a grammar, because the shortened output could violate the
+        The first of these strings in the output ends the output and is removed from it. An output
+        with a grammar is then incomplete, as with the finish reason "length", and may violate the
         grammar. `min_tokens` does not apply to stop strings.
     special_tokens
         Whether names of special tokens in the prompt or messages are encoded as special ids. If
@@ -474,10 +474,6 @@ def _check_stop_strings(request: Request, limits: Limits) -> None:
         raise RequestError(
             f"stop has {num_characters} characters, more than {limits.stop_characters} "
             "(Limits.stop_characters)"
-        )
-    if stops and request.grammar is not None:
-        raise RequestError(
-            "stop cannot be combined with grammar, because a stop string may cut a valid output"
         )
 
 
