@@ -19,14 +19,15 @@ import pytest
 from graft.models.request import Event, Limits, Logprob, Output, Request
 from graft.tools.demo_model import demo_model
 from graft.tools.serve.actors import ReplicaActor
-from graft.tools.serve.app import RequestStream
 from graft.tools.serve.engine_driver import EngineInfo
 from graft.tools.serve.replicas import SUSPECT_DEATHS, Replicas
+from graft.tools.serve.request_stream import RequestStream
 from graft.tools.serve.router import Router
 
 INFO = EngineInfo(
     tokenizer=demo_model()[0],
     limits=Limits(),
+    max_length=512,
     max_batch_size=4,
     page_size=16,
     pages=64,
@@ -146,11 +147,11 @@ class FakeActor:
 
 
 @asynccontextmanager
-async def fake_replicas(count=2, max_waiting=100):
+async def fake_replicas(count=2, max_waiting=100, timeout_s=60.0):
     """Yield the `Replicas`, the list of all actors created so far, and the list of outputs."""
     FakeActor.instances = []
     outputs = []
-    replicas = Replicas(FakeActor, None, count, max_waiting)
+    replicas = Replicas(FakeActor, None, count, max_waiting, timeout_s)
     await replicas.begin()
     replicas.start(outputs.append)
     try:
@@ -290,21 +291,23 @@ def test_replicas_queue_requests_while_restarting_and_fail_them_if_restart_fails
 
 
 @pytest.mark.parametrize("silence_s", [9.0, 0.01])
-def test_replicas_restart_replica_that_does_not_answer(monkeypatch, silence_s):
+def test_replicas_restart_replica_that_does_not_answer(silence_s):
     """If a replica does not answer, it is restarted, and its request restarts on the other one.
 
     In one case, the process of the replica does not answer. In the other case, the process reports
-    that its engine does not answer.
+    that its engine does not answer. After half of the timeout, the replica does not count as alive.
     """
-    monkeypatch.setattr("graft.tools.serve.replicas.SILENCE_TIMEOUT_S", 0.2)
 
     async def run():
-        async with fake_replicas() as (replicas, actors, _):
+        async with fake_replicas(timeout_s=1.0) as (replicas, actors, _):
             stream = submit(replicas)
             await settle()
             actors[0].silence_s = silence_s
             actors[0].generate("a", 3)
-            await asyncio.sleep(1)
+            await asyncio.sleep(0.75)
+            assert replicas.alive == [False, True]
+            assert not actors[0].dead
+            await asyncio.sleep(0.75)
             assert actors[0].dead and not actors[1].dead
             assert len(actors) == 3
             actors[1].generate("a")
@@ -333,7 +336,7 @@ def test_replica_actor_returns_engine_outputs_and_reports_engine_failure(engine,
         raise RuntimeError("the device burns")
 
     async def run():
-        replicas = Replicas(LocalActor, lambda: engine, 1, 100)
+        replicas = Replicas(LocalActor, lambda: engine, 1, 100, timeout_s=60.0)
         await replicas.begin()
         replicas.start(lambda _output: None)
         tokens, text, _, output = await receive(submit(replicas))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ipaddress
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graft.cudagraph.errors import OptionError
@@ -17,7 +19,8 @@ from graft.models.engine.engine import Engine
 from graft.models.request import Limits
 from graft.sampling.params import VERIFY_MODES
 from graft.tools import generate
-from graft.tools.grammar_options import BACKEND_CHOICES
+from graft.tools.grammar_options import BACKEND_CHOICES, read_text
+from graft.tools.serve.reasoning import REASONING_PARSERS
 
 if TYPE_CHECKING:
     from graft.tools.serve.engine_driver import EngineDriver
@@ -60,9 +63,16 @@ def _add_endpoint_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--port",
-        type=int,
+        type=parse_port,
         default=8000,
         help="port; 0 selects a free one (default %(default)s)",
+    )
+    group.add_argument(
+        "--allowed-host",
+        action="append",
+        metavar="NAME",
+        help="host name by which clients address the server; can be repeated (default: any name, "
+        "except that a server on a loopback address without API keys accepts only local names)",
     )
     group.add_argument(
         "--name",
@@ -70,16 +80,28 @@ def _add_endpoint_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--api-key",
-        default=os.environ.get(API_KEY_VARIABLE),
-        help=f"key that clients must send (default: value of the variable {API_KEY_VARIABLE})",
+        nargs="+",
+        action="extend",
+        metavar="KEY",
+        help="keys of which clients must send one (default: value of the variable "
+        f"{API_KEY_VARIABLE}, which can contain several keys, separated by commas)",
     )
     group.add_argument(
-        "--replicas",
-        type=int,
-        metavar="N",
-        help="data parallel: run N engines in separate processes, one GPU each if there are GPUs; "
-        "requests of a replica that dies are restarted (requires graft-cuda[replicas])",
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="Jinja template that replaces the chat template of the model",
     )
+    group.add_argument(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        help="report the reasoning section of an output, which ends with </think>, in the field "
+        "reasoning_content; grammars apply to the answer after it",
+    )
+    group.add_argument(
+        "--access-log", action="store_true", help="write one line per request to standard output"
+    )
+    _add_replica_arguments(group)
     group.add_argument(
         "--max-waiting",
         type=int,
@@ -100,6 +122,23 @@ def _add_endpoint_arguments(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_replica_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="data parallel: run N engines in separate processes, one GPU each if there are GPUs; "
+        "requests of a replica that dies are restarted (requires graft-cuda[replicas])",
+    )
+    group.add_argument(
+        "--replica-timeout",
+        type=parse_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="time after which a replica that does not answer is restarted (default %(default)g)",
+    )
+
+
 def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
     limits = Limits()
     for name, what, default in (
@@ -114,6 +153,24 @@ def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
             metavar="BYTES",
             help=f"maximum size of {what} (default %(default)s)",
         )
+
+
+def parse_port(text: str) -> int:
+    """Parse the value of ``--port``."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+    return int(text)
+
+
+def parse_seconds(text: str) -> float:
+    """Parse a duration of at least one second."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds of at least 1")
+    return seconds
 
 
 def run(options: argparse.Namespace) -> int:
@@ -137,9 +194,13 @@ def run(options: argparse.Namespace) -> int:
     name = options.name
     if not name:
         name = options.model.resolve().name if options.model else DEFAULT_NAME
+    template = options.chat_template
     settings = Settings(
         name=name,
-        api_key=options.api_key or None,
+        api_keys=read_api_keys(options.api_key),
+        hosts=allowed_hosts(options),
+        chat_template=None if template is None else read_text(template, "--chat-template"),
+        reasoning_parser=options.reasoning_parser,
         max_waiting=options.max_waiting,
         max_body_bytes=options.max_body,
     )
@@ -147,8 +208,39 @@ def run(options: argparse.Namespace) -> int:
         contextlib.closing(bind_socket(options.host, options.port)) as listener,
         _open_driver(options) as driver,
     ):
-        Server(Service(driver, settings), listener, options.drain).start()
+        service = Service(driver, settings)
+        Server(service, listener, options.drain, access_log=options.access_log).start()
     return 0
+
+
+def read_api_keys(keys: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the API keys of the option ``--api-key``, or of the environment variable."""
+    if keys is None:
+        keys = os.environ.get(API_KEY_VARIABLE, "").split(",")
+    return tuple(key.strip() for key in keys if key.strip())
+
+
+def allowed_hosts(options: argparse.Namespace) -> frozenset[str] | None:
+    """Return the value of `Settings.hosts`.
+
+    A server on a loopback address without API keys accepts only local names. Otherwise, a web page
+    could send it requests from a browser on this machine. A server on another address does not
+    know its names.
+    """
+    names = set(options.allowed_host or ())
+    if is_loopback(options.host):
+        if not names and read_api_keys(options.api_key):
+            return None
+        names |= {"localhost", "127.0.0.1", "[::1]", options.host}
+    return frozenset(name.lower() for name in names) or None
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address is known to be a loopback address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 @contextlib.contextmanager
@@ -193,6 +285,7 @@ def _open_replicas(options: argparse.Namespace, limits: Limits) -> Iterator[Repl
             make_engine,
             options.replicas,
             options.max_waiting,
+            options.replica_timeout,
         )
         asyncio.run(replicas.begin())
         yield replicas

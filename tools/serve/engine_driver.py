@@ -35,7 +35,9 @@ class EngineInfo:
     tokenizer
         Folder of the tokenizer.
     limits
-        Size limits that requests must observe.
+        Maximum sizes of requests.
+    max_length
+        Maximum number of tokens of prompt and output together.
     max_batch_size
         Number of request slots.
     page_size
@@ -46,6 +48,7 @@ class EngineInfo:
 
     tokenizer: Path
     limits: Limits
+    max_length: int
     max_batch_size: int
     page_size: int
     pages: int
@@ -74,6 +77,7 @@ class EngineDriver:
         self.info = EngineInfo(
             tokenizer=engine.tokenizer.path,
             limits=options.limits,
+            max_length=options.sizes[0],
             max_batch_size=options.max_batch_size,
             page_size=options.page_size,
             pages=options.sizes[1],

@@ -1,8 +1,7 @@
 """Data parallel serving: one endpoint for several engines, and recovery when an engine dies.
 
 A replica is an engine in a separate process. A replica counts as dead when its process exits, when
-its engine fails, or when it has not answered for `SILENCE_TIMEOUT_S` seconds. Dead replicas are
-restarted.
+its engine fails, or when it has not answered for a configurable time. Dead replicas are restarted.
 
 The output of a request depends on nothing but the request: decoding is either greedy, or drafts
 are verified in mode ``coupled`` with a seed that is fixed when the request arrives. Therefore, when
@@ -44,8 +43,10 @@ SUSPECT_DEATHS = 2
 #: delay doubles after each failed attempt.
 RESTART_DELAY_S = 1.0
 MAX_RESTART_DELAY_S = 60.0
-#: Number of seconds without an answer after which a replica counts as dead.
-SILENCE_TIMEOUT_S = 120.0
+#: Maximum interval in seconds between two queries whether a replica answers.
+QUERY_INTERVAL_S = 1.0
+#: Number of seconds without an answer after which `Replicas.alive` no longer counts a replica.
+SILENT_S = 10.0
 
 
 class Actor(Protocol):
@@ -146,6 +147,8 @@ class _Replica:
         Handle of the replica's process.
     alive
         Whether the replica accepts requests.
+    answered_at
+        Time of the replica's last answer (``time.monotonic``).
     start_error
         Error message of the last restart; None if the last restart succeeded.
     requests
@@ -159,6 +162,7 @@ class _Replica:
         self.number = number
         self.actor = actor
         self.alive = True
+        self.answered_at = time.monotonic()
         self.start_error: str | None = None
         self.requests: dict[str, _RoutedRequest] = {}
         self.jobs: asyncio.Queue[Request | str] = asyncio.Queue()
@@ -183,6 +187,8 @@ class Replicas:
         Number of replicas.
     max_waiting
         Maximum number of requests that wait for a slot. Any further request is refused.
+    timeout_s
+        Time in seconds after which a replica that does not answer counts as dead.
 
     Attributes
     ----------
@@ -196,6 +202,7 @@ class Replicas:
         make_engine: Callable[[], Engine],
         count: int,
         max_waiting: int,
+        timeout_s: float,
     ):
         self._launch = launch
         self._make_engine = make_engine
@@ -203,6 +210,7 @@ class Replicas:
         self._requests: dict[str, _RoutedRequest] = {}
         self._unassigned: list[_RoutedRequest] = []
         self._max_waiting = max_waiting
+        self._timeout_s = timeout_s
         self._supervisors: list[asyncio.Task[None]] = []
         self._on_output: Callable[[Output], None]
         self._router: Router
@@ -247,8 +255,10 @@ class Replicas:
 
     @property
     def alive(self) -> list[bool]:
-        """Whether each replica accepts requests."""
-        return [replica.alive for replica in self._replicas]
+        """Whether each replica accepts requests and has answered recently."""
+        silent_s = min(SILENT_S, self._timeout_s / 2)
+        first = time.monotonic() - silent_s
+        return [replica.alive and replica.answered_at > first for replica in self._replicas]
 
     @property
     def failure(self) -> str | None:
@@ -353,14 +363,17 @@ class Replicas:
 
     async def _monitor(self, replica: _Replica) -> None:
         """Query a replica regularly; raise EngineError if it does not answer in time."""
-        answered_at = time.monotonic()
-        while time.monotonic() - answered_at < SILENCE_TIMEOUT_S:
+        interval_s = min(QUERY_INTERVAL_S, self._timeout_s / 10)
+        replica.answered_at = time.monotonic()
+        silence_s = 0.0
+        while silence_s < self._timeout_s:
             with suppress(TimeoutError):
-                async with asyncio.timeout(SILENCE_TIMEOUT_S):
+                async with asyncio.timeout(self._timeout_s - silence_s):
                     if await replica.actor.call("counters") is not None:
-                        answered_at = time.monotonic()
-            await asyncio.sleep(SILENCE_TIMEOUT_S / 10)
-        raise EngineError(f"the replica has not answered for {SILENCE_TIMEOUT_S:g} s")
+                        replica.answered_at = time.monotonic()
+            await asyncio.sleep(interval_s)
+            silence_s = time.monotonic() - replica.answered_at
+        raise EngineError(f"the replica has not answered for {self._timeout_s:g} s")
 
     def _handle_death(self, replica: _Replica, message: str) -> None:
         """Terminate a dead replica, and assign its requests to other replicas.

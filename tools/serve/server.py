@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from types import FrameType
@@ -29,18 +30,28 @@ class Server(uvicorn.Server):
     drain_s
         Time in seconds after the first signal in which running requests can complete. A second
         signal cancels them immediately.
+    access_log
+        Whether to write one line per request to standard output.
     """
 
-    def __init__(self, service: Service, listener: socket.socket, drain_s: float):
+    def __init__(
+        self,
+        service: Service,
+        listener: socket.socket,
+        drain_s: float,
+        access_log: bool = False,
+    ):
         super().__init__(
             uvicorn.Config(
                 service.app,
                 log_level="warning",
-                access_log=False,
+                access_log=access_log,
                 server_header=False,
                 timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
             )
         )
+        if access_log:
+            logging.getLogger("uvicorn.access").setLevel(logging.INFO)
         self.service = service
         self._listener = listener
         self._drain_s = drain_s

@@ -1,0 +1,103 @@
+"""Reasoning models: separation of the reasoning section from the answer.
+
+A reasoning model generates a section that ends with `END`, followed by its answer. The chat
+template of some models ends with `BEGIN`, so that the output does not contain it.
+"""
+
+from __future__ import annotations
+
+BEGIN = "<think>"
+END = "</think>"
+#: Reasoning parsers of ``graft serve --reasoning-parser``. With ``deepseek_r1``, the output always
+#: starts with the reasoning section. With ``qwen3``, it does so only if the prompt or the output
+#: contains `BEGIN`.
+REASONING_PARSERS = ("deepseek_r1", "qwen3")
+
+
+def has_reasoning(prompt: str) -> bool:
+    """Return whether the output can have a reasoning section.
+
+    This is not the case if the chat template has closed the section at the end of the prompt, as
+    some templates do with ``enable_thinking=False``.
+    """
+    return not prompt.rstrip().endswith(END)
+
+
+def starts_in_reasoning(parser: str, prompt: str) -> bool:
+    """Return whether the output starts within the reasoning section, without `BEGIN`."""
+    return parser == "deepseek_r1" or prompt.rstrip().endswith(BEGIN)
+
+
+class ReasoningParser:
+    """Incremental parser that separates generated text into reasoning and answer.
+
+    Parameters
+    ----------
+    starts_in_reasoning
+        Whether the output starts within the reasoning section. If not, only an output that begins
+        with `BEGIN` has a reasoning section.
+    """
+
+    def __init__(self, starts_in_reasoning: bool):
+        self._in_reasoning = starts_in_reasoning
+        self._has_begun = False
+        self._has_ended = False
+        self._text = ""
+
+    def feed(self, text: str, last: bool) -> tuple[str, str]:
+        """Process the next piece of the generated text.
+
+        Parameters
+        ----------
+        text
+            Generated text.
+        last
+            Whether this is the last piece of the output.
+
+        Returns
+        -------
+        reasoning, answer : str
+            New text of the reasoning section and of the answer. Text that may be a part of `BEGIN`
+            or `END` is held back until the parser can decide.
+        """
+        if self._has_ended:
+            return "", text
+        self._text += text
+        if not self._has_begun and not self._read_begin(last):
+            return "", ""
+        if not self._in_reasoning:
+            self._has_ended = True
+            return "", self._take(len(self._text))
+        end = self._text.find(END)
+        if end < 0:
+            held = 0 if last else partial_tag_length(self._text, END)
+            return self._take(len(self._text) - held), ""
+        reasoning = self._take(end)
+        self._take(len(END))
+        self._has_ended = True
+        return reasoning, self._take(len(self._text))
+
+    def _read_begin(self, last: bool) -> bool:
+        """Remove `BEGIN` from the beginning of the output; return whether this is decided."""
+        begun = self._text.lstrip()
+        if not last and BEGIN.startswith(begun):
+            return False
+        self._has_begun = True
+        if begun.startswith(BEGIN):
+            self._in_reasoning = True
+            self._text = begun.removeprefix(BEGIN)
+        return True
+
+    def _take(self, length: int) -> str:
+        """Remove and return the first characters of the text that has not been processed."""
+        taken = self._text[:length]
+        self._text = self._text[length:]
+        return taken
+
+
+def partial_tag_length(text: str, tag: str) -> int:
+    """Return the length of the longest suffix of a text that is an incomplete `tag`."""
+    for length in range(len(tag) - 1, 0, -1):
+        if text.endswith(tag[:length]):
+            return length
+    return 0
