@@ -35,7 +35,7 @@ def server(engine):
     """Return a server of the engine that requires an API key."""
     from serving_util import run_server
 
-    with run_server(engine, api_key="key", max_body_bytes=20_000) as server:
+    with run_server(engine, api_keys=("key", "other key"), max_body_bytes=20_000) as server:
         yield server
 
 

@@ -27,18 +27,24 @@ EXTRA_FIELDS = (
     "structured_outputs",
     "top_k",
     "guided_regex",
+    "regex",
+    "ebnf",
     "min_tokens",
     "repetition_penalty",
     "priority",
+    "ignore_eos",
+    "skip_special_tokens",
+    "use_beam_search",
+    "prompt_logprobs",
     "nonsense",
 )
 
 
 @contextlib.contextmanager
-def run_server(engine, drain_s=20.0, **settings):
+def run_server(engine, drain_s=20.0, access_log=False, **settings):
     """Run a server of the engine in a thread, and drain the server when the context ends."""
     service = Service(EngineDriver(engine), Settings("demo", **settings))
-    server = Server(service, bind_socket("127.0.0.1", 0), drain_s)
+    server = Server(service, bind_socket("127.0.0.1", 0), drain_s, access_log)
     thread = threading.Thread(target=server.start)
     thread.start()
     try:

@@ -13,7 +13,7 @@ import pytest
 
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.models.request import Request
-from graft.tools.serve import tool_calls
+from graft.tools.serve.tool_calls import ToolCallParser, ToolChoice
 
 for package in ("starlette", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="the extra serve is not installed")
@@ -144,6 +144,24 @@ TAGS = {
 }
 
 
+TRIGGERED_TAGS = {
+    "type": "triggered_tags",
+    "triggers": ["<a>"],
+    "tags": [
+        {
+            "begin": "<a>",
+            "content": {"type": "json_schema", "json_schema": {"type": "integer"}},
+            "end": "</a>",
+        }
+    ],
+}
+
+
+def structural_format(**form):
+    """Return the value of response_format for a structural tag in XGrammar's format."""
+    return {"type": "structural_tag", "format": form}
+
+
 @pytest.mark.parametrize(
     ("fields", "is_valid"),
     [
@@ -163,7 +181,22 @@ TAGS = {
         ),
         ({"structured_outputs": {"grammar": 'root ::= "e" [0-9]'}}, re.compile("e[0-9]").fullmatch),
         ({"structured_outputs": {"grammar": 'start: "l" /[0-9]/'}}, re.compile("l[0-9]").fullmatch),
+        ({"regex": "[0-9]{3}z"}, re.compile("[0-9]{3}z").fullmatch),
+        ({"ebnf": 'root ::= "f" [0-9]'}, re.compile("f[0-9]").fullmatch),
         ({"response_format": TAGS}, re.compile("(?!.*<a>).*").fullmatch),
+        ({"response_format": structural_format(type="const_string", value="Hi.")}, "Hi.".__eq__),
+        (
+            {"response_format": structural_format(type="json_schema", json_schema=PERSON)},
+            lambda text: {*json.loads(text)} == {"name", "age"},
+        ),
+        (
+            {"response_format": structural_format(type="regex", pattern="[0-9]{2}w")},
+            re.compile("[0-9]{2}w").fullmatch,
+        ),
+        (
+            {"response_format": structural_format(**TRIGGERED_TAGS)},
+            re.compile("(?!.*<a>).*").fullmatch,
+        ),
         (
             {"structured_outputs": {"structural_tag": json.dumps(TAGS)}},
             re.compile("[^<]*").fullmatch,
@@ -220,11 +253,16 @@ def test_tool_calls_satisfy_function_schemas(
     response = chat(client, **fields)
     chunks = list(response) if stream else [response]
     messages = [c.choices[0].delta if stream else c.choices[0].message for c in chunks]
-    [call] = [call for message in messages for call in message.tool_calls or []]
+    deltas = [call for message in messages for call in message.tool_calls or []]
+    call = deltas[0].model_copy(deep=True)
+    call.function.arguments = "".join(delta.function.arguments for delta in deltas)
     jsonschema.validate(json.loads(call.function.arguments), SCHEMAS[call.function.name])
     assert call.function.name == "town" or not isinstance(choice, dict)
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
     assert call.id.startswith("call_")
+    if stream:
+        assert len(deltas) > 1 and not messages[-1].tool_calls
+        assert all(not message.content for message in messages)
     history = [
         {"role": "user", "content": [{"type": "text", "text": PROMPT}]},
         {
@@ -242,39 +280,54 @@ def test_tool_calls_satisfy_function_schemas(
     assert answer.message.content and not answer.message.tool_calls
 
 
-@pytest.mark.parametrize("size", [1, 7, 1000])
-def test_tool_call_parser_separates_calls_from_content(size):
-    """The parser returns the same calls and content for any division of the text into pieces.
+ARGUMENTS = ['{"x": "</tool_call> \\"}"}', "[1, {}]", "12", '"a}"']
+CALLS = [f'{{"name": "f{i}", "arguments": {one}}}' for i, one in enumerate(ARGUMENTS)]
+TAGGED_CALLS = " and ".join(f"<tool_call>\n{call}\n</tool_call>" for call in CALLS)
 
-    A call that is incomplete at the end of the output is returned as content.
-    """
-    arguments = ['{"x": "</tool_call> \\"}"}', "[1, {}]"]
-    written = [
-        f'<tool_call>\n{{"name": "f{i}", "arguments": {a}}}\n</tool_call>'
-        for i, a in enumerate(arguments)
-    ]
-    text = f"so <tool{written[0]} and {written[1]} <tool_call>\n{{"
-    parser = tool_calls.ToolCallParser("auto", 128)
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("text", "required", "expected_content"),
+    [
+        (
+            f"so <tool{TAGGED_CALLS} <tool_call>\n{{",
+            False,
+            "so <tool and  and  and  <tool_call>\n{",
+        ),
+        (f"[{', '.join(CALLS)}]", True, ""),
+    ],
+)
+def test_tool_call_parser_separates_calls_from_content(size, text, required, expected_content):
+    """The parser returns the same calls and content for any division of the text into pieces."""
+    parser = ToolCallParser(ToolChoice([{}], required))
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     content = ""
-    found = []
+    found = {}
     for i, piece in enumerate(pieces):
-        new_content, new_calls = parser.feed(piece, i == len(pieces) - 1)
+        new_content, deltas = parser.feed(piece, i == len(pieces) - 1)
         content += new_content
-        found += new_calls
-    assert content == "so <tool and  <tool_call>\n{"
-    assert [(c["function"]["name"], c["function"]["arguments"]) for c in found] == [
-        ("f0", arguments[0]),
-        ("f1", arguments[1]),
-    ]
-    single = tool_calls.ToolCallParser("auto", 1)
-    assert len(single.feed(text, True)[1]) == 1
-    assert single.feed("", True)[1] == []
-    truncated = tool_calls.ToolCallParser("required", 1)
-    assert truncated.feed('{"name": "f", "arguments": {', True) == (
-        '{"name": "f", "arguments": {',
-        [],
-    )
+        for delta in deltas:
+            name, arguments = found.get(delta["index"], ("", ""))
+            function = delta["function"]
+            found[delta["index"]] = (
+                name + function.get("name", ""),
+                arguments + function["arguments"],
+            )
+    assert content == expected_content
+    assert found == {i: (f"f{i}", one) for i, one in enumerate(ARGUMENTS)}
+    assert [call["function"]["arguments"] for call in parser.calls] == ARGUMENTS
+    assert parser.cut_text == ""
+
+
+def test_tool_call_parser_limits_calls_and_reports_cut_call():
+    single = ToolCallParser(ToolChoice([{}], parallel=False))
+    assert len(single.feed(TAGGED_CALLS, True)[1]) == 1
+    assert [call["function"]["name"] for call in single.calls] == ["f0"]
+    cut = ToolCallParser(ToolChoice([{}], required=True))
+    content, [delta] = cut.feed('[{"name": "f", "arguments": {"a', True)
+    assert (content, delta["function"]["arguments"]) == ("", '{"a')
+    assert cut.cut_text == '[{"name": "f", "arguments": {"a'
+    assert cut.feed("", True) == ("", [])
 
 
 def json_schema(**schema):
@@ -286,7 +339,17 @@ def json_schema(**schema):
     [
         ({"nonsense": 1}, 400, "'nonsense' is unknown"),
         ({"model": "other"}, 404, "no model 'other'"),
-        ({"store": True}, 400, "store can only be False"),
+        ({"use_beam_search": True}, 400, "use_beam_search can only be False"),
+        ({"skip_special_tokens": False}, 400, "skip_special_tokens can only be True"),
+        ({"seed": 2**63}, 400, "seed must be an integer from -9223372036854775808"),
+        ({"seed": 1.5}, 400, "seed must be an integer"),
+        ({"tool_choice": "auto"}, 400, "tool_choice 'auto' requires tools"),
+        ({"prompt_logprobs": -1}, 400, "prompt_logprobs must be an integer from 0 to 20"),
+        (
+            {"response_format": structural_format(type="sequence", elements=[])},
+            400,
+            "the format of a structural tag must be",
+        ),
         ({"temperature": -1}, 400, "temperature must be a number"),
         ({"priority": "high"}, 400, "priority must be an integer"),
         ({"n": 1000}, 400, "n must be an integer"),
@@ -318,17 +381,12 @@ def json_schema(**schema):
         ({"structured_outputs": {"json": None}}, 400, "structured_outputs must have one of"),
         ({"structured_outputs": {"whitespace_pattern": " "}}, 400, "got {'whitespace_pattern'"),
         (
-            {"response_format": response_format(PERSON), "stop": "a"},
-            400,
-            "stop cannot be combined with grammar",
-        ),
-        (
             {"structured_outputs": {"structural_tag": "{"}},
             400,
             "structural tag: the text is not JSON",
         ),
         ({"tools": TOOLS * 2}, 400, "two functions are named 'town'"),
-        ({"tool_choice": "required"}, 400, "needs tools"),
+        ({"tool_choice": "required"}, 400, "requires tools"),
         ({"messages": [{"role": "user", "content": "x" * 30_000}]}, 413, "longer than 20000 bytes"),
         (
             {"logit_bias": {str(i): 0 for i in range(1500)}},
@@ -380,12 +438,15 @@ def test_server_authentication_models_health_and_metrics(
     """
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="other").models.list()
+    assert [model.id for model in client.with_options(api_key="other key").models.list()] == [
+        "demo"
+    ]
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").id == "demo"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
     root = server.url.removesuffix("/v1")
-    key = {"authorization": "Bearer key"}
+    key = {"authorization": "Bearer key", "content-type": "application/json"}
     for path, status in (("/v1/chat/completions", 405), ("/v2", 404), ("/health", 200)):
         assert http.get(root + path).status_code == status
     for body in ("{", "[]", "[" * 10_000, '{"messages": 1e999}'):

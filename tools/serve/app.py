@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+import re
+import time
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -13,29 +15,33 @@ from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graft.cudagraph.errors import GraftError
-from graft.models.request import Event, Output, Request
+from graft.models.request import Output
 from graft.models.tokenizer import Tokenizer
+from graft.sampling.checks import short_repr
+from graft.tools.cli import version
 from graft.tools.serve.engine_driver import EngineDriver
 from graft.tools.serve.errors import ApiError, check_output, to_api_error
+from graft.tools.serve.fields import check_fields
+from graft.tools.serve.grammars import find_grammar, make_grammar_spec
 from graft.tools.serve.metrics import Metrics
-from graft.tools.serve.protocol import (
-    ApiRequest,
-    RequestParser,
-    check_fields,
-    find_grammar,
-    make_grammar_spec,
-)
+from graft.tools.serve.prompt_logprobs import score_prompts
+from graft.tools.serve.protocol import ApiRequest, RequestParser
 from graft.tools.serve.replicas import Replicas
+from graft.tools.serve.request_stream import RequestStream
 from graft.tools.serve.responses import ResponseChoice, response_body, token_usage
+from graft.tools.serve.tokenization import detokenize, tokenize
 
 T = TypeVar("T")
+#: Maximum number of bytes that are read after the maximum size of a body, and discarded.
+_MAX_DISCARDED_BYTES = 1 << 26
 _STREAM_START: Message = {
     "type": "http.response.start",
     "status": 200,
@@ -51,8 +57,16 @@ class Settings:
     ----------
     name
         Model name that clients use.
-    api_key
-        Key that clients must send. None disables authentication.
+    api_keys
+        Keys of which clients must send one. An empty tuple disables authentication.
+    hosts
+        Names that the header ``Host`` of a request may have; None for any name. The check prevents
+        that web pages in a browser on this machine use a server without authentication, through
+        DNS names that they resolve to the address of the server.
+    chat_template
+        Jinja template that replaces the chat template of the model; None to use the model's.
+    reasoning_parser
+        One of `graft.tools.serve.reasoning.REASONING_PARSERS`; None if the model does not reason.
     max_waiting
         Maximum number of API requests in the queue. If the number of API requests in progress
         reaches this value plus the number of request slots, further requests get status 429.
@@ -64,7 +78,10 @@ class Settings:
     """
 
     name: str
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
+    hosts: frozenset[str] | None = None
+    chat_template: str | None = None
+    reasoning_parser: str | None = None
     max_waiting: int = 256
     max_body_bytes: int = 4 << 20
     io_timeout_s: float = 30.0
@@ -97,9 +114,15 @@ class Service:
         self.driver = driver
         info = driver.info
         self.metrics = Metrics()
-        self.parser = RequestParser(Tokenizer(info.tokenizer), info.limits, settings.name)
+        self.parser = RequestParser(
+            Tokenizer(info.tokenizer, chat_template=settings.chat_template),
+            info.limits,
+            settings.name,
+            settings.reasoning_parser,
+        )
         self.api_requests = 0
         self.draining = False
+        self._created = int(time.time())
         self._max_api_requests = settings.max_waiting + info.max_batch_size
         # The parser has a single thread, because the tokenizer is not thread-safe. Grammars are
         # checked in other threads, because a check can be slow and would delay other requests.
@@ -108,14 +131,21 @@ class Service:
         handlers: Any = {
             kind: _handle_error for kind in (GraftError, HTTPException, RecursionError, Exception)
         }
+        middleware = []
+        if settings.hosts is not None:
+            middleware.append(Middleware(_HostCheck, hosts=settings.hosts))
         self.app = Starlette(
             lifespan=self._lifespan,
             exception_handlers=handlers,
+            middleware=middleware,
             routes=[
                 Route("/v1/chat/completions", _GenerateEndpoint(self, chat=True), methods=["POST"]),
                 Route("/v1/completions", _GenerateEndpoint(self, chat=False), methods=["POST"]),
+                Route("/tokenize", self._tokenize, methods=["POST"]),
+                Route("/detokenize", self._detokenize, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._models),
+                Route("/version", self._version),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
             ],
@@ -141,9 +171,10 @@ class Service:
         ApiError
             If the key is missing or wrong.
         """
-        key = self.settings.api_key
+        keys = self.settings.api_keys
         header = request.headers.get("authorization", "").encode()
-        if key is not None and not hmac.compare_digest(header, f"Bearer {key}".encode()):
+        matches = [hmac.compare_digest(header, f"Bearer {key}".encode()) for key in keys]
+        if keys and not any(matches):
             raise ApiError("the API key is missing or wrong", 401, code="invalid_api_key")
 
     def check_capacity(self) -> None:
@@ -171,19 +202,33 @@ class Service:
         Raises
         ------
         ApiError
-            If the body is too large, arrives too slowly, or is not a JSON object.
+            If the body is too large, arrives too slowly, is not a JSON object, or has another
+            media type.
         """
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            raise ApiError(
+                f"the header Content-Type must be application/json, got {short_repr(media_type)}",
+                415,
+            )
         max_bytes = self.settings.max_body_bytes
         body = bytearray()
+        length = 0
         try:
             async with asyncio.timeout(self.settings.io_timeout_s):
                 async for part in request.stream():
-                    body += part
-                    if len(body) > max_bytes:
-                        raise ApiError(f"the body is longer than {max_bytes} bytes", 413)
+                    length += len(part)
+                    # Read a body that is too long to its end: many clients read the response only
+                    # after they have sent the whole body.
+                    if length <= max_bytes:
+                        body += part
+                    elif length > max_bytes + _MAX_DISCARDED_BYTES:
+                        break
         except TimeoutError as error:
             seconds = self.settings.io_timeout_s
             raise ApiError(f"the body was not received within {seconds:g} s", 408) from error
+        if length > max_bytes:
+            raise ApiError(f"the body is longer than {max_bytes} bytes", 413)
         try:
             fields = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -220,8 +265,11 @@ class Service:
         model = {
             "id": self.settings.name,
             "object": "model",
-            "created": 0,
+            "created": self._created,
             "owned_by": "graft",
+            "root": self.settings.name,
+            "parent": None,
+            "max_model_len": self.driver.info.max_length,
         }
         name = request.path_params.get("name")
         if name is None:
@@ -234,6 +282,22 @@ class Service:
                 code="model_not_found",
             )
         return _json_response(model)
+
+    async def _tokenize(self, request: HttpRequest) -> Response:
+        self.check_key(request)
+        fields = await self.read_body(request)
+        max_length = self.driver.info.max_length
+        return _json_response(
+            await _run_in(self._parser_thread, tokenize, self.parser, fields, max_length)
+        )
+
+    async def _detokenize(self, request: HttpRequest) -> Response:
+        self.check_key(request)
+        fields = await self.read_body(request)
+        return _json_response(await _run_in(self._parser_thread, detokenize, self.parser, fields))
+
+    async def _version(self, _request: HttpRequest) -> Response:
+        return _json_response({"version": version()})
 
     async def _health(self, _request: HttpRequest) -> Response:
         status = "draining" if self.draining else self.driver.failure or "ok"
@@ -249,32 +313,25 @@ class Service:
         return Response(page, media_type="text/plain; version=0.0.4")
 
 
-class RequestStream:
-    """The events of the engine requests that belong to one API request.
+class _HostCheck:
+    """Middleware that refuses requests whose header ``Host`` is not in `hosts`."""
 
-    The constructor submits the requests. Iteration yields pairs ``(index, event)`` until all
-    requests have ended; ``index`` is the position of the event's request in `requests`.
-    """
+    def __init__(self, app: ASGIApp, hosts: frozenset[str]):
+        self._app = app
+        self._hosts = hosts
 
-    def __init__(self, driver: EngineDriver | Replicas, requests: Sequence[Request]):
-        self._driver = driver
-        self._sink: asyncio.Queue[Event] = asyncio.Queue()
-        self._unfinished = {str(request.id): i for i, request in enumerate(requests)}
-        for request in requests:
-            driver.submit(request, self._sink)
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        while self._unfinished:
-            event = await self._sink.get()
-            index = self._unfinished[event.id]
-            if event.finished:
-                del self._unfinished[event.id]
-            yield index, event
-
-    def close(self) -> None:
-        """Cancel the requests that have not ended."""
-        for request_id in self._unfinished:
-            self._driver.cancel(request_id)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            header = HttpRequest(scope).headers.get("host", "")
+            name = re.sub(r":\d*$", "", header).lower()
+            if name not in self._hosts:
+                error = ApiError(
+                    f"the host {short_repr(name)} is not allowed; see graft serve --allowed-host",
+                    403,
+                )
+                await _json_response(error.body, error.status)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class _GenerateEndpoint:
@@ -318,19 +375,34 @@ class _GenerateEndpoint:
         self, api_request: ApiRequest, stream: RequestStream, _send: Send
     ) -> Response:
         """Wait for all outputs and return the response."""
-        parser = self._service.parser
         outputs: dict[int, Output] = {}
         async for index, event in stream:
             if event.output is not None:
                 check_output(event.output)
                 outputs[index] = event.output
         ordered = [outputs[i] for i in range(len(outputs))]
+        builders = await self._choices(api_request)
         choices = [
-            ResponseChoice(api_request, i, parser).complete(output)
-            for i, output in enumerate(ordered)
+            choice.complete(output) for choice, output in zip(builders, ordered, strict=True)
         ]
-        body = response_body(api_request, parser.name, choices)
+        body = response_body(api_request, self._service.parser.name, choices)
+        if api_request.chat:
+            body["prompt_logprobs"] = builders[0].prompt_logprobs()
         return _json_response(body | {"usage": token_usage(ordered)})
+
+    async def _choices(self, api_request: ApiRequest) -> list[ResponseChoice]:
+        """Return a builder for each choice, with the log probabilities of its prompt."""
+        service = self._service
+        logprobs = None
+        if api_request.prompt_logprobs is not None:
+            logprobs = await score_prompts(
+                service.driver, api_request.prompts, api_request.prompt_logprobs
+            )
+        choices = []
+        for i in range(len(api_request.requests)):
+            scores = None if logprobs is None else logprobs[api_request.prompt_index(i)]
+            choices.append(ResponseChoice(api_request, i, service.parser, scores))
+        return choices
 
     async def _stream(self, api_request: ApiRequest, stream: RequestStream, send: Send) -> None:
         """Send the response as server-sent events.
@@ -338,10 +410,9 @@ class _GenerateEndpoint:
         An error before the first event is raised, so that the client gets its HTTP status. A later
         error is sent as an event, because the status has already been sent.
         """
-        parser = self._service.parser
+        name = self._service.parser.name
         started = False
         outputs = []
-        choices = [ResponseChoice(api_request, i, parser) for i in range(len(api_request.requests))]
 
         async def send_event(data: str) -> None:
             async with asyncio.timeout(self._service.settings.io_timeout_s):
@@ -352,6 +423,7 @@ class _GenerateEndpoint:
             await send_event(json.dumps(value))
 
         try:
+            choices = await self._choices(api_request)
             async for index, event in stream:
                 if event.output is not None:
                     check_output(event.output)
@@ -359,11 +431,13 @@ class _GenerateEndpoint:
                 if not started:
                     started = True
                     await send(_STREAM_START)
-                chunk = choices[index].chunk(event)
-                if chunk is not None:
-                    await send_json(response_body(api_request, parser.name, [chunk]))
+                for chunk in choices[index].chunks(event):
+                    body = response_body(api_request, name, [chunk])
+                    if api_request.include_usage and api_request.continuous_usage:
+                        body["usage"] = choices[index].usage()
+                    await send_json(body)
             if api_request.include_usage:
-                body = response_body(api_request, parser.name, [])
+                body = response_body(api_request, name, [])
                 await send_json(body | {"usage": token_usage(outputs)})
         except GraftError as error:
             if not started:

@@ -6,97 +6,26 @@ a few fields that cannot affect the output, such as ``user``, are ignored.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import json
 import secrets
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from graft.grammar.grammar_spec import GrammarSpec
-from graft.grammar.spec import parse_json
 from graft.grammar.vocabulary import Vocabulary
+from graft.models.errors import TokenizerError
 from graft.models.request import MAX_SAMPLES, Limits, Request, check_size
 from graft.models.tokenizer import RESERVED_VARIABLES, Tokenizer
 from graft.sampling.checks import short_repr
-from graft.sampling.params import SamplingParams
-from graft.tools.grammar_options import make_grammar
+from graft.sampling.params import MAX_LOGPROBS
+from graft.tools.serve import reasoning
 from graft.tools.serve.errors import ApiError
-from graft.tools.serve.tool_calls import read_tools, tool_grammar
+from graft.tools.serve.fields import PLAIN_FIELDS, read_bool, read_integer
+from graft.tools.serve.messages import read_messages
+from graft.tools.serve.tool_calls import ToolChoice, read_tool_choice
 
-#: Sampling parameters that an API request cannot set.
-_UNSUPPORTED_PARAMS = {"sample", "verify", "relaxed", "banned_ids", "logprobs_masked"}
-#: Sampling parameters whose API form differs from their form in `Request`, so that `RequestParser`
-#: has to convert them.
-_CONVERTED_PARAMS = {"seed", "top_k", "logit_bias", "logprobs"}
-#: API names of the sampling parameters that have another name in the API.
-_API_NAMES = {
-    "stop_ids": "stop_token_ids",
-    "allowed_ids": "allowed_token_ids",
-}
-
-
-def _plain_fields() -> dict[str, str]:
-    """Map the API fields that are copied without conversion to the fields of `Request`."""
-    names = {param.name for param in dataclasses.fields(SamplingParams)}
-    names -= _UNSUPPORTED_PARAMS | _CONVERTED_PARAMS
-    names |= {"n", "max_tokens", "timeout_s"}
-    return {_API_NAMES.get(name, name): name for name in names}
-
-
-_PLAIN_FIELDS = _plain_fields()
-_OTHER_FIELDS = {
-    "model",
-    "stream",
-    "stream_options",
-    "stop",
-    "priority",
-    "response_format",
-    "structured_outputs",
-    *_CONVERTED_PARAMS,
-}
-#: Fields that vLLM had before version 0.12 in place of structured_outputs, with the keys of
-#: structured_outputs that replace them.
-_GUIDED_FIELDS = {
-    f"guided_{key}": key for key in ("json", "json_object", "regex", "choice", "grammar")
-}
-_CHAT_FIELDS = {
-    "messages",
-    "max_completion_tokens",
-    "top_logprobs",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-}
-_COMPLETION_FIELDS = {"prompt"}
-#: Fields that are accepted and ignored, because they do not affect the output.
-_IGNORED_FIELDS = {
-    "user",
-    "metadata",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-}
-#: Fields of which only one value is supported, with this value.
-_CONSTANT_FIELDS: dict[str, Any] = {
-    "store": False,
-    "echo": False,
-    "best_of": 1,
-    "modalities": ["text"],
-}
-_STRUCTURED_KEYS = {
-    "json",
-    "json_object",
-    "regex",
-    "choice",
-    "grammar",
-    "structural_tag",
-}
-#: Maximum number of tool calls in one response choice, if parallel calls are allowed.
-_MAX_TOOL_CALLS = 128
+_STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
 
 
 @dataclass(frozen=True)
@@ -112,14 +41,25 @@ class ApiRequest:
     requests
         Requests of the engine, one per choice of the response: first all samples of the first
         prompt, then all samples of the second prompt, and so on.
+    prompts
+        Token ids of each prompt.
     stream
         Whether the response is streamed.
     include_usage
         Whether the last chunk of a stream reports the token usage.
-    tool_choice
-        ``"auto"`` or ``"required"``; empty if the model must not call tools.
-    max_tool_calls
-        Maximum number of tool calls in one choice of the response.
+    continuous_usage
+        Whether every chunk of a stream reports the token usage so far.
+    role
+        Role of the generated message.
+    echo
+        For each prompt, the text that precedes the generated text in the response.
+    prompt_logprobs
+        Number of most likely tokens to report for each position of the prompts; None for none.
+    tools
+        Functions that the model may call.
+    reasoning
+        For each prompt, whether the output starts within a reasoning section; None if the output
+        has no such section.
     created
         Unix time of the request.
     """
@@ -127,190 +67,20 @@ class ApiRequest:
     id: str
     chat: bool
     requests: list[Request]
+    prompts: list[list[int]]
     stream: bool = False
     include_usage: bool = False
-    tool_choice: str = ""
-    max_tool_calls: int = 1
+    continuous_usage: bool = False
+    role: str = "assistant"
+    echo: Sequence[str] = ()
+    prompt_logprobs: int | None = None
+    tools: ToolChoice = field(default_factory=lambda: ToolChoice([]))
+    reasoning: Sequence[bool | None] = ()
     created: int = field(default_factory=lambda: int(time.time()))
 
-
-def check_fields(fields: Mapping[str, Any], chat: bool, model: str) -> dict[str, Any]:
-    """Check the field names of a request and return the fields whose value is not null.
-
-    Parameters
-    ----------
-    fields
-        Fields of the request.
-    chat
-        Whether this is a chat completion.
-    model
-        Name of the model that is served.
-
-    Raises
-    ------
-    ApiError
-        If a field is unknown or not supported. If the request asks for another model, the error
-        has status 404.
-    """
-    present = {key: value for key, value in fields.items() if value is not None}
-    known = {
-        *_PLAIN_FIELDS,
-        *_OTHER_FIELDS,
-        *_GUIDED_FIELDS,
-        *_IGNORED_FIELDS,
-        *_CONSTANT_FIELDS,
-    }
-    known |= _CHAT_FIELDS if chat else _COMPLETION_FIELDS
-    for key, value in present.items():
-        if key not in known:
-            raise ApiError(f"the field {short_repr(key)} is unknown, or not supported", param=key)
-        if key in _CONSTANT_FIELDS and value != _CONSTANT_FIELDS[key]:
-            raise ApiError(
-                f"{key} can only be {_CONSTANT_FIELDS[key]!r}, got {short_repr(value)}", param=key
-            )
-    if present.get("model", model) != model:
-        raise ApiError(
-            f"there is no model {short_repr(present['model'])}, only {model!r}",
-            404,
-            param="model",
-            code="model_not_found",
-        )
-    return present
-
-
-def find_grammar(fields: Mapping[str, Any], limits: Limits) -> tuple[str, str] | None:
-    """Return the grammar that response_format, structured_outputs or tools define.
-
-    Parameters
-    ----------
-    fields
-        Fields of the request without nulls.
-    limits
-        Size limits that requests must observe.
-
-    Returns
-    -------
-    (str, str) or None
-        Arguments for `make_grammar_spec`; None if the request has no grammar.
-
-    Raises
-    ------
-    ApiError, RequestError
-        If the request has more than one grammar, or the grammar is too large.
-    """
-    found = [*_response_format(fields), *_structured_outputs(fields)]
-    functions, choice = read_tools(fields)
-    if functions:
-        check_size("tools", functions, "grammar_bytes", limits)
-        found.append(("tools", *tool_grammar(functions, choice)))
-    if len(found) > 1:
-        names = " and ".join(name for name, _, _ in found)
-        raise ApiError(f"give at most one grammar, got {names}", param=found[1][0])
-    if not found:
-        return None
-    [(name, key, value)] = found
-    check_size(name, value, "grammar_bytes", limits)
-    return key, json.dumps(value)
-
-
-def _response_format(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """Return the grammar of response_format as a list of at most one grammar.
-
-    A grammar is a tuple of the name of the request field, a key of structured_outputs, and the
-    value of that key.
-    """
-    response_format = fields.get("response_format", {"type": "text"})
-    kind = response_format.get("type") if isinstance(response_format, dict) else None
-    if kind == "text":
-        return []
-    if kind in ("json_object", "structural_tag"):
-        return [("response_format", kind, response_format)]
-    if kind == "json_schema":
-        definition = response_format.get("json_schema")
-        if isinstance(definition, dict) and "schema" in definition:
-            return [("response_format", "json", definition["schema"])]
-    raise ApiError(
-        "response_format must be text, json_object, json_schema with a schema, or "
-        f"structural_tag, got {short_repr(response_format)}",
-        param="response_format",
-    )
-
-
-def _structured_outputs(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """Return the grammars of structured_outputs and of the older guided fields.
-
-    Each grammar is a tuple of the name of the request field, a key of structured_outputs, and the
-    value of that key. Guided fields, such as ``guided_json``, are vLLM's former request fields.
-    """
-    structured = fields.get("structured_outputs")
-    if structured is None:
-        structured = {}
-    elif (
-        not isinstance(structured, dict)
-        or not _STRUCTURED_KEYS.issuperset(structured)
-        or all(value is None for value in structured.values())
-    ):
-        raise ApiError(
-            f"structured_outputs must have one of {', '.join(sorted(_STRUCTURED_KEYS))}, "
-            f"got {short_repr(structured)}",
-            param="structured_outputs",
-        )
-    # Error messages name the key (such as "regex"), not the field structured_outputs.
-    entries = [(key, key, value) for key, value in structured.items()]
-    for name, key in _GUIDED_FIELDS.items():
-        if name in fields:
-            entries.append((name, key, fields[name]))
-    return [
-        (name, key, value)
-        for name, key, value in entries
-        if value is not None and (key, value) != ("json_object", False)
-    ]
-
-
-@functools.lru_cache(64)
-def make_grammar_spec(key: str, text: str) -> GrammarSpec | None:
-    """Return the grammar that a key of vLLM's structured_outputs defines.
-
-    Results are cached, because the check of a grammar can be slow, and clients often send the same
-    grammar in many requests.
-
-    Parameters
-    ----------
-    key
-        Key of structured_outputs, for example ``"regex"``.
-    text
-        Value of the key, as JSON text.
-
-    Raises
-    ------
-    GrammarError, OptionError
-        If the grammar is invalid.
-    """
-    value = json.loads(text)
-    if key == "structural_tag":
-        value = _structural_tag(value)
-    elif key == "json":
-        key = "schema"
-    elif key == "json_object":
-        value = True
-    elif key == "grammar":  # only EBNF rules contain "::=", Lark rules do not
-        key = "ebnf" if "::=" in str(value) else "lark"
-    return make_grammar({key: value}, partial=False)
-
-
-def _structural_tag(value: Any) -> Any:
-    """Convert a structural tag from OpenAI's format to the format of `make_grammar`."""
-    if isinstance(value, str):
-        value = parse_json("structural tag", value)
-    if not isinstance(value, dict) or value.get("type", "structural_tag") != "structural_tag":
-        return value
-    converted = {}
-    for key, entry in value.items():
-        if key == "structures":
-            converted["tags"] = entry
-        elif key != "type":
-            converted[key] = entry
-    return converted
+    def prompt_index(self, index: int) -> int:
+        """Return the index of the prompt of a choice."""
+        return index * len(self.prompts) // len(self.requests)
 
 
 class RequestParser:
@@ -321,15 +91,24 @@ class RequestParser:
     tokenizer
         Tokenizer of the model.
     limits
-        Size limits that requests must observe.
+        Maximum sizes of requests.
     name
         Name of the model that is served.
+    reasoning_parser
+        One of `graft.tools.serve.reasoning.REASONING_PARSERS`; None if the model does not reason.
     """
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits, name: str):
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        name: str,
+        reasoning_parser: str | None = None,
+    ):
+        self.tokenizer = tokenizer
         self.limits = limits
         self.name = name
+        self._reasoning_parser = reasoning_parser
         vocabulary = Vocabulary.from_tokenizer(
             tokenizer.backend, tokenizer.vocab_size, tokenizer.stop_ids
         )
@@ -341,6 +120,10 @@ class RequestParser:
         """Return the bytes of a token. For a special token, return its name in UTF-8."""
         found = self._token_bytes[token] if token < len(self._token_bytes) else b""
         return found or self._added_tokens.get(token, b"")
+
+    def token_text(self, token: int) -> str:
+        """Return the text of a token. Incomplete characters are replaced by U+FFFD."""
+        return self.token_bytes(token).decode("utf-8", "replace")
 
     def parse(
         self, fields: Mapping[str, Any], chat: bool, grammar: GrammarSpec | None
@@ -363,69 +146,160 @@ class RequestParser:
         ApiError, GraftError
             If a field is invalid.
         """
-        options: dict[str, Any] = {"temperature": 1.0, "max_tokens": None if chat else 16}
-        for name, request_field in _PLAIN_FIELDS.items():
-            if name in fields:
-                options[request_field] = fields[name]
-        options |= self._converted_options(fields, chat)
-        prompts = [self._chat(fields, grammar)] if chat else self._prompts(fields.get("prompt"))
-        n = fields.get("n", 1)
-        # Limit the number of choices, which is `n` times the number of prompts. If `n` itself is
-        # invalid, the engine reports the error.
-        if type(n) is int and n <= MAX_SAMPLES:
-            num_choices = n * len(prompts)
-            if num_choices > MAX_SAMPLES:
-                raise ApiError(f"at most {MAX_SAMPLES} choices, got {num_choices}", param="n")
+        prompts = [self.chat_prompt(fields, grammar)] if chat else self._prompts(fields)
+        reasoning_starts = [self._reasoning_start(prompt) if chat else None for prompt in prompts]
         prefix = "chatcmpl" if chat else "cmpl"
-        request_id = f"{prefix}-{secrets.token_hex(12)}"
+        suffix = secrets.token_hex(12)
+        request = Request(grammar=grammar, **self._options(fields, chat, grammar))
         requests: list[Request] = []
         for i, tokens in enumerate(prompts):
-            request = Request(
-                tokens=tokens,
-                id=f"{request_id}/{i}",
-                grammar=grammar,
-                **options,
-            )
-            requests += request.samples()
-        stream_options = fields.get("stream_options", {})
-        known = {"include_usage", "include_obfuscation"}
-        if not isinstance(stream_options, dict) or set(stream_options) - known:
-            raise ApiError(
-                "stream_options must be an object with include_usage, "
-                f"got {short_repr(stream_options)}",
-                param="stream_options",
-            )
-        functions, choice = read_tools(fields)
-        parallel = _read_bool(fields, "parallel_tool_calls", True) and choice == "auto"
+            one = replace(request, tokens=tokens, id=f"{prefix}-{suffix}/{i}")
+            if grammar is not None and reasoning_starts[i] is not None:
+                one = replace(one, grammar=grammar.after(reasoning.END))
+            requests += one.samples()
+        stream_options = _read_stream_options(fields)
         return ApiRequest(
-            id=request_id,
+            id=f"{prefix}-{_read_request_id(fields) or suffix}",
             chat=chat,
             requests=requests,
-            stream=_read_bool(fields, "stream"),
-            include_usage=bool(stream_options.get("include_usage")),
-            tool_choice=choice if functions else "",
-            max_tool_calls=_MAX_TOOL_CALLS if parallel else 1,
+            prompts=prompts,
+            stream=read_bool(fields, "stream"),
+            include_usage=read_bool(stream_options, "include_usage"),
+            continuous_usage=read_bool(stream_options, "continuous_usage_stats"),
+            role=_response_role(fields) if chat else "assistant",
+            echo=self._echo(fields, chat, prompts),
+            prompt_logprobs=_read_prompt_logprobs(fields, chat),
+            tools=read_tool_choice(fields),
+            reasoning=reasoning_starts,
         )
 
-    def _converted_options(self, fields: Mapping[str, Any], chat: bool) -> dict[str, Any]:
-        """Convert the API fields whose format differs from that of the fields of `Request`."""
-        options: dict[str, Any] = {}
-        seed = fields.get("seed")
-        if type(seed) is int:
+    def chat_prompt(
+        self, fields: Mapping[str, Any], grammar: GrammarSpec | None = None
+    ) -> list[int]:
+        """Apply the chat template to the messages and return the tokens of the prompt.
+
+        Raises
+        ------
+        ApiError, RequestError, TokenizerError
+            If a field is invalid, or the template rejects the messages.
+        """
+        if not self.tokenizer.has_chat_template:
+            raise ApiError("the model has no chat template: use /v1/completions")
+        messages = read_messages(fields.get("messages"))
+        check_size("the prompt", messages, "prompt_bytes", self.limits)
+        options = self._template_variables(fields)
+        continues = read_bool(fields, "continue_final_message")
+        adds_prompt = read_bool(fields, "add_generation_prompt", not continues)
+        if continues and adds_prompt:
+            raise ApiError(
+                "continue_final_message requires add_generation_prompt: false",
+                param="continue_final_message",
+            )
+        options = {"add_generation_prompt": adds_prompt} | options
+        try:
+            tokens = self.tokenizer.chat(
+                messages,
+                continue_final_message=continues,
+                parse_special=False,
+                max_bytes=self.limits.prompt_bytes,
+                schema=None if grammar is None else grammar.schema,
+                **options,
+            )
+        except TokenizerError as error:
+            # Clients must not learn the path of the model.
+            message = str(error).replace(str(self.tokenizer.path), self.name)
+            raise type(error)(message) from error
+        if read_bool(fields, "add_special_tokens"):
+            tokens = self.tokenizer.encode("", special=True) + tokens
+        return tokens
+
+    def _template_variables(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the variables of the chat template that the request defines."""
+        variables = fields.get("chat_template_kwargs", {})
+        reserved = RESERVED_VARIABLES | {"schema", "tools"}
+        if not isinstance(variables, dict) or reserved & set(variables):
+            raise ApiError(
+                f"chat_template_kwargs must be an object, without {', '.join(sorted(reserved))}",
+                param="chat_template_kwargs",
+            )
+        effort = fields.get("reasoning_effort")
+        if effort is not None:
+            if not isinstance(effort, str):
+                raise ApiError(
+                    f"reasoning_effort must be a string, got {short_repr(effort)}",
+                    param="reasoning_effort",
+                )
+            variables = {"reasoning_effort": effort} | variables
+        if fields.get("tools") and fields.get("tool_choice") != "none":
+            variables = variables | {"tools": fields["tools"]}
+        return variables
+
+    def _prompts(self, fields: Mapping[str, Any]) -> list[list[int]]:
+        """Return the token ids of each prompt of a completion request."""
+        prompt = fields.get("prompt")
+        check_size("the prompt", prompt, "prompt_bytes", self.limits)
+        has_several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+        prompts = prompt if has_several else [prompt]
+        if len(prompts) > MAX_SAMPLES:
+            raise ApiError(f"at most {MAX_SAMPLES} prompts, got {len(prompts)}", param="prompt")
+        _check_num_choices(fields, len(prompts))
+        for one in prompts:
+            if not isinstance(one, (str, list)):
+                raise ApiError(
+                    f"a prompt must be text or token ids, got {short_repr(one)}", param="prompt"
+                )
+        special = read_bool(fields, "add_special_tokens", True)
+        tokens = []
+        for one in prompts:
+            if isinstance(one, str):
+                one = self.tokenizer.encode(one, special=special)
+            tokens.append(one)
+        return tokens
+
+    def _reasoning_start(self, prompt: Sequence[int]) -> bool | None:
+        """Return the element of `ApiRequest.reasoning` for a prompt."""
+        if self._reasoning_parser is None:
+            return None
+        text = self.tokenizer.decode(prompt[-64:], special=True)
+        if not reasoning.has_reasoning(text):
+            return None
+        return reasoning.starts_in_reasoning(self._reasoning_parser, text)
+
+    def _echo(
+        self, fields: Mapping[str, Any], chat: bool, prompts: Sequence[list[int]]
+    ) -> list[str]:
+        """Return the text that precedes the generated text of each prompt.
+
+        For a completion, this is the text of the prompt. For a chat, it is the content of the last
+        message, if this message has the same role as the response.
+        """
+        if not read_bool(fields, "echo"):
+            return [""] * len(prompts)
+        if chat:
+            last = read_messages(fields["messages"])[-1]
+            return [last["content"] if last["role"] == _response_role(fields) else ""]
+        given = fields["prompt"]
+        texts = []
+        for i, tokens in enumerate(prompts):
+            text = given[i] if isinstance(given, list) and len(given) == len(prompts) else given
+            texts.append(text if isinstance(text, str) else self.tokenizer.decode(tokens))
+        return texts
+
+    def _options(
+        self, fields: Mapping[str, Any], chat: bool, grammar: GrammarSpec | None
+    ) -> dict[str, Any]:
+        """Return the fields of `Request` except for prompt, grammar and id."""
+        options: dict[str, Any] = {"temperature": 1.0, "max_tokens": None if chat else 16}
+        for name, request_field in PLAIN_FIELDS.items():
+            if name in fields:
+                options[request_field] = fields[name]
+        options["priority"] = _read_priority(fields)
+        if "seed" in fields:
             # In mode "coupled", the output depends only on the request and its seed, and not on
             # the other requests in the batch or on the draft length.
-            options["seed"] = seed % (1 << 64)
+            seed = read_integer(fields, "seed", -(2**63), 2**63 - 1)
+            options["seed"] = None if seed is None else seed % 2**64
             options["verify"] = "coupled"
-        elif seed is not None:
-            raise ApiError(f"seed must be an integer, got {short_repr(seed)}", param="seed")
-        priority = fields.get("priority", 0)
-        if type(priority) is not int:
-            raise ApiError(
-                f"priority must be an integer, got {short_repr(priority)}", param="priority"
-            )
-        # In the API, as in vLLM, requests with a lower value run first. In the engine, requests
-        # with a higher value run first.
-        options["priority"] = -priority
         if "top_k" in fields:
             options["top_k"] = 0 if fields["top_k"] == -1 else fields["top_k"]
         if "max_completion_tokens" in fields:
@@ -435,64 +309,96 @@ class RequestParser:
             options["stop"] = [stop] if isinstance(stop, str) else stop
         if "logit_bias" in fields:
             options["logit_bias"] = _read_logit_bias(fields["logit_bias"])
-        if not chat:
-            options["logprobs"] = fields.get("logprobs")
-        elif _read_bool(fields, "logprobs"):
-            options["logprobs"] = fields.get("top_logprobs", 0)
-        elif "top_logprobs" in fields:
-            raise ApiError("top_logprobs requires logprobs", param="top_logprobs")
+        options["logprobs"] = _read_logprobs(fields, chat)
+        if read_bool(fields, "ignore_eos"):
+            options |= self._ignore_stop_ids(fields, grammar, options["max_tokens"])
         return options
 
-    def _chat(self, fields: Mapping[str, Any], grammar: GrammarSpec | None) -> list[int]:
-        """Apply the chat template to the messages and return the tokens of the prompt."""
-        if not self._tokenizer.has_chat_template:
-            raise ApiError("the model has no chat template: use /v1/completions")
-        messages = fields.get("messages")
-        variables = fields.get("chat_template_kwargs", {})
-        if not isinstance(messages, list) or not messages:
-            raise ApiError("messages must be a list of at least one message", param="messages")
-        check_size("the prompt", messages, "prompt_bytes", self.limits)
-        reserved = RESERVED_VARIABLES | {"schema", "tools"}
-        if not isinstance(variables, dict) or reserved & set(variables):
-            raise ApiError(
-                f"chat_template_kwargs must be an object, without {', '.join(sorted(reserved))}",
-                param="chat_template_kwargs",
-            )
-        if fields.get("tools") and fields.get("tool_choice") != "none":
-            variables = variables | {"tools": fields["tools"]}
-        return self._tokenizer.chat(
-            [_read_message(message) for message in messages],
-            parse_special=False,
-            max_bytes=self.limits.prompt_bytes,
-            schema=None if grammar is None else grammar.schema,
-            **variables,
+    def _ignore_stop_ids(
+        self, fields: Mapping[str, Any], grammar: GrammarSpec | None, max_tokens: Any
+    ) -> dict[str, Any]:
+        """Return the fields of `Request` with which the model's stop ids do not end the output.
+
+        With a grammar, a stop id is still generated where the grammar allows nothing else.
+        """
+        if grammar is not None:
+            return {"min_tokens": max_tokens or 2**31 - 1}
+        stop_ids = fields.get("stop_token_ids") or ()
+        return {"banned_ids": [token for token in self.tokenizer.stop_ids if token not in stop_ids]}
+
+
+def _check_num_choices(fields: Mapping[str, Any], num_prompts: int) -> None:
+    """Limit the number of choices. If `n` itself is invalid, the engine reports the error."""
+    n = fields.get("n", 1)
+    num_choices = n * num_prompts if type(n) is int and n <= MAX_SAMPLES else 0
+    if num_choices > MAX_SAMPLES:
+        raise ApiError(f"at most {MAX_SAMPLES} choices, got {num_choices}", param="n")
+
+
+def _read_request_id(fields: Mapping[str, Any]) -> str | None:
+    request_id = fields.get("request_id")
+    if request_id is not None and not isinstance(request_id, str):
+        raise ApiError(
+            f"request_id must be a string, got {short_repr(request_id)}", param="request_id"
         )
-
-    def _prompts(self, prompt: Any) -> list[list[int]]:
-        """Return the token ids of each prompt of a completion request."""
-        check_size("the prompt", prompt, "prompt_bytes", self.limits)
-        has_several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-        prompts = prompt if has_several else [prompt]
-        if len(prompts) > MAX_SAMPLES:
-            raise ApiError(f"at most {MAX_SAMPLES} prompts, got {len(prompts)}", param="prompt")
-        for one in prompts:
-            if not isinstance(one, (str, list)):
-                raise ApiError(
-                    f"a prompt must be text or token ids, got {short_repr(one)}", param="prompt"
-                )
-        tokens = []
-        for one in prompts:
-            if isinstance(one, str):
-                one = self._tokenizer.encode(one)
-            tokens.append(one)
-        return tokens
+    return request_id
 
 
-def _read_bool(fields: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    value = fields.get(name, default)
-    if not isinstance(value, bool):
-        raise ApiError(f"{name} must be true or false, got {short_repr(value)}", param=name)
-    return value
+def _read_stream_options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of stream_options that are not null."""
+    options = fields.get("stream_options", {})
+    if not isinstance(options, dict) or set(options) - _STREAM_OPTIONS:
+        raise ApiError(
+            f"stream_options must be an object with {' or '.join(sorted(_STREAM_OPTIONS))}, "
+            f"got {short_repr(options)}",
+            param="stream_options",
+        )
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _response_role(fields: Mapping[str, Any]) -> str:
+    """Return the role of the generated message, as vLLM defines it.
+
+    It is the role of the last message if the prompt does not begin a new message.
+    """
+    continues = read_bool(fields, "continue_final_message")
+    if read_bool(fields, "add_generation_prompt", not continues):
+        return "assistant"
+    return str(fields["messages"][-1]["role"])
+
+
+def _read_priority(fields: Mapping[str, Any]) -> int:
+    """Return the priority for the engine.
+
+    In the API, as in vLLM, requests with a lower value run first. In the engine, requests with a
+    higher value run first.
+    """
+    priority = fields.get("priority", 0)
+    if type(priority) is not int:
+        raise ApiError(f"priority must be an integer, got {short_repr(priority)}", param="priority")
+    return -priority
+
+
+def _read_logprobs(fields: Mapping[str, Any], chat: bool) -> Any:
+    """Return the value of `Request.logprobs`."""
+    if not chat:
+        return fields.get("logprobs")
+    if read_bool(fields, "logprobs"):
+        return fields.get("top_logprobs", 0)
+    if fields.get("top_logprobs"):
+        raise ApiError("top_logprobs requires logprobs", param="top_logprobs")
+    return None
+
+
+def _read_prompt_logprobs(fields: Mapping[str, Any], chat: bool) -> int | None:
+    """Return the value of `ApiRequest.prompt_logprobs`."""
+    count = read_integer(fields, "prompt_logprobs", 0, MAX_LOGPROBS)
+    stream = read_bool(fields, "stream")
+    if count is not None and stream:
+        raise ApiError("prompt_logprobs requires stream: false", param="prompt_logprobs")
+    if count is None and not chat and read_bool(fields, "echo") and "logprobs" in fields:
+        count = read_integer(fields, "logprobs", 0, MAX_LOGPROBS)
+    return count
 
 
 def _read_logit_bias(bias: Any) -> dict[int, Any]:
@@ -503,46 +409,3 @@ def _read_logit_bias(bias: Any) -> dict[int, Any]:
         raise ApiError(
             f"logit_bias must map token ids to numbers: {error}", param="logit_bias"
         ) from error
-
-
-def _read_message(message: Any) -> dict[str, Any]:
-    """Convert a message to the form that chat templates expect.
-
-    The content parts of the message are joined into one text, the arguments of its tool calls are
-    parsed from JSON, and the role "developer" is replaced by "system".
-    """
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ApiError(
-            f"a message must be an object with a role, got {short_repr(message)}", param="messages"
-        )
-    converted = dict(message)
-    converted["content"] = _read_content(message.get("content") or "")
-    if message["role"] == "developer":
-        converted["role"] = "system"
-    if message.get("tool_calls"):
-        try:
-            converted["tool_calls"] = [_read_tool_call(call) for call in message["tool_calls"]]
-        except (TypeError, KeyError, ValueError) as error:
-            raise ApiError(f"tool_calls cannot be read: {error}", param="messages") from error
-    return converted
-
-
-def _read_content(content: Any) -> str:
-    """Return the content of a message, which may be a list of parts, as one text."""
-    if isinstance(content, list):
-        texts = []
-        for part in content:
-            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                raise ApiError(f"content must be text, got {short_repr(part)}", param="messages")
-            texts.append(part["text"])
-        return "".join(texts)
-    if not isinstance(content, str):
-        raise ApiError(f"content must be text, got {short_repr(content)}", param="messages")
-    return content
-
-
-def _read_tool_call(call: Any) -> dict[str, Any]:
-    """Return a tool call of an earlier message, with its arguments parsed from JSON."""
-    function = call["function"]
-    arguments = json.loads(function["arguments"])
-    return call | {"function": function | {"arguments": arguments}}

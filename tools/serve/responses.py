@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from graft.models.request import Event, Logprob, Output
 from graft.tools.serve.protocol import ApiRequest, RequestParser
+from graft.tools.serve.reasoning import ReasoningParser
 from graft.tools.serve.tool_calls import ToolCallParser
 
 #: OpenAI's finish reasons by the engine's finish reasons. An output with any other reason is an
@@ -32,17 +33,34 @@ class ResponseChoice:
     index
         Index of the choice in the response.
     parser
-        Request parser, which provides the bytes of each token.
+        Request parser, which provides the text of each token.
+    prompt_logprobs
+        Log probabilities of the prompt's tokens except for the first one; None unless requested.
     """
 
-    def __init__(self, api_request: ApiRequest, index: int, parser: RequestParser):
+    def __init__(
+        self,
+        api_request: ApiRequest,
+        index: int,
+        parser: RequestParser,
+        prompt_logprobs: Sequence[Logprob] | None = None,
+    ):
         self._api_request = api_request
         self._index = index
         self._parser = parser
+        self._prompt_logprobs = prompt_logprobs
+        prompt_index = api_request.prompt_index(index)
+        self._prompt = api_request.prompts[prompt_index]
+        self._echo = api_request.echo[prompt_index]
+        self._reasoning: ReasoningParser | None = None
+        start = api_request.reasoning[prompt_index]
+        if start is not None:
+            self._reasoning = ReasoningParser(start)
         self._tool_calls: ToolCallParser | None = None
-        if api_request.tool_choice:
-            self._tool_calls = ToolCallParser(api_request.tool_choice, api_request.max_tool_calls)
-        self._has_role = False
+        if api_request.tools.functions:
+            self._tool_calls = ToolCallParser(api_request.tools)
+        self._has_begun = False
+        self._num_tokens = 0
         self._text_offset = 0
 
     def complete(self, output: Output) -> dict[str, Any]:
@@ -55,59 +73,129 @@ class ResponseChoice:
             output,
             logprobs,
         )
-        choice = self._choice(event, streamed=False)
+        reasoning, content, _ = self._split(event)
+        choice = self._choice(event, last=True)
         if not self._api_request.chat:
-            return choice
-        delta = choice.pop("delta")
-        content = delta.get("content", "")
-        message = {"role": "assistant", "content": content, "refusal": None}
-        if "tool_calls" in delta:
-            calls = delta["tool_calls"]
-            for call in calls:
-                del call["index"]
-            message["tool_calls"] = calls
-            if not content.strip():
-                message["content"] = None
-        return {**choice, "message": message}
-
-    def chunk(self, event: Event) -> dict[str, Any] | None:
-        """Return the choice for the next chunk of a stream; None if there is nothing to send."""
-        choice = self._choice(event, streamed=True)
-        content = choice["delta"] if self._api_request.chat else choice["text"]
-        if not content and not event.finished and choice["logprobs"] is None:
-            return None
-        return choice
-
-    def _choice(self, event: Event, streamed: bool) -> dict[str, Any]:
-        text = event.text
-        calls: list[dict[str, Any]] = []
-        first_call = 0
-        has_calls = False
+            return choice | {"text": content, "prompt_logprobs": self.prompt_logprobs()}
+        message = {
+            "role": self._api_request.role,
+            "content": content,
+            "refusal": None,
+            "reasoning_content": reasoning or None,
+        }
         if self._tool_calls is not None:
-            first_call = len(self._tool_calls.calls)
+            calls = self._tool_calls.calls
+            if self._tool_calls.cut_text:
+                calls = calls[:-1]
+                if not self._api_request.tools.required:
+                    message["content"] = content + self._tool_calls.cut_text
+            if calls:
+                message["tool_calls"] = calls
+                if not self._api_request.tools.required and not content.strip():
+                    message["content"] = None
+        return choice | {"message": message}
+
+    def chunks(self, event: Event) -> Iterator[dict[str, Any]]:
+        """Yield the choices for the next chunks of a stream, at most one tool call in each."""
+        reasoning, content, calls = self._split(event)
+        self._num_tokens += len(event.tokens)
+        choice = self._choice(event, last=event.finished and not calls)
+        if not self._api_request.chat:
+            if content or event.finished or choice["logprobs"] is not None:
+                self._has_begun = True
+                yield choice | {"text": content}
+            return
+        deltas = []
+        if reasoning:
+            deltas.append({"reasoning_content": reasoning})
+        if content:
+            deltas.append({"content": content})
+        deltas += [{"tool_calls": [call]} for call in calls]
+        if not deltas and (event.finished or choice["logprobs"] is not None):
+            deltas.append({"content": ""})
+        for position, delta in enumerate(deltas):
+            chunk = choice | {"delta": delta}
+            if not self._has_begun:
+                chunk["delta"] = {"role": self._api_request.role} | delta
+            self._has_begun = True
+            if position < len(deltas) - 1:
+                chunk |= {"finish_reason": None, "stop_reason": None}
+            if position > 0:
+                chunk["logprobs"] = None
+            yield chunk
+        if event.finished and calls:
+            yield self._choice(event, last=True) | {"logprobs": None, "delta": {"content": ""}}
+
+    def usage(self) -> dict[str, int]:
+        """Return the token usage of the chunks so far."""
+        prompt_tokens = len(self._prompt)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": prompt_tokens + self._num_tokens,
+        }
+
+    def prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
+        """Return the log probabilities of the prompt in vLLM's format; None unless requested."""
+        if self._prompt_logprobs is None or self._api_request.prompt_logprobs is None:
+            return None
+        entries: list[dict[str, Any] | None] = [None]
+        for token, logprob in zip(self._prompt[1:], self._prompt_logprobs, strict=True):
+            ranks = {candidate: rank for rank, (candidate, _) in enumerate(logprob.top, 1)}
+            entry = {}
+            for candidate, value in (*logprob.top, (token, logprob.value)):
+                entry[str(candidate)] = {
+                    "logprob": max(value, _MIN_LOGPROB),
+                    "rank": ranks.get(candidate),
+                    "decoded_token": self._parser.token_text(candidate),
+                }
+            entries.append(entry)
+        return entries
+
+    def _split(self, event: Event) -> tuple[str, str, list[dict[str, Any]]]:
+        """Return reasoning, content and deltas of tool calls of the next piece of text."""
+        text = event.text
+        reasoning = ""
+        calls: list[dict[str, Any]] = []
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.feed(text, event.finished)
+        if self._tool_calls is not None:
             text, calls = self._tool_calls.feed(text, event.finished)
-            has_calls = bool(self._tool_calls.calls)
-        finish_reason = None if event.output is None else _FINISH_REASONS[event.output.reason]
-        if finish_reason == "stop" and has_calls:
-            finish_reason = "tool_calls"
-        choice: dict[str, Any] = {
+        if not self._has_begun:
+            text = self._echo + text
+        return reasoning, text, calls
+
+    def _choice(self, event: Event, last: bool) -> dict[str, Any]:
+        """Return the fields of a choice that do not depend on its text."""
+        finish_reason = None
+        stop = None
+        if last and event.output is not None:
+            finish_reason = _FINISH_REASONS[event.output.reason]
+            has_calls = self._tool_calls is not None and self._tool_calls.calls
+            if finish_reason == "stop" and has_calls:
+                finish_reason = "tool_calls"
+            stop = self._matched_stop(event.output)
+        is_requested = stop in (self._api_request.requests[self._index].stop_ids or ())
+        return {
             "index": self._index,
             "finish_reason": finish_reason,
+            "stop_reason": stop if isinstance(stop, str) or is_requested else None,
+            "matched_stop": stop,
             "logprobs": self._logprobs(event),
         }
-        if not self._api_request.chat:
-            return choice | {"text": text}
-        delta: dict[str, Any] = {}
-        if streamed and not self._has_role:
-            delta["role"] = "assistant"
-        self._has_role = True
-        if text:
-            delta["content"] = text
-        if calls:
-            delta["tool_calls"] = [
-                {"index": index, **call} for index, call in enumerate(calls, first_call)
-            ]
-        return choice | {"delta": delta}
+
+    def _matched_stop(self, output: Output) -> str | int | None:
+        """Return the stop string or the stop id that ended an output; None if there is none."""
+        if output.reason == "stop":
+            return output.tokens[-1]
+        if output.reason != "stop_string":
+            return None
+        strings = self._api_request.requests[self._index].stop or ()
+        text = self._parser.tokenizer.decode(output.tokens)
+        for string in strings:
+            if text.startswith(string, len(output.text)):
+                return string
+        return None
 
     def _logprobs(self, event: Event) -> dict[str, Any] | None:
         if event.logprobs is None:
@@ -125,19 +213,30 @@ class ResponseChoice:
         return {"refusal": None, "content": content}
 
     def _completion_logprobs(self, pairs: Sequence[tuple[int, Logprob]]) -> dict[str, Any]:
-        """Return log probabilities in the format of the completions API."""
-        texts = [self._token_text(token) for token, _ in pairs]
+        """Return log probabilities in the format of the completions API.
+
+        The most likely tokens always include the token itself.
+        """
+        entries: list[tuple[int, Logprob | None]] = list(pairs)
+        if self._echo and not self._has_begun and self._prompt_logprobs is not None:
+            prompt = zip(self._prompt, [None, *self._prompt_logprobs], strict=True)
+            entries = [*prompt, *entries]
+        texts = [self._parser.token_text(token) for token, _ in entries]
         offsets = []
         for text in texts:
             offsets.append(self._text_offset)
             self._text_offset += len(text)
-        values = []
-        top_logprobs = []
-        for _, logprob in pairs:
+        values: list[float | None] = []
+        top_logprobs: list[dict[str, float] | None] = []
+        for token, logprob in entries:
+            if logprob is None:  # the first token of the prompt
+                values.append(None)
+                top_logprobs.append(None)
+                continue
             values.append(max(logprob.value, _MIN_LOGPROB))
             top = {}
-            for candidate, value in logprob.top:
-                top[self._token_text(candidate)] = max(value, _MIN_LOGPROB)
+            for candidate, value in (*logprob.top, (token, logprob.value)):
+                top.setdefault(self._parser.token_text(candidate), max(value, _MIN_LOGPROB))
             top_logprobs.append(top)
         return {
             "tokens": texts,
@@ -146,13 +245,10 @@ class ResponseChoice:
             "top_logprobs": top_logprobs,
         }
 
-    def _token_text(self, token: int) -> str:
-        return self._parser.token_bytes(token).decode("utf-8", "replace")
-
     def _token_logprob(self, token: int, value: float) -> dict[str, Any]:
         """Return the log probability of a token in the format of the chat API."""
         return {
-            "token": self._token_text(token),
+            "token": self._parser.token_text(token),
             "logprob": max(value, _MIN_LOGPROB),
             "bytes": list(self._parser.token_bytes(token)),
         }

@@ -1,8 +1,13 @@
 """Tool calls: the grammar that enforces their format, and a parser for generated calls.
 
-The model generates a call as ``{"name": ..., "arguments": ...}``. If ``tool_choice`` is "required"
-or names a function, the whole output is one call. If ``tool_choice`` is "auto", the output is free
-text in which the tags `BEGIN` and `END` enclose each call, in the format of the Hermes models.
+The model generates a call as ``{"name": ..., "arguments": ...}``. The format of the whole output
+depends on the request:
+
+* ``tool_choice`` "auto": free text in which the tags `BEGIN` and `END` enclose each call, as in the
+  format of the Hermes models.
+* ``tool_choice`` "required": a JSON array of at least one call. If ``parallel_tool_calls`` is
+  false, the output is a single call.
+* ``tool_choice`` that names a function: a single call.
 """
 
 from __future__ import annotations
@@ -10,15 +15,24 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from graft.sampling.checks import short_repr
 from graft.tools.serve.errors import ApiError
+from graft.tools.serve.fields import read_bool
+from graft.tools.serve.reasoning import partial_tag_length
 
 BEGIN = "<tool_call>"
 END = "</tool_call>"
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*')
-_DECODER = json.JSONDecoder()
+#: Maximum number of tool calls in one response choice, if parallel calls are allowed.
+MAX_TOOL_CALLS = 128
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*')
+#: The beginning of a call, after "[" or "," if the output is an array.
+_REQUIRED_HEAD = re.compile(rf"\s*[\[,]?{_HEAD.pattern}")
+_TAIL = re.compile(rf"\s*\}}\s*{END}")
+_REQUIRED_TAIL = re.compile(r"\s*\}")
 #: Schema keywords whose values are data, so that "$ref" in them is not a reference.
 _DATA_KEYWORDS = ("const", "enum", "default", "examples")
 _NO_ARGUMENTS = {
@@ -28,48 +42,65 @@ _NO_ARGUMENTS = {
 }
 
 
-def read_tools(fields: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Return the functions that the model may call, and whether it must call one.
+@dataclass(frozen=True)
+class ToolChoice:
+    """The functions that the model may call in a request.
+
+    Attributes
+    ----------
+    functions
+        Function definitions; empty if no function may be called.
+    required
+        Whether the output must be a call, or an array of calls.
+    parallel
+        Whether the output may contain more than one call.
+    """
+
+    functions: list[dict[str, Any]]
+    required: bool = False
+    parallel: bool = True
+
+    @property
+    def is_array(self) -> bool:
+        """Whether the output is a JSON array of calls."""
+        return self.required and self.parallel
+
+
+def read_tool_choice(fields: Mapping[str, Any]) -> ToolChoice:
+    """Return the functions that the model may call in a request.
 
     Parameters
     ----------
     fields
-        Fields of the request.
-
-    Returns
-    -------
-    functions : list of dict
-        Function definitions; empty if no function may be called.
-    choice : str
-        ``"auto"``, ``"required"`` or ``"none"``. If the request names a function, it is the only
-        one in `functions`, and `choice` is ``"required"``.
+        Fields of the request without nulls.
 
     Raises
     ------
     ApiError
-        If ``tools`` or ``tool_choice`` is invalid.
+        If ``tools``, ``tool_choice`` or ``parallel_tool_calls`` is invalid.
     """
     functions = _read_functions(fields.get("tools", []))
     choice = fields.get("tool_choice", "auto")
+    parallel = read_bool(fields, "parallel_tool_calls", True)
     if isinstance(choice, dict) and choice.get("type") == "function":
         named = choice.get("function")
         name = named.get("name") if isinstance(named, dict) else None
         if not isinstance(name, str) or name not in functions:
             raise ApiError(
-                f"tool_choice names {name!r}, which is not a function in tools",
+                f"tool_choice names {short_repr(name)}, which is not a function in tools",
                 param="tool_choice",
             )
-        return [functions[name]], "required"
+        return ToolChoice([functions[name]], required=True, parallel=False)
     if choice not in ("none", "auto", "required"):
         raise ApiError(
-            f"tool_choice must be none, auto, required or a function, got {choice!r}",
+            f"tool_choice must be none, auto, required or a function, got {short_repr(choice)}",
             param="tool_choice",
         )
-    if choice == "required" and not functions:
-        raise ApiError("tool_choice 'required' needs tools", param="tool_choice")
     if choice == "none":
-        return [], choice
-    return list(functions.values()), choice
+        return ToolChoice([])
+    if "tool_choice" in fields and not functions:
+        raise ApiError(f"tool_choice {choice!r} requires tools", param="tool_choice")
+    return ToolChoice(list(functions.values()), choice == "required", parallel)
 
 
 def _read_functions(tools: Any) -> dict[str, dict[str, Any]]:
@@ -88,34 +119,41 @@ def _read_functions(tools: Any) -> dict[str, dict[str, Any]]:
     return functions
 
 
-def tool_grammar(functions: Sequence[dict[str, Any]], choice: str) -> tuple[str, Any]:
-    """Return the grammar of calls to functions, as a key and a value of structured_outputs.
-
-    Parameters
-    ----------
-    functions
-        Function definitions; at least one.
-    choice
-        ``"auto"`` for calls in free text, ``"required"`` for a single call.
-    """
+def tool_grammar(tools: ToolChoice) -> tuple[str, Any]:
+    """Return the grammar of calls to functions, as a key and a value of structured_outputs."""
     schemas = {}
-    for function in functions:
+    for function in tools.functions:
         schemas[function["name"]] = function.get("parameters") or _NO_ARGUMENTS
-    if choice == "auto":
+    if not tools.required:
         tags = []
         for name, schema in schemas.items():
             begin = f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": '
             end = f"}}\n{END}"
             tags.append({"begin": begin, "schema": schema, "end": end})
         return "structural_tag", {"tags": tags, "triggers": [BEGIN]}
+    call = _any_call_schema(schemas, "/items" if tools.is_array else "")
+    if tools.is_array:
+        call = {"type": "array", "minItems": 1, "maxItems": MAX_TOOL_CALLS, "items": call}
+    return "json", call
+
+
+def _any_call_schema(schemas: Mapping[str, Any], pointer: str) -> dict[str, Any]:
+    """Return the JSON schema of a call to any function.
+
+    Parameters
+    ----------
+    schemas
+        Schemas of the arguments by function name.
+    pointer
+        JSON pointer at which the caller embeds the result into a larger schema.
+    """
     if len(schemas) == 1:
         [(name, schema)] = schemas.items()
-        return "json", _call_schema(name, schema, "")
+        return _call_schema(name, schema, pointer)
     calls: list[dict[str, Any]] = []
     for name, schema in schemas.items():
-        pointer = f"/anyOf/{len(calls)}"
-        calls.append(_call_schema(name, schema, pointer))
-    return "json", {"anyOf": calls}
+        calls.append(_call_schema(name, schema, f"{pointer}/anyOf/{len(calls)}"))
+    return {"anyOf": calls}
 
 
 def _call_schema(name: str, schema: Any, pointer: str) -> dict[str, Any]:
@@ -160,12 +198,48 @@ def _rebase_references(schema: Any, pointer: str) -> Any:
     return rebased
 
 
-def _partial_tag_length(text: str) -> int:
-    """Return the length of the longest suffix of a text that is an incomplete tag `BEGIN`."""
-    for length in range(len(BEGIN) - 1, 0, -1):
-        if text.endswith(BEGIN[:length]):
-            return length
-    return 0
+class _ValueScanner:
+    """Finds the end of a JSON value in a text that arrives in pieces.
+
+    Attributes
+    ----------
+    has_begun
+        Whether a character of the value has been scanned.
+    """
+
+    def __init__(self) -> None:
+        self.has_begun = False
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+
+    def feed(self, text: str) -> int | None:
+        """Scan the next piece; return the end of the value in it, or None if it has not ended."""
+        for position, char in enumerate(text):
+            if self._in_string:
+                self._scan_string(char)
+                if not self._in_string and self._depth == 0:
+                    return position + 1
+            elif char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif self._depth == 0 and self.has_begun and char in ",}] \t\r\n":
+                return position  # the end of a number, true, false or null
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return position + 1
+            self.has_begun = True
+        return None
+
+    def _scan_string(self, char: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif char == "\\":
+            self._is_escaped = True
+        elif char == '"':
+            self._in_string = False
 
 
 class ToolCallParser:
@@ -173,24 +247,28 @@ class ToolCallParser:
 
     Parameters
     ----------
-    choice
-        ``"required"`` if the whole output is one call, ``"auto"`` if calls are enclosed in tags.
-    max_calls
-        Maximum number of calls; further calls are dropped.
+    tools
+        Functions that the model may call. They determine the format of the output.
 
     Attributes
     ----------
     calls
-        All calls that have been parsed so far, in OpenAI's format.
+        All calls that have been parsed so far, in OpenAI's format. The arguments of the last call
+        can be incomplete.
+    cut_text
+        Text of the last call if the output has ended within its arguments; otherwise empty.
     """
 
-    def __init__(self, choice: str, max_calls: int):
-        self._begin = BEGIN if choice == "auto" else ""
-        end = END if choice == "auto" else ""
-        self._tail = re.compile(rf"\s*\}}\s*{end}")
-        self._max_calls = max_calls
+    def __init__(self, tools: ToolChoice):
+        self._required = tools.required
+        self._max_calls = MAX_TOOL_CALLS if tools.parallel else 1
         self._text = ""
+        self._num_calls = 0
+        self._scanner: _ValueScanner | None = None
+        self._call_text = ""
+        self._in_tail = False
         self.calls: list[dict[str, Any]] = []
+        self.cut_text = ""
 
     def feed(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
         """Process the next piece of the generated text.
@@ -207,49 +285,96 @@ class ToolCallParser:
         content : str
             Text that belongs to no call. Text that may be the beginning of a call is held back
             until the parser can decide.
-        calls : list of dict
-            Calls that are complete with this text.
+        deltas : list of dict
+            New parts of calls, at most one for each call, in the format of a streamed response.
+            The first delta of a call has its id and name. The arguments of all its deltas together
+            are the arguments of the call.
         """
         self._text += text
-        known_calls = len(self.calls)
         content = ""
+        deltas: list[dict[str, Any]] = []
         while True:
-            start = self._text.find(self._begin)
-            end = self._parse_call(start) if start >= 0 else None
-            if end is None:
+            if self._in_tail:
+                has_advanced = self._read_tail()
+            elif self._scanner is not None:
+                has_advanced = self._read_arguments(self._scanner, deltas)
+            else:
+                before, has_advanced = self._read_content(last, deltas)
+                content += before
+            if not has_advanced:
                 break
-            content += self._text[:start]
-            self._text = self._text[end:]
-        if last:
-            start = len(self._text)
-        elif start < 0:
-            start = len(self._text) - _partial_tag_length(self._text)
-        content += self._text[:start]
-        self._text = self._text[start:]
-        return content, self.calls[known_calls:]
+        if last and self._scanner is not None:
+            self.cut_text = self._call_text
+        return content, deltas
 
-    def _parse_call(self, start: int) -> int | None:
-        """Parse the call that begins at `start` and append it to `calls`.
+    def _read_content(self, last: bool, deltas: list[dict[str, Any]]) -> tuple[str, bool]:
+        """Read up to the arguments of the next call.
 
         Returns
         -------
-        int or None
-            Position after the call; None if the call is not complete.
+        content : str
+            Text before the call.
+        has_begun : bool
+            Whether a call has begun.
         """
-        head = _HEAD.match(self._text, start + len(self._begin))
-        if head is None:
-            return None
-        try:
-            _, arguments_end = _DECODER.raw_decode(self._text, head.end())
-        except (ValueError, RecursionError):
-            return None
-        tail = self._tail.match(self._text, arguments_end)
+        if self._required:
+            start = 0
+            head = _REQUIRED_HEAD.match(self._text)
+        else:
+            start = self._text.find(BEGIN)
+            head = _HEAD.match(self._text, start + len(BEGIN)) if start >= 0 else None
+        if head is not None:
+            content = self._text[:start]
+            self._call_text = self._text[start : head.end()]
+            self._text = self._text[head.end() :]
+            self._begin_call(json.loads(head["name"]), deltas)
+            return content, True
+        if self._required:
+            return "", False
+        end = start
+        if last:
+            end = len(self._text)
+        elif start < 0:
+            end = len(self._text) - partial_tag_length(self._text, BEGIN)
+        content = self._text[:end]
+        self._text = self._text[end:]
+        return content, False
+
+    def _begin_call(self, name: str, deltas: list[dict[str, Any]]) -> None:
+        self._scanner = _ValueScanner()
+        self._num_calls += 1
+        if self._num_calls > self._max_calls:
+            return
+        call_id = f"call_{secrets.token_hex(12)}"
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
+        deltas.append({"index": len(self.calls), **call, "function": dict(call["function"])})
+        self.calls.append(call)
+
+    def _read_arguments(self, scanner: _ValueScanner, deltas: list[dict[str, Any]]) -> bool:
+        """Read arguments; return whether they have ended."""
+        if not scanner.has_begun:
+            self._text = self._text.lstrip()
+        end = scanner.feed(self._text)
+        piece = self._text if end is None else self._text[:end]
+        self._text = self._text[len(piece) :]
+        self._call_text += piece
+        if piece and self._num_calls <= self._max_calls:
+            index = len(self.calls) - 1
+            self.calls[index]["function"]["arguments"] += piece
+            if not deltas or deltas[-1]["index"] != index:
+                deltas.append({"index": index, "function": {"arguments": ""}})
+            deltas[-1]["function"]["arguments"] += piece
+        if end is None:
+            return False
+        self._scanner = None
+        self._in_tail = True
+        return True
+
+    def _read_tail(self) -> bool:
+        """Read the text that closes a call; return whether it is complete."""
+        tail = (_REQUIRED_TAIL if self._required else _TAIL).match(self._text)
         if tail is None:
-            return None
-        if len(self.calls) < self._max_calls:
-            name = json.loads(head[1])
-            arguments = self._text[head.end() : arguments_end]
-            function = {"name": name, "arguments": arguments}
-            call_id = f"call_{secrets.token_hex(12)}"
-            self.calls.append({"id": call_id, "type": "function", "function": function})
-        return tail.end()
+            return False
+        self._text = self._text[tail.end() :]
+        self._in_tail = False
+        return True

@@ -1,0 +1,298 @@
+"""Tests of fields and endpoints that the server has in common with vLLM and SGLang."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from http.client import HTTPConnection
+
+import pytest
+
+from graft.models.request import Request
+
+for package in ("starlette", "uvicorn", "prometheus_client"):
+    pytest.importorskip(package, reason="the extra serve is not installed")
+openai = pytest.importorskip("openai", reason="the package openai is not installed")
+pytest.importorskip("httpx", reason="the package httpx is not installed")
+
+from serving_util import PERSON, PROMPT, chat, response_format, run_server  # noqa: E402
+
+KEY = {"authorization": "Bearer key"}
+
+
+@pytest.fixture
+def post(server, http):
+    """Return a function that sends a request with a key and returns status and parsed body."""
+
+    def send(path, **fields):
+        response = http.post(
+            server.url.removesuffix("/v1") + path, json=fields, headers=KEY, timeout=60
+        )
+        return response.status_code, response.json()
+
+    return send
+
+
+@pytest.fixture
+def complete(post):
+    """Return a function that sends a completion request and returns its first choice."""
+
+    def send(**fields):
+        defaults = {"prompt": "name: Olga", "temperature": 0, "max_tokens": 8}
+        status, body = post("/v1/completions", **defaults | fields)
+        assert status == 200, body
+        return body["choices"][0]
+
+    return send
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"skip_special_tokens": True},
+        {"spaces_between_special_tokens": True},
+        {"ignore_eos": False},
+        {"add_generation_prompt": True},
+        {"continue_final_message": False},
+        {"use_beam_search": False},
+        {"reasoning_effort": "low"},
+        {"echo": False},
+        {"store": True},
+        {"length_penalty": 1},
+        {"include_stop_str_in_output": False},
+        {"tool_choice": "none"},
+        {"stream_options": None},
+        {"logprobs": False, "top_logprobs": 0},
+    ],
+)
+def test_neutral_fields_do_not_change_the_output(post, fields):
+    messages = [{"role": "user", "content": PROMPT}]
+    request = {"messages": messages, "temperature": 0, "max_tokens": 20}
+    status, body = post("/v1/chat/completions", **request | fields)
+    assert status == 200, body
+    plain = post("/v1/chat/completions", **request)[1]
+    assert body["choices"] == plain["choices"]
+
+
+def test_ignore_eos_generates_up_to_max_tokens(client, complete):
+    """Stop ids of the request, and the end of a grammar, still end the output."""
+    assert chat(client).choices[0].finish_reason == "stop"
+    choice = chat(client, ignore_eos=True, max_tokens=30).choices[0]
+    assert choice.finish_reason == "length"
+    choice = chat(client, ignore_eos=True, response_format=response_format(PERSON)).choices[0]
+    assert choice.finish_reason == "stop"
+    assert {*json.loads(choice.message.content)} == {"name", "age"}
+    choice = complete(ignore_eos=True)
+    assert choice["finish_reason"] == "length"
+
+
+def test_stop_reason_is_the_stop_string_or_the_requested_stop_id(engine, client, complete):
+    """For a stop id of the model, ``stop_reason`` is null and ``matched_stop`` is the id."""
+    choice = complete(stop=["gaO"])
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("Ol", "stop", "gaO")
+    token = engine.tokenizer.encode("Olga")[-1]
+    choice = complete(stop_token_ids=[token])
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token)
+    choice = complete()
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+    choice = chat(client).choices[0]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", None)
+    assert choice.matched_stop in engine.tokenizer.stop_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_string_ends_output_with_grammar(client, stream):
+    response = chat(client, response_format=response_format(PERSON), stop=[" Novak"], stream=stream)
+    if stream:
+        choices = [chunk.choices[0] for chunk in response]
+        text = "".join(choice.delta.content for choice in choices)
+    else:
+        choices = response.choices
+        text = choices[0].message.content
+    assert text == '{"name": "Olga'
+    assert (choices[-1].finish_reason, choices[-1].stop_reason) == ("stop", " Novak")
+
+
+def test_echo_returns_prompt_text_and_its_log_probabilities(engine, complete):
+    """The log probabilities of a prompt equal those of the same tokens when generated."""
+    ids = engine.tokenizer.encode("name: Olga")
+    [output] = engine.generate([Request(tokens=ids, max_tokens=8, logprobs=2)])
+    prompt = ids + output.tokens
+    choice = complete(prompt=prompt, echo=True, logprobs=2)
+    assert choice["text"].startswith(engine.tokenizer.decode(prompt))
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+    generated = logprobs["token_logprobs"][len(ids) : len(prompt)]
+    assert generated == [logprob.value for logprob in output.logprobs]
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    assert complete(echo=True)["text"] == "name: Olga" + complete()["text"]
+    entries = complete(prompt=prompt, prompt_logprobs=1)["prompt_logprobs"]
+    assert entries[0] is None and len(entries) == len(prompt)
+    for entry, token, logprob in zip(
+        entries[len(ids) :], output.tokens, output.logprobs, strict=True
+    ):
+        assert entry[str(token)]["logprob"] == logprob.value
+
+
+def test_streamed_echo_equals_response_that_is_not_streamed(client):
+    fields = {
+        "model": "demo",
+        "prompt": "name: Olga",
+        "max_tokens": 8,
+        "temperature": 0,
+        "echo": True,
+        "logprobs": 1,
+        "n": 2,
+    }
+    expected = client.completions.create(**fields)
+    texts = ["", ""]
+    tokens = [[], []]
+    for chunk in client.completions.create(**fields, stream=True):
+        [choice] = chunk.choices
+        texts[choice.index] += choice.text
+        tokens[choice.index] += choice.logprobs.tokens
+    assert texts == [choice.text for choice in expected.choices]
+    assert tokens == [choice.logprobs.tokens for choice in expected.choices]
+
+
+def test_completion_top_logprobs_contain_the_sampled_token(complete):
+    """With ``logprobs`` N, there are up to N + 1 tokens, as in OpenAI's API."""
+    for count in (0, 2):
+        choice = complete(logprobs=count, logit_bias={"5": 100})
+        logprobs = choice["logprobs"]
+        for token, top in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True):
+            assert token in top
+            assert max(1, count) <= len(top) <= count + 1
+
+
+def test_continue_final_message_extends_the_last_message(engine, post):
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "Sure, <|end|>"},
+    ]
+    fields = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    tokens = post("/tokenize", **fields)[1]["tokens"]
+    text = engine.tokenizer.decode(tokens, special=True)
+    assert text.endswith("Sure, <|end|>")
+    stop_ids = set(engine.tokenizer.stop_ids)
+    assert not stop_ids.intersection(tokens[-4:])
+    request = fields | {"temperature": 0, "max_tokens": 5}
+    plain = post("/v1/chat/completions", **request)[1]["choices"][0]["message"]
+    echo = post("/v1/chat/completions", **request, echo=True)[1]["choices"][0]["message"]
+    assert echo["content"] == "Sure, <|end|>" + plain["content"]
+    status, body = post("/v1/chat/completions", **request | {"add_generation_prompt": True})
+    assert status == 400
+    assert body["error"]["param"] == "continue_final_message"
+
+
+def test_chat_accepts_tool_call_without_arguments_in_history(post):
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "done"},
+    ]
+    assert post("/v1/chat/completions", messages=messages, max_tokens=3)[0] == 200
+
+
+def test_required_call_that_is_cut_is_not_returned_as_content(client):
+    tools = [{"type": "function", "function": {"name": "person", "parameters": PERSON}}]
+    for max_tokens in (1, 12):
+        response = chat(client, tools=tools, tool_choice="required", max_tokens=max_tokens)
+        [choice] = response.choices
+        assert choice.finish_reason == "length"
+        assert choice.message.content == "" and not choice.message.tool_calls
+
+
+def test_stream_reports_usage_in_every_chunk(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = chat(client, stream=True, stream_options=options, max_tokens=10)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(set(counts))
+    assert counts[-1] == last.usage.completion_tokens
+    assert last.choices == []
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    chunks = list(chat(client, stream=True, stream_options=options, max_tokens=10))
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_tokenize_and_detokenize_endpoints(engine, post):
+    tokenizer = engine.tokenizer
+    text = "name: Olga"
+    for special in (False, True):
+        status, body = post("/tokenize", prompt=text, model="demo", add_special_tokens=special)
+        expected = tokenizer.encode(text, special=special)
+        assert status == 200
+        assert body == {
+            "count": len(expected),
+            "max_model_len": 512,
+            "tokens": expected,
+            "token_strs": None,
+        }
+    names = post("/tokenize", prompt=text, return_token_strs=True)[1]["token_strs"]
+    assert names == [tokenizer.backend.id_to_token(token) for token in expected]
+    assert post("/detokenize", tokens=expected) == (200, {"prompt": text})
+    messages = [{"role": "user", "content": text}]
+    assert post("/tokenize", messages=messages)[1]["tokens"] == tokenizer.chat(messages)
+    for path, fields in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": ["a"]}),
+        ("/tokenize", {"prompt": "a", "messages": messages}),
+        ("/detokenize", {"tokens": [10**9]}),
+        ("/detokenize", {"tokens": "a"}),
+    ):
+        assert post(path, **fields)[0] == 400
+
+
+def test_version_and_model_endpoints(server, client, http):
+    from graft.tools.cli import version
+
+    response = http.get(f"{server.url.removesuffix('/v1')}/version")
+    assert response.json() == {"version": version()}
+    model = client.models.retrieve("demo")
+    assert (model.root, model.max_model_len) == ("demo", 512)
+    assert model.created > 0
+
+
+def test_server_uses_given_chat_template(engine, http):
+    with run_server(engine, chat_template="{{ messages[0].content }}!") as server:
+        root = server.url.removesuffix("/v1")
+        messages = [{"role": "user", "content": "hi"}]
+        body = http.post(f"{root}/tokenize", json={"messages": messages}).json()
+    assert engine.tokenizer.decode(body["tokens"]) == "hi!"
+
+
+def test_access_log_has_one_line_per_request(engine, http, capsys):
+    with run_server(engine, access_log=True) as server:
+        http.get(f"{server.url.removesuffix('/v1')}/health")
+    assert '"GET /health HTTP/1.1" 200' in capsys.readouterr().out
+
+
+def test_server_requires_json_and_allowed_host(engine, http):
+    """Otherwise, web pages could send requests to a server without authentication."""
+    with run_server(engine, hosts=frozenset({"127.0.0.1"})) as server:
+        body = json.dumps({"prompt": "a"})
+        url = f"{server.url}/completions"
+        for headers, status in (
+            ({"content-type": "text/plain"}, 415),
+            ({}, 415),
+            ({"content-type": "application/json; charset=utf-8"}, 200),
+            ({"content-type": "application/json", "host": "example.org:80"}, 403),
+        ):
+            response = http.post(url, content=body, headers=headers, timeout=60)
+            assert response.status_code == status
+        assert http.get(f"{server.url}/models", headers={"host": "[::1]:8000"}).status_code == 403
+
+
+def test_error_for_large_body_can_be_read(server, capfd):
+    """The client sends the whole body before it reads the response."""
+    body = json.dumps({"prompt": "a" * (20 << 20)})
+    headers = KEY | {"content-type": "application/json", "connection": "close"}
+    for _ in range(3):
+        connection = HTTPConnection(server.url.split("/")[2], timeout=60)
+        with closing(connection):
+            connection.request("POST", "/v1/completions", body, headers)
+            response = connection.getresponse()
+            assert response.status == 413
+            assert "longer than 20000 bytes" in json.load(response)["error"]["message"]
+    assert capfd.readouterr().err == ""

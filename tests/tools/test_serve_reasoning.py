@@ -1,0 +1,71 @@
+"""Tests of the separation of reasoning sections from answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from graft.tools.serve.reasoning import ReasoningParser, has_reasoning, starts_in_reasoning
+
+for package in ("starlette", "uvicorn", "prometheus_client"):
+    pytest.importorskip(package, reason="the extra serve is not installed")
+openai = pytest.importorskip("openai", reason="the package openai is not installed")
+
+from serving_util import PERSON, chat, response_format, run_server  # noqa: E402
+
+
+@pytest.mark.parametrize("size", [1, 4, 100])
+@pytest.mark.parametrize(
+    ("text", "starts", "expected"),
+    [
+        ("<think>a < b</think>so", False, ("a < b", "so")),
+        ("\n<think>a</think></think>", False, ("a", "</think>")),
+        ("a</think>so", True, ("a", "so")),
+        ("<think>a</think>so", True, ("a", "so")),
+        ("<thin", False, ("", "<thin")),
+        ("a</thi", True, ("a</thi", "")),
+        ("so <think>a</think>", False, ("", "so <think>a</think>")),
+    ],
+)
+def test_reasoning_parser_separates_reasoning_from_answer(text, starts, expected, size):
+    parser = ReasoningParser(starts)
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    reasoning = ""
+    answer = ""
+    for i, piece in enumerate(pieces):
+        new_reasoning, new_answer = parser.feed(piece, i == len(pieces) - 1)
+        reasoning += new_reasoning
+        answer += new_answer
+    assert (reasoning, answer) == expected
+
+
+def test_prompt_determines_whether_output_starts_in_reasoning():
+    assert not has_reasoning("<think>\n\n</think>\n\n")
+    assert has_reasoning("assistant\n")
+    assert starts_in_reasoning("qwen3", "assistant\n<think>\n")
+    assert not starts_in_reasoning("qwen3", "assistant\n")
+    assert starts_in_reasoning("deepseek_r1", "assistant\n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_server_applies_grammar_after_reasoning(engine, stream):
+    """The demo model does not reason, so a logit bias makes it generate the end of the section."""
+    tag = engine.tokenizer.encode("</think>")
+    fields = {
+        "response_format": response_format(PERSON),
+        "logit_bias": {str(token): 200 - 10 * i for i, token in enumerate(tag)},
+        "repetition_penalty": 100.0,
+        "stream": stream,
+    }
+    with (
+        run_server(engine, reasoning_parser="deepseek_r1") as server,
+        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
+    ):
+        response = chat(client, **fields)
+        if stream:
+            parts = [chunk.choices[0].delta for chunk in response]
+        else:
+            parts = [response.choices[0].message]
+    content = "".join(part.content or "" for part in parts)
+    reasoning = "".join(getattr(part, "reasoning_content", None) or "" for part in parts)
+    assert content.startswith("{")
+    assert "</think>" not in content + reasoning

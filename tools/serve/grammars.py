@@ -1,0 +1,214 @@
+"""Grammars of API requests: response_format, structured_outputs, and fields of vLLM and SGLang."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from graft.grammar.grammar_spec import GrammarSpec
+from graft.grammar.spec import parse_json
+from graft.models.request import Limits, check_size
+from graft.sampling.checks import short_repr
+from graft.tools.grammar_options import make_grammar
+from graft.tools.serve.errors import ApiError
+from graft.tools.serve.fields import GRAMMAR_FIELDS
+from graft.tools.serve.tool_calls import read_tool_choice, tool_grammar
+
+_STRUCTURED_KEYS = {
+    "json",
+    "json_object",
+    "regex",
+    "choice",
+    "grammar",
+    "structural_tag",
+}
+#: Types of the ``format`` of a structural tag that are equivalent to a key of structured_outputs,
+#: with this key and the name of the field that has the value.
+_FORMATS = {
+    "json_schema": ("json", "json_schema"),
+    "regex": ("regex", "pattern"),
+    "grammar": ("ebnf", "grammar"),
+}
+
+
+def find_grammar(fields: Mapping[str, Any], limits: Limits) -> tuple[str, str] | None:
+    """Return the grammar that response_format, structured_outputs or tools define.
+
+    Parameters
+    ----------
+    fields
+        Fields of the request without nulls.
+    limits
+        Maximum sizes of requests.
+
+    Returns
+    -------
+    (str, str) or None
+        Arguments for `make_grammar_spec`; None if the request has no grammar.
+
+    Raises
+    ------
+    ApiError, RequestError
+        If the request has more than one grammar, or the grammar is too large.
+    """
+    found = [*_response_format(fields), *_structured_outputs(fields)]
+    tools = read_tool_choice(fields)
+    if tools.functions:
+        check_size("tools", tools.functions, "grammar_bytes", limits)
+        found.append(("tools", *tool_grammar(tools)))
+    if len(found) > 1:
+        names = " and ".join(name for name, _, _ in found)
+        raise ApiError(f"give at most one grammar, got {names}", param=found[1][0])
+    if not found:
+        return None
+    [(name, key, value)] = found
+    check_size(name, value, "grammar_bytes", limits)
+    return key, json.dumps(value)
+
+
+def _response_format(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
+    """Return the grammar of response_format as a list of at most one grammar.
+
+    A grammar is a tuple of the name of the request field, a key of structured_outputs, and the
+    value of that key.
+    """
+    response_format = fields.get("response_format", {"type": "text"})
+    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    if kind == "text":
+        return []
+    if kind in ("json_object", "structural_tag"):
+        return [("response_format", kind, response_format)]
+    if kind == "json_schema":
+        definition = response_format.get("json_schema")
+        if isinstance(definition, dict) and "schema" in definition:
+            return [("response_format", "json", definition["schema"])]
+    raise ApiError(
+        "response_format must be text, json_object, json_schema with a schema, or "
+        f"structural_tag, got {short_repr(response_format)}",
+        param="response_format",
+    )
+
+
+def _structured_outputs(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
+    """Return the grammars of structured_outputs and of the fields in `GRAMMAR_FIELDS`.
+
+    Each grammar is a tuple of the name of the request field, a key of structured_outputs, and the
+    value of that key.
+    """
+    structured = fields.get("structured_outputs")
+    if structured is None:
+        structured = {}
+    elif (
+        not isinstance(structured, dict)
+        or not _STRUCTURED_KEYS.issuperset(structured)
+        or all(value is None for value in structured.values())
+    ):
+        raise ApiError(
+            f"structured_outputs must have one of {', '.join(sorted(_STRUCTURED_KEYS))}, "
+            f"got {short_repr(structured)}",
+            param="structured_outputs",
+        )
+    # Error messages name the key (such as "regex"), not the field structured_outputs.
+    entries = [(key, key, value) for key, value in structured.items()]
+    for name, key in GRAMMAR_FIELDS.items():
+        if name in fields:
+            entries.append((name, key, fields[name]))
+    return [
+        (name, key, value)
+        for name, key, value in entries
+        if value is not None and (key, value) != ("json_object", False)
+    ]
+
+
+@functools.lru_cache(64)
+def make_grammar_spec(key: str, text: str) -> GrammarSpec | None:
+    """Return the grammar that a key of structured_outputs, or the key ``"ebnf"``, defines.
+
+    Results are cached, because the check of a grammar can be slow, and clients often send the same
+    grammar in many requests.
+
+    Parameters
+    ----------
+    key
+        Key, for example ``"regex"``.
+    text
+        Value of the key, as JSON text.
+
+    Raises
+    ------
+    GrammarError, OptionError
+        If the grammar is invalid.
+    """
+    value = json.loads(text)
+    if key == "structural_tag":
+        key, value = _structural_tag(value)
+        if key == "any_text":
+            return None
+    if key == "json":
+        key = "schema"
+    elif key == "json_object":
+        value = True
+    elif key == "grammar":  # only EBNF rules contain "::=", Lark rules do not
+        key = "ebnf" if "::=" in str(value) else "lark"
+    return make_grammar({key: value}, partial=False)
+
+
+def _structural_tag(value: Any) -> tuple[str, Any]:
+    """Convert a structural tag from the format of OpenAI, or of XGrammar, to a key and a value."""
+    if isinstance(value, str):
+        value = parse_json("structural tag", value)
+    if not isinstance(value, dict) or value.get("type", "structural_tag") != "structural_tag":
+        return "structural_tag", value
+    if "format" in value:
+        return _structural_format(value["format"])
+    converted = {}
+    for key, entry in value.items():
+        if key == "structures":
+            converted["tags"] = entry
+        elif key != "type":
+            converted[key] = entry
+    return "structural_tag", converted
+
+
+def _structural_format(form: Any) -> tuple[str, Any]:
+    """Convert the ``format`` of a structural tag of XGrammar to a key and a value."""
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind == "any_text":
+        return "any_text", None
+    if kind == "const_string":
+        return "choice", [form.get("value")]
+    if kind in _FORMATS:
+        key, field = _FORMATS[kind]
+        if field in form:
+            return key, form[field]
+    if kind == "triggered_tags" and not form.get("stop_after_first"):
+        tags = form.get("tags")
+        converted = {
+            "tags": [_convert_tag(tag) for tag in tags] if isinstance(tags, list) else tags,
+            "triggers": form.get("triggers"),
+            "at_least_one": form.get("at_least_one", False),
+        }
+        return "structural_tag", converted
+    raise ApiError(
+        "the format of a structural tag must be any_text, const_string, json_schema, regex, "
+        "grammar, or triggered_tags without stop_after_first and with a json_schema in each tag, "
+        f"got {short_repr(form)}",
+        param="response_format",
+    )
+
+
+def _convert_tag(tag: Any) -> Any:
+    """Convert a tag of ``triggered_tags`` to an object with begin, schema and end."""
+    content = tag.get("content") if isinstance(tag, dict) else None
+    if not isinstance(content, dict) or content.get("type") != "json_schema":
+        raise ApiError(
+            f"the content of a tag must be a json_schema, got {short_repr(tag)}",
+            param="response_format",
+        )
+    return {
+        "begin": tag.get("begin"),
+        "schema": content.get("json_schema"),
+        "end": tag.get("end"),
+    }
