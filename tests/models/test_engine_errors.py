@@ -38,14 +38,19 @@ def live_resources():
     return {name: live[name] for name in ("device_memory", "pinned_memory", "graph_exec")}
 
 
-def wait_until_released(before):
-    """Wait until no more resources are live than in `before`, a result of `live_resources`."""
+def process_resources():
+    """Return the numbers of threads and open file descriptors of this process."""
+    return {name: len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd")}
+
+
+def wait_until_released(before, count=live_resources):
+    """Wait until `count` returns no greater numbers than `before`, an earlier result of it."""
     deadline = time.monotonic() + 30
-    live = live_resources()
+    live = count()
     while any(live[name] > before[name] for name in live):
         assert time.monotonic() < deadline, (live, before)
         time.sleep(0.01)
-        live = live_resources()
+        live = count()
 
 
 def run_child(script):
@@ -366,15 +371,13 @@ def test_engine_load_releases_resources_on_keyboard_interrupt(owner, name, engin
         return original(*args, **kwargs)
 
     before = live_resources()
-    threads = len(os.listdir("/proc/self/task"))
-    descriptors = len(os.listdir("/proc/self/fd"))
+    process_before = process_resources()
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             demo_engine(max_batch_size=2)
     wait_until_released(before)
-    assert len(os.listdir("/proc/self/task")) <= threads
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    wait_until_released(process_before, process_resources)
     with demo_engine(max_batch_size=2) as other:
         assert [output.tokens for output in other.generate(requests)] == expected
 
