@@ -422,7 +422,6 @@ def test_output_validity_ignores_text_before_the_marker():
         "--draft-length 0",
         "--top-p 0",
         "--temperature -1",
-        "--stop a --regex [a-z]+",
         "--json --stream",
         "--logprobs 2",
         "--no-speculation --draft-tree 2x1",

@@ -17,6 +17,7 @@ import pytest
 
 from graft.tools import cli
 from graft.tools.bench import serving as serving_bench
+from graft.tools.serve import command
 from graft.tools.serve.command import bind_socket
 
 for package in ("starlette", "uvicorn", "prometheus_client"):
@@ -36,6 +37,7 @@ from serving_util import (  # noqa: E402
     wait_for,
 )
 
+LOCAL_NAMES = {"localhost", "127.0.0.1", "[::1]"}
 LONG_REQUEST = {
     "prompt": "a",
     "max_tokens": 400,
@@ -197,6 +199,45 @@ def test_serve_command_reports_missing_packages_and_used_addresses(monkeypatch, 
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert cli.main(["serve"]) == 2
     assert "the package uvicorn: pip install 'graft-cuda[serve]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--port 99999", "'99999' is not a port from 0 to 65535"),
+        ("--port -1", "'-1' is not a port"),
+        ("--replica-timeout 0", "'0' is not a number of seconds of at least 1"),
+        ("--reasoning-parser other", "invalid choice: 'other'"),
+    ],
+)
+def test_serve_command_rejects_invalid_options(arguments, words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["serve", *arguments.split()])
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys", "hosts"),
+    [
+        ("", (), LOCAL_NAMES),
+        ("--host ::1", (), LOCAL_NAMES | {"::1"}),
+        ("--api-key a b --api-key c", ("a", "b", "c"), None),
+        ("--allowed-host Example.org", (), LOCAL_NAMES | {"example.org"}),
+        ("--host 0.0.0.0", (), None),
+        ("--host 0.0.0.0 --allowed-host example.org", (), {"example.org"}),
+    ],
+)
+def test_serve_command_accepts_several_keys_and_limits_hosts(arguments, keys, hosts, monkeypatch):
+    """Without keys, a server on a loopback address accepts only local host names."""
+    monkeypatch.delenv(command.API_KEY_VARIABLE, raising=False)
+    options = cli.parser().parse_args(["serve", *arguments.split()])
+    assert command.read_api_keys(options.api_key) == keys
+    assert command.allowed_hosts(options) == hosts
+
+
+def test_api_key_variable_can_contain_several_keys(monkeypatch):
+    monkeypatch.setenv(command.API_KEY_VARIABLE, "a, b")
+    assert command.read_api_keys(None) == ("a", "b")
 
 
 @pytest.mark.full
