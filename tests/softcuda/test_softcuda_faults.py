@@ -210,7 +210,11 @@ def many():
     for i in range(200):
         s.try_launch(nop, 1, 1, p, stream=stream[i % 4])
 many()
+event = s.cuEventCreate(2)
 s.try_launch(bad, 64, 32, p, np.int64(100), stream=stream[1])
+d.cuEventRecord(event, stream[1])
+for other in stream:
+    d.cuStreamWaitEvent(other, event, 0)  # no stream is complete before the fault
 many()
 assert in_threads(lambda q: code(d.cuStreamSynchronize(q)), *stream) == ["ILLEGAL_ADDRESS"] * 4
 """,
