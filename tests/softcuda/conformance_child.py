@@ -143,8 +143,9 @@ class Arguments:
     def create_graph(self) -> Any:
         """Return a graph with one node of each kind in ``NODES``."""
         graph = self.soft.cuGraphCreate(0)
-        for name, add in NODES.items():
-            self.created[name] = int(add(self, graph))
+        nodes = {name: add(self, graph) for name, add in NODES.items()}
+        self.created.update({name: int(node) for name, node in nodes.items()})
+        self.soft.cuGraphAddDependencies(graph, [nodes["mnode"]], [nodes["cnode"]], None, 1)
         return graph
 
     def create_graph2(self) -> Any:
@@ -207,7 +208,13 @@ class Arguments:
 NODES: dict[str, Callable[[Arguments, Any], Any]] = {
     "node": lambda a, graph: a.soft.cuGraphAddEmptyNode(graph, [], 0),
     "knode": lambda a, graph: a.soft.cuGraphAddKernelNode(graph, [], 0, a.kernel()),
+    "cnode": lambda a, graph: a.soft.cuGraphAddMemcpyNode(graph, [], 0, a.copy(), 0),
+    "mnode": lambda a, graph: a.soft.add_fill(graph, [], a.word("dptr"), 0),
     "hnode": lambda a, graph: a.soft.cuGraphAddHostNode(graph, [], 0, a.host()),
+    "bnode": lambda a, graph: a.soft.cuGraphAddBatchMemOpNode(graph, [], 0, a.batch()),
+    "gnode": lambda a, graph: a.soft.cuGraphAddChildGraphNode(graph, [], 0, a.word("graph2")),
+    "rnode": lambda a, graph: a.soft.cuGraphAddEventRecordNode(graph, [], 0, a.word("event")),
+    "wnode": lambda a, graph: a.soft.cuGraphAddEventWaitNode(graph, [], 0, a.word("event")),
 }
 
 #: Functions that create arguments, by the argument's name in the table. Arguments that need more
@@ -225,12 +232,18 @@ CREATE: dict[str, Callable[[Arguments], Any]] = {
     "library": lambda a: a.soft.cuLibraryLoadData(a.image, [], [], 0, [], [], 0),
     "kernel": lambda a: a.soft.cuLibraryGetKernel(a.word("library"), b"step"),
     "object": lambda a: a.soft.cuUserObjectCreate(0, a.d.CUhostFn(a.word("fn")), 1, 1),
+    "clone": lambda a: a.soft.cuGraphClone(a.word("graph")),
     "exec": lambda a: a.soft.cuGraphInstantiate(a.word("graph"), 0),
     "fn": lambda a: address(ctypes.CDLL(None).abs),
     "arguments": lambda a: a.array(a.array(a.word("dptr"))),
     "symbol": lambda a: a.buffer(b"cuInit"),
     "name": lambda a: a.buffer(b"step"),
     "image": lambda a: a.buffer(a.image),
+    "dot": lambda a: a.buffer(b"/dev/null"),
+    "first": lambda a: a.array(a.word("node")),
+    "second": lambda a: a.array(a.word("knode")),
+    "joined_from": lambda a: a.array(a.word("mnode")),
+    "joined_to": lambda a: a.array(a.word("cnode")),
     "attributes": lambda a: a.array(2),
     "results": lambda a: a.array(a.buffer()),
     "host": lambda a: a.struct(a.host()),

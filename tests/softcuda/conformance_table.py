@@ -53,7 +53,14 @@ KINDS = frozenset(
         "exec",
         "node",
         "knode",
+        "cnode",
+        "mnode",
         "hnode",
+        "bnode",
+        "gnode",
+        "rnode",
+        "wnode",
+        "clone",
         "module",
         "function",
         "library",
@@ -166,10 +173,30 @@ cuGraphAddChildGraphNode [] out graph 0 0 graph2
 cuGraphAddNode [] out graph 0 0 0 in.node_params
 cuGraphConditionalHandleCreate [] out graph ctx 0 0|2
 cuGraphDestroyNode [] node
-cuGraphGetNodes [] graph 0 out
+cuGraphClone [] out graph
+cuGraphNodeFindInClone [] out node~INVALID_VALUE clone~INVALID_VALUE
+cuGraphAddDependencies [] graph in.first in.second 0 1
+cuGraphRemoveDependencies [] graph in.joined_from in.joined_to 0 1
+cuGraphDebugDotPrint [] graph in.dot 0
+cuGraphGetNodes,cuGraphGetRootNodes [] graph 0 out
 cuGraphGetEdges [] graph 0 0 0 out
+cuGraphNodeGetDependencies,cuGraphNodeGetDependentNodes [] node 0 0 out
 cuGraphNodeGetType [] node out
-cuGraphKernelNodeGetParams [] knode out
+cuGraphNodeGetParams,cuGraphKernelNodeGetParams [] knode out
+cuGraphMemcpyNodeGetParams [] cnode out
+cuGraphMemsetNodeGetParams [] mnode out
+cuGraphBatchMemOpNodeGetParams [] bnode out
+cuGraphChildGraphNodeGetGraph [] gnode out
+cuGraphEventRecordNodeGetEvent [] rnode out
+cuGraphEventWaitNodeGetEvent [] wnode out
+cuGraphNodeSetParams [] mnode in.node_params
+cuGraphKernelNodeSetParams [] knode in.kernel
+cuGraphMemcpyNodeSetParams [] cnode in.copy
+cuGraphMemsetNodeSetParams [] mnode in.fill
+cuGraphHostNodeSetParams [] hnode in.host
+cuGraphBatchMemOpNodeSetParams [] bnode in.batch
+cuGraphEventRecordNodeSetEvent [] rnode event
+cuGraphEventWaitNodeSetEvent [] wnode event
 cuGraphKernelNodeGetAttribute [] knode 8|99:NOT_SUPPORTED out
 cuGraphKernelNodeSetAttribute [] knode 8|99:NOT_SUPPORTED in.bytes
 cuGraphHostNodeGetParams [] hnode out
@@ -179,7 +206,15 @@ cuGraphExecGetFlags [] exec out
 cuGraphUpload,cuGraphLaunch [] exec stream
 cuGraphExecDestroy [] exec
 cuGraphExecUpdate [] exec graph out
+cuGraphExecNodeSetParams [] exec mnode~INVALID_VALUE in.node_params
 cuGraphExecKernelNodeSetParams [] exec knode~INVALID_VALUE in.kernel
+cuGraphExecMemcpyNodeSetParams [] exec cnode~INVALID_VALUE in.copy 0
+cuGraphExecMemsetNodeSetParams [] exec mnode~INVALID_VALUE in.fill 0
+cuGraphExecHostNodeSetParams [] exec hnode~INVALID_VALUE in.host
+cuGraphExecBatchMemOpNodeSetParams [] exec bnode~INVALID_VALUE in.batch
+cuGraphExecChildGraphNodeSetParams [] exec gnode~INVALID_VALUE graph2
+cuGraphExecEventRecordNodeSetEvent [] exec rnode~INVALID_VALUE event
+cuGraphExecEventWaitNodeSetEvent [] exec wnode~INVALID_VALUE event
 cuGraphNodeSetEnabled [] exec knode~INVALID_VALUE 1
 cuGraphNodeGetEnabled [] exec knode~INVALID_VALUE out
 cuDevicePrimaryCtxRelease [f] dev

@@ -310,7 +310,7 @@ def test_graph_set_params_affects_later_launches_only(
 ):
     """Setting node parameters does not affect launches that are already queued.
 
-    Host nodes cannot be changed or disabled.
+    Host nodes cannot be disabled or get the parameters of a kernel.
     """
     gate = threading.Event()
     callback = CALLBACK(lambda _: gate.wait(10) and None)

@@ -50,6 +50,8 @@ def word(handle):
     [
         (IF, 1, {0: 0, 1: 1, 7: 1}),
         (IF, 2, {0: 10, 5: 1}),
+        (SWITCH, 1, {0: 1, 1: 0}),
+        (SWITCH, 2, {0: 1, 1: 10, 2: 0}),
     ],
 )
 def test_conditional_if_runs_body_by_value(
@@ -170,7 +172,7 @@ def test_conditional_handle_belongs_to_one_node(soft, graph) -> None:
     assert soft.conditional(graph, [], foreign, IF)[0] == "INVALID_VALUE"
     assert code(soft.d.cuGraphInstantiate(elsewhere, 0)) == "INVALID_VALUE"
     assert soft.conditional(graph, [], handle, WHILE, 2)[0] == "INVALID_VALUE"
-    assert soft.conditional(graph, [], handle, SWITCH, 3)[0] == "NOT_SUPPORTED"
+    assert soft.conditional(graph, [], handle, SWITCH, 0)[0] == "INVALID_VALUE"
     add_conditional(soft, graph, [], handle, IF)
     assert soft.conditional(graph, [], handle, IF)[0] == "INVALID_VALUE"
 

@@ -7,10 +7,8 @@ from softcuda_util import check, codes
 
 
 def test_error_names_and_strings_are_defined_for_all_codes(soft):
-    """Each code that the soft device returns has the name that CUDA defines, and a text."""
-    known = [error for error in soft.d.CUresult if soft.d.cuGetErrorName(error)[1]]
-    assert len(known) == 31
-    for error in known:
+    """Each code of CUresult has the name that CUDA defines, and a text."""
+    for error in soft.d.CUresult:
         assert soft.cuGetErrorName(error).decode() == error.name
         assert soft.cuGetErrorString(error)
 

@@ -1,4 +1,4 @@
-// The condition of an IF or WHILE node. Kernels set it through a conditional handle, which is the
+// The condition of a conditional node. Kernels set it through a conditional handle, which is the
 // address of this structure. The structures are never freed, so that a stale handle does no harm.
 #pragma once
 

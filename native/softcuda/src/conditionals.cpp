@@ -25,19 +25,22 @@ bool allowed_in_body(CUgraphNodeType type) {
          type == CU_GRAPH_NODE_TYPE_GRAPH || type == CU_GRAPH_NODE_TYPE_CONDITIONAL;
 }
 
-void check_in_body(const Node& node) {
+void check_node_in_body(const Node& node) {
   require(allowed_in_body(node.type), CUDA_ERROR_NOT_SUPPORTED,
           "a conditional body may contain only kernel, memcpy, memset, empty, child graph and "
           "conditional nodes");
-  require(
-      node.work.kind != WorkKind::copy || (node.work.copy->src.owner && node.work.copy->dst.owner),
-      CUDA_ERROR_NOT_SUPPORTED,
-      "a memcpy node in a conditional body may not access pageable host memory");
+  check_in_body(node.work);
   if (!node.child) return;
-  for (auto& inner : node.child->nodes) check_in_body(*inner);
+  for (auto& inner : node.child->nodes) check_node_in_body(*inner);
 }
 
 }  // namespace
+
+void check_in_body(const Work& work) {
+  require(work.kind != WorkKind::copy || (work.copy->src.owner && work.copy->dst.owner),
+          CUDA_ERROR_NOT_SUPPORTED,
+          "a memcpy node in a conditional body may not access pageable host memory");
+}
 
 bool has_conditional(const Graph& graph) {
   for (auto& node : graph.nodes) {
@@ -48,7 +51,7 @@ bool has_conditional(const Graph& graph) {
 }
 
 void check_body(const Graph& graph, const Node& node) {
-  if (graph.body_of != nullptr) check_in_body(node);
+  if (graph.body_of != nullptr) check_node_in_body(node);
 }
 
 void check_conditions(const Graph& graph, bool in_body) {
@@ -57,7 +60,7 @@ void check_conditions(const Graph& graph, bool in_body) {
             "a conditional handle of the graph is not used by any node");
   }
   for (auto& node : graph.nodes) {
-    if (in_body) check_in_body(*node);
+    if (in_body) check_node_in_body(*node);
     if (node->child) check_conditions(*node->child, in_body);
     for (auto& body : node->bodies) check_conditions(*body, true);
   }
@@ -70,11 +73,12 @@ void add_conditional(CUgraphNode* out, CUgraph handle, const CUgraphNode* deps, 
   require(
       condition && !condition->used, CUDA_ERROR_INVALID_VALUE,
       "the conditional handle is unknown, belongs to another graph, or is already used by a node");
-  require(p->type == CU_GRAPH_COND_TYPE_IF || p->type == CU_GRAPH_COND_TYPE_WHILE,
-          CUDA_ERROR_NOT_SUPPORTED,
-          "conditional nodes other than IF and WHILE are not implemented");
-  require(p->size == 1 || (p->size == 2 && p->type == CU_GRAPH_COND_TYPE_IF),
-          CUDA_ERROR_INVALID_VALUE, "a WHILE node needs 1 body, an IF node 1 or 2");
+  require(p->type >= CU_GRAPH_COND_TYPE_IF && p->type <= CU_GRAPH_COND_TYPE_SWITCH,
+          CUDA_ERROR_INVALID_VALUE, "the type of the conditional node is not IF, WHILE or SWITCH");
+  require(p->size == 1 || (p->size == 2 && p->type == CU_GRAPH_COND_TYPE_IF) ||
+              (p->size > 1 && p->type == CU_GRAPH_COND_TYPE_SWITCH),
+          CUDA_ERROR_INVALID_VALUE,
+          "a WHILE node needs 1 body, an IF node 1 or 2, a SWITCH node at least 1");
   require(p->ctx == nullptr || p->ctx == primary_context(), CUDA_ERROR_INVALID_CONTEXT,
           "the context of the conditional node is not the primary context");
   auto node = std::make_shared<Node>();
@@ -101,8 +105,9 @@ Program* next_body(const ConditionalWork& work, bool first) {
   if (sticky() != CUDA_SUCCESS || (!first && !loops)) return nullptr;
   if (loops && value == 0) return nullptr;
   // An IF node runs body 0 if the value is not 0. Otherwise it runs body 1, the else branch, if it
-  // has one.
-  const size_t index = value != 0 ? 0 : 1;
+  // has one. A SWITCH node runs the body whose index is the value, if there is one.
+  size_t index = value != 0 ? 0 : 1;
+  if (work.type == CU_GRAPH_COND_TYPE_SWITCH) index = value;
   if (index >= work.bodies.size()) return nullptr;
   if (loops && work.endless) {
     fault(CUDA_ERROR_LAUNCH_FAILED,

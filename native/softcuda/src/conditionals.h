@@ -1,4 +1,4 @@
-// Conditional nodes: IF and WHILE nodes with body graphs (invariants N1-N4).
+// Conditional nodes: IF, WHILE and SWITCH nodes with body graphs (invariants N1-N4).
 #pragma once
 
 #include "graphs.h"
@@ -29,6 +29,8 @@ struct ConditionalWork {
 // Whether the graph contains a conditional node, also in its child graphs. Such a graph cannot be
 // cloned.
 bool has_conditional(const Graph& graph);
+// Rejects work that is not allowed in a conditional body (N4).
+void check_in_body(const Work& work);
 // If `graph` is a conditional body, rejects a node that is not allowed in bodies (N4).
 void check_body(const Graph& graph, const Node& node);
 // Checks the conditional nodes of a graph before the graph is instantiated. Rejects conditional

@@ -30,6 +30,7 @@ std::shared_ptr<CopyWork> make_copy(const CUDA_MEMCPY3D& p) {
           CUDA_ERROR_NOT_SUPPORTED,
           "copies of arrays and of more than one row are not implemented");
   auto c = std::make_shared<CopyWork>();
+  c->params = p;
   c->bytes = p.WidthInBytes;
   resolve_end(p.src, c->bytes, &c->src, "source");
   resolve_end(p.dst, c->bytes, &c->dst, "destination");
@@ -41,16 +42,18 @@ std::shared_ptr<FillWork> make_fill(const CUDA_MEMSET_NODE_PARAMS& p) {
     refuse(CUDA_ERROR_INVALID_VALUE,
            "memset element size " + std::to_string(p.elementSize) + " is not 1, 2 or 4");
   }
-  require(p.height <= 1, CUDA_ERROR_NOT_SUPPORTED,
-          "memset of more than one row is not implemented");
   auto f = std::make_shared<FillWork>();
-  f->value = p.value;
-  f->element = p.elementSize;
-  f->bytes = p.width * p.elementSize;
+  f->params = p;
+  f->row_bytes = p.width * p.elementSize;
+  f->rows = p.height == 0 ? 1 : p.height;
+  require(f->rows == 1 || (p.pitch >= f->row_bytes && p.pitch % p.elementSize == 0),
+          CUDA_ERROR_INVALID_VALUE,
+          "the memset pitch is less than a row, or not a multiple of the element size");
+  const size_t bytes = f->row_bytes == 0 ? 0 : (f->rows - 1) * p.pitch + f->row_bytes;
   require(p.dst % p.elementSize == 0, CUDA_ERROR_INVALID_VALUE,
           "the memset destination is not aligned to its element size");
   std::string why;
-  if (!resolve(p.dst, f->bytes, &f->dst, &why) || (f->bytes > 0 && !f->dst.owner)) {
+  if (!resolve(p.dst, bytes, &f->dst, &why) || (bytes > 0 && !f->dst.owner)) {
     refuse(CUDA_ERROR_INVALID_VALUE,
            "memset destination: " + (why.empty() ? hex(p.dst) + " is pageable host memory" : why));
   }
@@ -74,13 +77,17 @@ bool run_fill(Executor* executor, const FillWork& f) {
           "use after free: a memset accesses " + f.dst.owner->describe());
     return false;
   }
+  const CUDA_MEMSET_NODE_PARAMS& p = f.params;
   return executor->guarded("memset", [&] {
-    if (f.element == 1) {
-      std::memset(f.dst.address, static_cast<int>(f.value), f.bytes);
-      return;
-    }
-    for (size_t x = 0; x < f.bytes; x += f.element) {
-      std::memcpy(f.dst.address + x, &f.value, f.element);
+    for (size_t row = 0; row < f.rows; ++row) {
+      char* const at = f.dst.address + row * p.pitch;
+      if (p.elementSize == 1) {
+        std::memset(at, static_cast<int>(p.value), f.row_bytes);
+        continue;
+      }
+      for (size_t x = 0; x < f.row_bytes; x += p.elementSize) {
+        std::memcpy(at + x, &p.value, p.elementSize);
+      }
     }
   });
 }

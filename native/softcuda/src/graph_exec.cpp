@@ -1,10 +1,11 @@
 // Executable graphs: instantiation, launch and update (invariants G3-G8).
 #include <algorithm>
 #include <functional>
+#include <set>
 
 #include "capture.h"
 #include "conditionals.h"
-#include "graphs.h"
+#include "graph_nodes.h"
 #include "memops.h"
 #include "modules.h"
 
@@ -15,6 +16,40 @@ Exec::~Exec() { live_add(Resource::graph_exec, -1); }
 
 namespace {
 
+// Returns the nodes of a graph such that every node follows its dependencies. The nodes stay in the
+// order in which they were added if all dependencies allow it. A cycle, which can be created by
+// cuGraphAddDependencies, is refused (G2).
+std::vector<const Node*> sorted_nodes(const Graph& graph) {
+  std::vector<const Node*> sorted;
+  std::set<const Node*> done;
+  while (sorted.size() < graph.nodes.size()) {
+    const size_t before = sorted.size();
+    for (auto& node : graph.nodes) {
+      const auto& list = node->dependencies;
+      if (done.count(node.get()) != 0) continue;
+      const bool ready = std::all_of(list.begin(), list.end(),
+                                     [&](const Node* other) { return done.count(other) != 0; });
+      if (!ready) continue;
+      done.insert(node.get());
+      sorted.push_back(node.get());
+    }
+    require(sorted.size() > before, CUDA_ERROR_INVALID_VALUE,
+            "the dependencies of the graph's nodes form a cycle");
+  }
+  return sorted;
+}
+
+// Returns the dependencies of the empty node that follows the nodes of a child graph: the empty
+// node before them and the nodes of `tail`.
+std::vector<unsigned> joined(unsigned entry, const std::map<const Node*, unsigned>& tail) {
+  std::vector<unsigned> dependencies{entry};
+  for (auto& item : tail) dependencies.push_back(item.second);
+  // The map is ordered by the addresses of the nodes. Without this sort, two instantiations of the
+  // same definition could differ.
+  std::sort(dependencies.begin(), dependencies.end());
+  return dependencies;
+}
+
 // Appends the nodes of a graph to a flat list. The nodes of a child graph are placed between two
 // empty nodes. The first empty node has the dependencies of the child graph node, and the
 // successors of the child graph node depend on the second one (G4). The root nodes of `graph`
@@ -24,7 +59,7 @@ void append_flat(const Graph& graph, const std::vector<unsigned>& before,
                  std::vector<FlatNode>* out, References* references,
                  std::map<const Node*, unsigned>* tail) {
   references->merge(*graph.references);
-  for (auto& node : graph.nodes) {
+  for (const Node* node : sorted_nodes(graph)) {
     FlatNode flat{node->type, node->work, true, node->handle, {}};
     flat.condition = node->condition;
     flat.condition_type = node->condition_type;
@@ -39,17 +74,13 @@ void append_flat(const Graph& graph, const std::vector<unsigned>& before,
       flat.ports.push_back(node->port(dependency));
     }
     const auto entry = static_cast<unsigned>(out->size());
-    (*tail)[node.get()] = entry;
+    (*tail)[node] = entry;
     out->push_back(std::move(flat));
     if (!node->child) continue;
     std::map<const Node*, unsigned> inner;
     append_flat(*node->child, {entry}, out, references, &inner);
-    FlatNode join{CU_GRAPH_NODE_TYPE_EMPTY, Work(), true, nullptr, {entry}};
-    for (auto& item : inner) join.dependencies.push_back(item.second);
-    // The map is ordered by the addresses of the nodes. Without this sort, two instantiations of
-    // the same definition could differ.
-    std::sort(join.dependencies.begin(), join.dependencies.end());
-    (*tail)[node.get()] = static_cast<unsigned>(out->size());
+    FlatNode join{CU_GRAPH_NODE_TYPE_EMPTY, Work(), true, nullptr, joined(entry, inner)};
+    (*tail)[node] = static_cast<unsigned>(out->size());
     out->push_back(std::move(join));
   }
 }
@@ -104,14 +135,15 @@ int compare_topology(const std::vector<FlatNode>& after, const std::vector<FlatN
   return CU_GRAPH_EXEC_UPDATE_SUCCESS;
 }
 
-// Replaces the work of all nodes of an executable graph. The nodes stay enabled or disabled as they
+// Replaces the work of `n` nodes of an executable graph. The nodes stay enabled or disabled as they
 // are, and callers still address them by the handles of the original definition.
-void move_work(std::vector<FlatNode>* now, std::vector<FlatNode>* after) {
-  for (size_t i = 0; i < now->size(); ++i) {
-    (*now)[i].work = std::move((*after)[i].work);
-    (*now)[i].condition = std::move((*after)[i].condition);
-    for (size_t b = 0; b < (*now)[i].bodies.size(); ++b) {
-      move_work(&(*now)[i].bodies[b], &(*after)[i].bodies[b]);
+void move_work(FlatNode* now, FlatNode* after, size_t n) {
+  for (size_t i = 0; i < n; ++i) {
+    now[i].work = std::move(after[i].work);
+    now[i].condition = std::move(after[i].condition);
+    for (size_t b = 0; b < now[i].bodies.size(); ++b) {
+      auto& body = now[i].bodies[b];
+      move_work(body.data(), after[i].bodies[b].data(), body.size());
     }
   }
 }
@@ -190,15 +222,21 @@ static void instantiate(CUgraphExec* out, CUgraph handle, uint64_t flags) {
   *out = static_cast<CUgraphExec>(exec->handle);
 }
 
+// Whether the node is in a conditional body of the executable graph.
+static bool is_in_body(const Exec& exec, const FlatNode& node) {
+  const std::less<const FlatNode*> before;
+  const FlatNode* const first = exec.flat.data();
+  return before(&node, first) || !before(&node, first + exec.flat.size());
+}
+
 // Applies the change of one node to the program of the executable graph. The change must not affect
 // queued launches, which keep the program with which they were queued (G5). If there are such
 // launches, or if the node is in a conditional body, a new program is created. Otherwise the node
 // of the program is changed in place.
 static void replace_work(Exec& exec, const FlatNode& changed) {
-  const std::less<const FlatNode*> before;
   const FlatNode* const first = exec.flat.data();
-  const bool nested = before(&changed, first) || !before(&changed, first + exec.flat.size());
-  if (nested || exec.program->launches_in_flight.load(std::memory_order_acquire) != 0) {
+  if (is_in_body(exec, changed) ||
+      exec.program->launches_in_flight.load(std::memory_order_acquire) != 0) {
     exec.program = make_program(exec.flat, exec.references);
     return;
   }
@@ -222,6 +260,65 @@ static FlatNode* find_flat(Exec& exec, CUgraphNode node) {
   require(flat != nullptr, CUDA_ERROR_INVALID_VALUE,
           "the executable graph was not instantiated from this node's graph");
   return flat;
+}
+
+// Replaces the work of the nodes of a child graph by the work of the nodes of `child_handle`, which
+// must have the same topology.
+static void set_exec_child(Exec& exec, CUgraphNode node, CUgraph child_handle) {
+  InlineDestructorScope inline_destructors;
+  const auto child = graphs.find(child_handle);
+  require_not_capturing(*child);
+  // The old program and references are destroyed after the mutex is released.
+  std::shared_ptr<Program> old;
+  std::shared_ptr<References> old_references;
+  std::lock_guard<std::mutex> lock(graph_mutex);
+  FlatNode* const flat = find_flat(exec, node);
+  require(flat->type == kGraph, CUDA_ERROR_INVALID_VALUE, "the node is not a child graph node");
+  require(!is_in_body(exec, *flat), CUDA_ERROR_NOT_SUPPORTED,
+          "updates of child graphs in a conditional body are not implemented");
+  check_conditions(*child, false);
+
+  // Append the new nodes to a copy of the list up to the child graph node, so that they get the
+  // same indices as the nodes that they replace.
+  const auto entry = static_cast<unsigned>(flat - exec.flat.data());
+  auto references = std::make_shared<References>(*exec.references);
+  std::vector<FlatNode> after(exec.flat.begin(), exec.flat.begin() + entry + 1);
+  std::map<const Node*, unsigned> tail;
+  append_flat(*child, {entry}, &after, references.get(), &tail);
+  const size_t first = entry + 1;
+  const size_t end = after.size();
+  const bool fits = end < exec.flat.size() && exec.flat[end].dependencies == joined(entry, tail);
+  void* error_node = nullptr;
+  require(fits && compare_topology({after.begin() + static_cast<long>(first), after.end()},
+                                   {exec.flat.begin() + static_cast<long>(first),
+                                    exec.flat.begin() + static_cast<long>(end)},
+                                   &error_node) == CU_GRAPH_EXEC_UPDATE_SUCCESS,
+          CUDA_ERROR_INVALID_VALUE, "the topology of the child graph differs");
+  move_work(exec.flat.data() + first, after.data() + first, end - first);
+  old = std::move(exec.program);
+  old_references = std::move(exec.references);
+  exec.references = references;
+  exec.program = make_program(exec.flat, references);
+}
+
+void set_exec_params(CUgraphExec handle, CUgraphNode node, const Params& params) {
+  const auto exec = graph_execs.find(handle);
+  if (params.type == kGraph) {
+    set_exec_child(*exec, node, params.graph.graph);
+    return;
+  }
+  Work work = build_work(params);
+  std::lock_guard<std::mutex> lock(graph_mutex);
+  FlatNode* const flat = find_flat(*exec, node);
+  if (flat->type != params.type) {
+    refuse(CUDA_ERROR_INVALID_VALUE, std::string("expected a node of type ") +
+                                         type_name(params.type) + ", but its type is " +
+                                         type_name(flat->type));
+  }
+  check_same_operations(flat->work, work);
+  if (is_in_body(*exec, *flat)) check_in_body(work);
+  flat->work = std::move(work);
+  replace_work(*exec, *flat);
 }
 
 }  // namespace softcuda
@@ -320,24 +417,11 @@ SC_API(cuGraphExecUpdate_v2, 12000, 0, CUgraphExec, handle, CUgraph, graph_handl
     }
     refuse(CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE, reason);
   }
-  move_work(&exec->flat, &flat);
+  move_work(exec->flat.data(), flat.data(), flat.size());
   old = std::move(exec->program);
   old_references = std::move(exec->references);
   exec->references = references;
   exec->program = make_program(exec->flat, references);
-}
-
-SC_API(cuGraphExecKernelNodeSetParams_v2, 12000, 0, CUgraphExec, handle, CUgraphNode, node,
-       const CUDA_KERNEL_NODE_PARAMS*, p) {
-  require(p != nullptr);
-  Work work(make_kernel(*p));
-  const auto exec = graph_execs.find(handle);
-  std::lock_guard<std::mutex> lock(graph_mutex);
-  FlatNode* const flat = find_flat(*exec, node);
-  require(flat->type == CU_GRAPH_NODE_TYPE_KERNEL, CUDA_ERROR_INVALID_VALUE,
-          "the node is not a kernel node");
-  flat->work = std::move(work);
-  replace_work(*exec, *flat);
 }
 
 // Only kernel, memset and memcpy nodes can be disabled, as documented.

@@ -1,22 +1,11 @@
-// Adding graph nodes and reading their parameters. Every function that adds a node converts its
-// parameters to CUgraphNodeParams; build() then creates the work of the node (G1).
-#include "conditionals.h"
-#include "graphs.h"
+// Adding graph nodes: conversion of parameters, creation of the nodes' work, and entry points.
+#include "graph_nodes.h"
+
 #include "memops.h"
 #include "modules.h"
 
 namespace softcuda {
-namespace {
 
-using Params = CUgraphNodeParams;
-constexpr auto kEmpty = CU_GRAPH_NODE_TYPE_EMPTY, kKernel = CU_GRAPH_NODE_TYPE_KERNEL,
-               kCopy = CU_GRAPH_NODE_TYPE_MEMCPY, kFill = CU_GRAPH_NODE_TYPE_MEMSET,
-               kHost = CU_GRAPH_NODE_TYPE_HOST, kGraph = CU_GRAPH_NODE_TYPE_GRAPH,
-               kWait = CU_GRAPH_NODE_TYPE_WAIT_EVENT, kRecord = CU_GRAPH_NODE_TYPE_EVENT_RECORD,
-               kMemops = CU_GRAPH_NODE_TYPE_BATCH_MEM_OP;
-
-// of_type() returns empty parameters of one node type. The of() functions convert the parameter
-// structure of one node type to CUgraphNodeParams.
 Params of_type(CUgraphNodeType type) {
   Params p{};
   p.type = type;
@@ -47,14 +36,14 @@ Params of(const CUDA_BATCH_MEM_OP_NODE_PARAMS& params) {
   p.memOp = params;
   return p;
 }
+Params of(const Params& params) { return params; }
 Params of(CUgraphNodeType type, CUevent event) {
   Params p = of_type(type);
   p.event = event;
   return p;
 }
 
-// Checks the parameters of a node and returns the work that they describe.
-Work build(const Params& p) {
+Work build_work(const Params& p) {
   switch (p.type) {
     case kEmpty:
       return Work();
@@ -83,16 +72,12 @@ Work build(const Params& p) {
   }
 }
 
-// Returns the node with this handle. If the node has a type other than `type`, the call ends with
-// INVALID_VALUE.
 std::shared_ptr<Node> find_node(CUgraphNode handle, CUgraphNodeType type) {
   auto node = graph_nodes.find(handle);
   if (node->type == type) return node;
   refuse(CUDA_ERROR_INVALID_VALUE, std::string("expected a node of type ") + type_name(type) +
                                        ", but its type is " + type_name(node->type));
 }
-
-}  // namespace
 
 const char* type_name(CUgraphNodeType type) {
   static const char* const names[] = {"kernel", "memcpy", "memset",     "host",
@@ -113,7 +98,7 @@ void add_params(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t
                 const Params& params) {
   auto node = std::make_shared<Node>();
   node->type = params.type;
-  node->work = build(params);
+  node->work = build_work(params);
   add_node(out, graph, deps, n, std::move(node));
 }
 
@@ -136,28 +121,6 @@ ADD(cuGraphAddBatchMemOpNode, 11070, const CUDA_BATCH_MEM_OP_NODE_PARAMS*, p)
 SC_API(cuGraphAddEmptyNode, 10000, 0, CUgraphNode*, out, CUgraph, graph, const CUgraphNode*, deps,
        size_t, n) {
   add_params(out, graph, deps, n, of_type(kEmpty));
-}
-
-// The returned pointers are valid until the node is destroyed or its parameters change.
-SC_API(cuGraphKernelNodeGetParams_v2, 12000, 0, CUgraphNode, handle, CUDA_KERNEL_NODE_PARAMS*,
-       out) {
-  const auto node = find_node(handle, kKernel);
-  require(out != nullptr);
-  std::lock_guard<std::mutex> lock(graph_mutex);
-  const KernelWork& k = *node->work.kernel;
-  const softcuda_entry& entry = k.function->entry();
-  node->param_pointers.clear();
-  for (unsigned i = 0; i < entry.nparams; ++i) {
-    node->param_pointers.push_back(const_cast<char*>(k.original.data()) + entry.offsets[i]);
-  }
-  *out = k.params;
-  out->kernelParams = node->param_pointers.data();
-}
-
-SC_API(cuGraphHostNodeGetParams, 10000, 0, CUgraphNode, handle, CUDA_HOST_NODE_PARAMS*, out) {
-  const auto node = find_node(handle, kHost);
-  require(out != nullptr);
-  *out = {node->work.host.fn, node->work.host.data};
 }
 
 #define ADD_EVENT(symbol, TYPE)                                                                    \

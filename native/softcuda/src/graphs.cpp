@@ -20,6 +20,7 @@ std::shared_ptr<Graph> clone_graph(const Graph& graph) {
   for (auto& node : graph.nodes) {
     auto copy = std::make_shared<Node>(*node);
     copy->graph = clone.get();
+    copy->original = node->handle;
     copy->param_pointers.clear();
     if (node->child) {
       copy->child = clone_graph(*node->child);
@@ -108,22 +109,25 @@ SC_API(cuGraphDestroy, 10000, 0, CUgraph, handle) {
   remove_graph(handle);
 }
 
-// Adds a child graph node with a clone of `child`. The clone gets the nodes and the user-object
-// references that `child` has now. Returns the handle of the clone.
-static CUgraph add_clone(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
-                         CUgraph child) {
+// Returns a clone for a child graph node. The clone has the nodes and the user-object references
+// that `child` has now, but no handle yet.
+static std::shared_ptr<Graph> clone_child(CUgraph child) {
   const auto original = graphs.find(child);
   require(!original->moved, CUDA_ERROR_INVALID_VALUE,
           "the child graph was moved into another graph");
+  std::lock_guard<std::mutex> lock(graph_mutex);
+  require(!has_conditional(*original), CUDA_ERROR_NOT_SUPPORTED,
+          "a graph with conditional nodes cannot be cloned as a child graph; move it instead");
+  return clone_graph(*original);
+}
+
+// Adds a child graph node with a clone of `child`. Returns the handle of the clone.
+static CUgraph add_clone(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
+                         CUgraph child) {
   auto node = std::make_shared<Node>();
   node->type = CU_GRAPH_NODE_TYPE_GRAPH;
-  {
-    std::lock_guard<std::mutex> lock(graph_mutex);
-    require(!has_conditional(*original), CUDA_ERROR_NOT_SUPPORTED,
-            "a graph with conditional nodes cannot be cloned as a child graph; move it instead");
-    node->child = clone_graph(*original);
-  }
-  std::shared_ptr<Graph> clone = node->child;
+  std::shared_ptr<Graph> clone = clone_child(child);
+  node->child = clone;
   add_node(out, graph, deps, n, std::move(node));
   clone->handle = graphs.add(clone);
   return static_cast<CUgraph>(clone->handle);
@@ -201,6 +205,83 @@ SC_API(cuGraphAddNode_v2, 12030, 0, CUgraphNode*, out, CUgraph, graph, const CUg
   }
   std::lock_guard<std::mutex> lock(graph_mutex);
   graph_nodes.find(*out)->ports = std::move(ports);
+}
+
+void softcuda::replace_child(Node& node, CUgraph child) {
+  InlineDestructorScope inline_destructors;
+  std::shared_ptr<Graph> clone = clone_child(child);
+  Node changed = node;
+  changed.child = clone;
+  std::shared_ptr<Graph> old;  // destroyed after the mutex is released
+  std::lock_guard<std::mutex> lock(graph_mutex);
+  require_not_capturing(*node.graph);
+  check_body(*node.graph, changed);
+  remove_child_handles(node);
+  old = std::move(node.child);
+  node.child = clone;
+  clone->handle = graphs.add(clone);
+}
+
+SC_API(cuGraphClone, 10000, 0, CUgraph*, out, CUgraph, handle) {
+  const auto graph = graphs.find(handle);
+  require(out != nullptr);
+  std::lock_guard<std::mutex> lock(graph_mutex);
+  require(!has_conditional(*graph), CUDA_ERROR_NOT_SUPPORTED,
+          "a graph with conditional nodes cannot be cloned");
+  std::shared_ptr<Graph> clone = clone_graph(*graph);
+  clone->handle = graphs.add(clone);
+  *out = static_cast<CUgraph>(clone->handle);
+}
+
+SC_API(cuGraphNodeFindInClone, 10000, 0, CUgraphNode*, out, CUgraphNode, original, CUgraph,
+       handle) {
+  const auto clone = graphs.get(handle);
+  require(clone != nullptr && out != nullptr);
+  std::lock_guard<std::mutex> lock(graph_mutex);
+  const auto found =
+      std::find_if(clone->nodes.begin(), clone->nodes.end(),
+                   [&](const std::shared_ptr<Node>& node) { return node->original == original; });
+  require(found != clone->nodes.end(), CUDA_ERROR_INVALID_VALUE,
+          "the graph has no clone of this node");
+  *out = static_cast<CUgraphNode>((*found)->handle);
+}
+
+// Adds or removes the edges from[i] -> to[i].
+static void change_edges(CUgraph handle, const CUgraphNode* from, const CUgraphNode* to,
+                         const CUgraphEdgeData* data, size_t n, bool add) {
+  const auto graph = graphs.find(handle);
+  require(n == 0 || (from != nullptr && to != nullptr));
+  std::lock_guard<std::mutex> lock(graph_mutex);
+  require_not_capturing(*graph);
+  for (size_t i = 0; i < n; ++i) {
+    const auto source = graph_nodes.get(from[i]);
+    const auto target = graph_nodes.get(to[i]);
+    require(source && target && source != target && source->graph == graph.get() &&
+                target->graph == graph.get(),
+            CUDA_ERROR_INVALID_VALUE, "an edge must connect two different nodes of this graph");
+    auto& list = target->dependencies;
+    const auto found = std::find(list.begin(), list.end(), source.get());
+    require(add == (found == list.end()), CUDA_ERROR_INVALID_VALUE,
+            add ? "the edge exists already" : "the edge does not exist");
+    if (!add) {
+      list.erase(found);
+      target->ports.erase(source.get());
+      continue;
+    }
+    const unsigned char port = data == nullptr ? 0 : port_of(data[i], source->type, target->type);
+    list.push_back(source.get());
+    if (port != 0) target->ports[source.get()] = port;
+  }
+}
+
+SC_API(cuGraphAddDependencies_v2, 12030, 0, CUgraph, graph, const CUgraphNode*, from,
+       const CUgraphNode*, to, const CUgraphEdgeData*, data, size_t, n) {
+  change_edges(graph, from, to, data, n, true);
+}
+
+SC_API(cuGraphRemoveDependencies_v2, 12030, 0, CUgraph, graph, const CUgraphNode*, from,
+       const CUgraphNode*, to, const CUgraphEdgeData*, data, size_t, n) {
+  change_edges(graph, from, to, data, n, false);
 }
 
 SC_API(cuGraphDestroyNode, 10000, 0, CUgraphNode, handle) {

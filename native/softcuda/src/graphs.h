@@ -55,6 +55,8 @@ constexpr size_t kAttributeBytes = 64;  // CUlaunchAttributeValue
 // A node of a graph definition.
 struct Node {
   void* handle = nullptr;
+  // If this node was cloned: the handle of the original node.
+  void* original = nullptr;
   Graph* graph = nullptr;
   CUgraphNodeType type = CU_GRAPH_NODE_TYPE_EMPTY;
   Work work;
@@ -143,6 +145,8 @@ void require_not_capturing(const Graph& graph);
 // Refuses the call if the graph is a conditional body or was moved into a parent graph.
 void require_standalone(const Graph& graph);
 std::shared_ptr<Graph> clone_graph(const Graph& graph);
+// Replaces the child graph of a child graph node by a clone of `child`.
+void replace_child(Node& node, CUgraph child);
 // Returns a definition with the nodes of an executable graph and their current parameters, for the
 // capture of a launch.
 std::shared_ptr<Graph> graph_of(const Exec& exec);

@@ -14,7 +14,7 @@ static std::array<char, kAttributeBytes>& stored_value(Node& node, int attribute
   require(value != nullptr && node.type == CU_GRAPH_NODE_TYPE_KERNEL, CUDA_ERROR_INVALID_VALUE,
           "the node is not a kernel node, or the value is null");
   if (attribute != CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW &&
-      attribute != CU_LAUNCH_ATTRIBUTE_PRIORITY &&
+      attribute != CU_LAUNCH_ATTRIBUTE_COOPERATIVE && attribute != CU_LAUNCH_ATTRIBUTE_PRIORITY &&
       attribute != CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) {
     refuse(CUDA_ERROR_NOT_SUPPORTED,
            "kernel node attribute " + std::to_string(attribute) + " is not implemented");
@@ -33,6 +33,8 @@ SC_API(cuGraphKernelNodeSetAttribute, 10000, 0, CUgraphNode, handle, int, attrib
   require(attribute != CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION ||
               (size[0] <= 1 && size[1] <= 1 && size[2] <= 1),
           CUDA_ERROR_NOT_SUPPORTED, "clusters of more than one block are not implemented");
+  require(attribute != CU_LAUNCH_ATTRIBUTE_COOPERATIVE || size[0] == 0, CUDA_ERROR_NOT_SUPPORTED,
+          "cooperative kernels are not implemented");
   std::memcpy(stored.data(), value, kAttributeBytes);
 }
 

@@ -1,4 +1,6 @@
 // Parameter checks and entry points of stream memory operations (W5).
+#include <algorithm>
+
 #include "capture.h"
 #include "memops.h"
 
@@ -99,8 +101,19 @@ std::shared_ptr<const MemopWork> make_memops(const CUDA_BATCH_MEM_OP_NODE_PARAMS
   require(p.count <= kMaxOps, CUDA_ERROR_INVALID_VALUE,
           "a batch must have fewer than 256 operations");
   auto work = std::make_shared<MemopWork>();
-  for (unsigned i = 0; i < p.count; ++i) work->ops.push_back(Check{i}.operation(p.paramArray[i]));
+  work->params.assign(p.paramArray, p.paramArray + p.count);
+  for (unsigned i = 0; i < p.count; ++i) work->ops.push_back(Check{i}.operation(work->params[i]));
   return work;
+}
+
+void check_same_operations(const Work& now, const Work& after) {
+  if (after.kind != WorkKind::memop) return;
+  const auto same_kind = [](const Memop& a, const Memop& b) { return a.operation == b.operation; };
+  const auto& old_ops = now.memop->ops;
+  const auto& new_ops = after.memop->ops;
+  require(std::equal(old_ops.begin(), old_ops.end(), new_ops.begin(), new_ops.end(), same_kind),
+          CUDA_ERROR_INVALID_VALUE,
+          "the number and the kinds of the operations of a batch cannot be changed");
 }
 
 }  // namespace softcuda

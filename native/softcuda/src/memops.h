@@ -20,8 +20,13 @@ struct Memop {
 
 // A batch of operations. It is immutable and shared by graph definitions and executables.
 struct MemopWork {
+  std::vector<CUstreamBatchMemOpParams> params;  // the caller's values
   std::vector<Memop> ops;
 };
+
+// Refuses new parameters of a batch in an executable graph that change the number or the kinds of
+// its operations. Does nothing if the work is not a batch.
+void check_same_operations(const Work& now, const Work& after);
 
 // Checks the parameters of a batch and returns its work.
 std::shared_ptr<const MemopWork> make_memops(const CUDA_BATCH_MEM_OP_NODE_PARAMS& params);

@@ -36,6 +36,7 @@ struct KernelWork {
 };
 
 struct CopyWork {
+  CUDA_MEMCPY3D params;  // the caller's values
   Target dst, src;
   size_t bytes = 0;
   // If the source is pageable: its contents, which were copied during the call (C1).
@@ -43,10 +44,10 @@ struct CopyWork {
 };
 
 struct FillWork {
+  CUDA_MEMSET_NODE_PARAMS params;  // the caller's values
   Target dst;
-  unsigned value = 0;
-  unsigned element = 1;  // bytes per element: 1, 2 or 4
-  size_t bytes = 0;
+  size_t row_bytes = 0;
+  size_t rows = 1;
 };
 
 struct HostWork {
