@@ -54,13 +54,15 @@ def impossible_definitions(document: SchemaObject) -> frozenset[str]:
         target = references.resolve(f"#{pointer}")
         weakened = replace_references(target, frozenset(refused), references, True)
         if isinstance(weakened, dict):
-            weakened = {**shared, **weakened}
-        if _is_unsatisfiable(weakened):
+            impossible = _is_unsatisfiable({**shared, **weakened})
+        else:
+            impossible = weakened is False
+        if impossible:
             found.add(pointer)
     return frozenset(found)
 
 
-def _is_unsatisfiable(schema: Any) -> bool:
+def _is_unsatisfiable(schema: SchemaObject) -> bool:
     return schema_error(schema).startswith("Unsatisfiable")
 
 
