@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import io
 import os
 import signal
 import sys
-import tomllib
 from collections.abc import Sequence
-from pathlib import Path
 
 from graft.cudagraph.errors import GraftError
 from graft.cudagraph.ranks import RankGroup
@@ -19,6 +16,7 @@ from graft.tools import demo, doctor, generate, gguf_import, soft
 from graft.tools.demo_model import DRAFTERS
 from graft.tools.report import print_refusal
 from graft.tools.serve import command as serve
+from graft.tools.version import version
 
 #: Exit status if the output cannot be written.
 FAILED = 1
@@ -26,16 +24,6 @@ FAILED = 1
 INTERRUPTED = 130
 #: Exit status if the reader of the output has closed the pipe.
 BROKEN_PIPE = 141
-
-
-def version() -> str:
-    """Return the version of the installed package, or of the source tree if none is installed."""
-    try:
-        return importlib.metadata.version("graft-cuda")
-    except importlib.metadata.PackageNotFoundError:
-        path = Path(__file__).resolve().parents[1] / "pyproject.toml"
-        project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
-        return str(project["version"])
 
 
 def parser() -> argparse.ArgumentParser:

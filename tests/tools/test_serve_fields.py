@@ -9,6 +9,7 @@ from http.client import HTTPConnection
 import pytest
 
 from graft.models.request import Request
+from graft.tools.version import version
 
 for package in ("starlette", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="the extra serve is not installed")
@@ -245,8 +246,6 @@ def test_tokenize_and_detokenize_endpoints(engine, post):
 
 
 def test_version_and_model_endpoints(server, client, http):
-    from graft.tools.cli import version
-
     response = http.get(f"{server.url.removesuffix('/v1')}/version")
     assert response.json() == {"version": version()}
     model = client.models.retrieve("demo")

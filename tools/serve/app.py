@@ -26,7 +26,6 @@ from graft.cudagraph.errors import GraftError
 from graft.models.request import Output
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.checks import short_repr
-from graft.tools.cli import version
 from graft.tools.serve.engine_driver import EngineDriver
 from graft.tools.serve.errors import ApiError, check_output, to_api_error
 from graft.tools.serve.fields import check_fields
@@ -38,6 +37,7 @@ from graft.tools.serve.replicas import Replicas
 from graft.tools.serve.request_stream import RequestStream
 from graft.tools.serve.responses import ResponseChoice, response_body, token_usage
 from graft.tools.serve.tokenization import detokenize, tokenize
+from graft.tools.version import version
 
 T = TypeVar("T")
 #: Maximum number of bytes that are read after the maximum size of a body, and discarded.
