@@ -13,7 +13,7 @@ from graft.cudagraph.cstruct import read_struct
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import DeviceArray
-from graft.sampling.checks import check_range, expect
+from graft.sampling.checks import check_range, expect, short_repr
 from graft.sampling.loading import KERNELS, load
 from graft.sampling.sampler import Sampler
 from graft.sampling.state import MAX_DRAFTS
@@ -56,7 +56,7 @@ class TreePlan(NamedTuple):
             raise OptionError(
                 f"draft_tree must be (branch, levels) with a branch from 2 to {_MAX_PLAN_BRANCH} "
                 "and at least one level, or distinct paths of ranks that contain the parent of "
-                f"each path and need no larger branch, got {tree!r}"
+                f"each path and need no larger branch, got {short_repr(tree)}"
             )
         return plan
 

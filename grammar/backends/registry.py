@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 
-from graft.cudagraph.errors import OptionError
+from graft.cudagraph.errors import GraftError, OptionError
 from graft.grammar.backends import llguidance, xgrammar
 from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import GrammarBackend
@@ -39,10 +39,16 @@ def make_backend(
     ------
     OptionError
         The name is unknown, the backend's library is not installed or has an unsupported version,
-        or the factory did not return a `GrammarBackend`.
+        or the factory raised an exception that is no `GraftError` or did not return a
+        `GrammarBackend`.
     """
     if callable(choice):
-        backend = choice(vocabulary)
+        try:
+            backend = choice(vocabulary)
+        except GraftError:
+            raise
+        except Exception as error:  # the factory is user code and may raise anything
+            raise OptionError(f"grammar_backend {choice!r}: {error}") from error
         if not isinstance(backend, GrammarBackend):
             raise OptionError(
                 f"grammar_backend: the factory returned {type(backend).__name__}, which is not a "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.models.drafters.base import Drafter, DrafterChoice, DrafterContext
@@ -31,16 +32,17 @@ def make_drafter(choice: DrafterChoice, context: DrafterContext) -> Drafter:
     Raises
     ------
     OptionError
-        If the name does not exist or the callable does not return a `Drafter`.
+        If the name does not exist, or the callable raises an exception that is no `GraftError` or
+        does not return a `Drafter`.
     CheckpointError, ConfigError, TokenizerError
         If the folder does not contain a drafter for this target.
     """
-    if callable(choice):
-        drafter = choice(context)
-    elif isinstance(choice, str) and ":" in choice and not Path(choice).exists():
-        module, _, attribute = choice.partition(":")
+    is_name = isinstance(choice, str) and ":" in choice and not Path(choice).exists()
+    drafter: object
+    if callable(choice) or is_name:
         try:
-            drafter = getattr(importlib.import_module(module), attribute)(context)
+            make = choice if callable(choice) else _import_attribute(str(choice))
+            drafter = make(context)
         except GraftError:
             raise
         except Exception as error:  # user code: importing or calling it may raise anything
@@ -52,6 +54,12 @@ def make_drafter(choice: DrafterChoice, context: DrafterContext) -> Drafter:
             f"drafter {choice}: returned a {type(drafter).__name__}, expected a Drafter"
         )
     return drafter
+
+
+def _import_attribute(name: str) -> Any:
+    """Return the attribute with the import name ``module:attribute``."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def _from_folder(folder: Path, context: DrafterContext) -> Drafter:

@@ -716,6 +716,11 @@ def _check_arguments(
             raise OptionError(f"unknown option {name}; the options are {names}")
     if not isinstance(model, (str, os.PathLike)):
         raise OptionError(f"model must be the path of a checkpoint folder, got {short_repr(model)}")
+    if not (drafter is None or callable(drafter) or isinstance(drafter, (str, os.PathLike))):
+        raise OptionError(
+            "drafter must be a checkpoint folder, a drafter class or another callable, a name "
+            f"module:attribute or None, got {short_repr(drafter)}"
+        )
     if ranks is not None and not isinstance(ranks, RankGroup):
         raise OptionError(f"ranks must be a RankGroup or None, got {short_repr(ranks)}")
     requested = Options(**options)

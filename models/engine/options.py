@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +16,7 @@ from graft.grammar.vocabulary import Vocabulary
 from graft.models.llm.kernel_library import ACTIVATIONS
 from graft.models.llm.weights import WEIGHTS
 from graft.models.request import VERIFY_MODES, Limits
+from graft.sampling.checks import short_repr
 from graft.sampling.state import MAX_DRAFTS
 from graft.sampling.tree import TreePlan
 
@@ -336,9 +337,10 @@ class Options:
 
 
 def _error(name: str, expected: str, value: Any) -> OptionError:
-    return OptionError(f"{name} must be {expected}, got {value!r}")
+    return OptionError(f"{name} must be {expected}, got {short_repr(value)}")
 
 
 def _require_number(name: str, value: Any, low: float) -> None:
-    if type(value) not in (int, float) or not low <= value < math.inf:
-        raise _error(name, f"a number of at least {low}", value)
+    # Comparing an int with a float is exact, so this also rejects ints too large for a float.
+    if type(value) not in (int, float) or not low <= value <= sys.float_info.max:
+        raise _error(name, f"a finite number of at least {low}", value)

@@ -25,6 +25,8 @@ WRONG = (
     "2",
     True,
     2.5,
+    10**400,
+    10**5000,
 )
 #: Values in `WRONG` that are valid for an option.
 RIGHT = {
@@ -109,6 +111,19 @@ INVALID_CALLS = {
         "max_batch_size must be an integer from 1 to 4096",
     ),
     "model": (lambda: Engine(5), "model must be the path of a checkpoint folder, got 5"),
+    "drafter": (lambda: Engine("no such folder", drafter=2.0), "drafter must be .* got 2.0"),
+    "drafter callable": (
+        lambda: Engine(TARGET, drafter=int),
+        "drafter <class 'int'>: int.. argument must be",
+    ),
+    "drafter callable without drafter": (
+        lambda: Engine(TARGET, drafter=type),
+        "returned a type, expected a Drafter",
+    ),
+    "grammar backend callable": (
+        lambda: Engine(TARGET, grammar_backend=int),
+        "grammar_backend <class 'int'>: int.. argument must be",
+    ),
     "ranks": (
         lambda: Engine("no such folder", ranks=5),
         "ranks must be a RankGroup or None, got 5",
