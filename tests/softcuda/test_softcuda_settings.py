@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from softcuda_util import check, codes
+from softcuda_util import check, codes, run_child
 
 
 def test_error_names_and_strings_are_defined_for_all_codes(soft):
@@ -36,6 +36,23 @@ def error_text(result, code):
     assert int(result[0]) == code, result
     return s.refusal()
 """
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("cuMemAlloc:1,cuMemAlocate:2", "'cuMemAlocate:2' does not name a function"),
+        ("cuGetErrorName:1", "'cuGetErrorName:1' does not name a function that can fail"),
+        ("cuMemAlloc", "'cuMemAlloc' is not of the form function:n"),
+        ("cuMemAlloc:0", "'cuMemAlloc:0' is not of the form function:n"),
+        ("cuMemAlloc:1x", "'cuMemAlloc:1x' is not of the form function:n"),
+        ("cuMemAlloc:1:two", "'cuMemAlloc:1:two' is not of the form function:n"),
+    ],
+)
+def test_setting_fail_is_rejected_if_invalid(setting, words):
+    done = run_child("s", SOFTCUDA_FAIL=setting, SOFTCUDA_LOG="1")
+    assert done.returncode != 0
+    assert f"SOFTCUDA_FAIL: {words}" in done.stderr
 
 
 def test_setting_memory_limits_device_memory():

@@ -102,22 +102,67 @@ void count_live_as_leaked() {
   for (size_t i = 0; i < kResources; ++i) g_leaked[i] += g_live[i].exchange(0);
 }
 
+// One item of the setting SOFTCUDA_FAIL: call `nth` of `function` returns `code`.
+struct Failure {
+  std::string item;      // the text of the item
+  std::string function;  // "" if the item is malformed
+  long nth = 0;
+  int code = CUDA_ERROR_OUT_OF_MEMORY;
+};
+
+static bool parse_number(const std::string& text, long* value) {
+  char* end = nullptr;
+  *value = std::strtol(text.c_str(), &end, 10);
+  return !text.empty() && *end == '\0';
+}
+
+static Failure parse_failure(const std::string& item) {
+  Failure failure;
+  failure.item = item;
+  std::istringstream stream(item);
+  std::string function, nth, code;
+  std::getline(stream, function, ':');
+  std::getline(stream, nth, ':');
+  const bool has_code = static_cast<bool>(std::getline(stream, code));
+  long number = failure.code;
+  const bool valid = parse_number(nth, &failure.nth) && failure.nth >= 1 &&
+                     (!has_code || parse_number(code, &number));
+  failure.code = static_cast<int>(number);
+  if (valid) failure.function = function;
+  return failure;
+}
+
+static std::vector<Failure> failure_setting() {
+  const char* setting = std::getenv("SOFTCUDA_FAIL");
+  std::istringstream items(setting == nullptr ? "" : setting);
+  std::vector<Failure> failures;
+  for (std::string item; std::getline(items, item, ',');) failures.push_back(parse_failure(item));
+  return failures;
+}
+
+void check_failure_setting() {
+  for (const Failure& failure : failure_setting()) {
+    bool found = false;
+    for (EntryPoint* e = g_entry_points.load(); e != nullptr; e = e->next) {
+      found = found || (failure.function == e->name && (e->flags & kAlways) == 0);
+    }
+    if (found) continue;
+    refuse(CUDA_ERROR_INVALID_VALUE,
+           "SOFTCUDA_FAIL: '" + failure.item +
+               (failure.function.empty() ? "' is not of the form function:n or function:n:code"
+                                         : "' does not name a function that can fail"));
+  }
+}
+
 EntryPoint::EntryPoint(const char* symbol, int abi_version, unsigned call_flags, void* function)
     : version(abi_version), flags(call_flags), address(function), next(g_entry_points.load()) {
   std::snprintf(name, sizeof name, "%s", symbol);
   char* suffix = name + std::strlen(name) - 3;
   if (std::strncmp(suffix, "_v", 2) == 0) *suffix = '\0';
-  const char* failures = std::getenv("SOFTCUDA_FAIL");
-  std::istringstream items(failures == nullptr ? "" : failures);
-  for (std::string item; std::getline(items, item, ',');) {
-    char function[64] = "";
-    long nth = 0;
-    int code = CUDA_ERROR_OUT_OF_MEMORY;
-    if (std::sscanf(item.c_str(), "%63[^:]:%ld:%d", function, &nth, &code) < 2) continue;
-    if (std::strcmp(function, name) == 0) {
-      fails_at = nth;
-      fails_with = code;
-    }
+  for (const Failure& failure : failure_setting()) {
+    if (failure.function != name) continue;
+    fails_at = failure.nth;
+    fails_with = failure.code;
   }
   while (!g_entry_points.compare_exchange_weak(next, this)) {
   }

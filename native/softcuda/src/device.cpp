@@ -144,6 +144,7 @@ using namespace softcuda;
 
 SC_API(cuInit, 2000, kNoInit | kNoLock | kAfterFault, unsigned, flags) {
   require(flags == 0);
+  check_failure_setting();
   static std::once_flag once;
   std::call_once(once, [] { pthread_atfork(nullptr, nullptr, [] { g_forked = true; }); });
   g_initialised.store(true, std::memory_order_release);

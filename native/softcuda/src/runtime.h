@@ -117,6 +117,8 @@ enum : unsigned {
   kContext = 16,    // requires the calling thread to have a current context
   kUnsafe = 32,     // unsafe during a capture, see cuThreadExchangeStreamCaptureMode
 };
+// Refuses cuInit if an item of SOFTCUDA_FAIL is malformed or does not name an entry point.
+void check_failure_setting();
 // Refuses a kUnsafe call while a stream captures in a mode that forbids it (capture.cpp).
 void capture_reject_unsafe(const char* api);
 
