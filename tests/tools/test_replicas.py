@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import signal
+import stat
 import subprocess
 import sys
 from contextlib import asynccontextmanager, contextmanager
@@ -18,7 +19,7 @@ import pytest
 
 from graft.models.request import Event, Limits, Logprob, Output, Request
 from graft.tools.demo_model import demo_model
-from graft.tools.serve.actors import ReplicaActor
+from graft.tools.serve.actors import ReplicaActor, private_folder
 from graft.tools.serve.engine_driver import EngineInfo
 from graft.tools.serve.replicas import SUSPECT_DEATHS, Replicas
 from graft.tools.serve.request_stream import RequestStream
@@ -403,6 +404,44 @@ def serve_replicas(*options):
             process.send_signal(signal.SIGTERM)
             process.stdout.read()
             assert process.wait() == 0
+
+
+def listening_addresses(pids):
+    """Return the local addresses, in the format of /proc/net/tcp, on which processes listen."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+            except OSError:
+                continue  # the file has been closed
+    addresses = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:  # 0A: the state LISTEN
+                addresses.add(fields[1].split(":")[0])
+    return addresses
+
+
+def test_private_folder_is_readable_by_its_user_only_and_deleted_after_an_error():
+    with pytest.raises(OSError, match="no"), private_folder() as folder:
+        os.chmod(folder, 0o777)
+        (Path(folder) / "file").write_text("")
+        parent = Path(folder).parent
+        assert stat.S_IMODE(parent.stat().st_mode) == 0o700
+        raise OSError("no")
+    assert not parent.exists()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(find_spec("ray") is None, reason="the extra replicas is not installed")
+def test_serve_replicas_listen_on_loopback_addresses():
+    """IPv4 and IPv6 addresses of /proc/net/tcp end with 0100007F for 127.0.0.1."""
+    with serve_replicas() as (_, mark):
+        addresses = listening_addresses(find_processes(mark))
+    assert len(addresses) == 2
+    assert all(address.endswith("0100007F") for address in addresses)
 
 
 @pytest.mark.full

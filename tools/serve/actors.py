@@ -6,8 +6,10 @@ import asyncio
 import logging
 import os
 import secrets
+import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +26,9 @@ from graft.tools.serve.replicas import Actor
 _MAX_CONCURRENCY = 16
 #: Bytes of Ray's object store. Messages are small.
 _OBJECT_STORE_BYTES = 1 << 27
+#: Number of attempts to delete Ray's files, and interval between two attempts in seconds.
+_DELETE_ATTEMPTS = 20
+_DELETE_INTERVAL_S = 0.1
 
 
 class ReplicaActor:
@@ -108,9 +113,9 @@ class RayActor:
 def ray_cluster(count: int) -> Iterator[Callable[[], Actor]]:
     """Run a local Ray cluster for `count` replicas and yield a function that launches an actor.
 
-    Clients of the cluster need a random token that only this process and its replicas know. Ray's
-    usage statistics are disabled. When the context ends, the cluster is shut down and its files
-    are deleted.
+    The processes of the cluster listen on 127.0.0.1 only. Their clients need a random token that
+    only this process and its replicas know. Ray's usage statistics are disabled. When the context
+    ends, the cluster is shut down and its files are deleted.
 
     Raises
     ------
@@ -126,7 +131,7 @@ def ray_cluster(count: int) -> Iterator[Callable[[], Actor]]:
         _, error = chooser.probe_cuda()
         uses_cuda = not error
     gpus_per_replica = int(uses_cuda)
-    with tempfile.TemporaryDirectory(prefix="graft-", ignore_cleanup_errors=True) as folder:
+    with private_folder() as folder:
         _start_ray(ray, count, folder)
         # Ray has installed a SIGTERM handler that would exit at once. Replace it, so that the
         # server can complete its running requests.
@@ -146,12 +151,32 @@ def ray_cluster(count: int) -> Iterator[Callable[[], Actor]]:
             ray.shutdown()
 
 
+@contextmanager
+def private_folder() -> Iterator[str]:
+    """Create a folder for Ray's files, which only this user can read, and delete it at the end."""
+    parent = tempfile.mkdtemp(prefix="graft-")  # mode 0700; Ray sets the mode of `folder` to 0777
+    try:
+        folder = os.path.join(parent, "ray")
+        os.mkdir(folder)
+        yield folder
+    finally:
+        # Processes of Ray may still write files for a short time.
+        for _ in range(_DELETE_ATTEMPTS):
+            shutil.rmtree(parent, ignore_errors=True)
+            if not os.path.exists(parent):
+                break
+            time.sleep(_DELETE_INTERVAL_S)
+
+
 def _import_ray() -> Any:
-    """Import Ray. Before that, enable its authentication and disable its usage statistics."""
+    """Set the environment variables that Ray reads when it is imported, and import Ray."""
     os.environ |= {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        # Ray listens on 127.0.0.1, as it does on other platforms by default. Otherwise, it listens
+        # on all addresses, and the metrics of its monitor process need no token.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     }
     try:
         import ray
