@@ -9,6 +9,7 @@ from http.client import HTTPConnection
 import pytest
 
 from graft.models.request import Request
+from graft.native.children.errors import ChildUnavailable
 from graft.tools.version import version
 
 for package in ("starlette", "uvicorn", "prometheus_client"):
@@ -295,3 +296,31 @@ def test_error_for_large_body_can_be_read(server, capfd):
             assert response.status == 413
             assert "longer than 20000 bytes" in json.load(response)["error"]["message"]
     assert capfd.readouterr().err == ""
+
+
+def test_lost_helper_process_is_reported_as_503(post, monkeypatch):
+    """The client can retry: neither its template nor its grammar is at fault."""
+
+    def fail(*_arguments):
+        raise ChildUnavailable("the process was killed")
+
+    monkeypatch.setattr("graft.models.text.chat._CHILD.call", fail)
+    monkeypatch.setattr("graft.grammar.grammar_spec.POOL.call", fail)
+    messages = [{"role": "user", "content": "hi"}]
+    for path, fields in (
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/v1/completions", {"prompt": "a", "regex": "[a-z]{3}"}),
+    ):
+        status, body = post(path, **fields)
+        assert status == 503
+        assert body["error"]["type"] == "server_error"
+        assert "the process was killed" in body["error"]["message"]
+
+
+def test_template_error_does_not_contain_the_path_of_the_model(engine, http):
+    with run_server(engine, chat_template="{{ raise_exception('not so') }}") as server:
+        messages = [{"role": "user", "content": "hi"}]
+        response = http.post(f"{server.url}/chat/completions", json={"messages": messages})
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert message == "demo: the chat template failed: not so"
