@@ -10,7 +10,7 @@
 #   GRAFT_DEVICE=auto|cuda|soft
 #                             device of the targets demo and demo-llm (default auto), test-cuda and
 #                             gpu (default cuda)
-#   GPU="--sections gaps --minutes 2"
+#   GPU="--sections gaps --out FOLDER"
 #                             options for `make gpu`
 
 PYTHON ?=
@@ -89,7 +89,7 @@ test-sanitize: setup ## stress the C++ part under address, undefined-behavior an
 test-cuda: setup ## run the tests on a GPU (on a machine without network: VENV=none)
 	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(RUN_TESTS) $(PYTEST)
 
-gpu: setup ## measure a GPU for ten minutes and compare the results with predictions
+gpu: setup ## check and measure a GPU in 8.3 minutes; GPU="--sections suite" runs the tests instead
 	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(PY) -m graft.tools.gpu_first $(GPU)
 
 lint: packages ## check the code with ruff, mypy and clang-format

@@ -1,97 +1,55 @@
-"""Measure a GPU for ten minutes and compare the measurements with predictions.
+"""Check and measure a GPU in 8.3 minutes, and compare the measurements with predictions.
 
-    python -m graft.tools.gpu_first [--sections ceilings gaps ...] [--minutes 9.5] [--small]
+    python -m graft.tools.gpu_first [--out FOLDER] [--sections truth ceilings ...] [--small]
+    python -m graft.tools.gpu_first --sections suite
 
-The measurement consists of sections, such as memory bandwidth or attention. Each section runs in
-its own process with a time limit. If the process crashes, hangs or fails, the values that it has
-measured so far are kept, and the next section starts. After each section, its table is printed and
-the JSON file is rewritten.
+The run consists of sections, such as memory bandwidth or attention. The first sections are checks:
+they compare the results of the kernels with float64 references at the sizes of an 8B Llama. The
+other sections are measurements. The section "suite" runs graft's tests. It takes up to ten minutes
+and is not part of the default run.
+
+A section consists of cases and runs in its own process. If a case crashes, hangs or makes the
+device unusable, the case counts as failed, and a new process runs the remaining cases. Values that
+have been measured are never lost: all files in the output folder are written during the run.
+
+``doctor.txt``
+    Report of ``graft doctor`` and ``nvidia-smi``, written before the device is opened.
+``SECTION.jsonl``, ``SECTION.log``
+    Values and output of a section. A value is written as soon as it is known.
+``report.txt``, ``report.json``
+    Tables and values of all completed sections.
 
 The predictions follow from the machine code of the kernels and the data sheet of an H200. They were
 made before any kernel ran on this GPU. The column "ratio" is the measured value divided by the
 middle of the predicted range. ``--small`` selects sizes that the soft device (graft's CPU
 implementation of the CUDA driver) can run. Values measured with ``--small`` say nothing about a
-GPU.
+GPU. The exit status is 1 if a check or a section failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
+import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from graft.cudagraph.device import open_device
 from graft.tools.gpu_first.bench import Bench
+from graft.tools.gpu_first.runner import MIN_S, run_section
 from graft.tools.gpu_first.sections import SECTIONS
 from graft.tools.report import program, table
 
-#: Minimum remaining time in seconds with which another section is started.
-MIN_SECTION_S = 5.0
+#: Sections that run by default.
+DEFAULT_SECTIONS = [name for name in SECTIONS if name != "suite"]
 #: Time limit in seconds of a section with small sizes.
 SMALL_LIMIT_S = 600.0
-#: Maximum number of characters that are kept of a failed section's output.
-MAX_OUTPUT = 2000
-
-
-def run_section(command: Sequence[str], figures_path: Path, limit_s: float) -> dict[str, Any]:
-    """Run a section in a child process.
-
-    Parameters
-    ----------
-    command
-        Program and arguments of the child process.
-    figures_path
-        File to which the child process writes one measured value per line.
-    limit_s
-        Time limit in seconds.
-
-    Returns
-    -------
-    dict
-        ``status``
-            "ok", or a description of the failure.
-        ``seconds``
-            Duration.
-        ``figures``
-            Measured values; see `Bench.add`.
-        ``output``
-            End of the process's output; empty if the status is "ok".
-    """
-    start = time.monotonic()
-    with tempfile.TemporaryFile("w+", errors="replace") as file:
-        child = subprocess.Popen(
-            command,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = child.wait(limit_s)
-            status = "ok" if code == 0 else f"exit status {code}"
-        except subprocess.TimeoutExpired:
-            status = f"timed out after {limit_s:.0f} s"
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # includes the child's own children
-            child.wait()
-        file.seek(0)
-        output = file.read().strip()[-MAX_OUTPUT:]
-    lines = figures_path.read_text().splitlines() if figures_path.exists() else []
-    return {
-        "status": status,
-        "seconds": time.monotonic() - start,
-        "figures": [json.loads(line) for line in lines],
-        "output": "" if status == "ok" else output,
-    }
+#: Time limit in seconds of ``graft doctor`` and ``nvidia-smi``.
+DOCTOR_LIMIT_S = 30.0
 
 
 def figure_rows(figures: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -100,9 +58,10 @@ def figure_rows(figures: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     for figure in figures:
         measured = figure["measured"]
         predicted = figure["predicted"]
+        is_check = figure["passed"] is not None
         middle = 0.0
         prediction = ""
-        if predicted is not None:
+        if predicted is not None and not is_check:
             low, high = predicted
             middle = (low + high) / 2
             prediction = f"{low:g} to {high:g}"
@@ -112,6 +71,8 @@ def figure_rows(figures: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
             value = f"{measured:.4g} {figure['unit']}"
             if middle:
                 ratio = f"{measured / middle:.2f}"
+        if is_check:
+            ratio = "ok" if figure["passed"] else "FAILED"
         rows.append((figure["name"], prediction, value, ratio, figure["note"][:60]))
     return rows
 
@@ -125,85 +86,151 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--sections",
         nargs="+",
         choices=SECTIONS,
-        default=list(SECTIONS),
+        default=DEFAULT_SECTIONS,
+        help="sections to run (default: all but suite)",
     )
     parser.add_argument(
         "--minutes",
         type=float,
-        default=9.5,
-        help="time limit of all sections (default 9.5)",
+        default=8.3,
+        help="time limit of all sections (default %(default)s)",
     )
     parser.add_argument(
-        "--json",
+        "--out",
         type=Path,
-        default=Path("build/gpu_first.json"),
-        metavar="FILE",
-        help="(default %(default)s)",
+        default=Path("build/gpu_first"),
+        metavar="FOLDER",
+        help="output folder (default %(default)s)",
     )
     parser.add_argument("--small", action="store_true", help="sizes for the soft device")
-    parser.add_argument(
-        "--child",
-        type=Path,
-        metavar="FILE",
-        help=argparse.SUPPRESS,
-    )
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--skip", nargs="*", default=[], help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
-def run_sections(options: argparse.Namespace) -> None:
-    """Run all sections. After each section, print its table and write the JSON file."""
+class Report:
+    """Output folder of a run: printed tables and the values of all sections.
+
+    Parameters
+    ----------
+    folder
+        Output folder, which is created. The files of an earlier run in it are removed.
+    small
+        Whether the sizes are those for the soft device.
+
+    Attributes
+    ----------
+    sections
+        Results of `run_section` by name of the section.
+    """
+
+    def __init__(self, folder: Path, small: bool) -> None:
+        self.folder = folder
+        self.sections: dict[str, dict[str, Any]] = {}
+        self._small = small
+        folder.mkdir(parents=True, exist_ok=True)
+        for pattern in ("*.jsonl", "*.log", "report.*", "doctor.txt"):
+            for path in folder.glob(pattern):
+                path.unlink()
+
+    def print(self, text: str) -> None:
+        """Print a text and append it to ``report.txt``."""
+        print(text, flush=True)
+        with (self.folder / "report.txt").open("a") as file:
+            file.write(f"{text}\n")
+
+    def add(self, name: str, result: dict[str, Any]) -> None:
+        """Print the table of a section and write ``report.json``."""
+        self.sections[name] = result
+        report = {"small": self._small, "sections": self.sections}
+        (self.folder / "report.json").write_text(json.dumps(report, indent=1))
+        heading = (f"{name}: {result['status']}", "predicted", "measured", "ratio", "")
+        self.print(f"\n{table([heading, *figure_rows(result['figures'])])}")
+        if result["output"]:
+            self.print(result["output"])
+
+    def failures(self) -> list[str]:
+        """Return the names of failed checks and cases, and of sections that ended early."""
+        names = []
+        for section, result in self.sections.items():
+            for figure in result["figures"]:
+                if figure["passed"] is False:
+                    names.append(f"{section}: {figure['name']}")
+            if result["status"] not in ("ok", "no time left"):
+                names.append(f"{section}: {result['status']}")
+        return names
+
+
+def write_doctor_report(report: Report) -> None:
+    """Write ``doctor.txt``. This process does not open the device."""
+    commands = [[sys.executable, "-m", "graft.tools.cli", "doctor"]]
+    if shutil.which("nvidia-smi"):
+        commands.append(["nvidia-smi", "-q"])
+    with (report.folder / "doctor.txt").open("w") as file:
+        for command in commands:
+            try:
+                subprocess.run(
+                    command,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    timeout=DOCTOR_LIMIT_S,
+                )
+            except subprocess.TimeoutExpired:
+                file.write(f"{' '.join(command)}: timed out after {DOCTOR_LIMIT_S:.0f} s\n")
+            file.flush()
+    report.print((report.folder / "doctor.txt").read_text(errors="replace")[:2000].strip())
+
+
+def child_command(options: argparse.Namespace, section: str, skip: Sequence[str]) -> list[str]:
+    """Return the command line of a process that runs a section without the cases `skip`."""
+    command = [sys.executable, "-m", "graft.tools.gpu_first", "--child", "--sections", section]
+    if options.small:
+        command.append("--small")
+    return [*command, "--out", str(options.out), "--skip", *skip]
+
+
+def run_sections(options: argparse.Namespace) -> int:
+    """Run all sections. Return 1 if a check or a section failed, else 0."""
     end = time.monotonic() + 60 * options.minutes
-    results: dict[str, dict[str, Any]] = {}
-    report = {
-        "device": open_device().describe(),
-        "small": options.small,
-        "sections": results,
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    print(report["device"], flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        for name in options.sections:
-            section_limit_s = SMALL_LIMIT_S if options.small else SECTIONS[name].limit_s
-            limit_s = min(section_limit_s, end - time.monotonic())
-            result: dict[str, Any]
-            if limit_s < MIN_SECTION_S:
-                result = {"status": "no time left", "figures": [], "output": ""}
-            else:
-                path = Path(folder, name)
-                command = [
-                    sys.executable,
-                    "-m",
-                    "graft.tools.gpu_first",
-                    "--sections",
-                    name,
-                ]
-                command += ["--child", str(path)]
-                if options.small:
-                    command.append("--small")
-                result = run_section(command, path, limit_s)
-            results[name] = result
-            options.json.write_text(json.dumps(report, indent=1))
-            heading = (
-                f"{name}: {result['status']}",
-                "predicted",
-                "measured",
-                "ratio",
-                "",
-            )
-            print(f"\n{table([heading, *figure_rows(result['figures'])])}", flush=True)
-            if result["output"]:
-                print(result["output"], flush=True)
+    report = Report(options.out, options.small)
+    write_doctor_report(report)
+    for name in options.sections:
+        section = SECTIONS[name]
+        limit_s = SMALL_LIMIT_S if options.small else section.limit_s
+        limit_s = min(limit_s, end - time.monotonic())
+        if limit_s < MIN_S:
+            report.add(name, {"status": "no time left", "figures": [], "output": ""})
+            continue
+        result = run_section(
+            partial(child_command, options, name),
+            options.out / f"{name}.jsonl",
+            limit_s,
+            SMALL_LIMIT_S if options.small else section.case_limit_s,
+        )
+        report.add(name, result)
+    failures = report.failures()
+    checks = [
+        figure["passed"]
+        for result in report.sections.values()
+        for figure in result["figures"]
+        if figure["passed"] is not None
+    ]
+    report.print(f"\n{sum(checks)} of {len(checks)} checks passed; {len(failures)} failures")
+    for failure in failures:
+        report.print(f"  {failure}")
+    return 1 if failures else 0
 
 
 @program
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the sections in child processes. With ``--child``, run a section in this process."""
     options = parse_options(arguments)
-    if options.child:
-        for name in options.sections:
-            SECTIONS[name].measure(Bench(options.child, options.small))
-    else:
-        run_sections(options)
+    if not options.child:
+        return run_sections(options)
+    for name in options.sections:
+        bench = Bench(options.out / f"{name}.jsonl", options.small)
+        bench.run(SECTIONS[name].cases(bench), options.skip)
+    return 0
 
 
 if __name__ == "__main__":

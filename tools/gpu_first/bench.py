@@ -1,23 +1,30 @@
-"""Common parts of the measurement's sections: output of values, timed graphs and random arrays."""
+"""Common parts of the sections: cases, output of values, timed graphs and random arrays."""
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from graft.cudagraph.device import open_device
-from graft.cudagraph.errors import GraftError
+from graft.cudagraph.dtypes import E4M3
+from graft.cudagraph.errors import DeviceError, OptionError
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.memory import DeviceArray, PinnedArray
 
 PROBE_KERNELS = Path(__file__).parent / "kernels" / "probe.cu"
 #: Maximum time in seconds of a wait for the device.
-LIMIT_S = 60.0
+LIMIT_S = 20.0
+#: Exit status of a section's process after an error that makes the device unusable.
+DEVICE_LOST_STATUS = 75
 #: Number of timed launches of a graph.
 LAUNCHES = 7
 #: Config values of an 8B Llama.
@@ -34,13 +41,28 @@ FULL_SHAPE = {
 SMALL_SHAPE = {
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
     "num_hidden_layers": 3,
     "vocab_size": 2048,
 }
 Range = tuple[float, float] | None
+
+
+class Case(NamedTuple):
+    """A part of a section that can fail without affecting the other parts.
+
+    Attributes
+    ----------
+    name
+        Name, which is unique in the section.
+    run
+        Function that measures or checks values and adds them to the section's `Bench`.
+    """
+
+    name: str
+    run: Callable[[], None]
 
 
 class TimedLane:
@@ -79,7 +101,7 @@ class Bench:
     Parameters
     ----------
     out
-        File to which each measured value is appended as a line of JSON.
+        File to which each value is appended as a line of JSON, and the start and end of each case.
     small
         Whether to use sizes that the soft device can run.
 
@@ -101,6 +123,47 @@ class Bench:
         self.cache_bytes = 0 if small else 4 * self.device.attribute("L2_CACHE_SIZE")
         self._sink = self.device.zeros((1,), "uint32")
         self._out = out
+
+    @property
+    def folder(self) -> Path:
+        """Output folder of the run."""
+        return self._out.parent
+
+    @property
+    def is_soft(self) -> bool:
+        """Whether the device is the soft device."""
+        return self.device.kind == "soft"
+
+    def run(self, cases: Iterable[Case], skip: Collection[str] = ()) -> None:
+        """Run cases, except those whose names are in `skip`.
+
+        A case that raises an exception counts as failed, and the next case runs. If an option is
+        not supported by the device, the case counts as refused. If the device can no longer be
+        used, the process exits with `DEVICE_LOST_STATUS`.
+        """
+        for case in cases:
+            if case.name in skip:
+                continue
+            self._write({"event": "begin", "case": case.name, "time": time.monotonic()})
+            try:
+                case.run()
+            except OptionError as error:
+                self.add(case.name, None, "", note=f"refused: {error}")
+            except Exception as error:
+                self.fail(case.name, f"{type(error).__name__}: {error}")
+                if not self._device_works():
+                    sys.exit(DEVICE_LOST_STATUS)
+            self._write({"event": "end", "case": case.name})
+
+    def _device_works(self) -> bool:
+        try:
+            self.device.synchronize()
+        except DeviceError:
+            return False
+        return True
+
+    def _write(self, line: dict[str, Any]) -> None:
+        append_line(self._out, line)
 
     def add(
         self,
@@ -125,23 +188,16 @@ class Bench:
         note
             Text of the last column of the table.
         """
-        figure = {
-            "name": name,
-            "measured": measured,
-            "unit": unit,
-            "note": note,
-            "predicted": None if self.small else predicted,
-        }
-        with self._out.open("a") as file:
-            file.write(json.dumps(figure) + "\n")
+        predicted = None if self.small else predicted
+        self._write(make_figure(name, measured, unit, predicted, note))
 
-    @contextmanager
-    def report_refusal(self, name: str) -> Iterator[None]:
-        """Catch a graft error in the block, and record its message in place of a value."""
-        try:
-            yield
-        except GraftError as error:
-            self.add(name, None, "", note=f"refused: {error}")
+    def check(self, name: str, wrong: int, note: str = "") -> None:
+        """Append the result of a check: the number of wrong values, which must be 0."""
+        self._write(make_figure(name, wrong, "wrong", (0, 0), note, passed=wrong == 0))
+
+    def fail(self, name: str, why: str) -> None:
+        """Append a case that failed without a result."""
+        self._write(failure(name, why))
 
     @contextmanager
     def timed_graph(self, programmatic: bool = False) -> Iterator[Any]:
@@ -184,6 +240,22 @@ class Bench:
         fill_random(self.device, array, scale)
         return array
 
+    def random_weight(self, shape: tuple[int, ...], dtype: str, scale: float = 0.02) -> DeviceArray:
+        """Return a random matrix without NaN; E4M3 values have magnitudes below 2."""
+        if dtype != E4M3:
+            return self.random(shape, scale, dtype)
+        array = self.device.empty(shape, dtype)
+        kernel = self.kernels["fill_random_e4m3"]
+        blocks = min(-(-array.nbytes // 256), 4096)
+        StreamLane(self.stream).kernel(kernel, blocks, 256, [array, array.nbytes])
+        self.stream.synchronize(LIMIT_S)
+        return array
+
+    def random_float32(self, shape: tuple[int, ...], scale: float = 1.0) -> DeviceArray:
+        """Return an array of normally distributed float32 values."""
+        values = np.random.default_rng(0).standard_normal(shape, np.float32)
+        return self.device.from_host(scale * values)
+
     def read(self, lane: Any, data: DeviceArray | PinnedArray, blocks: int) -> None:
         """Add a kernel that reads an array; the grid has the given number of thread blocks."""
         lane.kernel(
@@ -204,6 +276,41 @@ class Bench:
                 self.read(lane, data, blocks)
             best = max(best, data.nbytes / lane.seconds)
         return best
+
+
+def append_line(path: Path, line: dict[str, Any]) -> None:
+    """Append a line of JSON to a file."""
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def make_figure(
+    name: str,
+    measured: float | None,
+    unit: str,
+    predicted: Range = None,
+    note: str = "",
+    passed: bool | None = None,
+) -> dict[str, Any]:
+    """Return a line of a section's output file: a measured value, or the result of a check.
+
+    `passed` is None for a value that is not the result of a check. `Bench.add` describes the other
+    parameters.
+    """
+    return {
+        "event": "figure",
+        "name": name,
+        "measured": measured,
+        "unit": unit,
+        "predicted": predicted,
+        "note": note,
+        "passed": passed,
+    }
+
+
+def failure(name: str, why: str) -> dict[str, Any]:
+    """Return the line of a case that failed without a result."""
+    return make_figure(name, None, "", note=f"failed: {why}", passed=False)
 
 
 def fill_random(device: Any, array: DeviceArray, scale: float) -> None:

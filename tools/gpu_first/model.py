@@ -1,7 +1,8 @@
-"""Create an engine whose random weights are generated on the device, and time its rounds.
+"""Models and engines with random weights that are generated on the device.
 
 The checkpoint is a sparse file, so that a model of full size needs neither a download nor space on
-disk.
+disk. The tokenizer of a full-size model is generated as well and has as many tokens as the model's
+vocabulary.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib.util
 import json
 import math
 import shutil
+import string
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -25,16 +27,23 @@ from graft.grammar.grammar_spec import GrammarSpec
 from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.grammar.spec import Spec
 from graft.grammar.vocabulary import Vocabulary
+from graft.models.cache.kv import PagedKV
 from graft.models.drafters import eagle3
 from graft.models.engine.engine import Engine
 from graft.models.llm import llama
+from graft.models.llm.checkpoint import Checkpoint
+from graft.models.llm.config import LlamaConfig
+from graft.models.llm.llama import LlamaModel
 from graft.models.llm.weights import Interleave, Weights
 from graft.models.request import Request
 from graft.tools.demo_model import demo_model
-from graft.tools.gpu_first.bench import Bench, fill_random
+from graft.tools.gpu_first.bench import SMALL_SHAPE, fill_random
 
 BATCH_SIZE = 8
-MAX_LENGTH = 1024
+#: Maximum length of a request, and length of the prompt of the prefill measurement.
+MAX_LENGTH = 4096
+PREFILL_LENGTH = 2048
+PAGE_SIZE = 16
 #: Maximum size of the drafter's vocabulary.
 MAX_DRAFT_VOCAB = 32000
 Shapes = dict[str, tuple[int, ...]]
@@ -133,7 +142,12 @@ def write_checkpoint(folder: Path, config: dict[str, Any], shapes: Shapes) -> No
     """Write a checkpoint of zeros as a sparse file, which takes no space on disk."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    shutil.copy(demo_model()[0] / "tokenizer.json", folder)
+    demo_tokenizer = demo_model()[0] / "tokenizer.json"
+    if config["vocab_size"] == SMALL_SHAPE["vocab_size"]:
+        shutil.copy(demo_tokenizer, folder)
+    else:
+        tokenizer = make_tokenizer(json.loads(demo_tokenizer.read_text()), config["vocab_size"])
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     header: dict[str, Any] = {}
     begin = 0
     for name, size in shapes.items():
@@ -147,9 +161,33 @@ def write_checkpoint(folder: Path, config: dict[str, Any], shapes: Shapes) -> No
         file.truncate(8 + len(text) + begin)
 
 
-def write_checkpoints(bench: Bench, folder: Path) -> tuple[Path, Path]:
-    """Write checkpoints of a Llama and its EAGLE-3 head, and return their folders."""
-    config = {
+def make_tokenizer(demo: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Return the content of a tokenizer.json with `vocab_size` tokens.
+
+    The tokenizer contains the tokens of the demo model's tokenizer and words of random letters. A
+    word of n letters is merged from a word of n - 1 letters and one letter.
+    """
+    model = demo["model"]
+    vocab = dict(model["vocab"])
+    merges = [tuple(pair) for pair in model["merges"]]
+    words = list(string.ascii_lowercase)
+    for prefix in words:  # grows while the loop runs
+        for letter in string.ascii_lowercase:
+            if len(vocab) >= vocab_size:
+                break
+            word = prefix + letter
+            words.append(word)
+            if word not in vocab:
+                vocab[word] = len(vocab)
+                merges.append((prefix, letter))
+        if len(vocab) >= vocab_size:
+            break
+    return demo | {"model": model | {"vocab": vocab, "merges": merges}}
+
+
+def llama_config(shape: dict[str, int]) -> dict[str, Any]:
+    """Return the content of a config.json."""
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
@@ -158,10 +196,16 @@ def write_checkpoints(bench: Bench, folder: Path) -> tuple[Path, Path]:
         "eos_token_id": 3,
         "rope_theta": 500000.0,
         "tie_word_embeddings": False,
-        **bench.shape,
+        **shape,
     }
-    draft_vocab = min(MAX_DRAFT_VOCAB, bench.shape["vocab_size"] // 2)
-    aux_layers = [0, 1, 2] if bench.small else [2, 16, 29]
+
+
+def write_checkpoints(shape: dict[str, int], folder: Path) -> tuple[Path, Path]:
+    """Write checkpoints of a Llama and its EAGLE-3 head, and return their folders."""
+    config = llama_config(shape)
+    draft_vocab = min(MAX_DRAFT_VOCAB, shape["vocab_size"] // 2)
+    layers = shape["num_hidden_layers"]
+    aux_layers = [0, 1, 2] if layers < 8 else [2, layers // 2, layers - 3]
     head_config = config | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
@@ -170,8 +214,8 @@ def write_checkpoints(bench: Bench, folder: Path) -> tuple[Path, Path]:
     }
     target = folder / "target"
     head = folder / "head"
-    write_checkpoint(target, config, target_shapes(bench.shape))
-    write_checkpoint(head, head_config, head_shapes(bench.shape, draft_vocab))
+    write_checkpoint(target, config, target_shapes(shape))
+    write_checkpoint(head, head_config, head_shapes(shape, draft_vocab))
     return target, head
 
 
@@ -202,25 +246,52 @@ class UnusedBackend:
 
 
 @contextmanager
-def random_engine(bench: Bench, drafts: int, programmatic: bool) -> Iterator[Engine]:
-    """Open an engine with random weights of the bench's shape.
+def random_weights() -> Iterator[None]:
+    """Let models that are loaded in the block have random weights."""
+    with (
+        mock.patch.object(llama, "Weights", RandomWeights),
+        mock.patch.object(eagle3, "Weights", RandomWeights),
+    ):
+        yield
+
+
+def random_model(device: Any, shape: dict[str, int], form: str | None = None) -> LlamaModel:
+    """Return a Llama with random weights and pages for `BATCH_SIZE` slots of maximum length."""
+    with tempfile.TemporaryDirectory() as name, random_weights():
+        folder = Path(name, "target")
+        write_checkpoint(folder, llama_config(shape), target_shapes(shape))
+        config = LlamaConfig.from_dir(folder)
+        pages = MAX_LENGTH // PAGE_SIZE
+        kv = PagedKV(
+            device,
+            layers=config.num_hidden_layers,
+            pages=BATCH_SIZE * pages,
+            page_size=PAGE_SIZE,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            dtype="bfloat16",
+            slots=BATCH_SIZE,
+            max_pages_per_slot=pages,
+        )
+        return LlamaModel(device, config, Checkpoint(folder), kv, max_rows=256, form=form)
+
+
+@contextmanager
+def random_engine(shape: dict[str, int], drafts: int, programmatic: bool) -> Iterator[Engine]:
+    """Open an engine with random weights.
 
     Parameters
     ----------
-    bench
-        Device and sizes of the section that measures the engine.
+    shape
+        Config values of the model.
     drafts
         Number of drafts per round by an EAGLE-3 head; 0 for decoding without speculation.
     programmatic
         Whether the graphs have programmatic edges.
     """
     backend: Any = "auto" if has_grammar_backend() else UnusedBackend
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(llama, "Weights", RandomWeights),
-        mock.patch.object(eagle3, "Weights", RandomWeights),
-    ):
-        target, head = write_checkpoints(bench, Path(folder))
+    with tempfile.TemporaryDirectory() as folder, random_weights():
+        target, head = write_checkpoints(shape, Path(folder))
         with Engine(
             target,
             head if drafts else None,
@@ -234,10 +305,8 @@ def random_engine(bench: Bench, drafts: int, programmatic: bool) -> Iterator[Eng
             yield engine
 
 
-def round_parts(engine: Engine, batch: int, tokens: int) -> dict[str, float]:
+def round_parts(engine: Engine, batch: int, tokens: int, with_grammar: bool) -> dict[str, float]:
     """Measure the device time of a decoding round and of its parts.
-
-    The requests have a grammar if a grammar backend is installed.
 
     Parameters
     ----------
@@ -247,17 +316,15 @@ def round_parts(engine: Engine, batch: int, tokens: int) -> dict[str, float]:
         Number of requests.
     tokens
         Tokens per request.
+    with_grammar
+        Whether the requests have a grammar.
 
     Returns
     -------
     dict
         Mean milliseconds of the round and of each part, by name.
     """
-    grammar = None
-    name = "round"
-    if has_grammar_backend():
-        grammar = GrammarSpec.regex("[a-z ]{400,}")
-        name = "round with grammar"
+    grammar = GrammarSpec.regex("[a-z ]{400,}") if with_grammar else None
     requests = [
         Request(tokens=[5 + i] * 100, grammar=grammar, max_tokens=tokens) for i in range(batch)
     ]
@@ -265,5 +332,5 @@ def round_parts(engine: Engine, batch: int, tokens: int) -> dict[str, float]:
     engine.reset_stats()
     engine.generate(requests)
     stats = engine.stats
-    parts = {name: stats.round_ns, **stats.part_ns}
+    parts = {"round": stats.round_ns, **stats.part_ns}
     return {part: ns / stats.rounds / 1e6 for part, ns in parts.items()}

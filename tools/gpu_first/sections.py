@@ -1,4 +1,4 @@
-"""Sections of the measurement. A section writes each value as soon as it is measured.
+"""Measurements, and the list of all sections.
 
 A product is the multiplication of activation rows by a weight matrix. The bandwidth of a product is
 given as a percentage of the read bandwidth, which is measured with a kernel that only reads memory.
@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import statistics
-import subprocess
-import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from graft.cudagraph.driver import call, cu
 from graft.cudagraph.dtypes import E4M3, itemsize
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.hostwork import NativeWork
@@ -26,22 +27,25 @@ from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.nodes import highest_priority
 from graft.models.cache.kv import PagedKV
+from graft.models.engine.engine import Engine
 from graft.models.llm.kernel_library import ModelKernels
-from graft.models.llm.rows import Rows
-from graft.sampling.exchange import NUMBERS, Exchange
-from graft.sampling.mode import DraftMode
-from graft.sampling.params import SamplingParams
-from graft.sampling.sampler import RowMap, Sampler, output_ring
-from graft.sampling.state import SlotRequest, SlotState
-from graft.tools.gpu_first.bench import LAUNCHES, LIMIT_S, Bench
-from graft.tools.gpu_first.model import random_engine, round_parts
+from graft.models.llm.llama import LlamaModel
+from graft.models.request import Request
+from graft.tools.gpu_first import external, truth
+from graft.tools.gpu_first.arrays import attention_rows, matrices, random_input, random_kv
+from graft.tools.gpu_first.bench import LAUNCHES, LIMIT_S, Bench, Case
+from graft.tools.gpu_first.model import (
+    PREFILL_LENGTH,
+    has_grammar_backend,
+    random_engine,
+    random_model,
+    round_parts,
+)
+from graft.tools.gpu_first.sampling import BATCH, DRAFTS, SamplingSetup, measure_sampling
 
 CLOCK_KERNELS = Path(__file__).parents[1] / "kernels" / "clock.cu"
-ROW_READY = NUMBERS["ROW_READY"]
-ROWS = (1, 4, 8, 16, 32, 64, 128, 256)
-BATCH = 8
-DRAFTS = 3
-PAGE_SIZE = 16
+#: Numbers of rows of products and forward passes, the most important ones first.
+ROWS = (1, 4, 8, 32, 16, 64, 128, 256)
 #: Predicted percentage of the read bandwidth that a product without tensor cores reaches, by number
 #: of rows.
 PREDICTED_WARP_LINEAR = {1: (80.0, 88.0), 8: (55.0, 65.0)}
@@ -53,8 +57,17 @@ PREDICTED_LINEAR = {
     "qkv": (75.0, 85.0),
     "out": (75.0, 85.0),
 }
-#: Predicted milliseconds of a forward pass of the target model, by number of rows.
-PREDICTED_FORWARD = {1: (3.7, 3.9), 4: (3.7, 3.9), 8: (3.8, 4.0), 32: (3.9, 4.3)}
+#: Predicted milliseconds of a forward pass of the 8B model on an H200, by number of rows.
+PREDICTED_FORWARD = {
+    1: (4.0, 4.6),
+    4: (4.0, 4.6),
+    8: (4.0, 4.6),
+    32: (4.2, 6.0),
+    64: (4.8, 6.7),
+    256: (10.0, 15.5),
+}
+#: Number of layers of the model with which kernels are compiled.
+COMPILED_LAYERS = 3
 #: Values of cuBLAS enumerators.
 CUDA_R_32F = 0
 CUDA_R_16BF = 14
@@ -64,140 +77,251 @@ CUBLAS_OP_N = 0
 CUBLAS_OP_T = 1
 
 
+# Compilation --------------------------------------------------------------------------------------
+
+
+def compile_kernels(bench: Bench) -> Iterator[Case]:
+    """Compile the kernels of all sections in parallel, so that later processes find them cached."""
+    yield Case("open the device", lambda: bench.add(bench.device.describe(), None, ""))
+    yield Case("kernels", partial(_compile_kernels, bench))
+
+
+def _compile_kernels(bench: Bench) -> None:
+    start = time.monotonic()
+    shape = bench.shape | {"num_hidden_layers": COMPILED_LAYERS}
+    model = random_model(bench.device, shape)
+
+    def build_forward(count: int) -> None:
+        lane = Graph(bench.device, f"{count} rows").lane("main")
+        logits = bench.device.empty((count, model.vocab_size), "float32")
+        rows = attention_rows(bench.device, 256, count, per_slot=max(4, count // BATCH))
+        model.forward(lane, rows, None, logits)
+        hidden = bench.shape["hidden_size"]
+        y = bench.device.empty((count, hidden), "float32")
+        for dtype in ("bfloat16", E4M3):
+            weight = bench.random_weight((hidden, hidden), dtype)
+            x = random_input(bench, model.kernels, weight, count)
+            model.kernels.linear(lane, x, weight, y)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        forwards = [pool.submit(build_forward, count) for count in ROWS]
+        with random_engine(shape, DRAFTS, programmatic=False) as engine:
+            engine.generate([Request(tokens=[5] * 8, max_tokens=2)])
+        SamplingSetup(bench)
+        for forward in forwards:
+            forward.result()
+    bench.add("compilation", time.monotonic() - start, "s")
+
+
 # Device -------------------------------------------------------------------------------------------
 
 
-def measure_ceilings(bench: Bench) -> None:
+def measure_ceilings(bench: Bench) -> Iterator[Case]:
     """Measure the bandwidths of device memory and of the bus to pinned host memory."""
-    bench.add(
-        "read",
-        bench.read_bandwidth() / 1e9,
-        "GB/s",
-        (4300, 4500),
-    )
+    yield Case("read", partial(_measure_read, bench))
+    yield Case("copy", partial(_measure_copy, bench))
+    yield Case("pinned memory", partial(_measure_pinned, bench))
+
+
+def _measure_read(bench: Bench) -> None:
+    bench.add("read", bench.read_bandwidth() / 1e9, "GB/s", (4300, 4500))
+
+
+def _measure_copy(bench: Bench) -> None:
     elements = 1 << (18 if bench.small else 30)
     halves = bench.random((2, elements))
     with bench.timed_graph() as lane:
         lane.copy(halves[0], halves[1])
     bandwidth = halves.nbytes / lane.seconds
-    name = "copy, bytes read and written"
-    bench.add(name, bandwidth / 1e9, "GB/s", (4200, 4400))
+    bench.add("copy, bytes read and written", bandwidth / 1e9, "GB/s", (4200, 4400))
+
+
+def _measure_pinned(bench: Bench) -> None:
     nbytes = 1 << (15 if bench.small else 27)
     pinned = bench.device.pinned((nbytes,), "uint8")
     with bench.timed_graph() as lane:
         bench.read(lane, pinned, bench.device.multiprocessor_count * 8)
-    bandwidth = pinned.nbytes / lane.seconds
-    bench.add("pinned memory read by a kernel", bandwidth / 1e9, "GB/s")
+    bench.add("pinned memory read by a kernel", pinned.nbytes / lane.seconds / 1e9, "GB/s")
     masks = bench.device.pinned((128, 4096), "int32")
     with bench.timed_graph() as lane:
         for _ in range(20):
             bench.read(lane, masks, 128)
-    seconds = lane.seconds / 20
     name = "128 mask rows of 16 KB in pinned memory"
-    bench.add(name, seconds * 1e6, "us", (40, 100))
+    bench.add(name, lane.seconds / 20 * 1e6, "us", (40, 100))
 
 
-def measure_gaps(bench: Bench) -> None:
-    """Measure the time between two kernel nodes, with full and with programmatic edges.
+def measure_gaps(bench: Bench) -> Iterator[Case]:
+    """Measure the time between two kernel nodes, with full and with programmatic edges."""
+    for programmatic in (False, True):
+        edges = "programmatic" if programmatic else "full"
+        yield Case(f"empty nodes, {edges} edges", partial(_measure_empty, bench, programmatic))
+        yield Case(f"8-MB nodes, {edges} edges", partial(_measure_reads, bench, programmatic))
+    for carveout in (None, 100):
+        yield Case(f"carve-out {carveout}", partial(_measure_carveout, bench, carveout))
 
-    The first measurement uses empty kernels. The second measurement uses kernels that read 8 MB
-    each, and subtracts the time in which 8 MB are read at the measured read bandwidth.
-    """
+
+def predicted_gap(programmatic: bool) -> tuple[float, float]:
+    """Return the predicted time between two nodes in microseconds."""
+    return (0.3, 0.7) if programmatic else (1.0, 1.4)
+
+
+def _measure_empty(bench: Bench, programmatic: bool) -> None:
+    count = 50 if bench.small else 1000
+    with bench.timed_graph(programmatic) as lane:
+        for _ in range(count):
+            lane.kernel(bench.kernels["nothing"], 1, 32, [])
+    edges = "programmatic" if programmatic else "full"
+    gap_us = lane.seconds / count * 1e6
+    bench.add(f"empty nodes, {edges} edges", gap_us, "us", predicted_gap(programmatic))
+
+
+def _measure_reads(bench: Bench, programmatic: bool) -> None:
+    """Time kernels that read 8 MB each, and subtract the time of the read itself."""
     count = 50 if bench.small else 1000
     elements = 1 << (12 if bench.small else 22)  # 8 MB of bfloat16 unless the sizes are small
-    num_arrays = count // 2
-    data = bench.random((num_arrays, elements))
+    data = bench.random((count // 2, elements))
     bandwidth = bench.read_bandwidth()
     blocks = bench.device.multiprocessor_count * 8
-    for programmatic, predicted in ((False, (1.0, 1.4)), (True, (0.3, 0.7))):
-        edges = "programmatic" if programmatic else "full"
-        with bench.report_refusal(f"{edges} edges"):
-            with bench.timed_graph(programmatic) as lane:
-                for _ in range(count):
-                    lane.kernel(bench.kernels["nothing"], 1, 32, [])
-            gap_s = lane.seconds / count
-            bench.add(
-                f"empty nodes, {edges} edges",
-                gap_s * 1e6,
-                "us",
-                predicted,
-            )
-            with bench.timed_graph(programmatic) as lane:
-                for i in range(count):
-                    bench.read(lane, data[i % num_arrays], blocks)
-            read_s = 2 * elements / bandwidth
-            gap_s = lane.seconds / count - read_s
-            bench.add(
-                f"8-MB nodes beyond the read, {edges} edges",
-                gap_s * 1e6,
-                "us",
-                predicted,
-            )
+    with bench.timed_graph(programmatic) as lane:
+        for i in range(count):
+            bench.read(lane, data[i % len(data)], blocks)
+    gap_us = (lane.seconds / count - 2 * elements / bandwidth) * 1e6
+    edges = "programmatic" if programmatic else "full"
+    name = f"8-MB nodes beyond the read, {edges} edges"
+    bench.add(name, gap_us, "us", predicted_gap(programmatic))
 
 
-def measure_hops(bench: Bench) -> None:
+def _measure_carveout(bench: Bench, carveout: int | None) -> None:
+    """Alternate a kernel without shared memory and a product, with programmatic edges.
+
+    Different divisions of the L1 cache into cache and shared memory may keep two kernels from
+    running at the same time. `carveout` is the percentage of shared memory that the first kernel
+    requests; None for the driver's choice.
+    """
+    kernels = ModelKernels(bench.device)
+    hidden = bench.shape["hidden_size"]
+    weight = bench.random_weight((hidden, hidden), "bfloat16")
+    x = random_input(bench, kernels, weight, 32)
+    y = bench.device.zeros((32, hidden), "float32")
+    data = bench.random((1 << 12,))
+    if carveout is not None:
+        attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        call(cu.cuFuncSetAttribute, bench.kernels["read_words"].function, attribute, carveout)
+    count = 5 if bench.small else 200
+    with bench.timed_graph(programmatic=True) as lane:
+        for _ in range(count):
+            bench.read(lane, data, 8)
+            kernels.linear(lane, x, weight, y)
+    choice = "the driver's carve-out" if carveout is None else f"{carveout} % carve-out"
+    bench.add(f"read and product, {choice}", lane.seconds / count * 1e6, "us")
+
+
+def measure_hops(bench: Bench) -> Iterator[Case]:
     """Measure the latency of a host step between two kernels, by transport.
 
     The transport is the kind of graph node that runs the host step. The latency is measured alone,
     and while large products run on another lane of the graph, without and with node priorities.
     """
-    kernels = ModelKernels(bench.device)
-    stamp = bench.device.load(CLOCK_KERNELS)["stamp_ns"]
-    width, replays = (128, 3) if bench.small else (8192, 200)
-    weight = bench.random((4 * width, width))
-    x = bench.device.zeros((32, width), "float32")
-    y = bench.device.zeros((32, 4 * width), "float32")
-    stamps = bench.device.pinned((2,), "uint64")
-    free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p).value or 0
     for transport in ("host", "mailbox", "spinkernel"):
         for products, priorities in ((0, True), (2, False), (2, True)):
             name = f"{transport}, {'during products' if products else 'alone'}"
             if products and priorities:
                 name += ", priorities"
-            with bench.report_refusal(name):
-                graph = Graph(bench.device, name)
-                for _ in range(products):
-                    kernels.linear(graph.lane("model"), x, weight, y)
-                lane = graph.lane("grammar")
-                priority = highest_priority()
-                lane.kernel(stamp, 1, 1, (stamps, 0), priority=priority)
-                getattr(lane, transport)(NativeWork(free, 0, name="free(NULL)"))
-                lane.kernel(stamp, 1, 1, (stamps, 1), priority=priority)
-                executable = graph.instantiate(priorities=priorities)
-                times_ns = []
-                for _ in range(replays):
-                    executable.launch(bench.stream)
-                    executable.synchronize(LIMIT_S)
-                    begin_ns = int(stamps.array[0])
-                    end_ns = int(stamps.array[1])
-                    times_ns.append(end_ns - begin_ns)
-                executable.close()
-                p99_ns = np.quantile(times_ns, 0.99)
-                median_ns = statistics.median(times_ns)
-                bench.add(
-                    name,
-                    median_ns / 1e3,
-                    "us",
-                    note=f"p99 {p99_ns / 1e3:.1f}",
-                )
+            run = partial(_measure_hop, bench, name, transport, products, priorities)
+            yield Case(name, run)
+
+
+def _measure_hop(bench: Bench, name: str, transport: str, products: int, priorities: bool) -> None:
+    """Measure one transport while `products` products run on another lane."""
+    kernels = ModelKernels(bench.device)
+    stamp = bench.device.load(CLOCK_KERNELS)["stamp_ns"]
+    width, replays = (128, 3) if bench.small else (8192, 200)
+    weight = bench.random_weight((4 * width, width), "bfloat16")
+    x = random_input(bench, kernels, weight, 32)
+    y = bench.device.zeros((32, 4 * width), "float32")
+    stamps = bench.device.pinned((2,), "uint64")
+    free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p).value or 0
+    graph = Graph(bench.device, name)
+    for _ in range(products):
+        kernels.linear(graph.lane("model"), x, weight, y)
+    lane = graph.lane("grammar")
+    priority = highest_priority()
+    lane.kernel(stamp, 1, 1, (stamps, 0), priority=priority)
+    getattr(lane, transport)(NativeWork(free, 0, name="free(NULL)"))
+    lane.kernel(stamp, 1, 1, (stamps, 1), priority=priority)
+    executable = graph.instantiate(priorities=priorities)
+    times_ns = []
+    for _ in range(replays):
+        executable.launch(bench.stream)
+        executable.synchronize(LIMIT_S)
+        times_ns.append(int(stamps.array[1]) - int(stamps.array[0]))
+    executable.close()
+    p99_ns = np.quantile(times_ns, 0.99)
+    bench.add(name, statistics.median(times_ns) / 1e3, "us", note=f"p99 {p99_ns / 1e3:.1f}")
+
+
+# Forward passes -----------------------------------------------------------------------------------
+
+
+def measure_forward(bench: Bench) -> Iterator[Case]:
+    """Measure forward passes of the model, and of a prefill chunk.
+
+    The products are called as in decoding rounds: with residuals, norms, RoPE and gates.
+    """
+    bandwidth = bench.read_bandwidth()
+    model = random_model(bench.device, bench.shape)
+    context = 64 if bench.small else 256
+    for slot in range(BATCH):
+        model.kv.allocate(slot, PREFILL_LENGTH)
+        model.kv.set_table(StreamLane(bench.stream), slot)
+    for count in ROWS[:4] if bench.small else ROWS:
+        run = partial(_measure_forward, bench, model, context, count, bandwidth)
+        yield Case(f"{count} rows", run)
+    yield Case("prefill chunk", partial(_measure_prefill_chunk, bench, model))
+
+
+def _measure_forward(
+    bench: Bench, model: LlamaModel, context: int, count: int, bandwidth: float
+) -> None:
+    """Measure a forward pass of `count` rows with `context` positions per request."""
+    per_slot = max(4, count // BATCH)
+    rows = attention_rows(bench.device, context, count, per_slot)
+    logits = bench.device.empty((count, model.vocab_size), "float32")
+    with bench.timed_graph() as lane:
+        model.forward(lane, rows, None, logits)
+    nbytes = matrix_bytes(bench.shape, with_head=True)
+    share = nbytes / lane.seconds / bandwidth
+    bench.add(
+        f"{count} rows, {context} positions",
+        lane.seconds * 1e3,
+        "ms",
+        PREDICTED_FORWARD.get(count),
+        f"{100 * share:.0f} % of read, {nbytes * count / lane.seconds / 1e12:.0f} TFLOP/s",
+    )
+
+
+def _measure_prefill_chunk(bench: Bench, model: LlamaModel) -> None:
+    """Measure 256 rows of one request at the end of a prompt, without logits."""
+    count = 32 if bench.small else 256
+    length = 64 if bench.small else PREFILL_LENGTH
+    rows = attention_rows(bench.device, length, count, per_slot=count)
+    with bench.timed_graph() as lane:
+        model.forward(lane, rows)
+    flops = matrix_bytes(bench.shape, with_head=False) * count  # 2 per bfloat16 weight and row
+    rate = flops / lane.seconds / 1e12
+    name = f"prefill of {count} rows, {length} positions"
+    bench.add(name, rate, "TFLOP/s", (380, 550), f"{lane.seconds * 1e3:.2f} ms")
+
+
+def matrix_bytes(shape: dict[str, int], with_head: bool) -> int:
+    """Return the bytes of the weight matrices that a forward pass reads, in bfloat16."""
+    sizes = {name: rows * columns for name, (rows, columns) in matrices(shape).items()}
+    head = sizes.pop("head")
+    elements = shape["num_hidden_layers"] * sum(sizes.values()) + (head if with_head else 0)
+    return itemsize("bfloat16") * elements
 
 
 # Products -----------------------------------------------------------------------------------------
-
-
-def matrices(bench: Bench) -> dict[str, tuple[int, int]]:
-    """Return the output and input features of the model's weight matrices by name."""
-    shape = bench.shape
-    hidden = shape["hidden_size"]
-    inner = shape["intermediate_size"]
-    kv = 2 * shape["num_key_value_heads"] * shape["head_dim"]
-    return {
-        "qkv": (hidden + kv, hidden),
-        "out": (hidden, hidden),
-        "gate, up": (2 * inner, hidden),
-        "down": (hidden, inner),
-        "head": (shape["vocab_size"], hidden),
-    }
 
 
 def weight_copies(
@@ -210,56 +334,33 @@ def weight_copies(
     """
     nbytes = itemsize(dtype) * size[0] * size[1]
     num_copies = max(2, bench.cache_bytes // nbytes + 1)
-    weights = [bench.random(size, 0.02, dtype) for _ in range(num_copies)]
+    weights = [bench.random_weight(size, dtype) for _ in range(num_copies)]
     count = num_copies
     if not bench.small:
-        count = max(num_copies, int(8e9) // nbytes)
+        count = max(num_copies, int(2e9) // nbytes)
     return weights, count
 
 
-def measure_linears(bench: Bench) -> None:
-    """Measure graft's products with weights of 16 and of 8 bits."""
+def measure_linears(bench: Bench) -> Iterator[Case]:
+    """Measure single products with weights of 16 and of 8 bits, and without tensor cores."""
     bandwidth = bench.read_bandwidth()
     kernels = ModelKernels(bench.device)
-    for name, size in matrices(bench).items():
+    for name, size in matrices(bench.shape).items():
         for dtype in ("bfloat16", E4M3):
             weights, count = weight_copies(bench, size, dtype)
             for rows in ROWS[:2] if bench.small else ROWS:
-                _measure_linear(
-                    bench,
-                    kernels,
-                    name,
-                    weights,
-                    count,
-                    rows,
-                    bandwidth,
-                )
-                if dtype != E4M3:
-                    _measure_linear(
-                        bench,
-                        kernels,
-                        name,
-                        weights,
-                        count,
-                        rows,
-                        bandwidth,
-                        cut=8,
-                    )
+                measure = _LinearMeasurement(bench, kernels, name, weights, count, bandwidth)
+                yield Case(f"{name} of {dtype}, {rows} rows", partial(measure.run, rows))
+                if dtype != E4M3 and rows in PREDICTED_WARP_LINEAR:
+                    label = f"{name} without tensor cores, {rows} rows"
+                    yield Case(label, partial(measure.run, rows, cut=8))
 
 
-def _measure_linear(
-    bench: Bench,
-    kernels: ModelKernels,
-    name: str,
-    weights: list[DeviceArray],
-    count: int,
-    rows: int,
-    bandwidth: float,
-    cut: int = 0,
-) -> None:
-    """Measure one product.
+@dataclass(frozen=True)
+class _LinearMeasurement:
+    """Measurement of the products with one matrix.
 
-    Parameters
+    Attributes
     ----------
     bench, kernels
         Section, and the model's kernels.
@@ -269,69 +370,82 @@ def _measure_linear(
         Copies of the matrix.
     count
         Number of products.
-    rows
-        Rows of the input.
     bandwidth
         Read bandwidth in bytes per second.
-    cut
-        Number of output features to leave out. With 8, the number of output features is not a
-        multiple that the tensor-core kernels support, so that the kernel without tensor cores is
-        measured.
     """
-    columns, inner = weights[0].shape
-    dtype = str(weights[0].dtype)
-    output_columns = columns - cut
-    y = bench.device.zeros((rows, output_columns), "float32")
-    x_dtype = "float32" if cut else kernels.input_dtype(weights[0])
-    x = bench.device.zeros((rows, inner), x_dtype)
-    with bench.report_refusal(f"{name} of {dtype}, {rows} rows"):
-        with bench.timed_graph() as lane:
-            for i in range(count):
-                weight = weights[i % len(weights)]
-                kernels.linear(lane, x, weight[:output_columns], y)
-        seconds = lane.seconds / count
+
+    bench: Bench
+    kernels: ModelKernels
+    name: str
+    weights: list[DeviceArray]
+    count: int
+    bandwidth: float
+
+    def run(self, rows: int, cut: int = 0) -> None:
+        """Measure products with `rows` rows.
+
+        Without the last `cut` output features, the number of output features is not a multiple that
+        the tensor-core kernels support, so that the kernel without tensor cores is measured.
+        """
+        columns = self.weights[0].shape[0]
+        dtype = str(self.weights[0].dtype)
+        y = self.bench.device.zeros((rows, columns - cut), "float32")
+        weight = self.weights[0][: columns - cut]
+        x = random_input(self.bench, self.kernels, weight, rows)
+        with self.bench.timed_graph() as lane:
+            for i in range(self.count):
+                weight = self.weights[i % len(self.weights)]
+                self.kernels.linear(lane, x, weight[: columns - cut], y)
+        seconds = lane.seconds / self.count
         predicted = None
         if lane.kernels == "linear_warp":
             predicted = PREDICTED_WARP_LINEAR.get(rows)
         elif rows <= 8 and dtype != E4M3:
-            predicted = PREDICTED_LINEAR.get(name)
+            predicted = PREDICTED_LINEAR.get(self.name)
         suffix = f" less {cut}" if cut else ""
-        bench.add(
-            f"{name}{suffix} of {dtype}, {rows} rows, {lane.kernels}",
-            100 * weights[0].nbytes / seconds / bandwidth,
+        self.bench.add(
+            f"{self.name}{suffix} of {dtype}, {rows} rows, {lane.kernels}",
+            100 * self.weights[0].nbytes / seconds / self.bandwidth,
             "% of read",
             predicted,
             f"{seconds * 1e6:.1f} us",
         )
 
 
-def measure_cublas(bench: Bench) -> None:
+def measure_cublas(bench: Bench) -> Iterator[Case]:
     """Measure the products of `measure_linears` with cuBLAS, called through CuPy.
 
     Inputs are bfloat16 and outputs float32. CuPy cannot capture cuBLAS in a graph. To exclude the
     launch times, a kernel blocks the stream until all products are enqueued.
     """
-    if bench.device.kind == "soft":
-        bench.add(
-            "cublas.gemmEx",
-            None,
-            "",
-            note="no CuPy on the soft device",
-        )
+    if bench.is_soft:
+        note = "no CuPy on the soft device"
+        yield Case("cublas.gemmEx", lambda: bench.add("cublas.gemmEx", None, "", note=note))
         return
     bandwidth = bench.read_bandwidth()
-    for name, (columns, inner) in matrices(bench).items():
-        weights, count = weight_copies(bench, (columns, inner))
+    for name, size in matrices(bench.shape).items():
+        weights, count = weight_copies(bench, size)
         for rows in ROWS:
-            x = bench.random((rows, inner))
-            y = bench.device.zeros((rows, columns), "float32")
-            seconds = _time_gemm(bench, weights, x, y, count) / count
-            bench.add(
-                f"{name}, {rows} rows, gemmEx",
-                100 * weights[0].nbytes / seconds / bandwidth,
-                "% of read",
-                note=f"{seconds * 1e6:.1f} us",
-            )
+            label = f"{name}, {rows} rows, gemmEx"
+            run = partial(_measure_gemm, bench, label, weights, count, rows, bandwidth)
+            yield Case(label, run)
+
+
+def _measure_gemm(
+    bench: Bench,
+    name: str,
+    weights: list[DeviceArray],
+    count: int,
+    rows: int,
+    bandwidth: float,
+) -> None:
+    """Measure products with `rows` rows."""
+    columns, inner = weights[0].shape
+    x = bench.random((rows, inner))
+    y = bench.device.zeros((rows, columns), "float32")
+    seconds = _time_gemm(bench, weights, x, y, count) / count
+    share = 100 * weights[0].nbytes / seconds / bandwidth
+    bench.add(name, share, "% of read", note=f"{seconds * 1e6:.1f} us")
 
 
 def _time_gemm(
@@ -398,34 +512,16 @@ def _time_gemm(
 # Attention ----------------------------------------------------------------------------------------
 
 
-def measure_attention(bench: Bench) -> None:
+def measure_attention(bench: Bench) -> Iterator[Case]:
     """Measure the attention of a layer for several context lengths and numbers of rows."""
     kernels = ModelKernels(bench.device)
+    bandwidth = bench.read_bandwidth()
+    layers = bench.shape["num_hidden_layers"]
     for length in (32, 64) if bench.small else (256, 2048, 8192):
-        kv = _random_kv(bench, length)
+        kv = random_kv(bench, length, layers, BATCH)
         for rows in (1, 4, 32):
-            _measure_attention(bench, kernels, kv, length, rows)
-
-
-def _random_kv(bench: Bench, length: int) -> PagedKV:
-    """Return a KV cache of eight requests with `length` random entries each."""
-    kv = PagedKV(
-        bench.device,
-        layers=bench.shape["num_hidden_layers"],
-        pages=BATCH * length // PAGE_SIZE,
-        page_size=PAGE_SIZE,
-        kv_heads=bench.shape["num_key_value_heads"],
-        head_dim=bench.shape["head_dim"],
-        dtype="bfloat16",
-        slots=BATCH,
-        max_pages_per_slot=length // PAGE_SIZE,
-    )
-    kv.k = bench.random(kv.k.shape)
-    kv.v = bench.random(kv.v.shape)
-    for slot in range(BATCH):
-        kv.allocate(slot, length)
-        kv.set_table(StreamLane(bench.stream), slot)
-    return kv
+            run = partial(_measure_attention, bench, kernels, kv, length, rows, bandwidth)
+            yield Case(f"{length} positions, {rows} rows", run)
 
 
 def _measure_attention(
@@ -434,267 +530,128 @@ def _measure_attention(
     kv: PagedKV,
     length: int,
     count: int,
+    bandwidth: float,
 ) -> None:
     """Measure the attention of `count` rows, with up to four rows per request.
 
     The rows of a request have the last positions of its context.
     """
     heads = bench.shape["num_attention_heads"]
-    dim = bench.shape["head_dim"]
-    kv_heads = bench.shape["num_key_value_heads"]
-    num_layers = bench.shape["num_hidden_layers"]
-    row_numbers = np.arange(count)
-    first_position = length - min(count, 4)
-    slots = (row_numbers // 4).astype(np.int32)
-    positions = (first_position + row_numbers % 4).astype(np.int32)
-    rows = Rows(
-        bench.device.from_host(slots),
-        bench.device.from_host(slots),
-        bench.device.from_host(positions),
-        rows_per_slot=min(count, 4),
-    )
-    rng = np.random.default_rng(0)
-    width = (heads + 2 * kv_heads) * dim
-    qkv = rng.standard_normal((count, width)).astype(np.float32)
-    device_qkv = bench.device.from_host(qkv)
-    out = bench.device.zeros((count, heads * dim), "float32")
+    rows = attention_rows(bench.device, length, count)
+    qkv = bench.random_float32((count, (heads + 2 * kv.kv_heads) * kv.head_dim))
+    out = bench.device.zeros((count, heads * kv.head_dim), "float32")
     with bench.timed_graph() as lane:
-        for layer in range(num_layers):
-            kernels.attention(lane, device_qkv, rows, kv, layer, heads, out)
-    seconds = lane.seconds / num_layers
-    requests = -(-count // 4)
-    kv_bytes = requests * length * kv_heads * dim * 4
-    bench.add(
-        f"{length} positions, {count} rows, {lane.kernels}",
-        seconds * 1e6,
-        "us",
-        None,
-        f"{kv_bytes / seconds / 1e9:.0f} GB/s of KV",
-    )
+        for layer in range(kv.layers):
+            kernels.attention(lane, qkv, rows, kv, layer, heads, out)
+    seconds = lane.seconds / kv.layers
+    kv_bytes = -(-count // 4) * length * kv.kv_heads * kv.head_dim * 4
+    share = 100 * kv_bytes / seconds / bandwidth
+    # Short contexts are bound by latency.
+    predicted = (75.0, 95.0) if kv_bytes >= 64 << 20 else None
+    name = f"{length} positions, {count} rows, {lane.kernels}"
+    bench.add(name, share, "% of read", predicted, f"{seconds * 1e6:.1f} us")
 
 
-# Sampling -----------------------------------------------------------------------------------------
+# Rounds -------------------------------------------------------------------------------------------
 
 
-class _SamplingSetup:
-    """Sampling state of eight requests with three drafts each, as in a decoding round.
+def measure_rounds(bench: Bench) -> Iterator[Case]:
+    """Measure prefill and decoding rounds of an engine with random weights.
 
-    All tokens are legal in the mask rows.
+    The rounds are measured by number of drafts, kind of graph edges and batch size, without and
+    with a grammar.
     """
-
-    def __init__(self, bench: Bench):
-        vocab = bench.shape["vocab_size"]
-        self.state = SlotState(bench.device, BATCH, vocab)
-        self._replay = bench.device.zeros((1,), "int32")
-        exchange = Exchange(bench.device, BATCH, vocab, DraftMode.chain(DRAFTS))
-        self._exchange = exchange
-        exchange.masks[:] = -1
-        exchange.stamps["state"] = ROW_READY
-        exchange.stamps["epoch"] = 1
-        exchange.stamps["position"] = 8 + np.arange(1 + DRAFTS)
-        exchange.copy_masks_to_device(StreamLane(bench.stream), 0, 1 + DRAFTS)
-        self.sampler = Sampler(
-            self.state,
-            exchange,
-            self._replay,
-            token_limit=vocab,
-            max_batch=BATCH,
-        )
-        self.ring = output_ring(bench.device, 2, BATCH, DRAFTS)
-
-    def join(self, bench: Bench, params: SamplingParams) -> Any:
-        """Assign a request to each slot, and return a host copy of the slots with added drafts.
-
-        The drafts of a request form a chain.
-        """
-        request = SlotRequest(params=params, position=8, last=1, epoch=1, limit=1 << 20)
-        for slot in range(BATCH):
-            self.state.join(StreamLane(bench.stream), slot, request)
-        bench.stream.synchronize(LIMIT_S)
-        slots = self.state.to_host()
-        slots["drafts"][:, :DRAFTS] = 1
-        slots["q_kind"][:, :DRAFTS] = 1
-        slots["parent"][:, :DRAFTS] = (0, 1, 2)
-        slots["path"][:, :DRAFTS] = (1, 3, 7)
-        return slots
+    for drafts, programmatic in ((0, False), (DRAFTS, False), (DRAFTS, True)):
+        name = f"{drafts} drafts"
+        if programmatic:
+            name += ", programmatic"
+        yield Case(name, partial(_measure_engine, bench, name, drafts, programmatic))
 
 
-def measure_sampling(bench: Bench) -> None:
-    """Measure sampling from the target's logits, greedily and with top-k and top-p."""
-    setup = _SamplingSetup(bench)
-    rng = np.random.default_rng(0)
-    filtered = SamplingParams(temperature=0.8, top_k=50, top_p=0.9)
-    for name, params, predicted in (
-        ("greedy", SamplingParams(), (5, 7)),
-        ("top-k 50, top-p 0.9", filtered, (20, 25)),
-    ):
-        slots = setup.join(bench, params)
-        for requests, width in ((1, 1), (8, 1), (8, 4)):
-            slots["draft_len"] = width - 1
-            setup.state.copy_from(slots)
-            _measure_sampling(
-                bench,
-                setup,
-                name,
-                requests,
-                width,
-                predicted,
-                rng,
-            )
+def _measure_engine(bench: Bench, name: str, drafts: int, programmatic: bool) -> None:
+    """Measure the rounds of an engine, and prefill unless there are drafts."""
+    with random_engine(bench.shape, drafts, programmatic) as engine:
+        if not drafts:
+            _measure_prefill(bench, engine)
+        for batch in (1, BATCH):
+            _measure_rounds(bench, engine, f"batch {batch}, {name}", batch)
 
 
-def _measure_sampling(
-    bench: Bench,
-    setup: _SamplingSetup,
-    name: str,
-    requests: int,
-    width: int,
-    predicted: tuple[float, float],
-    rng: np.random.Generator,
-) -> None:
-    """Measure the sampling kernels alone, and then with the verification of the drafts.
-
-    Parameters
-    ----------
-    bench, setup
-        Section, slots and sampler.
-    name
-        Name of the sampling parameters.
-    requests, width
-        Number of requests, and number of rows per request.
-    predicted
-        Predicted range of the sampling time in microseconds.
-    rng
-        Random generator of the logits.
-    """
-    vocab = bench.shape["vocab_size"]
-    count = 2 if bench.small else 20
-    num_rows = requests * width
-    saved = bench.device.from_host(setup.state.array.to_host())
-    batch_rows = np.arange(requests, dtype=np.int32)
-    row_numbers = np.arange(num_rows, dtype=np.int32)
-    batch_row_of_row = row_numbers // width
-    draft_of_row = row_numbers % width
-    rows = RowMap(
-        bench.device.from_host(batch_rows),
-        bench.device.from_host(batch_rows * width),
-        bench.device.from_host(batch_row_of_row << 16 | draft_of_row),
-    )
-    values = rng.standard_normal((num_rows, vocab)).astype(np.float32)
-    logits = bench.device.from_host(2 * values)
-    with bench.timed_graph() as lane:
-        for _ in range(count):
-            setup.sampler.target(lane, logits, rows)
-    row_ok = setup.sampler.row_ok.to_host()[:num_rows]
-    usable = int((row_ok == 1).sum())
-    bench.add(
-        f"{name}, {num_rows} rows, {lane.kernels}",
-        lane.seconds / count * 1e6,
-        "us",
-        predicted,
-        f"{usable} rows usable",
-    )
-    with bench.timed_graph() as lane:
-        for _ in range(count):
-            lane.copy(setup.state.array, saved)
-            setup.sampler.target(lane, logits, rows)
-            setup.sampler.verify(lane, rows, setup.ring)
-    bench.add(f"{name}, {num_rows} rows, verified", lane.seconds / count * 1e6, "us")
+def _measure_prefill(bench: Bench, engine: Engine) -> None:
+    """Measure the time to the first token of a long prompt."""
+    length = 64 if bench.small else PREFILL_LENGTH
+    times = []
+    for i in range(3):
+        start = time.perf_counter()
+        engine.generate([Request(tokens=[5 + i] * length, max_tokens=1)])
+        times.append(time.perf_counter() - start)
+    seconds = min(times[1:])
+    flops = matrix_bytes(bench.shape, with_head=False) * length
+    note = f"{flops / seconds / 1e12:.0f} TFLOP/s"
+    bench.add(f"prefill of {length} tokens", seconds * 1e3, "ms", note=note)
 
 
-# Rounds and tests ---------------------------------------------------------------------------------
-
-
-def measure_rounds(bench: Bench) -> None:
-    """Measure decoding rounds of an engine with random weights.
-
-    The rounds are measured by number of drafts, kind of graph edges and batch size.
-    """
-    forward = {} if bench.small else PREDICTED_FORWARD
-    for drafts in (0, DRAFTS):
-        for programmatic in (False, True):
-            name = f"{drafts} drafts"
-            if programmatic:
-                name += ", programmatic"
-            with bench.report_refusal(name), random_engine(bench, drafts, programmatic) as engine:
-                for batch in (1, BATCH):
-                    predicted = forward.get(batch * (drafts + 1))
-                    parts = round_parts(engine, batch, 8 if bench.small else 48)
-                    for part, ms in parts.items():
-                        bench.add(
-                            f"batch {batch}, {name}: {part}",
-                            ms,
-                            "ms",
-                            predicted if part == "target forward" else None,
-                        )
-
-
-def run_tests(bench: Bench) -> None:
-    """Run graft's tests on this device and add the number of failures of each test file.
-
-    Each file runs in its own process.
-    """
-    if not Path("tests/cudagraph").is_dir():
-        bench.add(
-            "suite",
-            None,
-            "",
-            note="the working directory has no folder tests",
-        )
+def _measure_rounds(bench: Bench, engine: Engine, name: str, batch: int) -> None:
+    """Measure the rounds of a batch and their parts, without and with a grammar."""
+    tokens = 8 if bench.small else 40
+    parts = next(iter(engine.round_graphs.values())).parts
+    drafts = parts.draft_length if parts.drafter else 0
+    plain = round_parts(engine, batch, tokens, with_grammar=False)
+    predicted = {"target forward": PREDICTED_FORWARD.get(batch * (drafts + 1))}
+    for part, ms in plain.items():
+        bench.add(f"{name}: {part}", ms, "ms", predicted.get(part))
+    if batch == 1 and not drafts:
+        bench.add(f"{name}: tokens", 1e3 / plain["round"], "tokens/s", (240, 318))
+    if not has_grammar_backend():
+        bench.add(f"{name}, grammar", None, "", note="no grammar backend is installed")
         return
-    files: list[Path] = []
-    for package in ("cudagraph", "sampling", "models", "grammar"):
-        files += sorted(Path("tests", package).glob("test_*.py"))
-    if bench.small:
-        files = [Path("tests/cudagraph/test_lanes.py")]
-    with ThreadPoolExecutor(1 if bench.small else 6) as pool:
-        list(pool.map(lambda path: _run_test_file(bench, path), files))
+    guided = round_parts(engine, batch, tokens, with_grammar=True)
+    for part, ms in guided.items():
+        bench.add(f"{name}, grammar: {part}", ms, "ms", predicted.get(part))
+    ratio = guided["round"] / plain["round"]
+    bench.add(f"{name}: round with grammar over round without", ratio, "times", (0.99, 1.01))
 
 
-def _run_test_file(bench: Bench, path: Path) -> None:
-    command = [sys.executable, "-m", "pytest", str(path), "-q", "--tb=line"]
-    command += ["-p", "no:cacheprovider", "-o", "faulthandler_timeout=90"]
-    environment = {**os.environ, "GRAFT_DEVICE": bench.device.kind}
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    lines = done.stdout.strip().splitlines() or [""]
-    failures = sum(int(count) for count in re.findall(r"(\d+) (?:failed|error)", lines[-1]))
-    if not failures and done.returncode not in (0, 5):  # 5: no tests were collected
-        failures = 1
-    failed_tests = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    note = "; ".join([lines[-1], *failed_tests])
-    note = note[:2000]
-    bench.add(str(path), failures, "failed", (0, 0), note)
+# Sections -----------------------------------------------------------------------------------------
 
 
 class Section(NamedTuple):
-    """A section of the measurement.
+    """A section of the run.
 
     Attributes
     ----------
-    measure
-        Function that measures values and adds them to its `Bench`.
+    cases
+        Function that yields the cases of the section.
     limit_s
-        Time limit in seconds.
+        Time limit of the section in seconds.
+    case_limit_s
+        Time limit of a case in seconds.
     """
 
-    measure: Callable[[Bench], None]
+    cases: Callable[[Bench], Iterator[Case]]
     limit_s: float
+    case_limit_s: float = 30.0
 
 
 #: Sections by name in the order in which they run.
 SECTIONS = {
-    "ceilings": Section(measure_ceilings, 40),
-    "gaps": Section(measure_gaps, 60),
-    "hops": Section(measure_hops, 60),
-    "linears": Section(measure_linears, 90),
-    "cublas": Section(measure_cublas, 60),
-    "attention": Section(measure_attention, 60),
-    "sampling": Section(measure_sampling, 60),
-    "rounds": Section(measure_rounds, 200),
-    "suite": Section(run_tests, 600),
+    "compile": Section(compile_kernels, 85, 80),
+    "truth_linears": Section(truth.check_linears, 45, 15),
+    "truth_epilogues": Section(truth.check_epilogues, 25, 10),
+    "truth_attention": Section(truth.check_attention, 15, 10),
+    "truth_races": Section(truth.check_races, 15, 10),
+    "truth_hops": Section(truth.check_hops, 10, 8),
+    "truth_sampling": Section(truth.check_sampling, 20, 10),
+    "sanitizer": Section(external.check_memory, 40, 38),
+    "ceilings": Section(measure_ceilings, 12),
+    "forward": Section(measure_forward, 25),
+    "linears": Section(measure_linears, 30),
+    "attention": Section(measure_attention, 12),
+    "sampling": Section(measure_sampling, 15),
+    "rounds": Section(measure_rounds, 60),
+    "gaps": Section(measure_gaps, 15),
+    "hops": Section(measure_hops, 15),
+    "cublas": Section(measure_cublas, 15),
+    "ncu": Section(external.profile, 40, 38),
+    "suite": Section(external.run_tests, 590, 590),
 }

@@ -1,5 +1,5 @@
-// Kernels of the GPU measurement (tools/gpu_first): an empty kernel, a read of memory, and a
-// generator of random values.
+// Kernels of the GPU measurement (tools/gpu_first): an empty kernel, a read of memory, generators
+// of random values, and comparisons of results.
 #include "graft.cuh"
 
 struct alignas(16) Words {
@@ -35,4 +35,35 @@ extern "C" __global__ void fill_random(bf16_t* out, long long count, float scale
     hash ^= hash >> 15;
     from_float((static_cast<float>(hash >> 8) * (1.0f / 8388608.0f) - 1.0f) * scale, out + i);
   }
+}
+
+// Writes `count` pseudo-random E4M3 codes. Magnitudes are below 2, and no code is NaN.
+extern "C" __global__ void fill_random_e4m3(e4m3_t* out, long long count) {
+  const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
+  for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
+       i += step) {
+    unsigned int hash = static_cast<unsigned int>(i) * 0x9e3779b1u + 0x85ebca6bu;
+    hash = (hash ^ (hash >> 15)) * 0x2c1b3c6du;
+    hash = (hash ^ (hash >> 12)) * 0x297a2d39u;
+    out[i].bits = static_cast<unsigned char>((hash >> 24) & 0xbfu);
+  }
+}
+
+// Adds to `wrong` the number of words i < count with data[i] != expected[i % period].
+extern "C" __global__ void count_different(const unsigned int* data, const unsigned int* expected,
+                                           long long count, long long period, int* wrong) {
+  const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
+  int found = 0;
+  for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
+       i += step)
+    found += data[i] != expected[i % period] ? 1 : 0;
+  if (found != 0) atomicAdd(wrong, found);
+}
+
+// Checks the answer of the previous host step, which must be 3 * question + 1, and asks the next
+// question. Must be launched with one thread.
+extern "C" __global__ void ask(int* question, const int* answer, int* wrong) {
+  const int number = *question;
+  if (*answer != 3 * number + 1) *wrong += 1;
+  *question = number + 1;
 }

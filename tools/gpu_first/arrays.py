@@ -1,0 +1,75 @@
+"""Matrix sizes, KV caches and rows that several sections use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from graft.cudagraph.lanes import StreamLane
+from graft.cudagraph.memory import DeviceArray
+from graft.models.cache.kv import PagedKV
+from graft.models.llm.kernel_library import ModelKernels
+from graft.models.llm.rows import Rows
+from graft.tools.gpu_first.bench import Bench
+
+PAGE_SIZE = 16
+
+
+def matrices(shape: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """Return the output and input features of the model's weight matrices by name."""
+    hidden = shape["hidden_size"]
+    inner = shape["intermediate_size"]
+    kv = 2 * shape["num_key_value_heads"] * shape["head_dim"]
+    return {
+        "qkv": (hidden + kv, hidden),
+        "out": (hidden, hidden),
+        "gate, up": (2 * inner, hidden),
+        "down": (hidden, inner),
+        "head": (shape["vocab_size"], hidden),
+    }
+
+
+def random_input(
+    bench: Bench, kernels: ModelKernels, weight: DeviceArray, rows: int
+) -> DeviceArray:
+    """Return random activations in the dtype that a product with `weight` reads fastest."""
+    shape = (rows, weight.shape[1])
+    if kernels.input_dtype(weight) == "bfloat16":
+        return bench.random(shape)
+    return bench.random_float32(shape)
+
+
+def random_kv(bench: Bench, length: int, layers: int, slots: int) -> PagedKV:
+    """Return a KV cache of `slots` requests with `length` random entries each."""
+    kv = PagedKV(
+        bench.device,
+        layers=layers,
+        pages=slots * length // PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        kv_heads=bench.shape["num_key_value_heads"],
+        head_dim=bench.shape["head_dim"],
+        dtype="bfloat16",
+        slots=slots,
+        max_pages_per_slot=length // PAGE_SIZE,
+    )
+    kv.k = bench.random(kv.k.shape)
+    kv.v = bench.random(kv.v.shape)
+    for slot in range(slots):
+        kv.allocate(slot, length)
+        kv.set_table(StreamLane(bench.stream), slot)
+    return kv
+
+
+def attention_rows(device: Any, length: int, count: int, per_slot: int = 4) -> Rows:
+    """Return `count` rows, at most `per_slot` per slot, at the last positions of their slots."""
+    index = np.arange(count)
+    run = min(count, per_slot)
+    slots = (index // per_slot).astype(np.int32)
+    positions = (length - run + index % per_slot).astype(np.int32)
+    return Rows(
+        device.from_host(slots),
+        device.from_host(slots),
+        device.from_host(positions),
+        rows_per_slot=run,
+    )

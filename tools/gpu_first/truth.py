@@ -1,0 +1,558 @@
+"""Checks of the kernels at the sizes of the model: values, bits, races and probabilities.
+
+Values are compared with float64 references on the host. Output arrays are filled with NaN before a
+kernel runs and are longer than the output, so that missing and misplaced writes are found. Sums are
+accumulated in float32, so a value may deviate from its reference by a small fraction of the sum of
+the magnitudes of its terms.
+
+Bits are compared between launches. Every kernel is row invariant: the bits of a row must not depend
+on the number of rows, and the bits of a product must not depend on its column, its tile or the lane
+that computes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from graft.cudagraph.dtypes import E4M3, to_float32
+from graft.cudagraph.graph import Graph
+from graft.cudagraph.hostwork import PythonWork
+from graft.cudagraph.lanes import StreamLane
+from graft.cudagraph.memory import DeviceArray
+from graft.models.cache.kv import PagedKV
+from graft.models.llm.kernel_library import NORM_GROUP, KVWrite, ModelKernels, Norm
+from graft.models.llm.rope import Rope
+from graft.models.llm.rows import Rows
+from graft.sampling.params import SamplingParams
+from graft.tools.gpu_first.arrays import attention_rows, matrices, random_kv
+from graft.tools.gpu_first.bench import LIMIT_S, Bench, Case
+from graft.tools.gpu_first.sampling import BATCH, ROWS_PER_REQUEST, SamplingSetup
+
+#: Numbers of rows of the checked products. The largest one is the reference of the others.
+ROWS = (1, 4, 8, 16, 17, 32, 33, 64, 256)
+SMALL_ROWS = (1, 8, 17, 33)
+#: Maximum error as a fraction of the sum of the magnitudes of the terms.
+SUM_TOLERANCE = 2.0**-15
+#: Maximum relative error (L2 norm) of results that depend on values rounded to bfloat16.
+ROUNDED_TOLERANCE = 0.01
+#: Number of columns at the start, in the middle and at the end of a result that are checked.
+CHECKED_COLUMNS = 64
+EPS = 1e-5
+
+
+class Checker:
+    """Arrays and comparisons of a section with checks.
+
+    Parameters
+    ----------
+    bench
+        Section.
+
+    Attributes
+    ----------
+    kernels
+        Model kernels of the form for GPUs.
+    rows
+        Numbers of rows to check.
+    """
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.device = bench.device
+        self.kernels = ModelKernels(bench.device, form="warp")
+        self.rows = SMALL_ROWS if bench.small else ROWS
+        self.lane = StreamLane(bench.stream)
+        self._wrong = bench.device.zeros((1,), "int32")
+
+    def output(self, rows: int, columns: int, dtype: str = "float32") -> DeviceArray:
+        """Return an array with one row more than the output, filled with NaN."""
+        array = self.device.empty((rows + 1, columns), dtype)
+        self.lane.fill(array, 0xFF)
+        return array
+
+    def to_host(self, array: DeviceArray) -> np.ndarray:
+        """Synchronize, and return floating-point values as float64."""
+        self.bench.stream.synchronize(LIMIT_S)
+        return to_float32(array.to_host(), array.dtype).astype(np.float64)
+
+    def rows_to_host(self, array: DeviceArray, indices: np.ndarray) -> np.ndarray:
+        """Synchronize, and return the entries of the first axis with these indices as float64."""
+        unique, order = np.unique(indices, return_inverse=True)
+        parts = []
+        for run in np.split(unique, np.flatnonzero(np.diff(unique) > 1) + 1):
+            parts.append(self.to_host(array[int(run[0]) : int(run[-1]) + 1]))
+        return np.concatenate(parts)[order]
+
+    def count_different(self, lane: Any, data: DeviceArray, expected: DeviceArray) -> None:
+        """Add a kernel that counts the words of `data` that differ from `expected`, repeated."""
+        words = data.nbytes // 4
+        blocks = min(-(-words // 256), 1024)
+        args = [data, expected, words, expected.nbytes // 4, self._wrong]
+        lane.kernel(self.bench.kernels["count_different"], blocks, 256, args)
+
+    def take_count(self) -> int:
+        """Return the number of differences since the last call."""
+        self.bench.stream.synchronize(LIMIT_S)
+        count = int(self._wrong.to_host()[0])
+        self.lane.fill(self._wrong)
+        return count
+
+    def check_sums(
+        self, name: str, found: np.ndarray, expected: np.ndarray, magnitude: np.ndarray
+    ) -> None:
+        """Check sums whose terms have the given total magnitudes."""
+        error = np.abs(found - expected)
+        wrong = int((~(error <= SUM_TOLERANCE * magnitude)).sum())
+        largest = float(np.nanmax(error / magnitude))
+        self.bench.check(name, wrong, f"largest error {largest:.1e} of the terms")
+
+    def check_rounded(self, name: str, found: np.ndarray, expected: np.ndarray) -> None:
+        """Check values that depend on values rounded to bfloat16."""
+        error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+        self.bench.check(
+            name, 0 if error <= ROUNDED_TOLERANCE else 1, f"relative error {error:.1e}"
+        )
+
+
+def checked_columns(columns: int) -> np.ndarray:
+    """Return indices of columns at the start, in the middle and at the end."""
+    count = min(CHECKED_COLUMNS, columns)
+    starts = {0, (columns - count) // 2, columns - count}
+    return np.unique(np.concatenate([np.arange(start, start + count) for start in starts]))
+
+
+# Products -----------------------------------------------------------------------------------------
+
+
+class ProductCheck:
+    """Checks of the product of activation rows with one weight matrix.
+
+    Parameters
+    ----------
+    checker
+        Section.
+    name
+        Name of the matrix.
+    size
+        Output and input features.
+    dtype
+        Dtype of the weights.
+    """
+
+    def __init__(self, checker: Checker, name: str, size: tuple[int, int], dtype: str) -> None:
+        self.checker = checker
+        self.name = f"{name} of {dtype}"
+        self.columns, self.inner = size
+        self.dtype = dtype
+        bench = checker.bench
+        self.weight = bench.random_weight(size, dtype)
+        self.x = bench.random((max(checker.rows), self.inner))
+        self.residual = bench.random_float32((max(checker.rows), self.columns))
+
+    def cases(self) -> Iterator[Case]:
+        """Yield the checks."""
+        yield Case(f"{self.name}: values", self.check_values)
+        yield Case(f"{self.name}: bits by number of rows", self.check_row_bits)
+        yield Case(f"{self.name}: bits by column and row", self.check_position_bits)
+
+    def multiply(self, rows: int) -> DeviceArray:
+        """Return the result for the first rows, followed by a row that must stay NaN."""
+        checker = self.checker
+        y = checker.output(rows, self.columns)
+        checker.kernels.linear(
+            checker.lane,
+            self.x[:rows],
+            self.weight,
+            y[:rows],
+            residual=self.residual[:rows],
+        )
+        return y
+
+    def check_values(self) -> None:
+        """Compare results with float64, and check that no other element is written."""
+        checker = self.checker
+        columns = checked_columns(self.columns)
+        weight = checker.rows_to_host(self.weight, columns)
+        for rows in checker.rows:
+            y = checker.to_host(self.multiply(rows))
+            x = checker.to_host(self.x[:rows])
+            residual = checker.to_host(self.residual[:rows])[:, columns]
+            expected = x @ weight.T + residual
+            magnitude = np.abs(x) @ np.abs(weight).T + np.abs(residual)
+            checker.check_sums(f"{self.name}, {rows} rows", y[:rows, columns], expected, magnitude)
+            unwritten = int(np.isnan(y[:rows]).sum())
+            beyond = int((~np.isnan(y[rows])).sum())
+            checker.bench.check(f"{self.name}, {rows} rows, writes", unwritten + beyond)
+
+    def check_row_bits(self) -> None:
+        """Compare the rows of smaller products with those of the largest one."""
+        checker = self.checker
+        reference = self.multiply(max(checker.rows))
+        for rows in checker.rows[:-1]:
+            y = self.multiply(rows)
+            checker.count_different(checker.lane, y[:rows], reference[:rows])
+        checker.bench.check(f"{self.name}, bits of rows", checker.take_count())
+
+    def check_position_bits(self) -> None:
+        """Multiply equal rows with equal columns. All results must have the same bits."""
+        checker = self.checker
+        device = checker.device
+        columns = min(self.columns, 4096)
+        one_column = np.broadcast_to(self.weight[:1].to_host(), (columns, self.inner))
+        one_row = np.broadcast_to(self.x[:1].to_host(), self.x.shape)
+        weight = device.from_host(np.ascontiguousarray(one_column), self.dtype)
+        x = device.from_host(np.ascontiguousarray(one_row), "bfloat16")
+        for rows in checker.rows:
+            y = checker.output(rows, columns)
+            checker.kernels.linear(checker.lane, x[:rows], weight, y[:rows])
+            flat = y[:rows].reshape(rows * columns)
+            checker.count_different(checker.lane, flat, flat[:1])
+        checker.bench.check(f"{self.name}, bits of columns", checker.take_count())
+
+
+def check_linears(bench: Bench) -> Iterator[Case]:
+    """Check products of all matrices with weights of 16 and of 8 bits."""
+    checker = Checker(bench)
+    for name, size in matrices(bench.shape).items():
+        for dtype in ("bfloat16", E4M3):
+            yield from ProductCheck(checker, name, size, dtype).cases()
+
+
+# Products as the model calls them -----------------------------------------------------------------
+
+
+def interleaved_pairs(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the stored rows of both halves of an interleaved matrix; see `Weights.stacked`."""
+    index = np.arange(count)
+    first = index // 8 * 16 + index % 8
+    return first, first + 8
+
+
+def check_epilogues(bench: Bench) -> Iterator[Case]:
+    """Check the products as a decoder layer calls them: gated, with folded norms and with RoPE."""
+    checker = Checker(bench)
+    for rows in checker.rows:
+        yield Case(f"gate, {rows} rows", partial(check_gate, checker, rows))
+        yield Case(f"folded norm, {rows} rows", partial(check_norm, checker, rows))
+        yield Case(f"RoPE, KV write, {rows} rows", partial(check_rope, checker, rows))
+
+
+def check_gate(checker: Checker, rows: int) -> None:
+    """Check silu(gate) * up."""
+    hidden = checker.bench.shape["hidden_size"]
+    inner = checker.bench.shape["intermediate_size"]
+    weight = checker.bench.random_weight((2 * inner, hidden), "bfloat16")
+    x = checker.bench.random((rows, hidden))
+    out = checker.output(rows, inner, "bfloat16")
+    checker.kernels.gated_linear(checker.lane, x, weight, out[:rows])
+    columns = checked_columns(inner)
+    gate_rows, up_rows = interleaved_pairs(inner)
+    x_host = checker.to_host(x)
+    gate = x_host @ checker.rows_to_host(weight, gate_rows[columns]).T
+    up = x_host @ checker.rows_to_host(weight, up_rows[columns]).T
+    expected = gate / (1 + np.exp(-gate)) * up
+    found = checker.to_host(out)
+    checker.check_rounded(f"gate, {rows} rows", found[:rows, columns], expected)
+    unwritten = int(np.isnan(found[:rows]).sum()) + int((~np.isnan(found[rows])).sum())
+    checker.bench.check(f"gate, {rows} rows, writes", unwritten)
+
+
+def check_norm(checker: Checker, rows: int) -> None:
+    """Check two products with a residual and a folded RMSNorm between them."""
+    device = checker.device
+    hidden = checker.bench.shape["hidden_size"]
+    scale = math.sqrt(3 / hidden)
+    first = checker.bench.random_weight((hidden, hidden), "bfloat16", scale)
+    second = checker.bench.random_weight((256, hidden), "bfloat16", scale)
+    x = checker.bench.random((rows, hidden))
+    residual = checker.bench.random_float32((rows, hidden))
+    weight = np.random.default_rng(0).uniform(0.5, 1.5, hidden).astype(np.float32)
+    norm = Norm(
+        device.from_host(weight),
+        EPS,
+        checker.output(rows, hidden, "bfloat16")[:rows],
+        checker.output(rows, hidden // NORM_GROUP)[:rows],
+    )
+    y = checker.output(rows, hidden)
+    z = checker.output(rows, 256)
+    checker.kernels.linear(checker.lane, x, first, y[:rows], residual=residual, norm=norm)
+    checker.kernels.linear(checker.lane, norm, second, z[:rows])
+    stream = checker.to_host(x) @ checker.to_host(first).T + checker.to_host(residual)
+    root = np.sqrt((stream**2).mean(axis=1, keepdims=True) + EPS)
+    expected = (stream / root * weight) @ checker.to_host(second).T
+    checker.check_rounded(f"folded norm, {rows} rows", checker.to_host(z)[:rows], expected)
+
+
+def check_rope(checker: Checker, rows: int) -> None:
+    """Check the fused QKV product: rotated queries, and the written keys and values."""
+    shape = checker.bench.shape
+    dim = shape["head_dim"]
+    heads = shape["num_attention_heads"]
+    kv_heads = shape["num_key_value_heads"]
+    hidden = shape["hidden_size"]
+    width = (heads + 2 * kv_heads) * dim
+    kv = random_kv(checker.bench, 512, layers=1, slots=1)
+    table = Rope(500000.0).table(kv.positions, dim)
+    weight = checker.bench.random_weight((width, hidden), "bfloat16", math.sqrt(3 / hidden))
+    x = checker.bench.random((rows, hidden))
+    positions = (512 - rows + np.arange(rows)).astype(np.int32)
+    where = Rows(
+        checker.device.from_host(positions),
+        checker.device.from_host(np.zeros(rows, np.int32)),
+        checker.device.from_host(positions),
+        rows_per_slot=rows,
+    )
+    qkv = checker.output(rows, width)
+    write = KVWrite(checker.device.from_host(table), where, kv, 0, heads)
+    checker.kernels.project_qkv(checker.lane, x, weight, qkv[:rows], write)
+    products = (checker.to_host(x) @ checker.to_host(weight).T).reshape(rows, -1, dim)
+    first, second = interleaved_pairs(dim // 2)
+    one, two = products[..., first], products[..., second]
+    cos, sin = np.split(table[positions].astype(np.float64)[:, None], 2, axis=-1)
+    rotated = np.concatenate([one * cos - two * sin, two * cos + one * sin], axis=-1)
+    found = checker.to_host(qkv)[:rows, : heads * dim].reshape(rows, heads, dim)
+    checker.check_rounded(f"queries, {rows} rows", found, rotated[:, :heads])
+    keys = cached(checker, kv.k[0], kv, 0)[positions]
+    checker.check_rounded(f"keys, {rows} rows", keys, rotated[:, heads : heads + kv_heads])
+    values = cached(checker, kv.v[0], kv, 0)[positions]
+    plain = np.concatenate([one, two], axis=-1)
+    checker.check_rounded(f"values, {rows} rows", values, plain[:, heads + kv_heads :])
+
+
+def cached(checker: Checker, layer: DeviceArray, kv: PagedKV, slot: int) -> np.ndarray:
+    """Return the cache entries of a slot by position in float64."""
+    pages = checker.rows_to_host(layer, np.array(kv.pages_of(slot)))
+    return pages.reshape(-1, kv.kv_heads, kv.head_dim)
+
+
+# Attention ----------------------------------------------------------------------------------------
+
+
+def check_attention(bench: Bench) -> Iterator[Case]:
+    """Check attention for several context lengths and numbers of rows, and its row invariance."""
+    checker = Checker(bench)
+    for length in (32, 80) if bench.small else (256, 2048, 4096):
+        kv = random_kv(bench, length, layers=1, slots=BATCH)
+        for rows in (1, 4, 32):
+            name = f"{length} positions, {rows} rows"
+            yield Case(name, partial(check_rows, checker, kv, length, rows))
+
+
+def check_rows(checker: Checker, kv: PagedKV, length: int, count: int) -> None:
+    """Check the attention of `count` rows, and the bits of the first row alone."""
+    shape = checker.bench.shape
+    dim = shape["head_dim"]
+    heads = shape["num_attention_heads"]
+    rows = attention_rows(checker.device, length, count)
+    qkv = checker.bench.random_float32((count, (heads + 2 * kv.kv_heads) * dim), 3.0)
+    out = checker.output(count, heads * dim)
+    checker.kernels.attention(checker.lane, qkv, rows, kv, 0, heads, out[:count])
+    found = checker.to_host(out)
+    queries = checker.to_host(qkv)[:, : heads * dim].reshape(count, kv.kv_heads, -1, dim)
+    slots = range(-(-count // 4))
+    all_keys = [cached(checker, kv.k[0], kv, slot) for slot in slots]
+    all_values = [cached(checker, kv.v[0], kv, slot) for slot in slots]
+    expected = []
+    for row, query in enumerate(queries):
+        end = length - min(count, 4) + row % 4 + 1
+        keys = all_keys[row // 4][:end]
+        values = all_values[row // 4][:end]
+        scores = np.einsum("hgd,phd->hgp", query, keys) / math.sqrt(dim)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        expected.append(np.einsum("hgp,phd->hgd", weights, values).ravel())
+    name = f"{length} positions, {count} rows"
+    checker.check_rounded(name, found[:count], np.array(expected))
+    beyond = int(np.isnan(found[:count]).sum()) + int((~np.isnan(found[count])).sum())
+    checker.bench.check(f"{name}, writes", beyond)
+    alone = checker.output(1, heads * dim)
+    checker.kernels.attention(checker.lane, qkv[:1], rows.first(1), kv, 0, heads, alone[:1])
+    checker.count_different(checker.lane, alone[:1], out[:1])
+    checker.bench.check(f"{name}, bits of the first row", checker.take_count())
+
+
+# Races --------------------------------------------------------------------------------------------
+
+
+def check_races(bench: Bench) -> Iterator[Case]:
+    """Repeat split products and split attention, whose last block adds partial results."""
+    checker = Checker(bench)
+    repetitions = 20 if bench.small else 10_000
+    hidden = bench.shape["hidden_size"]
+    for rows in (33,) if bench.small else (17, 32, 64):
+        x = bench.random((rows, hidden))
+        weight = bench.random_weight((hidden, hidden), "bfloat16")
+        y = bench.device.zeros((rows, hidden), "float32")
+
+        multiply = partial(multiply_on, checker, x, weight, y)
+        name = f"split product, {rows} rows, {repetitions} times"
+        yield Case(name, partial(repeat, checker, name, multiply, y, repetitions))
+    length = 80 if bench.small else 4096
+    kv = random_kv(bench, length, layers=1, slots=BATCH)
+    heads = bench.shape["num_attention_heads"]
+    dim = bench.shape["head_dim"]
+    qkv = bench.random_float32((4, (heads + 2 * kv.kv_heads) * dim), 3.0)
+    out = bench.device.zeros((4, heads * dim), "float32")
+    rows_of_one = attention_rows(bench.device, length, 4)
+
+    def attend(lane: Any) -> None:
+        checker.kernels.attention(lane, qkv, rows_of_one, kv, 0, heads, out)
+
+    name = f"split attention, {repetitions} times"
+    yield Case(name, partial(repeat, checker, name, attend, out, repetitions))
+
+
+def multiply_on(
+    checker: Checker, x: DeviceArray, weight: DeviceArray, y: DeviceArray, lane: Any
+) -> None:
+    """Add the product of `x` and `weight` to a lane."""
+    checker.kernels.linear(lane, x, weight, y)
+
+
+def repeat(
+    checker: Checker,
+    name: str,
+    launch: Callable[[Any], None],
+    out: DeviceArray,
+    repetitions: int,
+) -> None:
+    """Launch a kernel many times and compare each result with the first one."""
+    launch(checker.lane)
+    checker.bench.stream.synchronize(LIMIT_S)
+    reference = checker.device.from_host(out.to_host(), out.dtype)
+    per_graph = min(repetitions, 100)
+    graph = Graph(checker.device, "repeated")
+    lane = graph.lane("main")
+    for _ in range(per_graph):
+        lane.fill(out, 0xFF)
+        launch(lane)
+        checker.count_different(lane, out, reference)
+    executable = graph.instantiate()
+    for _ in range(repetitions // per_graph):
+        executable.launch(checker.bench.stream)
+    executable.synchronize(LIMIT_S)
+    executable.close()
+    checker.bench.check(name, checker.take_count())
+
+
+def check_hops(bench: Bench) -> Iterator[Case]:
+    """Check the answers of many host steps, by transport."""
+    for transport in ("host", "mailbox", "spinkernel"):
+        yield Case(transport, partial(check_answers, bench, transport))
+
+
+def check_answers(bench: Bench, transport: str) -> None:
+    """Let kernels check that every host step has seen their number and that they see its answer."""
+    per_graph, replays = (4, 5) if bench.small else (100, 100)
+    question = bench.device.pinned((1,), "int32")
+    answer = bench.device.pinned((1,), "int32")
+    wrong = bench.device.zeros((1,), "int32")
+    answer.array[0] = 1
+
+    def reply() -> None:
+        answer.array[0] = 3 * question.array[0] + 1
+
+    graph = Graph(bench.device, transport)
+    lane = graph.lane("main")
+    for _ in range(per_graph):
+        lane.kernel(bench.kernels["ask"], 1, 1, [question, answer, wrong])
+        getattr(lane, transport)(PythonWork(reply))
+    executable = graph.instantiate()
+    for _ in range(replays):
+        executable.launch(bench.stream)
+        executable.synchronize(LIMIT_S)
+    executable.close()
+    steps = per_graph * replays
+    lost = steps - int(question.array[0])
+    name = f"{transport}, {steps} host steps"
+    bench.check(name, int(wrong.to_host()[0]) + abs(lost))
+
+
+# Sampling -----------------------------------------------------------------------------------------
+
+#: Logits of the likely tokens. All other tokens have the logit -60.
+LOGITS = np.array([2.0, 1.5, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0])
+#: Index of the likely token that the grammar forbids.
+FORBIDDEN = 1
+#: Upper limit of the standardized chi-square statistic. A correct sampler exceeds it once in 10^6.
+MAX_DEVIATION = 4.75
+
+
+def check_sampling(bench: Bench) -> Iterator[Case]:
+    """Compare the frequencies of sampled tokens with their probabilities."""
+    setup = SamplingSetup(bench)
+    vocab = bench.shape["vocab_size"]
+    tokens = np.linspace(5, vocab - 1, len(LOGITS)).astype(np.int64)
+    setup.forbid(int(tokens[FORBIDDEN]))
+    plain = SamplingParams(temperature=1.0, verify="coupled")
+    for name, params in (
+        ("temperature 1", plain),
+        ("temperature 0.7", replace(plain, temperature=0.7)),
+        ("top-k 3", replace(plain, top_k=3)),
+        ("top-p 0.7", replace(plain, top_p=0.7)),
+        ("min-p 0.3", replace(plain, min_p=0.3)),
+    ):
+        yield Case(name, partial(check_frequencies, setup, name, params, tokens))
+
+
+def expected_law(params: SamplingParams) -> np.ndarray:
+    """Return the probabilities of the likely tokens after masking and filtering."""
+    p = np.exp(LOGITS / params.temperature)
+    p[FORBIDDEN] = 0
+    p /= p.sum()
+    order = np.argsort(-p, kind="stable")
+    keep = np.ones(len(p), bool)
+    if params.top_k:
+        keep[order[params.top_k :]] = False
+    if params.top_p < 1:
+        before = np.cumsum(p[order]) - p[order]
+        keep[order[before >= params.top_p]] = False
+    keep &= p >= params.min_p * p.max()
+    p[~keep] = 0
+    return p / p.sum()
+
+
+def check_frequencies(
+    setup: SamplingSetup, name: str, params: SamplingParams, tokens: np.ndarray
+) -> None:
+    """Sample many tokens with different seeds and apply Pearson's chi-square test."""
+    bench = setup.bench
+    vocab = bench.shape["vocab_size"]
+    values = np.full((BATCH * ROWS_PER_REQUEST, vocab), -60, np.float32)
+    values[:, tokens] = LOGITS
+    logits = bench.device.from_host(values)
+    slots = setup.join(params)
+    rows = setup.row_map(BATCH, ROWS_PER_REQUEST)
+    graph = Graph(bench.device, "sampling")
+    setup.sampler.target(graph.lane("main"), logits, rows)
+    executable = graph.instantiate()
+    rng = np.random.default_rng(1)
+    counts: dict[int, int] = {}
+    for _ in range(20 if bench.small else 300):
+        slots["seed"] = rng.integers(1, 2**62, BATCH)
+        setup.state.copy_from(slots)
+        executable.launch(bench.stream)
+        executable.synchronize(LIMIT_S)
+        for token in setup.sampler.target_tok.to_host():
+            counts[int(token)] = counts.get(int(token), 0) + 1
+    executable.close()
+    law = expected_law(params)
+    total = sum(counts.values())
+    observed = np.array([counts.get(int(token), 0) for token in tokens])
+    possible = law > 0
+    impossible = total - int(observed[possible].sum())
+    expected = total * law[possible]
+    chi2 = float(((observed[possible] - expected) ** 2 / expected).sum())
+    freedom = int(possible.sum()) - 1
+    deviation = 0.0
+    if freedom:  # Wilson and Hilferty's approximation
+        variance = 2 / (9 * freedom)
+        deviation = ((chi2 / freedom) ** (1 / 3) - 1 + variance) / math.sqrt(variance)
+    note = f"{total} samples, {deviation:.1f} standard deviations"
+    bench.check(name, impossible + (deviation > MAX_DEVIATION), note)
