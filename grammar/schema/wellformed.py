@@ -47,8 +47,9 @@ class _Wrapper(NamedTuple):
 
 _WRAPPERS = (
     _Wrapper(("json_schema",), "json_schema", "OpenAI's response_format"),
-    _Wrapper(("schema", "name"), "schema", "OpenAI's response_format"),
-    _Wrapper(("schema", "strict"), "schema", "OpenAI's response_format"),
+    _Wrapper(("schema",), "schema", "OpenAI's response_format"),
+    _Wrapper(("response_schema",), "response_schema", "a generation config of Gemini's"),
+    _Wrapper(("responseSchema",), "responseSchema", "a generation config of Gemini's"),
     _Wrapper(("input_schema",), "input_schema", "a tool of Anthropic's"),
     _Wrapper(("function",), "function", "a tool of OpenAI's"),
     _Wrapper(("parameters", "name"), "parameters", "a function of OpenAI's"),

@@ -198,6 +198,10 @@ def test_grammar_constructors_accept_models_enums_and_patterns():
     [
         ({"name": "n", "schema": {"type": "object"}, "strict": True}, "response_format.*'schema'"),
         ({"type": "json_schema", "json_schema": {"name": "n"}}, "response_format.*'json_schema'"),
+        ({"schema": {"type": "object"}}, "response_format.*'schema'"),
+        ({"type": "json_object", "schema": {"type": "object"}}, "response_format.*'schema'"),
+        ({"response_schema": {"type": "object"}}, "Gemini's.*'response_schema'"),
+        ({"responseSchema": {"type": "object"}}, "Gemini's.*'responseSchema'"),
         ({"name": "n", "description": "d", "input_schema": {}}, "Anthropic's.*'input_schema'"),
         ({"type": "function", "function": {"name": "n"}}, "a tool of OpenAI's.*'function'"),
         ({"name": "n", "parameters": {"type": "object"}}, "function of OpenAI's.*'parameters'"),

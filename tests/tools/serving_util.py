@@ -27,6 +27,7 @@ EXTRA_FIELDS = (
     "structured_outputs",
     "top_k",
     "guided_regex",
+    "guided_json",
     "regex",
     "ebnf",
     "min_tokens",

@@ -170,6 +170,10 @@ def structural_format(**form):
             lambda text: isinstance(json.loads(text), dict),
         ),
         (
+            {"response_format": {"type": "json_object", "schema": PERSON}},
+            lambda text: {*json.loads(text)} == {"name", "age"},
+        ),
+        (
             {"structured_outputs": {"json": PERSON}},
             lambda text: {*json.loads(text)} == {"name", "age"},
         ),
@@ -359,6 +363,8 @@ def json_schema(**schema):
         ({"messages": []}, 400, "at least one"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "must be text"),
         ({"response_format": {"type": "nothing"}}, 400, "response_format must be"),
+        ({"response_format": {"schema": PERSON}}, 400, "response_format must be"),
+        ({"guided_json": {"schema": PERSON}}, 400, "this is OpenAI's response_format"),
         (
             {"response_format": response_format({"type": "array", "uniqueItems": True})},
             400,

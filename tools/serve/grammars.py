@@ -78,6 +78,8 @@ def _response_format(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if kind == "text":
         return []
+    if kind == "json_object" and "schema" in response_format:  # as in llama.cpp
+        return [("response_format", "json", response_format["schema"])]
     if kind in ("json_object", "structural_tag"):
         return [("response_format", kind, response_format)]
     if kind == "json_schema":
