@@ -132,8 +132,8 @@ def read_requests(options: argparse.Namespace) -> list[PromptRow]:
     Raises
     ------
     OptionError
-        If an option is invalid, or a line of the file is not a row: not an object, or an object
-        with unknown keys.
+        If an option is invalid or applies to no row, or a line of the file is not a row: not an
+        object, or an object with unknown keys.
     """
     defaults: dict[str, Any] = {name: getattr(options, name) for name in _SCALAR_OPTIONS}
     defaults["stop"] = tuple(options.stop)
@@ -143,6 +143,7 @@ def read_requests(options: argparse.Namespace) -> list[PromptRow]:
         rows = {0: {"prompt": options.prompt}}
     else:
         rows = _read_rows(options.prompts)
+        _check_grammar_options(options, grammar, rows.values())
     free_ids = _free_ids(rows.values())
     lines: dict[str, int] = {}  # line numbers by id
     result = []
@@ -168,6 +169,34 @@ def read_requests(options: argparse.Namespace) -> list[PromptRow]:
         result.append(prompt_row)
         lines[request_id] = number
     return result
+
+
+def _check_grammar_options(
+    options: argparse.Namespace,
+    defaults: Mapping[str, Any],
+    rows: Iterable[Mapping[str, Any]],
+) -> None:
+    """Check that each grammar option of the command line applies to at least one row.
+
+    Raises
+    ------
+    OptionError
+        If no row has a grammar to which an option applies.
+    """
+    present = set()
+    for fields in (defaults, *rows):
+        present |= {key for key in grammars.GRAMMARS if fields.get(key) is not None}
+    kinds = {**grammars.GRAMMAR_OPTIONS, "after": grammars.GRAMMARS}
+    values = dict(defaults)
+    kinds["partial"] = ("schema",)
+    values["partial"] = options.partial or None
+    for option, applicable in kinds.items():
+        if values[option] is not None and not present.intersection(applicable):
+            name = "--" + option.replace("_", "-")
+            raise OptionError(
+                f"{name} requires a row with {' or '.join(applicable)} in --prompts "
+                f"{options.prompts}"
+            )
 
 
 def _check_id(row_id: object, lines: Mapping[str, int]) -> None:

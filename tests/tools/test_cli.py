@@ -142,6 +142,26 @@ def test_prompt_file_with_invalid_line_is_rejected(parse_rows, line, words):
         parse_rows(line)
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--key-order", "any"], "--key-order requires a row with schema in --prompts"),
+        (["--partial"], "--partial requires a row with schema"),
+        (["--assert-formats"], "--assert-formats requires a row with schema"),
+        (["--whitespace", "any"], "--whitespace requires a row with schema or json_object"),
+    ],
+)
+def test_grammar_option_that_applies_to_no_row_is_rejected(parse_rows, flags, words):
+    with pytest.raises(OptionError, match=words):
+        parse_rows({"prompt": "a", "regex": "[a-z]"}, {"prompt": "b"}, flags=flags)
+    parse_rows({"prompt": "a", "schema": {}}, {"prompt": "b"}, flags=flags)
+
+
+def test_after_option_without_grammar_is_rejected(parse_rows):
+    with pytest.raises(OptionError, match="--after requires a row with schema or"):
+        parse_rows({"prompt": "a"}, flags=["--after", "#"])
+
+
 def test_forced_drafts_option_reduces_rounds(tmp_path, capsys):
     (tmp_path / "s.json").write_text(json.dumps(SCHEMA))
     options = [
