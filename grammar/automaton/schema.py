@@ -23,6 +23,7 @@ from graft.grammar.automaton.expression import (
     union,
 )
 from graft.grammar.automaton.regex import NotRegular, lower_regex
+from graft.grammar.schema.enforcement import KEYWORDS
 
 __all__ = ["lower_schema"]
 
@@ -33,9 +34,10 @@ MAX_SIZE = 1 << 18
 #: Separators between JSON tokens, by the option `whitespace`: after a value and after a key.
 SEPARATORS = {"line": (", ", ": "), "compact": (",", ":")}
 
-_ANNOTATIONS = {"title", "description", "default", "examples", "$schema", "$id", "$comment"}
+#: Keywords without influence on the values, besides the keywords that JSON Schema does not have.
+_ANNOTATIONS = {"title", "description", "default", "examples", "$schema", "$comment"}
 _ANNOTATIONS |= {"definitions", "$defs", "deprecated", "readOnly", "writeOnly"}
-_KEYWORDS = {
+_TYPE_KEYWORDS = {
     "object": {"properties", "required", "additionalProperties"},
     "array": {"items", "minItems", "maxItems"},
     "string": {"minLength", "maxLength"},
@@ -85,7 +87,9 @@ class _Lowering:
             raise NotRegular("a boolean schema is not supported")
         if nesting > MAX_NESTING:
             raise NotRegular("the schema is recursive or nested too deeply")
-        keywords = set(schema) - _ANNOTATIONS
+        if any(keyword.startswith("x-guidance") for keyword in schema):
+            raise NotRegular("options of LLGuidance are not supported")
+        keywords = (schema.keys() & KEYWORDS.keys()) - _ANNOTATIONS
         if "$ref" in keywords:
             return self._lower_only(schema, keywords, {"$ref"}, nesting)
         if "anyOf" in keywords:
@@ -96,9 +100,9 @@ class _Lowering:
         names = types if isinstance(types, list) else [types]
         allowed = {"type"}
         for name in names:
-            if not isinstance(name, str) or name not in _KEYWORDS:
+            if not isinstance(name, str) or name not in _TYPE_KEYWORDS:
                 raise NotRegular("a schema without types is not supported")
-            allowed |= _KEYWORDS[name]
+            allowed |= _TYPE_KEYWORDS[name]
         if keywords - allowed:
             raise NotRegular(f"keyword {sorted(keywords - allowed)[0]!r} is not supported")
         expression = union([self._lower_type(name, schema, nesting) for name in names])

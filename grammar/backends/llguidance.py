@@ -9,9 +9,10 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from graft.cudagraph.errors import OptionError
+from graft.grammar.automaton.lower import compile_automaton
 from graft.grammar.backends.base import ending_ids, require_release
 from graft.grammar.errors import GrammarError, clean_message
 from graft.grammar.matcher import CompiledGrammar, Matcher, NativeBackedMatcher
@@ -34,6 +35,58 @@ __all__ = [
 # LLGuidance does not report the size of a grammar. This value was measured for a JSON schema and a
 # vocabulary of 129k tokens.
 _MATCHER_BYTES = 80 << 10
+#: Memory for the mask rows of automaton states, in bytes. The grammars of a vocabulary share it.
+_ROW_BYTES = 64 << 20
+
+
+class PreparedGrammar(NamedTuple):
+    """Result of the part of a compilation that runs in a child process.
+
+    Attributes
+    ----------
+    text
+        The grammar in LLGuidance's JSON format.
+    automaton
+        The grammar's automaton in serialized form; None if the grammar has no automaton.
+    """
+
+    text: str
+    automaton: bytes | None
+
+
+class LLGuidanceCompiled(NamedTuple):
+    """Compiled forms of a grammar.
+
+    Attributes
+    ----------
+    grammar
+        LLGuidance's grammar.
+    automaton
+        The automaton of the same language; None if the grammar has no automaton.
+    """
+
+    grammar: Any
+    automaton: Any
+
+
+def prepare(spec: Spec, validated: bool) -> PreparedGrammar:
+    """Check a grammar and convert it to the forms that `LLGuidanceBackend.load` reads.
+
+    Parameters
+    ----------
+    spec
+        The grammar.
+    validated
+        Whether LLGuidance is known to accept the grammar.
+
+    Raises
+    ------
+    GrammarError
+        As `validated_grammar_text`.
+    """
+    resolved = resolve_spec(spec, "llguidance")
+    text = grammar_text(resolved) if validated else validated_grammar_text(resolved)
+    return PreparedGrammar(text, compile_automaton(resolved))
 
 
 @functools.cache
@@ -251,6 +304,14 @@ class LLGuidanceBackend:
             )
         except RuntimeError as error:
             raise GrammarError(f"LLGuidance refuses the vocabulary: {error}") from error
+        self._row_pool = _native.guide.RowPool(vocabulary.words, _ROW_BYTES)
+
+    @functools.cached_property
+    def _trie(self) -> Any:
+        """Trie of the tokens' bytes, from which automata compute mask rows."""
+        tokens = self.vocabulary.tokens
+        lengths = [len(token) for token in tokens]
+        return _native.guide.TokenTrie(lengths, b"".join(tokens), self.vocabulary.size)
 
     def compile(self, spec: Spec) -> CompiledGrammar:
         """Compile a grammar on the calling thread.
@@ -258,37 +319,42 @@ class LLGuidanceBackend:
         LLGuidance limits the size of the grammar and of its lexer.
         """
         resolved = resolve_spec(spec, "llguidance")
-        if _was_validated(resolved):
-            return self.load(spec, grammar_text(resolved))
-        return self.load(spec, validated_grammar_text(resolved))
+        return self.load(spec, prepare(resolved, _was_validated(resolved)))
 
     def compile_call(self, spec: Spec, routed: bool) -> Call:
         """Return the call that prepares a grammar in a child process; see `BoundedBackend`."""
-        validated = routed and _was_validated(spec)
-        function = "grammar_text" if validated else "validated_grammar_text"
-        return Call(f"{__name__}:{function}", (spec,))
+        return Call(f"{__name__}:prepare", (spec, routed and _was_validated(spec)))
 
-    def load(self, spec: Spec, result: str) -> CompiledGrammar:
-        """Create the compiled grammar from LLGuidance's JSON format. Releases the GIL."""
+    def load(self, spec: Spec, result: PreparedGrammar) -> CompiledGrammar:
+        """Create the compiled grammar from the result of `prepare`. Releases the GIL."""
         try:
-            native = _native.guide.LLGuidanceGrammar(self._tokenizer, result)
+            native = _native.guide.LLGuidanceGrammar(self._tokenizer, result.text)
         except RuntimeError as error:
             message = _error_message(str(error), spec.kind)
             if "removal index" in message:  # the panic that an unknown special token causes
                 message = "names a special token that the vocabulary does not have"
             raise GrammarError(f"{spec.kind}: {message}") from None
-        return CompiledGrammar(
-            self,
-            spec,
-            native,
-            _MATCHER_BYTES + len(result),
-        )
+        nbytes = _MATCHER_BYTES + len(result.text)
+        automaton = None
+        if result.automaton is not None:
+            automaton = _native.guide.AutomatonGrammar(
+                result.automaton,
+                self._trie,
+                self._row_pool,
+            )
+            nbytes += automaton.nbytes
+        return CompiledGrammar(self, spec, LLGuidanceCompiled(native, automaton), nbytes)
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """Return a new matcher at the start of a grammar.
 
-        The stop ids without text terminate the matcher; see `ending_ids`.
+        If the grammar has an automaton, the matcher runs the automaton, which allows the same
+        tokens. The stop ids without text terminate the matcher; see `ending_ids`.
         """
         ending = ending_ids(self, compiled, stop_ids)
-        handle = _native.guide.LLGuidanceMatcher(compiled.native, ending)
+        forms: LLGuidanceCompiled = compiled.native
+        if forms.automaton is not None:
+            handle = _native.guide.AutomatonMatcher(forms.automaton, ending)
+        else:
+            handle = _native.guide.LLGuidanceMatcher(forms.grammar, ending)
         return NativeBackedMatcher(compiled, ending, handle)

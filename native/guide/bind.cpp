@@ -129,6 +129,7 @@ void bind_xgrammar(nb::module_& guide);
 void bind_llguidance(nb::module_& guide);
 void bind_marked(nb::module_& guide);
 void bind_python_matcher(nb::module_& guide);
+void bind_automaton(nb::module_& guide);
 
 }  // namespace graft::guide
 
@@ -141,6 +142,7 @@ void bind_guide(nb::module_& module) {
   bind_llguidance(guide);
   bind_marked(guide);
   bind_python_matcher(guide);
+  bind_automaton(guide);
   guide.attr("STEP") = reinterpret_cast<uintptr_t>(&graft_guide_step);
 
   nb::class_<Worker>(guide, "Worker")
@@ -150,7 +152,7 @@ void bind_guide(nb::module_& module) {
              int threads, int64_t budget_ns, uintptr_t clock, std::shared_ptr<const Forced> forced,
              bool follow_forced) {
             new (self) Worker(exchange_of(exchange, layout, vocab_size), ring, threads,
-                              {budget_ns, reinterpret_cast<const int64_t*>(clock)},
+                              {budget_ns, 0, reinterpret_cast<const int64_t*>(clock)},
                               std::move(forced), follow_forced);
           },
           nb::arg("exchange"), nb::arg("layout"), nb::arg("vocab_size"), nb::arg("ring"),

@@ -1,0 +1,340 @@
+"""Automata of regular grammars, compared with LLGuidance's matcher in every state.
+
+The comparison visits each state of an automaton with a text that leads to it, and each transition.
+In all of them, the token bitmask must equal LLGuidance's bit for bit. The vocabulary has a token
+for each byte and longer tokens that cross the boundaries of characters and JSON tokens.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import random
+import re
+import struct
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from graft.grammar import GrammarError, GrammarSpec, LLGuidanceBackend, Vocabulary, resolve_spec
+from graft.grammar.automaton.lower import MAX_STATES, compile_automaton, lower
+from graft.grammar.automaton.regex import NotRegular
+from graft.grammar.matcher import NativeBackedMatcher
+from graft.native import _native
+
+STOP = 1
+FIRST_BYTE = 2
+
+
+def make_vocabulary():
+    generator = random.Random(0)
+    tokens = [b"", b""] + [bytes([byte]) for byte in range(256)]
+    for _ in range(300):
+        length = generator.randint(2, 6)
+        tokens.append(
+            bytes(generator.choice(b'abc019-.: ,"{}[]\xc3\xa9\n\\') for _ in range(length))
+        )
+    return Vocabulary(tokens, len(tokens) + 5, [STOP])
+
+
+VOCABULARY = make_vocabulary()
+BACKEND = LLGuidanceBackend(VOCABULARY)
+
+
+class Table:
+    """Transition table of a serialized automaton."""
+
+    def __init__(self, data):
+        states, classes = struct.unpack_from("<ii", data)
+        self.byte_class = data[8 : 8 + 256]
+        self.accepting = data[264 : 264 + states]
+        self.next = np.frombuffer(data[264 + states :], np.int16).reshape(states, classes)
+
+    def accepts(self, text):
+        state = 0
+        for byte in text:
+            state = self.next[state, self.byte_class[byte]]
+            if state < 0:
+                return False
+        return bool(self.accepting[state])
+
+
+def table_of(spec):
+    data = compile_automaton(resolve_spec(spec, "llguidance"))
+    assert data is not None
+    return Table(data)
+
+
+def visiting_texts(table, limit):
+    """Return texts that visit each state and each transition of an automaton, at most `limit`."""
+    access = {0: b""}
+    queue = [0]
+    texts = [b""]
+    while queue and len(texts) < limit:
+        state = queue.pop(0)
+        for index, target in enumerate(table.next[state].tolist()):
+            if target < 0:
+                continue
+            text = access[state] + bytes([table.byte_class.index(index)])
+            texts.append(text)
+            if target not in access:
+                access[target] = text
+                queue.append(target)
+    return texts
+
+
+def row_after(matcher, text):
+    for byte in text:
+        assert matcher.accept(FIRST_BYTE + byte)
+    row = np.zeros(VOCABULARY.words, np.int32)
+    assert matcher.fill(row)
+    return row
+
+
+def llguidance_matcher(compiled):
+    native = _native.guide.LLGuidanceMatcher(compiled.native.grammar, (STOP,))
+    return NativeBackedMatcher(compiled, (STOP,), native)
+
+
+def require_equal_masks(spec, limit=400):
+    compiled = BACKEND.compile(spec)
+    assert compiled.native.automaton is not None
+    for text in visiting_texts(table_of(spec), limit):
+        expected = row_after(llguidance_matcher(compiled), text)
+        np.testing.assert_array_equal(row_after(compiled.matcher(), text), expected, repr(text))
+
+
+PATTERNS = [
+    "[0-9]{3}-(foo|bar)+",
+    "[a-z ]{1,20}",
+    "a*b|c?",
+    "(a|b)*abb",
+    "[^a]{2}",
+    ".{1,3}",
+    "é+x",
+    "[à-ü]+",
+    "a{0}b",
+    "(ab|a)(c|bcd)(d*)",
+    r"\.\+\n",
+    r"[\]a\-z]+",
+    "[a-c-]+",
+    "()a",
+    "(|a)b",
+    "x{2,}y",
+    r'[^\n"]*"',
+    "a|",
+    "a/b",
+    "[ -~]*",
+    "\U0001f600|[\U00010000-\U0010ffff]",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_regex_automaton_has_masks_of_llguidance(pattern):
+    require_equal_masks(GrammarSpec.regex(pattern))
+
+
+def test_regex_automaton_accepts_same_texts_as_python():
+    """All texts of up to four characters, for patterns that Python reads in the same way."""
+    alphabet = "ab1-"
+    texts = [""]
+    for _ in range(4):
+        texts += [text + char for text in texts for char in alphabet]
+    for pattern in ("(a|b)*abb", "a{2,3}(-1)?", "[^a]*a", "(1|-){2}|b+", "((a?b){2}1?)+"):
+        table = table_of(GrammarSpec.regex(pattern))
+        for text in set(texts):
+            assert table.accepts(text.encode()) == bool(re.fullmatch(pattern, text)), text
+
+
+def test_choice_automaton_has_masks_of_llguidance():
+    require_equal_masks(GrammarSpec.choice(["positive", "positively", "né", 'a "b"', "x\ny"]))
+
+
+def closed(properties, required=None):
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties) if required is None else required,
+        "additionalProperties": False,
+    }
+
+
+SCHEMAS = {
+    "string": closed({"a": {"type": "string"}}),
+    "numbers": closed({"a": {"type": "integer"}, "b": {"type": "number"}}),
+    "all_optional": closed({"a": {"type": "boolean"}, "b": {"type": "null"}}, []),
+    "optional_first": closed(
+        {"a": {"type": "integer"}, "b": {"type": "boolean"}, "c": {"enum": ["x", "y z"]}}, ["b"]
+    ),
+    "array": closed({"t": {"type": "array", "items": {"enum": ["p", "q"]}}}),
+    "array_bounds": closed(
+        {"t": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 4}}
+    ),
+    "string_bounds": closed({"t": {"type": "string", "minLength": 2, "maxLength": 4}}),
+    "enum": {"enum": ["a", 1, True, None]},
+    "types": closed({"i": {"type": ["integer", "null"]}}),
+    "any_of": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+    "nested": {"type": "array", "items": {"type": "array", "items": {"type": "boolean"}}},
+    "empty_object": closed({}),
+    "reference": {"$ref": "#/$defs/n", "$defs": {"n": closed({"k": {"const": "v"}})}},
+    "empty_array": {"type": "array", "items": {"type": "null"}, "maxItems": 0},
+    "annotations": {"title": "T", "type": "integer", "x-unknown": 3, "description": "d"},
+}
+
+
+def real_schemas(shared_data, every):
+    """Return every n-th JSON schema of MaskBench."""
+    schemas = []
+    for path in sorted((shared_data / "maskbench").glob("*.jsonl.gz")):
+        with gzip.open(path, "rt") as lines:
+            schemas += [
+                json.loads(line)["schema"] for line in itertools.islice(lines, 0, None, every)
+            ]
+    return schemas
+
+
+@pytest.mark.parametrize("whitespace", ["line", "compact"])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schema_automaton_has_masks_of_llguidance(name, whitespace):
+    require_equal_masks(GrammarSpec.json_schema(SCHEMAS[name], whitespace=whitespace))
+
+
+@pytest.mark.parametrize("every, limit", [(120, 60), pytest.param(1, 300, marks=pytest.mark.full)])
+def test_real_schema_automata_have_masks_of_llguidance(shared_data, every, limit):
+    compared = 0
+    schemas = real_schemas(shared_data, every)
+    for schema in schemas:
+        spec = GrammarSpec.json_schema(schema, strict=True)
+        if has_automaton(spec):
+            require_equal_masks(spec, limit)
+            compared += 1
+    assert compared > len(schemas) / 5
+
+
+def has_automaton(spec):
+    try:
+        return compile_automaton(resolve_spec(spec, "llguidance")) is not None
+    except GrammarError:  # the router refuses the schema
+        return False
+
+
+NOT_REGULAR = {
+    "unicode_class": GrammarSpec.regex(r"\d+"),
+    "flag": GrammarSpec("regex", "(?i)a"),
+    "lazy": GrammarSpec.regex("a+?b"),
+    "class_operator": GrammarSpec.regex("[a-z&&[^b]]"),
+    "hexadecimal_escape": GrammarSpec.regex(r"\x41"),
+    "anchor": GrammarSpec("regex", "^a$"),
+    "free_object": GrammarSpec.json_schema({"type": "object"}),
+    "pattern": GrammarSpec.json_schema({"type": "string", "pattern": "^a"}),
+    "recursive": GrammarSpec.json_schema(
+        {
+            "$ref": "#/$defs/n",
+            "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}},
+        }
+    ),
+    "whitespace": GrammarSpec.json_schema({"type": "integer"}, whitespace="any"),
+    "escaped_key": GrammarSpec.json_schema(closed({'a"b': {"type": "null"}})),
+    "ebnf": GrammarSpec.ebnf('root ::= "a"'),
+}
+
+
+@pytest.mark.parametrize("name", NOT_REGULAR)
+def test_lower_refuses_grammar_without_known_automaton(name):
+    with pytest.raises(NotRegular):
+        lower(resolve_spec(NOT_REGULAR[name], "llguidance"))
+
+
+@pytest.mark.parametrize("pattern", ["[ab]*a[ab]{13}", "((a{60}){60}){60}"])
+def test_automaton_larger_than_limit_is_not_compiled(pattern):
+    """The first automaton would have 16,384 states; the second would have 216,000."""
+    spec = GrammarSpec.regex(pattern)
+    assert lower(spec)
+    assert compile_automaton(spec) is None
+
+
+@pytest.mark.parametrize(
+    "program", [[], [9], [2, 3], [0, 0], [1, 1, 5, 2], [4, 0, 1], [0, 4, 3, 1]]
+)
+def test_malformed_expression_raises(program):
+    with pytest.raises(RuntimeError, match="malformed expression"):
+        _native.guide.compile_automaton(program, MAX_STATES)
+
+
+def test_expression_without_texts_raises():
+    with pytest.raises(RuntimeError, match="allows no text"):
+        _native.guide.compile_automaton([1, 0], MAX_STATES)
+
+
+def test_invalid_serialized_automaton_raises():
+    data = compile_automaton(GrammarSpec.regex("ab"))
+    pool = _native.guide.RowPool(VOCABULARY.words, 1 << 20)
+    for broken in (b"", data[:-1], data + b"x", data[:8] + b"\xff" * 256 + data[264:]):
+        with pytest.raises(RuntimeError, match="invalid data"):
+            _native.guide.AutomatonGrammar(broken, BACKEND._trie, pool)
+
+
+def test_matcher_rolls_back_tokens_and_stop_token():
+    matcher = BACKEND.compile(GrammarSpec.regex("ab+")).matcher(tokens=[FIRST_BYTE + ord("a")])
+    before = row_after(matcher, b"")
+    assert not matcher.accept(STOP)
+    assert matcher.accept(FIRST_BYTE + ord("b"))
+    assert not matcher.accept(FIRST_BYTE + ord("a"))
+    assert matcher.accept(STOP) and matcher.is_terminated()
+    assert not matcher.accept(FIRST_BYTE + ord("b"))
+    matcher.rollback(2)
+    np.testing.assert_array_equal(row_after(matcher, b""), before)
+
+
+def test_rows_are_given_back_when_grammar_is_freed():
+    compiled = BACKEND.compile(GrammarSpec.regex("[xyz]{1,9}!"))
+    used = BACKEND._row_pool.rows_in_use
+    row_after(compiled.matcher(), b"")
+    row_after(compiled.matcher(), b"x")
+    row_after(compiled.matcher(), b"y")  # the state after x and after y is the same
+    assert BACKEND._row_pool.rows_in_use == used + 2
+    del compiled
+    assert BACKEND._row_pool.rows_in_use <= used
+
+
+def test_masks_are_correct_when_pool_is_full():
+    data = compile_automaton(GrammarSpec.regex("[ab]{4}"))
+    pool = _native.guide.RowPool(VOCABULARY.words, 2 * VOCABULARY.words * 4)
+    grammar = _native.guide.AutomatonGrammar(data, BACKEND._trie, pool)
+    compiled = BACKEND.compile(GrammarSpec.regex("[ab]{4}"))
+    for text in (b"", b"a", b"ab", b"aba", b"abab", b"a", b"ab"):
+        matcher = NativeBackedMatcher(
+            compiled, (STOP,), _native.guide.AutomatonMatcher(grammar, (STOP,))
+        )
+        expected = row_after(llguidance_matcher(compiled), text)
+        np.testing.assert_array_equal(row_after(matcher, text), expected)
+    assert pool.rows_in_use == 2
+
+
+def test_threads_fill_rows_of_one_grammar():
+    compiled = BACKEND.compile(GrammarSpec.regex("[a-c]{1,200}"))
+    expected = {n: row_after(llguidance_matcher(compiled), b"a" * n) for n in range(0, 200, 9)}
+
+    def check(lengths):
+        for n in lengths:
+            np.testing.assert_array_equal(row_after(compiled.matcher(), b"b" * n), expected[n])
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(check, [list(expected)] * 4))
+
+
+def test_duplicate_tokens_are_legal_together():
+    vocabulary = Vocabulary([b"", b"a", b"b", b"a", b"ab"], 5, [0])
+    backend = LLGuidanceBackend(vocabulary)
+    compiled = backend.compile(GrammarSpec.regex("ab"))
+    assert compiled.matcher().legal().tolist() == [1, 3, 4]
+
+
+def test_json_text_of_enum_is_exact():
+    table = table_of(GrammarSpec.json_schema({"enum": ["a", 10, None]}))
+    for value in ("a", 10, None):
+        assert table.accepts(json.dumps(value).encode())
+    for value in ("b", 1, 100, False, ["a"]):
+        assert not table.accepts(json.dumps(value).encode())
