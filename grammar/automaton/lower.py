@@ -13,7 +13,7 @@ from graft.native import _native
 __all__ = ["MAX_STATES", "compile_automaton", "lower"]
 
 #: Maximum number of states of an automaton.
-MAX_STATES = 4096
+MAX_STATES = 2048
 #: Maximum number of integers of an expression, which limits the time of the lowering.
 MAX_EXPRESSION = 1 << 17
 
@@ -21,7 +21,7 @@ MAX_EXPRESSION = 1 << 17
 def compile_automaton(spec: Spec) -> bytes | None:
     """Return the automaton of a grammar in the native code's serialized form.
 
-    The time is limited to about 0.1 s, so the function may run on untrusted grammars.
+    The time is limited to about 50 ms, so the function may run on untrusted grammars.
 
     Parameters
     ----------

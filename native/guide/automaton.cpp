@@ -313,8 +313,9 @@ class Determinizer {
   Automaton run() {
     find_classes();
     marks_.assign(nfa_.states.size(), 0);
-    std::vector<int32_t> start{nfa_.start};
-    if (state_of(closure(&start)) == Automaton::kDead) fail_without_text();
+    pending_.push_back(nfa_.start);
+    close();
+    if (state_of_set() == Automaton::kDead) fail_without_text();
     for (size_t state = 0; state < sets_.size(); ++state) add_transitions(state);
     remove_dead_states();
     return std::move(out_);
@@ -341,52 +342,59 @@ class Determinizer {
     out_.num_classes_ = first_byte_.size();
   }
 
-  // Returns the states that edges without a byte reach, sorted, without the states that have only
-  // such edges.
-  std::vector<int32_t> closure(std::vector<int32_t>* pending) {
+  // Moves to `set_` the states that edges without a byte reach from `pending_`, sorted, without the
+  // states that have only such edges.
+  void close() {
     ++mark_;
-    std::vector<int32_t> set;
-    while (!pending->empty()) {
-      const int32_t index = pending->back();
-      pending->pop_back();
+    set_.clear();
+    while (!pending_.empty()) {
+      const int32_t index = pending_.back();
+      pending_.pop_back();
       if (marks_[at(index)] == mark_) continue;
       marks_[at(index)] = mark_;
       count_work(1);
       const Nfa::State& state = nfa_.states[at(index)];
-      if (state.next >= 0 || index == nfa_.accept) set.push_back(index);
-      pending->insert(pending->end(), state.free.begin(), state.free.end());
+      if (state.next >= 0 || index == nfa_.accept) set_.push_back(index);
+      pending_.insert(pending_.end(), state.free.begin(), state.free.end());
     }
-    std::sort(set.begin(), set.end());
-    return set;
+    std::sort(set_.begin(), set_.end());
   }
 
-  int16_t state_of(std::vector<int32_t> set) {
-    if (set.empty()) return Automaton::kDead;
-    const auto found = numbers_.find(set);
+  // Returns the state of the automaton for `set_`, which is added if it is new.
+  int16_t state_of_set() {
+    if (set_.empty()) return Automaton::kDead;
+    const auto found = numbers_.find(set_);
     if (found != numbers_.end()) return found->second;
     if (static_cast<int32_t>(sets_.size()) >= limits_.states) {
       throw std::runtime_error("automaton: has more than " + std::to_string(limits_.states) +
                                " states");
     }
     const auto number = static_cast<int16_t>(sets_.size());
-    const bool accepting = std::binary_search(set.begin(), set.end(), nfa_.accept);
+    const bool accepting = std::binary_search(set_.begin(), set_.end(), nfa_.accept);
     out_.accepting_.push_back(accepting ? 1 : 0);
-    numbers_.emplace(set, number);
-    sets_.push_back(std::move(set));
+    numbers_.emplace(set_, number);
+    sets_.push_back(set_);
     return number;
   }
 
   void add_transitions(size_t state) {
+    int16_t previous = Automaton::kDead;
     for (const uint8_t byte : first_byte_) {
-      std::vector<int32_t> targets;
+      pending_.clear();
       for (const int32_t index : sets_[state]) {
         const Nfa::State& from = nfa_.states[at(index)];
         if (from.next >= 0 && from.range.low <= byte && byte <= from.range.high) {
-          targets.push_back(from.next);
+          pending_.push_back(from.next);
         }
       }
       count_work(static_cast<int64_t>(sets_[state].size()));
-      out_.table_.push_back(state_of(closure(&targets)));
+      // Many adjacent classes have the same targets.
+      if (byte == 0 || pending_ != targets_) {
+        targets_ = pending_;
+        close();
+        previous = state_of_set();
+      }
+      out_.table_.push_back(previous);
     }
   }
 
@@ -445,7 +453,10 @@ class Determinizer {
   std::vector<uint8_t> first_byte_;         // smallest byte of each class
   std::vector<std::vector<int32_t>> sets_;  // states of the Nfa, by state of the automaton
   std::unordered_map<std::vector<int32_t>, int16_t, SetHash> numbers_;
-  std::vector<int32_t> marks_;
+  std::vector<int32_t> pending_;  // states whose edges close() follows
+  std::vector<int32_t> targets_;  // targets of the previous class
+  std::vector<int32_t> set_;      // result of close()
+  std::vector<int32_t> marks_;    // number of the last close() that visited a state
   int32_t mark_ = 0;
   int64_t work_ = 0;
 };
