@@ -464,5 +464,6 @@ def test_server_authentication_models_health_and_metrics(
     wait_for(lambda: not engine.busy)
     page = http.get(f"{root}/metrics").text
     assert 'graft_up{replica="0"} 1.0' in page
+    assert 'graft_pages{replica="0"} 0.0' in page
     assert 'graft_drafts_accepted_total{position="0",replica="0"}' in page
     assert 'graft_requests_total{reason="refused"}' in page

@@ -174,6 +174,8 @@ class EngineDriver:
                 if not self._run_jobs():
                     return
                 self._post(self._engine.step())
+                if not self._engine.busy:
+                    self._engine.synchronize()  # reclaim the pages of finished requests
             except Exception as error:  # any error of the engine is final
                 self.failure = str(error) or type(error).__name__
                 self._loop.call_soon_threadsafe(self._fail_all, self.failure)
