@@ -180,7 +180,8 @@ def _add_drafting_arguments(group: argparse._ArgumentGroup) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``graft generate``."""
     add_model_arguments(parser)
-    prompts = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
+    # Not declared as required: argparse would report a missing option before a misspelled one.
+    prompts = parser.add_argument_group("prompts").add_mutually_exclusive_group()
     prompts.add_argument("--prompt", help="prompt text")
     prompts.add_argument(
         "--prompts",
@@ -379,6 +380,8 @@ def run(options: argparse.Namespace) -> int:
         Exit status: 2 if a request was refused; otherwise 1 if a request failed, a structured
         output was truncated, or the trace could not be written; otherwise 0.
     """
+    if options.prompt is None and options.prompts is None:
+        raise OptionError("one of the options --prompt and --prompts is required")
     if options.json and options.stream:
         raise OptionError("--json cannot be combined with --stream")
     if options.logprobs is not None and not options.json:

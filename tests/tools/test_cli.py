@@ -504,6 +504,14 @@ def test_generate_names_option_values_that_do_not_parse(arguments, message, caps
     assert capsys.readouterr().err.endswith(f"{message}\n")
 
 
+def test_generate_reports_misspelled_option_rather_than_missing_prompt(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["generate", "--promt", "x"])
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --promt x\n")
+    assert cli.main(["generate"]) == 2
+    assert "--prompt and --prompts is required" in capsys.readouterr().err
+
+
 def test_draft_length_auto_counts_rounds_by_length(capsys):
     """With --draft-length auto, greedy outputs are the same as with a fixed draft length.
 
