@@ -43,6 +43,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   const int index = row_slot[batch_row(map[r])];
   const int tid = static_cast<int>(threadIdx.x);
   const bool used = index >= 0 && slots[index].active && j <= slots[index].draft_len;
+  const bool adjusts = used && slots[index].adjust != 0;
+  // Stamps are in host memory. If a row has no adjustments, only its first block reads the stamp.
+  if (blockIdx.y > 0 && !adjusts) return;
   const int position = used ? slots[index].n + depth_of(slots[index], j) : 0;
   if (tid == 0) {
     scratch.token = ROW_NOT_READY;
@@ -52,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     }
     if (blockIdx.y == 0) row_state[r] = scratch.token;
   }
-  if (!used || slots[index].adjust == 0) return;
+  if (!adjusts) return;
   const Slot& slot = slots[index];
   block_sync();
   const int state = scratch.token;
@@ -145,7 +148,7 @@ __device__ __forceinline__ void record_token(int r, const float* raw, int vocab_
   for (int k = 0; k == 0 || k < slot.logprobs; ++k) {
     u64 next = 0;
     for (int c = static_cast<int>(threadIdx.x); c < vocab_size; c += BLOCK) {
-      const u64 rank = rank_key(stored, c);
+      const u64 rank = rank_key(stored.logits[c], c);
       next = rank < last && rank > next ? rank : next;
     }
     last = block_reduce(next, scratch, Max());

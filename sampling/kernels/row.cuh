@@ -2,8 +2,9 @@
 // sampling.
 //
 // Filters are applied in the order vocabulary bound, mask, temperature, top-k, top-p, min-p,
-// renormalization. Ties go to the smaller id. Only the logits of legal tokens are read: -inf makes
-// a token illegal like a mask bit, NaN and +inf fail the row.
+// renormalization. Ties go to the smaller id. A logit of -inf makes a token illegal like a mask
+// bit. NaN and +inf fail the row if the token is legal; the logits of illegal tokens have no
+// effect.
 //
 // SAMPLE_BLOCK, the number of threads per block, is set when the kernel is compiled: large on a
 // GPU, 1 on the soft device, where a barrier costs more than the work that it separates. Several
@@ -88,6 +89,10 @@ struct Histogram {
     for (int b = static_cast<int>(threadIdx.x); b < N; b += BLOCK) set(b, 0, 0);
   }
 };
+
+// Number of columns that a thread loads before it uses the first one. On a GPU, the latencies of
+// these loads overlap.
+constexpr int LOADED = BLOCK > 1 ? 8 : 1;
 
 constexpr int BINS = 256;     // values of a radix digit
 constexpr int LISTED = 2048;  // maximum columns of a span that are listed in shared memory
@@ -290,8 +295,8 @@ __device__ __forceinline__ float from_fixed_point(u64 sum) {
 
 // Rank of a column: 32 bits of order_key and 24 bits of the complemented column, so that a smaller
 // column has a higher rank among equal logits.
-__device__ __forceinline__ u64 rank_key(const Row& row, int column) {
-  const u32 key = static_cast<u32>(order_key(row.logits[column])) ^ 0x80000000u;
+__device__ __forceinline__ u64 rank_key(float logit, int column) {
+  const u32 key = static_cast<u32>(order_key(logit)) ^ 0x80000000u;
   return (static_cast<u64>(key) << 24) | static_cast<u64>(0xffffffu - static_cast<u32>(column));
 }
 
@@ -308,14 +313,41 @@ struct Weights {
     return (filter.top_k > 0 && filter.top_k < row.size) || filter.top_p < 1.0f;
   }
 
-  // The result is less than SPANS, because no positive weight is below exp(-87).
-  __device__ __forceinline__ int span(int i) const {
-    return static_cast<int>(fmul(fmul(fadd(best, -row.logits[i]), inverse_temperature), 11.5f));
+  // Span of a column with this logit. The result is less than SPANS, because no positive weight is
+  // below exp(-87).
+  __device__ __forceinline__ int span(float logit) const {
+    return static_cast<int>(fmul(fmul(fadd(best, -logit), inverse_temperature), 11.5f));
   }
 
-  // Applies min_p. The weight of the best token is exactly 1, so min_p is an absolute bound.
+  // Minimum weight of a column that min_p keeps. The weight of the best token is exactly 1, so
+  // min_p is an absolute bound.
+  __device__ __forceinline__ float min_weight() const {
+    return filter.min_p < 1.0f ? filter.min_p : 1.0f;
+  }
+
+  // Calls visit(column, weight, logit) for each column of positive weight. The threads of the block
+  // share the columns of the row.
+  template <class Visit>
+  __device__ __forceinline__ void for_each(Visit visit) const {
+    for (int base = static_cast<int>(threadIdx.x); base < row.size; base += BLOCK * LOADED) {
+      float weights[LOADED];
+      float logits[LOADED];
+#pragma unroll
+      for (int k = 0; k < LOADED; ++k) {
+        const int i = base + k * BLOCK;
+        weights[k] = i < row.size ? work[i] : 0.0f;
+        logits[k] = i < row.size ? row.logits[i] : 0.0f;
+      }
+#pragma unroll
+      for (int k = 0; k < LOADED; ++k) {
+        if (weights[k] > 0.0f) visit(base + k * BLOCK, weights[k], logits[k]);
+      }
+    }
+  }
+
+  // Sets the weights of a slice that min_p removes to 0.
   __device__ __forceinline__ void apply_min_p(const Slice& own) const {
-    const float least = filter.min_p < 1.0f ? filter.min_p : 1.0f;
+    const float least = min_weight();
     if (!(least > 0.0f)) return;
     for (int i = own.begin + static_cast<int>(threadIdx.x); i < own.end; i += BLOCK) {
       work[i] = work[i] < least ? 0.0f : work[i];
@@ -330,9 +362,9 @@ struct Cut {
   u64 floor;  // smallest rank in the last span that is kept
   u64 sum;    // total weight of the kept columns
 
-  __device__ __forceinline__ bool keeps(const Weights& w, int i) const {
-    const int span = w.span(i);
-    return span + 1 < end || (span + 1 == end && rank_key(w.row, i) >= floor);
+  __device__ __forceinline__ bool keeps(const Weights& w, int column, float logit) const {
+    const int span = w.span(logit);
+    return span + 1 < end || (span + 1 == end && rank_key(logit, column) >= floor);
   }
 };
 
@@ -353,7 +385,8 @@ __device__ __forceinline__ u64 row_weigh(const Weights& w, const Slice& own, Scr
   scratch.spans.clear();
   block_sync();
   for (int i = begin; i < own.end; i += BLOCK) {
-    if (work[i] > 0.0f) scratch.spans.add<(BLOCK > 1)>(w.span(i), fixed_point(work[i]), 1u);
+    if (!(work[i] > 0.0f)) continue;
+    scratch.spans.add<(BLOCK > 1)>(w.span(w.row.logits[i]), fixed_point(work[i]), 1u);
   }
   block_sync();
   return 0;
@@ -399,21 +432,24 @@ __device__ __forceinline__ void narrow(Cut& cut, const Weights& w, u64 need, Scr
   if (span + 1 < cut.end) cut.floor = 0;
   cut.end = span + 1;
   if (scratch.spans.count<WEIGHTED>(span) <= need) return;
-  const auto is_here = [&](int i) {
-    return w.work[i] > 0.0f && w.span(i) == span && rank_key(w.row, i) >= cut.floor;
+  const auto is_here = [&](int i, float logit) {
+    return w.span(logit) == span && rank_key(logit, i) >= cut.floor;
   };
   const bool fits = scratch.spans.members[span] <= LISTED;
   if (tid == 0) scratch.listed = 0;
   block_sync();
-  for (int i = tid; fits && i < w.row.size; i += BLOCK) {
-    if (is_here(i)) scratch.columns[atomicAdd(&scratch.listed, 1u)] = i;
+  if (fits) {
+    w.for_each([&](int i, float, float logit) {
+      if (is_here(i, logit)) scratch.columns[atomicAdd(&scratch.listed, 1u)] = i;
+    });
   }
   block_sync();
   const int count = fits ? static_cast<int>(scratch.listed) : w.row.size;
   const auto each = [&](auto visit) {
     for (int c = tid; c < count; c += BLOCK) {
       const int i = fits ? scratch.columns[c] : c;
-      if (fits || is_here(i)) visit(i, rank_key(w.row, i));
+      const float logit = w.row.logits[i];
+      if (fits || (w.work[i] > 0.0f && is_here(i, logit))) visit(w.work[i], rank_key(logit, i));
     }
   };
   u64 prefix = 0;
@@ -421,10 +457,10 @@ __device__ __forceinline__ void narrow(Cut& cut, const Weights& w, u64 need, Scr
   for (int shift = 48; shift >= 0 && !done; shift -= 8) {
     scratch.digits.clear();
     block_sync();
-    each([&](int i, u64 rank) {
+    each([&](float weight, u64 rank) {
       if ((rank >> shift) >> 8 != (prefix >> shift) >> 8) return;
       const int digit = static_cast<int>(rank >> shift & 255u);
-      scratch.digits.add<(BLOCK > 1)>(BINS - 1 - digit, fixed_point(w.work[i]), 1u);
+      scratch.digits.add<(BLOCK > 1)>(BINS - 1 - digit, fixed_point(weight), 1u);
     });
     block_sync();
     const int bin = find_bin<WEIGHTED>(scratch.digits, BINS, &need, scratch);
@@ -435,7 +471,7 @@ __device__ __forceinline__ void narrow(Cut& cut, const Weights& w, u64 need, Scr
   }
   cut.floor = prefix > cut.floor ? prefix : cut.floor;
   u64 mass = 0;
-  each([&](int i, u64 rank) { mass += rank >= cut.floor ? fixed_point(w.work[i]) : 0; });
+  each([&](float weight, u64 rank) { mass += rank >= cut.floor ? fixed_point(weight) : 0; });
   mass = block_reduce(mass, scratch, Sum());
   if (tid == 0) scratch.spans.set(span, mass, scratch.spans.members[span]);
   block_sync();
@@ -464,12 +500,16 @@ __device__ __forceinline__ Cut row_cut(const Weights& w, Scratch& scratch) {
     cut.sum = mass();
     return cut;
   }
-  const Slice whole = {0, w.row.size};
-  w.apply_min_p(whole);
-  for (int i = tid; i < w.row.size; i += BLOCK) {
-    if (w.work[i] > 0.0f && cut.keeps(w, i)) cut.sum += fixed_point(w.work[i]);
-  }
-  cut.sum = block_reduce(cut.sum, scratch, Sum());
+  const float least = w.min_weight();
+  u64 sum = 0;
+  w.for_each([&](int i, float weight, float logit) {
+    if (weight < least) {
+      w.work[i] = 0.0f;
+    } else if (cut.keeps(w, i, logit)) {
+      sum += fixed_point(weight);
+    }
+  });
+  cut.sum = block_reduce(sum, scratch, Sum());
   return cut;
 }
 
@@ -477,7 +517,7 @@ __device__ __forceinline__ Cut row_cut(const Weights& w, Scratch& scratch) {
 __device__ __forceinline__ void row_normalize(const Weights& w, const Cut& cut, const Slice& own) {
   const int begin = own.begin + static_cast<int>(threadIdx.x);
   for (int i = begin; i < own.end && w.cuts(); i += BLOCK) {
-    if (w.work[i] > 0.0f && !cut.keeps(w, i)) w.work[i] = 0.0f;
+    if (w.work[i] > 0.0f && !cut.keeps(w, i, w.row.logits[i])) w.work[i] = 0.0f;
   }
   const float total = from_fixed_point(cut.sum);
   float* work = w.work;
