@@ -130,7 +130,7 @@ def test_gpu_first_runs_all_sections(device, tmp_path, capfd):
     assert set(missing) <= {"compile", "sanitizer", "cublas", "ncu"}
     printed = capfd.readouterr().out
     assert device.describe() in (tmp_path / "report.txt").read_text()
-    assert "152 of 152 checks passed; 0 failures" in printed
+    assert "154 of 154 checks passed; 0 failures" in printed
     assert "device         ok" in (tmp_path / "doctor.txt").read_text()
 
 
