@@ -31,6 +31,7 @@ Products and attention on tensor cores use workspace that all calls share, so th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -69,7 +70,14 @@ _MMA_TILE_COLUMNS = 128
 _MMA_STAGES = {1: {32: 5, 64: 6, 128: 4}, 2: {32: 3, 64: 4, 128: 3}}
 NORM_GROUP = 16  # number of output columns per sum of squares of a folded norm
 _MMA_FEW_ROWS = 16  # maximum rows for linear_few; more rows use linear_many
-_MMA_MIN_BLOCKS = 128  # linear_many splits K until the grid has this many blocks
+# Number of multiprocessors of an H100 or H200, for which the number of splits is chosen, and number
+# of linear_many blocks that run on one at the same time, by rows per tile.
+MULTIPROCESSORS = 132
+_MMA_BLOCKS_PER_MULTIPROCESSOR = {32: 2, 64: 1, 128: 1}
+# Estimated time of writing and adding the partial sums of a split product, as a fraction of its
+# time without splits: per row of a tile, if every multiprocessor has tiles, and in addition.
+_MMA_SPLIT_COST_PER_ROW = 0.2 / 32
+_MMA_SPLIT_COST = 0.05
 _NORM_BLOCK = 256
 _ELEMENT_BLOCK = 128
 _ATTENTION_TILE = 16
@@ -101,6 +109,8 @@ class MmaShape(NamedTuple):
         Dynamic shared memory, in bytes.
     partials
         Size of the split-K workspace, in floats; 0 without splits.
+    blocks_per_multiprocessor
+        Number of blocks that run on one multiprocessor at the same time.
     """
 
     kernel: str
@@ -108,6 +118,12 @@ class MmaShape(NamedTuple):
     grid: tuple[int, int, int]
     shared: int = 0
     partials: int = 0
+    blocks_per_multiprocessor: int = 2
+
+    @property
+    def waves(self) -> int:
+        """Number of times that the blocks fill all multiprocessors of an H100 or H200."""
+        return _ceil_div(math.prod(self.grid), MULTIPROCESSORS * self.blocks_per_multiprocessor)
 
 
 def mma_shape(rows: int, columns: int, nbytes: int = 2) -> MmaShape:
@@ -132,9 +148,7 @@ def mma_shape(rows: int, columns: int, nbytes: int = 2) -> MmaShape:
     block = next((size for size in stages if rows <= size), max(stages))
     across = _ceil_div(columns, _MMA_TILE_COLUMNS)
     down = _ceil_div(rows, block)
-    splits = 1
-    while splits < _MMA_MAX_SPLITS and across * down * splits < _MMA_MIN_BLOCKS:
-        splits *= 2
+    splits = _choose_splits(across * down, block)
     partials = 0
     if splits > 1:
         partials = across * down * _MMA_MAX_SPLITS * block * _MMA_TILE_COLUMNS
@@ -145,7 +159,33 @@ def mma_shape(rows: int, columns: int, nbytes: int = 2) -> MmaShape:
         (across, down, splits),
         shared,
         partials,
+        _MMA_BLOCKS_PER_MULTIPROCESSOR[block],
     )
+
+
+def _choose_splits(tiles: int, rows: int) -> int:
+    """Return the number of K splits with the least estimated time.
+
+    Without splits the time is the number of waves. With splits a wave takes a fraction of the time,
+    but the partial sums have to be written and added.
+
+    Parameters
+    ----------
+    tiles
+        Number of tiles of the product.
+    rows
+        Number of rows of a tile.
+    """
+    concurrent = MULTIPROCESSORS * _MMA_BLOCKS_PER_MULTIPROCESSOR[rows]
+
+    def estimated_time(splits: int) -> float:
+        waves = _ceil_div(tiles * splits, concurrent) / splits
+        if splits == 1:
+            return waves
+        return waves + _MMA_SPLIT_COST_PER_ROW * rows * tiles / concurrent + _MMA_SPLIT_COST
+
+    # min() returns the first, that is the smallest, of several equally good numbers.
+    return min((1, 2, 4, _MMA_MAX_SPLITS), key=estimated_time)
 
 
 class Norm(NamedTuple):
@@ -400,7 +440,9 @@ class ModelKernels:
         weight
             [columns, inner], float32, float16, bfloat16 or E4M3 without NaN. If it has row scales,
             the sums are multiplied by them before the residual is added. For a row-parallel shard
-            the partial products of all ranks are added in rank order, and then the residual.
+            the partial products of all ranks are added in rank order, and then the residual. No
+            kernel of the lane may write it: with programmatic dependent launch, weights are loaded
+            while the previous kernel runs.
         out
             float32[R, columns], receives the result.
         residual

@@ -17,7 +17,7 @@ from graft.models.llm.kernel_library import KVWrite, ModelKernels, Norm
 from graft.models.llm.rope import Rope
 
 DTYPES = ("float32", "float16", "bfloat16")
-MIN_BLOCKS = "graft.models.llm.kernel_library._MMA_MIN_BLOCKS"
+CHOOSE_SPLITS = "graft.models.llm.kernel_library._choose_splits"
 
 
 @pytest.fixture(params=FORMS)
@@ -130,8 +130,8 @@ def test_tensor_core_linear_is_row_invariant(
     wanted = seen.astype(np.float64) @ w.astype(np.float64).T
     tolerance = 12e-6 * np.sqrt(inner) * (1 + 1e5 * precision)
     np.testing.assert_allclose(whole, wanted, atol=tolerance)
-    for blocks in (1, 2, 4):
-        monkeypatch.setattr(MIN_BLOCKS, blocks)  # selects split K
+    for splits in (1, 2, 4, 8):
+        monkeypatch.setattr(CHOOSE_SPLITS, lambda *_, splits=splits: splits)
         check_rows(0, 29)
     monkeypatch.undo()
     input_dtype = kernels.input_dtype(w_device)
@@ -182,7 +182,7 @@ def test_gated_linear_equals_linear_and_silu_mul(
         gated,
     )
     assert same_bits(download(lane.stream, gated), wanted)
-    monkeypatch.setattr(MIN_BLOCKS, 1)
+    monkeypatch.setattr(CHOOSE_SPLITS, lambda *_: 1)
     kernels.gated_linear(
         lane,
         x_device,
@@ -246,7 +246,7 @@ def test_linear_with_folded_norm_equals_norm_between_products(
     for begin, end in ((0, 1), (count - 1, count), (3, 12), (20, 37), (1, 66)):
         part, _ = run(slice(begin, end))
         assert same_bits(part, whole[begin:end].copy())
-    monkeypatch.setattr(MIN_BLOCKS, 4)
+    monkeypatch.setattr(CHOOSE_SPLITS, lambda *_: 2)
     part, _ = run(slice(0, 40))
     assert same_bits(part, whole[:40].copy())
 
@@ -276,8 +276,8 @@ def test_fused_qkv_equals_linear_and_rope_and_store(
     pos = [17, 4, 18, 3, -1, 2, 1000, 29, *range(20, 32)]
     tree = np.array([0, 0, 5, *17 * [0]], np.uint64)
     found = []
-    for blocks, count in ((128, 8), (128, 20), (1, 20)):
-        monkeypatch.setattr(MIN_BLOCKS, blocks)
+    for splits, count in ((8, 8), (8, 20), (1, 20)):
+        monkeypatch.setattr(CHOOSE_SPLITS, lambda *_, splits=splits: splits)
         x = upload(device, np.random.default_rng(3).standard_normal((20, 128))[:count])
         rows = replace(
             make_rows(device, [0] * count, slots[:count], pos[:count]),

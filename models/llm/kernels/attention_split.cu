@@ -134,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
                     const unsigned long long* ancestors, const int* page_table, const CACHE16* keys,
                     const CACHE16* values, float* out, int rows, int heads, int kv_heads, int slots,
                     int max_pages, int page_shift, float scale, int run, int tile_heads,
-                    float* parts, int* arrived) {
+                    float* parts, unsigned int* arrived) {
   wait_for_previous_kernel();
   __shared__ Pack16 query[CHUNKS][2][32][2];  // high and low parts, in fragment order
   __shared__ TileRow tile[16];
@@ -364,16 +364,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   if (tile_parts == 1) return;
 
   // The last block to arrive combines the parts in order.
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    int* count = arrived + static_cast<int>(blockIdx.x * gridDim.y + blockIdx.y);
-    is_last = atomicAdd(count, 1) == blocks - 1;
-    if (is_last) *count = 0;
-  }
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
+  if (!is_last_block(arrived + blockIdx.x * gridDim.y + blockIdx.y, blocks, &is_last)) return;
   const long long part_stride = static_cast<long long>(rows) * heads * PART_WIDTH;
   float* const factor = part_sum[0][0][0].f;  // scale of each part of each query
   for (int m = warp; m < 16; m += WARPS) {

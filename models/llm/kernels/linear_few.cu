@@ -1,6 +1,9 @@
 // Tensor-core matrix product for a small number of rows. The weights are streamed from global
 // memory to registers. A block computes a tile of 16 output columns x (8 TILES) rows of operand B.
 // Its warps divide the inner dimension: warp p computes the p-th partial sum (linear_mma.cuh).
+//
+// The first weights are loaded before the kernel waits for the previous kernel, which does not
+// write them. The inputs of the epilogue are loaded before the main loop.
 #ifndef TILES
 #define TILES 1
 #endif
@@ -40,11 +43,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
                const unsigned long long* ancestors, const int* page_table, CACHE* keys,
                CACHE* values, int heads, int kv_heads, int slots, int max_pages, int page_shift,
                int scratch_page) {
-  wait_for_previous_kernel();
+  constexpr int ROWS = TILES * 8 >> SPLIT_X;
+  static_assert(8 * ROWS <= WARPS * 32, "a thread stores one pair of outputs");
   __shared__ float part[WARPS][16][TILES * 8];
-  __shared__ float scale[TILES * 8 >> SPLIT_X];
+  __shared__ float scale[ROWS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int column = blockIdx.x * 16, first = blockIdx.y * (TILES * 8 >> SPLIT_X);
+  const int column = blockIdx.x * 16, first = blockIdx.y * ROWS;
   const Weight* top = weight + static_cast<long long>(column + g) * inner + 8 * t;
   const Weight* low = top + 8ll * inner;
   const Input* from[TILES];
@@ -58,10 +62,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   Weights a[DEPTH][CHUNK / 32][2];
 #pragma unroll
   for (int s = 0; s < DEPTH - 1; ++s) {
-    const int next = warp + s * WARPS;
-    if (next < chunks) load_chunk(top + next * CHUNK, low + next * CHUNK, a[s]);
+    // A chunk after the end is replaced by the last one and not used. With a branch, the compiler
+    // would move the loads behind the wait.
+    const int next = min(warp + s * WARPS, chunks - 1);
+    load_chunk(top + next * CHUNK, low + next * CHUNK, a[s]);
   }
-  load_scales(square_sums, eps, first, TILES * 8 >> SPLIT_X, rows, inner, scale);
+  wait_for_previous_kernel();
+  const Output y = {
+      weight_scale, residual,        out,         copy != nullptr ? copy + copy_offset : nullptr,
+      rows,         columns,         copy_stride, norm,
+      norm_out,     norm_square_sums};
+  const int own_column = threadIdx.x % 8, own_row = threadIdx.x / 8;
+  EpilogueInputs inputs = {};
+  if (own_row < ROWS) load_residual(&inputs, y, first + own_row, column + own_column);
+  load_scales<ROWS>(square_sums, eps, first, rows, inner, scale);
   for (int c = warp; c < chunks; c += DEPTH * WARPS) {
 #pragma unroll
     for (int s = 0; s < DEPTH; ++s) {
@@ -81,16 +95,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       }
     }
   }
+  if (own_row < ROWS) load_factors(&inputs, y, column + own_column);
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) part[warp][g + 8 * (i / 2)][n * 8 + 2 * t + i % 2] = sum[n][i];
   }
   __syncthreads();
-  const Output y = {
-      weight_scale, residual,        out,         copy != nullptr ? copy + copy_offset : nullptr,
-      rows,         columns,         copy_stride, norm,
-      norm_out,     norm_square_sums};
+  if (own_row >= ROWS) return;
   const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, ROPE_HEAD_DIM};
   const RopeStore to = {rope_table, slot, pos, ancestors, pages, keys, values, heads, scratch_page};
   const int parts = parts_of(inner);
@@ -103,9 +115,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     }
     return total * scale[r];
   };
-#pragma unroll 1
-  for (int i = threadIdx.x; i < 8 * (TILES * 8 >> SPLIT_X); i += WARPS * 32) {
-    const int c = i % 8, r = i / 8;
-    store_pair(y, to, first + r, column + c, folded(r, c), folded(r, c + 8));
-  }
+  store_pair(y, inputs, to, first + own_row, column + own_column, folded(own_row, own_column),
+             folded(own_row, own_column + 8));
 }

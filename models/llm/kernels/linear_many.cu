@@ -1,6 +1,9 @@
 // Tensor-core product for many rows. A block computes a tile of 128 output columns x ROW_BLOCK rows
 // of operand B from a shared-memory pipeline. With split K (grid z > 1) a block computes only some
 // consecutive parts of the sums (linear_mma.cuh).
+//
+// The first weights are copied before the kernel waits for the previous kernel, which does not
+// write them.
 #ifndef ROW_BLOCK
 #define ROW_BLOCK 64
 #endif
@@ -17,8 +20,10 @@
 #define ROW_TILES (ROW_BLOCK / 8 / ROW_WARPS)
 #define COLUMN_WARPS (WARPS / ROW_WARPS)
 #define COLUMN_TILES (OUTPUTS / 16 / COLUMN_WARPS)
+#define ROWS (ROW_BLOCK >> SPLIT_X)  // rows of x per block
 #define X_PACKS (ROW_BLOCK * (STAGE / 8))
 #define X_AT_ONCE ((ROW_BLOCK + 63) / 64)
+#define BLOCKS_PER_MULTIPROCESSOR (ROW_BLOCK == 32 ? 2 : 1)
 
 // Returns the swizzled shared-memory index of pack t (0 to 3) of half-stage `sub` (32 inner
 // indices) of a row. The swizzle avoids bank conflicts between the lanes of one access, which read
@@ -60,7 +65,7 @@ struct StageIterator {
 // [tiles, PARTS, ROW_BLOCK, 128], and the last block of a tile to arrive adds them in order.
 // `arrived` [tiles] counts the blocks that have arrived; it must be zero and is left zero.
 // linear_mma.cuh documents the other operands.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
+extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESSOR)
     linear_many(const Weight* weight, const float* weight_scale, const Input* x,
                 const float* residual, OUT* out, float* copy, int rows, int columns, int inner,
                 int copy_offset, int copy_stride, const float* square_sums, float eps,
@@ -68,13 +73,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
                 const float* rope_table, const int* slot, const int* pos,
                 const unsigned long long* ancestors, const int* page_table, CACHE* keys,
                 CACHE* values, int heads, int kv_heads, int slots, int max_pages, int page_shift,
-                int scratch_page, float* partials, int* arrived) {
-  wait_for_previous_kernel();
+                int scratch_page, float* partials, unsigned int* arrived) {
   extern __shared__ Pack16 staged[];
   __shared__ int last;
-  __shared__ float scale[ROW_BLOCK >> SPLIT_X];
+  __shared__ float scale[ROWS];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int column = blockIdx.x * OUTPUTS, first = blockIdx.y * (ROW_BLOCK >> SPLIT_X);
+  const int column = blockIdx.x * OUTPUTS, first = blockIdx.y * ROWS;
   const int splits = gridDim.z, parts = parts_of(inner);
   const int own_column = warp % COLUMN_WARPS * COLUMN_TILES * 16;
   const int own_row = warp / COLUMN_WARPS * ROW_TILES * 8;
@@ -90,16 +94,20 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     const int row = first + (i / 8 >> SPLIT_X);
     return x + static_cast<long long>(row < rows ? row : rows - 1) * inner + at.inner() + i % 8 * 8;
   };
-  const auto copy_stage = [&](int stage) {
-    if (next_copy.valid()) {
-      Weights* to = staged_weight + stage * OUTPUTS * (STAGE / 8);
+  const auto copy_weights = [&](int stage, const StageIterator& from) {
+    if (!from.valid()) return;
+    Weights* to = staged_weight + stage * OUTPUTS * (STAGE / 8);
 #pragma unroll
-      for (int n = 0; n < OUTPUTS * COPIES / (WARPS * 32); ++n) {
-        const int i = n * WARPS * 32 + threadIdx.x, row = i / COPIES, k = i % COPIES * COPIED;
-        const int at = column + row < columns ? column + row : columns - 1;
-        copy_async(to + swizzle_weight(row, k / 32, k % 32 / 8),
-                   weight + static_cast<long long>(at) * inner + next_copy.inner() + k);
-      }
+    for (int n = 0; n < OUTPUTS * COPIES / (WARPS * 32); ++n) {
+      const int i = n * WARPS * 32 + threadIdx.x, row = i / COPIES, k = i % COPIES * COPIED;
+      const int at = column + row < columns ? column + row : columns - 1;
+      copy_async(to + swizzle_weight(row, k / 32, k % 32 / 8),
+                 weight + static_cast<long long>(at) * inner + from.inner() + k);
+    }
+  };
+  // Copies the 16-bit rows of x of a stage and commits all copies since the last commit.
+  const auto copy_rows = [&](int stage) {
+    if (next_copy.valid()) {
 #pragma unroll
       for (int n = 0; n < X_PACKS * X16 / (WARPS * 32); ++n) {
         const int i = n * WARPS * 32 + threadIdx.x;
@@ -165,8 +173,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     }
   };
 
-  for (int s = 0; s < STAGES - 1; ++s) copy_stage(s);
-  load_scales(square_sums, eps, first, ROW_BLOCK >> SPLIT_X, rows, inner, scale);
+  copy_weights(0, current);
+  wait_for_previous_kernel();
+  copy_rows(0);
+  for (int s = 1; s < STAGES - 1; ++s) {
+    copy_weights(s, next_copy);
+    copy_rows(s);
+  }
+  load_scales<ROWS>(square_sums, eps, first, rows, inner, scale);
   for (int sub = 0; !X16 && sub < 2 && current.valid(); ++sub) {
     load_x(sub);
     store_x(sub, 0);
@@ -178,7 +192,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     current.next();
     wait_copies<STAGES - 2>();
     __syncthreads();
-    copy_stage(at > 0 ? at - 1 : STAGES - 1);
+    const int free = at > 0 ? at - 1 : STAGES - 1;
+    copy_weights(free, next_copy);
+    copy_rows(free);
     const Weights* w = staged_weight + at * OUTPUTS * (STAGE / 8);
     const Pack16* v = staged_x + at * X_PACKS;
 #pragma unroll
@@ -224,25 +240,44 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     __syncthreads();
     of = whole;
   } else {
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      last = atomicAdd(&arrived[tile], 1) == splits - 1;
-      if (last) arrived[tile] = 0;
-    }
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
+    if (!is_last_block(arrived + tile, splits, &last)) return;
   }
+  // A thread stores PAIRS pairs of outputs, AT_ONCE at a time. All loads for these pairs are issued
+  // before the first sum, so that their latencies overlap.
+  constexpr int PAIRS = ROWS * OUTPUTS / 2 / (WARPS * 32);
+  constexpr int AT_ONCE = ROW_BLOCK == 128 ? 2 : 4;  // limited by the registers
+  static_assert(PAIRS % AT_ONCE == 0, "every batch is full");
+  const int count = splits > 1 ? parts : 1;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < (ROW_BLOCK >> SPLIT_X) * OUTPUTS / 2; i += WARPS * 32) {
-    const int r = i / (OUTPUTS / 2), c = i % (OUTPUTS / 2) / 8 * 16 + i % 8;
-    if (first + r >= rows) break;
-    float top = of[r * OUTPUTS + c], low = of[r * OUTPUTS + c + 8];
-    for (int p = 1; splits > 1 && p < parts; ++p) {
-      top += of[(p * ROW_BLOCK + r) * OUTPUTS + c];
-      low += of[(p * ROW_BLOCK + r) * OUTPUTS + c + 8];
+  for (int n = 0; n < PAIRS; n += AT_ONCE) {
+    float top[AT_ONCE][PARTS], low[AT_ONCE][PARTS];
+    EpilogueInputs inputs[AT_ONCE];
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; ++u) {
+      const int i = (n + u) * WARPS * 32 + threadIdx.x;
+      const int r = i / (OUTPUTS / 2), c = i % (OUTPUTS / 2) / 8 * 16 + i % 8;
+      load_residual(&inputs[u], y, first + r, column + c);
+      load_factors(&inputs[u], y, column + c);
+#pragma unroll
+      for (int p = 0; p < PARTS; ++p) {
+        const bool is_used = first + r < rows && p < count;
+        top[u][p] = is_used ? of[(p * ROW_BLOCK + r) * OUTPUTS + c] : 0.0f;
+        low[u][p] = is_used ? of[(p * ROW_BLOCK + r) * OUTPUTS + c + 8] : 0.0f;
+      }
     }
-    store_pair(y, to, first + r, column + c, top * scale[r], low * scale[r]);
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; ++u) {
+      const int i = (n + u) * WARPS * 32 + threadIdx.x;
+      const int r = i / (OUTPUTS / 2), c = i % (OUTPUTS / 2) / 8 * 16 + i % 8;
+      if (first + r >= rows) return;
+#pragma unroll
+      for (int p = 1; p < PARTS; ++p) {
+        // Unused parts are skipped: adding their 0 would change the sign of a sum of -0.
+        top[u][0] = p < count ? top[u][0] + top[u][p] : top[u][0];
+        low[u][0] = p < count ? low[u][0] + low[u][p] : low[u][0];
+      }
+      store_pair(y, inputs[u], to, first + r, column + c, top[u][0] * scale[r],
+                 low[u][0] * scale[r]);
+    }
   }
 }

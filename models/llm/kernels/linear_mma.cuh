@@ -106,13 +106,47 @@ struct RopeStore {
   int scratch_page;
 };
 
-// Adds the residual to an output, stores the result and its copies, and returns the result.
-__device__ __forceinline__ float store(const Output& y, int row, int column, float value) {
+// Inputs of the epilogue for outputs `column` and `column` + 8 of a row. They are loaded before the
+// sums are complete, so that their latency overlaps that of other loads. Unused inputs are 0.
+struct EpilogueInputs {
+  float residual[2];
+  float norm[2];
+  float weight_scale[2];
+};
+
+// Loads the residual, which the previous kernel may have written.
+__device__ __forceinline__ void load_residual(EpilogueInputs* in, const Output& y, int row,
+                                              int column) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) in->residual[i] = 0.0f;
+  if (GATED || ROPE_HEAD_DIM || y.residual == nullptr) return;
+  if (row >= y.rows || column >= y.columns) return;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    in->residual[i] = y.residual[static_cast<long long>(row) * y.columns + column + 8 * i];
+  }
+}
+
+// Loads norm weights and weight scales.
+__device__ __forceinline__ void load_factors(EpilogueInputs* in, const Output& y, int column) {
+  const bool has_norm = !GATED && !ROPE_HEAD_DIM && y.norm != nullptr && column < y.columns;
+  const bool has_scale = y.weight_scale != nullptr && column < y.columns;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    in->norm[i] = has_norm ? y.norm[column + 8 * i] : 0.0f;
+    in->weight_scale[i] = has_scale ? y.weight_scale[column + 8 * i] : 0.0f;
+  }
+}
+
+// Adds the residual to an output, stores the result and its copies, and returns the result. `which`
+// selects the inputs of the output.
+__device__ __forceinline__ float store(const Output& y, const EpilogueInputs& in, int which,
+                                       int row, int column, float value) {
   const long long at = static_cast<long long>(row) * y.columns + column;
-  if (y.residual != nullptr) value += y.residual[at];
+  if (y.residual != nullptr) value += in.residual[which];
   from_float(value, y.out + at);
   if (y.copy != nullptr) y.copy[static_cast<long long>(row) * y.copy_stride + column] = value;
-  if (y.norm != nullptr) from_float(value * y.norm[column], y.norm_out + at);
+  if (y.norm != nullptr) from_float(value * in.norm[which], y.norm_out + at);
   return value;
 }
 
@@ -149,13 +183,14 @@ __device__ __forceinline__ void store_rotated(const RopeStore& to, float* out, i
 // Stores outputs `column` and `column` + 8 of a row. Eight adjacent lanes store a group of 16
 // columns. All lanes of the warp must call the function, because it contains a shuffle. Rows and
 // columns after the end are skipped.
-__device__ __forceinline__ void store_pair(const Output& y, const RopeStore& to, int row,
-                                           int column, float top, float low) {
+__device__ __forceinline__ void store_pair(const Output& y, const EpilogueInputs& in,
+                                           const RopeStore& to, int row, int column, float top,
+                                           float low) {
   const bool in_range = row < y.rows && column < y.columns;
   const int half = column / 16 * 8 + column % 16;
   if (in_range && y.weight_scale != nullptr) {
-    top *= y.weight_scale[column];
-    low *= y.weight_scale[column + 8];
+    top *= in.weight_scale[0];
+    low *= in.weight_scale[1];
   }
 #if GATED
   const long long at = static_cast<long long>(row) * (y.columns / 2) + half;
@@ -166,8 +201,8 @@ __device__ __forceinline__ void store_pair(const Output& y, const RopeStore& to,
 #else
   float sum = 0.0f;
   if (in_range) {
-    top = store(y, row, column, top);
-    low = store(y, row, column + 8, low);
+    top = store(y, in, 0, row, column, top);
+    low = store(y, in, 1, row, column + 8, low);
     sum = fmaf(top, top, low * low);
   }
   if (y.norm == nullptr) return;
@@ -177,19 +212,21 @@ __device__ __forceinline__ void store_pair(const Output& y, const RopeStore& to,
 #endif
 }
 
-// Computes the factors of rows [first, first + count): 1 / root mean square for a folded norm,
+// Computes the factors of rows [first, first + COUNT): 1 / root mean square for a folded norm,
 // else 1.
+template <int COUNT>
 __device__ __forceinline__ void load_scales(const float* square_sums, float eps, int first,
-                                            int count, int rows, int inner, float* scale) {
+                                            int rows, int inner, float* scale) {
   const int groups = inner / GROUP;
-  constexpr int AT_ONCE = 4;  // rows per warp at once, to overlap the memory latency
-  for (int r = threadIdx.x / 32; r < count; r += AT_ONCE * WARPS) {
+  // Rows per warp at once, to overlap the memory latency.
+  constexpr int AT_ONCE = COUNT >= 4 * WARPS ? 4 : (COUNT + WARPS - 1) / WARPS;
+  for (int r = threadIdx.x / 32; r < COUNT; r += AT_ONCE * WARPS) {
     float sum[AT_ONCE] = {};
     for (int k = threadIdx.x % 32; square_sums != nullptr && k < groups; k += 32) {
 #pragma unroll
       for (int i = 0; i < AT_ONCE; ++i) {
         const int row = r + i * WARPS;
-        if (row >= count || first + row >= rows) continue;
+        if (row >= COUNT || first + row >= rows) continue;
         sum[i] += square_sums[static_cast<long long>(first + row) * groups + k];
       }
     }
@@ -197,7 +234,7 @@ __device__ __forceinline__ void load_scales(const float* square_sums, float eps,
     for (int i = 0; i < AT_ONCE; ++i) {
       const int row = r + i * WARPS;
       const float whole = warp_sum(sum[i]);
-      if (threadIdx.x % 32 != 0 || row >= count) continue;
+      if (threadIdx.x % 32 != 0 || row >= COUNT) continue;
       const float mean = whole / static_cast<float>(inner);
       scale[row] = square_sums == nullptr ? 1.0f : 1.0f / sqrtf(mean + eps);
     }

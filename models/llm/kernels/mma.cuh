@@ -134,12 +134,13 @@ __device__ __forceinline__ void mma_m16n8k16(float* d, const unsigned int* a,
 #endif
 }
 
-// Loads eight weights. The load bypasses L1, because each weight is read once.
+// Loads eight weights. The load bypasses L1, because each weight is read once. It is no .nc load,
+// because ptxas may move such loads behind griddepcontrol.wait.
 template <typename T>
 __device__ __forceinline__ Pack16 load_weight(const T* from) {
 #ifdef __CUDA_ARCH__
   Pack16 p;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(p.u[0]), "=r"(p.u[1]), "=r"(p.u[2]), "=r"(p.u[3])
                : "l"(from));
   return p;
@@ -151,7 +152,7 @@ __device__ __forceinline__ Pack16 load_weight(const T* from) {
 __device__ __forceinline__ Pack8 load_weight(const e4m3_t* from) {
 #ifdef __CUDA_ARCH__
   Pack8 p;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0,%1}, [%2];"
+  asm volatile("ld.global.L1::no_allocate.L2::256B.v2.u32 {%0,%1}, [%2];"
                : "=r"(p.u[0]), "=r"(p.u[1])
                : "l"(from));
   return p;

@@ -46,6 +46,21 @@ __device__ __forceinline__ float tree_sum(float* values) {
   }
 }
 
+// Returns whether this block is the last of `blocks` blocks to call the function with the same
+// counter. The last block sees what the other blocks wrote before their calls. All threads of the
+// block call the function; `last` is in shared memory. The counter must be zero and is left zero.
+__device__ __forceinline__ bool is_last_block(unsigned int* arrived, int blocks, int* last) {
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const unsigned int highest = static_cast<unsigned int>(blocks) - 1u;
+    __threadfence();
+    *last = atomicInc(arrived, highest) == highest;
+    __threadfence();
+  }
+  __syncthreads();
+  return *last != 0;
+}
+
 // Layout of the paged KV cache.
 //
 // A page has 2^page_shift positions of [kv_heads, head_dim] elements. Page table entries of

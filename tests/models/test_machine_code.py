@@ -1,0 +1,118 @@
+"""Machine code of the tensor-core kernels for NVIDIA GPUs, compiled by NVRTC. No GPU is needed.
+
+The tests check properties that affect only the speed: which loads are issued before the kernel
+waits for the previous kernel, and which loads are issued together.
+"""
+
+import pytest
+
+from graft.models.llm.kernel_library import FOLDER, MULTIPROCESSORS, mma_shape
+from graft.tools.bench.kernel_report import (
+    Variant,
+    compile_cubin,
+    compile_variant,
+    disassemble,
+    kernel_instructions,
+)
+
+#: Architectures with programmatic dependent launch. The short run compiles only for the first one.
+ARCHITECTURES = [90, *(pytest.param(arch, marks=pytest.mark.full) for arch in (100, 120))]
+WAIT = "ACQBULK"  # griddepcontrol.wait
+LAST_ARRIVER = "ATOMG"  # counts the blocks of a tile that have arrived
+
+
+def compile_kernel(kernel: str, arch: int, **defines: object) -> list[str]:
+    """Return the instructions of a kernel, which must spill no registers."""
+    macros = tuple((name, str(value)) for name, value in defines.items())
+    variant = Variant(FOLDER / f"{kernel}.cu", macros)
+    (usage,) = compile_variant(variant, arch)
+    assert usage.spilled_bytes == 0 and usage.loop["local"] == 0
+    cubin, _ = compile_cubin(variant, arch)
+    return kernel_instructions(disassemble(cubin))[kernel]
+
+
+def index_of(instructions: list[str], name: str, start: int = 0) -> int:
+    """Return the index of the first instruction from `start` on whose name starts with `name`."""
+    for i in range(start, len(instructions)):
+        if instructions[i].startswith(name):
+            return i
+    raise AssertionError(f"no {name}")
+
+
+def last_index_of(instructions: list[str], name: str) -> int:
+    return max(i for i, text in enumerate(instructions) if text.startswith(name))
+
+
+def count(instructions: list[str], *names: str) -> int:
+    return sum(text.startswith(names) for text in instructions)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("weight8", [0, 1])
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_linear_few_overlaps_loads_with_other_work(arch, tiles, weight8):
+    """The first weights are loaded before the wait, and the residual before the main loop.
+
+    With 8-bit weights three chunks of eight loads are in flight, else one chunk. After the barrier
+    at the end of the main loop nothing is loaded from global memory.
+    """
+    code = compile_kernel("linear_few", arch, TILES=tiles, X16=1, WEIGHT8=weight8)
+    wait = index_of(code, WAIT)
+    assert count(code[:wait], "LDG") == (24 if weight8 else 8)
+    end_of_loop = last_index_of(code, "HMMA")
+    barrier = index_of(code, "BAR", end_of_loop)
+    assert count(code[end_of_loop:barrier], "LDG") == 4  # norm weights and weight scales
+    assert count(code[barrier:], "LDG") == 0
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_linear_few_computes_only_scales_that_exist(arch):
+    """A warp reduces the sums of squares of one row if a tile has eight rows."""
+    code = compile_kernel("linear_few", arch, TILES=1, X16=1)
+    # A warp sum has five shuffles, which the compiler may duplicate for an empty sum. The sum over
+    # eight lanes in the epilogue has three.
+    assert count(code, "SHFL") <= 2 * 5 + 3
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("row_block", [32, 64, 128])
+def test_linear_many_issues_loads_of_epilogue_together(arch, row_block):
+    """The first weights are copied before the wait, and no load waits for a sum of the epilogue.
+
+    For a pair of outputs the epilogue loads eight parts of two sums, two residuals, two norm
+    weights and two weight scales.
+    """
+    code = compile_kernel("linear_many", arch, ROW_BLOCK=row_block, X16=1)
+    wait = index_of(code, WAIT)
+    assert count(code[:wait], "LDGSTS") == 4
+    epilogue = code[index_of(code, LAST_ARRIVER) :]
+    first_sum = index_of(epilogue, "FADD")
+    pairs = 2 if row_block == 128 else 4
+    assert count(epilogue[:first_sum], "LDG", "LD.") >= pairs * (2 * 8 + 2 + 2 + 2)
+
+
+@pytest.mark.parametrize("arch", [80, *ARCHITECTURES])
+@pytest.mark.parametrize("x16", [0, 1])
+def test_linear_many_runs_two_blocks_per_multiprocessor_for_32_rows(arch, x16):
+    variant = Variant(FOLDER / "linear_many.cu", (("ROW_BLOCK", "32"), ("X16", str(x16))))
+    (usage,) = compile_variant(variant, arch)
+    assert usage.registers <= 128 and usage.spilled_bytes == 0
+    assert mma_shape(32, 4096).blocks_per_multiprocessor == 2
+    assert 2 * (mma_shape(32, 4096).shared + usage.shared_bytes + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("rows", [17, 32, 33, 64, 65, 128, 256, 1000])
+@pytest.mark.parametrize("columns", [16, 320, 4096, 6144, 28672, 128256])
+def test_mma_shape_chooses_splits_by_waves(rows, columns):
+    """Splits are chosen only if they shorten the product by more than adding the parts costs."""
+    shape = mma_shape(rows, columns)
+    tiles = shape.grid[0] * shape.grid[1]
+    splits = shape.grid[2]
+    concurrent = MULTIPROCESSORS * shape.blocks_per_multiprocessor
+    waves_without_splits = -(-tiles // concurrent)
+    assert splits in (1, 2, 4, 8)
+    assert shape.waves == -(-tiles * splits // concurrent)
+    if splits > 1:
+        assert shape.waves / splits < waves_without_splits
+    if splits == 1 and tiles * 8 <= concurrent:
+        pytest.fail("eight splits would use idle multiprocessors in the same wave")
