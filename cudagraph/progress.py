@@ -64,11 +64,11 @@ def _is_shown() -> bool:
 
 
 def _display(name: str, finished: threading.Event) -> None:
+    start = time.monotonic() - _spent_s
     if finished.wait(max(0.0, DELAY_S - _spent_s)):
         return
-    with tqdm(
-        desc=f"compiling kernels: {name}", bar_format="{desc} [{elapsed}]", leave=False
-    ) as bar:
-        bar.start_t -= max(DELAY_S, _spent_s)
-        while not finished.wait(REFRESH_S):
-            bar.refresh()
+    with tqdm(bar_format="{desc}", leave=False) as bar:
+        while not finished.is_set():
+            seconds = time.monotonic() - start
+            bar.set_description_str(f"compiling kernels: {name} ({seconds:.0f} s)")
+            finished.wait(REFRESH_S)
