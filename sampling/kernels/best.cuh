@@ -29,8 +29,9 @@ struct BestFirst {
     return static_cast<int>(0xffffffffu - static_cast<u32>(packed));
   }
 
-  // Returns the greatest packed (score, column) of one part that is less than `last`; 0 if there is
-  // none.
+  // Returns the best column of a part among those that follow the column `last` in the iteration; 0
+  // if there is none. Columns are packed with their scores: a higher score gives a greater integer,
+  // and so does a smaller column of the same score.
   __device__ inline u64 below(int part, u64 last) const {
     u64 best = 0;
     for (int i = static_cast<int>(threadIdx.x) + BLOCK * part; i < size; i += BLOCK * PARTS) {

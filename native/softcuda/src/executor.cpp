@@ -153,7 +153,7 @@ void Executor::begin_tracking() {
   std::memset(at_warp_, 0, sizeof at_warp_);
   std::memset(exited_, 0, sizeof exited_);
   for (unsigned t = 0; t < block_->current; ++t) exited_[t / 32] |= 1u << (t % 32);
-  arrived_ = count_ = 0;
+  pending_barrier_ = {};
 }
 
 // Completes a barrier: makes all threads that wait at it ready and keeps the numbers that the
@@ -163,16 +163,15 @@ void Executor::release_barrier() {
     ready_[w] |= at_barrier_[w];
     at_barrier_[w] = 0;
   }
-  last_count_ = count_;
-  last_arrived_ = arrived_;
-  arrived_ = count_ = 0;
+  last_barrier_ = pending_barrier_;
+  pending_barrier_ = {};
 }
 
 inline __attribute__((always_inline)) int Executor::barrier(unsigned op, int predicate) {
   if (block_->tracked == 0) begin_tracking();
-  count_ += predicate != 0;
+  pending_barrier_.predicates += predicate != 0;
   const unsigned thread = block_->current;
-  if (++arrived_ == block_->count - block_->exited) {
+  if (++pending_barrier_.threads == block_->count - block_->exited) {
     release_barrier();  // the last thread to arrive continues without a switch (X4)
   } else {
     at_barrier_[thread / 32] |= 1u << (thread % 32);
@@ -183,11 +182,11 @@ inline __attribute__((always_inline)) int Executor::barrier(unsigned op, int pre
   // thread arrives at it (X3).
   switch (op) {
     case SOFTCUDA_BARRIER_COUNT:
-      return static_cast<int>(last_count_);
+      return static_cast<int>(last_barrier_.predicates);
     case SOFTCUDA_BARRIER_AND:
-      return last_count_ == last_arrived_;
+      return last_barrier_.predicates == last_barrier_.threads;
     case SOFTCUDA_BARRIER_OR:
-      return last_count_ > 0;
+      return last_barrier_.predicates > 0;
     default:
       return 0;
   }
@@ -198,7 +197,8 @@ inline __attribute__((always_inline)) int Executor::barrier(unsigned op, int pre
 void Executor::thread_exit() {
   const unsigned thread = block_->current;
   exited_[thread / 32] |= 1u << (thread % 32);
-  if (arrived_ > 0 && arrived_ == block_->count - block_->exited) release_barrier();
+  if (pending_barrier_.threads > 0 && pending_barrier_.threads == block_->count - block_->exited)
+    release_barrier();
   for (unsigned waiting = at_warp_[thread / 32]; waiting != 0; waiting &= at_warp_[thread / 32]) {
     const unsigned lane = static_cast<unsigned>(__builtin_ctz(waiting));
     try_release_warp(thread / 32, lanes_[thread / 32 * 32 + lane].mask);

@@ -83,10 +83,14 @@ class Executor {
   Fiber* suspended_[1024];
   Lane lanes_[1024];
   unsigned ready_[32], at_barrier_[32], at_warp_[32], exited_[32];
-  unsigned arrived_ = 0;  // threads that have arrived at the current barrier
-  unsigned count_ = 0;    // arrived threads whose predicate is true
-  // The values of `count_` and `arrived_` when the last barrier was completed.
-  unsigned last_count_ = 0, last_arrived_ = 0;
+  // Number of threads that have arrived at a barrier, and number of those whose predicate is true
+  // (__syncthreads_count).
+  struct Arrivals {
+    unsigned threads = 0;
+    unsigned predicates = 0;
+  };
+  Arrivals pending_barrier_;
+  Arrivals last_barrier_;  // the last complete barrier, whose result its threads still read (X3)
 
   // Where the signal handler jumps to after a fault.
   sigjmp_buf recover_;
