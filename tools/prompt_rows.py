@@ -43,7 +43,12 @@ REQUEST_FIELDS = (
 )
 #: Fields of a row that control how the chat template is applied.
 TEMPLATE_FIELDS = ("raw", "tools", "variables")
-ROW_FIELDS = {"id", *REQUEST_FIELDS, *TEMPLATE_FIELDS, *grammars.GRAMMAR_KEYS}
+ROW_FIELDS = {
+    "id",
+    *REQUEST_FIELDS,
+    *TEMPLATE_FIELDS,
+    *grammars.GRAMMAR_KEYS,
+}
 
 #: Request fields whose command line option has a single value.
 _SCALAR_OPTIONS = tuple(

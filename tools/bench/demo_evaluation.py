@@ -156,7 +156,12 @@ def compare_masking(masked: Result, unmasked: Result) -> dict[str, Any]:
     """
     same_tokens = 0
     differences = []
-    for task, a, b in zip(masked.tasks, masked.outputs, unmasked.outputs, strict=True):
+    for task, a, b in zip(
+        masked.tasks,
+        masked.outputs,
+        unmasked.outputs,
+        strict=True,
+    ):
         same_tokens += a.tokens == b.tokens
         if task_grammar(task) is not None and a.rounds and b.rounds:
             masked_rate = len(a.tokens) / a.rounds
@@ -191,7 +196,10 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     """Run all task sets with masked and with unmasked drafts, and return the report."""
-    report: dict[str, Any] = {"draft_length": options.draft_length, "batch": options.batch}
+    report: dict[str, Any] = {
+        "draft_length": options.draft_length,
+        "batch": options.batch,
+    }
     results: dict[str, dict[str, Result]] = {name: {} for name in TASK_SETS}
     for masking in ("masked", "unmasked"):
         with Engine(

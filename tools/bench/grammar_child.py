@@ -148,7 +148,11 @@ class Auto:
 
 
 #: Implementations by name: the libraries' own Python APIs, and graft.
-SUBJECTS: dict[str, Any] = {"llguidance": LLGuidance, "xgrammar": XGrammar, "auto": Auto}
+SUBJECTS: dict[str, Any] = {
+    "llguidance": LLGuidance,
+    "xgrammar": XGrammar,
+    "auto": Auto,
+}
 
 
 class _Instances:
@@ -227,7 +231,12 @@ def evaluate_schema(
         ``declared``
             Number of rejected valid instances whose rejection the route declared in advance.
     """
-    answer: dict[str, Any] = {"partial": False, "backend": None, "why": "", "keyword": ""}
+    answer: dict[str, Any] = {
+        "partial": False,
+        "backend": None,
+        "why": "",
+        "keyword": "",
+    }
     start = time.perf_counter()
     try:
         new_matcher = subject.compile(row["schema"])
@@ -238,7 +247,10 @@ def evaluate_schema(
             if reasons:
                 answer["keyword"] = reasons[0].keyword
         return answer
-    answer |= {"outcome": "compiled", "compile_s": time.perf_counter() - start}
+    answer |= {
+        "outcome": "compiled",
+        "compile_s": time.perf_counter() - start,
+    }
     instances = _Instances(subject, new_matcher, encode)
     valid = [instances.accepts(value, True) for value in row["valid"]]
     rejected = [value for value, ok in zip(row["valid"], valid, strict=True) if not ok]

@@ -176,7 +176,14 @@ def demo_server() -> Iterator[str]:
     OptionError
         If the server does not start or does not exit with status 0.
     """
-    command = [sys.executable, "-m", "graft.tools.cli", "serve", "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "graft.tools.cli",
+        "serve",
+        "--port",
+        "0",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline() if process.stdout else ""
@@ -197,7 +204,10 @@ def quantiles_ms(seconds: Sequence[float]) -> dict[str, float]:
     """Return p50 and p99 in milliseconds. Both are 0 if there are no values."""
     values = sorted(value * 1e3 for value in seconds) or [0.0]
     p99_index = int(0.99 * (len(values) - 1))
-    return {"p50": statistics.median(values), "p99": values[p99_index]}
+    return {
+        "p50": statistics.median(values),
+        "p99": values[p99_index],
+    }
 
 
 def summarize(
@@ -343,7 +353,15 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     with demo_server() if options.url is None else nullcontext(options.url) as url:
         bodies = make_bodies(options.calls, options.model, options.seed)
         warm_up = bodies[:WARM_UP_REQUESTS]
-        asyncio.run(send_all(url, options.key, warm_up, WARM_UP_RATE, options.seed))
+        asyncio.run(
+            send_all(
+                url,
+                options.key,
+                warm_up,
+                WARM_UP_RATE,
+                options.seed,
+            )
+        )
         for rate in options.rates:
             sent = asyncio.run(send_all(url, options.key, bodies, rate, options.seed))
             limits_s = (options.first_ms / 1e3, options.token_ms / 1e3)

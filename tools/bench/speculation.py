@@ -406,7 +406,10 @@ def measure(
     engine.generate([replace(request, id=None, max_tokens=1) for request in base_requests])
     results = []
     for temperature, batch in itertools.product(options.temperatures, options.batches):
-        sampling = {"temperature": temperature, "max_tokens": options.max_tokens}
+        sampling = {
+            "temperature": temperature,
+            "max_tokens": options.max_tokens,
+        }
         modes: dict[str | None, str] = {None: options.verify[0]}
         if parts.drafter:
             modes = _verify_modes(options, temperature, tree)
@@ -563,15 +566,41 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
         choices=(*DRAFT_MASKINGS, "none"),
         default=["fill", "none"],
     )
-    parser.add_argument("--verify", nargs="+", default=["rejection"], choices=VERIFY_MODES)
+    parser.add_argument(
+        "--verify",
+        nargs="+",
+        default=["rejection"],
+        choices=VERIFY_MODES,
+    )
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="batch sizes")
+    parser.add_argument(
+        "--temperatures",
+        type=float,
+        nargs="+",
+        default=[0.0],
+    )
+    parser.add_argument(
+        "--batches",
+        type=int,
+        nargs="+",
+        default=[1, 8],
+        help="batch sizes",
+    )
     parser.add_argument("--max-batch", type=int, help="batch sizes 1, 2, 4, ... up to this one")
-    parser.add_argument("--samples", type=int, default=1, help="requests per prompt")
-    parser.add_argument("--repeats", type=int, default=1, help="runs per configuration")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=1,
+        help="requests per prompt",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=1,
+        help="runs per configuration",
+    )
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--max-length", type=int, default=1024)
     parser.add_argument("--out", type=Path, default=Path("build", "speculation"))

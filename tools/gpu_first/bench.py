@@ -144,7 +144,13 @@ class Bench:
         for case in cases:
             if case.name in skip:
                 continue
-            self._write({"event": "begin", "case": case.name, "time": time.monotonic()})
+            self._write(
+                {
+                    "event": "begin",
+                    "case": case.name,
+                    "time": time.monotonic(),
+                }
+            )
             try:
                 case.run()
             except OptionError as error:
@@ -193,7 +199,16 @@ class Bench:
 
     def check(self, name: str, wrong: int, note: str = "") -> None:
         """Append the result of a check: the number of wrong values, which must be 0."""
-        self._write(make_figure(name, wrong, "wrong", (0, 0), note, passed=wrong == 0))
+        self._write(
+            make_figure(
+                name,
+                wrong,
+                "wrong",
+                (0, 0),
+                note,
+                passed=wrong == 0,
+            )
+        )
 
     def fail(self, name: str, why: str) -> None:
         """Append a case that failed without a result."""
@@ -247,7 +262,12 @@ class Bench:
         array = self.device.empty(shape, dtype)
         kernel = self.kernels["fill_random_e4m3"]
         blocks = min(-(-array.nbytes // 256), 4096)
-        StreamLane(self.stream).kernel(kernel, blocks, 256, [array, array.nbytes])
+        StreamLane(self.stream).kernel(
+            kernel,
+            blocks,
+            256,
+            [array, array.nbytes],
+        )
         self.stream.synchronize(LIMIT_S)
         return array
 
@@ -310,7 +330,13 @@ def make_figure(
 
 def failure(name: str, why: str) -> dict[str, Any]:
     """Return the line of a case that failed without a result."""
-    return make_figure(name, None, "", note=f"failed: {why}", passed=False)
+    return make_figure(
+        name,
+        None,
+        "",
+        note=f"failed: {why}",
+        passed=False,
+    )
 
 
 def fill_random(device: Any, array: DeviceArray, scale: float) -> None:

@@ -70,7 +70,13 @@ def run_section(
         remaining_s = start + limit_s - time.monotonic()
         if processes and remaining_s < MIN_S:
             break
-        status = _run_process(command(seen), figures_path, log_path, remaining_s, case_limit_s)
+        status = _run_process(
+            command(seen),
+            figures_path,
+            log_path,
+            remaining_s,
+            case_limit_s,
+        )
         processes += 1
         lines = read_lines(figures_path)
         case = _open_case(lines)

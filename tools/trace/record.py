@@ -145,7 +145,13 @@ class Trace:
         begin = events[0].start_ns
         end = max(event.end_ns for event in events)
         waits = [w for w in self.waits if w.replay == replay and begin <= w.start_ns <= end]
-        return Trace(self.device, events, waits, self.clock_error_ns, self.lost)
+        return Trace(
+            self.device,
+            events,
+            waits,
+            self.clock_error_ns,
+            self.lost,
+        )
 
     def add_graph(self, graph: Graph, spans: Sequence[Span]) -> None:
         """Add all replays of one executable graph.
@@ -227,7 +233,15 @@ class Trace:
         complete = []
         for event in self.events:
             track = tracks.setdefault(event.lane, len(tracks))
-            complete.append(_complete_event(event.name, event.kind, track, event, origin))
+            complete.append(
+                _complete_event(
+                    event.name,
+                    event.kind,
+                    track,
+                    event,
+                    origin,
+                )
+            )
         for wait in self.waits:
             track = tracks.setdefault(f"exposed waits of {wait.lane}", len(tracks))
             name = f"waits for {wait.cause}"
@@ -406,7 +420,16 @@ def exposed_waits(events: Mapping[int, TraceEvent], edges: Sequence[tuple[int, i
         ready_ns = max(other.end_ns for other in same_lane)
         end_ns, cause = max(after_host_steps)
         if end_ns > ready_ns:
-            waits.append(Wait(event.lane, event.name, cause, event.replay, ready_ns, end_ns))
+            waits.append(
+                Wait(
+                    event.lane,
+                    event.name,
+                    cause,
+                    event.replay,
+                    ready_ns,
+                    end_ns,
+                )
+            )
     return waits
 
 

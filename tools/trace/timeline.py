@@ -154,7 +154,13 @@ class _Timeline:
             f"{label}</g>"
         )
 
-    def _draw_label(self, lane: str, middle: float, width: float, name: str) -> str:
+    def _draw_label(
+        self,
+        lane: str,
+        middle: float,
+        width: float,
+        name: str,
+    ) -> str:
         """Return the label of a box as an SVG element; empty if there is no space for it."""
         half = CHARACTER_WIDTH * len(name) / 2
         above = 2 * half + 6 > width
@@ -225,6 +231,14 @@ def draw(trace: Trace, title: str) -> str:
     # The longest boxes come first, so that they get the space for labels above the boxes.
     boxes.sort(key=lambda box: box[0].start_ns - box[0].end_ns)
     for timed, name, colours in boxes:
-        parts.append(timeline.draw_box(timed.lane, timed.start_ns, timed.end_ns, name, colours))
+        parts.append(
+            timeline.draw_box(
+                timed.lane,
+                timed.start_ns,
+                timed.end_ns,
+                name,
+                colours,
+            )
+        )
     parts.append("</svg>")
     return "\n".join(parts) + "\n"

@@ -295,7 +295,10 @@ def train(
                 **metrics(),
             )
             recent = []
-            checkpoint = {"model": module.state_dict(), "optimizers": optimizers.state()}
+            checkpoint = {
+                "model": module.state_dict(),
+                "optimizers": optimizers.state(),
+            }
             torch.save(checkpoint, path)
         if is_over:
             return
@@ -321,7 +324,14 @@ def train_target(run: Run) -> None:
     def metrics() -> dict[str, float]:
         return {"held_out": share_of_correct_answers(model, held_out)}
 
-    train(run, "target", model, run.args.minutes, losses, metrics)
+    train(
+        run,
+        "target",
+        model,
+        run.args.minutes,
+        losses,
+        metrics,
+    )
 
 
 def draft_vocabulary(run: Run, tokenizer: Tokenizer) -> Tensor:
@@ -391,7 +401,13 @@ def train_eagle(run: Run) -> None:
     def losses(optimizers: Optimizers) -> Iterator[Tensor]:
         tasks = training.mixture(run.documents, 0.0, 10**8 + optimizers.step_no * 1000)
         rng = random.Random(optimizers.step_no)
-        for ids, is_answer in data.batches(tokenizer, tasks, EAGLE_TOKENS, MAX_LENGTH, rng):
+        for ids, is_answer in data.batches(
+            tokenizer,
+            tasks,
+            EAGLE_TOKENS,
+            MAX_LENGTH,
+            rng,
+        ):
             yield distillation_loss(head, target, ids, is_answer, UNROLLED)
 
     def metrics() -> dict[str, float]:
@@ -461,7 +477,13 @@ def train_block(run: Run) -> None:
     def losses(optimizers: Optimizers) -> Iterator[Tensor]:
         tasks = training.mixture(run.documents, 0.0, 2 * 10**8 + optimizers.step_no * 1000)
         rng = random.Random(optimizers.step_no)
-        for ids, is_answer in data.batches(tokenizer, tasks, BLOCK_TOKENS, MAX_LENGTH, rng):
+        for ids, is_answer in data.batches(
+            tokenizer,
+            tasks,
+            BLOCK_TOKENS,
+            MAX_LENGTH,
+            rng,
+        ):
             yield block_loss(
                 drafter,
                 target,

@@ -82,7 +82,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "1GB",
         {
             "num_key_value_heads": 1,
-            "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1000.0},
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 2.5,
+                "rope_theta": 1000.0,
+            },
         },
     ),
     "wide_heads_sharded": (
@@ -239,7 +243,10 @@ def make_eagle3(folder: Path, seed: int) -> None:
 
 
 def write_eagle3_checkpoints(
-    folder: Path, target: torch.nn.Module, head: torch.nn.Module, sizes: Any
+    folder: Path,
+    target: torch.nn.Module,
+    head: torch.nn.Module,
+    sizes: Any,
 ) -> None:
     """Write the checkpoints of a target and its EAGLE-3 head."""
     target_config = {
@@ -451,7 +458,12 @@ def select_drafts(
     law
         Probabilities of these ids after every token.
     """
-    drafts = selector.select(out[:, 1:], logits[:, 1:], block[:, 0], 0.0)[0][0].numpy()
+    drafts = selector.select(
+        out[:, 1:],
+        logits[:, 1:],
+        block[:, 0],
+        0.0,
+    )[0][0].numpy()
     every_token = torch.arange(DFLASH_VOCAB)
     rows = []
     for row in range(1, block.shape[1]):

@@ -173,7 +173,12 @@ def record_schema(text: str) -> dict[str, Any]:
     for name, record, kind in re.findall(r"(\w+)(?:\[(.*?)\]|:(\[s\]|[\w|]+))", text):
         if record:
             items = record_schema(record)
-            properties[name] = {"type": "array", "items": items, "minItems": 1, "maxItems": 2}
+            properties[name] = {
+                "type": "array",
+                "items": items,
+                "minItems": 1,
+                "maxItems": 2,
+            }
         elif kind == "[s]":
             properties[name] = {
                 "type": "array",
@@ -222,7 +227,13 @@ class _KVCache:
 
     def __init__(self, batch: int, length: int) -> None:
         s = SIZES
-        self.keys = torch.zeros(s.layers, batch, s.kv_heads, length, s.head_dim)
+        self.keys = torch.zeros(
+            s.layers,
+            batch,
+            s.kv_heads,
+            length,
+            s.head_dim,
+        )
         self.values = torch.zeros_like(self.keys)
 
     def keep(self, rows: list[int]) -> None:
@@ -880,7 +891,12 @@ def _make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("stages", nargs="+", choices=list(STAGES))
-    parser.add_argument("--model", type=Path, required=True, help="folder of the target")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        help="folder of the target",
+    )
     parser.add_argument(
         "--work",
         type=Path,
@@ -888,18 +904,43 @@ def _make_parser() -> argparse.ArgumentParser:
         help="folder of rows, checkpoint and log",
     )
     rows = parser.add_argument_group("rows")
-    rows.add_argument("--batches", type=int, default=60, help="files of 32 rows to generate")
+    rows.add_argument(
+        "--batches",
+        type=int,
+        default=60,
+        help="files of 32 rows to generate",
+    )
     rows.add_argument(
         "--families",
         nargs="+",
         choices=list(FAMILIES),
         default=list(FAMILIES),
     )
-    rows.add_argument("--seed", type=int, default=1, help="seed of the rows")
+    rows.add_argument(
+        "--seed",
+        type=int,
+        default=1,
+        help="seed of the rows",
+    )
     head = parser.add_argument_group("head")
-    head.add_argument("--minutes", type=float, default=60.0, help="training time")
-    head.add_argument("--rate", type=float, default=1.2e-3, help="learning rate")
-    head.add_argument("--tokens", type=int, default=1500, help="tokens per batch")
+    head.add_argument(
+        "--minutes",
+        type=float,
+        default=60.0,
+        help="training time",
+    )
+    head.add_argument(
+        "--rate",
+        type=float,
+        default=1.2e-3,
+        help="learning rate",
+    )
+    head.add_argument(
+        "--tokens",
+        type=int,
+        default=1500,
+        help="tokens per batch",
+    )
     head.add_argument(
         "--draft-vocab",
         type=int,
