@@ -10,11 +10,13 @@ from collections.abc import Iterable, Sequence
 
 __all__ = [
     "EMPTY",
+    "MAX_CHARACTER",
     "Expression",
     "Ranges",
     "characters",
     "complement",
     "concat",
+    "intersection",
     "optional",
     "repeat",
     "text",
@@ -51,6 +53,16 @@ def complement(ranges: Ranges) -> list[tuple[int, int]]:
         first = max(first, high + 1)
     if first <= MAX_CHARACTER:
         out.append((first, MAX_CHARACTER))
+    return out
+
+
+def intersection(first: Ranges, second: Ranges) -> list[tuple[int, int]]:
+    """Return the characters that are in both lists of ranges, as ascending ranges."""
+    out = []
+    for low, high in sorted(first):
+        for other_low, other_high in sorted(second):
+            if max(low, other_low) <= min(high, other_high):
+                out.append((max(low, other_low), min(high, other_high)))
     return out
 
 

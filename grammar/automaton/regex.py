@@ -7,9 +7,12 @@ matcher remains the one of the grammar library.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from graft.grammar.automaton.expression import (
     EMPTY,
     Expression,
+    Ranges,
     characters,
     complement,
     concat,
@@ -26,6 +29,8 @@ MAX_COUNT = 4096
 
 _CONTROL_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 _PUNCTUATION = frozenset("\\.+*?()|[]{}^$#&-~/")
+#: Number of hexadecimal digits of an escape, by letter.
+_HEXADECIMAL = {"x": 2, "u": 4}
 _LINE_FEED = [(0x0A, 0x0A)]
 
 
@@ -33,22 +38,42 @@ class NotRegular(ValueError):
     """A grammar has no automaton: its language is not regular, or its lowering is not known."""
 
 
-def lower_regex(pattern: str) -> Expression:
+def lower_regex(
+    pattern: str,
+    one_of: Callable[[Ranges], Expression] = characters,
+    classes: Mapping[str, Ranges] | None = None,
+) -> Expression:
     """Return the expression of the texts that match a pattern from start to end.
+
+    Parameters
+    ----------
+    pattern
+        The pattern.
+    one_of
+        Returns the expression of one character of the given ranges.
+    classes
+        Characters of class escapes such as ``\\d``, by letter; by default, there are none.
 
     Raises
     ------
     NotRegular
         The pattern has syntax outside the supported part.
     """
-    return _Parser(pattern).parse()
+    return _Parser(pattern, one_of, classes or {}).parse()
 
 
 class _Parser:
     """Recursive-descent parser of a pattern."""
 
-    def __init__(self, pattern: str):
+    def __init__(
+        self,
+        pattern: str,
+        one_of: Callable[[Ranges], Expression],
+        classes: Mapping[str, Ranges],
+    ):
         self._pattern = pattern
+        self._one_of = one_of
+        self._classes = classes
         self._position = 0
         self._nesting = 0
 
@@ -127,15 +152,14 @@ class _Parser:
         if character == "(":
             return self._group()
         if character == "[":
-            return characters(self._class())
+            return self._one_of(self._class())
         if character == ".":
-            return characters(complement(_LINE_FEED))
+            return self._one_of(complement(_LINE_FEED))
         if character == "\\":
-            code = self._escape()
-            return characters([(code, code)])
+            return self._one_of(self._escape())
         if character in "^$*+?{}])":
             raise NotRegular(f"{character!r} is not supported here")
-        return characters([(ord(character), ord(character))])
+        return self._one_of([(ord(character), ord(character))])
 
     def _group(self) -> Expression:
         if self._peek() == "?" and not self._skip("?:"):
@@ -149,37 +173,58 @@ class _Parser:
         self._nesting -= 1
         return expression
 
-    def _escape(self) -> int:
-        """Read the rest of an escape and return the code of its character."""
+    def _escape(self) -> Ranges:
+        """Read the rest of an escape and return its characters."""
         character = self._take()
+        if character in self._classes:
+            return self._classes[character]
+        if character.lower() in self._classes:
+            return complement(self._classes[character.lower()])
         if character in _CONTROL_ESCAPES:
-            return ord(_CONTROL_ESCAPES[character])
-        if character in _PUNCTUATION:
-            return ord(character)
-        raise NotRegular(f"the escape \\{character} is not supported")
+            code = ord(_CONTROL_ESCAPES[character])
+        elif character in _PUNCTUATION:
+            code = ord(character)
+        elif character in _HEXADECIMAL:
+            code = self._hexadecimal(_HEXADECIMAL[character])
+        else:
+            raise NotRegular(f"the escape \\{character} is not supported")
+        return [(code, code)]
 
-    def _class(self) -> list[tuple[int, int]]:
+    def _hexadecimal(self, digits: int) -> int:
+        text = "".join(self._take() for _ in range(digits))
+        if not set(text) <= set("0123456789abcdefABCDEF"):
+            raise NotRegular(f"{text!r} is not a hexadecimal number")
+        return int(text, 16)
+
+    def _class(self) -> Ranges:
         """Read the rest of a character class and return its characters."""
         negated = self._skip("^")
-        ranges = []
+        ranges: list[tuple[int, int]] = []
         if self._peek() in ("]", "-"):
             raise NotRegular("']' and '-' at the start of a class are not supported")
         while not self._skip("]"):
-            low = self._class_character()
-            high = low
-            if self._peek() == "-" and self._pattern[self._position + 1 :][:1] != "]":
-                self._take()
-                high = self._class_character()
-            if high < low:
+            part = self._class_part()
+            following = self._pattern[self._position : self._position + 2]
+            if not following.startswith("-") or following == "-]":
+                ranges += part
+                continue
+            self._take()
+            end = self._class_part()
+            if not (_is_one_character(part) and _is_one_character(end)) or end[0] < part[0]:
                 raise NotRegular("invalid range in a class")
-            ranges.append((low, high))
+            ranges.append((part[0][0], end[0][0]))
         return complement(ranges) if negated else ranges
 
-    def _class_character(self) -> int:
+    def _class_part(self) -> Ranges:
+        """Read one character or escape of a character class."""
         character = self._take()
         # Rust has nested classes, and the operators &&, -- and ~~.
         if character == "[" or (character in "&-~" and self._peek() == character):
             raise NotRegular("operators in classes are not supported")
         if character == "\\":
             return self._escape()
-        return ord(character)
+        return [(ord(character), ord(character))]
+
+
+def _is_one_character(ranges: Ranges) -> bool:
+    return len(ranges) == 1 and ranges[0][0] == ranges[0][1]

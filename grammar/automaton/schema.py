@@ -14,9 +14,11 @@ from typing import Any
 from graft.grammar.automaton.expression import (
     EMPTY,
     Expression,
+    Ranges,
     characters,
     complement,
     concat,
+    intersection,
     optional,
     repeat,
     text,
@@ -35,12 +37,19 @@ MAX_SIZE = 1 << 18
 SEPARATORS = {"line": (", ", ": "), "compact": (",", ":")}
 
 #: Keywords without influence on the values, besides the keywords that JSON Schema does not have.
-_ANNOTATIONS = {"title", "description", "default", "examples", "$schema", "$comment"}
+_ANNOTATIONS = {
+    "title",
+    "description",
+    "default",
+    "examples",
+    "$schema",
+    "$comment",
+}
 _ANNOTATIONS |= {"definitions", "$defs", "deprecated", "readOnly", "writeOnly"}
 _TYPE_KEYWORDS = {
     "object": {"properties", "required", "additionalProperties"},
     "array": {"items", "minItems", "maxItems"},
-    "string": {"minLength", "maxLength"},
+    "string": {"minLength", "maxLength", "pattern"},
     "integer": set(),
     "number": set(),
     "boolean": set(),
@@ -48,11 +57,27 @@ _TYPE_KEYWORDS = {
 }
 _INTEGER = lower_regex("-?(0|[1-9][0-9]*)")
 _NUMBER = lower_regex(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?")
-#: Characters that a JSON string contains without an escape.
-_PLAIN = characters(complement([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]))
-#: Escapes that LLGuidance writes: the short ones, and \u for control characters.
-_ESCAPED = lower_regex(r'\\(["\\bfnrt]|u00([01][0-9a-fA-F]|7[fF]))')
-_CHARACTER = union([_PLAIN, _ESCAPED])
+#: Characters that a JSON string contains only as an escape, by the letter of the short escape.
+_SHORT_ESCAPES = {
+    0x08: "b",
+    0x09: "t",
+    0x0A: "n",
+    0x0C: "f",
+    0x0D: "r",
+    0x22: '"',
+    0x5C: "\\",
+}
+_ESCAPED = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]
+_PLAIN = complement(_ESCAPED)
+#: Any character of a JSON string, as LLGuidance writes it.
+_ANY_CHARACTER = union(
+    [characters(_PLAIN), lower_regex(r'\\(["\\bfnrt]|u00([01][0-9a-fA-F]|7[fF]))')]
+)
+#: Class escapes in the patterns of JSON schemas, where they contain ASCII characters only.
+_CLASSES = {
+    "d": [(0x30, 0x39)],
+    "w": [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)],
+}
 _PRINTABLE = re.compile(r"[ !#-\[\]-~]*")
 
 
@@ -111,7 +136,11 @@ class _Lowering:
         return expression
 
     def _lower_only(
-        self, schema: dict[str, Any], keywords: set[str], allowed: set[str], nesting: int
+        self,
+        schema: dict[str, Any],
+        keywords: set[str],
+        allowed: set[str],
+        nesting: int,
     ) -> Expression:
         """Lower a schema that consists of ``$ref`` or ``anyOf``."""
         if keywords - allowed:
@@ -135,8 +164,7 @@ class _Lowering:
         if name == "array":
             return self._lower_array(schema, nesting)
         if name == "string":
-            low, high = _bounds(schema, "minLength", "maxLength")
-            return concat([text('"'), repeat(_CHARACTER, low, high), text('"')])
+            return concat([text('"'), _lower_string(schema), text('"')])
         if name == "boolean":
             return union([text("true"), text("false")])
         if name == "null":
@@ -193,7 +221,12 @@ def _lower_values(schema: dict[str, Any], keywords: set[str]) -> Expression:
     if keywords - {"const", "enum", "type"} or {"const", "enum"} <= keywords:
         raise NotRegular("keywords beside 'enum' are not supported")
     values = [schema["const"]] if "const" in keywords else schema["enum"]
-    types = {"str": "string", "bool": "boolean", "NoneType": "null", "int": "integer"}
+    types = {
+        "str": "string",
+        "bool": "boolean",
+        "NoneType": "null",
+        "int": "integer",
+    }
     for value in values:
         name = types.get(type(value).__name__)
         if name is None or schema.get("type", name) != name:
@@ -210,6 +243,60 @@ def _quote(value: str) -> str:
     if not _PRINTABLE.fullmatch(value):
         raise NotRegular("a key or value with escapes is not supported")
     return f'"{value}"'
+
+
+def _lower_string(schema: dict[str, Any]) -> Expression:
+    """Lower the content of a string, without the quotation marks."""
+    pattern = schema.get("pattern")
+    if pattern is None:
+        return repeat(_ANY_CHARACTER, *_bounds(schema, "minLength", "maxLength"))
+    if {"minLength", "maxLength"} & schema.keys() or not isinstance(pattern, str):
+        raise NotRegular("a pattern beside a length is not supported")
+    starts = pattern.startswith("^")
+    ends = pattern.endswith("$") and not pattern.endswith("\\$")
+    body = pattern[starts : len(pattern) - ends]
+    if (starts or ends) and _has_alternatives(body):
+        raise NotRegular("an anchor of one alternative is not supported")
+    anything = repeat(_ANY_CHARACTER, 0, None)
+    parts = [lower_regex(body, _json_character, _CLASSES)]
+    if not starts:
+        parts.insert(0, anything)
+    if not ends:
+        parts.append(anything)
+    return concat(parts)
+
+
+def _has_alternatives(pattern: str) -> bool:
+    """Return whether a pattern has a ``|`` outside groups, escapes and classes."""
+    outside_classes = re.sub(r"\\.|\[(\\.|[^\]\\])*\]", "", pattern, flags=re.DOTALL)
+    nesting = 0
+    for character in outside_classes:
+        if character == "|" and nesting == 0:
+            return True
+        nesting += (character == "(") - (character == ")")
+    return False
+
+
+def _json_character(ranges: Ranges) -> Expression:
+    """Return the expression of a character of the ranges, as LLGuidance writes it in a string.
+
+    Characters that JSON requires to be escaped have a short escape, the escape ``\\u`` with
+    hexadecimal digits, or both.
+    """
+    options = [characters(intersection(ranges, _PLAIN))]
+    for low, high in intersection(ranges, _ESCAPED):
+        for code in range(low, high + 1):
+            if code in _SHORT_ESCAPES:
+                options.append(text(f"\\{_SHORT_ESCAPES[code]}"))
+            if code not in (0x22, 0x5C):
+                digits = map(_hexadecimal_digit, f"{code:02x}")
+                options.append(concat([text("\\u00"), *digits]))
+    return union(options)
+
+
+def _hexadecimal_digit(digit: str) -> Expression:
+    """Return the expression of a hexadecimal digit in lower or upper case."""
+    return characters([(ord(case), ord(case)) for case in sorted({digit, digit.upper()})])
 
 
 def _bounds(schema: dict[str, Any], low: str, high: str) -> tuple[int, int | None]:

@@ -126,6 +126,7 @@ PATTERNS = [
     r'[^\n"]*"',
     "a|",
     "a/b",
+    r"\x41\u00e9[\x30-\x35]",
     "[ -~]*",
     "\U0001f600|[\U00010000-\U0010ffff]",
 ]
@@ -201,6 +202,38 @@ def test_schema_automaton_has_masks_of_llguidance(name, whitespace):
     require_equal_masks(GrammarSpec.json_schema(SCHEMAS[name], whitespace=whitespace))
 
 
+SCHEMA_PATTERNS = [
+    r"^[^a]$",
+    r'^["\\]$',
+    r"ab",
+    r"^ab",
+    r"b$",
+    r"^\d{2}-\w+$",
+    r"^\W\D$",
+    r"^(a|b)c$",
+    r"a|b",
+    r"",
+    r"\n",
+]
+    "^[^a]$",
+    '^["\\\\]$',
+    "ab",
+    "^ab",
+    "b$",
+    r"^\d{2}-\w+$",
+    r"^\W\D$",
+    "^(a|b)c$",
+    "a|b",
+    "",
+    r"\n",
+]
+
+
+@pytest.mark.parametrize("pattern", SCHEMA_PATTERNS)
+def test_schema_pattern_automaton_has_masks_of_llguidance(pattern):
+    require_equal_masks(GrammarSpec.json_schema({"type": "string", "pattern": pattern}))
+
+
 @pytest.mark.parametrize("every, limit", [(120, 60), pytest.param(1, 300, marks=pytest.mark.full)])
 def test_real_schema_automata_have_masks_of_llguidance(shared_data, every, limit):
     compared = 0
@@ -225,10 +258,10 @@ NOT_REGULAR = {
     "flag": GrammarSpec("regex", "(?i)a"),
     "lazy": GrammarSpec.regex("a+?b"),
     "class_operator": GrammarSpec.regex("[a-z&&[^b]]"),
-    "hexadecimal_escape": GrammarSpec.regex(r"\x41"),
+    "octal_escape": GrammarSpec("regex", r"\101"),
     "anchor": GrammarSpec("regex", "^a$"),
     "free_object": GrammarSpec.json_schema({"type": "object"}),
-    "pattern": GrammarSpec.json_schema({"type": "string", "pattern": "^a"}),
+    "anchored_alternative": GrammarSpec.json_schema({"type": "string", "pattern": "^a|b$"}),
     "recursive": GrammarSpec.json_schema(
         {
             "$ref": "#/$defs/n",
