@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from graft.cudagraph.driver import check_code, prepare_driver_call
 from graft.cudagraph.errors import HostWorkError, OptionError
@@ -128,7 +128,7 @@ class NativeWork:
 
     @property
     def title(self) -> str:
-        """The name, or the address if there is none."""
+        """Name of the native function in error messages; its address if it was given no name."""
         return self.name or f"native {self.address:#x}"
 
     @property
@@ -263,7 +263,7 @@ def check_captured() -> None:
         raise_failure(failure, "of a captured graph")
 
 
-def check_seconds(name: str, value: object) -> None:
+def check_seconds(name: str, value: Any) -> None:
     """Raise OptionError unless a deadline is a number of seconds in (0, MAX_DEADLINE_S]."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not 0 < value <= MAX_DEADLINE_S:

@@ -434,7 +434,7 @@ class PinnedArray:
         self._device_pointer = int(call(cu.cuMemHostGetDevicePointer, host, 0))
         self._offset = 0
         self.buffer = _host_buffer(host, nbytes, self._allocation.resource)
-        self.array = np.frombuffer(self.buffer, numpy_dtype(dtype)).reshape(self.shape)
+        self.array = np.frombuffer(memoryview(self.buffer), numpy_dtype(dtype)).reshape(self.shape)
         self.array.fill(0)
 
     def view(self, first: int, shape: tuple[int, ...]) -> PinnedArray:

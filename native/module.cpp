@@ -1,7 +1,8 @@
 // The extension module graft.native._native.
 #include <nanobind/nanobind.h>
 
-// Defined in hostwork/bind.cpp, guide/bind.cpp and labs/launch_loop.cpp.
+// These functions add the Python bindings of a folder to the module. They are defined in
+// hostwork/bind.cpp, guide/bind.cpp and labs/launch_loop.cpp.
 void bind_hostwork(nanobind::module_& m);
 void bind_guide(nanobind::module_& m);
 void bind_labs(nanobind::module_& m);

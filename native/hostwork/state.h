@@ -141,8 +141,8 @@ class PayloadCell : public std::enable_shared_from_this<PayloadCell> {
   // Returns the value for a replay.
   Payload pick(std::int64_t replay);
 
-  // Called when a new executable numbers its replays from 1 again. All of these replays receive the
-  // last value that was set before the call.
+  // Adapts the stored values to a new executable, whose replays are numbered from 1 again. All of
+  // its replays receive the value that was set last.
   void restart();
   std::size_t size();
 
