@@ -49,7 +49,6 @@ INVALID_VALUES = {
     "priority": (0.5, "high"),
     "prompt": ("\ud800",),
     "stop_ids": (list(range(MAX_STOP_IDS + 1)), [10**6]),
-    "stop": (["}"],),  # cannot be combined with a grammar
     "tokens": ([1],),  # cannot be combined with a prompt
     "logit_bias": (
         {10**6: 1.0},
@@ -188,6 +187,15 @@ def test_stop_string_ends_output_and_is_never_streamed(engine):
     assert output is not None and output.reason == "stop_string"
     assert output.text == whole.text[: whole.text.index(stop)]
     assert "".join(e.text for e in events) == output.text
+
+
+def test_stop_string_ends_output_with_grammar(engine):
+    """A stop string may end an output that does not satisfy its grammar yet."""
+    request = mixed_requests(1)[0]
+    (whole,) = engine.generate([request])
+    (cut,) = engine.generate([replace(request, stop=['":'])])
+    assert whole.finished and cut.reason == "stop_string" and not cut.finished
+    assert cut.text == whole.text[: whole.text.index('":')]
 
 
 def test_json_schema_outputs_parse_at_high_temperature(engine):
