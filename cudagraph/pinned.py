@@ -92,7 +92,10 @@ class PinnedField:
             There is no such slot, or ``layout`` is not a type of ctypes or NumPy.
         ShapeError
             The type is larger than a row.
+        DeviceError
+            The field is closed.
         """
+        _ = self.owner  # raises DeviceError if the field is closed
         if not isinstance(slot, int | np.integer) or not 0 <= slot < self.slots:
             raise OptionError(f"slot must be 0 to {self.slots - 1}, not {slot!r}")
         kind = self._row_type() if layout is None else _as_ctypes_type(layout)

@@ -142,6 +142,13 @@ def ctypes_row(slot: object, layout: object, objects: Objects) -> None:
     PinnedSlots(objects.device, 2, {"pair": ("int32", (2,))})["pair"].ctypes(slot, layout)
 
 
+def ctypes_row_of_closed_slots(objects: Objects) -> None:
+    slots = PinnedSlots(objects.device, 2, {"pair": ("int32", (2,))})
+    field = slots["pair"]
+    slots.close()
+    field.ctypes(0)
+
+
 def launch(grid: object, block: object, objects: Objects) -> None:
     objects.stream_lane.kernel(objects.module["scale"], grid, block, [None, 1.0])
 
@@ -204,6 +211,7 @@ CASES: list[Case] = [
         "'masks'",
         lambda o: PinnedSlots(o.device, 1, {"mask": ("int32", ())})["masks"],
     ),
+    ("slots-closed", DeviceError, "closed", ctypes_row_of_closed_slots),
     ("slots-slot", OptionError, "slot must be 0 to 1, not 2", bind(ctypes_row, 2, None)),
     ("slots-slot-negative", OptionError, "slot must be 0 to 1, not -1", bind(ctypes_row, -1, None)),
     ("slots-slot-type", OptionError, "slot must be 0 to 1, not 'x'", bind(ctypes_row, "x", None)),
