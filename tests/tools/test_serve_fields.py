@@ -62,6 +62,9 @@ def complete(post):
         {"store": True},
         {"length_penalty": 1},
         {"include_stop_str_in_output": False},
+        {"separate_reasoning": True},
+        {"truncate_prompt_tokens": 1000},
+        {"request_id": "x"},
         {"tool_choice": "none"},
         {"stream_options": None},
         {"logprobs": False, "top_logprobs": 0},
@@ -157,6 +160,46 @@ def test_streamed_echo_equals_response_that_is_not_streamed(client):
     assert tokens == [choice.logprobs.tokens for choice in expected.choices]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_of_prompt_and_output_are_returned(engine, client, stream):
+    prompt = engine.tokenizer.encode("name: Olga")
+    [output] = engine.generate([Request(tokens=prompt, max_tokens=8)])
+    fields = {"model": "demo", "max_tokens": 8, "temperature": 0, "stream": stream}
+    extra = {"return_token_ids": True}
+    response = client.completions.create(prompt=prompt, **fields, extra_body=extra)
+    choices = [chunk.choices[0] for chunk in response] if stream else response.choices
+    assert [token for choice in choices for token in choice.token_ids] == output.tokens
+    assert choices[0].prompt_token_ids == prompt
+    assert all("prompt_token_ids" not in choice.model_dump() for choice in choices[1:])
+    messages = [{"role": "user", "content": "hi"}]
+    response = client.chat.completions.create(messages=messages, **fields, extra_body=extra)
+    first = next(iter(response)) if stream else response
+    assert first.prompt_token_ids == engine.tokenizer.chat(messages)
+    assert first.choices[0].token_ids
+
+
+def test_log_probabilities_name_tokens_by_id_on_request(post, complete):
+    fields = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+    choice = complete(logprobs=1, **fields)
+    names = [f"token_id:{token}" for token in choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == names
+    messages = [{"role": "user", "content": "hi"}]
+    fields |= {"messages": messages, "logprobs": True, "max_tokens": 1, "temperature": 0}
+    [choice] = post("/invocations", **fields)[1]["choices"]
+    [entry] = choice["logprobs"]["content"]
+    assert entry["token"] == f"token_id:{choice['token_ids'][0]}"
+
+
+def test_stop_string_is_included_on_request(complete):
+    choice = complete(stop=["gaO"], include_stop_str_in_output=True)
+    assert (choice["text"], choice["stop_reason"]) == ("OlgaO", "gaO")
+
+
+def test_truncate_prompt_tokens_keeps_the_end_of_the_prompt(complete):
+    whole = complete(prompt=[9, 8, 7, 6, 5], truncate_prompt_tokens=3)
+    assert whole["text"] == complete(prompt=[7, 6, 5])["text"]
+
+
 def test_completion_top_logprobs_contain_the_sampled_token(complete):
     """With ``logprobs`` N, there are up to N + 1 tokens, as in OpenAI's API."""
     for count in (0, 2):
@@ -247,8 +290,10 @@ def test_tokenize_and_detokenize_endpoints(engine, post):
 
 
 def test_version_and_model_endpoints(server, client, http):
-    response = http.get(f"{server.url.removesuffix('/v1')}/version")
-    assert response.json() == {"version": version()}
+    root = server.url.removesuffix("/v1")
+    assert http.get(f"{root}/version").json() == {"version": version()}
+    assert http.get(f"{root}/load").json() == {"server_load": 0}
+    assert http.get(f"{root}/ping").status_code == 200
     model = client.models.retrieve("demo")
     assert (model.root, model.max_model_len) == ("demo", 512)
     assert model.created > 0

@@ -141,12 +141,15 @@ class Service:
             routes=[
                 Route("/v1/chat/completions", _GenerateEndpoint(self, chat=True), methods=["POST"]),
                 Route("/v1/completions", _GenerateEndpoint(self, chat=False), methods=["POST"]),
+                Route("/invocations", _GenerateEndpoint(self, chat=None), methods=["POST"]),
                 Route("/tokenize", self._tokenize, methods=["POST"]),
                 Route("/detokenize", self._detokenize, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._models),
                 Route("/version", self._version),
                 Route("/health", self._health),
+                Route("/ping", self._health),
+                Route("/load", self._load),
                 Route("/metrics", self._metrics),
             ],
         )
@@ -305,6 +308,9 @@ class Service:
         body = {"status": status, "live": sum(alive), "replicas": len(alive)}
         return _json_response(body, 200 if status == "ok" else 503)
 
+    async def _load(self, _request: HttpRequest) -> Response:
+        return _json_response({"server_load": self.api_requests})
+
     async def _metrics(self, _request: HttpRequest) -> Response:
         counters = await self.driver.counters()
         slots = sum(engine["held"]["slots"] for engine in counters if engine is not None)
@@ -337,10 +343,11 @@ class _HostCheck:
 class _GenerateEndpoint:
     """The endpoint that generates text: chat completions if `chat`, otherwise completions.
 
+    If `chat` is None, requests with the field ``messages`` are chat completions.
     When the client of a request disconnects, the request is cancelled.
     """
 
-    def __init__(self, service: Service, chat: bool):
+    def __init__(self, service: Service, chat: bool | None):
         self._service = service
         self._chat = chat
 
@@ -351,7 +358,9 @@ class _GenerateEndpoint:
         service.check_capacity()
         service.api_requests += 1
         try:
-            api_request = await service.parse(await service.read_body(request), self._chat)
+            fields = await service.read_body(request)
+            chat = "messages" in fields if self._chat is None else self._chat
+            api_request = await service.parse(fields, chat)
             stream = RequestStream(service.driver, api_request.requests)
             respond = self._stream if api_request.stream else self._respond
             response = asyncio.ensure_future(respond(api_request, stream, send))

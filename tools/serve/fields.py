@@ -55,6 +55,10 @@ _OTHER_FIELDS = {
     "echo",
     "prompt_logprobs",
     "add_special_tokens",
+    "truncate_prompt_tokens",
+    "include_stop_str_in_output",
+    "return_token_ids",
+    "return_tokens_as_token_ids",
     "request_id",
     *_CONVERTED_PARAMS,
 }
@@ -79,6 +83,7 @@ _IGNORED_FIELDS = {
     "safety_identifier",
     "prompt_cache_key",
     "store",
+    "rid",
 }
 #: Fields of which only one value is supported, with this value. It is the default of OpenAI, vLLM
 #: and SGLang.
@@ -89,8 +94,10 @@ _CONSTANT_FIELDS: dict[str, Any] = {
     "length_penalty": 1.0,
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
-    "include_stop_str_in_output": False,
     "no_stop_trim": False,
+    "include_reasoning": True,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
     "return_hidden_states": False,
     "bad_words": [],
 }

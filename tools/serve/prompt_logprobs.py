@@ -74,7 +74,7 @@ async def _generate_one(
         async for index, event in stream:
             if event.output is not None:
                 check_output(event.output)
-                [found[index]] = event.output.logprobs or ()
+                found[index] = (event.output.logprobs or [])[0]
     finally:
         stream.close()
     return [found[index] for index in range(len(requests))]

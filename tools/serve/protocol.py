@@ -52,9 +52,16 @@ class ApiRequest:
     role
         Role of the generated message.
     echo
-        For each prompt, the text that precedes the generated text in the response.
+        For each prompt, the text that precedes the generated text in the response; None if the
+        response has only the generated text.
     prompt_logprobs
         Number of most likely tokens to report for each position of the prompts; None for none.
+    include_stop
+        Whether the text of an output includes the stop string that ended it.
+    return_token_ids
+        Whether to report the token ids of prompts and outputs.
+    ids_as_names
+        Whether log probabilities name tokens by their ids, in the form ``token_id:5``.
     tools
         Functions that the model may call.
     reasoning
@@ -72,8 +79,11 @@ class ApiRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     role: str = "assistant"
-    echo: Sequence[str] = ()
+    echo: Sequence[str] | None = None
     prompt_logprobs: int | None = None
+    include_stop: bool = False
+    return_token_ids: bool = False
+    ids_as_names: bool = False
     tools: ToolChoice = field(default_factory=lambda: ToolChoice([]))
     reasoning: Sequence[bool | None] = ()
     created: int = field(default_factory=lambda: int(time.time()))
@@ -147,6 +157,9 @@ class RequestParser:
             If a field is invalid.
         """
         prompts = [self.chat_prompt(fields, grammar)] if chat else self._prompts(fields)
+        max_length = read_integer(fields, "truncate_prompt_tokens", 1, 2**31 - 1)
+        if max_length is not None:
+            prompts = [tokens[-max_length:] for tokens in prompts]
         reasoning_starts = [self._reasoning_start(prompt) if chat else None for prompt in prompts]
         prefix = "chatcmpl" if chat else "cmpl"
         suffix = secrets.token_hex(12)
@@ -169,6 +182,9 @@ class RequestParser:
             role=_response_role(fields) if chat else "assistant",
             echo=self._echo(fields, chat, prompts),
             prompt_logprobs=_read_prompt_logprobs(fields, chat),
+            include_stop=read_bool(fields, "include_stop_str_in_output"),
+            return_token_ids=read_bool(fields, "return_token_ids"),
+            ids_as_names=read_bool(fields, "return_tokens_as_token_ids"),
             tools=read_tool_choice(fields),
             reasoning=reasoning_starts,
         )
@@ -236,10 +252,10 @@ class RequestParser:
 
     def _prompts(self, fields: Mapping[str, Any]) -> list[list[int]]:
         """Return the token ids of each prompt of a completion request."""
-        prompt = fields.get("prompt")
+        prompt: Any = fields.get("prompt")
         check_size("the prompt", prompt, "prompt_bytes", self.limits)
         has_several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-        prompts = prompt if has_several else [prompt]
+        prompts: list[Any] = prompt if has_several else [prompt]
         if len(prompts) > MAX_SAMPLES:
             raise ApiError(f"at most {MAX_SAMPLES} prompts, got {len(prompts)}", param="prompt")
         _check_num_choices(fields, len(prompts))
@@ -267,14 +283,14 @@ class RequestParser:
 
     def _echo(
         self, fields: Mapping[str, Any], chat: bool, prompts: Sequence[list[int]]
-    ) -> list[str]:
-        """Return the text that precedes the generated text of each prompt.
+    ) -> list[str] | None:
+        """Return the value of `ApiRequest.echo`.
 
         For a completion, this is the text of the prompt. For a chat, it is the content of the last
         message, if this message has the same role as the response.
         """
         if not read_bool(fields, "echo"):
-            return [""] * len(prompts)
+            return None
         if chat:
             last = read_messages(fields["messages"])[-1]
             return [last["content"] if last["role"] == _response_role(fields) else ""]

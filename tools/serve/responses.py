@@ -23,6 +23,11 @@ _FINISH_REASONS = {
 _MIN_LOGPROB = -9999.0
 
 
+#: Fields of a choice that describe the tokens of an event. If several chunks of a stream belong to
+#: one event, only the first chunk has them.
+_TOKEN_FIELDS = {"logprobs", "token_ids"}
+
+
 class ResponseChoice:
     """A builder of one choice of a response, from the events or the output of an engine request.
 
@@ -51,7 +56,7 @@ class ResponseChoice:
         self._prompt_logprobs = prompt_logprobs
         prompt_index = api_request.prompt_index(index)
         self._prompt = api_request.prompts[prompt_index]
-        self._echo = api_request.echo[prompt_index]
+        self._echo = "" if api_request.echo is None else api_request.echo[prompt_index]
         self._reasoning: ReasoningParser | None = None
         start = api_request.reasoning[prompt_index]
         if start is not None:
@@ -77,7 +82,7 @@ class ResponseChoice:
         choice = self._choice(event, last=True)
         if not self._api_request.chat:
             return choice | {"text": content, "prompt_logprobs": self.prompt_logprobs()}
-        message = {
+        message: dict[str, Any] = {
             "role": self._api_request.role,
             "content": content,
             "refusal": None,
@@ -105,7 +110,7 @@ class ResponseChoice:
                 self._has_begun = True
                 yield choice | {"text": content}
             return
-        deltas = []
+        deltas: list[dict[str, Any]] = []
         if reasoning:
             deltas.append({"reasoning_content": reasoning})
         if content:
@@ -121,10 +126,12 @@ class ResponseChoice:
             if position < len(deltas) - 1:
                 chunk |= {"finish_reason": None, "stop_reason": None}
             if position > 0:
-                chunk["logprobs"] = None
+                chunk |= dict.fromkeys(_TOKEN_FIELDS & chunk.keys())
             yield chunk
         if event.finished and calls:
-            yield self._choice(event, last=True) | {"logprobs": None, "delta": {"content": ""}}
+            chunk = self._choice(event, last=True)
+            chunk |= dict.fromkeys(_TOKEN_FIELDS & chunk.keys())
+            yield chunk | {"delta": {"content": ""}}
 
     def usage(self) -> dict[str, int]:
         """Return the token usage of the chunks so far."""
@@ -155,6 +162,10 @@ class ResponseChoice:
     def _split(self, event: Event) -> tuple[str, str, list[dict[str, Any]]]:
         """Return reasoning, content and deltas of tool calls of the next piece of text."""
         text = event.text
+        if self._api_request.include_stop and event.output is not None:
+            stop = self._matched_stop(event.output)
+            if isinstance(stop, str):
+                text += stop
         reasoning = ""
         calls: list[dict[str, Any]] = []
         if self._reasoning is not None:
@@ -175,6 +186,11 @@ class ResponseChoice:
             if finish_reason == "stop" and has_calls:
                 finish_reason = "tool_calls"
             stop = self._matched_stop(event.output)
+        fields: dict[str, Any] = {}
+        if self._api_request.return_token_ids:
+            fields["token_ids"] = list(event.tokens)
+            if not self._api_request.chat and not self._has_begun:
+                fields["prompt_token_ids"] = self._prompt
         is_requested = stop in (self._api_request.requests[self._index].stop_ids or ())
         return {
             "index": self._index,
@@ -182,6 +198,7 @@ class ResponseChoice:
             "stop_reason": stop if isinstance(stop, str) or is_requested else None,
             "matched_stop": stop,
             "logprobs": self._logprobs(event),
+            **fields,
         }
 
     def _matched_stop(self, output: Output) -> str | int | None:
@@ -218,14 +235,14 @@ class ResponseChoice:
         The most likely tokens always include the token itself.
         """
         entries: list[tuple[int, Logprob | None]] = list(pairs)
-        if self._echo and not self._has_begun and self._prompt_logprobs is not None:
+        has_echo = self._api_request.echo is not None and not self._has_begun
+        if has_echo and self._prompt_logprobs is not None:
             prompt = zip(self._prompt, [None, *self._prompt_logprobs], strict=True)
             entries = [*prompt, *entries]
-        texts = [self._parser.token_text(token) for token, _ in entries]
         offsets = []
-        for text in texts:
+        for token, _ in entries:
             offsets.append(self._text_offset)
-            self._text_offset += len(text)
+            self._text_offset += len(self._parser.token_text(token))
         values: list[float | None] = []
         top_logprobs: list[dict[str, float] | None] = []
         for token, logprob in entries:
@@ -234,21 +251,27 @@ class ResponseChoice:
                 top_logprobs.append(None)
                 continue
             values.append(max(logprob.value, _MIN_LOGPROB))
-            top = {}
+            top: dict[str, float] = {}
             for candidate, value in (*logprob.top, (token, logprob.value)):
-                top.setdefault(self._parser.token_text(candidate), max(value, _MIN_LOGPROB))
+                top.setdefault(self._token_name(candidate), max(value, _MIN_LOGPROB))
             top_logprobs.append(top)
         return {
-            "tokens": texts,
+            "tokens": [self._token_name(token) for token, _ in entries],
             "text_offset": offsets,
             "token_logprobs": values,
             "top_logprobs": top_logprobs,
         }
 
+    def _token_name(self, token: int) -> str:
+        """Return the text of a token, or its id if the request asks for ids as names."""
+        if self._api_request.ids_as_names:
+            return f"token_id:{token}"
+        return self._parser.token_text(token)
+
     def _token_logprob(self, token: int, value: float) -> dict[str, Any]:
         """Return the log probability of a token in the format of the chat API."""
         return {
-            "token": self._parser.token_text(token),
+            "token": self._token_name(token),
             "logprob": max(value, _MIN_LOGPROB),
             "bytes": list(self._parser.token_bytes(token)),
         }
@@ -279,10 +302,14 @@ def response_body(
     kind = "text_completion"
     if api_request.chat:
         kind = "chat.completion.chunk" if api_request.stream else "chat.completion"
-    return {
+    body = {
         "id": api_request.id,
         "object": kind,
         "created": api_request.created,
         "model": model,
         "choices": choices,
     }
+    is_first = not api_request.stream or any("role" in one.get("delta", {}) for one in choices)
+    if api_request.chat and api_request.return_token_ids and is_first:
+        body["prompt_token_ids"] = api_request.prompts[0]
+    return body

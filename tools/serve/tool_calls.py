@@ -346,9 +346,10 @@ class ToolCallParser:
         if self._num_calls > self._max_calls:
             return
         call_id = f"call_{secrets.token_hex(12)}"
-        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
-        deltas.append({"index": len(self.calls), **call, "function": dict(call["function"])})
-        self.calls.append(call)
+        call = {"id": call_id, "type": "function"}
+        function = {"name": name, "arguments": ""}
+        deltas.append({"index": len(self.calls), **call, "function": dict(function)})
+        self.calls.append({**call, "function": function})
 
     def _read_arguments(self, scanner: _ValueScanner, deltas: list[dict[str, Any]]) -> bool:
         """Read arguments; return whether they have ended."""
