@@ -238,7 +238,7 @@ def test_gpu_first_finds_wrong_products(small, monkeypatch, broken, case, check)
 
 
 def test_gpu_first_finds_wrong_probabilities(small, monkeypatch):
-    """The second case expects that another token is forbidden than the mask rows forbid."""
+    """In the second case, the reference forbids another token than the mask rows do."""
     cases = truth.check_sampling(small)
     small.run([next(cases)])
     monkeypatch.setattr(truth, "FORBIDDEN", 5)

@@ -70,7 +70,7 @@ def test_pages_have_only_known_languages():
 
 @pytest.mark.parametrize("block", PROGRAMS, ids=map(block_id, PROGRAMS))
 def test_page_program_prints_what_its_comments_say(block, tmp_path, monkeypatch, request):
-    """A comment after print() begins the printed line, in the order of the print statements."""
+    """The comment after a print statement is the beginning of the line that it prints."""
     for package in OPTIONAL:
         if re.search(rf"^(import|from) {package}\b", block.text, re.M):
             pytest.importorskip(package)

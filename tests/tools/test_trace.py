@@ -220,7 +220,7 @@ def test_trace_draw_has_time_axis_and_legend(trace):
 
 
 def test_trace_draw_labels_do_not_overlap():
-    """A label that is wider than its box is drawn above the box if there is space. None is cut."""
+    """A label that is wider than its box is drawn above the box if there is space, else omitted."""
     events = [make_event("model", "kernel", 100 * i, 100 * i + 99) for i in range(200)]
     events += [make_event("grammar", "host", 10_000, 10_500)]
     root = ElementTree.fromstring(draw(Trace("device", events), "title"))

@@ -251,7 +251,7 @@ class UnusedBackend:
 
 @contextmanager
 def random_weights() -> Iterator[None]:
-    """Let models that are loaded in the block have random weights."""
+    """Give random weights to the models that are loaded in the block."""
     with (
         mock.patch.object(llama, "Weights", RandomWeights),
         mock.patch.object(eagle3, "Weights", RandomWeights),

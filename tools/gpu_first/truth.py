@@ -59,7 +59,7 @@ class Checker:
     Attributes
     ----------
     kernels
-        Model kernels of the form for GPUs.
+        Model kernels in the form that runs on GPUs.
     rows
         Numbers of rows to check.
     """
@@ -92,7 +92,10 @@ class Checker:
         return np.concatenate(parts)[order]
 
     def count_different(self, lane: Any, data: DeviceArray, expected: DeviceArray) -> None:
-        """Add a kernel that counts the words of `data` that differ from `expected`, repeated."""
+        """Add a kernel that counts the 32-bit words of `data` that differ from `expected`.
+
+        If `data` is longer than `expected`, it is compared with repetitions of `expected`.
+        """
         words = data.nbytes // 4
         blocks = min(-(-words // 256), 1024)
         args = [data, expected, words, expected.nbytes // 4, self._wrong]
@@ -130,7 +133,7 @@ class Checker:
         expected: np.ndarray,
         layers: int = 1,
     ) -> None:
-        """Check values that depend on values rounded to bfloat16 in one or several layers."""
+        """Check results of one or several layers whose inputs are rounded to bfloat16."""
         error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
         wrong = 0 if error <= ROUNDED_TOLERANCE * layers else 1
         self.bench.check(name, wrong, f"relative error {error:.1e}")
@@ -260,7 +263,7 @@ def check_linears(bench: Bench) -> Iterator[Case]:
 
 
 def interleaved_pairs(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the stored rows of both halves of an interleaved matrix; see `Weights.stacked`."""
+    """Return the row indices of both halves of an interleaved matrix; see `Weights.stacked`."""
     index = np.arange(count)
     first = index // 8 * 16 + index % 8
     return first, first + 8
@@ -471,7 +474,7 @@ def reference_attention(
     kv: PagedKV,
     length: int,
 ) -> np.ndarray:
-    """Return the attention of the rows of `attention_rows` over a KV cache in float64."""
+    """Return the attention output of rows from `attention_rows` in float64."""
     count = len(queries)
     slots = range(-(-count // 4))
     all_keys = [cached(checker, kv.k[0], kv, slot) for slot in slots]
@@ -669,7 +672,11 @@ def check_hops(bench: Bench) -> Iterator[Case]:
 
 
 def check_answers(bench: Bench, transport: str) -> None:
-    """Let kernels check that every host step has seen their number and that they see its answer."""
+    """Check that kernels and host steps see each other's writes.
+
+    A kernel writes a number, the host step writes an answer that depends on the number, and the
+    next kernel checks the answer.
+    """
     per_graph, replays = (4, 5) if bench.small else (100, 100)
     question = bench.device.pinned((1,), "int32")
     answer = bench.device.pinned((1,), "int32")
