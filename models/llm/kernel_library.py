@@ -81,7 +81,7 @@ _MMA_SPLIT_COST = 0.05
 _NORM_BLOCK = 256
 _ELEMENT_BLOCK = 128
 _ATTENTION_TILE = 16
-_ATTENTION_SPLIT = 256  # minimum positions per part of split attention
+_ATTENTION_SPLIT = 64  # minimum positions per part of split attention
 _ATTENTION_MAX_PARTS = 32
 _ATTENTION_BLOCKS = 512  # approximate number of blocks that a GPU runs at the same time
 
@@ -1184,7 +1184,10 @@ class ModelKernels:
         if self._thread or kv.head_dim not in (64, 128) or kv.dtype == "float32":
             return 0
         parts = min(_ceil_div(kv.positions, _ATTENTION_SPLIT), _ATTENTION_MAX_PARTS)
-        size = parts * rows * heads * (kv.head_dim + 4)
+        # A launch with more queries has so many tiles that one block computes all parts of a tile
+        # and needs no workspace.
+        queries = min(rows * heads, _ATTENTION_BLOCKS // 2 * _ATTENTION_TILE)
+        size = parts * queries * (kv.head_dim + 4)
         partials = self._attention_partials
         if parts > 1 and (partials is None or partials.shape[0] < size):
             self._attention_partials = self.device.empty((size,), "float32")

@@ -23,7 +23,7 @@ from graft.models.llm.kernel_library import FOLDER, ModelKernels
 from graft.tools.bench.kernel_report import Variant, compile_variant
 
 CPU = Path("/proc/cpuinfo").read_text()
-SPLIT = 256  # positions per split; splits s and s + 32 belong to the same part
+SPLIT = 64  # positions per split; splits s and s + 32 belong to the same part
 
 
 class Case:
@@ -399,4 +399,4 @@ def test_split_attention_fits_two_blocks_per_multiprocessor(arch, dim):
     variant = Variant(FOLDER / "attention_split.cu", (("WIDE_HEAD", dim),))
     (usage,) = compile_variant(variant, arch)
     assert usage.spilled_bytes == 0 and usage.registers * 128 * 2 <= 65536
-    assert usage.shared_bytes <= 24 * 1024
+    assert usage.shared_bytes <= 28 * 1024

@@ -7,9 +7,12 @@
 // Reduction order: positions are divided, from 0 on, into splits of SPLIT positions and steps of 16
 // positions. Split s belongs to part s % PARTS. Within a part, warp w computes the steps whose
 // number is w modulo WARPS, in order, with an online softmax. The sums of the warps are then added
-// in order of the warps. The last block that finishes adds the parts in order. The order depends
-// only on the position of the row, not on the number of blocks among which the parts are divided,
-// so the kernel is row invariant.
+// in order of the warps, and the parts in order of the parts (fold_part). The order depends only on
+// the position of the row, not on the number of blocks among which the parts are divided, so the
+// kernel is row invariant.
+//
+// If one block computes all parts of a tile, it adds them on the chip. Otherwise the blocks write
+// them to a workspace, and the last block that finishes adds them.
 //
 // If all rows see the same 16 positions of a step, the step is computed for all rows at once.
 // Otherwise it is computed row by row. Values that a row must not see (positions after it, drafts
@@ -27,7 +30,7 @@
 
 #define WARPS 4
 #define STEP 16
-#define SPLIT 256
+#define SPLIT 64
 #define PARTS 32
 #define CHUNKS (WIDE_HEAD / 32)
 #define HALVES (WIDE_HEAD / 64)
@@ -114,6 +117,28 @@ __device__ __forceinline__ void add_scaled(Floats4* sum, const Floats4& part, fl
   for (int i = 0; i < 4; ++i) sum->f[i] = fmaf(part.f[i], by, sum->f[i]);
 }
 
+// Multiplies sum by `shrink` and adds part * by.
+__device__ __forceinline__ void fold_sum(Floats4* sum, float shrink, const Floats4& part,
+                                         float by) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum->f[i] *= shrink;
+  add_scaled(sum, part, by);
+}
+
+// Factors with which the sums of the earlier parts and of the next part are added. `top` is the
+// maximum score of the earlier parts and `part_top` that of the next part.
+struct FoldFactors {
+  float shrink;
+  float by;
+  float top;
+
+  __device__ __forceinline__ FoldFactors(float before, float part_top) {
+    top = part_top > before ? part_top : before;
+    shrink = exp_exact(before - top);
+    by = exp_exact(part_top - top);
+  }
+};
+
 // Stores sum / mass. Padding rows have mass 0 and give zeros.
 __device__ __forceinline__ void store_quotient(float* y, Floats4 sum, float mass) {
   const float inverse = mass == 0.0f ? 0.0f : 1.0f / mass;
@@ -126,9 +151,9 @@ __device__ __forceinline__ void store_quotient(float* y, Floats4 sum, float mass
 //
 // The rows are divided into runs of `run` consecutive rows; a row tile contains rows of one run. A
 // head tile contains `tile_heads` query heads of one KV head. A row of `qkv` has heads + 2 kv_heads
-// heads, queries first. `parts` is workspace [PARTS, rows, heads, PART_WIDTH], or null if no slot
-// has more than SPLIT positions. `arrived` has one counter per tile, which must be zero and is left
-// zero.
+// heads, queries first. `parts` is workspace [PARTS, rows, heads, PART_WIDTH]; it is not used if
+// the parts are not divided or no slot has more than SPLIT positions. `arrived` has one counter per
+// tile, which must be zero and is left zero.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     attention_split(const float* qkv, const int* slot, const int* pos,
                     const unsigned long long* ancestors, const int* page_table, const CACHE16* keys,
@@ -136,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
                     int max_pages, int page_shift, float scale, int run, int tile_heads,
                     float* parts, unsigned int* arrived) {
   wait_for_previous_kernel();
-  __shared__ Pack16 query[CHUNKS][2][32][2];  // high and low parts, in fragment order
+  __shared__ Pack16 query[CHUNKS][2][2][32];  // [chunk][high or low part][query g or g + 8][lane]
   __shared__ TileRow tile[16];
   __shared__ Tile all;
   __shared__ int query_parts[16];  // number of parts of each query; 0 for an unused tile row
@@ -144,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   __shared__ Floats4 part_sum[WARPS][16][8 + 1];  // + 1: padding against bank conflicts
   __shared__ float part_top[WARPS][16];
   __shared__ float part_mass[WARPS][16];
-  __shared__ float total[16];
+  __shared__ Floats4 folded_sum[16][WIDE_HEAD / 4];  // used only by the thread that stores a value
   __shared__ int is_last;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, WIDE_HEAD};
@@ -207,11 +232,21 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       for (int i = 0; i < 4; ++i) {
         const float x = is_valid ? from[32 * c + 2 * i] * scale : 0.0f;
         const float y = is_valid ? from[32 * c + 2 * i + 1] * scale : 0.0f;
-        split_pair(x, y, &query[c][0][lane][q].u[i], &query[c][1][lane][q].u[i]);
+        split_pair(x, y, &query[c][0][q][lane].u[i], &query[c][1][q][lane].u[i]);
       }
     }
   }
   __syncthreads();
+
+  // Each thread adds and stores 4 dimensions per pass of one query, see below.
+  const int own_query = threadIdx.x / 8, sum_index = threadIdx.x % 8;
+  const auto dimension_of = [&](int pass) {
+    return 64 * (pass / 2) + sum_index / 2 * 16 + 8 * (pass % 2) + sum_index % 2 * 4;
+  };
+  for (int pass = 0; pass < 2 * HALVES; ++pass) {
+    folded_sum[own_query][dimension_of(pass) / 4] = {};
+  }
+  float folded_top = LOWEST, folded_mass = 0.0f;
 
   for (int part = blockIdx.z; part < tile_parts; part += blocks) {
     float sum[HALVES][8][4] = {};
@@ -253,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       for (int c = 0; c < CHUNKS; ++c) {
 #pragma unroll
         for (int low_part = 0; low_part < 2; ++low_part) {
-          const Pack16 q0 = query[c][low_part][lane][0], q1 = query[c][low_part][lane][1];
+          const Pack16 q0 = query[c][low_part][0][lane], q1 = query[c][low_part][1][lane];
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const unsigned int a[4] = {q0.u[2 * h], q1.u[2 * h], q0.u[2 * h + 1], q1.u[2 * h + 1]};
@@ -334,7 +369,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
             {sum[h][j][of], sum[h][j + 1][of], sum[h][j + 2][of], sum[h][j + 3][of]}};
       }
       __syncthreads();
-      const int m = threadIdx.x / 8, sum_index = threadIdx.x % 8;
+      const int m = own_query;
       if (part < query_parts[m]) {
         float all_top = LOWEST, all_mass = 0.0f;
         Floats4 all_sum = {};
@@ -345,9 +380,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
           all_mass = fmaf(part_mass[w][m], by, all_mass);
           add_scaled(&all_sum, part_sum[w][m][sum_index], by);
         }
-        const int d = 64 * h + sum_index / 2 * 16 + 8 * side + sum_index % 2 * 4;
+        const int d = dimension_of(pass);
         const long long index = query_index[m];
-        if (query_parts[m] == 1) {
+        if (blocks == 1) {
+          const FoldFactors factors(folded_top, all_top);
+          fold_sum(&folded_sum[m][d / 4], factors.shrink, all_sum, factors.by);
+          if (pass == 2 * HALVES - 1) {
+            folded_mass = fmaf(all_mass, factors.by, folded_mass * factors.shrink);
+            folded_top = factors.top;
+          }
+        } else if (query_parts[m] == 1) {
           store_quotient(out + index * WIDE_HEAD + d, all_sum, all_mass);
         } else {
           float* to = parts + (static_cast<long long>(part) * rows * heads + index) * PART_WIDTH;
@@ -361,21 +403,40 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       __syncthreads();
     }
   }
-  if (tile_parts == 1) return;
+  if (blocks == 1) {
+    if (query_parts[own_query] == 0) return;
+    const long long index = query_index[own_query];
+#pragma unroll
+    for (int pass = 0; pass < 2 * HALVES; ++pass) {
+      const int d = dimension_of(pass);
+      store_quotient(out + index * WIDE_HEAD + d, folded_sum[own_query][d / 4], folded_mass);
+    }
+    return;
+  }
 
-  // The last block to arrive combines the parts in order.
+  // The last block to arrive combines the parts in order. Lane p computes the factors of part p,
+  // for which it needs the maximum over the parts before p.
   if (!is_last_block(arrived + blockIdx.x * gridDim.y + blockIdx.y, blocks, &is_last)) return;
   const long long part_stride = static_cast<long long>(rows) * heads * PART_WIDTH;
-  float* const factor = part_sum[0][0][0].f;  // scale of each part of each query
+  float* const shrink_of = part_sum[0][0][0].f;  // [16][PARTS], as the next two arrays
+  float* const by_of = shrink_of + 16 * PARTS;
+  float* const mass_of = by_of + 16 * PARTS;
+  static_assert(sizeof(part_sum) >= 3 * 16 * PARTS * sizeof(float), "the arrays fit");
   for (int m = warp; m < 16; m += WARPS) {
     const bool is_valid = lane < query_parts[m];
     const float* from = parts + query_index[m] * 1ll * PART_WIDTH + lane * part_stride + WIDE_HEAD;
-    const float part_top_of = is_valid ? from[0] : LOWEST;
-    const float all_top = warp_max(part_top_of);
-    const float by = is_valid ? exp_exact(part_top_of - all_top) : 0.0f;
-    factor[m * PARTS + lane] = by;
-    const float all_mass = warp_sum(is_valid ? from[1] * by : 0.0f);
-    if (lane == 0) total[m] = all_mass;
+    const float top = is_valid ? from[0] : LOWEST;
+    float before = top;  // maximum over the parts up to and then before this one
+#pragma unroll
+    for (int offset = 1; offset < PARTS; offset <<= 1) {
+      const float other = __shfl_up_sync(FULL_WARP, before, offset);
+      if (lane >= offset && other > before) before = other;
+    }
+    before = __shfl_up_sync(FULL_WARP, before, 1);
+    const FoldFactors factors(lane == 0 ? LOWEST : before, top);
+    shrink_of[m * PARTS + lane] = factors.shrink;
+    by_of[m * PARTS + lane] = factors.by;
+    mass_of[m * PARTS + lane] = is_valid ? from[1] : 0.0f;
   }
   __syncthreads();
   for (int item = threadIdx.x; item < 16 * WIDE_HEAD / 4; item += WARPS * 32) {
@@ -383,11 +444,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     if (query_parts[m] <= 1) continue;
     const long long index = query_index[m];
     Floats4 all_sum = {};
+    float all_mass = 0.0f;
 #pragma unroll 8
     for (int part = 0; part < query_parts[m]; ++part) {
       const float* from = parts + index * PART_WIDTH + part * part_stride + d;
-      add_scaled(&all_sum, *reinterpret_cast<const Floats4*>(from), factor[m * PARTS + part]);
+      const float shrink = shrink_of[m * PARTS + part], by = by_of[m * PARTS + part];
+      fold_sum(&all_sum, shrink, *reinterpret_cast<const Floats4*>(from), by);
+      all_mass = fmaf(mass_of[m * PARTS + part], by, all_mass * shrink);
     }
-    store_quotient(out + index * WIDE_HEAD + d, all_sum, total[m]);
+    store_quotient(out + index * WIDE_HEAD + d, all_sum, all_mass);
   }
 }
