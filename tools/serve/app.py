@@ -138,21 +138,24 @@ class Service:
             lifespan=self._lifespan,
             exception_handlers=handlers,
             middleware=middleware,
-            routes=[
-                Route("/v1/chat/completions", _GenerateEndpoint(self, chat=True), methods=["POST"]),
-                Route("/v1/completions", _GenerateEndpoint(self, chat=False), methods=["POST"]),
-                Route("/invocations", _GenerateEndpoint(self, chat=None), methods=["POST"]),
-                Route("/tokenize", self._tokenize, methods=["POST"]),
-                Route("/detokenize", self._detokenize, methods=["POST"]),
-                Route("/v1/models", self._models),
-                Route("/v1/models/{name:path}", self._models),
-                Route("/version", self._version),
-                Route("/health", self._health),
-                Route("/ping", self._health),
-                Route("/load", self._load),
-                Route("/metrics", self._metrics),
-            ],
+            routes=self._routes(),
         )
+
+    def _routes(self) -> list[Route]:
+        return [
+            Route("/v1/chat/completions", _GenerateEndpoint(self, chat=True), methods=["POST"]),
+            Route("/v1/completions", _GenerateEndpoint(self, chat=False), methods=["POST"]),
+            Route("/invocations", _GenerateEndpoint(self, chat=None), methods=["POST"]),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._models),
+            Route("/version", self._version),
+            Route("/health", self._health),
+            Route("/ping", self._health),
+            Route("/load", self._load),
+            Route("/metrics", self._metrics),
+        ]
 
     @asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:

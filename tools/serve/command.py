@@ -68,23 +68,8 @@ def _add_endpoint_arguments(group: argparse._ArgumentGroup) -> None:
         help="port; 0 selects a free one (default %(default)s)",
     )
     group.add_argument(
-        "--allowed-host",
-        action="append",
-        metavar="NAME",
-        help="host name by which clients address the server; can be repeated (default: any name, "
-        "except that a server on a loopback address without API keys accepts only local names)",
-    )
-    group.add_argument(
         "--name",
         help=f"model name in the API (default: name of the model folder, or {DEFAULT_NAME})",
-    )
-    group.add_argument(
-        "--api-key",
-        nargs="+",
-        action="extend",
-        metavar="KEY",
-        help="keys of which clients must send one (default: value of the variable "
-        f"{API_KEY_VARIABLE}, which can contain several keys, separated by commas)",
     )
     group.add_argument(
         "--chat-template",
@@ -98,9 +83,7 @@ def _add_endpoint_arguments(group: argparse._ArgumentGroup) -> None:
         help="report the reasoning section of an output, which ends with </think>, in the field "
         "reasoning_content; grammars apply to the answer after it",
     )
-    group.add_argument(
-        "--access-log", action="store_true", help="write one line per request to standard output"
-    )
+    _add_access_arguments(group)
     _add_replica_arguments(group)
     group.add_argument(
         "--max-waiting",
@@ -119,6 +102,27 @@ def _add_endpoint_arguments(group: argparse._ArgumentGroup) -> None:
         help="time after SIGTERM or Ctrl-C in which running requests can complete; during this "
         "time, new requests get status 503; a second signal stops the server at once (default "
         "%(default)g)",
+    )
+
+
+def _add_access_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--api-key",
+        nargs="+",
+        action="extend",
+        metavar="KEY",
+        help="keys of which clients must send one (default: value of the variable "
+        f"{API_KEY_VARIABLE}, which can contain several keys, separated by commas)",
+    )
+    group.add_argument(
+        "--allowed-host",
+        action="append",
+        metavar="NAME",
+        help="host name by which clients address the server; can be repeated (default: any name, "
+        "except that a server on a loopback address without API keys accepts only local names)",
+    )
+    group.add_argument(
+        "--access-log", action="store_true", help="write one line per request to standard output"
     )
 
 
