@@ -12,7 +12,7 @@ from graft.cudagraph.lanes import StreamLane
 from graft.sampling.exchange import NUMBERS, Exchange
 from graft.sampling.mode import DraftMode
 from graft.sampling.params import SamplingParams
-from graft.sampling.sampler import RowMap, Sampler, output_ring
+from graft.sampling.sampler import ROUND_ROW, RowMap, Sampler, output_ring
 from graft.sampling.state import SlotRequest, SlotState
 from graft.tools.gpu_first.bench import LIMIT_S, Bench, Case
 
@@ -93,6 +93,11 @@ class SamplingSetup:
         slots["path"][:, :DRAFTS] = (1, 3, 7)
         slots["draft_len"] = DRAFTS
         return slots
+
+    def first_tokens(self) -> np.ndarray:
+        """Return the first token that the last verification committed for each request."""
+        header_words = ROUND_ROW.itemsize // 4
+        return self.ring["rows"].array[0, :, header_words].copy()
 
     def row_map(self, requests: int, width: int) -> RowMap:
         """Return the map of the rows of `requests` requests with `width` rows each."""

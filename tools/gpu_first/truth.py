@@ -718,7 +718,11 @@ MAX_DEVIATION = 4.75
 
 
 def check_sampling(bench: Bench) -> Iterator[Case]:
-    """Compare the frequencies of sampled tokens with their probabilities."""
+    """Compare the frequencies of sampled tokens with their probabilities.
+
+    The case "rejection sampling" counts the first token that verification commits. Its probability
+    must be the target's, although the drafts are always the same tokens.
+    """
     setup = SamplingSetup(bench)
     vocab = bench.shape["vocab_size"]
     tokens = np.linspace(5, vocab - 1, len(LOGITS)).astype(np.int64)
@@ -730,6 +734,7 @@ def check_sampling(bench: Bench) -> Iterator[Case]:
         ("top-k 3", replace(plain, top_k=3)),
         ("top-p 0.7", replace(plain, top_p=0.7)),
         ("min-p 0.3", replace(plain, min_p=0.3)),
+        ("rejection sampling", replace(plain, verify="rejection")),
     ):
         yield Case(name, partial(check_frequencies, setup, name, params, tokens))
 
@@ -758,37 +763,54 @@ def check_frequencies(
     tokens: np.ndarray,
 ) -> None:
     """Sample many tokens with different seeds and apply Pearson's chi-square test."""
-    bench = setup.bench
-    vocab = bench.shape["vocab_size"]
-    values = np.full((BATCH * ROWS_PER_REQUEST, vocab), -60, np.float32)
-    values[:, tokens] = LOGITS
-    logits = bench.device.from_host(values)
-    slots = setup.join(params)
-    rows = setup.row_map(BATCH, ROWS_PER_REQUEST)
-    graph = Graph(bench.device, "sampling")
-    setup.sampler.target(graph.lane("main"), logits, rows)
-    executable = graph.instantiate()
-    rng = np.random.default_rng(1)
-    counts: dict[int, int] = {}
-    for _ in range(20 if bench.small else 300):
-        slots["seed"] = rng.integers(1, 2**62, BATCH)
-        setup.state.copy_from(slots)
-        executable.launch(bench.stream)
-        executable.synchronize(LIMIT_S)
-        for token in setup.sampler.target_tok.to_host():
-            counts[int(token)] = counts.get(int(token), 0) + 1
-    executable.close()
+    sampled = sample_tokens(setup, params, tokens)
     law = expected_law(params)
-    total = sum(counts.values())
-    observed = np.array([counts.get(int(token), 0) for token in tokens])
+    observed = np.array([(sampled == token).sum() for token in tokens])
     possible = law > 0
-    impossible = total - int(observed[possible].sum())
-    expected = total * law[possible]
+    impossible = len(sampled) - int(observed[possible].sum())
+    expected = len(sampled) * law[possible]
     chi2 = float(((observed[possible] - expected) ** 2 / expected).sum())
     freedom = int(possible.sum()) - 1
     deviation = 0.0
     if freedom:  # Wilson and Hilferty's approximation
         variance = 2 / (9 * freedom)
         deviation = ((chi2 / freedom) ** (1 / 3) - 1 + variance) / math.sqrt(variance)
-    note = f"{total} samples, {deviation:.1f} standard deviations"
-    bench.check(name, impossible + (deviation > MAX_DEVIATION), note)
+    note = f"{len(sampled)} samples, {deviation:.1f} standard deviations"
+    setup.bench.check(name, impossible + (deviation > MAX_DEVIATION), note)
+
+
+def sample_tokens(
+    setup: SamplingSetup,
+    params: SamplingParams,
+    tokens: np.ndarray,
+) -> np.ndarray:
+    """Sample with different seeds. The target's logits of `tokens` are `LOGITS` in every row.
+
+    With rejection sampling, the result has the first token that verification commits for each
+    request, otherwise the token that is sampled for each row.
+    """
+    bench = setup.bench
+    values = np.full((BATCH * ROWS_PER_REQUEST, bench.shape["vocab_size"]), -60, np.float32)
+    values[:, tokens] = LOGITS
+    logits = bench.device.from_host(values)
+    slots = setup.join(params)
+    slots["drafts"][:, : ROWS_PER_REQUEST - 1] = tokens[0]
+    rows = setup.row_map(BATCH, ROWS_PER_REQUEST)
+    graph = Graph(bench.device, "sampling")
+    setup.sampler.target(graph.lane("main"), logits, rows)
+    if params.verify == "rejection":
+        setup.sampler.verify(graph.lane("main"), rows, setup.ring)
+    executable = graph.instantiate()
+    rng = np.random.default_rng(1)
+    sampled = []
+    for _ in range(20 if bench.small else 300):
+        slots["seed"] = rng.integers(1, 2**62, BATCH)
+        setup.state.copy_from(slots)
+        executable.launch(bench.stream)
+        executable.synchronize(LIMIT_S)
+        if params.verify == "rejection":
+            sampled.append(setup.first_tokens())
+        else:
+            sampled.append(setup.sampler.target_tok.to_host())
+    executable.close()
+    return np.concatenate(sampled)
