@@ -253,7 +253,8 @@ class KernelModule:
         self.kinds = kinds
         self.waiting = waiting
         self._loaded = loaded
-        # Weak references: a kernel holds its module, so strong ones would form a reference cycle.
+        # The references are weak, because a kernel holds its module and strong references would
+        # form a cycle.
         self._kernels: weakref.WeakValueDictionary[str, Kernel] = weakref.WeakValueDictionary()
 
     def __getitem__(self, name: str) -> Kernel:
@@ -282,8 +283,8 @@ class KernelModule:
         return f"<KernelModule {self.name!r}>"
 
 
-# Weak references, so that modules whose kernels are no longer used are unloaded. The key needs no
-# device, because a process has only one.
+# Loaded modules by source file and macros. The references are weak, so that a module is unloaded
+# when its kernels are no longer used. The key does not name the device, of which there is only one.
 _modules: weakref.WeakValueDictionary[tuple, KernelModule] = weakref.WeakValueDictionary()
 _modules_lock = threading.Lock()
 

@@ -117,7 +117,7 @@ class Allocation:
 
     @property
     def resource(self) -> _native.Resource:
-        """Object to keep alive as long as the address is in use."""
+        """Owner of the memory; users of the address must keep it alive."""
         if self._resource is None:
             raise DeviceError(f"{self.description} is closed")
         return self._resource
@@ -177,7 +177,7 @@ class DeviceArray:
 
     @property
     def owner(self) -> object:
-        """Object to keep alive while the address is in use."""
+        """Owner of the memory; users of the address must keep it alive."""
         return self._allocation.resource
 
     def argument(self) -> tuple[int, object]:
@@ -465,7 +465,7 @@ class PinnedArray:
 
     @property
     def owner(self) -> object:
-        """Object to keep alive while the address is in use."""
+        """Owner of the memory; users of the address must keep it alive."""
         return self._allocation.resource
 
     def argument(self) -> tuple[int, object]:

@@ -114,7 +114,7 @@ class PinnedField:
 
     @property
     def owner(self) -> object:
-        """Object to keep alive while the address is in use."""
+        """Owner of the memory; users of the address must keep it alive."""
         return self._memory.owner
 
     def argument(self) -> tuple[int, object]:

@@ -258,7 +258,7 @@ class RankGroup:
     def _send_last_heartbeat(self) -> None:
         self._closing.set()
         self._sender.join()
-        # A heartbeat that is not sent yet is completed first.
+        # If the thread has left a heartbeat in flight, wait until it is sent.
         self._wait(self._heartbeats, self._heartbeat, self.deadline_s)
         self._heartbeat[0] = _LAST
         self._wait(self._heartbeats, self._heartbeat, self.deadline_s)

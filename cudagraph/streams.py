@@ -132,7 +132,7 @@ class Event:
 
     @property
     def owner(self) -> object:
-        """Object to keep alive while a graph uses the event."""
+        """Owner of the CUevent; a graph that uses the event must keep it alive."""
         return self._resource
 
     def record(self, stream: Stream) -> None:

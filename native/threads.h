@@ -27,14 +27,14 @@ inline void cpu_relax() {
 #endif
 }
 
-// First version of the kernel's struct sched_attr, which the C library does not declare.
+// The Linux kernel's struct sched_attr in its first version. The C library does not declare it.
 struct SchedAttributes {
   std::uint32_t size;
   std::uint32_t policy;
   std::uint64_t flags;
   std::int32_t nice;
   std::uint32_t priority;
-  std::uint64_t runtime_ns;  // time slice of a thread with the default policy
+  std::uint64_t runtime_ns;  // time slice, if the thread has the default policy
   std::uint64_t deadline_ns;
   std::uint64_t period_ns;
 };

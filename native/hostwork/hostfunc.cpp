@@ -16,9 +16,10 @@ struct CapturedGraph {
   std::weak_ptr<GraphState> state;
 };
 
-// Leaked on purpose, because driver threads may use it while static objects are being destroyed.
+// Eager records and captured graphs. The only object of this type is leaked on purpose, because
+// driver threads may use it while static objects are being destroyed.
 struct EnqueuedWork {
-  std::mutex mutex;  // never held while acquiring the GIL or calling the driver
+  std::mutex mutex;  // is never held while acquiring the GIL or calling the driver
   std::set<EagerRecord*> pending;
   std::map<std::uint64_t, std::deque<Failure>> failures;  // failures of eager work, by stream
   std::map<Handle, CapturedGraph> captured;               // captured graphs, by CUgraph

@@ -203,8 +203,8 @@ bool Port::check_deadlines(std::int64_t now_ns) {
     }
     const double waited = static_cast<double>(now_ns - watched_since_ns_) * 1e-9;
     if (waited >= limits_.answer_s) {
-      // Take the native stack before ending the device's wait, because the work may end right
-      // afterwards.
+      // Take the native stack of the work before ending the device's wait. Afterwards the work may
+      // end at any time.
       const std::string where = native_stacks_of(record_);
       release(seq,
               "no answer within " + seconds(limits_.answer_s) + "; the wait was released" + where);

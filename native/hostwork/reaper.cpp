@@ -87,7 +87,7 @@ class Reaper {
 
 namespace {
 
-// Never destroyed, because its thread uses it until the process ends.
+// The reaper is never destroyed, because its thread uses it until the process ends.
 Reaper& reaper = *new Reaper;
 
 }  // namespace

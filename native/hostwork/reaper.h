@@ -67,7 +67,8 @@ class Resource {
   void disown() noexcept;
 
  private:
-  // Allocated by the constructor, because a destructor must not allocate.
+  // The item that the destructor passes to the reaper. The constructor allocates it, because a
+  // destructor must not allocate.
   const std::unique_ptr<ResourceRelease, Retire> release_;
   const std::uint64_t handle_;
 };

@@ -21,7 +21,8 @@ std::atomic<std::int64_t> released{0};
 
 struct HostThread;
 
-// Leaked on purpose, because driver threads may use it while static objects are being destroyed.
+// The threads that run host steps. The only object of this type is leaked on purpose, because
+// driver threads may use it while static objects are being destroyed.
 struct Registry {
   std::mutex mutex;
   std::set<HostThread*> threads;
@@ -121,7 +122,9 @@ void HostRecord::run_as(std::int64_t replay) noexcept {
       work_.function(fixed ? work_.data : reinterpret_cast<void*>(cell_->pick(replay).address));
     }
   } catch (abi::__forced_unwind&) {
-    while (true) pause();  // native work used Python at exit (P5); see park_forever()
+    // Native work used Python while the interpreter exits, and CPython makes the thread exit. Let
+    // it sleep instead (P5), as park_forever() does.
+    while (true) pause();
   } catch (const std::exception& error) {
     fail(kStatusNative, replay, nullptr, error.what());
   } catch (...) {

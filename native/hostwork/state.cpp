@@ -116,7 +116,7 @@ std::int64_t GraphState::base() const {
   return parent->base() + parent_launches_at_join_ - launched_.load(std::memory_order_relaxed);
 }
 
-// Stores word 1, then word 0 (E3). Called with the mutex held.
+// Stores the status words, the replay number before the reason (E3). Called with the mutex held.
 void GraphState::store_status(std::int32_t code, std::int64_t replay) noexcept {
   for (std::int32_t* words : status_) {
     store_release(words + 1, static_cast<std::int32_t>(replay & 0x7fffffff));

@@ -99,7 +99,7 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   bool record_first(StatusCode code, Failure failure) noexcept;
   void store_status(std::int32_t code, std::int64_t replay) noexcept;
 
-  const std::uint64_t id_;             // never reused
+  const std::uint64_t id_;             // number that no other state of the process has
   const Reference release_;            // preallocated, because the destructor must not allocate
   std::vector<std::int32_t*> status_;  // guarded by mutex_
   std::atomic<bool> failed_{false};

@@ -19,7 +19,8 @@ namespace {
 constexpr double kMinTickS = 0.5e-3;
 constexpr double kMaxTickS = 20e-3;
 
-// Leaked on purpose, because a detached thread uses it until the process ends.
+// The only object of this type is leaked on purpose, because the detached watchdog thread uses it
+// until the process ends.
 struct Watchdog {
   std::mutex mutex;
   std::condition_variable wake;

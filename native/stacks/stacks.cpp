@@ -52,7 +52,8 @@ void handle_signal(int) {
 bool install_handler() {
   if (request.signal != 0) return true;
   void* warm[2];
-  (void)backtrace(warm, 2);  // loads the unwinder, which a signal handler must not do
+  // The first call of backtrace() loads the unwinder. A signal handler must not do that.
+  (void)backtrace(warm, 2);
   request.signal = free_signal();
   if (request.signal == 0) return false;
   struct sigaction action{};

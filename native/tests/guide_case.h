@@ -28,7 +28,7 @@ namespace guided = graft::guide;
 
 constexpr int kVocab = 70, kStop = 0, kMaxDrafts = 4, kMaxCandidates = 3, kGuidedSlots = 6;
 constexpr int kBranch = 2;
-using Path = std::vector<uint32_t>;  // states of the grammar; the last entry is the current state
+using Path = std::vector<uint32_t>;  // states that the grammar went through; the last is current
 
 inline uint32_t mix(uint32_t a, uint32_t b) {
   uint32_t hash = (a ^ (b + 0x9e3779b9u + (a << 6) + (a >> 2))) * 0x85ebca6bu;
@@ -135,8 +135,8 @@ struct SlotRequest {
   int32_t n, limit;
   Path path;
   std::vector<int32_t> drafts;
-  std::vector<int32_t> parents;  // row of each draft's parent
-  std::vector<Path> paths;       // grammar path of each row, while a tree is drafted
+  std::vector<int32_t> parents;  // for each draft, the row of its parent
+  std::vector<Path> paths;       // for each row of a growing tree, the states of its grammar
   bool active = true;
   HashMatcher matcher;
   std::atomic<bool> over{false};

@@ -125,7 +125,7 @@ int plans(const char* image, int times) {
     std::this_thread::sleep_for(std::chrono::microseconds(i % 2 * 500));
     const auto launch = builder.cell_kernel(0, 1);
     CALL(cuGraphExecKernelNodeSetParams_v2(exec, made.nodes[0], &launch->params));
-    made.drop();  // releases the last reference to the plan that ran
+    made.drop();  // releases the last reference to the plan that was run
     CALL(cuGraphExecDestroy(exec));
   }
   CALL(cuStreamDestroy_v2(stream));

@@ -141,7 +141,10 @@ def test_freeing_memory_does_not_invalidate_capture(device: Device, stream: Stre
 
 
 def test_hostfunc_rejects_invalidated_capture(stream: Stream) -> None:
-    """Enqueueing host work in an invalidated capture raises its result code and keeps no record."""
+    """If a capture is invalidated, hostfunc() raises the driver's result code.
+
+    The record of the host work is released.
+    """
     wait_until_freed()
     live = native.live_records()
     call(cu.cuStreamBeginCapture, stream.handle, THREAD_LOCAL)

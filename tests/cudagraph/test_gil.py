@@ -81,7 +81,7 @@ def use_everything(device: Device) -> None:
 
 
 def test_driver_calls_release_gil(device: Device) -> None:
-    """The soft device counts driver calls by threads that hold the GIL. There must be none."""
+    """No thread holds the GIL during a driver call. The soft device counts violations."""
     if device.kind != "soft":
         pytest.skip("only the soft device counts calls that hold the GIL")
     before = softstats.counters()

@@ -57,7 +57,7 @@ extern "C" __global__ void inner(int* data) {
 
 
 def test_graph_lists_nodes_and_edges(device: Device, module) -> None:
-    """Edges connect consecutive nodes of a lane, and marks with the lanes that wait for them."""
+    """Consecutive nodes of a lane are connected, and a mark to the next node of a waiting lane."""
     data = device.zeros((4,), "int32")
     pinned = device.pinned((4,), "int32")
     graph = Graph(device, "shape")

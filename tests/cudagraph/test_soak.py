@@ -38,7 +38,7 @@ def replay_all(
 
 
 def repeated(count: int) -> pytest.MarkDecorator:
-    """Parametrize a test to repeat an operation `count` times, with --soak also a million times."""
+    """Return a mark that sets the parameter `count`; `make soak` also runs a million."""
     return pytest.mark.parametrize("count", [count, pytest.param(10**6, marks=pytest.mark.soak)])
 
 
