@@ -89,7 +89,9 @@ class SamplingParams:
     and frequency penalty are defined as in OpenAI's API
     (https://platform.openai.com/docs/api-reference). Computation is in float32, and each operation
     is rounded. For the row of a draft, "the output" consists of the committed tokens and the drafts
-    on the path to this row, so speculation does not change the distribution.
+    on the path to this row, so speculation does not change the distribution. The logits of a
+    drafter are changed in the same way, so that its drafts are accepted as often as without
+    adjustments.
 
     Parameters
     ----------
@@ -271,7 +273,7 @@ class SamplingParams:
     def write_logit_table(
         self, table: NDArray[np.int32], prompt: Sequence[int], output: Sequence[int]
     ) -> None:
-        """Write bias and token counts in the layout of kernels/adjust.cu.
+        """Write bias and token counts in the layout of kernels/adjust.cuh.
 
         Parameters
         ----------

@@ -482,7 +482,7 @@ class Sampler:
         lane
             Lane that the kernel is added to.
         draft_logits
-            float32 [B, Vd].
+            float32 [B, Vd]; changed in place for requests with logit adjustments.
         row_slot
             int32 [B], slot of each batch row; -1: padding.
         j
@@ -498,9 +498,12 @@ class Sampler:
             self.draft_vocab.size,
             self.token_limit,
             self.draft_vocab.d2t,
+            self.draft_vocab.t2d,
             row_slot,
             j,
             masks,
+            self.state.tables,
+            self.vocab_size,
             *self._drafting_args,
             *self.shared,
         ]
@@ -528,7 +531,8 @@ class Sampler:
             Lane that the kernel is added to.
         draft_logits
             float32 [B, Vd]; for a lattice [levels * B, Vd], level by level, for up to the mode's
-            number of levels.
+            number of levels. Changed in place for requests with logit adjustments, so `draft` must
+            get the same array.
         row_slot
             int32 [B], slot of each batch row; -1: padding.
         j
@@ -546,9 +550,12 @@ class Sampler:
             self.draft_vocab.size,
             self.token_limit,
             self.draft_vocab.d2t,
+            self.draft_vocab.t2d,
             row_slot,
             batch,
             j,
+            self.state.tables,
+            self.vocab_size,
             *self._drafting_args,
             *self.shared,
         ]

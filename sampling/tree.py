@@ -237,7 +237,8 @@ class TreeSampler:
         lane
             Lane that the kernel is added to.
         logits
-            float32 [B, Vd] at level 1, [B * branch, Vd] at later levels.
+            float32 [B, Vd] at level 1, [B * branch, Vd] at later levels; changed in place for
+            requests with logit adjustments.
         row_slot
             int32 [B], slot of each batch row; -1: padding.
         level
@@ -310,9 +311,12 @@ class TreeSampler:
             sampler.draft_vocab.size,
             sampler.token_limit,
             sampler.draft_vocab.d2t,
+            sampler.draft_vocab.t2d,
             row_slot,
             level,
             self._shape,
+            sampler.state.tables,
+            sampler.vocab_size,
             sampler.cross_block,
             sampler.state.array,
             sampler.rows,

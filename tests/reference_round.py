@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -255,7 +255,7 @@ def chain(last: int, *drafts: int) -> Tree:
 
 @dataclass(frozen=True)
 class Adjustment:
-    """Logit adjustments of a request, and its tokens when it joined its slot."""
+    """Logit adjustments of a request, its prompt, and its output up to the last commit."""
 
     params: SamplingParams
     prompt: tuple[int, ...] = ()
@@ -408,6 +408,9 @@ def walk(
 def commit(slot: Slot, outcome: Outcome) -> None:
     """Commit the tokens of a round. If no token is committed, the slot keeps its drafts."""
     if outcome.tokens:
+        if slot.adjust is not None:
+            output = (*slot.adjust.output, *outcome.tokens)
+            slot.adjust = replace(slot.adjust, output=output)
         slot.n += len(outcome.tokens)
         slot.tree = chain(outcome.tokens[-1])
         slot.kinds = ()
@@ -423,28 +426,80 @@ def adjusted(
 ) -> np.ndarray:
     """Return the adjusted float32 logits of a node's row.
 
-    The output consists of the tokens at joining and the path to the node.
+    The output consists of the tokens at the last commit and the path to the node.
     """
-    adjustment = slot.adjust
-    if adjustment is None:
+    if slot.adjust is None:
         return logits
+    path = slot.tree.path(node)
+    x = _with_bias_and_penalties(slot.adjust, path, logits)
+    stops = np.isin(np.arange(logits.size), slot.stop_ids)
+    has_other = (legal & ~stops & (x > -np.inf)).any()
+    num_output = len(slot.adjust.output) + len(path)
+    if num_output < slot.adjust.params.min_tokens and has_other:
+        x[stops] = -np.inf
+    return x
+
+
+def adjusted_draft(
+    slot: Slot,
+    path: Sequence[int],
+    logits: np.ndarray,
+    ids: np.ndarray,
+    vocab_size: int,
+    *,
+    depth: int | None = None,
+) -> np.ndarray:
+    """Return the adjusted float32 logits of the drafter.
+
+    Before `min_tokens` tokens, stop ids are not drafted, even if no other id is left.
+
+    Parameters
+    ----------
+    slot
+        The slot.
+    path
+        Known drafts on the path to the row.
+    logits
+        Logits of the drafter.
+    ids
+        Target id of each column of the logits.
+    vocab_size
+        Number of target ids.
+    depth
+        Number of drafts on the path. By default, all of them are known.
+    """
+    if slot.adjust is None:
+        return logits
+    inside = (ids >= 0) & (ids < vocab_size)
+    by_id = np.zeros(vocab_size, np.float32)
+    by_id[ids[inside]] = logits[inside]
+    x = _with_bias_and_penalties(slot.adjust, path, by_id)
+    num_output = len(slot.adjust.output) + (len(path) if depth is None else depth)
+    if num_output < slot.adjust.params.min_tokens:
+        x[list(slot.stop_ids)] = -np.inf
+    result = logits.copy()
+    result[inside] = x[ids[inside]]
+    return result
+
+
+def _with_bias_and_penalties(
+    adjustment: Adjustment,
+    path: Sequence[int],
+    logits: np.ndarray,
+) -> np.ndarray:
+    """Return logits with bias and penalties, after the output and the drafts of a path."""
     params = adjustment.params
-    output = [*adjustment.output, *slot.tree.path(node)]
     ids = np.arange(logits.size)
     bias = _logit_bias(params, logits.size)
     x = np.where(bias == -np.inf, bias, logits + bias)
+    output = np.array([*adjustment.output, *path], np.int64)
     counts = np.bincount(output, minlength=logits.size).astype(np.float32)
     seen = (counts > 0) | np.isin(ids, adjustment.prompt)
     repetition = np.float32(params.repetition_penalty)
     repeated = np.where(x > 0, x / repetition, x * repetition)
     x = np.where(seen, repeated, x)
     x = x - np.float32(params.frequency_penalty) * counts
-    x = np.where(counts > 0, x - np.float32(params.presence_penalty), x)
-    stops = np.isin(ids, slot.stop_ids)
-    has_other = (legal & ~stops & (x > -np.inf)).any()
-    if len(output) < params.min_tokens and has_other:
-        x[stops] = -np.inf
-    return x
+    return np.where(counts > 0, x - np.float32(params.presence_penalty), x)
 
 
 def _logit_bias(params: SamplingParams, size: int) -> np.ndarray:

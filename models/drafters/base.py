@@ -195,8 +195,9 @@ class Drafter:
         Returns
         -------
         DeviceArray or None
-            Logits of level 0, float32[B, Vd], with Vd columns of the draft vocabulary. None from a
-            drafter that writes all drafts to ``feed.proposal``.
+            Logits of level 0, float32[B, Vd], with Vd columns of the draft vocabulary. The sampler
+            changes them in place for requests with logit adjustments. None from a drafter that
+            writes all drafts to ``feed.proposal``.
         """
         raise DrafterError(f"{type(self).__name__} does not define start")
 
@@ -217,7 +218,7 @@ class Drafter:
         Returns
         -------
         DeviceArray
-            float32[B * branch, Vd].
+            float32[B * branch, Vd]. The sampler may change the logits in place.
         """
         raise DrafterError(f"{type(self).__name__} drafts level by level but does not define step")
 

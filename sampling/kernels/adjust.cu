@@ -2,34 +2,8 @@
 //
 // Forward row r belongs to batch row b and its draft j, see map_entry. adjust_logits also copies
 // the state of each mask row from host memory to `row_state`, which later kernels read. It does
-// nothing else for rows without adjustments. Only the target distribution p is adjusted.
-// Verification is exact for any draft distribution q, so drafts do not need the adjustments.
-//
-// The table of a slot is int [2][vocab_size]. Row 0 has the bits of each id's float bias, which is
-// -inf for a banned id. Row 1 has twice the number of times that the id was generated, plus 1 if
-// the id occurs in the prompt.
-#include "row.cuh"
-#include "slot.cuh"
-
-#define MINUS_INFINITY __uint_as_float(0xff800000u)
-
-// Adjusts the logit of an id that occurs `drafted` times among the drafts on the path to the row.
-// The formula is documented in sampling/params.py.
-__device__ __forceinline__ float adjusted(const Slot& slot, const int* table, int vocab_size,
-                                          int id, float x, int drafted) {
-  if (slot.adjust & ADJUST_BIAS) {
-    const float bias = __uint_as_float(static_cast<u32>(table[id]));
-    x = bias == MINUS_INFINITY ? bias : fadd(x, bias);  // the logit of a banned id is ignored
-  }
-  if (slot.adjust & ADJUST_COUNTS) {
-    const int known = table[vocab_size + id] + 2 * drafted;
-    const int count = known >> 1;
-    if (known > 0) x = x > 0.0f ? fdiv(x, slot.repetition) : fmul(x, slot.repetition);
-    x = fadd(x, -fmul(slot.frequency, static_cast<float>(count)));
-    if (count > 0) x = fadd(x, -slot.presence);
-  }
-  return x;
-}
+// nothing else for rows without adjustments.
+#include "adjust.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     adjust_logits(float* logits, int vocab_size, int token_limit, const int* row_slot,
@@ -61,34 +35,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   const int state = scratch.token;
   const u64 path = path_of(slot, j);
   const Slice own = own_slice(vocab_size);
-  const auto is_own = [&](int id) { return id >= own.begin && id < own.end; };
   const long long first = static_cast<long long>(r) * vocab_size;
   float* x = logits + first;
   if ((slot.adjust & (ADJUST_LOGPROBS | ADJUST_MASKED)) == ADJUST_LOGPROBS) {
     for (int i = own.begin + tid; i < own.end; i += BLOCK) raw[first + i] = x[i];
   }
   if (slot.adjust & (ADJUST_BIAS | ADJUST_COUNTS)) {
-    const int* table = tables + static_cast<long long>(index) * 2 * vocab_size;
-    // Ids of drafts on the path to row j are adjusted separately, because these drafts increase the
-    // token counts.
-    for (int t = tid; t < j; t += BLOCK) {
-      if (!(path >> t & 1)) continue;
-      const int d = slot.drafts[t];
-      int times = 0;
-      for (int s = 0; s < j; ++s) times += (path >> s & 1) && slot.drafts[s] == d;
-      drafted[t] = is_own(d) ? adjusted(slot, table, vocab_size, d, x[d], times) : 0.0f;
-    }
-    block_sync();
-    for (int i = own.begin + tid; i < own.end; i += BLOCK) {
-      x[i] = adjusted(slot, table, vocab_size, i, x[i], 0);
-    }
-    block_sync();
-    for (int t = 0; t < j && tid == 0; ++t) {
-      if (!(path >> t & 1)) continue;
-      const int d = slot.drafts[t];
-      if (is_own(d)) x[d] = drafted[t];
-    }
-    block_sync();
+    const int* table = table_of(tables, vocab_size, index);
+    adjust_slice(x, own, {vocab_size, nullptr, nullptr}, slot, path, table, vocab_size, drafted);
   }
   const u32* mask = state == ROW_READY ? mask_of(masks, layout, index, j) : nullptr;
   const Row row = {x, vocab_size, mask, token_limit, nullptr};

@@ -10,16 +10,17 @@
 // A lattice probe has one candidate list per level. Row l * batch + b of `logits` belongs to level
 // l + 1 of batch row b. The probability of each candidate is written too, and j is the maximum
 // number of drafts. If the drafts are a tree, slots without a grammar also get candidates.
+#include "adjust.cuh"
 #include "best.cuh"
-#include "slot.cuh"
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
-    draft_candidates(const float* logits, int draft_vocab, int token_limit, const int* d2t,
-                     const int* row_slot, int batch, int j, CrossBlockScratch* cross_block,
-                     const Slot* slots, const RoundRow* rows, int row_words, float* q,
-                     int max_drafts, int* exchange, const ExchangeLayout layout,
-                     const int* replay_number) {
+    draft_candidates(float* logits, int draft_vocab, int token_limit, const int* d2t,
+                     const int* t2d, const int* row_slot, int batch, int j, const int* tables,
+                     int vocab_size, CrossBlockScratch* cross_block, const Slot* slots,
+                     const RoundRow* rows, int row_words, float* q, int max_drafts, int* exchange,
+                     const ExchangeLayout layout, const int* replay_number) {
   __shared__ Scratch scratch;
+  __shared__ float drafted[MAX_DRAFTS];
   const int tid = static_cast<int>(threadIdx.x);
   const int r = static_cast<int>(blockIdx.x);
   const int level = r / batch;  // from 0
@@ -47,8 +48,12 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     if (level == 0) *head = {*replay_number, j, left < levels ? left : levels};
   }
 
-  const Row row = {logits + static_cast<long long>(r) * draft_vocab, draft_vocab, nullptr,
-                   token_limit, d2t};
+  float* x = logits + static_cast<long long>(r) * draft_vocab;
+  // In a lattice, the drafts of earlier levels are not known yet. Penalties then count committed
+  // tokens only.
+  adjust_draft(x, own_slice(draft_vocab), {draft_vocab, d2t, t2d}, slot, path_of(slot, draft - 1),
+               position, table_of(tables, vocab_size, index), vocab_size, drafted);
+  const Row row = {x, draft_vocab, nullptr, token_limit, d2t};
   // A draft chosen by the grammar is a point mass and needs no table of draft probabilities. The
   // memory of the table therefore stores the scores of the columns.
   float* score = q + (static_cast<long long>(index) * max_drafts + draft - 1 + level) * draft_vocab;

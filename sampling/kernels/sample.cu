@@ -1,7 +1,6 @@
 // Sampling of target tokens, and of the drafts of a chain. Tokens are sampled by the Gumbel-max
 // trick in the form of an exponential race, see row.cuh.
-#include "row.cuh"
-#include "slot.cuh"
+#include "adjust.cuh"
 
 // Relaxed acceptance, which is not exact: chooses the target token of row j. `token` is the token
 // that the target has sampled. If it is a draft below row j, it is returned. Otherwise, a draft
@@ -113,11 +112,13 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 // If the grammar forces a token, this token is the draft, even if the drafter's vocabulary does not
 // contain it.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
-    sample_draft(const float* logits, int draft_vocab, int token_limit, const int* d2t,
-                 const int* row_slot, int j, const int* masks, CrossBlockScratch* cross_block,
-                 Slot* slots, const RoundRow* rows, int row_words, float* q, int max_drafts,
-                 int* exchange, const ExchangeLayout layout, const int* replay_number) {
+    sample_draft(float* logits, int draft_vocab, int token_limit, const int* d2t, const int* t2d,
+                 const int* row_slot, int j, const int* masks, const int* tables, int vocab_size,
+                 CrossBlockScratch* cross_block, Slot* slots, const RoundRow* rows, int row_words,
+                 float* q, int max_drafts, int* exchange, const ExchangeLayout layout,
+                 const int* replay_number) {
   __shared__ Scratch scratch;
+  __shared__ float drafted[MAX_DRAFTS];
   __shared__ int known, state, unconstrained;  // known: token of the draft; -1: sample it
   const int b = static_cast<int>(blockIdx.x);
   const int index = row_slot[b];
@@ -145,9 +146,14 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     if (blockIdx.y > 0) return;
   } else {
     if (state != ROW_FREE && state != ROW_READY) return;
-    const Row row = {logits + static_cast<long long>(b) * draft_vocab, draft_vocab,
-                     state == ROW_READY ? mask_of(masks, layout, index, j - 1) : nullptr,
-                     token_limit, d2t};
+    float* x = logits + static_cast<long long>(b) * draft_vocab;
+    // draft_candidates has already adjusted the logits of the slots that it probed.
+    if (!probed || unconstrained) {
+      adjust_draft(x, own_slice(draft_vocab), {draft_vocab, d2t, t2d}, slot, path_of(slot, j - 1),
+                   position, table_of(tables, vocab_size, index), vocab_size, drafted);
+    }
+    const u32* mask = state == ROW_READY ? mask_of(masks, layout, index, j - 1) : nullptr;
+    const Row row = {x, draft_vocab, mask, token_limit, d2t};
     const bool greedy = slot.temperature < GREEDY_TEMPERATURE;
     const bool coupled = is_coupled(slot) || (probed && !unconstrained);
     if (!greedy && !coupled) kind = DRAFT_DENSE;

@@ -8,8 +8,8 @@
 // The score of a child is its parent's score plus its log probability among the legal tokens. A
 // child therefore never has a higher score than its parent. Of nodes with equal scores, the earlier
 // one is preferred. For both reasons, the parent of every chosen node is chosen too.
+#include "adjust.cuh"
 #include "best.cuh"
-#include "slot.cuh"
 
 // Sizes of a tree. The children of all levels are stored in arrays [children] per batch row,
 // ordered by level, by parent within a level, and by probability within a parent.
@@ -51,12 +51,14 @@ __device__ __forceinline__ bool is_probed(const int* exchange, const ExchangeLay
 // exponential race at this position, with the same random numbers. One value of blockIdx.x per row
 // of logits.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
-    tree_candidates(const float* logits, int draft_vocab, int token_limit, const int* d2t,
-                    const int* row_slot, int level, const TreeSize tree,
-                    CrossBlockScratch* cross_block, const Slot* slots, const RoundRow* rows,
-                    int row_words, float* work, int* top_id, float* top_value, float* others,
-                    int* exchange, const ExchangeLayout layout, const int* replay_number) {
+    tree_candidates(float* logits, int draft_vocab, int token_limit, const int* d2t, const int* t2d,
+                    const int* row_slot, int level, const TreeSize tree, const int* tables,
+                    int vocab_size, CrossBlockScratch* cross_block, const Slot* slots,
+                    const RoundRow* rows, int row_words, float* work, int* top_id, float* top_value,
+                    float* others, int* exchange, const ExchangeLayout layout,
+                    const int* replay_number) {
   __shared__ Scratch scratch;
+  __shared__ float drafted[MAX_DRAFTS];
   const int tid = static_cast<int>(threadIdx.x);
   const int fed = level == 1 ? 1 : tree.branch;
   const int r = static_cast<int>(blockIdx.x);
@@ -80,8 +82,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   const int node = fed_row(tree, level, f);
   if (node > 0 && slot.drafts[node - 1] < 0) return;
 
-  const Row row = {logits + static_cast<long long>(r) * draft_vocab, draft_vocab, nullptr,
-                   token_limit, d2t};
+  float* x = logits + static_cast<long long>(r) * draft_vocab;
+  adjust_draft(x, own_slice(draft_vocab), {draft_vocab, d2t, t2d}, slot, path_of(slot, node),
+               position, table_of(tables, vocab_size, index), vocab_size, drafted);
+  const Row row = {x, draft_vocab, nullptr, token_limit, d2t};
   float* score = work + static_cast<long long>(r) * draft_vocab;
   int best_column;
   const int status = row_sample(row, false, {}, false, {}, score, cross_block[r], STEP_BEST,

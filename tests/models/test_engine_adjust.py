@@ -4,8 +4,11 @@
 the outputs of such requests.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+from engine_util import TARGET, demo_engine, mixed_requests
 from numpy_llama import llama_logits
 from tiny_models import llama_config, make_tiny_llama, make_tiny_tokenizer
 
@@ -139,3 +142,60 @@ def test_samples_of_a_request_are_reproducible(engine: Engine) -> None:
     engine.submit(request)
     refused = [e.output for e in engine.step() if e.output is not None]
     assert [o.reason for o in refused] == ["refused"] and "n is 3" in str(refused[0].error)
+
+
+#: Stop id of the demo model, and four ids that occur in outputs of the requests without a grammar.
+COMMON_IDS = [3, 224, 6, 51, 341]
+#: Logit adjustments by name. Most of them ban or disfavour the stop id, so that outputs are long.
+ADJUSTMENTS = {
+    "plain": {},
+    "allowed ids": {"allowed_ids": [300, 301, 302, 310, 311]},
+    "banned ids": {"banned_ids": COMMON_IDS},
+    "bias": {"logit_bias": {COMMON_IDS[0]: -8.0}},
+    "repetition penalty": {"repetition_penalty": 1.5, "banned_ids": [3]},
+    "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.7, "banned_ids": [3]},
+    "min_tokens": {"min_tokens": 40},
+}
+
+
+@pytest.fixture(scope="module")
+def adjusted_outputs():
+    """Requests with each of the adjustments, and their outputs without a drafter."""
+    requests = []
+    for name, adjustment in ADJUSTMENTS.items():
+        for i, request in enumerate(mixed_requests(2, seed=5)):
+            request = replace(request, id=f"{name} {i}", max_tokens=40, **adjustment)
+            if name != "plain":
+                request = replace(request, grammar=None)
+            requests.append(request)
+    with demo_engine(max_batch_size=8, speculation=False) as engine:
+        return requests, engine.generate(requests)
+
+
+@pytest.mark.parametrize(
+    ("options", "drafts_per_round"),
+    [
+        ({"draft_length": 1}, 1),
+        ({"draft_length": 3, "draft_masking": "probe"}, 3),
+        ({"draft_length": 3, "mask_drafts": False}, 3),
+        ({"draft_length": 6, "draft_tree": (2, 3)}, 3),
+    ],
+    ids=["chain", "probed chain", "unmasked chain", "tree"],
+)
+def test_drafts_follow_logit_adjustments(options, drafts_per_round, adjusted_outputs):
+    """With the target as its own drafter, at least 95 % of the drafts are accepted.
+
+    In a tree, these are the drafts on the most likely path. The adjustments change the logits of
+    the drafter too. Outputs are the same as without a drafter.
+    """
+    requests, expected = adjusted_outputs
+    with demo_engine(max_batch_size=8, drafter=TARGET, **options) as engine:
+        outputs = engine.generate(requests)
+    assert [output.tokens for output in outputs] == [output.tokens for output in expected]
+    for name in ADJUSTMENTS:
+        found = [output for output in outputs if output.id.startswith(name)]
+        accepted = sum(output.accepted for output in found)
+        # The first round of a request has no drafts, and the last one may be cut by the end.
+        num_rounds = sum(output.rounds - 2 for output in found)
+        assert num_rounds > 8
+        assert accepted >= 0.95 * drafts_per_round * num_rounds, name

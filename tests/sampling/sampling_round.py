@@ -230,7 +230,7 @@ class TableRound:
             b, j = np.divmod(placed.map.to_host(), 1 << 16)
         chosen = logits[b.ravel(), np.minimum(j, width - 1).ravel()]
         self.exchange.copy_masks_to_device(self.lane, 0, width)
-        self.sampler.target(self.lane, self._up(chosen), placed)
+        self.sampler.target(self.lane, self.upload(chosen), placed)
         self.sampler.verify(self.lane, placed, self.ring)
         self.ring.synchronize(self.replay, 30.0)
         out = self.results(self.replay)
@@ -317,17 +317,17 @@ class TableRound:
         """Return copies of a replay's results: the fields of ROUND_ROW, and tokens."""
         return read_results(self.ring.row("rows", replay), self.width)
 
-    def draft(self, j: int, logits: np.ndarray) -> None:
-        """Sample draft j from logits [B, Vd]."""
+    def draft(self, j: int, logits: np.ndarray | DeviceArray) -> None:
+        """Sample draft j from logits [B, Vd]. After `candidates`, pass the same device array."""
         self.exchange.copy_masks_to_device(self.lane, j - 1, j)
-        self.sampler.draft(self.lane, self._up(logits), self.row_slot, j)
+        self.sampler.draft(self.lane, self.upload(logits), self.row_slot, j)
         self.stream.synchronize()
 
-    def candidates(self, j: int, logits: np.ndarray) -> None:
+    def candidates(self, j: int, logits: np.ndarray | DeviceArray) -> None:
         """Write the candidates for draft j from logits [B, Vd]."""
         self.sampler.candidates(
             self.lane,
-            self._up(logits),
+            self.upload(logits),
             self.row_slot,
             j,
         )
@@ -338,5 +338,8 @@ class TableRound:
         self.sampler.place(self.lane, self.device.from_host(proposal, "int32"), self.row_slot)
         self.stream.synchronize()
 
-    def _up(self, logits: np.ndarray) -> DeviceArray:
+    def upload(self, logits: np.ndarray | DeviceArray) -> DeviceArray:
+        """Copy logits to the device as float32. A device array is returned unchanged."""
+        if isinstance(logits, DeviceArray):
+            return logits
         return self.device.from_host(np.ascontiguousarray(logits, np.float32), "float32")

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import reference_round as ref
-from test_verify import FORGED, add_drafts, forged_row, random_slot
+from test_verify import FORGED, add_drafts, forged_row, random_adjustment, random_slot
 
 from graft.sampling.mode import DraftMode
 
@@ -69,7 +69,8 @@ def test_draft_chain_matches_reference(
 ):
     """Drafts, draft kinds, probability tables, candidates and records match the reference.
 
-    Slots that committed nothing do not change. A probed draft is the grammar's answer. If no
+    Half of the slots have logit adjustments, which apply to the drafter too. Slots that committed
+    nothing do not change. A probed draft is the grammar's answer. If no
     candidate is legal, the draft is sampled under the mask row. Without an answer to the current
     probe, there is no draft. Requests without a grammar are not probed.
     """
@@ -126,6 +127,7 @@ def test_draft_chain_matches_reference(
         known = np.isin(np.arange(V), ids)
         for s in slots:  # only row 0 is ready, so at most one of these drafts is verified
             add_drafts(rng, s, rng.normal(0, 2, (K, V)), known)
+            s.adjust = random_adjustment(rng, V)
         free = [probed and i % 4 == 0 for i in range(SLOTS)]  # without a grammar
         rows = []
         for s, has_no_grammar in zip(slots, free, strict=True):
@@ -142,23 +144,26 @@ def test_draft_chain_matches_reference(
             logits = rng.normal(0, 2, (SLOTS, r.draft_vocab)).astype(np.float32)
             logits[rng.random(logits.shape) < 0.05] = -np.inf
             logits[rng.random(SLOTS) < 0.03, 4] = np.nan
+            uploaded = r.upload(logits[order])
             if probed:
-                r.candidates(j, logits[order])
+                r.candidates(j, uploaded)
             for i, s in enumerate(slots):
                 answer = -1
                 row = random_row(rng, s, j - 1)
+                adjusted = ref.adjusted_draft(s, s.drafts[: j - 1], logits[i], ids, V)
                 if free[i]:
                     row = ref.MaskRow(ref.FREE, s.epoch, 0, detail=1)
                     assert tuple(r.exchange.candidates[i, :2]) != (r.replay, j)
                 elif probed:
-                    answer, row = probe(i, s, j, logits[i])
+                    answer, row = probe(i, s, j, adjusted)
                 r.write_mask(i, j - 1, row)
                 mask = None if how == "unmasked" else row
                 if moved[i]:
+                    seen["adjusted"] += s.adjust is not None
                     ref.draft(
                         s,
                         j,
-                        logits[i],
+                        adjusted,
                         mask,
                         limit,
                         d2t,
@@ -167,7 +172,7 @@ def test_draft_chain_matches_reference(
                         answer=answer,
                     )
                     seen["free"] += free[i] and len(s.drafts) == j
-            r.draft(j, logits[order])
+            r.draft(j, uploaded)
         r.compare(slots)
         drafted = r.exchange.drafted
         tables = r.sampler.q.to_host()
@@ -180,6 +185,7 @@ def test_draft_chain_matches_reference(
                 seen["stalled"] += 1
             check_tables(s, tables[i], ids)
     assert {*range(K + 1), "stalled"} <= set(+seen)
+    assert seen["adjusted"] > 20
     if probed:
         assert min(seen[name] for name in (*PROBE_OUTCOMES, "free")) > 2, seen
 
@@ -194,7 +200,8 @@ def test_lattice_candidates_match_reference(
 ):
     """A lattice probe, which covers all levels, has the candidates of one probe per level.
 
-    Their probabilities match the reference. A level with invalid logits has no candidates. If the
+    Their probabilities match the reference. Penalties count only committed tokens, because the
+    drafts of earlier levels are not known. A level with invalid logits has no candidates. If the
     drafts are a tree, requests without a grammar get candidates, too.
     """
     rng = np.random.default_rng(5)
@@ -222,6 +229,8 @@ def test_lattice_candidates_match_reference(
     seen: Counter = Counter()
     for _ in range(4):
         slots = [random_slot(rng, V, 5) for _ in range(SLOTS)]
+        for s in slots:
+            s.adjust = random_adjustment(rng, V)
         free = [i % 4 == 0 for i in range(SLOTS)]
         rows = [
             [ref.MaskRow(ref.FREE, s.epoch, s.n, detail=f)]
@@ -256,7 +265,8 @@ def test_lattice_candidates_match_reference(
                 record[3 + size : 3 + 2 * size].view(np.float32).reshape(levels, max_candidates)
             )
             for level in range(count):
-                arguments = (s, level + 1, logits[level, i], ids, limit)
+                adjusted = ref.adjusted_draft(s, (), logits[level, i], ids, V, depth=level)
+                arguments = (s, level + 1, adjusted, ids, limit)
                 wanted = ref.candidates(*arguments)[:max_candidates]
                 seen["without candidates"] += not wanted
                 terminated = [*wanted, -1][:max_candidates]

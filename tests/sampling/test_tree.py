@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import reference_round as ref
 from round_simulator import read_drafted
-from test_verify import random_slot
+from test_verify import random_adjustment, random_slot
 
 from graft.sampling.mode import TREE_CANDIDATES, DraftMode
 from graft.sampling.tree import TreePlan, TreeSampler
@@ -107,6 +107,7 @@ class TreeRound:
         for s, has_no_grammar in zip(self.slots, self.free, strict=True):
             s.verify = ref.COUPLED
             s.limit += 3
+            s.adjust = random_adjustment(rng, V)
             rows.append([ref.MaskRow(ref.FREE, s.epoch, s.n, detail=has_no_grammar)])
         before = [s.n for s in self.slots]
         self.order = rng.permutation(SLOTS)
@@ -171,10 +172,11 @@ class TreeRound:
             legal = None
             if self.probed and not self.free[i]:
                 legal = partial(is_legal, number, path)
+            logits = logits_of(number, path, len(self.ids))
             return ref.children(
                 s,
                 s.n + len(path) + 1,
-                logits_of(number, path, len(self.ids)),
+                ref.adjusted_draft(s, path, logits, self.ids, V),
                 self.ids,
                 limit,
                 legal,
@@ -216,8 +218,8 @@ def test_draft_tree_matches_reference(
 ):
     """Candidates, nodes fed to the drafter, and drafts match the reference.
 
-    The requests are greedy or verified by coupled sampling. The cases include ties,
-    limits, stop ids, smaller trees and fixed shapes.
+    The requests are greedy or verified by coupled sampling, and half of them have logit
+    adjustments. The cases include ties, limits, stop ids, smaller trees and fixed shapes.
     """
     rng = np.random.default_rng(5)
     d2t = None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import reference_round as ref
 from sampling_round import TableRound
 
-from graft.sampling.params import Relaxed
+from graft.sampling.params import Relaxed, SamplingParams
 
 V = 41
 K = 3
@@ -47,6 +49,23 @@ def random_slot(rng: np.random.Generator, vocab: int = V, stops: int = 8) -> ref
             int(rng.integers(vocab)),
         ),
     )
+
+
+def random_adjustment(rng: np.random.Generator, vocab: int) -> ref.Adjustment | None:
+    """Return random logit adjustments after an output of two tokens, or None."""
+    some = tuple(rng.choice(vocab, 12, replace=False).tolist())
+    choices: list[dict[str, Any]] = [
+        {"allowed_ids": some},
+        {"banned_ids": some},
+        {"logit_bias": dict.fromkeys(some, 3.0)},
+        {"repetition_penalty": 1.7, "frequency_penalty": 0.6, "presence_penalty": 1.5},
+        {"min_tokens": 5, "logit_bias": dict.fromkeys(some, -2.0)},
+    ]
+    index = int(rng.integers(2 * len(choices)))
+    if index >= len(choices):
+        return None
+    params = SamplingParams(**choices[index])
+    return ref.Adjustment(params, prompt=some[:3], output=some[2:4])
 
 
 def add_drafts(
