@@ -283,12 +283,16 @@ class LLGuidanceBackend:
     ----------
     vocabulary
         Vocabulary of the grammars and matchers.
+    automata
+        Whether grammars that are known to be regular run as finite automata. Both kinds of
+        matchers allow the same tokens.
     """
 
     name = "LLGuidance"
 
-    def __init__(self, vocabulary: Vocabulary):
+    def __init__(self, vocabulary: Vocabulary, *, automata: bool = True):
         self.vocabulary = vocabulary
+        self._automata = automata
         load_native()
         tokens = list(vocabulary.tokens)
         tokens += [b""] * (vocabulary.size - len(tokens))
@@ -336,7 +340,7 @@ class LLGuidanceBackend:
             raise GrammarError(f"{spec.kind}: {message}") from None
         nbytes = _MATCHER_BYTES + len(result.text)
         automaton = None
-        if result.automaton is not None:
+        if self._automata and result.automaton is not None:
             automaton = _native.guide.AutomatonGrammar(
                 result.automaton,
                 self._trie,
