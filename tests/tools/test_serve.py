@@ -418,6 +418,7 @@ def test_server_rejects_invalid_requests(
     assert caught.value.status_code == status
     assert "partial" not in str(caught.value)
     assert caught.value.body["type"] == "invalid_request_error"
+    assert status == 413 or caught.value.body["param"] in fields
 
 
 def test_completions_limit_number_of_prompts_times_samples(client):
@@ -465,5 +466,8 @@ def test_server_authentication_models_health_and_metrics(
     page = http.get(f"{root}/metrics").text
     assert 'graft_up{replica="0"} 1.0' in page
     assert 'graft_pages{replica="0"} 0.0' in page
+    descriptions = re.findall(r"^# HELP (\w+) (.*)", page, re.M)
+    assert len(descriptions) > 15
+    assert all(text.endswith(".") and " " in text for _, text in descriptions)
     assert 'graft_drafts_accepted_total{position="0",replica="0"}' in page
     assert 'graft_requests_total{reason="refused"}' in page

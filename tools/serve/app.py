@@ -28,7 +28,7 @@ from graft.models.tokenizer import Tokenizer
 from graft.sampling.checks import short_repr
 from graft.tools.serve.engine_driver import EngineDriver
 from graft.tools.serve.errors import ApiError, check_output, to_api_error
-from graft.tools.serve.fields import check_fields
+from graft.tools.serve.fields import check_fields, find_param
 from graft.tools.serve.grammars import find_grammar, make_grammar_spec
 from graft.tools.serve.metrics import Metrics
 from graft.tools.serve.prompt_logprobs import score_prompts
@@ -360,6 +360,7 @@ class _GenerateEndpoint:
         service.check_key(request)
         service.check_capacity()
         service.api_requests += 1
+        fields: dict[str, Any] = {}
         try:
             fields = await service.read_body(request)
             chat = "messages" in fields if self._chat is None else self._chat
@@ -378,6 +379,11 @@ class _GenerateEndpoint:
                 response.cancel()
                 disconnect.cancel()
                 await asyncio.gather(response, disconnect, return_exceptions=True)
+        except GraftError as error:
+            api_error = to_api_error(error)
+            if api_error.param is None and api_error.status < 500:
+                api_error.param = find_param(str(api_error), fields)
+            raise api_error from error
         except (ClientDisconnect, TimeoutError):
             pass  # no response: the client disconnected, or did not read the stream in time
         finally:

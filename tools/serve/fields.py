@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,6 +86,20 @@ _IGNORED_FIELDS = {
     "store",
     "rid",
 }
+#: Fields that define grammars, and the beginning of an error message about a grammar.
+_GRAMMAR_PARAMS = ("response_format", "structured_outputs", *GRAMMAR_FIELDS, "tools")
+_GRAMMAR_ERROR = re.compile(r"(JSON schema|tag schema|structural tag|regex|ebnf|lark|choice)\b")
+#: API fields by the name that error messages of the engine use for them.
+_PARAMS: dict[str, tuple[str, ...]] = {
+    **{request_field: (name,) for name, request_field in PLAIN_FIELDS.items()},
+    **{name: (name,) for name in (*_GRAMMAR_PARAMS, "logit_bias", "stop", "top_k")},
+    "max_tokens": ("max_completion_tokens", "max_tokens"),
+    "logprobs": ("top_logprobs", "logprobs"),
+    "stop ids": ("stop_token_ids",),
+}
+#: The same for words that also occur in messages about other fields.
+_PROMPT_PARAMS = {"prompt": ("prompt", "messages"), "tokens": ("prompt", "messages")}
+_WORD = re.compile(r"stop ids|\w+")
 #: Fields of which only one value is supported, with this value. It is the default of OpenAI, vLLM
 #: and SGLang.
 _CONSTANT_FIELDS: dict[str, Any] = {
@@ -201,3 +216,30 @@ def read_integer(fields: Mapping[str, Any], name: str, low: int, high: int) -> i
             f"{name} must be an integer from {low} to {high}, got {short_repr(value)}", param=name
         )
     return value
+
+
+def find_param(message: str, fields: Mapping[str, Any]) -> str | None:
+    """Return the name of the field that an error message of the engine is about.
+
+    Messages of the engine contain names of `Request` fields, and messages about grammars begin with
+    the kind of grammar.
+
+    Parameters
+    ----------
+    message
+        Error message.
+    fields
+        Fields of the request.
+    """
+    if _GRAMMAR_ERROR.match(message):
+        names: tuple[str, ...] = _GRAMMAR_PARAMS
+    else:
+        words = _WORD.findall(message)
+        names = ()
+        for table in (_PARAMS, _PROMPT_PARAMS):
+            for word in words:
+                names += table.get(word, ())
+    for name in names:
+        if fields.get(name) is not None:
+            return name
+    return None

@@ -60,7 +60,9 @@ def find_grammar(fields: Mapping[str, Any], limits: Limits) -> tuple[str, str] |
         found.append(("tools", *tool_grammar(tools)))
     if len(found) > 1:
         names = " and ".join(name for name, _, _ in found)
-        raise ApiError(f"give at most one grammar, got {names}", param=found[1][0])
+        second = found[1][0]
+        param = second if second in fields else "structured_outputs"
+        raise ApiError(f"give at most one grammar, got {names}", param=param)
     if not found:
         return None
     [(name, key, value)] = found

@@ -44,6 +44,11 @@ _GAUGES = (
     ("graft_slots", "Request slots in use.", "held", "slots"),
     ("graft_grammar_cache_bytes", "Size of the grammar cache in bytes.", "compile", "cache_bytes"),
 )
+#: Descriptions of the gauges that the caller of `Metrics.page` provides.
+_SERVER_GAUGES = {
+    "calls": "API requests in progress.",
+    "requests_waiting": "Engine requests that wait for a slot.",
+}
 _DRAFT_COUNTERS = (
     ("tested", "Verified drafts by position."),
     ("accepted", "Accepted drafts by position."),
@@ -111,7 +116,7 @@ class Metrics:
             `Engine.counters` of each replica, or None for a replica that does not answer. For such
             a replica, its last known counters are reported.
         gauges
-            Values of further gauges, by metric name without the prefix ``graft_``.
+            Values of the gauges in `_SERVER_GAUGES`.
         """
         alive = {}
         for index, engine in enumerate(counters):
@@ -126,7 +131,7 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the engines. The registry calls this method for each page."""
         for name, value in self._gauges.items():
-            yield GaugeMetricFamily(f"graft_{name}", name, value)
+            yield GaugeMetricFamily(f"graft_{name}", _SERVER_GAUGES[name], value)
         alive = {(replica,): is_alive for replica, is_alive in self._alive.items()}
         yield _family(
             GaugeMetricFamily,

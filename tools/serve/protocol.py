@@ -25,6 +25,7 @@ from graft.tools.serve.fields import PLAIN_FIELDS, read_bool, read_integer
 from graft.tools.serve.messages import read_messages
 from graft.tools.serve.tool_calls import ToolChoice, read_tool_choice
 
+_MAX_PRIORITY = 2**31 - 1
 _STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
 
 
@@ -309,7 +310,10 @@ class RequestParser:
         for name, request_field in PLAIN_FIELDS.items():
             if name in fields:
                 options[request_field] = fields[name]
-        options["priority"] = _read_priority(fields)
+        # In the API, as in vLLM, requests with a lower value run first. In the engine, requests
+        # with a higher value run first.
+        priority = read_integer(fields, "priority", -_MAX_PRIORITY, _MAX_PRIORITY)
+        options["priority"] = -(priority or 0)
         if "seed" in fields:
             # In mode "coupled", the output depends only on the request and its seed, and not on
             # the other requests in the batch or on the draft length.
@@ -381,18 +385,6 @@ def _response_role(fields: Mapping[str, Any]) -> str:
     if read_bool(fields, "add_generation_prompt", not continues):
         return "assistant"
     return str(fields["messages"][-1]["role"])
-
-
-def _read_priority(fields: Mapping[str, Any]) -> int:
-    """Return the priority for the engine.
-
-    In the API, as in vLLM, requests with a lower value run first. In the engine, requests with a
-    higher value run first.
-    """
-    priority = fields.get("priority", 0)
-    if type(priority) is not int:
-        raise ApiError(f"priority must be an integer, got {short_repr(priority)}", param="priority")
-    return -priority
 
 
 def _read_logprobs(fields: Mapping[str, Any], chat: bool) -> Any:

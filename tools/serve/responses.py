@@ -96,7 +96,7 @@ class ResponseChoice:
                     message["content"] = content + self._tool_calls.cut_text
             if calls:
                 message["tool_calls"] = calls
-                if not self._api_request.tools.required and not content.strip():
+                if not content.strip():
                     message["content"] = None
         return choice | {"message": message}
 
