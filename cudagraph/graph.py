@@ -578,10 +578,17 @@ class Graph(GraphBase):
         _native.flush(1.0)
 
 
-def _check_programmatic(context: Context, name: str) -> None:
+def supports_programmatic_edges(context: Context) -> bool:
+    """Return whether graphs of the device can be created with ``programmatic=True``."""
     major = context.attribute("COMPUTE_CAPABILITY_MAJOR")
     cuda = call(cu.cuDriverGetVersion)
-    if major < PROGRAMMATIC_MIN_CAPABILITY or cuda < PROGRAMMATIC_MIN_CUDA:
+    return major >= PROGRAMMATIC_MIN_CAPABILITY and cuda >= PROGRAMMATIC_MIN_CUDA
+
+
+def _check_programmatic(context: Context, name: str) -> None:
+    if not supports_programmatic_edges(context):
+        major = context.attribute("COMPUTE_CAPABILITY_MAJOR")
+        cuda = call(cu.cuDriverGetVersion)
         raise OptionError(
             f"graph {name!r} cannot have programmatic edges: they need compute capability 9.0 and "
             f"CUDA 12.3; this device has {major}.x and {cuda // 1000}.{cuda % 1000 // 10}"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import OptionError
+from graft.cudagraph.graph import supports_programmatic_edges
 from graft.cudagraph.pinned import Ring
 from graft.cudagraph.ranks import RankGroup
 from graft.grammar.compile.service import GrammarService
@@ -159,6 +160,7 @@ def assemble(
             drafter,
             slots=options.slots,
             max_length=options.sizes[0],
+            programmatic=parts.programmatic,
         )
         resources.callback(prefill.close)
         caches = (target.kv, *(drafter.caches if drafter else ()))
@@ -415,6 +417,9 @@ def _round_parts(
     max_depth = mode.levels or mode.drafts
     if options.tree and not mode.levels:
         max_depth = options.tree.levels
+    programmatic = options.programmatic
+    if programmatic is None:
+        programmatic = supports_programmatic_edges(device)
     return RoundParts(
         device=device,
         target=target,
@@ -431,7 +436,7 @@ def _round_parts(
         timeline=make_timeline(device, RING_ENTRIES, mode.drafts),
         replay=replay,
         depth=max_depth,
-        programmatic=options.programmatic,
+        programmatic=programmatic,
         every_part=options.timeline,
     )
 

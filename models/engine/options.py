@@ -45,7 +45,7 @@ _INTEGERS: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
     "compile_threads": (1, 256),
     "ordinal": (0, 1023, None),
 }
-_BOOLEANS = ("mask_drafts", "forced_drafts", "overlap", "programmatic", "timeline")
+_BOOLEANS = ("mask_drafts", "forced_drafts", "overlap", "timeline")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "draft_masking": DRAFT_MASKINGS,
     "verify": VERIFY_MODES,
@@ -121,8 +121,8 @@ class Options:
         preserves the distribution of outputs. It applies only to drafts that were sampled from the
         drafter's distribution; other drafts are verified as with "coupled". "per_token" is
         rejection sampling of each draft separately. "relaxed" is like "coupled", but also accepts
-        drafts that are sufficiently likely (`Request.relaxed`), so outputs are not exact
-        (`Output.exact`).
+        drafts that are sufficiently likely (`Request.relaxed`). `Output.exact` tells whether
+        such a draft was accepted.
     grammar_backend
         Grammar backend for grammars that do not name one: "auto", "xgrammar", "llguidance", or a
         function that takes a `Vocabulary` and returns a `GrammarBackend`. "auto" chooses a backend
@@ -140,7 +140,9 @@ class Options:
         (`GuidedDecoder`). A request that exceeds this time is late. It is left out of rounds until
         its mask rows are complete, so that the other requests need not wait. This does not change
         its output, except that rejection sampling is reproducible only without late requests
-        (``counters()["grammar"]["late_rows"]``). With None, a step waits for all requests.
+        (``counters()["grammar"]["late_rows"]``). A request whose grammar exceeds the budget by far,
+        or needs more than 256 MiB, fails with an error (`GuidedDecoder`). With None, a step waits
+        for all requests.
     overlap
         Whether a round is launched before the host has read the previous one.
     composition
@@ -158,7 +160,7 @@ class Options:
         slightly. Embeddings, the output head and drafters are not affected.
     programmatic
         Whether a kernel may start while the previous one is running (programmatic dependent
-        launch), see `Graph`.
+        launch), see `Graph`. None: if the device supports it (compute capability 9.0).
     timeline
         Whether the device records a time stamp after every part of a round (`EngineStats.part_ns`,
         traces). Each time stamp costs one small kernel. Otherwise, only the beginning and the end
@@ -200,7 +202,7 @@ class Options:
     composition: str = "one"
     activations: str = "rounded"
     weights: str = "checkpoint"
-    programmatic: bool = False
+    programmatic: bool | None = None
     timeline: bool = False
     limits: Limits = field(default_factory=Limits)
     compile_threads: int = 2
@@ -238,6 +240,8 @@ class Options:
             value = getattr(self, name)
             if type(value) is not bool:
                 raise _error(name, "True or False", value)
+        if self.programmatic is not None and type(self.programmatic) is not bool:
+            raise _error("programmatic", "True, False or None", self.programmatic)
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if isinstance(value, str | None) and value in choices:

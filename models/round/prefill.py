@@ -161,6 +161,8 @@ class Prefill:
         the copy of another is still pending.
     max_length
         Maximum number of prompt tokens.
+    programmatic
+        Whether kernels use programmatic dependent launch.
     """
 
     def __init__(
@@ -171,8 +173,10 @@ class Prefill:
         *,
         slots: int,
         max_length: int,
+        programmatic: bool,
     ):
         self._device = device
+        self._programmatic = programmatic
         self._target = target
         self._drafter = drafter
         self._staging = [device.pinned(max_length, "int32") for _ in range(slots)]
@@ -221,7 +225,8 @@ class Prefill:
     def _graph(self, size: int) -> GraphExec:
         """Return the graph of a chunk size; build it on first use."""
         if size not in self._graphs:
-            graph = Graph(self._device, f"prompt, {size} rows")
+            name = f"prompt, {size} rows"
+            graph = Graph(self._device, name, programmatic=self._programmatic)
             lane = graph.lane("prompt")
             arrays = [self._rows[i][:size] for i in range(6)]
             token, next_token, slot, pos, drafter_slot, drafter_pos = arrays

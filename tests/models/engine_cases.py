@@ -260,7 +260,7 @@ ENGINE_OPTIONS = [
     {
         "max_batch_size": 8,
         "grammar_transport": "mailbox",
-        "programmatic": True,
+        "programmatic": False,
     },
     {"max_batch_size": 3, "composition": "two"},
     {"max_batch_size": 3, "draft_length": "auto"},

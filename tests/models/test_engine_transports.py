@@ -14,21 +14,22 @@ from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import HostWorkError, OptionError
 from graft.cudagraph.transports import choose_transport, probe_transport
 from graft.grammar.decoder import GuidedDecoder
+from graft.models.round.prefill import CHUNK_SIZES
 
 
 @pytest.mark.parametrize("transport", ["mailbox", "spinkernel"])
 def test_grammar_transport_uses_no_host_nodes(device, transport):
     """With the transports "mailbox" and "spinkernel", no graph has a host node.
 
-    The nodes of the transport have a higher priority than the model's kernels. With
-    ``programmatic=True``, most model kernels are connected by edges for programmatic dependent
-    launch.
+    The nodes of the transport have a higher priority than the model's kernels. Most model kernels
+    are connected by edges for programmatic dependent launch, which is the default on devices that
+    support it.
     """
     priority = cu.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY
     use_priority = cu.CUgraphInstantiate_flags.CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
     kernels = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
     _, first = call(cu.cuCtxGetStreamPriorityRange)
-    with demo_engine(max_batch_size=2, grammar_transport=transport, programmatic=True) as engine:
+    with demo_engine(max_batch_size=2, grammar_transport=transport) as engine:
         for round_graph in engine.round_graphs.values():
             graph = round_graph.graphs[0]
             flags = int(call(cu.cuGraphExecGetFlags, round_graph.execs[0].handle))
@@ -51,6 +52,11 @@ def test_grammar_transport_uses_no_host_nodes(device, transport):
                     node = nodes[int(handle)]
                     assert (node.kind, node.lane) == ("kernel", "model")
             assert num_programmatic > 8 * engine._parts.target.config.num_hidden_layers
+        prefill = engine._built.prefill
+        prefill._graph(CHUNK_SIZES[0])
+        graph, _ = prefill._graphs[CHUNK_SIZES[0]]
+        edge_data = call(cu.cuGraphGetEdges, graph.handle, 999)[2]
+        assert any(int(edge.type) for edge in edge_data)
 
 
 def test_grammar_transport_auto_depends_on_cores_and_probes(device, monkeypatch):

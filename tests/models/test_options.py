@@ -44,7 +44,7 @@ RIGHT = {
 #: A draft tree of five nodes, in no particular order.
 TREE_PATHS = [(1,), [0, 2], (0,), (1, 0, 1), (1, 0)]
 #: Options for which None is invalid.
-NEEDED = {"max_batch_size", "page_size", "draft_length", "overlap"}
+NEEDED = {"max_batch_size", "page_size", "draft_length", "overlap", "timeline"}
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Options)])
