@@ -76,7 +76,7 @@ MULTIPROCESSORS = 132
 _MMA_BLOCKS_PER_MULTIPROCESSOR = {32: 2, 64: 1, 128: 1}
 # Estimated time of writing and adding the partial sums of a split product, as a fraction of its
 # time without splits: per row of a tile, if every multiprocessor has tiles, and in addition.
-_MMA_SPLIT_COST_PER_ROW = 0.2 / 32
+_MMA_SPLIT_COST_PER_ROW = 0.3 / 32
 _MMA_SPLIT_COST = 0.05
 _NORM_BLOCK = 256
 _ELEMENT_BLOCK = 128

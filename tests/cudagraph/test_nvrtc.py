@@ -187,7 +187,7 @@ def test_mma_shape_fits_into_shared_memory_of_every_gpu(nbytes):
 
 
 def test_roofline_memory_bound_products_follow_from_weight_bytes():
-    """A memory-bound matrix product takes as long as loading its weights from memory."""
+    """A memory-bound product takes as long as loading its weights, and one round trip to L2."""
     e4m3, bfloat16 = (roofline.Product.of(1, 6144, 4096, nbytes) for nbytes in (1, 2))
     assert e4m3.weight_bytes == 6144 * (4096 + 4)
     assert bfloat16.weight_bytes == 6144 * 4096 * 2
@@ -200,7 +200,21 @@ def test_roofline_memory_bound_products_follow_from_weight_bytes():
     for name, columns in (("qkv", 6144), ("head", 128256)):
         microseconds, bound = rows[name, "1"]
         assert bound == "memory"
-        assert microseconds == f"{columns * 4096 * 2 / 4.3e6:.1f}"
+        assert microseconds == f"{columns * 4096 * 2 / 4.3e6 + 0.3:.1f}"
+
+
+def test_roofline_counts_waves_and_dependent_round_trips():
+    """With 32 rows, qkv has 4 splits in one wave, and its epilogue has two batches of loads.
+
+    A split product also waits for the partial sums and for the counter of arrived blocks.
+    """
+    qkv = roofline.Product.of(32, 6144, 4096)
+    assert (qkv.waves, qkv.round_trips, qkv.overlaps) == (1, 1 + 2 + 2, True)
+    assert qkv.filled == 48 * 4 / (2 * 132)
+    gate_up = roofline.Product.of(256, 28672, 4096)
+    assert (gate_up.waves, gate_up.round_trips, gate_up.overlaps) == (4, 1 + 16, False)
+    assert gate_up.latency == pytest.approx(4 * 17 * 0.3e-6)
+    assert "\n32 " in roofline.forward_pass()
 
 
 def test_kernel_report_includes_every_kernel_file():

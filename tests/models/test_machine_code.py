@@ -14,6 +14,7 @@ from graft.tools.bench.kernel_report import (
     disassemble,
     kernel_instructions,
 )
+from graft.tools.bench.roofline import EPILOGUE_PAIRS
 
 #: Architectures with programmatic dependent launch. The short run compiles only for the first one.
 ARCHITECTURES = [90, *(pytest.param(arch, marks=pytest.mark.full) for arch in (100, 120))]
@@ -87,8 +88,8 @@ def test_linear_many_issues_loads_of_epilogue_together(arch, row_block):
     assert count(code[:wait], "LDGSTS") == 4
     epilogue = code[index_of(code, LAST_ARRIVER) :]
     first_sum = index_of(epilogue, "FADD")
-    pairs = 2 if row_block == 128 else 4
-    assert count(epilogue[:first_sum], "LDG", "LD.") >= pairs * (2 * 8 + 2 + 2 + 2)
+    _, pairs_at_once = EPILOGUE_PAIRS[row_block]
+    assert count(epilogue[:first_sum], "LDG", "LD.") >= pairs_at_once * (2 * 8 + 2 + 2 + 2)
 
 
 @pytest.mark.parametrize("arch", [80, *ARCHITECTURES])
