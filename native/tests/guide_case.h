@@ -111,6 +111,12 @@ class HashMatcher final : public guided::NativeMatcher {
   std::atomic<bool> in_use_{false};
 };
 
+inline guided::Budget make_budget(int64_t ns) {
+  guided::Budget budget;
+  budget.ns = ns;
+  return budget;
+}
+
 // Returns the texts of the tokens. The worker needs them for forced drafts: if the grammar allows
 // only one continuation of the text, the worker drafts it without a model. Every token has a
 // different text, so the continuation is forced exactly where the grammar allows only one token.
@@ -163,7 +169,7 @@ class GuidedCase {
         setting_(setting),
         memory_(kGuidedSlots * 6 * kSectionWords),
         exchange_{memory_.data(), make_layout(setting), kVocab},
-        worker_(exchange_, kMaxInFlight + 2, setting.threads, {setting.budget_ns, nullptr},
+        worker_(exchange_, kMaxInFlight + 2, setting.threads, make_budget(setting.budget_ns),
                 setting.forced ? forced_text() : nullptr, setting.forced && !setting.masked) {}
 
   // Runs the host thread: puts requests into free slots until all of them have ended.
