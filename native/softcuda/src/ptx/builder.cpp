@@ -1,0 +1,764 @@
+// Building of executable kernels. Device functions are inlined: each call gets its own registers
+// and local variables, and "ret" becomes a jump behind the inlined body (invariant P4).
+#include "builder.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cstring>
+
+namespace softcuda {
+namespace ptx {
+
+namespace {
+
+// Limits that keep a hostile module from using unbounded memory.
+constexpr size_t kMaxInstructions = 2000000;
+constexpr size_t kMaxRegisterBytes = 64 << 20;
+constexpr size_t kMaxLocalBytes = 512 << 10;
+constexpr size_t kMaxParamBytes = 32764;
+constexpr unsigned kMaxDepth = 32;
+
+uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
+
+struct SpecialName {
+  const char* name;
+  Special special;
+};
+constexpr SpecialName kSpecialNames[] = {
+    {"%tid.x", Special::tid_x},
+    {"%tid.y", Special::tid_y},
+    {"%tid.z", Special::tid_z},
+    {"%ntid.x", Special::ntid_x},
+    {"%ntid.y", Special::ntid_y},
+    {"%ntid.z", Special::ntid_z},
+    {"%ctaid.x", Special::ctaid_x},
+    {"%ctaid.y", Special::ctaid_y},
+    {"%ctaid.z", Special::ctaid_z},
+    {"%nctaid.x", Special::nctaid_x},
+    {"%nctaid.y", Special::nctaid_y},
+    {"%nctaid.z", Special::nctaid_z},
+    {"%laneid", Special::laneid},
+    {"%warpid", Special::warpid},
+    {"%nwarpid", Special::nwarpid},
+    {"%smid", Special::smid},
+    {"%nsmid", Special::nsmid},
+    {"%gridid", Special::gridid},
+    {"%lanemask_eq", Special::lanemask_eq},
+    {"%lanemask_le", Special::lanemask_le},
+    {"%lanemask_lt", Special::lanemask_lt},
+    {"%lanemask_ge", Special::lanemask_ge},
+    {"%lanemask_gt", Special::lanemask_gt},
+    {"%dynamic_smem_size", Special::dynamic_smem_size},
+    {"%total_smem_size", Special::total_smem_size},
+    // Every block is a cluster of its own.
+    {"%clusterid.x", Special::ctaid_x},
+    {"%clusterid.y", Special::ctaid_y},
+    {"%clusterid.z", Special::ctaid_z},
+    {"%nclusterid.x", Special::nctaid_x},
+    {"%nclusterid.y", Special::nctaid_y},
+    {"%nclusterid.z", Special::nctaid_z},
+    {"%cluster_ctaid.x", Special::zero},
+    {"%cluster_ctaid.y", Special::zero},
+    {"%cluster_ctaid.z", Special::zero},
+    {"%cluster_ctarank", Special::zero},
+    {"%cluster_nctaid.x", Special::one},
+    {"%cluster_nctaid.y", Special::one},
+    {"%cluster_nctaid.z", Special::one},
+    {"%cluster_nctarank", Special::one},
+};
+
+constexpr const char* kCacheHints[] = {
+    "ca",
+    "cg",
+    "cs",
+    "lu",
+    "cv",
+    "wb",
+    "wt",
+    "nc",
+    "L2::64B",
+    "L2::128B",
+    "L2::256B",
+    "L1::no_allocate",
+    "L1::evict_last",
+    "L1::evict_first",
+    "L1::evict_normal",
+    "L1::evict_unchanged",
+    "L2::evict_last",
+    "L2::evict_first",
+    "L2::evict_normal",
+};
+
+}  // namespace
+
+// ---- opcodes ----------------------------------------------------------------------------------
+
+Opcode::Opcode(const std::string& text, unsigned at) : line(at), text_(text) {
+  size_t from = 0;
+  while (from <= text.size()) {
+    const size_t dot = std::min(text.find('.', from), text.size());
+    std::string part = text.substr(from, dot - from);
+    if (from == 0) {
+      base = std::move(part);
+    } else {
+      parts_.push_back(std::move(part));
+    }
+    from = dot + 1;
+  }
+}
+
+bool Opcode::take(std::string_view modifier) {
+  const auto found = std::find(parts_.begin(), parts_.end(), modifier);
+  if (found == parts_.end()) return false;
+  parts_.erase(found);
+  return true;
+}
+
+bool Opcode::has(std::string_view modifier) const {
+  return std::find(parts_.begin(), parts_.end(), modifier) != parts_.end();
+}
+
+Type Opcode::take_type() {
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    const Type type = type_of(parts_[i]);
+    if (type == Type::none) continue;
+    parts_.erase(parts_.begin() + static_cast<std::ptrdiff_t>(i));
+    return type;
+  }
+  return Type::none;
+}
+
+void Opcode::take_cache_hints() {
+  for (const char* hint : kCacheHints) take(hint);
+}
+
+std::string Opcode::take_any() {
+  if (parts_.empty()) return "";
+  std::string part = std::move(parts_.front());
+  parts_.erase(parts_.begin());
+  return part;
+}
+
+std::string Opcode::rest() const {
+  std::string text;
+  for (const std::string& part : parts_) text += "." + part;
+  return text;
+}
+
+// ---- instances --------------------------------------------------------------------------------
+
+// One inlined copy of a function.
+struct Builder::Instance {
+  const Function* function = nullptr;
+  std::vector<int32_t> slots;  // by register number; kNoRegister before the first use
+  std::map<std::string, int> labels;
+  std::map<std::string, uint64_t> locals;  // addresses of .local and .param variables
+  std::map<std::string, uint64_t> params;  // offsets of kernel parameters
+  int end = -1;                            // label behind the inlined body
+};
+
+void Builder::refuse_operand(const std::string& text) const {
+  syntax_error(statement_->line, statement_->opcode + ": " + text);
+}
+
+const Operand& Builder::operand(size_t i) const {
+  if (i >= operands_->size()) refuse_operand("the instruction has too few operands");
+  return (*operands_)[i];
+}
+
+int32_t Builder::slot(const Operand& o) {
+  if (o.kind != Operand::reg) refuse_operand("a register is expected");
+  if (o.index < 0) refuse_operand("'" + o.name + "' cannot be used here");
+  const Register& r = instance_->function->registers[static_cast<size_t>(o.index)];
+  int32_t& found = instance_->slots[static_cast<size_t>(o.index)];
+  if (found != kNoRegister) return found;
+  if (r.type == Type::pred) {
+    if (predicate_bytes_ % 64 == 0) {
+      predicate_bytes_ = lane_bytes_;
+      lane_bytes_ += 64;
+    }
+    found = static_cast<int32_t>(predicate_bytes_);
+    predicate_bytes_ += 4;
+    return found;
+  }
+  const size_t bytes = std::max<size_t>(2, size_of(r.type)) * kLanes;
+  found = static_cast<int32_t>(lane_bytes_);
+  lane_bytes_ += round_up(bytes, 64);
+  if (lane_bytes_ > kMaxRegisterBytes) refuse_operand("the kernel has too many registers");
+  return found;
+}
+
+unsigned Builder::register_bytes(const Operand& o) const {
+  if (o.kind != Operand::reg) return 0;
+  if (o.index < 0)
+    return o.name == "%gridid" || o.name == "%globaltimer" || o.name == "%clock64" ? 8 : 4;
+  const Type type = instance_->function->registers[static_cast<size_t>(o.index)].type;
+  return type == Type::pred ? 0 : std::max(2u, size_of(type));
+}
+
+int32_t Builder::dst(const Operand& o, unsigned bytes, bool wider) {
+  if (o.kind == Operand::none) return kNoRegister;
+  const int32_t found = slot(o);
+  const unsigned have = register_bytes(o);
+  if (have != bytes && !(wider && have > bytes)) {
+    refuse_operand("the register '" + o.name + "' has a wrong size");
+  }
+  return found;
+}
+
+int32_t Builder::special(const std::string& name, unsigned* bytes) {
+  for (const SpecialName& entry : kSpecialNames) {
+    if (name != entry.name) continue;
+    *bytes = entry.special == Special::gridid ? 8 : 4;
+    const auto found = special_slots_.find(entry.special);
+    if (found != special_slots_.end()) return found->second;
+    const auto at = static_cast<int32_t>(lane_bytes_);
+    lane_bytes_ += 8 * kLanes;
+    special_slots_[entry.special] = at;
+    return at;
+  }
+  if (name[0] == '%') {
+    unsupported(statement_->line, statement_->opcode + ": the register '" + name +
+                                      "' is not declared or not supported");
+  }
+  refuse_operand("'" + name + "' is not declared");
+}
+
+int32_t Builder::constant(uint64_t bits, unsigned bytes) {
+  if (bytes < 8) bits &= (uint64_t{1} << (8 * bytes)) - 1;
+  const auto key = std::make_pair(bits, bytes);
+  const auto found = constants_.find(key);
+  if (found != constants_.end()) return found->second;
+  const auto at = static_cast<int32_t>(constants_at_) | kConstant;
+  constants_[key] = at;
+  constant_values_.push_back(key);
+  constants_at_ += round_up(uint64_t{bytes} * kLanes, 64);
+  if (constants_at_ > kMaxRegisterBytes) refuse_operand("the kernel has too many constants");
+  return at;
+}
+
+int32_t Builder::src(const Operand& o, Type type, bool wider) {
+  const unsigned bytes = std::max(2u, size_of(type));
+  switch (o.kind) {
+    case Operand::reg: {
+      if (o.index < 0) {
+        unsigned have = 0;
+        const int32_t at = special(o.name, &have);
+        if (have != bytes && !(wider && have > bytes)) {
+          refuse_operand("the register '" + o.name + "' has a wrong size");
+        }
+        return at;
+      }
+      const int32_t at = slot(o);
+      const unsigned have = register_bytes(o);
+      if (have != bytes && !(wider && have > bytes)) {
+        refuse_operand("the register '" + o.name + "' has a wrong size");
+      }
+      return at;
+    }
+    case Operand::integer:
+      if (type == Type::f32 || type == Type::f64)
+        refuse_operand("a floating-point constant is expected");
+      return constant(o.bits, bytes);
+    case Operand::real: {
+      uint64_t bits = o.bits;
+      if (o.wide && bytes == 4) {
+        double value = 0;
+        std::memcpy(&value, &bits, sizeof value);
+        const float narrow = static_cast<float>(value);
+        bits = 0;
+        std::memcpy(&bits, &narrow, sizeof narrow);
+      } else if (!o.wide && bytes == 8 && type == Type::f64) {
+        float value = 0;
+        std::memcpy(&value, &bits, sizeof value);
+        const double widened = static_cast<double>(value);
+        std::memcpy(&bits, &widened, sizeof widened);
+      }
+      return constant(bits, bytes);
+    }
+    case Operand::symbol: {
+      Space space = Space::none;
+      return constant(symbol_address(o, &space), bytes);
+    }
+    default:
+      refuse_operand("a register or a constant is expected");
+  }
+}
+
+int32_t Builder::pred_dst(const Operand& o) {
+  if (o.kind == Operand::none) return kNoRegister;
+  const int32_t found = slot(o);
+  if (instance_->function->registers[static_cast<size_t>(o.index)].type != Type::pred) {
+    refuse_operand("'" + o.name + "' is no predicate");
+  }
+  return found;
+}
+
+int32_t Builder::pred_src(const Operand& o) {
+  if (o.kind == Operand::integer) {
+    return constant(((o.bits != 0) != o.negated) ? kAllLanes : 0u, 4);
+  }
+  const int32_t found = pred_dst(o);
+  if (found == kNoRegister) refuse_operand("a predicate is expected");
+  return o.negated ? found | kNegated : found;
+}
+
+int32_t Builder::symbol_constant(const Operand& o, unsigned bytes) {
+  Space space = Space::none;
+  uint64_t at = symbol_address(o, &space);
+  // The parameters of an inlined function are local variables. Their addresses are generic, so that
+  // ld.param can tell them from the parameters of the kernel.
+  if (space == Space::local && bytes == 8 && instance_->end >= 0 && is_formal(o.name)) {
+    at += kLocalWindow;
+  }
+  return constant(at, bytes);
+}
+
+bool Builder::is_formal(const std::string& name) const {
+  const Function& f = *instance_->function;
+  const auto named = [&](const Variable& v) { return v.name == name; };
+  return std::any_of(f.params.begin(), f.params.end(), named) ||
+         std::any_of(f.results.begin(), f.results.end(), named);
+}
+
+int32_t Builder::carry_flag() {
+  if (carry_flag_ == kNoRegister) {
+    carry_flag_ = static_cast<int32_t>(lane_bytes_);
+    lane_bytes_ += 64;
+  }
+  return carry_flag_;
+}
+
+bool Builder::constant_value(int32_t o, uint64_t* value) const {
+  for (const auto& item : constants_) {
+    if (item.second != o) continue;
+    *value = item.first.first;
+    return true;
+  }
+  return false;
+}
+
+uint64_t Builder::integer(const Operand& o) {
+  if (o.kind != Operand::integer) refuse_operand("an integer constant is expected");
+  return o.bits;
+}
+
+size_t Builder::pool_operands(const std::vector<int32_t>& operands) {
+  const size_t at = kernel_->operand_pool.size();
+  kernel_->operand_pool.insert(kernel_->operand_pool.end(), operands.begin(), operands.end());
+  return at;
+}
+
+// Returns the address that a symbol denotes in its state space.
+uint64_t Builder::symbol_address(const Operand& o, Space* space) {
+  const auto offset = static_cast<uint64_t>(o.offset);
+  const auto local = instance_->locals.find(o.name);
+  if (local != instance_->locals.end()) {
+    *space = Space::local;
+    return local->second + offset;
+  }
+  const auto param = instance_->params.find(o.name);
+  if (param != instance_->params.end()) {
+    *space = Space::param;
+    return param->second + offset;
+  }
+  const auto shared = shared_.find(o.name);
+  if (shared != shared_.end()) {
+    *space = Space::shared;
+    return shared->second + offset;
+  }
+  const auto global = addresses_->find(o.name);
+  if (global != addresses_->end()) {
+    *space = Space::global;
+    return global->second + offset;
+  }
+  if (functions_->count(o.name) != 0) unsupported(statement_->line, "addresses of functions");
+  refuse_operand("'" + o.name + "' is not declared");
+}
+
+int32_t Builder::address(const Operand& o, Space* space, unsigned* width, int64_t* offset) {
+  if (o.kind != Operand::memory) refuse_operand("a memory operand is expected");
+  const Operand& base = o.parts[0];
+  *offset = o.offset;
+  *width = 8;
+  if (base.kind == Operand::reg) {
+    *width = register_bytes(base);
+    if (*width != 4 && *width != 8) refuse_operand("an address has 32 or 64 bits");
+    return slot(base);
+  }
+  if (base.kind == Operand::integer) return constant(base.bits, 8);
+  Space found = Space::none;
+  const uint64_t at = symbol_address(base, &found);
+  if (*space == Space::generic && found == Space::shared) {
+    *space = Space::shared;
+  } else if (*space == Space::generic || *space == Space::constant) {
+    *space = found;
+  } else if (*space == Space::param && found == Space::local) {
+    *space = Space::local;
+  }
+  if (found != *space) refuse_operand("'" + base.name + "' is in another state space");
+  return constant(at, 8);
+}
+
+// ---- labels -----------------------------------------------------------------------------------
+
+int Builder::label_of(Instance& instance, const std::string& name) {
+  const auto found = instance.labels.find(name);
+  if (found == instance.labels.end()) {
+    refuse_operand("the label '" + name + "' is not defined");
+  }
+  return found->second;
+}
+
+void Builder::branch_to(size_t instruction, int label) { jumps_.emplace_back(instruction, label); }
+
+// ---- emission ---------------------------------------------------------------------------------
+
+void Builder::set_guard(Instr* in, const Statement& s) {
+  if (s.guard < 0) return;
+  Operand o;
+  o.kind = Operand::reg;
+  o.index = s.guard;
+  o.name = instance_->function->registers[static_cast<size_t>(s.guard)].name;
+  o.negated = s.guard_negated;
+  in->guard = pred_src(o);
+  if (in->guarded == nullptr) {
+    in->guarded = in->run;
+    in->run = handlers().guard;
+  }
+}
+
+void Builder::finish(const Opcode& op, Instr in, const Statement& s) {
+  set_guard(&in, s);
+  if (kernel_->code.size() >= kMaxInstructions) {
+    syntax_error(s.line, "the kernel has more than 2000000 instructions");
+  }
+  kernel_->code.push_back(in);
+  kernel_->lines.push_back(s.line);
+  kernel_->locations.push_back(s.location);
+  kernel_->text.push_back(op.text());
+}
+
+void Builder::place_variables(const Function& f, Instance& instance) {
+  for (const Variable& v : f.variables) {
+    if (v.space != Space::local && v.space != Space::param) continue;
+    local_at_ = round_up(local_at_, v.align);
+    instance.locals[v.name] = local_at_;
+    local_at_ += v.bytes;
+    if (local_at_ > kMaxLocalBytes) {
+      syntax_error(v.line, "the kernel needs more than 512 KiB of local memory");
+    }
+  }
+}
+
+void Builder::emit(Instance& instance, const Statement& s, unsigned depth) {
+  instance_ = &instance;
+  statement_ = &s;
+  operands_ = &s.operands;
+  if (!s.label.empty()) {
+    labels_[static_cast<size_t>(instance.labels[s.label])] = kernel_->code.size();
+    return;
+  }
+  Opcode op(s.opcode, s.line);
+  Instr in;
+  if (op.base == "call") {
+    emit_call(instance, s, depth);
+    return;
+  }
+  if (op.base == "bra") {
+    op.take("uni");
+    in.run = in.guarded = handlers().jump;
+    branch_to(kernel_->code.size(), label_of(instance, operand(0).name));
+    if (!op.finished()) unsupported(s.line, s.opcode);
+    finish(op, in, s);
+    return;
+  }
+  if (op.base == "brx") {
+    if (!op.take("idx")) unsupported(s.line, s.opcode);
+    op.take("uni");
+    const auto list = instance.function->targets.find(operand(1).name);
+    if (list == instance.function->targets.end()) refuse_operand("the list of targets is missing");
+    in.op[0] = src(operand(0), Type::u32);
+    in.count = static_cast<uint16_t>(std::min<size_t>(list->second.size(), 65535));
+    std::vector<int> table;
+    for (const std::string& name : list->second) table.push_back(label_of(instance, name));
+    in.imm = static_cast<int64_t>(pool_operands(std::vector<int32_t>(table.size())));
+    op.base = "brx.idx";
+    bool known = false;
+    for (Decoder decoder : handlers().decoders) known = known || decoder(*this, op, in);
+    table_jumps_.emplace_back(kernel_->code.size(), tables_.size());
+    tables_.push_back(std::move(table));
+    finish(op, in, s);
+    return;
+  }
+  if ((op.base == "ret" && instance.end >= 0)) {
+    op.take("uni");
+    in.run = in.guarded = handlers().jump;
+    branch_to(kernel_->code.size(), instance.end);
+    finish(op, in, s);
+    return;
+  }
+  for (Decoder decoder : handlers().decoders) {
+    if (!decoder(*this, op, in)) continue;
+    if (!op.finished()) {
+      unsupported(s.line, "'" + s.opcode + "' (the modifier '" + op.rest() + "')");
+    }
+    if (in.run == nullptr) unsupported(s.line, "'" + s.opcode + "'");
+    finish(op, in, s);
+    return;
+  }
+  unsupported(s.line, "'" + s.opcode + "'");
+}
+
+void Builder::emit_call(Instance& instance, const Statement& s, unsigned depth) {
+  const Opcode op(s.opcode, s.line);
+  size_t at = 0;
+  const Operand* result = nullptr;
+  if (at < s.operands.size() && s.operands[at].kind == Operand::list) {
+    if (!s.operands[at].parts.empty()) result = &s.operands[at].parts[0];
+    ++at;
+  }
+  const Operand& callee = operand(at);
+  if (callee.kind != Operand::symbol) unsupported(s.line, "indirect calls");
+  std::vector<Operand> arguments;
+  if (at + 1 < s.operands.size() && s.operands[at + 1].kind == Operand::list) {
+    arguments = s.operands[at + 1].parts;
+  }
+  // A guarded call is a jump over the call.
+  const int end = static_cast<int>(labels_.size());
+  labels_.push_back(0);
+  if (s.guard >= 0) {
+    Statement inverted = s;
+    inverted.guard_negated = !s.guard_negated;
+    Instr in;
+    in.run = in.guarded = handlers().jump;
+    branch_to(kernel_->code.size(), end);
+    finish(op, in, inverted);
+  }
+  const auto found = functions_->find(callee.name);
+  if (found == functions_->end() || !found->second->defined) {
+    if (!emit_special_call(instance, s, callee.name, arguments, result)) {
+      unsupported(s.line, "the function '" + callee.name + "' is not defined");
+    }
+    labels_[static_cast<size_t>(end)] = kernel_->code.size();
+    return;
+  }
+  const Function& f = *found->second;
+  if (std::find(active_.begin(), active_.end(), &f) != active_.end()) {
+    unsupported(s.line, "the recursive function '" + f.name + "'");
+  }
+  if (depth >= kMaxDepth) unsupported(s.line, "calls nested more than 32 deep");
+  if (arguments.size() != f.params.size() || (result != nullptr) != !f.results.empty()) {
+    refuse_operand("the arguments of '" + f.name + "' do not match its declaration");
+  }
+  Instance inner;
+  inner.function = &f;
+  inner.slots.assign(f.registers.size(), kNoRegister);
+  inner.end = end;
+  const auto pass = [&](const Variable& formal, const Operand& actual) {
+    const auto variable = instance.locals.find(actual.name);
+    if (formal.space != Space::param || variable == instance.locals.end()) {
+      unsupported(s.line, "arguments of calls that are no .param variables");
+    }
+    inner.locals[formal.name] = variable->second;
+  };
+  for (size_t i = 0; i < arguments.size(); ++i) pass(f.params[i], arguments[i]);
+  if (result != nullptr) pass(f.results[0], *result);
+  emit_function(f, inner, depth + 1);
+  labels_[static_cast<size_t>(end)] = kernel_->code.size();
+  instance_ = &instance;
+}
+
+// Emits a call of a function that the device provides. Returns false for any other function.
+bool Builder::emit_special_call(Instance& instance, const Statement& s, const std::string& name,
+                                const std::vector<Operand>& arguments, const Operand* result) {
+  Instr in;
+  size_t count = 0;
+  if (name == "vprintf") {
+    in.kind = kVprintf;
+    count = 2;
+  } else if (name == "__assertfail") {
+    in.kind = kAssertFail;
+    count = 5;
+  } else if (name == "cudaGraphSetConditional") {
+    in.kind = kSetConditional;
+    count = 2;
+  } else {
+    return false;
+  }
+  if (arguments.size() != count) refuse_operand("'" + name + "' has other arguments");
+  std::vector<int32_t> places;
+  for (const Operand& argument : arguments) {
+    const auto found = instance.locals.find(argument.name);
+    if (found == instance.locals.end()) refuse_operand("an argument of '" + name + "' is invalid");
+    places.push_back(static_cast<int32_t>(found->second));
+  }
+  int32_t place = -1;
+  if (result != nullptr) {
+    const auto found = instance.locals.find(result->name);
+    if (found != instance.locals.end()) place = static_cast<int32_t>(found->second);
+  }
+  places.push_back(place);
+  in.imm = static_cast<int64_t>(pool_operands(places));
+  in.run = handlers().special_call;
+  Statement unguarded = s;
+  unguarded.guard = -1;
+  finish(Opcode(s.opcode, s.line), in, unguarded);
+  return true;
+}
+
+void Builder::emit_function(const Function& f, Instance& instance, unsigned depth) {
+  active_.push_back(&f);
+  place_variables(f, instance);
+  for (const Statement& s : f.body) {
+    if (s.label.empty()) continue;
+    if (!instance.labels.emplace(s.label, static_cast<int>(labels_.size())).second) {
+      syntax_error(s.line, "the label '" + s.label + "' is defined twice");
+    }
+    labels_.push_back(0);
+  }
+  for (const Statement& s : f.body) emit(instance, s, depth);
+  active_.pop_back();
+}
+
+namespace {
+
+void add_names(const Operand& o, std::map<std::string, bool>* names) {
+  if (o.kind == Operand::symbol) (*names)[o.name] = true;
+  for (const Operand& part : o.parts) add_names(part, names);
+}
+
+// Adds `f` and the functions that it calls to `reached`.
+void reach(const Function& f, const std::map<std::string, const Function*>& functions,
+           std::vector<const Function*>* reached, std::map<std::string, bool>* names) {
+  if (std::find(reached->begin(), reached->end(), &f) != reached->end()) return;
+  reached->push_back(&f);
+  for (const Statement& s : f.body) {
+    for (const Operand& o : s.operands) {
+      add_names(o, names);
+      const auto found = functions.find(o.name);
+      if (o.kind == Operand::symbol && found != functions.end()) {
+        reach(*found->second, functions, reached, names);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<Kernel> Builder::build(const Function& entry,
+                                       const std::map<std::string, uint64_t>& addresses,
+                                       const std::map<std::string, const Function*>& functions) {
+  kernel_ = std::make_shared<Kernel>();
+  Kernel& k = *kernel_;
+  addresses_ = &addresses;
+  functions_ = &functions;
+  k.name = entry.name;
+  k.target = module_.target;
+  k.files = module_.files;
+  k.max_threads = entry.max_threads;
+
+  // Shared variables, the dynamic ones at the end.
+  std::vector<const Function*> reached;
+  std::map<std::string, bool> names;
+  reach(entry, functions, &reached, &names);
+  std::vector<const Variable*> dynamic;
+  const auto place_shared = [&](const Variable& v) {
+    if (v.space != Space::shared) return;
+    if (v.dynamic || (v.external && v.bytes == 0)) {
+      dynamic.push_back(&v);
+      return;
+    }
+    shared_at_ = round_up(shared_at_, v.align);
+    shared_[v.name] = shared_at_;
+    shared_at_ += v.bytes;
+    if (shared_at_ - kSharedBase > (227u << 10)) {
+      syntax_error(v.line, "the kernel needs more than 232448 bytes of shared memory");
+    }
+  };
+  for (const Variable& v : module_.variables) {
+    if (names.count(v.name) != 0) place_shared(v);
+  }
+  for (const Function* f : reached) {
+    for (const Variable& v : f->variables) place_shared(v);
+  }
+  unsigned dynamic_align = 16;
+  for (const Variable* v : dynamic) dynamic_align = std::max(dynamic_align, v->align);
+  shared_at_ = round_up(shared_at_, dynamic_align);
+  for (const Variable* v : dynamic) shared_[v->name] = shared_at_;
+  k.shared_bytes = static_cast<unsigned>(shared_at_) - kSharedBase;
+
+  // Parameters.
+  Instance instance;
+  instance.function = &entry;
+  instance.slots.assign(entry.registers.size(), kNoRegister);
+  uint64_t at = 0;
+  for (const Variable& v : entry.params) {
+    at = round_up(at, v.align);
+    instance.params[v.name] = at;
+    k.param_offsets.push_back(static_cast<unsigned>(at));
+    k.param_sizes.push_back(static_cast<unsigned>(v.bytes));
+    k.param_pointers.push_back(0);
+    at += v.bytes;
+    if (at > kMaxParamBytes) syntax_error(v.line, "the parameters exceed 32764 bytes");
+  }
+  k.param_bytes = static_cast<unsigned>(at);
+
+  emit_function(entry, instance, 0);
+  // Threads that reach the end of the function exit.
+  Statement end;
+  end.line = entry.line;
+  end.opcode = "exit";
+  if (!entry.body.empty()) end.line = entry.body.back().line;
+  Instr in;
+  in.run = in.guarded = handlers().exit;
+  statement_ = &end;
+  finish(Opcode("exit", end.line), in, end);
+
+  for (const auto& jump : jumps_) {
+    k.code[jump.first].imm = static_cast<int64_t>(labels_[static_cast<size_t>(jump.second)]) -
+                             static_cast<int64_t>(jump.first);
+  }
+  for (const auto& jump : table_jumps_) {
+    const std::vector<int>& table = tables_[jump.second];
+    for (size_t i = 0; i < table.size(); ++i) {
+      k.operand_pool[static_cast<size_t>(k.code[jump.first].imm) + i] =
+          static_cast<int32_t>(static_cast<int64_t>(labels_[static_cast<size_t>(table[i])]) -
+                               static_cast<int64_t>(jump.first));
+    }
+  }
+
+  k.register_bytes = lane_bytes_;
+  k.local_bytes = local_at_ > kLocalBase ? static_cast<unsigned>(round_up(local_at_, 64)) : 0;
+  for (const auto& item : special_slots_) k.specials.emplace_back(item.first, item.second);
+  k.constant_bytes = constants_at_;
+  k.constant_memory = std::make_unique<char[]>(constants_at_ + 64);
+  const auto raw = reinterpret_cast<uintptr_t>(k.constant_memory.get());
+  char* base = k.constant_memory.get() + (round_up(raw, 64) - raw);
+  k.constants = base;
+  for (const auto& value : constant_values_) {
+    char* to = base + (constants_[value] & ~3);
+    for (unsigned lane = 0; lane < kLanes; ++lane) {
+      std::memcpy(to + lane * value.second, &value.first, value.second);
+    }
+  }
+  return kernel_;
+}
+
+std::string Kernel::where(const Instr* in) const {
+  const auto index = static_cast<size_t>(in - code.data());
+  if (index >= lines.size()) return "";
+  std::string out = "PTX line " + std::to_string(lines[index]);
+  const Location& location = locations[index];
+  if (location.line != 0) {
+    const auto file = files.find(location.file);
+    std::string name = file == files.end() ? "file " + std::to_string(location.file) : file->second;
+    const size_t slash = name.rfind('/');
+    if (slash != std::string::npos) name.erase(0, slash + 1);
+    out += " (" + name + ":" + std::to_string(location.line) + ")";
+  }
+  return out + " " + text[index];
+}
+
+}  // namespace ptx
+}  // namespace softcuda

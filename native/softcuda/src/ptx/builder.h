@@ -1,0 +1,145 @@
+// Building of executable kernels from syntax trees: symbols, inlining of device functions, register
+// slots, and the interface through which the instruction families decode their instructions.
+#pragma once
+
+#include <unordered_map>
+
+#include "program.h"
+
+namespace softcuda {
+namespace ptx {
+
+class Builder;
+
+// An opcode that is being decoded. The decoder of its family takes the modifiers that it knows. An
+// instruction with a modifier that nobody took is refused.
+class Opcode {
+ public:
+  Opcode(const std::string& text, unsigned line);
+  std::string base;  // "ld" of "ld.global.u32"
+  unsigned line;
+  // Takes a modifier if it is present.
+  bool take(std::string_view modifier);
+  bool has(std::string_view modifier) const;
+  // Takes the first type of the remaining modifiers; Type::none if there is none.
+  Type take_type();
+  // Takes modifiers that are hints for caches and memory ordering domains.
+  void take_cache_hints();
+  // Takes the next modifier, whatever it is; "" if none is left.
+  std::string take_any();
+  bool finished() const { return parts_.empty(); }
+  const std::string& text() const { return text_; }
+  std::string rest() const;
+
+ private:
+  std::string text_;
+  std::vector<std::string> parts_;
+};
+
+// What a decoder knows about the operands of an instruction.
+class Builder {
+ public:
+  explicit Builder(const ModuleText& module) : module_(module) {}
+  std::shared_ptr<Kernel> build(const Function& entry,
+                                const std::map<std::string, uint64_t>& addresses,
+                                const std::map<std::string, const Function*>& functions);
+
+  // ---- used by decoders ----
+  const Operand& operand(size_t i) const;
+  size_t operand_count() const { return operands_->size(); }
+  // Operand i as a register that the instruction writes. Its size must be `bytes`, or at least
+  // `bytes` if `wider` is set. kNoRegister for "_".
+  int32_t dst(const Operand& o, unsigned bytes, bool wider = false);
+  // An operand that the instruction reads as `type`: a register or a constant.
+  int32_t src(const Operand& o, Type type, bool wider = false);
+  // Predicates. pred_src() sets kNegated for "!p".
+  int32_t pred_dst(const Operand& o);
+  int32_t pred_src(const Operand& o);
+  // Size in bytes of a register operand; 0 for predicates and constants.
+  unsigned register_bytes(const Operand& o) const;
+  bool is_register(const Operand& o) const { return o.kind == Operand::reg; }
+  // Lanes that all contain `bits`.
+  int32_t constant(uint64_t bits, unsigned bytes);
+  // The value of lanes that are constant.
+  bool constant_value(int32_t o, uint64_t* value) const;
+  uint64_t integer(const Operand& o);
+  // The base of a memory operand, with its width in bytes (4 or 8); sets the offset. `space` may
+  // become the state space of the symbol that the operand names.
+  int32_t address(const Operand& o, Space* space, unsigned* width, int64_t* offset);
+  // Lanes that contain the address of a symbol, as mov returns it.
+  int32_t symbol_constant(const Operand& o, unsigned bytes);
+  // The carry flag of the .cc instructions, a predicate that the kernel does not name.
+  int32_t carry_flag();
+  uint32_t new_site() { return kernel_->sites++; }
+  size_t pool_operands(const std::vector<int32_t>& operands);
+  Kernel& kernel() { return *kernel_; }
+  const Statement& statement() const { return *statement_; }
+  [[noreturn]] void refuse_operand(const std::string& text) const;
+
+ private:
+  struct Instance;
+  void emit_function(const Function& f, Instance& instance, unsigned depth);
+  void emit(Instance& instance, const Statement& s, unsigned depth);
+  void emit_call(Instance& instance, const Statement& s, unsigned depth);
+  bool emit_special_call(Instance& instance, const Statement& s, const std::string& name,
+                         const std::vector<Operand>& arguments, const Operand* result);
+  void finish(const Opcode& op, Instr in, const Statement& s);
+  void branch_to(size_t instruction, int label);
+  int label_of(Instance& instance, const std::string& name);
+  int32_t slot(const Operand& o);
+  int32_t special(const std::string& name, unsigned* bytes);
+  bool is_formal(const std::string& name) const;
+  uint64_t symbol_address(const Operand& o, Space* space);
+  const Variable* find_variable(const std::string& name) const;
+  void place_variables(const Function& f, Instance& instance);
+  void set_guard(Instr* in, const Statement& s);
+
+  const ModuleText& module_;
+  std::shared_ptr<Kernel> kernel_;
+  const std::map<std::string, uint64_t>* addresses_ = nullptr;
+  const std::map<std::string, const Function*>* functions_ = nullptr;
+  Instance* instance_ = nullptr;
+  const Statement* statement_ = nullptr;
+  const std::vector<Operand>* operands_ = nullptr;
+  size_t predicate_bytes_ = 0;
+  size_t lane_bytes_ = 0;
+  std::map<std::pair<uint64_t, unsigned>, int32_t> constants_;
+  std::vector<std::pair<uint64_t, unsigned>> constant_values_;
+  size_t constants_at_ = 0;
+  std::map<Special, int32_t> special_slots_;
+  int32_t carry_flag_ = kNoRegister;
+  uint64_t local_at_ = kLocalBase;
+  uint64_t shared_at_ = kSharedBase;
+  std::map<std::string, uint64_t> shared_;     // addresses of shared variables, also of the module
+  std::vector<size_t> labels_;                 // instruction by label number
+  std::vector<std::pair<size_t, int>> jumps_;  // instructions whose `imm` is a label
+  std::vector<std::vector<int>> tables_;       // label numbers of brx.idx
+  std::vector<std::pair<size_t, size_t>> table_jumps_;
+  bool dynamic_shared_ = false;
+  std::vector<std::string> dynamic_names_;
+  std::vector<const Function*> active_;  // functions that are being inlined
+};
+
+// Decoders of the instruction families. Each returns false if the opcode is not of its family, and
+// throws Error for an instruction of its family that is not supported.
+#define SC_PTX_DECODERS(declare)                                                                \
+  declare(decode_integer) declare(decode_float) declare(decode_half) declare(decode_move)       \
+      declare(decode_compare) declare(decode_convert) declare(decode_memory)                    \
+          declare(decode_atomic) declare(decode_warp) declare(decode_mma) declare(decode_async) \
+              declare(decode_control)
+
+using Decoder = bool (*)(Builder& b, Opcode& op, Instr& in);
+struct HandlerSet {
+  std::vector<Decoder> decoders;
+  Handler guard;
+  // Handlers that the builder emits itself.
+  Handler copy32, jump, exit, special_call;
+};
+// The handlers for the processor that runs this process.
+const HandlerSet& handlers();
+
+// Calls of functions that the device provides, in Instr::kind.
+enum SpecialCall : uint16_t { kVprintf, kAssertFail, kSetConditional, kTrapCall };
+
+}  // namespace ptx
+}  // namespace softcuda

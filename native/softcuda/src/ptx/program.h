@@ -1,0 +1,262 @@
+// The executable form of a PTX kernel, and the state of its execution. Handlers (handlers_*.cpp)
+// execute one instruction for one warp; the runner (runner.cpp) schedules warps.
+//
+// Registers are arrays of 32 lanes. A warp's registers lie in one buffer, and operands are byte
+// offsets in it (invariants P1-P3).
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../memory.h"
+#include "../modules.h"
+#include "syntax.h"
+
+namespace softcuda {
+namespace ptx {
+
+struct Block;
+struct Instr;
+struct Races;
+struct Warp;
+
+constexpr unsigned kLanes = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Executes an instruction for the active lanes of a warp and returns the next instruction.
+using Handler = const Instr* (*)(Warp& w, const Instr* in);
+
+// A decoded instruction. The meaning of the fields depends on the handler.
+struct Instr {
+  Handler run = nullptr;
+  Handler guarded = nullptr;  // the handler behind a guard predicate, see run_guarded()
+  // Operands: byte offsets of registers. Bit 0 marks constants, bit 1 negated predicates.
+  int32_t op[6] = {};
+  int64_t imm = 0;     // offset of a memory operand, target of a branch, ...
+  int32_t guard = -1;  // predicate, or -1
+  uint32_t aux = 0;    // modifiers that the handler reads at run time
+  uint32_t site = 0;   // number of the memory access in the kernel, see Block::sites
+  uint16_t count = 0;  // vector elements, or bytes
+  uint16_t kind = 0;
+};
+
+constexpr int32_t kConstant = 1;
+constexpr int32_t kNegated = 2;
+constexpr int32_t kNoRegister = -1;
+
+// Base addresses of the windows of generic addresses. An address in a window is an offset in the
+// shared memory of the block, in the local memory of the thread or in the kernel's parameters. No
+// other address has these bits.
+constexpr uint64_t kSharedWindow = uint64_t{1} << 56;
+constexpr uint64_t kLocalWindow = uint64_t{2} << 56;
+constexpr uint64_t kParamWindow = uint64_t{3} << 56;
+constexpr uint64_t kWindowSize = uint64_t{1} << 32;
+// The first shared address. Address 0 is invalid, so that null pointers are detected.
+constexpr unsigned kSharedBase = 1024;
+constexpr unsigned kLocalBase = 64;
+
+// The special registers that a kernel reads. They have slots among the registers of a warp.
+enum class Special : uint8_t {
+  tid_x,
+  tid_y,
+  tid_z,
+  ntid_x,
+  ntid_y,
+  ntid_z,
+  ctaid_x,
+  ctaid_y,
+  ctaid_z,
+  nctaid_x,
+  nctaid_y,
+  nctaid_z,
+  laneid,
+  warpid,
+  nwarpid,
+  smid,
+  nsmid,
+  gridid,
+  lanemask_eq,
+  lanemask_le,
+  lanemask_lt,
+  lanemask_ge,
+  lanemask_gt,
+  dynamic_smem_size,
+  total_smem_size,
+  zero,
+  one,
+  count_
+};
+
+// Model of the accumulation of mma.sync, see PTX.md.
+enum class Accumulation : uint8_t { sequential, exact, hardware };
+
+struct Options {
+  bool adversarial = false;
+  uint64_t seed = 0;
+  bool racecheck = false;
+  Accumulation accumulation = Accumulation::sequential;
+  uint64_t max_steps = 0;  // instructions per warp; 0: no limit
+};
+const Options& options();
+
+// Memory of a module: its .global and .const variables.
+struct ModuleMemory {
+  ~ModuleMemory();
+  std::shared_ptr<Allocation> allocation;
+};
+
+// A kernel in executable form.
+struct Kernel {
+  std::string name;
+  unsigned target = 0;
+  std::vector<Instr> code;
+  // By instruction: the line in the PTX text and the location in the source.
+  std::vector<unsigned> lines;
+  std::vector<Location> locations;
+  std::map<unsigned, std::string> files;
+  std::vector<std::string> text;  // by instruction: opcode, for error messages
+  // Constant lanes that instructions refer to with kConstant.
+  std::unique_ptr<char[]> constant_memory;
+  const char* constants = nullptr;
+  size_t constant_bytes = 0;
+  size_t register_bytes = 0;
+  std::vector<std::pair<Special, int32_t>> specials;
+  unsigned shared_bytes = 0;  // static shared memory
+  unsigned local_bytes = 0;   // local memory per thread
+  unsigned param_bytes = 0;
+  unsigned sites = 0;
+  unsigned max_threads = 0;
+  bool waits_for_grid = false;  // has griddepcontrol.wait
+  std::vector<int32_t> operand_pool;
+  std::vector<std::string> strings;  // texts of refused or special calls
+  std::vector<unsigned> param_sizes, param_offsets;
+  std::vector<unsigned char> param_pointers;
+  std::shared_ptr<ModuleMemory> memory;
+  // Describes an instruction: "PTX line 12 (scale.cu:3): add.f32".
+  std::string where(const Instr* in) const;
+};
+
+// Lanes of a warp that stand at the same instruction.
+struct Group {
+  const Instr* pc;
+  uint32_t mask;
+  enum State : uint8_t { ready, at_warp_sync, at_barrier } state;
+  uint8_t barrier;
+};
+
+// Why the runner's inner loop ended.
+enum class Stop : uint8_t { none, exited, warp_sync, barrier, failed };
+
+// State of a warp. `mask` and `regs` are those of the running group.
+struct Warp {
+  char* regs = nullptr;
+  const char* constants = nullptr;
+  uint32_t mask = 0;  // active lanes
+  Stop why = Stop::none;
+  uint8_t barrier = 0;          // barrier at which the group stopped
+  const Instr* stop = nullptr;  // the inner loop ends at this instruction or behind it
+  Block* block = nullptr;
+  uint32_t exists = 0;  // lanes that the block has
+  uint32_t exited = 0;
+  unsigned index = 0;  // number of the warp in the block
+  unsigned group_count = 0;
+  uint64_t steps = 0;  // executed instructions
+  Group groups[kLanes];
+  uint32_t live() const { return exists & ~exited; }
+};
+
+// A range of device addresses that an instruction accessed last.
+struct Site {
+  uint64_t from = 1;
+  uint64_t span = 0;
+  int64_t delta = 0;  // storage address minus device address
+  const Allocation* allocation = nullptr;
+};
+
+struct Barrier {
+  unsigned arrived = 0;
+  unsigned expected = 0;  // 0: all threads that have not exited
+  unsigned count = 0;     // arrived threads whose predicate is true
+  bool used = false;
+};
+
+// cp.async operations of one warp that have not landed.
+struct AsyncCopy {
+  uint32_t mask;
+  unsigned bytes;  // of the destination
+  unsigned group;  // number of the commit group
+  const Instr* in;
+  uint32_t to[kLanes];
+  unsigned valid[kLanes];  // bytes of the source; the rest is zero
+  const char* from[kLanes];
+};
+
+// State of a block, which one worker executes.
+struct Block {
+  const Kernel* kernel = nullptr;
+  const KernelWork* work = nullptr;
+  softcuda_dim3 index{};
+  softcuda_dim3 size{};
+  unsigned threads = 0;
+  unsigned exited = 0;
+  char* shared = nullptr;
+  unsigned shared_end = 0;  // end of the block's shared addresses
+  unsigned dynamic_bytes = 0;
+  char* local = nullptr;
+  const char* params = nullptr;
+  std::vector<Site> sites;
+  Barrier barriers[16];
+  std::vector<Warp> warps;
+  std::vector<std::vector<AsyncCopy>> copies;  // by warp
+  std::vector<unsigned> commits;               // by warp: number of committed groups
+  std::vector<char> registers, shared_memory, local_memory;
+  bool failed = false;
+  bool adversarial = false;
+  bool racecheck = false;
+  bool atomic_access = false;  // the current access is atomic, for race detection
+  bool grid_waited = false;
+  uint64_t random = 0;
+  unsigned worker = 0;
+  // Race detection, see races.cpp.
+  Races* races = nullptr;
+  alignas(64) char scratch[128];  // accesses of inactive lanes
+
+  // Records a fault of device code. `lane` is -1 if no thread caused it.
+  void fail(CUresult code, const Warp* w, int lane, const Instr* in, const std::string& text);
+  uint64_t next_random() {
+    random ^= random << 13;
+    random ^= random >> 7;
+    random ^= random << 17;
+    return random;
+  }
+};
+
+// Returns the address in host memory of `bytes` bytes at a global address. Reports a fault and
+// returns null if they are not inside one allocation.
+char* resolve_global(Warp& w, const Instr* in, unsigned lane, uint64_t address, unsigned bytes,
+                     bool write);
+// Reports an access outside of shared, local or parameter memory.
+void bad_window_access(Warp& w, const Instr* in, unsigned lane, const char* space, uint64_t address,
+                       unsigned bytes, bool write);
+void misaligned(Warp& w, const Instr* in, unsigned lane, uint64_t address, unsigned bytes);
+// Ends the running group's turn because lanes of a warp-synchronous operation are missing.
+const Instr* wait_for_lanes(Warp& w, const Instr* in);
+// Lets the lanes of `mask` arrive at a barrier.
+const Instr* arrive_at_barrier(Warp& w, const Instr* in, uint32_t lanes, unsigned barrier,
+                               unsigned threads, bool wait, uint32_t predicate);
+// The barrier instruction's reduction, in Instr::kind.
+enum BarrierKind : uint16_t { kBarrier, kBarrierCount, kBarrierAnd, kBarrierOr };
+// Lets lanes exit, which may complete barriers.
+void lanes_exited(Warp& w, uint32_t lanes);
+// cp.async: queues copies of the active lanes, commits groups and waits for them (async.cpp).
+bool queue_copy(Warp& w, const AsyncCopy& copy);
+void commit_copies(Warp& w);
+bool land_copies(Warp& w, const Instr* in, unsigned groups_left);
+// Reports races of an access to shared memory. Only called if race detection is on.
+void note_shared(Warp& w, const Instr* in, unsigned lane, uint32_t address, unsigned bytes,
+                 bool write);
+
+}  // namespace ptx
+}  // namespace softcuda

@@ -1,0 +1,22 @@
+// Interface of the PTX front end to the rest of the soft device.
+#pragma once
+
+#include "../modules.h"
+
+namespace softcuda {
+namespace ptx {
+
+struct Kernel;
+
+// Whether a module image is PTX text: after white space and comments it begins with ".version".
+bool is_ptx(const void* image);
+// Parses PTX texts, links them and adds their kernels to `module`. Refuses the call with
+// CUDA_ERROR_INVALID_PTX, or with CUDA_ERROR_UNSUPPORTED_PTX_VERSION if an instruction is valid but
+// not supported. `log` receives the same text.
+void load(const std::vector<std::string>& texts, Module* module, std::string* log);
+// Runs blocks of an interpreted kernel on a worker. Returns false after a fault.
+bool run_blocks(const KernelWork& work, unsigned worker, uint64_t first, uint64_t last,
+                std::atomic<const char*>* running);
+
+}  // namespace ptx
+}  // namespace softcuda

@@ -1,0 +1,684 @@
+// The runner: schedules the warps of a block and the groups of lanes of a warp (invariants P8-P11).
+#include <sched.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "builder.h"
+#include "ptx.h"
+#include "races.h"
+
+namespace softcuda {
+namespace ptx {
+
+namespace baseline {
+HandlerSet make_handlers();
+}
+#if defined(__x86_64__) && defined(SOFTCUDA_PTX_AVX2)
+namespace avx2 {
+HandlerSet make_handlers();
+}
+#endif
+
+const HandlerSet& handlers() {
+  static const HandlerSet& set = *new HandlerSet([] {
+#if defined(__x86_64__) && defined(SOFTCUDA_PTX_AVX2)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+      return avx2::make_handlers();
+    }
+#endif
+    return baseline::make_handlers();
+  }());
+  return set;
+}
+
+const Options& options() {
+  static const Options& result = *new Options([] {
+    Options o;
+    if (const char* seed = std::getenv("SOFTCUDA_PTX_SEED")) {
+      o.adversarial = *seed != 0;
+      o.seed = std::strtoull(seed, nullptr, 10);
+    }
+    if (const char* race = std::getenv("SOFTCUDA_RACECHECK"))
+      o.racecheck = std::strcmp(race, "1") == 0;
+    if (const char* steps = std::getenv("SOFTCUDA_PTX_STEPS")) {
+      o.max_steps = std::strtoull(steps, nullptr, 10);
+    }
+    if (const char* mma = std::getenv("SOFTCUDA_PTX_MMA")) {
+      if (std::strcmp(mma, "exact") == 0) o.accumulation = Accumulation::exact;
+      if (std::strcmp(mma, "hardware") == 0) o.accumulation = Accumulation::hardware;
+    }
+    return o;
+  }());
+  return result;
+}
+
+namespace {
+
+// Instructions that a warp executes before another warp gets its turn, so that a warp may wait in a
+// loop for another one.
+constexpr uint64_t kTurn = 20000;
+// Instructions that a group executes out of turn while the groups with lower addresses wait.
+constexpr uint64_t kOutOfTurn = 200;
+
+std::string triple(unsigned x, unsigned y, unsigned z) {
+  return "(" + std::to_string(x) + "," + std::to_string(y) + "," + std::to_string(z) + ")";
+}
+
+std::string thread_name(const Block& b, unsigned thread) {
+  return triple(thread % b.size.x, thread / b.size.x % b.size.y, thread / b.size.x / b.size.y);
+}
+
+std::string place_of(const Block& b) {
+  return "kernel '" + b.kernel->name + "' block " + triple(b.index.x, b.index.y, b.index.z);
+}
+
+std::string lanes_text(uint32_t lanes) { return hex(lanes); }
+
+}  // namespace
+
+void Block::fail(CUresult code, const Warp* w, int lane, const Instr* in, const std::string& text) {
+  if (!failed) {
+    std::string message = place_of(*this);
+    if (w != nullptr && lane >= 0) {
+      message += " thread " + thread_name(*this, w->index * kLanes + static_cast<unsigned>(lane));
+    }
+    message += ": " + text;
+    if (in != nullptr) message += ", at " + kernel->where(in);
+    fault(code, message);
+  }
+  failed = true;
+  for (Warp& other : warps) {
+    other.stop = nullptr;
+    other.why = Stop::failed;
+  }
+}
+
+// ---- memory -----------------------------------------------------------------------------------
+
+char* resolve_global(Warp& w, const Instr* in, unsigned lane, uint64_t address, unsigned bytes,
+                     bool write) {
+  Block& b = *w.block;
+  Site& site = b.sites[in->site];
+  const uint64_t at = address - site.from;
+  if (site.span >= bytes && at <= site.span - bytes) {
+    if (b.races != nullptr) note_global(w, in, lane, address, bytes, write);
+    return reinterpret_cast<char*>(address + static_cast<uint64_t>(site.delta));
+  }
+  Target target;
+  std::string why;
+  if (resolve_for_device(address, bytes, &target, &why) && target.owner != nullptr) {
+    const Allocation& a = *target.owner;
+    const bool alias = is_alias(address);
+    site.from = alias ? a.alias : reinterpret_cast<uint64_t>(a.storage);
+    site.span = a.size;
+    site.delta = static_cast<int64_t>(reinterpret_cast<uint64_t>(a.storage) - site.from);
+    // The allocation outlives the launch, because freeing it waits for the device (M5).
+    if (b.races != nullptr) note_global(w, in, lane, address, bytes, write);
+    return target.address;
+  }
+  if (address == 0) why = "a null pointer";
+  std::string text = std::string("illegal ") + (write ? "write" : "read") + " at " + hex(address);
+  const std::shared_ptr<Allocation> nearest = find_for_fault(address);
+  if (nearest != nullptr && nearest->live && address >= nearest->alias) {
+    const uint64_t offset = address - nearest->alias;
+    if (offset >= nearest->size) {
+      text += ", " + std::to_string(offset - nearest->size) + " bytes past the end of " +
+              nearest->describe();
+    } else {
+      text += ", across the end of " + nearest->describe();
+    }
+    // Name the parameter that points into the allocation.
+    const auto& offsets = b.kernel->param_offsets;
+    for (size_t i = 0; i < offsets.size(); ++i) {
+      if (b.kernel->param_sizes[i] != 8) continue;
+      uint64_t value = 0;
+      std::memcpy(&value, b.params + offsets[i], sizeof value);
+      if (value < nearest->alias || value >= nearest->alias + nearest->size) continue;
+      text += ", parameter " + std::to_string(i);
+      break;
+    }
+  } else {
+    text += ": " + why;
+  }
+  b.fail(CUDA_ERROR_ILLEGAL_ADDRESS, &w, static_cast<int>(lane), in, text);
+  return nullptr;
+}
+
+void bad_window_access(Warp& w, const Instr* in, unsigned lane, const char* space, uint64_t address,
+                       unsigned bytes, bool write) {
+  const Block& b = *w.block;
+  std::string text = std::string("illegal ") + (write ? "write" : "read") + " of " +
+                     std::to_string(bytes) + " bytes at " + space + " address " + hex(address);
+  if (std::strcmp(space, "shared") == 0) {
+    text += ", outside of the " + std::to_string(b.shared_end - kSharedBase) +
+            " bytes of shared memory at " + hex(kSharedBase);
+  }
+  w.block->fail(CUDA_ERROR_ILLEGAL_ADDRESS, &w, static_cast<int>(lane), in, text);
+}
+
+void misaligned(Warp& w, const Instr* in, unsigned lane, uint64_t address, unsigned bytes) {
+  w.block->fail(
+      CUDA_ERROR_MISALIGNED_ADDRESS, &w, static_cast<int>(lane), in,
+      "misaligned access: " + hex(address) + " is no multiple of " + std::to_string(bytes));
+}
+
+// ---- barriers and warp-synchronous operations ---------------------------------------------------
+
+const Instr* wait_for_lanes(Warp& w, const Instr* in) {
+  w.why = Stop::warp_sync;
+  w.stop = nullptr;
+  return in;
+}
+
+namespace {
+
+void write_results(Block& b, const Barrier& barrier, Warp& w, const Group& group) {
+  const Instr* in = group.pc - 1;
+  if (in->kind == kBarrier || in->op[3] == kNoRegister) return;
+  char* to = w.regs + in->op[3];
+  if (in->kind == kBarrierCount) {
+    for (unsigned i = 0; i < kLanes; ++i) {
+      if ((group.mask >> i & 1) != 0) reinterpret_cast<uint32_t*>(to)[i] = barrier.count;
+    }
+    return;
+  }
+  const bool result =
+      in->kind == kBarrierAnd ? barrier.count == barrier.arrived : barrier.count != 0;
+  uint32_t* p = reinterpret_cast<uint32_t*>(to);
+  *p = result ? *p | group.mask : *p & ~group.mask;
+  (void)b;
+}
+
+// Releases the groups at a barrier if all threads have arrived.
+void check_barrier(Block& b, unsigned number) {
+  Barrier& barrier = b.barriers[number];
+  if (barrier.arrived == 0) return;
+  const unsigned expected = barrier.expected != 0 ? barrier.expected : b.threads - b.exited;
+  if (barrier.arrived < expected) return;
+  if (b.races != nullptr) join_at_barrier(b, number);
+  for (Warp& w : b.warps) {
+    for (unsigned g = 0; g < w.group_count; ++g) {
+      Group& group = w.groups[g];
+      if (group.state != Group::at_barrier || group.barrier != number) continue;
+      write_results(b, barrier, w, group);
+      group.state = Group::ready;
+    }
+  }
+  barrier = Barrier();
+}
+
+}  // namespace
+
+const Instr* arrive_at_barrier(Warp& w, const Instr* in, uint32_t lanes, unsigned number,
+                               unsigned threads, bool wait, uint32_t predicate) {
+  Block& b = *w.block;
+  const int lane = __builtin_ctz(lanes);
+  if (number >= 16) {
+    b.fail(CUDA_ERROR_LAUNCH_FAILED, &w, lane, in, "there is no barrier " + std::to_string(number));
+    return in;
+  }
+  if (threads % kLanes != 0) {
+    b.fail(CUDA_ERROR_LAUNCH_FAILED, &w, lane, in,
+           "the number of threads " + std::to_string(threads) + " is no multiple of 32");
+    return in;
+  }
+  Barrier& barrier = b.barriers[number];
+  if (barrier.used && barrier.expected != threads) {
+    b.fail(CUDA_ERROR_LAUNCH_FAILED, &w, lane, in,
+           "mismatched barrier: " + std::to_string(barrier.expected) +
+               " threads are expected at barrier " + std::to_string(number) +
+               ", but this thread expects " + std::to_string(threads));
+    return in;
+  }
+  barrier.used = true;
+  barrier.expected = threads;
+  // A warp counts with all its lanes if the number of threads is given.
+  const bool aligned = (in->count & 2) != 0;
+  barrier.arrived +=
+      threads != 0 && aligned ? kLanes : static_cast<unsigned>(__builtin_popcount(lanes));
+  barrier.count += static_cast<unsigned>(__builtin_popcount(predicate));
+  if (b.races != nullptr) arrive_for_races(w, number);
+  if (threads != 0 && barrier.arrived > threads) {
+    b.fail(CUDA_ERROR_LAUNCH_FAILED, &w, lane, in,
+           "more than " + std::to_string(threads) + " threads arrive at barrier " +
+               std::to_string(number));
+    return in;
+  }
+  if (!wait) {
+    check_barrier(b, number);
+    return in + 1;
+  }
+  w.why = Stop::barrier;
+  w.barrier = static_cast<uint8_t>(number);
+  w.stop = nullptr;
+  return in + 1;
+}
+
+void lanes_exited(Warp& w, uint32_t lanes) {
+  w.exited |= lanes;
+  Block& b = *w.block;
+  b.exited += static_cast<unsigned>(__builtin_popcount(lanes));
+  for (unsigned number = 0; number < 16; ++number) {
+    if (b.barriers[number].used) check_barrier(b, number);
+  }
+}
+
+// ---- cp.async -----------------------------------------------------------------------------------
+
+namespace {
+
+void land(Block& b, const AsyncCopy& copy) {
+  for (uint32_t left = copy.mask; left != 0; left &= left - 1) {
+    const auto lane = static_cast<unsigned>(__builtin_ctz(left));
+    char* to = b.shared + copy.to[lane];
+    const unsigned valid = copy.valid[lane];
+    if (valid != 0) std::memcpy(to, copy.from[lane], valid);
+    std::memset(to + valid, 0, copy.bytes - valid);
+  }
+}
+
+}  // namespace
+
+bool queue_copy(Warp& w, const AsyncCopy& copy) {
+  Block& b = *w.block;
+  if (!b.adversarial) {
+    land(b, copy);
+    return true;
+  }
+  // Until its group is waited for, the destination holds poison.
+  for (uint32_t left = copy.mask; left != 0; left &= left - 1) {
+    std::memset(b.shared + copy.to[__builtin_ctz(left)], 0xff, copy.bytes);
+  }
+  b.copies[w.index].push_back(copy);
+  b.copies[w.index].back().group = b.commits[w.index];
+  return true;
+}
+
+void commit_copies(Warp& w) { ++w.block->commits[w.index]; }
+
+bool land_copies(Warp& w, const Instr* in, unsigned groups_left) {
+  Block& b = *w.block;
+  auto& queue = b.copies[w.index];
+  const unsigned commits = b.commits[w.index];
+  size_t kept = 0;
+  for (AsyncCopy& copy : queue) {
+    // wait_all (aux) also waits for copies that are not committed. Lanes wait for their own copies.
+    const bool done = in->aux != 0 || copy.group + groups_left < commits;
+    if (done && (copy.mask & w.mask) != 0) {
+      AsyncCopy part = copy;
+      part.mask &= w.mask;
+      land(b, part);
+      copy.mask &= ~w.mask;
+    }
+    if (copy.mask != 0) queue[kept++] = copy;
+  }
+  queue.resize(kept);
+  return true;
+}
+
+// ---- scheduling ---------------------------------------------------------------------------------
+
+namespace {
+
+// Merges ready groups at the same instruction.
+void merge_groups(Warp& w) {
+  for (unsigned i = 0; i < w.group_count; ++i) {
+    Group& group = w.groups[i];
+    if (group.state == Group::at_barrier) continue;
+    for (unsigned k = i + 1; k < w.group_count;) {
+      const Group& other = w.groups[k];
+      if (other.state == Group::at_barrier || other.pc != group.pc) {
+        ++k;
+        continue;
+      }
+      group.mask |= other.mask;
+      group.state = Group::ready;
+      w.groups[k] = w.groups[--w.group_count];
+    }
+  }
+}
+
+// Index of the ready group with the lowest or the highest address; group_count if none is ready.
+unsigned choose_group(const Warp& w, bool highest) {
+  unsigned best = w.group_count;
+  for (unsigned i = 0; i < w.group_count; ++i) {
+    if (w.groups[i].state != Group::ready) continue;
+    const bool better = best == w.group_count || (w.groups[i].pc < w.groups[best].pc) != highest;
+    if (better) best = i;
+  }
+  return best;
+}
+
+// Runs a warp until it waits, has exited or has executed `turn` instructions. Returns whether it
+// executed any.
+bool run_warp(Warp& w, uint64_t turn) {
+  Block& b = *w.block;
+  uint64_t left = turn;
+  bool ran = false;
+  bool highest = false;
+  while (left > 0 && !b.failed) {
+    merge_groups(w);
+    const unsigned chosen = choose_group(w, highest);
+    if (chosen == w.group_count) return ran;
+    const Group group = w.groups[chosen];
+    w.groups[chosen] = w.groups[--w.group_count];
+    // The group runs until it reaches the next group, with which it merges.
+    const Instr* stop = b.kernel->code.data() + b.kernel->code.size();
+    if (!highest) {
+      for (unsigned i = 0; i < w.group_count; ++i) {
+        if (w.groups[i].state != Group::at_barrier) stop = std::min(stop, w.groups[i].pc);
+      }
+    }
+    w.stop = stop;
+    w.mask = group.mask;
+    w.why = Stop::none;
+    const bool alone = w.group_count == 0;
+    const uint64_t budget = alone ? left : std::min(left, highest ? kOutOfTurn : kTurn / 4);
+    uint64_t steps = budget;
+    const Instr* in = group.pc;
+    do {
+      in = in->run(w, in);
+      --steps;
+    } while (in < w.stop && steps > 0);
+    const uint64_t executed = budget - steps;
+    w.steps += executed;
+    left -= std::min(left, executed);
+    const bool blocked = w.why == Stop::warp_sync;
+    ran = ran || executed > 1 || !blocked;
+    if (b.failed) return true;
+    if (w.why != Stop::exited && w.mask != 0) {
+      Group& back = w.groups[w.group_count++];
+      back.pc = in;
+      back.mask = w.mask;
+      back.barrier = w.barrier;
+      back.state = blocked                  ? Group::at_warp_sync
+                   : w.why == Stop::barrier ? Group::at_barrier
+                                            : Group::ready;
+      if (w.why == Stop::barrier) check_barrier(b, w.barrier);
+    }
+    // A group that used up its budget may wait for lanes behind it: give them a turn.
+    highest = steps == 0 && !alone && !highest;
+    if (b.adversarial && w.group_count > 1) highest = (b.next_random() & 3) == 0;
+  }
+  return ran;
+}
+
+void report_deadlock(Block& b) {
+  // A warp-synchronous operation whose lanes are elsewhere explains the deadlock best.
+  for (Warp& w : b.warps) {
+    for (unsigned g = 0; g < w.group_count; ++g) {
+      const Group& group = w.groups[g];
+      if (group.state != Group::at_warp_sync) continue;
+      std::string text = "divergent warp-synchronous operation: lanes " + lanes_text(group.mask) +
+                         " of warp " + std::to_string(w.index) + " wait";
+      for (unsigned k = 0; k < w.group_count; ++k) {
+        if (k == g) continue;
+        const Instr* in =
+            w.groups[k].state == Group::at_barrier ? w.groups[k].pc - 1 : w.groups[k].pc;
+        text += "; lanes " + lanes_text(w.groups[k].mask) + " wait at " + b.kernel->where(in);
+      }
+      if ((w.exists & w.exited) != 0) text += "; lanes " + lanes_text(w.exited) + " have exited";
+      b.fail(CUDA_ERROR_LAUNCH_FAILED, &w, __builtin_ctz(group.mask), group.pc, text);
+      return;
+    }
+  }
+  std::string text = "divergent barrier: ";
+  unsigned waiting = 0;
+  std::string detail;
+  const Instr* first = nullptr;
+  for (Warp& w : b.warps) {
+    for (unsigned g = 0; g < w.group_count; ++g) {
+      const Group& group = w.groups[g];
+      waiting += static_cast<unsigned>(__builtin_popcount(group.mask));
+      if (first == nullptr) first = group.pc - 1;
+      if (detail.size() < 600 && (detail.empty() || group.pc - 1 != first)) {
+        detail += "; warp " + std::to_string(w.index) + " lanes " + lanes_text(group.mask) +
+                  " at barrier " + std::to_string(group.barrier) + ", " +
+                  b.kernel->where(group.pc - 1);
+      }
+    }
+  }
+  text +=
+      std::to_string(waiting) + " threads wait, " + std::to_string(b.exited) + " exited" + detail;
+  b.fail(CUDA_ERROR_LAUNCH_FAILED, nullptr, -1, nullptr, text);
+}
+
+template <class T>
+void fill(char* to, T value) {
+  T* lanes = reinterpret_cast<T*>(to);
+  for (unsigned i = 0; i < kLanes; ++i) lanes[i] = value;
+}
+
+void set_special(const Block& b, Warp& w, Special special, char* to) {
+  auto* lanes = reinterpret_cast<uint32_t*>(to);
+  const unsigned first = w.index * kLanes;
+  const softcuda_dim3 grid = b.work->grid;
+  switch (special) {
+    case Special::tid_x:
+      for (unsigned i = 0; i < kLanes; ++i) lanes[i] = (first + i) % b.size.x;
+      break;
+    case Special::tid_y:
+      for (unsigned i = 0; i < kLanes; ++i) lanes[i] = (first + i) / b.size.x % b.size.y;
+      break;
+    case Special::tid_z:
+      for (unsigned i = 0; i < kLanes; ++i) lanes[i] = (first + i) / b.size.x / b.size.y;
+      break;
+    case Special::laneid:
+      for (unsigned i = 0; i < kLanes; ++i) lanes[i] = i;
+      break;
+    case Special::lanemask_eq:
+      for (unsigned i = 0; i < kLanes; ++i) lanes[i] = 1u << i;
+      break;
+    case Special::lanemask_le:
+      for (unsigned i = 0; i < kLanes; ++i) lanes[i] = kAllLanes >> (31 - i);
+      break;
+    case Special::lanemask_lt:
+      for (unsigned i = 0; i < kLanes; ++i) lanes[i] = (1u << i) - 1;
+      break;
+    case Special::lanemask_ge:
+      for (unsigned i = 0; i < kLanes; ++i) lanes[i] = kAllLanes << i;
+      break;
+    case Special::lanemask_gt:
+      for (unsigned i = 0; i < kLanes; ++i) lanes[i] = ~(kAllLanes >> (31 - i));
+      break;
+    case Special::ntid_x:
+      fill<uint32_t>(to, b.size.x);
+      break;
+    case Special::ntid_y:
+      fill<uint32_t>(to, b.size.y);
+      break;
+    case Special::ntid_z:
+      fill<uint32_t>(to, b.size.z);
+      break;
+    case Special::ctaid_x:
+      fill<uint32_t>(to, b.index.x);
+      break;
+    case Special::ctaid_y:
+      fill<uint32_t>(to, b.index.y);
+      break;
+    case Special::ctaid_z:
+      fill<uint32_t>(to, b.index.z);
+      break;
+    case Special::nctaid_x:
+      fill<uint32_t>(to, grid.x);
+      break;
+    case Special::nctaid_y:
+      fill<uint32_t>(to, grid.y);
+      break;
+    case Special::nctaid_z:
+      fill<uint32_t>(to, grid.z);
+      break;
+    case Special::warpid:
+      fill<uint32_t>(to, w.index);
+      break;
+    case Special::nwarpid:
+      fill<uint32_t>(to, static_cast<uint32_t>(b.warps.size()));
+      break;
+    case Special::smid:
+      fill<uint32_t>(to, b.worker);
+      break;
+    case Special::nsmid:
+      fill<uint32_t>(to, settings().workers);
+      break;
+    case Special::gridid:
+      fill<uint64_t>(to, 1);
+      break;
+    case Special::dynamic_smem_size:
+      fill<uint32_t>(to, b.dynamic_bytes);
+      break;
+    case Special::total_smem_size:
+      fill<uint32_t>(to, b.shared_end - kSharedBase);
+      break;
+    case Special::one:
+      fill<uint32_t>(to, 1);
+      break;
+    default:
+      fill<uint32_t>(to, 0);
+      break;
+  }
+}
+
+char* aligned(std::vector<char>* memory, size_t bytes) {
+  if (memory->size() < bytes + 64) memory->resize(bytes + 64);
+  const auto raw = reinterpret_cast<uintptr_t>(memory->data());
+  return memory->data() + ((64 - raw % 64) % 64);
+}
+
+// Prepares the state that all blocks of a launch share.
+void prepare_launch(Block& b, const KernelWork& work, unsigned worker) {
+  const Kernel& k = *work.function->ptx;
+  b.kernel = &k;
+  b.work = &work;
+  b.worker = worker;
+  b.size = work.block;
+  b.threads = work.block.x * work.block.y * work.block.z;
+  b.dynamic_bytes = work.shared_bytes;
+  b.shared_end = kSharedBase + k.shared_bytes + work.shared_bytes;
+  b.shared = aligned(&b.shared_memory, b.shared_end);
+  b.params = work.original.data();
+  b.sites.assign(k.sites, Site());
+  b.adversarial = options().adversarial;
+  b.racecheck = options().racecheck;
+  b.random = options().seed * 0x9e3779b97f4a7c15u + 0x853c49e6748fea9bu;
+  b.failed = false;
+  const unsigned warps = (b.threads + kLanes - 1) / kLanes;
+  b.warps.assign(warps, Warp());
+  b.copies.resize(warps);
+  b.commits.assign(warps, 0);
+  const size_t register_bytes = (k.register_bytes + 63) / 64 * 64;
+  char* registers = aligned(&b.registers, register_bytes * warps);
+  b.local = aligned(&b.local_memory, size_t{k.local_bytes} * warps * kLanes);
+  for (unsigned i = 0; i < warps; ++i) {
+    Warp& w = b.warps[i];
+    w.block = &b;
+    w.index = i;
+    w.regs = registers + register_bytes * i;
+    w.constants = k.constants;
+    const unsigned lanes = std::min(kLanes, b.threads - i * kLanes);
+    w.exists = lanes == kLanes ? kAllLanes : (1u << lanes) - 1;
+  }
+  std::memset(registers, b.adversarial ? 0xff : 0, register_bytes * warps);
+}
+
+void prepare_block(Block& b) {
+  const Kernel& k = *b.kernel;
+  b.exited = 0;
+  b.grid_waited = false;
+  for (Barrier& barrier : b.barriers) barrier = Barrier();
+  // Shared memory is not initialized on a GPU.
+  std::memset(b.shared, b.adversarial || b.racecheck ? 0xff : 0, b.shared_end);
+  if (k.local_bytes != 0 && b.adversarial) {
+    std::memset(b.local, 0xff, size_t{k.local_bytes} * b.warps.size() * kLanes);
+  }
+  for (Warp& w : b.warps) {
+    w.exited = 0;
+    w.steps = 0;
+    w.group_count = 1;
+    w.groups[0] = {k.code.data(), w.exists, Group::ready, 0};
+    for (const auto& special : k.specials)
+      set_special(b, w, special.first, w.regs + special.second);
+    b.copies[w.index].clear();
+    b.commits[w.index] = 0;
+  }
+  b.random ^=
+      (b.index.x + 1) * 0x9e3779b97f4a7c15u ^ (b.index.y + 7) * 0xbf58476d1ce4e5b9u ^ b.index.z;
+  if (b.random == 0) b.random = 1;
+  start_races(b);
+}
+
+bool finished(const Warp& w) { return w.group_count == 0; }
+
+// Runs all warps of a block to their ends. Returns false after a fault.
+bool run_block(Block& b) {
+  prepare_block(b);
+  const auto warps = static_cast<unsigned>(b.warps.size());
+  const uint64_t max_steps = options().max_steps;
+  for (;;) {
+    bool alive = false;
+    bool ran = false;
+    for (unsigned n = 0; n < warps; ++n) {
+      const unsigned i = b.adversarial ? static_cast<unsigned>(b.next_random() % warps) : n;
+      Warp& w = b.warps[i];
+      if (finished(w)) continue;
+      alive = true;
+      const uint64_t turn = b.adversarial ? 1 + b.next_random() % 400 : kTurn;
+      ran = run_warp(w, turn) || ran;
+      if (b.failed) return false;
+      if (max_steps != 0 && w.steps > max_steps) {
+        b.fail(CUDA_ERROR_LAUNCH_TIMEOUT, &w, 0, nullptr,
+               "a warp has executed more than SOFTCUDA_PTX_STEPS=" + std::to_string(max_steps) +
+                   " instructions");
+        return false;
+      }
+    }
+    if (b.adversarial && !ran) {
+      // The random choice may have missed the warps that can run.
+      for (Warp& w : b.warps) {
+        if (finished(w)) continue;
+        alive = true;
+        ran = run_warp(w, 1 + b.next_random() % 400) || ran;
+        if (b.failed) return false;
+      }
+    }
+    if (!ran && !alive) return true;
+    if (!ran) {
+      report_deadlock(b);
+      return false;
+    }
+  }
+}
+
+}  // namespace
+
+static std::atomic<uint64_t> g_steps{0};
+
+bool run_blocks(const KernelWork& work, unsigned worker, uint64_t first, uint64_t last,
+                std::atomic<const char*>* running) {
+  // Each worker has one block, whose buffers are reused.
+  static thread_local Block& block = *new Block;
+  Block& b = block;
+  prepare_launch(b, work, worker);
+  running->store(work.function->name.c_str(), std::memory_order_relaxed);
+  uint64_t steps = 0;
+  bool good = true;
+  for (uint64_t index = first; index < last && good; ++index) {
+    b.index = {static_cast<unsigned>(index % work.grid.x),
+               static_cast<unsigned>(index / work.grid.x % work.grid.y),
+               static_cast<unsigned>(index / work.grid.x / work.grid.y)};
+    good = run_block(b);
+    for (const Warp& w : b.warps) steps += w.steps;
+  }
+  g_steps.fetch_add(steps, std::memory_order_relaxed);
+  running->store(nullptr, std::memory_order_relaxed);
+  return good;
+}
+
+}  // namespace ptx
+}  // namespace softcuda
+
+// Returns the number of instructions that warps have executed in this process.
+SC_EXPORT unsigned long long softcuda_ptx_steps() {
+  return softcuda::ptx::g_steps.load(std::memory_order_relaxed);
+}
