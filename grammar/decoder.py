@@ -141,6 +141,11 @@ class GuidedDecoder:
         has finished the request's work. The budget does not change the tokens of a request, except
         with rejection sampling, because the budget changes the positions at which rounds end.
         ``native/guide/matcher.h`` describes the cost of a budget.
+
+        A request fails if its matcher is much too slow or too large. It is much too slow if the
+        steps that take more than 20 budgets (at least 100 ms) take more than 400 budgets (at least
+        2 s) of processor time in total. It is too large if the process grows by more than 256 MiB
+        during late steps of the request.
     """
 
     def __init__(

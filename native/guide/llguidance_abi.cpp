@@ -388,9 +388,11 @@ class LLGuidanceMatcher final : public NativeMatcher {
 
  private:
   // Summary of a mask that was computed.
+  // `sum` is the sum of its words, which serves as a checksum. `sure` is true if it has certainly
+  // replaced LLGuidance's cached mask.
   struct Seen {
-    uint32_t sum = 0;   // sum of the mask's words, a checksum
-    bool sure = false;  // whether the mask has certainly replaced the cached one
+    uint32_t sum = 0;
+    bool sure = false;
   };
   // What is known about the mask that LLGuidance caches (invariant 5). A mask is called sure if it
   // has certainly replaced the cached mask (Seen::sure). The cached mask is the last sure mask or,

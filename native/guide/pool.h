@@ -37,10 +37,8 @@ namespace graft::guide {
 // Maximum time that a step waits for its slots. For tests, `clock` can point to a word of memory
 // that the test increments in place of a real clock.
 struct Budget {
-  // Maximum waiting time, as a multiple of the budget, for threads that get no processor time.
-  static constexpr int64_t kPatience = 200;
-
-  int64_t ns = 0;  // 0: unlimited
+  int64_t ns = 0;           // 0: unlimited
+  int64_t patience_ns = 0;  // maximum waiting time for threads that get no processor time
   const int64_t* clock = nullptr;
   int64_t now() const {
     return clock == nullptr ? monotonic_ns() : __atomic_load_n(clock, __ATOMIC_ACQUIRE);
@@ -117,8 +115,7 @@ class Pool {
       int64_t left = kMaxSleep;
       if (budget.ns > 0) {
         const int64_t spent = budget.now() - start;
-        const bool out_of_patience =
-            budget.clock != nullptr || spent >= Budget::kPatience * budget.ns;
+        const bool out_of_patience = budget.clock != nullptr || spent >= budget.patience_ns;
         if (spent >= budget.ns && (out_of_patience || late())) return done();
         if (!woken && 2 * spent >= budget.ns) {
           wake(static_cast<int>(threads_.size()));

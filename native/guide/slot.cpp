@@ -1,9 +1,13 @@
 #include "slot.h"
 
+#include <time.h>
+
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
+
+#include "threads.h"
 
 namespace graft::guide {
 namespace {
@@ -275,11 +279,14 @@ void SlotWork::probe_tree(Slot& slot) const noexcept {
 // If several candidates are equally likely, the node with the smallest number comes first. The
 // number of tests is bounded. The matcher returns to node 0.
 void SlotWork::probe_lattice(Slot& slot) const noexcept {
+  // `score` is the probability of the node. `left` is the total probability of those candidates for
+  // its children that have not been rejected. `next` is the index of the next candidate and
+  // `next_score` the probability of the child that it would become; -1 if there is no candidate.
   struct Node {
-    double score;              // probability of the node
-    double left = 1.0;         // total probability of the candidates that have not been rejected
-    double next_score = -1.0;  // score of the next candidate; -1: none
-    int next = 0;              // index of the next candidate
+    double score;
+    double left = 1.0;
+    double next_score = -1.0;
+    int next = 0;
     int children = 0;
   };
   Order& order = slot.order;
@@ -336,9 +343,20 @@ void SlotWork::probe_lattice(Slot& slot) const noexcept {
   slot.answer = order.drafts;
 }
 
+bool SlotWork::check_time(Slot& slot) const noexcept {
+  if (slot.ended || slot.cpu_limit == 0) return !slot.ended;
+  if (clock_ns(CLOCK_THREAD_CPUTIME_ID) < slot.cpu_limit) return true;
+  slot.error.keep(
+      "the grammar is too slow: its matcher took more than 400 times the budget of a step "
+      "(grammar_budget_us), and more than 2 s of processor time; use a less ambiguous grammar");
+  fail(slot);
+  return false;
+}
+
 bool SlotWork::accept(Slot& slot, int32_t token) const noexcept {
   if (slot.ended || slot.terminated || token < 0 || token >= exchange_.vocab_size) return false;
   if (slot.matcher == nullptr) return true;  // there is no grammar
+  if (!check_time(slot)) return false;
   slot.tally[count::accepts] += 1;
   Answer answer = slot.matcher->accept(token, &slot.error);
   if (answer == Answer::kNo) return false;
@@ -349,6 +367,7 @@ bool SlotWork::accept(Slot& slot, int32_t token) const noexcept {
 }
 
 void SlotWork::fill_mask(Slot& slot, int j) const noexcept {
+  if (!check_time(slot)) return;
   const int64_t count = exchange_.layout.words;
   int32_t* words = exchange_.mask(slot.index, j);
   slot.tally[count::fills] += 1;

@@ -99,12 +99,14 @@ class Forced {
   std::vector<size_t> starts_;
 };
 
-// Tokens that the device committed in one replay.
+// Tokens that the device committed in one replay. `given` is true if there is such a commit.
+// `wrong` is true if the device's record is invalid, which is an internal error. The first `count`
+// elements of `tokens` are valid; the vector has K + 1 elements.
 struct Commit {
-  bool given = false;  // whether there is a commit
-  bool wrong = false;  // internal error: invalid replay or count
+  bool given = false;
+  bool wrong = false;
   int count = 0;
-  std::vector<int32_t> tokens;  // [K + 1]
+  std::vector<int32_t> tokens;
 };
 
 enum class Task : int32_t {
@@ -119,53 +121,88 @@ enum class Task : int32_t {
 
 // Work of a slot in one step. An order has copies of all inputs, because the device may overwrite
 // the inputs while the order is served.
+//
+// `j` is the number of the draft or of the tree level that the step works on. For a lattice probe,
+// it is the maximum number of drafts. The tree of the drafts has `drafts` nodes in addition to node
+// 0: node i has the token draft[i - 1], the parent parent[i] < i and the depth depth[i].
+//
+// A chain probe has `candidates` candidate ids. A tree probe has a list of candidates for each of
+// `candidates` nodes, a lattice probe for each of `candidates` levels. `candidate` contains the
+// lists one after the other. For a lattice probe, `share` has the probability of each candidate.
 struct Order {
   Commit commit;
   Task task = Task::kNone;
-  int j = 0;                       // number of the draft or level; lattice: maximum drafts
-  int drafts = 0;                  // number of drafts
-  std::vector<int32_t> draft;      // [K], token of node j at j - 1
-  std::vector<int32_t> parent;     // [K + 1], parent[j] < j; unused for node 0
-  std::vector<int32_t> depth;      // [K + 1]
-  int candidates = 0;              // chain: ids; tree: nodes; lattice: levels
-  std::vector<int32_t> candidate;  // [candidates]; tree and lattice: [nodes or levels][candidates]
-  std::vector<float> share;        // lattice: probability of each candidate
+  int j = 0;
+  int drafts = 0;
+  std::vector<int32_t> draft;
+  std::vector<int32_t> parent;
+  std::vector<int32_t> depth;
+  int candidates = 0;
+  std::vector<int32_t> candidate;
+  std::vector<float> share;
 };
 
 struct Slot {
   void size_for(const Exchange& exchange);
 
-  // Owned by the thread that runs the steps.
+  // The thread that runs the steps owns the members of this group.
+  //
+  // The slot is used by the request with number `epoch` (`joined`: by any request). `n` is the
+  // position of its last committed token. `matcher` is borrowed and may be used while a snapshot
+  // refers to the slot or while the slot is busy. `applied` is the last replay whose commit record
+  // was read. `drafts_of` is the replay whose drafts follow the last committed token, or 0.
+  // `pending` is a commit that arrived while the slot was busy; the current order is then
+  // `outdated`. `stamped` is the state of each mask row in the device's stamps.
   int index = 0;
   bool joined = false;
   int32_t epoch = 0;
-  int32_t n = 0;                     // position of the last committed token
-  NativeMatcher* matcher = nullptr;  // borrowed; used while a snapshot refers to it, or while busy
-  int64_t applied = 0;               // last replay whose commit record was read
-  int64_t drafts_of = 0;             // replay whose drafts follow the last committed token; 0: none
-  Commit pending;                    // committed while the slot was busy
-  bool outdated = false;             // the current order does not include the commit `pending`
-  std::vector<int32_t> stamped;      // [K + 1], state of each row in the device's stamps
+  int32_t n = 0;
+  NativeMatcher* matcher = nullptr;
+  int64_t applied = 0;
+  int64_t drafts_of = 0;
+  Commit pending;
+  bool outdated = false;
+  std::vector<int32_t> stamped;
 
-  // Owned by the thread that serves the order, while `busy` is set.
+  // While `busy` is set, the thread that serves the order owns the members of this group.
+  //
+  // The matcher is at node `node` of the draft tree. It may have `terminated` there. Bit j - 1 of
+  // `closed` is set if draft j is illegal, is a stop id or leads to a dead end. A slot that has
+  // `ended` gets no more orders, because its text is complete, is a dead end, or has failed with
+  // `error`.
+  //
+  // `forced` has the forced token of each row, or -1. `tested` is the number of drafts of the last
+  // kFillRows order, which is needed to count accepted forced tokens. `answer` is the result of a
+  // probe if `answered` is true. `legal` has a bitmask of the legal candidates of each node of a
+  // tree probe. The step adds `tally` to the worker's counters.
+  //
+  // The order must end before `cpu_limit`, a time in ns on the processor-time clock of the thread
+  // that serves it; 0 means no limit. `slow_ns` is the processor time of all slow orders of the
+  // request. `memory` is the number of bytes by which the process has grown during its late orders.
   Order order;
-  int node = 0;                 // node of the draft tree that the matcher is at
-  uint64_t closed = 0;          // bit j - 1: node j is an illegal, stop or dead-end draft
-  bool ended = false;           // terminated, dead end or error: the slot gets no more orders
-  bool terminated = false;      // whether the matcher has terminated, possibly after a draft
-  std::vector<int32_t> forced;  // [K + 1], forced token of each row, or -1
-  int tested = 0;               // number of drafts when kFillRows ran last
-  bool answered = false;        // whether `answer` is the result of a probe
-  int32_t answer = -1;
-  std::vector<uint32_t> legal;                // [branch], tree: legal candidates of each node
-  std::array<int32_t, count::kinds> tally{};  // counts that the step adds to the counters
+  int node = 0;
+  bool terminated = false;
+  uint64_t closed = 0;
+  bool ended = false;
   ErrorText error;
+  std::vector<int32_t> forced;
+  int tested = 0;
+  bool answered = false;
+  int32_t answer = -1;
+  std::vector<uint32_t> legal;
+  std::array<int32_t, count::kinds> tally{};
+  int64_t cpu_limit = 0;
+  int64_t slow_ns = 0;
+  int64_t memory = 0;
 
-  // Written by the thread that serves the order, read by the step at any time.
-  std::vector<std::atomic<int32_t>> made;  // [K + 1], states of the rows, stored after their masks
+  // The thread that serves the order writes the members of this group, and the step may read them
+  // at any time. `made` has the state of each row, which is stored after the row's mask. `clock` is
+  // the processor-time clock of the thread, and `cpu_start` its time when the thread began the
+  // order, or -1 if no thread has begun it.
+  std::vector<std::atomic<int32_t>> made;
   std::atomic<bool> busy{false};
-  int32_t clock = 0;                   // processor-time clock of the thread that serves the order
-  std::atomic<int64_t> cpu_start{-1};  // `clock` at the start of the order; -1: not started
+  int32_t clock = 0;
+  std::atomic<int64_t> cpu_start{-1};
 };
 
 // Serves orders. The class has no mutable state, so threads may serve different slots concurrently.
@@ -179,6 +216,9 @@ class SlotWork {
 
   void serve(Slot& slot) const noexcept;
   void fail(Slot& slot) const noexcept;
+  // Fails the slot if its order has reached the limit of processor time. Returns whether it may go
+  // on. Call this function on the thread that serves the order.
+  bool check_time(Slot& slot) const noexcept;
   void forget_rows(Slot& slot) const noexcept;
 
  private:

@@ -1,9 +1,13 @@
 #include "worker.h"
 
+#include <fcntl.h>
 #include <pthread.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <thread>
 #include <utility>
@@ -11,8 +15,29 @@
 namespace graft::guide {
 namespace {
 
+constexpr int64_t kHugePage = int64_t{2} << 20;  // maximum size of memory that a page fault maps
+
 Pace* pace_of(const Slot& slot) {
   return slot.matcher == nullptr ? nullptr : slot.matcher->pace.get();
+}
+
+// Resident memory of the process in bytes, and number of page faults of the calling thread.
+struct Memory {
+  int64_t resident = 0;
+  int64_t faults = 0;
+};
+
+// `statm` is a descriptor of /proc/self/statm. Allocates nothing.
+Memory memory_of_thread(int statm) noexcept {
+  Memory memory;
+  char text[128] = {};
+  if (pread(statm, text, sizeof(text) - 1, 0) > 0) {
+    const char* second = std::strchr(text, ' ');
+    if (second != nullptr) memory.resident = std::atoll(second) * sysconf(_SC_PAGESIZE);
+  }
+  rusage usage{};
+  if (getrusage(RUSAGE_THREAD, &usage) == 0) memory.faults = usage.ru_minflt + usage.ru_majflt;
+  return memory;
 }
 
 }  // namespace
@@ -26,7 +51,8 @@ Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& bu
       snapshots_(at(ring)),
       timeline_(exchange.drafts() + 2),
       threads_(threads),
-      budget_(budget) {
+      budget_(budget),
+      resident_(open("/proc/self/statm", O_RDONLY | O_CLOEXEC)) {
   for (int s = 0; s < exchange_.layout.slots; ++s) {
     Slot& slot = slots_[at(s)];
     slot.index = s;
@@ -43,6 +69,11 @@ Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& bu
   // of them.
   const int helpers = budget_.ns > 0 ? exchange_.layout.slots : threads_ - 1;
   if (helpers > 0) pool_.reset(new Pool(helpers, exchange_.layout.slots, &serve_posted, this));
+}
+
+Worker::~Worker() {
+  pool_.reset();  // its threads read the file
+  close(resident_);
 }
 
 bool Worker::publish(int64_t replay, const std::vector<Request>& requests) {
@@ -209,12 +240,17 @@ void Worker::serve() noexcept {
     while (unfinished != pooled_end && !slots_[at(*unfinished)].busy.load()) ++unfinished;
     return unfinished == pooled_end;
   };
+  Budget budget = budget_;
+  budget.patience_ns = kPatience * budget_.ns;
+  if (current_->requests.size() == 1 && budget.ns > 0 && budget.clock == nullptr) {
+    budget.ns = slow_ns();
+  }
   const auto late = [&] {
     return std::all_of(unfinished, pooled_end, [&](int index) {
-      return !slots_[at(index)].busy.load() || over_budget(slots_[at(index)]);
+      return !slots_[at(index)].busy.load() || over_budget(slots_[at(index)], budget.ns);
     });
   };
-  if (pool_->wait(done, late, budget_, start)) return;
+  if (pool_->wait(done, late, budget, start)) return;
   counters_.of[count::late_rows].add(std::count_if(
       unfinished, pooled_end, [&](int index) { return slots_[at(index)].busy.load(); }));
 }
@@ -224,23 +260,42 @@ bool Worker::hands_over(const Slot& slot) const noexcept {
   if (budget_.ns == 0) return ordered_.size() > 1;
   if (budget_.clock != nullptr) return true;  // the clock of a test does not measure processor time
   const Pace* pace = pace_of(slot);
-  return current_->requests.size() > 1 && !(pace != nullptr && pace->trusted());
+  return pace == nullptr || !pace->trusted();
 }
 
-// Serves an order on this thread and records whether it was in time.
+// Serves an order on this thread, records whether it was in time, and enforces the limits of time
+// and memory.
 void Worker::serve_timed(Slot& slot) noexcept {
+  slot.cpu_limit = 0;
+  if (budget_.ns == 0 || budget_.clock != nullptr || slot.matcher == nullptr) {
+    work_.serve(slot);
+    return;
+  }
   Pace* pace = pace_of(slot);
-  const bool timed = budget_.ns > 0 && pace != nullptr;
-  const int64_t start = timed ? clock_ns(CLOCK_THREAD_CPUTIME_ID) : 0;
+  // An order of a trusted grammar is fast and needs no measurement of memory.
+  const bool measured = pace == nullptr || !pace->trusted();
+  const Memory before = measured ? memory_of_thread(resident_) : Memory();
+  const int64_t start = clock_ns(CLOCK_THREAD_CPUTIME_ID);
+  slot.cpu_limit = start + std::max(slow_ns(), kMaxSlow * slow_ns() - slot.slow_ns);
   work_.serve(slot);
-  if (timed) pace->note(clock_ns(CLOCK_THREAD_CPUTIME_ID) - start < budget_.ns);
+  const int64_t taken = clock_ns(CLOCK_THREAD_CPUTIME_ID) - start;
+  const bool in_time = taken < budget_.ns;
+  if (pace != nullptr) pace->note(in_time);
+  if (taken > slow_ns()) slot.slow_ns += taken;
+  if (in_time || slot.ended || !work_.check_time(slot) || !measured) return;
+  const Memory after = memory_of_thread(resident_);
+  const int64_t touched = (after.faults - before.faults) * kHugePage;
+  slot.memory += std::max<int64_t>(0, std::min(after.resident - before.resident, touched));
+  if (slot.memory <= kMaxMemory) return;
+  slot.error.keep("the grammar needs too much memory: its state has grown by more than 256 MiB");
+  work_.fail(slot);
 }
 
 // Returns whether the pool thread that serves the slot's order has used more processor time for it
 // than the budget allows.
-bool Worker::over_budget(const Slot& slot) const noexcept {
+bool Worker::over_budget(const Slot& slot, int64_t budget_ns) const noexcept {
   const int64_t start = slot.cpu_start.load(std::memory_order_acquire);
-  return start >= 0 && clock_ns(slot.clock) - start >= budget_.ns;
+  return start >= 0 && clock_ns(slot.clock) - start >= budget_ns;
 }
 
 void Worker::serve_posted(void* worker, int index) {
@@ -267,6 +322,8 @@ void Worker::join(Slot& slot, const Request& request) noexcept {
   slot.drafts_of = 0;
   slot.pending.given = false;
   slot.error = ErrorText();
+  slot.slow_ns = 0;
+  slot.memory = 0;
   slot.node = 0;
   slot.closed = 0;
   if (slot.matcher == nullptr) stamp_all(slot, ROW_FREE);
@@ -278,9 +335,19 @@ void Worker::join(Slot& slot, const Request& request) noexcept {
 void Worker::take_commit(Slot& slot, bool idle, int64_t latest) noexcept {
   Committed* committed = exchange_.committed(slot.index);
   const int64_t replay = replay_of(committed->replay);
-  if (replay <= slot.applied || (idle && slot.ended)) return;
+  if (replay <= slot.applied) return;
   const int32_t count = committed->count;
   const bool is_valid = replay <= latest;
+  if (idle && slot.ended) {
+    // The order failed after the device had used the rows that were stamped before. Move the error
+    // to the device's position, because the device ignores rows of other positions.
+    if (slot.stamped[0] == ROW_ERROR && is_valid && count > 0) {
+      slot.applied = replay;
+      slot.n += count;
+      stamp(slot, 0, ROW_ERROR, slot.n);
+    }
+    return;
+  }
   slot.applied = replay;
   if (count == 0 && is_valid) return;  // the slot was left out of the round
   stamp_all(slot, ROW_NOT_READY);

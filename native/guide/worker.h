@@ -26,8 +26,8 @@
 // 7. The work of a slot in a step is one order, served by one thread at a time. The flag `busy`
 //    transfers ownership: it is set before the order is posted and cleared with release order after
 //    the last access. With one thread and no budget, the step serves all orders itself. With a
-//    budget, it serves the orders of trusted grammars (Pace), and the order of a replay's only
-//    request, because no other request waits for it.
+//    budget, it serves the orders of trusted grammars (Pace). No running request waits for the
+//    order of a replay's only request, so the step waits longer for this order (kSlowFactor).
 // 8. A slot that is busy when the budget ends is late. The budget limits processor time, so waiting
 //    for a processor makes no slot late. The rows that are finished are stamped; the others are not
 //    ready, so the slot is left out of the round or its round ends at its last ready row. Later
@@ -37,6 +37,9 @@
 //    order. The first step that finds the slot idle takes the result and continues with the pending
 //    commit. While a commit is pending, none of the slot's rows is ready and the device commits
 //    nothing, so there is at most one pending commit.
+//    A request fails if its slow orders take too much processor time (kMaxSlow), or if the process
+//    grows by too much memory during its late orders (kMaxMemory). A call of a matcher cannot be
+//    interrupted, so the request fails when the call returns.
 // 9. A pool thread may still use the matcher of a late slot when no replay refers to the slot any
 //    more. busy(slot) and wait_idle() tell the host when the matcher is free.
 // 10. The snapshot of a replay belongs to the publishing thread until `replay` is stored with
@@ -45,6 +48,7 @@
 //    until retire().
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -57,11 +61,13 @@
 
 namespace graft::guide {
 
+// A request of a replay. `position` is the position of its last token when the request joined the
+// batch. `matcher` is null if the request is unconstrained.
 struct Request {
   int32_t slot = 0;
   int32_t epoch = 0;
-  int32_t position = 0;              // position of the last token when the request joined
-  NativeMatcher* matcher = nullptr;  // null: unconstrained
+  int32_t position = 0;
+  NativeMatcher* matcher = nullptr;
 };
 
 // Requests of one replay. The host publishes them before it launches the replay.
@@ -148,10 +154,24 @@ struct StepRecord {
 
 class Worker {
  public:
+  // An order is slow if it takes more processor time than kSlowFactor budgets and than kMinSlowNs.
+  // A step waits for this time if the order is the only order of its replay.
+  static constexpr int64_t kSlowFactor = 20;
+  static constexpr int64_t kMinSlowNs = 100'000'000;
+  // A request fails when its slow orders have taken the time from which an order is slow, times
+  // this factor.
+  static constexpr int64_t kMaxSlow = 20;
+  // Maximum time that a step waits for threads that get no processor time, as a multiple of the
+  // budget.
+  static constexpr int64_t kPatience = 200;
+  // Number of bytes by which late orders of a request may increase the resident memory.
+  static constexpr int64_t kMaxMemory = int64_t{256} << 20;
+
   // `threads` is the number of threads that serve the slots of a step. If there is no budget, this
   // number includes the thread that runs the step. SlotWork describes `forced` and `follow_forced`.
   Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
          std::shared_ptr<const Forced> forced, bool follow_forced);
+  ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
@@ -197,7 +217,8 @@ class Worker {
   void stamp(Slot& slot, int j, int32_t state, int32_t position) noexcept;
   bool hands_over(const Slot& slot) const noexcept;
   void serve_timed(Slot& slot) noexcept;
-  bool over_budget(const Slot& slot) const noexcept;
+  int64_t slow_ns() const noexcept { return std::max(kMinSlowNs, kSlowFactor * budget_.ns); }
+  bool over_budget(const Slot& slot, int64_t budget_ns) const noexcept;
   static void serve_posted(void* worker, int slot);
 
   Exchange exchange_;
@@ -213,6 +234,7 @@ class Worker {
   Timeline timeline_;
   const int threads_;
   const Budget budget_;
+  const int resident_;  // descriptor of /proc/self/statm
   // The last member, because the pool's threads must end before the members that they use are
   // destroyed.
   std::unique_ptr<Pool, Pool::End> pool_;

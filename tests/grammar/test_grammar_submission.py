@@ -38,6 +38,21 @@ def test_compile_service_reports_the_error_of_grammar_check(serve, spec):
     assert isinstance(error, GrammarError) and str(error) == error_of(spec)
 
 
+def test_engine_fails_request_with_ambiguous_grammar():
+    """The time of each token doubles. The request fails, and other requests are unaffected."""
+    text = '"a"'
+    for depth in range(60):
+        text = f"({text})" + ("*" if depth % 2 == 0 else "{1,9}")
+    ambiguous = GrammarSpec.ebnf(f'root ::= ({text} "b"{{1,3000}}){{1,60}} "c"')
+    runaway = Request(prompt="a", grammar=ambiguous, max_tokens=500)
+    other = Request(prompt="Count.", grammar=GrammarSpec.regex("[0-9]{60}"), max_tokens=100)
+    with demo_engine(max_batch_size=2) as engine:
+        [alone] = engine.generate([other])
+        failed, served = engine.generate([runaway, other])
+    assert failed.reason == "error" and "the grammar is too slow" in failed.error
+    assert served.reason == "stop" and served.tokens == alone.tokens
+
+
 def test_engine_refuses_invalid_grammars_at_submission():
     """submit() does not raise. Only the request with the invalid grammar ends with the error."""
     requests = [Request(prompt="?", grammar=spec, max_tokens=8) for spec in INVALID.values()]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 import weakref
 
 import guide_util
 import pytest
-from guide_util import SPECS, Rig, exchange_for, joined, run_work
-from reference_round import READY
+from guide_util import SPECS, PythonMatcher, Rig, exchange_for, joined, run_work
+from reference_round import ERROR, READY
 from round_simulator import write_committed
 
 from graft.grammar import GuidedDecoder, GuidedRequest
@@ -55,6 +56,30 @@ def test_late_mask_row_truncates_round(backend):
     counters = rig.decoder.counters()
     assert counters["late_rows"] == 1 and counters["budget_stalls"] == 1
     assert counters["desyncs"] == counters["errors"] == 0
+
+
+def test_late_slot_that_fails_reports_error_at_committed_position(backend):
+    """The device has used the first rows of a step before the matcher fails at a later row.
+
+    The error must have the position after the tokens that the device has committed, because the
+    device ignores rows of other positions.
+    """
+    rig, requests = joined(backend, k=3, slots=2, held=True)
+    rig.verify(1, *b"a", slot=(0, 1))
+    rig.drafted(1, *b"bcc", slot=(0, 1))
+    rig.decoder.publish(2, requests)
+    rig.close_gate(4)  # the fourth call fills row 2
+    rig.run(rig.open)
+
+    def fail(row):
+        raise RuntimeError("out of order")
+
+    requests[0].matcher.inner.fill = fail
+    rig.committed(2, *b"bc", slot=0)
+    rig.open_gate()
+    rig.run(rig.commit)
+    assert rig.rows(0)[0] == (ERROR, 1, 13)
+    assert "out of order" in rig.decoder.error(0)
 
 
 def test_late_slot_accepts_new_request_only_when_idle(backend):
@@ -157,13 +182,82 @@ def test_guide_trusts_fast_grammars(
 ):
     """A grammar is trusted after 32 steps within the time budget. Once late, it is never trusted.
 
-    The thread that runs a step runs the matchers of trusted grammars itself. It also runs the
-    matcher of a request that is the only request in its replay.
+    The thread that runs a step runs the matchers of trusted grammars itself. A request that is the
+    only request in its replay has a longer budget.
     """
     counters, trusted = play_by_processor_time(backend, slots, budget_us)
     assert trusted == (budget_us > 1)
     assert late is None or counters["late_rows"] == counters["budget_stalls"] == late
     assert slots > 1 or counters["fills"] == 40
+
+
+class RunawayMatcher(PythonMatcher):
+    """A matcher whose `accept` takes processor time and memory that is not freed.
+
+    Parameters
+    ----------
+    inner
+        The wrapped matcher.
+    seconds, nbytes
+        Processor time and memory of each call of `accept`.
+    """
+
+    def __init__(self, inner, seconds, nbytes):
+        super().__init__(inner)
+        self.seconds = seconds
+        self.nbytes = nbytes
+        self.kept = []
+
+    def accept(self, token):
+        start = time.thread_time()
+        self.kept.append(b"x" * self.nbytes)
+        while time.thread_time() - start < self.seconds:
+            pass
+        return super().accept(token)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize(
+    "seconds, nbytes, message",
+    [
+        (1.2, 0, "the grammar is too slow: its matcher took more than 400 times the budget"),
+        (0.2, 100 << 20, "the grammar needs too much memory: its state has grown by more than 256"),
+    ],
+)
+def test_guide_fails_runaway_matcher(xgrammar, slots, seconds, nbytes, message):
+    """The request fails with an error. Steps do not wait for it, and its neighbor is unaffected."""
+    compiled = xgrammar.compile(SPECS["regex"])
+    exchange = exchange_for(slots, xgrammar.vocabulary.size, DraftMode.chain(0))
+    decoder = GuidedDecoder(exchange, masked_drafts=False, threads=2, budget_us=5000)
+    matchers = [compiled.matcher() for _ in range(slots)]
+    matchers[0] = RunawayMatcher(matchers[0], seconds, nbytes)
+    requests = [GuidedRequest(slot, 1, matcher, 0) for slot, matcher in enumerate(matchers)]
+    work = decoder.open_work()
+    text = b"ab".ljust(400, b"c")
+    done = [0] * slots
+    replay = 0
+    deadline = time.monotonic() + 120
+    longest_s = 0.0
+    while exchange.stamps["state"][0, 0] != ERROR:
+        assert time.monotonic() < deadline
+        replay += 1
+        decoder.publish(replay, requests)
+        start = time.monotonic()
+        run_work(work)
+        longest_s = max(longest_s, time.monotonic() - start)
+        for slot in range(slots):
+            ready = exchange.stamps["state"][slot, 0] == READY
+            token = text[done[slot] : done[slot] + 1] if ready else b""
+            done[slot] += len(token)
+            write_committed(exchange, slot, replay, token)
+        decoder.retire(replay)
+        time.sleep(0.01)
+    assert message in decoder.error(0)
+    assert longest_s < 1.1
+    if slots == 2:
+        assert decoder.error(1) == "" and exchange.stamps["state"][1, 0] == READY
+        assert done[1] > 10 * done[0]
+    decoder.close()
 
 
 def test_late_probe_is_not_answered(backend):
