@@ -6,6 +6,10 @@ and applies a norm. The result is module j's own h_i, from which its head predic
 
 The first module reads h_i from the target, after the target's final norm. The report does not say
 whether the norm is applied, but DeepSeek's code and the serving engines apply it.
+
+Implementations differ in the h_i that a module passes on, to the next module or to its own next
+step: SGLang passes it after the module's ``shared_head.norm``, vLLM before. Modules that were
+trained for the other variant lose acceptance from the second draft on. `Mtp` has an option for it.
 """
 
 from __future__ import annotations
@@ -62,6 +66,10 @@ class Mtp(Drafter):
         if they differ from the target's. Tensors of the target may be present and are ignored.
     context
         Arguments from the engine.
+    norm_hidden
+        Whether a module passes its hidden state on after ``shared_head.norm``. The default is used
+        if the engine loads the folder. To change it, pass
+        ``lambda context: Mtp(folder, context, norm_hidden=False)`` as the drafter.
 
     Raises
     ------
@@ -71,7 +79,7 @@ class Mtp(Drafter):
         If the config is invalid or the modules were made for another target.
     """
 
-    def __init__(self, folder: Path, context: DrafterContext) -> None:
+    def __init__(self, folder: Path, context: DrafterContext, *, norm_hidden: bool = True) -> None:
         config = LlamaConfig.from_dir(folder)
         device = context.device
         target = context.target
@@ -115,7 +123,13 @@ class Mtp(Drafter):
             max_rows=context.max_rows,
             attention_width=2 * hidden,
         )
+        self._norm_hidden = norm_hidden
         self._hidden = device.empty((context.max_rows, hidden), "float32")
+        # The normed states that the heads read, if the modules pass on states before the norm.
+        self._normed = self._hidden
+        if not norm_hidden:
+            rows = context.slots * self.shape.branch
+            self._normed = device.empty((rows, hidden), "float32")
         self._earlier = device.empty((context.max_rows,), "int32")
         # State of each module between calls. `_carried` holds, for each slot, the hidden state h of
         # the last committed token, which the next module reads in the next call. `_last_hidden`
@@ -296,8 +310,10 @@ class Mtp(Drafter):
             norm=x,
             name="eh_proj",
         )
-        self._stack.run(lane, rows, x, layers=range(j, j + 1))
-        kernels.norm(lane, residual, module.norm, eps, hidden)
+        copies = None if self._norm_hidden else {j: (hidden, 0)}
+        self._stack.run(lane, rows, x, layers=range(j, j + 1), copies=copies)
+        if self._norm_hidden:
+            kernels.norm(lane, residual, module.norm, eps, hidden)
 
     def _predict(
         self,
@@ -307,7 +323,18 @@ class Mtp(Drafter):
         hidden: DeviceArray,
     ) -> DeviceArray:
         """Compute the logits of module j from its hidden states and return them."""
-        logits = feed.logits[: hidden.shape[0]]
+        count = hidden.shape[0]
+        logits = feed.logits[:count]
+        if not self._norm_hidden:
+            normed = self._normed[:count]
+            self._target.kernels.norm(
+                lane,
+                hidden,
+                self._modules[j].norm,
+                self._config.rms_norm_eps,
+                normed,
+            )
+            hidden = normed
         self._target.kernels.linear(
             lane,
             hidden,

@@ -182,7 +182,7 @@ def mtp_states(
     h: np.ndarray,
     tokens: np.ndarray,
 ) -> np.ndarray:
-    """Return the normed states [E, hidden] of an MTP module.
+    """Return the states [E, hidden] of an MTP module before its norm.
 
     Entry i combines the previous module's state h[i] with tokens[i].
     """
@@ -196,5 +196,4 @@ def mtp_states(
     x = np.concatenate(joined, -1) @ projection.T
     input_norm = w[f"{prefix}.input_layernorm.weight"]
     y = rms_norm(x, input_norm, eps)
-    out = decoder_layer(w, prefix, config, y, x)
-    return rms_norm(out, w[f"{prefix}.shared_head.norm.weight"], eps)
+    return decoder_layer(w, prefix, config, y, x)

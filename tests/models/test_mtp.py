@@ -1,5 +1,7 @@
 """Tests that compare multi-token prediction (MTP) modules with a NumPy reference."""
 
+from functools import partial
+
 import model_util
 import numpy as np
 import numpy_llama
@@ -20,6 +22,7 @@ def reference_logits(
     features,
     drafts,
     modules,
+    norm_hidden,
 ):
     """Return the logits [vocab] of the token after `tokens` and `drafts`.
 
@@ -45,19 +48,25 @@ def reference_logits(
             h,
             following,
         )
+        normed = numpy_llama.rms_norm(out, weights[f"{prefix}.shared_head.norm.weight"], 1e-5)
+        if norm_hidden:
+            out = normed
         h = out if modules > 1 else np.concatenate([h, out[-1:]])
     head = weights.get(f"{prefix}.shared_head.head.weight", table)
-    return head.astype(np.float64) @ h[-1]
+    return head.astype(np.float64) @ normed[-1]
 
 
 @pytest.mark.parametrize("form", model_util.FORMS)
 @pytest.mark.parametrize(
-    "modules, own, tree",
+    "modules, own, tree, norm_hidden",
     [
-        (2, False, None),
-        (4, True, None),
-        (1, True, (3, 4)),
-        *(pytest.param(1, own, None, marks=pytest.mark.full) for own in (False, True)),
+        (2, False, None, True),
+        (4, True, None, True),
+        (3, True, None, False),
+        (1, True, (3, 4), True),
+        (1, False, (3, 4), False),
+        *(pytest.param(1, own, None, True, marks=pytest.mark.full) for own in (False, True)),
+        pytest.param(1, False, None, False, marks=pytest.mark.full),
     ],
 )
 def test_mtp_logits_equal_numpy(
@@ -68,16 +77,19 @@ def test_mtp_logits_equal_numpy(
     modules,
     own,
     tree,
+    norm_hidden,
 ):
     """The logits of every draft equal the NumPy reference, which processes the whole sequence.
 
     Prompts are processed in chunks. Rounds commit one to five tokens in changing batch rows. Drafts
-    form a chain or a tree.
+    form a chain or a tree. Modules pass on hidden states after or before their norm.
     """
     of_target = make_tiny_llama(tmp_path / "target")
     weights = make_tiny_mtp(tmp_path / "mtp", TARGET, modules=modules, own=own)
     target = model_util.load_llama(device, tmp_path / "target", form=form)
-    rounds = Rounds(device, stream, target, tmp_path / "mtp", 4, tree=tree)
+    factory = partial(Mtp, tmp_path / "mtp", norm_hidden=norm_hidden)
+    choice = tmp_path / "mtp" if norm_hidden else factory
+    rounds = Rounds(device, stream, target, choice, 4, tree=tree)
     assert isinstance(rounds.drafter, Mtp)
     assert rounds.width == (5 if modules == 1 else modules + 1)
     for slot, chunks in enumerate([(0,), (0, 1), (0, 3, 4, 11)]):
@@ -98,6 +110,7 @@ def test_mtp_logits_equal_numpy(
                 rounds.features[slot],
                 down,
                 modules,
+                norm_hidden,
             )
             np.testing.assert_allclose(logits, wanted, atol=1e-4)
 
