@@ -219,7 +219,8 @@ class Output:
     logprobs
         Log probabilities of the tokens in order; None unless requested.
     exact
-        Whether verification preserved the model's distribution; False with ``verify="relaxed"``.
+        Whether exact verification would have accepted the same drafts. False only if
+        ``verify="relaxed"`` has accepted a draft that the target did not sample.
     rounds
         Number of rounds in which at least one token was committed.
     drafted, accepted

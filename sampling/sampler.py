@@ -190,7 +190,8 @@ class Sampler:
     target_tok : DeviceArray
         int32 [max_batch * (K+1)], token of each row; -1 if a test in `verify` determines it.
     row_ok : DeviceArray
-        int32 [max_batch * (K+1)], 1: usable, 0: not ready, 2: no legal token, 3: error.
+        int32 [max_batch * (K+1)], 1: usable, 0: not ready, 2: no legal token, 3: error, 4: usable,
+        and relaxed acceptance has replaced the sampled token.
     rows : DeviceArray
         int32 [max_batch, row words], result of each batch row, see `row_words`.
     q : DeviceArray

@@ -346,6 +346,7 @@ class Outcome:
     accepted: int = 0  # accepted drafts
     reason: int = RUNNING
     tested: int = 0  # number of verified drafts
+    relaxed: int = 0  # accepted drafts that exact verification would have rejected
 
 
 def walk(
@@ -552,6 +553,7 @@ def verify(
         return broken(x, legal) or state, (x, legal)
 
     chosen: dict[int, int] = {}  # results of tests, by node
+    relaxed_nodes: list[int] = []  # nodes whose token the target did not sample
     is_chain = tree.parent == tuple(range(-1, last_node))
     has_dense = DENSE in slot.kinds[:last_node]
     can_test = not slot.filter.greedy and slot.verify in (REJECTION, PER_TOKEN)
@@ -577,10 +579,14 @@ def verify(
         if slot.verify == RELAXED and slot.relaxed.until not in tree.path(node):
             f = Filter() if slot.filter.greedy else slot.filter
             p = distribution(x, legal, f)
-            token = _relaxed(slot.relaxed, tree, node, p, token)
+            sampled = token
+            token = _relaxed(slot.relaxed, tree, node, p, sampled)
+            if token != sampled:
+                relaxed_nodes.append(node)
         return token, tree.child(node, token)
 
     outcome = walk(slot, row, decide, tree)
+    outcome = replace(outcome, relaxed=len(relaxed_nodes))
     commit(slot, outcome)
     if slot.verify == RELAXED and slot.relaxed.until in outcome.tokens:
         slot.verify = COUPLED

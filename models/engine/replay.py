@@ -106,6 +106,8 @@ class RowResult:
         Number of drafts verified.
     cut
         Number of pending drafts that were dropped because the round had no forward rows for them.
+    relaxed
+        Number of accepted drafts that exact verification would have rejected.
     tokens
         Committed tokens in order.
     logprobs
@@ -117,6 +119,7 @@ class RowResult:
     accepted: int
     tested: int
     cut: int
+    relaxed: int
     tokens: list[int]
     logprobs: list[Logprob] = field(default_factory=list)
 
@@ -328,9 +331,9 @@ class Replays:
         outputs = self._parts.outputs
         flight = self.unread[0]
         row = outputs.row("rows", flight.number)[index]
-        slot, count, reason, accepted, tested, cut = row[:6].tolist()
+        slot, count, reason, accepted, tested, cut, relaxed = row[:7].tolist()
         tokens = row[_HEADER_WORDS : _HEADER_WORDS + count].tolist()
-        result = RowResult(slot, reason, accepted, tested, cut, tokens)
+        result = RowResult(slot, reason, accepted, tested, cut, relaxed, tokens)
         assignment = flight.rows[index]
         num_top = assignment.state.request.logprobs
         if num_top is not None:

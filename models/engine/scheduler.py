@@ -311,8 +311,7 @@ class Scheduler:
         request = state.request
         output = state.output
         verify = request.verify or self._verify
-        output.exact = verify != "relaxed"
-        if not output.exact and request.relaxed.until in output.tokens:
+        if verify == "relaxed" and request.relaxed.until in output.tokens:
             verify = "coupled"
         params = SamplingParams.from_fields(
             request,
@@ -418,6 +417,8 @@ class Scheduler:
         state.undrafted_tokens = len(row.tokens) if row.reason else 0
         text, stopped = state.append_tokens(row.tokens)
         output = state.output
+        if row.relaxed:
+            output.exact = False
         if output.logprobs is not None:
             # If a stop string ended the request, the row's tokens after it were not appended.
             num_new = len(output.tokens) - len(output.logprobs)

@@ -172,6 +172,7 @@ __device__ __forceinline__ u64 block_reduce(u64 value, Scratch& scratch, Op op) 
 #define ROW_OK 1
 #define ROW_NO_TOKEN 2
 #define ROW_BAD_LOGIT 3
+#define ROW_RELAXED 4  // as ROW_OK, but relaxed acceptance has replaced the sampled token
 
 #define KEY_POSITIVE_INFINITY 0x7f800000
 #define KEY_NEGATIVE_INFINITY static_cast<int>(0x807fffffu)

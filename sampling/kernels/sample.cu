@@ -88,12 +88,15 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
       row_sample(row, filtered, filter, !greedy && !tested, noise, filtered ? work : nullptr,
                  cross_block[r], from, to, scratch, &token);
   if (status == 0) return;
+  bool replaced = false;
   if (status == ROW_OK && relaxed) {
-    token = relaxed_token(slot, draft_len, j, work, vocab_size, token, scratch);
+    const int sampled = token;
+    token = relaxed_token(slot, draft_len, j, work, vocab_size, sampled, scratch);
+    replaced = token != sampled;
   }
   if (leader) {
     target_tok[r] = tested ? -1 : token;
-    row_ok[r] = status;
+    row_ok[r] = replaced ? ROW_RELAXED : status;
   }
 }
 

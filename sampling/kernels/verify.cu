@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 
   if (index < 0 || !slots[index].active) {
     if (leader && blockIdx.y == 0) {
-      *result = {index, 0, REASON_NONE, 0, 0, 0, index < 0 ? 0 : slots[index].n};
+      *result = {index, 0, REASON_NONE, 0, 0, 0, 0, index < 0 ? 0 : slots[index].n};
       if (index >= 0) {
         int* record = record_of(exchange, layout, index, layout.committed);
         *reinterpret_cast<Committed*>(record) = {replay, 0};
@@ -221,18 +221,20 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 
   int count = 0;
   int accepted = 0;
+  int relaxed = 0;
   int reason = REASON_NONE;
   int j = 0;
   u64 accepted_bits = 0;
   do {
     const int ok = row_ok[first + j];
     const int token = target_tok[first + j];
-    if (ok != ROW_OK || token < 0) {
+    if ((ok != ROW_OK && ok != ROW_RELAXED) || token < 0) {
       // If this row follows an accepted draft, the round ends without an error, and the next round
       // starts with this row.
       if (j == 0 && ok != 0) reason = ok == ROW_NO_TOKEN ? REASON_DEAD_END : REASON_ERROR;
       break;
     }
+    relaxed += ok == ROW_RELAXED;
     decided_by[count] = j;
     tokens[count++] = token;
     if (slot.verify == VERIFY_RELAXED && token == slot.relaxed_until) slot.verify = VERIFY_COUPLED;
@@ -255,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     *reinterpret_cast<Drafted*>(drafted) = {replay, 0};
   }
   if (reason != REASON_NONE) slot.active = 0;
-  *result = {index, count, reason, accepted, tested, slot.cut, position};
+  *result = {index, count, reason, accepted, tested, slot.cut, relaxed, position};
   int* record = record_of(exchange, layout, index, layout.committed);
   *reinterpret_cast<Committed*>(record) = {replay, count};
   for (int i = 0; i < count; ++i) record[sizeof(Committed) / 4 + i] = tokens[i];

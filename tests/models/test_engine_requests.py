@@ -115,11 +115,11 @@ def test_engine_refuses_other_types_than_request(engine):
 
 
 def test_relaxed_verification_accepts_more_drafts(engine):
-    """Relaxed outputs still satisfy their grammars, and they have ``exact == False``."""
+    """Relaxed outputs satisfy their grammars. Most of them contain tokens that are not exact."""
     requests = coupled_requests()
     exact = engine.generate(requests)
     relaxed = engine.generate(relax(requests))
-    assert all(o.exact for o in exact) and not any(o.exact for o in relaxed)
+    assert sum(o.exact for o in relaxed) < len(relaxed) // 2
     assert {o.reason for o in relaxed} <= {"stop", "length"}
     assert acceptance_rate(exact) < 0.9 < acceptance_rate(relaxed)
     assert not engine.counters()["grammar"]["desyncs"]
@@ -143,7 +143,19 @@ def test_relaxed_verification_is_exact_after_its_end_id(engine):
         if len(found) == preempted:
             preempted += any(engine.preempt(o.id) for o in expected if o.id not in found)
     assert preempted
+    assert all(output.exact for output in found.values())
     assert [found[o.id].tokens for o in expected] == [o.tokens for o in expected]
+
+
+@pytest.mark.parametrize("relaxed", [Relaxed(1, 0.0), Relaxed(2, 0.3), Relaxed(10**6, 1.0)])
+def test_output_is_exact_if_relaxed_verification_changed_no_token(engine, relaxed):
+    """`Output.exact` is true for exactly the outputs that equal those of exact verification."""
+    requests = coupled_requests()
+    expected = engine.generate(requests)
+    assert all(output.exact for output in expected)
+    outputs = engine.generate([replace(r, verify="relaxed", relaxed=relaxed) for r in requests])
+    is_equal = [o.tokens == e.tokens for o, e in zip(outputs, expected, strict=True)]
+    assert [output.exact for output in outputs] == is_equal
 
 
 def coupled_requests():

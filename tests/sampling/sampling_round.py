@@ -289,6 +289,7 @@ class TableRound:
         assert result["accepted"] == expected.accepted
         assert result["reason"] == expected.reason
         assert result["tested"] == expected.tested
+        assert result["relaxed"] == expected.relaxed
         assert tuple(result["tokens"][:count]) == expected.tokens
         assert read_committed(self.exchange, slot) == (self.replay, expected.tokens)
         if count:
