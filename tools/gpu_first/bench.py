@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -48,6 +49,8 @@ SMALL_SHAPE = {
     "vocab_size": 2048,
 }
 Range = tuple[float, float] | None
+#: Seeds of random arrays. Arrays of one process have different values.
+_seeds = itertools.count(1)
 
 
 class Case(NamedTuple):
@@ -244,21 +247,16 @@ class Bench:
         executable.close()
         lane.seconds = statistics.median(times[1:])
 
-    def random(
-        self, shape: tuple[int, ...], scale: float = 1.0, dtype: str = "bfloat16"
-    ) -> DeviceArray:
-        """Return an array of random bfloat16 values between -scale and scale.
-
-        If `dtype` is not bfloat16, the bits of these values are reinterpreted as that dtype.
-        """
-        array = self.device.empty(shape, dtype)
+    def random(self, shape: tuple[int, ...], scale: float = 1.0) -> DeviceArray:
+        """Return an array of random bfloat16 values between -scale and scale."""
+        array = self.device.empty(shape, "bfloat16")
         fill_random(self.device, array, scale)
         return array
 
     def random_weight(self, shape: tuple[int, ...], dtype: str, scale: float = 0.02) -> DeviceArray:
         """Return a random matrix without NaN; E4M3 values have magnitudes below 2."""
         if dtype != E4M3:
-            return self.random(shape, scale, dtype)
+            return self.random(shape, scale)
         array = self.device.empty(shape, dtype)
         kernel = self.kernels["fill_random_e4m3"]
         blocks = min(-(-array.nbytes // 256), 4096)
@@ -266,14 +264,14 @@ class Bench:
             kernel,
             blocks,
             256,
-            [array, array.nbytes],
+            [array, array.nbytes, next(_seeds)],
         )
         self.stream.synchronize(LIMIT_S)
         return array
 
     def random_float32(self, shape: tuple[int, ...], scale: float = 1.0) -> DeviceArray:
         """Return an array of normally distributed float32 values."""
-        values = np.random.default_rng(0).standard_normal(shape, np.float32)
+        values = np.random.default_rng(next(_seeds)).standard_normal(shape, np.float32)
         return self.device.from_host(scale * values)
 
     def read(self, lane: Any, data: DeviceArray | PinnedArray, blocks: int) -> None:
@@ -349,6 +347,6 @@ def fill_random(device: Any, array: DeviceArray, scale: float) -> None:
         kernel,
         blocks,
         256,
-        [array, count, scale],
+        [array, count, scale, next(_seeds)],
     )
     stream.synchronize(LIMIT_S)

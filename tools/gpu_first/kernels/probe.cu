@@ -25,11 +25,12 @@ extern "C" __global__ void read_words(const Words* data, long long count, unsign
 }
 
 // Writes `count` pseudo-random values between -scale and scale.
-extern "C" __global__ void fill_random(bf16_t* out, long long count, float scale) {
+extern "C" __global__ void fill_random(bf16_t* out, long long count, float scale,
+                                       unsigned int seed) {
   const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
   for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
        i += step) {
-    unsigned int hash = static_cast<unsigned int>(i) * 0x9e3779b1u + 0x85ebca6bu;
+    unsigned int hash = static_cast<unsigned int>(i) * 0x9e3779b1u + seed * 0x85ebca6bu;
     hash = (hash ^ (hash >> 15)) * 0x2c1b3c6du;
     hash = (hash ^ (hash >> 12)) * 0x297a2d39u;
     hash ^= hash >> 15;
@@ -38,11 +39,11 @@ extern "C" __global__ void fill_random(bf16_t* out, long long count, float scale
 }
 
 // Writes `count` pseudo-random E4M3 codes. Magnitudes are below 2, and no code is NaN.
-extern "C" __global__ void fill_random_e4m3(e4m3_t* out, long long count) {
+extern "C" __global__ void fill_random_e4m3(e4m3_t* out, long long count, unsigned int seed) {
   const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
   for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
        i += step) {
-    unsigned int hash = static_cast<unsigned int>(i) * 0x9e3779b1u + 0x85ebca6bu;
+    unsigned int hash = static_cast<unsigned int>(i) * 0x9e3779b1u + seed * 0x85ebca6bu;
     hash = (hash ^ (hash >> 15)) * 0x2c1b3c6du;
     hash = (hash ^ (hash >> 12)) * 0x297a2d39u;
     out[i].bits = static_cast<unsigned char>((hash >> 24) & 0xbfu);
