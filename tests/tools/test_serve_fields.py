@@ -93,7 +93,7 @@ def test_ignore_eos_generates_up_to_max_tokens(client, complete):
 
 def test_stop_reason_is_the_stop_string_or_the_requested_stop_id(engine, client, complete):
     """For a stop id of the model, ``stop_reason`` is null and ``matched_stop`` is the id."""
-    choice = complete(stop=["gaO"])
+    choice = complete(stop=["gaOlg", "x", "gaO"])
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("Ol", "stop", "gaO")
     token = engine.tokenizer.encode("Olga")[-1]
     choice = complete(stop_token_ids=[token])
@@ -171,11 +171,16 @@ def test_token_ids_of_prompt_and_output_are_returned(engine, client, stream):
     assert [token for choice in choices for token in choice.token_ids] == output.tokens
     assert choices[0].prompt_token_ids == prompt
     assert all("prompt_token_ids" not in choice.model_dump() for choice in choices[1:])
-    messages = [{"role": "user", "content": "hi"}]
+    messages = [{"role": "user", "content": PROMPT}]
+    tools = [{"type": "function", "function": {"name": "person", "parameters": PERSON}}]
+    fields |= {"tools": tools, "tool_choice": "required", "max_tokens": 60}
     response = client.chat.completions.create(messages=messages, **fields, extra_body=extra)
-    first = next(iter(response)) if stream else response
-    assert first.prompt_token_ids == engine.tokenizer.chat(messages)
-    assert first.choices[0].token_ids
+    chunks = list(response) if stream else [response]
+    assert PROMPT in engine.tokenizer.decode(chunks[0].prompt_token_ids)
+    assert "prompt_token_ids" not in chunks[-1].model_dump() or not stream
+    tokens = [token for chunk in chunks for token in chunk.choices[0].token_ids or ()]
+    assert engine.tokenizer.decode(tokens).startswith('[{"name": "person"')
+    assert tokens[-1] in engine.tokenizer.stop_ids
 
 
 def test_log_probabilities_name_tokens_by_id_on_request(post, complete):

@@ -21,11 +21,10 @@ _FINISH_REASONS = {
 #: Lower bound of reported log probabilities. JSON cannot represent minus infinity, the value of
 #: masked tokens.
 _MIN_LOGPROB = -9999.0
-
-
-#: Fields of a choice that describe the tokens of an event. If several chunks of a stream belong to
-#: one event, only the first chunk has them.
-_TOKEN_FIELDS = {"logprobs", "token_ids"}
+# If an event has several chunks in a stream, the first chunk has the fields that describe the
+# tokens of the event, and the last chunk has the fields that describe the end of the output.
+_TOKEN_FIELDS = ("logprobs", "token_ids")
+_END_FIELDS = ("finish_reason", "stop_reason", "matched_stop")
 
 
 class ResponseChoice:
@@ -79,7 +78,7 @@ class ResponseChoice:
             logprobs,
         )
         reasoning, content, _ = self._split(event)
-        choice = self._choice(event, last=True)
+        choice = self._choice(event)
         if not self._api_request.chat:
             return choice | {"text": content, "prompt_logprobs": self.prompt_logprobs()}
         message: dict[str, Any] = {
@@ -104,9 +103,10 @@ class ResponseChoice:
         """Yield the choices for the next chunks of a stream, at most one tool call in each."""
         reasoning, content, calls = self._split(event)
         self._num_tokens += len(event.tokens)
-        choice = self._choice(event, last=event.finished and not calls)
+        choice = self._choice(event)
+        is_needed = event.finished or choice["logprobs"] is not None or choice.get("token_ids")
         if not self._api_request.chat:
-            if content or event.finished or choice["logprobs"] is not None:
+            if content or is_needed:
                 self._has_begun = True
                 yield choice | {"text": content}
             return
@@ -116,22 +116,30 @@ class ResponseChoice:
         if content:
             deltas.append({"content": content})
         deltas += [{"tool_calls": [call]} for call in calls]
-        if not deltas and (event.finished or choice["logprobs"] is not None):
+        ends_with_call = event.finished and calls
+        if ends_with_call or (is_needed and not deltas):
             deltas.append({"content": ""})
         for position, delta in enumerate(deltas):
-            chunk = choice | {"delta": delta}
-            if not self._has_begun:
-                chunk["delta"] = {"role": self._api_request.role} | delta
-            self._has_begun = True
-            if position < len(deltas) - 1:
-                chunk |= {"finish_reason": None, "stop_reason": None}
-            if position > 0:
-                chunk |= dict.fromkeys(_TOKEN_FIELDS & chunk.keys())
-            yield chunk
-        if event.finished and calls:
-            chunk = self._choice(event, last=True)
-            chunk |= dict.fromkeys(_TOKEN_FIELDS & chunk.keys())
-            yield chunk | {"delta": {"content": ""}}
+            yield self._chat_chunk(
+                choice,
+                delta,
+                is_first=position == 0,
+                is_last=position == len(deltas) - 1,
+            )
+
+    def _chat_chunk(
+        self, choice: dict[str, Any], delta: dict[str, Any], is_first: bool, is_last: bool
+    ) -> dict[str, Any]:
+        """Return one of the chunks of an event."""
+        chunk = dict(choice)
+        if not is_first:
+            chunk |= {name: None for name in _TOKEN_FIELDS if name in choice}
+        if not is_last:
+            chunk |= dict.fromkeys(_END_FIELDS)
+        if not self._has_begun:
+            delta = {"role": self._api_request.role} | delta
+        self._has_begun = True
+        return chunk | {"delta": delta}
 
     def usage(self) -> dict[str, int]:
         """Return the token usage of the chunks so far."""
@@ -176,11 +184,11 @@ class ResponseChoice:
             text = self._echo + text
         return reasoning, text, calls
 
-    def _choice(self, event: Event, last: bool) -> dict[str, Any]:
+    def _choice(self, event: Event) -> dict[str, Any]:
         """Return the fields of a choice that do not depend on its text."""
         finish_reason = None
         stop = None
-        if last and event.output is not None:
+        if event.output is not None:
             finish_reason = _FINISH_REASONS[event.output.reason]
             has_calls = self._tool_calls is not None and self._tool_calls.calls
             if finish_reason == "stop" and has_calls:
@@ -207,12 +215,14 @@ class ResponseChoice:
             return output.tokens[-1]
         if output.reason != "stop_string":
             return None
-        strings = self._api_request.requests[self._index].stop or ()
-        text = self._parser.tokenizer.decode(output.tokens)
-        for string in strings:
-            if text.startswith(string, len(output.text)):
-                return string
-        return None
+        text = b"".join(map(self._parser.token_bytes, output.tokens)).decode("utf-8", "replace")
+        last_begin = len(text) - len(self._parser.token_text(output.tokens[-1]))
+        found = []
+        for string in self._api_request.requests[self._index].stop or ():
+            begin = text.rfind(string)
+            if begin >= 0 and begin + len(string) > last_begin:  # it ends within the last token
+                found.append((begin, string))
+        return min(found)[1] if found else None
 
     def _logprobs(self, event: Event) -> dict[str, Any] | None:
         if event.logprobs is None:
