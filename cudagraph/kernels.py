@@ -215,6 +215,15 @@ class Kernel:
             call(cu.cuFuncSetAttribute, self.function, attribute, nbytes)
             self._shared_limit = nbytes
 
+    def prefer_shared(self, percent: int) -> None:
+        """Request a division of the L1 cache into shared memory (``percent``) and cache.
+
+        Two kernels can run on a multiprocessor at the same time only if they have the same
+        division. The driver chooses a larger one if the kernel needs it.
+        """
+        attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        call(cu.cuFuncSetAttribute, self.function, attribute, percent)
+
     def __repr__(self) -> str:
         return f"<Kernel {self.name!r}, {len(self.param_sizes)} parameters>"
 

@@ -11,9 +11,16 @@ from tiny_models import rounded
 
 from graft.cudagraph.dtypes import to_float32
 from graft.cudagraph.errors import GraftError, OptionError, ShapeError
+from graft.cudagraph.kernels import Kernel
 from graft.cudagraph.lanes import StreamLane
 from graft.models.cache.kv import PagedKV
-from graft.models.llm.kernel_library import KVWrite, ModelKernels, Norm
+from graft.models.llm.kernel_library import (
+    SHARED_PERCENT,
+    KVWrite,
+    ModelKernels,
+    Norm,
+    mma_shape,
+)
 from graft.models.llm.rope import Rope
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -42,6 +49,25 @@ def run_linear(
     out = kernels.device.zeros((rows, w.shape[0]), "float32")
     kernels.linear(lane, x, w, out, **more)
     return download(lane.stream, out)
+
+
+def test_model_kernels_request_equal_shares_of_shared_memory(device, lane, monkeypatch):
+    """Kernels with different shares of shared memory could not run at the same time."""
+    requests = {}
+    monkeypatch.setattr(
+        Kernel, "prefer_shared", lambda kernel, percent: requests.update({kernel.name: percent})
+    )
+    kernels = ModelKernels(device, "warp")
+    for rows in (1, 20):
+        x = device.zeros((rows, 128), "float32")
+        run_linear(kernels, lane, x, device.zeros((16, 128), "bfloat16"))
+        kernels.norm(lane, x, device.zeros((128,), "float32"), 1e-5, x)
+    assert set(requests) == {"linear_few", "linear_many", "norm_rows"}
+    assert set(requests.values()) == {SHARED_PERCENT}
+    for rows in (20, 64, 256):
+        shape = mma_shape(rows, 4096)
+        blocks = shape.blocks_per_multiprocessor
+        assert blocks * (shape.shared + 2048) <= 132 * 1024
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -28,7 +28,7 @@ from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.nodes import highest_priority
 from graft.models.cache.kv import PagedKV
 from graft.models.engine.engine import Engine
-from graft.models.llm.kernel_library import ModelKernels
+from graft.models.llm.kernel_library import SHARED_PERCENT, ModelKernels
 from graft.models.llm.llama import LlamaModel
 from graft.models.request import Request
 from graft.tools.gpu_first import external, truth
@@ -171,7 +171,7 @@ def measure_gaps(bench: Bench) -> Iterator[Case]:
         edges = "programmatic" if programmatic else "full"
         yield Case(f"empty nodes, {edges} edges", partial(_measure_empty, bench, programmatic))
         yield Case(f"8-MB nodes, {edges} edges", partial(_measure_reads, bench, programmatic))
-    for carveout in (None, 100):
+    for carveout in (None, SHARED_PERCENT):
         yield Case(f"carve-out {carveout}", partial(_measure_carveout, bench, carveout))
 
 
@@ -215,8 +215,8 @@ def _measure_carveout(bench: Bench, carveout: int | None) -> None:
     """Alternate a kernel without shared memory and a product, with programmatic edges.
 
     Different divisions of the L1 cache into cache and shared memory may keep two kernels from
-    running at the same time. `carveout` is the percentage of shared memory that the first kernel
-    requests; None for the driver's choice.
+    running at the same time. The product requests SHARED_PERCENT of shared memory. `carveout` is
+    the percentage that the first kernel requests; None for the driver's choice.
     """
     kernels = ModelKernels(bench.device)
     hidden = bench.shape["hidden_size"]
