@@ -72,4 +72,6 @@ def _read_field(text: str, numbers: Mapping[str, int]) -> tuple[object, ...] | N
     if not length:
         return name, _TYPES[type_name]
     count = numbers[length] if length in numbers else int(length)
-    return (name, _TYPES[type_name], (count,)) if count else (name, _TYPES[type_name])
+    if count == 0:
+        return name, _TYPES[type_name]
+    return name, _TYPES[type_name], (count,)

@@ -91,10 +91,11 @@ def _to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     # The upper 16 bits are kept. Adding 0x7fff plus the lowest kept bit carries into the kept bits
     # exactly if rounding to nearest even rounds up. For a NaN the carry could produce infinity or
     # zero. A NaN is therefore truncated and made quiet.
-    lowest_kept_bit = (bits >> 16) & 1
-    rounded = ((bits.astype(np.uint64) + 0x7FFF + lowest_kept_bit) >> 16).astype(np.uint16)
-    quiet_nan = ((bits >> 16) | 0x40).astype(np.uint16)
-    return np.where(np.isnan(values), quiet_nan, rounded)
+    kept_bits = bits >> 16
+    lowest_kept_bit = kept_bits & 1
+    rounded = (bits.astype(np.uint64) + 0x7FFF + lowest_kept_bit) >> 16
+    quiet_nan = kept_bits | 0x40
+    return np.where(np.isnan(values), quiet_nan, rounded).astype(np.uint16)
 
 
 def _to_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
@@ -106,8 +107,11 @@ def _to_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
     smallest_normal = 121 << 23
     shifted = np.minimum(magnitude, smallest_normal).view(np.float32) + np.float32(1 << 14)
     subnormal = shifted.view(np.uint32) - (141 << 23)
-    normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) - (120 << 23)) >> 20
-    code = np.where(magnitude < smallest_normal, subnormal, np.minimum(normal, 0x7F))
+    # Normal values are rounded to nearest even as in _to_bfloat16(), and the exponent is rebased.
+    lowest_kept_bit = (magnitude >> 20) & 1
+    rounded = magnitude + 0x7FFFF + lowest_kept_bit
+    normal = np.minimum((rounded - (120 << 23)) >> 20, 0x7F)
+    code = np.where(magnitude < smallest_normal, subnormal, normal)
     return (code | sign).astype(np.uint8)
 
 
