@@ -29,8 +29,8 @@ struct WorkerOptions {
 // A thread and the ports that it serves. The thread sleeps while no launch of any of its graphs is
 // in flight (M7). It ends after the last owner of this object is gone.
 //
-// Created by std::make_shared only, like GraphState. The last reference may be dropped on the
-// worker's own thread, and dropping it then acquires no GIL.
+// Created by std::make_shared only, for the reason that is given at GraphState: the worker's own
+// thread may drop the last reference, which must not require the GIL.
 class Worker : public std::enable_shared_from_this<Worker> {
  public:
   explicit Worker(WorkerOptions options);
