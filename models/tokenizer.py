@@ -1,4 +1,4 @@
-"""Tokenizer and chat template of a checkpoint, checked against the model before use."""
+"""Tokenizer and chat template of a checkpoint. Loading checks that they match the model."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ class _SpecialNameEscaper:
 
 
 def _default_template(templates: list[Any]) -> Any:
-    """Return the template named "default", or the unchanged list if it has no such template."""
+    """Return the template "default" of a list of named templates, or the list if it has none."""
     for entry in templates:
         if isinstance(entry, dict) and entry.get("name") == "default":
             return entry.get("template")

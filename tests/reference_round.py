@@ -126,7 +126,7 @@ def coin(
     sample: int,
     round_start: int,
 ) -> float:
-    """Return the uniform number of the acceptance test of a position."""
+    """Return the random number in [0, 1) with which rejection sampling tests a draft."""
     word = words(seed, position, COIN, np.array([0]), sample, round_start)
     return float(uniform(word)[0])
 

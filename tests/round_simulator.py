@@ -103,7 +103,7 @@ def write_drafted(
 
 
 def read_drafted(exchange: Exchange, slot: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return the replay, the drafts and their parents of the record of drafts."""
+    """Return the replay number, the drafts and their parents in a slot's record of drafts."""
     replay, count, *words = exchange.drafted[slot].tolist()
     parents = words[exchange.layout["drafts"] :]
     return replay, tuple(words[:count]), tuple(parents[:count])
@@ -210,7 +210,7 @@ class RoundSimulator:
         self.replay = 0
 
     def row_state(self, index: int, j: int, position: int) -> int:
-        """Return the state of mask row `j` of a slot, as a kernel reads it for a position."""
+        """Return the state that mask row `j` of a slot has for a position."""
         row = read_mask_stamp(self.exchanges[0], index, j)
         return row.counts_as(self.slots[index], position)
 

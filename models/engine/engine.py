@@ -422,8 +422,8 @@ class Engine:
         """Run one scheduling step and return its events.
 
         A step gives slots to waiting requests whose grammar is compiled, launches up to two rounds
-        and reads the results of the oldest one. It does not return the events of requests that an
-        active `stream` or `generate` has submitted. That call returns these events.
+        and reads the results of the oldest one. Events of requests that belong to an active
+        `stream` or `generate` are not returned here, but by that call.
 
         Raises
         ------

@@ -99,8 +99,8 @@ class ReentrancyGuard:
     """
 
     def __init__(self) -> None:
-        # The call that owns the guard, under the key None; empty if no call owns the guard. A
-        # dictionary is used because `dict.setdefault` is an atomic test-and-set.
+        # Maps None to the call that owns the guard; empty if no call owns it. A dictionary is used
+        # because `dict.setdefault` is an atomic test-and-set.
         self._owner: dict[None, _Call] = {}
 
     def __enter__(self) -> None:

@@ -190,7 +190,7 @@ def describe_request(state: RequestState, verify: str) -> dict[str, Any]:
 
 
 def read_request(description: Mapping[str, Any]) -> Request:
-    """Return the request of a description that `describe_request` has returned."""
+    """Create the request that a result of `describe_request` describes."""
     values = dict(description["request"])
     grammar = values["grammar"]
     if grammar is not None:

@@ -344,9 +344,9 @@ class Scheduler:
             self.slots.reclaim_all()
             short = self._allocate_pages()
         self.slots.prefill(self.replays.round_s)
-        # A slot is freed when a certain replay has retired. If `prefill` has enqueued work, a
-        # replay must be launched after it. Otherwise a slot might be freed before its prefill is
-        # complete.
+        # If `prefill` has enqueued work, a replay must be launched after it. A slot is freed when
+        # the replay that was launched last before its request left has retired. Without a replay
+        # after `prefill`, the slot might be freed while its prefill is still running.
         states = [state for state in running.values() if state not in short]
         if not states:
             return False

@@ -330,9 +330,9 @@ class SlotManager:
         state.reserved_positions = 0
 
     def reclaim(self, retired: int) -> None:
-        """Free slots that requests have left, with their pages, after replay `retired`.
+        """Free the slots that requests have left and that no replay after `retired` refers to.
 
-        A slot is freed if no replay after `retired` refers to it.
+        The pages of these slots are freed too.
         """
         reclaimable = [slot for slot, replay in self._leaving.items() if replay <= retired]
         for slot in reclaimable:

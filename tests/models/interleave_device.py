@@ -453,7 +453,7 @@ class SteppingDevice:
             self.outputs["rows"].array[entry, b, : len(result)] = result
 
     def _verify_slot(self, slot: int, k: int) -> ref.Outcome:
-        """Verify at most `k` drafts, and move the entries of accepted drafts in the caches."""
+        """Verify at most `k` drafts, and make the cache entries of accepted drafts contiguous."""
         s = self.slots[slot]
         n = s.n
         tree = s.tree
@@ -480,8 +480,9 @@ class SteppingDevice:
                 self._branch_off(slot, replay.k)
 
     def _drafter_context(self, slot: int, node: int) -> int:
-        """Return the target's state after a node. The cache has no entry of node 0 yet."""
+        """Return the target's state after a node, for the drafter."""
         s = self.slots[slot]
+        # The cache has no entry of node 0, the last token, yet.
         return context_of([*self.caches[0].read(slot, s.n), s.last, *s.tree.path(node)])
 
     def _branch_off(self, slot: int, k: int) -> None:
@@ -527,7 +528,7 @@ class SteppingRing(Ring):
 
 
 class SteppingDecoder(GuidedDecoder):
-    """The real decoder. Asserts that the replay of a snapshot is complete when it is retired."""
+    """Guided decoder that asserts that a replay is complete when its snapshot is retired."""
 
     toy: SteppingDevice
     # A test that injects the early retirement of snapshots sets this list. The list keeps all

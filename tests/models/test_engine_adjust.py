@@ -195,7 +195,7 @@ def test_drafts_follow_logit_adjustments(options, drafts_per_round, adjusted_out
     for name in ADJUSTMENTS:
         found = [output for output in outputs if output.id.startswith(name)]
         accepted = sum(output.accepted for output in found)
-        # The first round of a request has no drafts, and the last one may be cut by the end.
+        # The first round of a request has no drafts, and the end of the output may cut the last.
         num_rounds = sum(output.rounds - 2 for output in found)
         assert num_rounds > 8
         assert accepted >= 0.95 * drafts_per_round * num_rounds, name

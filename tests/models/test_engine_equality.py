@@ -112,7 +112,10 @@ def test_engine_output_is_unchanged_by_join_cancel_and_preemption(
     monkeypatch,
     tmp_path,
 ):
-    """The options include all drafters, all transports, late mask rows and cut drafts."""
+    """Outputs do not change if requests are submitted, preempted and cancelled at random times.
+
+    The cases include all drafters, all transports, late mask rows and cut drafts.
+    """
     options = ENGINE_OPTIONS[number]
     mode = ("greedy", "coupled")[number % 2]
     tested_when_cut = set()

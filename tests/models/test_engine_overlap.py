@@ -45,7 +45,7 @@ def test_overlap_launches_next_round_before_reading() -> None:
 def test_batch_row_is_reused_in_next_round() -> None:
     """When a request finishes, the next request uses its batch row in the next round.
 
-    Requests of one token therefore need at most two rounds more than there are requests.
+    N requests of one token each therefore take at most N + 2 rounds.
     """
     requests = [Request(tokens=[60 + i, 70], max_tokens=1) for i in range(24)]
     with settled(demo_engine(max_batch_size=2, prefill_rows=64)) as engine:
