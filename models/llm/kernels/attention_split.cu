@@ -426,13 +426,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     const bool is_valid = lane < query_parts[m];
     const float* from = parts + query_index[m] * 1ll * PART_WIDTH + lane * part_stride + WIDE_HEAD;
     const float top = is_valid ? from[0] : LOWEST;
-    float before = top;  // maximum over the parts up to and then before this one
+    float highest = top;  // maximum over parts 0 .. lane, after the loop
 #pragma unroll
     for (int offset = 1; offset < PARTS; offset <<= 1) {
-      const float other = __shfl_up_sync(FULL_WARP, before, offset);
-      if (lane >= offset && other > before) before = other;
+      const float other = __shfl_sync(FULL_WARP, highest, max(lane - offset, 0));
+      highest = other > highest ? other : highest;
     }
-    before = __shfl_up_sync(FULL_WARP, before, 1);
+    const float before = __shfl_sync(FULL_WARP, highest, max(lane - 1, 0));
     const FoldFactors factors(lane == 0 ? LOWEST : before, top);
     shrink_of[m * PARTS + lane] = factors.shrink;
     by_of[m * PARTS + lane] = factors.by;
