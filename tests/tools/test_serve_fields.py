@@ -119,7 +119,7 @@ def test_stop_string_ends_output_with_grammar(client, stream):
 
 
 def test_echo_returns_prompt_text_and_its_log_probabilities(engine, complete):
-    """The log probabilities of a prompt equal those of the same tokens when generated."""
+    """A token of the prompt has the same log probability as if the model had generated it."""
     ids = engine.tokenizer.encode("name: Olga")
     [output] = engine.generate([Request(tokens=ids, max_tokens=8, logprobs=2)])
     prompt = ids + output.tokens
@@ -206,7 +206,7 @@ def test_truncate_prompt_tokens_keeps_the_end_of_the_prompt(complete):
 
 
 def test_completion_top_logprobs_contain_the_sampled_token(complete):
-    """With ``logprobs`` N, there are up to N + 1 tokens, as in OpenAI's API."""
+    """If ``logprobs`` is N, each position has up to N + 1 tokens, as in OpenAI's API."""
     for count in (0, 2):
         choice = complete(logprobs=count, logit_bias={"5": 100})
         logprobs = choice["logprobs"]
@@ -319,7 +319,7 @@ def test_access_log_has_one_line_per_request(engine, http, capsys):
 
 
 def test_server_requires_json_and_allowed_host(engine, http):
-    """Otherwise, web pages could send requests to a server without authentication."""
+    """Without these checks, web pages could send requests to a server without authentication."""
     with run_server(engine, hosts=frozenset({"127.0.0.1"})) as server:
         body = json.dumps({"prompt": "a"})
         url = f"{server.url}/completions"
@@ -349,7 +349,7 @@ def test_error_for_large_body_can_be_read(server, capfd):
 
 
 def test_lost_helper_process_is_reported_as_503(post, monkeypatch):
-    """The client can retry: neither its template nor its grammar is at fault."""
+    """The error is temporary: neither the template nor the grammar has caused it."""
 
     def fail(*_arguments):
         raise ChildUnavailable("the process was killed")

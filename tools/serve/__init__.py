@@ -2,9 +2,13 @@
 
 ``app``
     The ASGI application with its endpoints, authentication, admission control and streaming.
-``protocol``, ``tool_calls``, ``responses``, ``errors``
-    Conversion of requests, tool calls, responses and errors from and to OpenAI's format.
-``engine_driver``
+``protocol``, ``fields``, ``grammars``, ``messages``
+    Conversion of requests from OpenAI's format to requests of the engine.
+``responses``, ``tool_calls``, ``reasoning``, ``errors``
+    Conversion of outputs and errors to OpenAI's format.
+``tokenization``, ``prompt_logprobs``
+    The endpoints ``/tokenize`` and ``/detokenize``, and log probabilities of prompts.
+``engine_driver``, ``request_stream``
     The thread that runs an engine, and its interface to the event loop of the server.
 ``replicas``, ``router``, ``actors``
     Data parallel serving. Each replica is an engine in a separate process, a Ray actor.

@@ -208,8 +208,8 @@ class Service:
         Raises
         ------
         ApiError
-            If the body is too large, arrives too slowly, is not a JSON object, or has another
-            media type.
+            If the body is too large, arrives too slowly or is not a JSON object, or if its media
+            type is not ``application/json``.
         """
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
@@ -224,8 +224,8 @@ class Service:
             async with asyncio.timeout(self.settings.io_timeout_s):
                 async for part in request.stream():
                     length += len(part)
-                    # Read a body that is too long to its end: many clients read the response only
-                    # after they have sent the whole body.
+                    # The rest of a body that is too long is read and discarded, because many
+                    # clients read the response only after they have sent the whole body.
                     if length <= max_bytes:
                         body += part
                     elif length > max_bytes + _MAX_DISCARDED_BYTES:
@@ -346,8 +346,8 @@ class _HostCheck:
 class _GenerateEndpoint:
     """The endpoint that generates text: chat completions if `chat`, otherwise completions.
 
-    If `chat` is None, requests with the field ``messages`` are chat completions.
-    When the client of a request disconnects, the request is cancelled.
+    If `chat` is None, requests with the field ``messages`` are chat completions. When the client of
+    a request disconnects, the request is cancelled.
     """
 
     def __init__(self, service: Service, chat: bool | None):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.grammar.spec import parse_json
@@ -33,6 +33,24 @@ _FORMATS = {
 }
 
 
+class _FoundGrammar(NamedTuple):
+    """A grammar of a request.
+
+    Attributes
+    ----------
+    name
+        Name of the field that defines the grammar, for error messages.
+    key
+        Key of structured_outputs, or ``"ebnf"``.
+    value
+        Value of the key.
+    """
+
+    name: str
+    key: str
+    value: Any
+
+
 def find_grammar(fields: Mapping[str, Any], limits: Limits) -> tuple[str, str] | None:
     """Return the grammar that response_format, structured_outputs or tools define.
 
@@ -57,37 +75,33 @@ def find_grammar(fields: Mapping[str, Any], limits: Limits) -> tuple[str, str] |
     tools = read_tool_choice(fields)
     if tools.functions:
         check_size("tools", tools.functions, "grammar_bytes", limits)
-        found.append(("tools", *tool_grammar(tools)))
+        found.append(_FoundGrammar("tools", *tool_grammar(tools)))
     if len(found) > 1:
-        names = " and ".join(name for name, _, _ in found)
-        second = found[1][0]
+        names = " and ".join(grammar.name for grammar in found)
+        second = found[1].name
         param = second if second in fields else "structured_outputs"
         raise ApiError(f"give at most one grammar, got {names}", param=param)
     if not found:
         return None
-    [(name, key, value)] = found
-    check_size(name, value, "grammar_bytes", limits)
-    return key, json.dumps(value)
+    [grammar] = found
+    check_size(grammar.name, grammar.value, "grammar_bytes", limits)
+    return grammar.key, json.dumps(grammar.value)
 
 
-def _response_format(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """Return the grammar of response_format as a list of at most one grammar.
-
-    A grammar is a tuple of the name of the request field, a key of structured_outputs, and the
-    value of that key.
-    """
+def _response_format(fields: Mapping[str, Any]) -> list[_FoundGrammar]:
+    """Return the grammar of response_format as a list of at most one grammar."""
     response_format = fields.get("response_format", {"type": "text"})
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if kind == "text":
         return []
     if kind == "json_object" and "schema" in response_format:  # as in llama.cpp
-        return [("response_format", "json", response_format["schema"])]
+        return [_FoundGrammar("response_format", "json", response_format["schema"])]
     if kind in ("json_object", "structural_tag"):
-        return [("response_format", kind, response_format)]
+        return [_FoundGrammar("response_format", kind, response_format)]
     if kind == "json_schema":
         definition = response_format.get("json_schema")
         if isinstance(definition, dict) and "schema" in definition:
-            return [("response_format", "json", definition["schema"])]
+            return [_FoundGrammar("response_format", "json", definition["schema"])]
     raise ApiError(
         "response_format must be text, json_object, json_schema with a schema, or "
         f"structural_tag, got {short_repr(response_format)}",
@@ -95,12 +109,8 @@ def _response_format(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
     )
 
 
-def _structured_outputs(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
-    """Return the grammars of structured_outputs and of the fields in `GRAMMAR_FIELDS`.
-
-    Each grammar is a tuple of the name of the request field, a key of structured_outputs, and the
-    value of that key.
-    """
+def _structured_outputs(fields: Mapping[str, Any]) -> list[_FoundGrammar]:
+    """Return the grammars of structured_outputs and of the fields in `GRAMMAR_FIELDS`."""
     structured = fields.get("structured_outputs")
     if structured is None:
         structured = {}
@@ -115,14 +125,14 @@ def _structured_outputs(fields: Mapping[str, Any]) -> list[tuple[str, str, Any]]
             param="structured_outputs",
         )
     # Error messages name the key (such as "regex"), not the field structured_outputs.
-    entries = [(key, key, value) for key, value in structured.items()]
+    found = [_FoundGrammar(key, key, value) for key, value in structured.items()]
     for name, key in GRAMMAR_FIELDS.items():
         if name in fields:
-            entries.append((name, key, fields[name]))
+            found.append(_FoundGrammar(name, key, fields[name]))
     return [
-        (name, key, value)
-        for name, key, value in entries
-        if value is not None and (key, value) != ("json_object", False)
+        grammar
+        for grammar in found
+        if grammar.value is not None and (grammar.key, grammar.value) != ("json_object", False)
     ]
 
 

@@ -274,7 +274,7 @@ class RequestParser:
         return tokens
 
     def _reasoning_start(self, prompt: Sequence[int]) -> bool | None:
-        """Return the element of `ApiRequest.reasoning` for a prompt."""
+        """Return whether the output starts within a reasoning section; None if it has none."""
         if self._reasoning_parser is None:
             return None
         text = self.tokenizer.decode(prompt[-64:], special=True)
@@ -337,7 +337,7 @@ class RequestParser:
     def _ignore_stop_ids(
         self, fields: Mapping[str, Any], grammar: GrammarSpec | None, max_tokens: Any
     ) -> dict[str, Any]:
-        """Return the fields of `Request` with which the model's stop ids do not end the output.
+        """Return the fields of `Request` that prevent stop ids of the model.
 
         With a grammar, a stop id is still generated where the grammar allows nothing else.
         """
@@ -410,7 +410,7 @@ def _read_prompt_logprobs(fields: Mapping[str, Any], chat: bool) -> int | None:
 
 
 def _read_logit_bias(bias: Any) -> dict[int, Any]:
-    """Return a logit bias by token id. In JSON, the token ids are object keys and hence strings."""
+    """Return a logit bias by token id. Keys of JSON objects are strings and are converted."""
     try:
         return {int(token): value for token, value in bias.items()}
     except (AttributeError, ValueError) as error:

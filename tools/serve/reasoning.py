@@ -78,7 +78,13 @@ class ReasoningParser:
         return reasoning, self._take(len(self._text))
 
     def _read_begin(self, last: bool) -> bool:
-        """Remove `BEGIN` from the beginning of the output; return whether this is decided."""
+        """Remove `BEGIN` from the beginning of the output.
+
+        Returns
+        -------
+        bool
+            False if more text is needed to know whether the output begins with `BEGIN`.
+        """
         begun = self._text.lstrip()
         if not last and BEGIN.startswith(begun):
             return False

@@ -168,7 +168,7 @@ class ResponseChoice:
         return entries
 
     def _split(self, event: Event) -> tuple[str, str, list[dict[str, Any]]]:
-        """Return reasoning, content and deltas of tool calls of the next piece of text."""
+        """Split the next piece of text into reasoning, content and deltas of tool calls."""
         text = event.text
         if self._api_request.include_stop and event.output is not None:
             stop = self._matched_stop(event.output)
@@ -185,7 +185,7 @@ class ResponseChoice:
         return reasoning, text, calls
 
     def _choice(self, event: Event) -> dict[str, Any]:
-        """Return the fields of a choice that do not depend on its text."""
+        """Return the fields of a choice except for its text, message or delta."""
         finish_reason = None
         stop = None
         if event.output is not None:
@@ -242,7 +242,7 @@ class ResponseChoice:
     def _completion_logprobs(self, pairs: Sequence[tuple[int, Logprob]]) -> dict[str, Any]:
         """Return log probabilities in the format of the completions API.
 
-        The most likely tokens always include the token itself.
+        ``top_logprobs`` contains the most likely tokens and the generated token itself.
         """
         entries: list[tuple[int, Logprob | None]] = list(pairs)
         has_echo = self._api_request.echo is not None and not self._has_begun
