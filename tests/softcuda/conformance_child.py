@@ -130,6 +130,11 @@ class Arguments:
         self.soft.cuEventSynchronize(event)
         return event
 
+    def create_registered(self) -> int:
+        """Register host memory and return its address."""
+        self.soft.cuMemHostRegister(self.word("pageable"), 4096, 2)
+        return self.word("pageable")
+
     def create_retained(self) -> int:
         """Return a user object to which the graph holds a reference."""
         self.soft.cuGraphRetainUserObject(
@@ -225,6 +230,7 @@ CREATE: dict[str, Callable[[Arguments], Any]] = {
     "newctx": lambda a: a.soft.cuCtxCreate(None, 0, 0),
     "dptr": lambda a: a.soft.alloc(64),
     "pinned": lambda a: a.soft.cuMemHostAlloc(64, 3),
+    "pageable": lambda a: (a.buffer(bytes(3 * 4096)) + 4095) // 4096 * 4096,
     "stream": lambda a: a.soft.stream(),
     "event": lambda a: a.soft.cuEventCreate(2),
     "module": lambda a: a.soft.cuModuleLoadData(a.image),
@@ -235,6 +241,11 @@ CREATE: dict[str, Callable[[Arguments], Any]] = {
     "clone": lambda a: a.soft.cuGraphClone(a.word("graph")),
     "exec": lambda a: a.soft.cuGraphInstantiate(a.word("graph"), 0),
     "fn": lambda a: address(ctypes.CDLL(None).abs),
+    "access": lambda a: a.buffer(bytes([1, *[0] * 23])),
+    "pointers": lambda a: a.array(a.word("dptr")),
+    "pointers2": lambda a: a.array(a.word("dptr")),
+    "sizes": lambda a: a.array(64),
+    "zeros": lambda a: a.array(0, 0),
     "arguments": lambda a: a.array(a.array(a.word("dptr"))),
     "symbol": lambda a: a.buffer(b"cuInit"),
     "name": lambda a: a.buffer(b"step"),

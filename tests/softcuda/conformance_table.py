@@ -39,6 +39,7 @@ DEFAULT_CODES = {
     "pinned": "INVALID_VALUE",
     "ctx": "INVALID_CONTEXT",
     "newctx": "INVALID_CONTEXT",
+    "registered": "HOST_MEMORY_NOT_REGISTERED",
 }
 #: All kinds of handles and pointers.
 KINDS = frozenset(
@@ -67,6 +68,7 @@ KINDS = frozenset(
         "kernel",
         "object",
         "retained",
+        "pageable",
     }
 )
 
@@ -83,12 +85,16 @@ cuDeviceGetName [f] out 64 dev
 cuDeviceGetUuid,cuDeviceTotalMem [f] out dev
 cuDeviceGetAttribute [f] out 16|0|99999 dev
 cuDeviceComputeCapability [f] out out dev
+cuDeviceCanAccessPeer [] out dev dev
+cuDeviceGetPCIBusId [f] out 64|0 dev
 cuDevicePrimaryCtxRetain [] out dev
+cuDevicePrimaryCtxSetFlags [] dev 0|256
+cuDevicePrimaryCtxGetState [f] dev out out
 cuCtxCreate [] out 0 0|256 dev
 cuCtxDestroy [f] newctx
 cuCtxSetCurrent,cuCtxPushCurrent [] ctx
 cuCtxPopCurrent [] out?
-cuCtxGetDevice,cuModuleGetLoadingMode,cuThreadExchangeStreamCaptureMode [] out
+cuCtxGetDevice,cuCtxGetFlags,cuModuleGetLoadingMode,cuThreadExchangeStreamCaptureMode [] out
 cuCtxSynchronize []
 cuCtxGetStreamPriorityRange [] out? out?
 cuMemAlloc [cu] out 64|0|1125899906842624:OUT_OF_MEMORY
@@ -96,7 +102,11 @@ cuMemFree [cu] dptr
 cuMemHostAlloc [cu] out 64|0 3|64
 cuMemAllocHost [cu] out 64|0
 cuMemFreeHost [cu] pinned
+cuMemHostRegister [cu] pageable~- 4096|0 2|64
+cuMemHostUnregister [cu] registered
 cuMemHostGetDevicePointer [] out pinned 0|1
+cuMemHostGetFlags [] out pinned
+cuMemGetAddressRange [] out? out? dptr~NOT_FOUND
 cuMemGetInfo [c] out? out?
 cuPointerGetAttribute [] out 2|9999:NOT_SUPPORTED dptr
 cuPointerGetAttributes [] 1|0 in.attributes in.results dptr~-
@@ -108,6 +118,8 @@ cuMemcpyDtoD [cu] dptr dptr 64|65536
 cuMemcpyHtoDAsync [c] dptr in.bytes 64|65536 stream
 cuMemcpyDtoHAsync [c] out dptr 64|65536 stream
 cuMemcpyDtoDAsync [c] dptr dptr 64|65536 stream
+cuMemcpyWithAttributesAsync [c] dptr~- dptr~- 64|65536 in.access? stream
+cuMemcpyBatchAsync [c] in.pointers in.pointers2 in.sizes 1|0 in.access in.zeros 1|2 stream
 cuMemsetD8,cuMemsetD16,cuMemsetD32 [cu] dptr 1 16|65536
 cuMemsetD8Async,cuMemsetD16Async,cuMemsetD32Async [c] dptr 1 16|65536 stream
 cuModuleLoadData [cu] out in.image
@@ -133,6 +145,11 @@ cuKernelGetAttribute [] out 0|9999:NOT_SUPPORTED kernel dev
 cuKernelSetAttribute [] 8|9999:NOT_SUPPORTED 64 kernel dev
 cuKernelGetParamInfo [c] kernel~INVALID_VALUE 0|99 out out?
 cuKernelGetParamCount [] kernel~INVALID_VALUE out
+cuOccupancyMaxActiveBlocksPerMultiprocessor [] out function 32|0 0
+cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags [] out function 32|0 0 0|2
+cuOccupancyMaxPotentialBlockSize [] out out function 0 0 0
+cuOccupancyMaxPotentialBlockSizeWithFlags [] out out function 0 0 0 0|2
+cuOccupancyAvailableDynamicSMemPerBlock [] out function 1|0 32|0
 cuLaunchKernel [c] function 1|0 1|0 1|0 1|0|2048 1|0 1|0 0|9999999 stream in.arguments~- 0
 cuLaunchKernelEx [c] in.config function in.arguments~- 0
 cuLaunchHostFunc [] stream in.fn 0 0|2
@@ -146,6 +163,7 @@ cuStreamGetCtx@9020,cuStreamGetFlags,cuStreamGetPriority,cuStreamGetId [] stream
 cuStreamGetDevice,cuStreamIsCapturing [] stream out
 cuStreamGetCaptureInfo [] stream out out? out? out? out? out?
 cuStreamBeginCapture [] stream 2|9
+cuStreamBeginCaptureToGraph [] stream graph 0 0 0 2|9
 cuStreamEndCapture [] capturing~ILLEGAL_STATE out
 cuStreamUpdateCaptureDependencies [] capturing~ILLEGAL_STATE 0 0 0 0|9
 cuStreamBatchMemOp [] stream 1|0|256 in.operations 0|1

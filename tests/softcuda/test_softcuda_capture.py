@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from softcuda_util import code, codes, in_threads
+from softcuda_util import USLEEP, address, code, codes, in_threads
 
 GLOBAL = 0
 THREAD_LOCAL = 1
@@ -31,6 +31,11 @@ def end_capture(soft, stream) -> str:
 def status(soft, stream) -> int:
     """Return the capture status of a stream: 0 none, 1 active, 2 invalidated."""
     return int(soft.cuStreamIsCapturing(stream))
+
+
+def capture_mode(soft):
+    """Return the relaxed capture mode."""
+    return soft.d.CUstreamCaptureMode(2)
 
 
 def test_capture_forks_and_joins_through_events(
@@ -283,3 +288,34 @@ def test_capture_is_discarded_with_origin_stream(soft, kind) -> None:
     soft.begin(stream)
     soft.cuStreamDestroy(stream)
     assert soft.live() == live
+
+
+def test_capture_to_graph_adds_nodes_to_existing_graph(soft, kernels, stream, graph):
+    """The first captured node depends on the given nodes. A failed capture keeps the graph."""
+    p = soft.ints(1)
+    node = soft.add_int_kernel(graph, [], kernels.add, p, 2)
+    soft.cuStreamBeginCaptureToGraph(stream, graph, [node], None, 1, capture_mode(soft))
+    assert code(soft.d.cuGraphInstantiate(graph, 0)) == "ILLEGAL_STATE"
+    soft.try_launch(kernels.scale, 1, 1, p, np.int32(10), stream=stream)
+    assert int(soft.cuStreamEndCapture(stream)) == int(graph)
+    soft.replay(graph, stream)
+    assert soft.value(p) == 30
+    soft.cuStreamBeginCaptureToGraph(stream, graph, [], None, 0, capture_mode(soft))
+    assert code(soft.d.cuStreamSynchronize(stream)) == "STREAM_CAPTURE_UNSUPPORTED"
+    assert code(soft.d.cuStreamEndCapture(stream)) == "STREAM_CAPTURE_INVALIDATED"
+    assert soft.cuGraphGetNodes(graph)[-1] == 2
+
+
+def test_capture_to_conditional_body_rejects_host_functions(soft, kernels, stream, graph):
+    p = soft.ints(0)
+    handle = soft.cuGraphConditionalHandleCreate(graph, soft.context, 1, 1)
+    (body,) = soft.conditional(graph, [], handle, 0)[2]
+    soft.cuStreamBeginCaptureToGraph(stream, body, [], None, 0, capture_mode(soft))
+    soft.try_launch(kernels.add, 1, 1, p, np.int32(7), stream=stream)
+    assert (
+        code(soft.d.cuLaunchHostFunc(stream, soft.d.CUhostFn(address(USLEEP)), 0))
+        == "NOT_SUPPORTED"
+    )
+    soft.cuStreamEndCapture(stream)
+    soft.replay(graph, stream)
+    assert soft.value(p) == 7

@@ -179,3 +179,71 @@ def test_memory_pointer_attributes_of_device_pinned_and_pageable_memory(soft, wo
         assert (buffer_id != 0) == bool(mapped)
         if not mapped:
             assert code(soft.d.cuPointerGetAttribute(attributes[1], p)) == "INVALID_VALUE"
+
+
+def test_host_register_pins_memory_of_the_caller(soft):
+    """Registered memory has a device address. Its host address is rejected by device work."""
+    d = soft.d
+    memory = np.arange(1024, dtype=np.uint8)
+    p = memory.ctypes.data
+    soft.cuMemHostRegister(p, 1024, 2)
+    assert code(d.cuMemHostRegister(p + 100, 10, 2)) == "HOST_MEMORY_ALREADY_REGISTERED"
+    assert int(soft.cuMemHostGetFlags(p)) == 2
+    alias = int(soft.cuMemHostGetDevicePointer(p, 0))
+    np.testing.assert_array_equal(soft.get(alias, 1024, np.uint8), memory)
+    assert code(d.cuStreamWriteValue32(0, p, 1, 0)) == "INVALID_VALUE"
+    assert "in registered memory" in soft.refusal()
+    assert code(d.cuMemFreeHost(p)) == "INVALID_VALUE"
+    soft.cuMemHostUnregister(p)
+    assert code(d.cuMemHostUnregister(p)) == "HOST_MEMORY_NOT_REGISTERED"
+
+
+def test_address_range_returns_allocation(soft):
+    p = soft.alloc(1000)
+    base, size = soft.cuMemGetAddressRange(p + 10)
+    assert (int(base), size) == (p, 1000)
+    assert code(soft.d.cuMemGetAddressRange(p + 2000)) == "NOT_FOUND"
+
+
+def copy_attributes(soft, order: int):
+    p = soft.d.CUmemcpyAttributes()
+    p.srcAccessOrder = soft.d.CUmemcpySrcAccessOrder(order)
+    return p
+
+
+STREAM_ORDER = 1
+DURING_CALL = 2
+
+
+def test_copy_with_attributes_reads_source_as_ordered(soft, stream, words):
+    """The source is read in stream order or before the call returns."""
+    source, first, second = soft.ints(1), soft.ints(0), soft.ints(0)
+    words.block(stream)
+    soft.cuMemsetD32Async(source, 5, 1, stream)
+    for target, order in ((first, STREAM_ORDER), (second, DURING_CALL)):
+        attributes = copy_attributes(soft, order)
+        soft.cuMemcpyWithAttributesAsync(target, source, 4, attributes, stream)
+    words[0] = 1
+    soft.cuStreamSynchronize(stream)
+    assert (soft.value(first), soft.value(second)) == (5, 1)
+
+
+def test_copy_batch_copies_all_pairs(soft, stream):
+    """A batch with an invalid copy copies nothing."""
+    d = soft.d
+    sources = [d.CUdeviceptr(soft.ints(i)) for i in (1, 2, 3)]
+    targets = [d.CUdeviceptr(soft.ints(0)) for _ in range(3)]
+    attributes = [copy_attributes(soft, order) for order in (STREAM_ORDER, DURING_CALL)]
+
+    def batch(sizes, groups, queue=stream):
+        return d.cuMemcpyBatchAsync(
+            targets, sources, sizes, 3, attributes, groups, len(groups), queue
+        )
+
+    bad = (batch([4, 4, 400], [0, 1]), batch([4] * 3, [1, 2]), batch([4] * 3, [0, 0]))
+    assert codes(*bad, batch([4] * 3, [0, 1], d.CUstream(0))) == {"INVALID_VALUE"}
+    soft.cuStreamSynchronize(stream)
+    assert [soft.value(int(p)) for p in targets] == [0, 0, 0]
+    assert code(batch([4] * 3, [0, 1])) == "SUCCESS"
+    soft.cuStreamSynchronize(stream)
+    assert [soft.value(int(p)) for p in targets] == [1, 2, 3]

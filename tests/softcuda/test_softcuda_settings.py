@@ -156,3 +156,16 @@ def test_kernel_printf_writes_to_stdout():
 @pytest.mark.parametrize("setting", ["SOFTCUDA_WORKERS", "SOFTCUDA_MEMORY"])
 def test_setting_that_is_no_number_is_ignored(setting):
     check("s.alloc(16)", **{setting: "many"})
+
+
+def test_primary_context_flags_and_device_queries():
+    """Flags of the primary context are stored. The only device is not a peer of itself."""
+    check("""
+flags, active = s.cuDevicePrimaryCtxGetState(0)
+assert (flags, active) == (0, 1)
+s.cuDevicePrimaryCtxSetFlags(0, 4)
+assert s.cuCtxGetFlags() == 4 and s.cuDevicePrimaryCtxGetState(0)[0] == 4
+assert code(d.cuDevicePrimaryCtxSetFlags(0, 256)) == "INVALID_VALUE"
+assert s.cuDeviceCanAccessPeer(0, 0) == 0
+assert s.cuDeviceGetPCIBusId(64, 0).partition(bytes(1))[0] == b"0000:00:00.0"
+""")

@@ -271,3 +271,25 @@ def test_running_kernel_sees_host_stores_and_does_not_block_exit():
         """,
         SOFTCUDA_WORKERS="2",
     )
+
+
+def test_occupancy_follows_device_limits(soft, kernels):
+    """Blocks per multiprocessor are limited by threads, shared memory and launch bounds."""
+    d = soft.d
+    blocks = soft.cuOccupancyMaxActiveBlocksPerMultiprocessor
+    assert [blocks(kernels.add, size, 0) for size in (32, 64, 1000, 2048)] == [32, 32, 2, 0]
+    assert blocks(kernels.add, 64, 40000) == 5
+    assert blocks(kernels.add, 64, 50000) == 0  # requires cuFuncSetAttribute
+    grid, block = soft.cuOccupancyMaxPotentialBlockSize(kernels.add, None, 0, 0)
+    workers = soft.cuDeviceGetAttribute(d.CUdevice_attribute(16), 0)
+    assert (block, grid) == (1024, 2 * workers)
+    limited = soft.cuOccupancyMaxPotentialBlockSize(kernels.add, None, 0, 100)
+    assert limited == (32 * workers, 64)  # 64 threads in 32 blocks, or 96 in 21
+    shared = soft.cuOccupancyAvailableDynamicSMemPerBlock(kernels.add, 2, 128)
+    assert blocks(kernels.add, 128, 0) >= 2 and shared == 233472 // 2 - 1024
+    results = (
+        d.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernels.add, 0, 0),
+        d.cuOccupancyMaxPotentialBlockSize(kernels.add, None, 0, -1),
+        d.cuOccupancyAvailableDynamicSMemPerBlock(kernels.add, 33, 64),
+    )
+    assert codes(*results) == {"INVALID_VALUE"}

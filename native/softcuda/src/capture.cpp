@@ -17,6 +17,9 @@ enum Status : int { kNone = 0, kActive = 1, kInvalidated = 2 };
 struct Capture {
   uint64_t id = 0;
   std::shared_ptr<Graph> graph;
+  // Whether cuStreamBeginCapture has created the graph, which is then destroyed if the capture
+  // fails. cuStreamBeginCaptureToGraph adds nodes to a graph of the caller.
+  bool owns_graph = true;
   int mode = kGlobal;
   pthread_t thread{};
   CUstream origin = nullptr;
@@ -136,7 +139,10 @@ bool capture_node(CUstream stream, const Initialize& initialize) {
   return true;
 }
 
-void begin(CUstream handle, int mode) {
+// Begins a capture. The nodes are added to `graph` or, if it is null, to a new graph. The first
+// captured node depends on `dependencies`.
+void begin(CUstream handle, int mode, const std::shared_ptr<Graph>& graph = nullptr,
+           const Dependencies& dependencies = {}) {
   require(mode >= kGlobal && mode <= kRelaxed);
   require(!is_legacy(handle), CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,
           "the legacy stream cannot be captured");
@@ -146,14 +152,15 @@ void begin(CUstream handle, int mode) {
           "the stream is already capturing");
   auto capture = std::make_shared<Capture>();
   capture->id = ++g_state.next_id;
-  capture->graph = std::make_shared<Graph>();
-  capture->graph->handle = graphs.add(capture->graph);
+  capture->owns_graph = graph == nullptr;
+  capture->graph = graph ? graph : std::make_shared<Graph>();
+  if (!graph) capture->graph->handle = graphs.add(capture->graph);
   capture->graph->captures.fetch_add(1);
   capture->mode = mode;
   capture->thread = pthread_self();
   capture->origin = handle;
   g_state.active.insert(capture);
-  g_state.streams[handle] = Member{std::move(capture), {}, {}};
+  g_state.streams[handle] = Member{std::move(capture), dependencies, {}};
   update_member_count();
 }
 
@@ -199,7 +206,7 @@ std::shared_ptr<Graph> end_capture(const std::shared_ptr<Capture>& capture, bool
   std::shared_ptr<Graph> graph = std::move(capture->graph);
   g_state.active.erase(capture);
   update_member_count();
-  if (keep_graph) return nullptr;
+  if (keep_graph || !capture->owns_graph) return nullptr;
   return remove_graph(static_cast<CUgraph>(graph->handle));
 }
 
@@ -394,6 +401,17 @@ using namespace softcuda;
 
 SC_API(cuStreamBeginCapture_v2, 10010, kNoLock, CUstream, stream, int, mode) {
   begin(stream, mode);
+}
+
+// All edges from the dependencies to the first captured node are full dependencies.
+SC_API(cuStreamBeginCaptureToGraph, 12030, kNoLock, CUstream, stream, CUgraph, handle,
+       const CUgraphNode*, dependencies, const CUgraphEdgeData*, edges, size_t, count, int, mode) {
+  const auto graph = graphs.find(handle);
+  for (size_t i = 0; edges != nullptr && i < count; ++i) {
+    require(edges[i].type == 0 && edges[i].from_port == 0, CUDA_ERROR_NOT_SUPPORTED,
+            "programmatic edges to captured nodes are not implemented");
+  }
+  begin(stream, mode, graph, checked_dependencies(dependencies, count, graph.get()));
 }
 
 SC_API(cuStreamEndCapture, 10000, kNoLock, CUstream, stream, CUgraph*, out) {

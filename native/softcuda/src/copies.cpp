@@ -94,19 +94,26 @@ bool run_fill(Executor* executor, const FillWork& f) {
 
 namespace {
 
-// Implements all memcpy functions. The copy follows the driver's rules for pageable memory (C1). If
-// the source is pageable, an asynchronous copy reads it before the call returns. If the destination
-// is pageable, the copy is complete when the call returns.
-CUresult copy(CopyEnd dst, CopyEnd src, size_t bytes, CUstream handle, bool wait) {
+// Enqueues or captures a copy. The copy follows the driver's rules for pageable memory (C1). If the
+// source is pageable, an asynchronous copy reads it before the call returns. If the destination is
+// pageable, the copy is complete when the call returns. With `read_now`, any source is read before
+// the call returns.
+CUresult run(const std::shared_ptr<CopyWork>& c, CUstream handle, bool wait,
+             bool read_now = false) {
   const auto stream = find_stream(handle);
-  const auto c = make_copy(CUDA_MEMCPY3D{src, dst, bytes, 1, 1});
-  if (bytes == 0 || capture_work(handle, Work(c))) return CUDA_SUCCESS;
-  if (!wait && c->src.owner == nullptr) {
-    c->staged.assign(c->src.address, c->src.address + bytes);
+  if (c->bytes == 0 || capture_work(handle, Work(c))) return CUDA_SUCCESS;
+  if (!wait && (read_now || c->src.owner == nullptr)) {
+    c->staged.assign(c->src.address, c->src.address + c->bytes);
   }
   wait = wait || c->dst.owner == nullptr;
   const OpRef op = enqueue(*stream, Work(c));
   return wait ? wait_op(op, "a copy to finish") : CUDA_SUCCESS;
+}
+
+// Implements all memcpy functions of one row.
+CUresult copy(CopyEnd dst, CopyEnd src, size_t bytes, CUstream handle, bool wait) {
+  find_stream(handle);
+  return run(make_copy(CUDA_MEMCPY3D{src, dst, bytes, 1, 1}), handle, wait);
 }
 
 CUresult fill(CUdeviceptr dst, unsigned value, unsigned element, size_t count, CUstream handle,
@@ -156,3 +163,48 @@ COPY(cuMemcpyDtoD, _v2, 3020, CUdeviceptr, device, CUdeviceptr, device)
 FILL(cuMemsetD8, unsigned char)
 FILL(cuMemsetD16, unsigned short)
 FILL(cuMemsetD32, unsigned)
+
+// Checks the attributes of a copy. Returns whether the source must be read before the call returns.
+// Locations and flags are hints, which have no effect.
+static bool reads_now(const CUmemcpyAttributes* attributes) {
+  if (attributes == nullptr) return false;
+  require(attributes->srcAccessOrder >= CU_MEMCPY_SRC_ACCESS_ORDER_STREAM &&
+              attributes->srcAccessOrder <= CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
+          CUDA_ERROR_INVALID_VALUE, "the source access order is invalid");
+  require(attributes->flags <= 1, CUDA_ERROR_INVALID_VALUE, "unknown flags of a copy");
+  return attributes->srcAccessOrder == CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL;
+}
+
+SC_API_CODE(cuMemcpyWithAttributesAsync, 13020, kContext, CUdeviceptr, dst, CUdeviceptr, src,
+            size_t, size, const CUmemcpyAttributes*, attributes, CUstream, stream) {
+  const bool now = reads_now(attributes);
+  return run(make_copy(CUDA_MEMCPY3D{unified(src), unified(dst), size, 1, 1}), stream, false, now);
+}
+
+// All copies are checked before the first one is enqueued.
+SC_API_CODE(cuMemcpyBatchAsync_v2, 13000, kContext, const CUdeviceptr*, dsts, const CUdeviceptr*,
+            srcs, const size_t*, sizes, size_t, count, const CUmemcpyAttributes*, attributes,
+            const size_t*, first_copies, size_t, groups, CUstream, stream) {
+  require(reinterpret_cast<uint64_t>(stream) > 1, CUDA_ERROR_INVALID_VALUE,
+          "a batch of copies cannot be enqueued on the legacy stream");
+  require(dsts != nullptr && srcs != nullptr && sizes != nullptr && count > 0);
+  require(attributes != nullptr && first_copies != nullptr && groups > 0 && groups <= count &&
+          first_copies[0] == 0);
+  for (size_t i = 1; i < groups; ++i) {
+    require(first_copies[i] > first_copies[i - 1] && first_copies[i] < count,
+            CUDA_ERROR_INVALID_VALUE, "the first copies of the attributes do not ascend");
+  }
+  std::vector<std::pair<std::shared_ptr<CopyWork>, bool>> copies;
+  size_t group = 0;
+  for (size_t i = 0; i < count; ++i) {
+    if (group + 1 < groups && first_copies[group + 1] == i) ++group;
+    copies.emplace_back(
+        make_copy(CUDA_MEMCPY3D{unified(srcs[i]), unified(dsts[i]), sizes[i], 1, 1}),
+        reads_now(&attributes[group]));
+  }
+  for (auto& item : copies) {
+    const CUresult result = run(item.first, stream, false, item.second);
+    if (result != CUDA_SUCCESS) return result;
+  }
+  return CUDA_SUCCESS;
+}

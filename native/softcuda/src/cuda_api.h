@@ -229,6 +229,23 @@ struct CUDA_MEMCPY_NODE_PARAMS {
   CUDA_MEMCPY3D copyParams;
 };
 
+struct CUmemLocation {
+  int type, id;
+};
+
+enum : int {
+  CU_MEMCPY_SRC_ACCESS_ORDER_STREAM = 1,
+  CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL = 2,
+  CU_MEMCPY_SRC_ACCESS_ORDER_ANY = 3,
+};
+
+struct CUmemcpyAttributes {
+  int srcAccessOrder;
+  CUmemLocation srcLocHint, dstLocHint;
+  unsigned flags;
+};
+static_assert(sizeof(CUmemcpyAttributes) == 24, "driver ABI");
+
 enum CUstreamBatchMemOpType : int {
   CU_STREAM_MEM_OP_WAIT_VALUE_32 = 1,
   CU_STREAM_MEM_OP_WRITE_VALUE_32 = 2,

@@ -17,6 +17,7 @@ namespace {
 std::atomic<bool> g_initialised{false}, g_forked{false};
 std::mutex& g_context_mutex = *new std::mutex;
 unsigned g_retains = 0;
+unsigned g_primary_flags = 0;
 // The context stack of the thread (cuCtxPushCurrent). Its last element is the current context.
 thread_local std::vector<CUcontext> t_stack;
 // Handle of the primary context; never dereferenced. Memory, streams and modules belong to the
@@ -254,6 +255,43 @@ SC_API(cuDevicePrimaryCtxRelease_v2, 11000, kAfterFault, CUdevice, device) {
   require(g_retains > 0, CUDA_ERROR_INVALID_CONTEXT,
           "the primary context was released more often than retained");
   if (--g_retains == 0) live_add(Resource::context, -1);
+}
+
+SC_API(cuDevicePrimaryCtxGetState, 7000, kNoLock | kAfterFault, CUdevice, device, unsigned*, flags,
+       int*, active) {
+  require(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  require(flags != nullptr && active != nullptr);
+  std::lock_guard<std::mutex> lock(g_context_mutex);
+  *flags = g_primary_flags;
+  *active = g_retains > 0;
+}
+
+// The flags, which select how a thread waits for the device, are stored and returned only.
+SC_API(cuDevicePrimaryCtxSetFlags_v2, 11000, kNoLock, CUdevice, device, unsigned, flags) {
+  require(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  require((flags & ~0x1fu) == 0);
+  std::lock_guard<std::mutex> lock(g_context_mutex);
+  g_primary_flags = flags;
+}
+
+SC_API(cuCtxGetFlags, 7000, kNoLock, unsigned*, flags) {
+  require(flags != nullptr);
+  require(current_context() != nullptr, CUDA_ERROR_INVALID_CONTEXT);
+  std::lock_guard<std::mutex> lock(g_context_mutex);
+  *flags = g_primary_flags;
+}
+
+// There is only one device, which is not a peer of itself.
+SC_API(cuDeviceCanAccessPeer, 4000, kNoLock, int*, out, CUdevice, device, CUdevice, peer) {
+  require(device == 0 && peer == 0, CUDA_ERROR_INVALID_DEVICE);
+  require(out != nullptr);
+  *out = 0;
+}
+
+SC_API(cuDeviceGetPCIBusId, 4010, kNoLock | kAfterFault, char*, out, int, size, CUdevice, device) {
+  require(device == 0, CUDA_ERROR_INVALID_DEVICE);
+  require(out != nullptr && size > 0);
+  copy_text("0000:00:00.0", out, static_cast<size_t>(size));
 }
 
 SC_API(cuCtxSetCurrent, 4000, kNoLock, CUcontext, context) {

@@ -9,6 +9,8 @@
 #include <cstdio>
 #include <cstring>
 
+#include "ptx/ptx.h"
+
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
@@ -82,6 +84,9 @@ bool Executor::run_blocks(const KernelWork& work, uint64_t first, uint64_t last)
                                           std::to_string(pointer.first) + " points into " +
                                           pointer.second->describe());
     return false;
+  }
+  if (function.ptx != nullptr) {
+    return ptx::run_blocks(work, worker_, first, last, &running_kernel_);
   }
   const softcuda_image& image = *function.images[worker_];
   entry_ = function.copies[worker_];
@@ -197,8 +202,8 @@ inline __attribute__((always_inline)) int Executor::barrier(unsigned op, int pre
 void Executor::thread_exit() {
   const unsigned thread = block_->current;
   exited_[thread / 32] |= 1u << (thread % 32);
-  if (pending_barrier_.threads > 0 && pending_barrier_.threads == block_->count - block_->exited)
-    release_barrier();
+  const unsigned arrived = pending_barrier_.threads;
+  if (arrived > 0 && arrived == block_->count - block_->exited) release_barrier();
   for (unsigned waiting = at_warp_[thread / 32]; waiting != 0; waiting &= at_warp_[thread / 32]) {
     const unsigned lane = static_cast<unsigned>(__builtin_ctz(waiting));
     try_release_warp(thread / 32, lanes_[thread / 32 * 32 + lane].mask);

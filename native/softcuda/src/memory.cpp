@@ -298,9 +298,24 @@ bool resolve(unsigned long long p, size_t bytes, Target* out, std::string* why) 
 
 bool resolve_for_device(unsigned long long p, size_t bytes, Target* out, std::string* why) {
   if (!resolve(p, bytes, out, why)) return false;
-  if (is_alias(p) || out->owner) return true;
-  *why = hex(p) + " is the address of pageable host memory";
+  if (is_alias(p) || (out->owner && !out->owner->registered)) return true;
+  *why = hex(p) + (out->owner ? " is in registered memory, which has another device address "
+                                "(cuMemHostGetDevicePointer)"
+                              : " is the address of pageable host memory");
   return false;
+}
+
+std::shared_ptr<Allocation> allocate_for_module(size_t bytes) {
+  auto allocation = allocate(bytes, false, 0);
+  live_add(Resource::device_memory, -1);
+  return allocation;
+}
+
+void free_for_module(const std::shared_ptr<Allocation>& allocation) {
+  std::lock_guard<std::mutex> lock(g_table.mutex);
+  g_table.used -= allocation->size;
+  retire(allocation);
+  live_add(Resource::device_memory, 1);
 }
 
 std::shared_ptr<Allocation> find_for_fault(unsigned long long address) {
@@ -356,18 +371,46 @@ SC_API(cuMemAllocHost_v2, 3020, kContext | kUnsafe, void**, out, size_t, size) {
   *out = allocate(size, true, CU_MEMHOSTALLOC_DEVICEMAP)->storage;
 }
 
-SC_API(cuMemFreeHost, 2000, kContext | kUnsafe, void*, p) {
-  wait_idle("cuMemFreeHost: all work to finish");
+// Frees pinned memory or, with `registered`, unregisters memory of the caller. `unknown` is the
+// error code for other addresses.
+static void free_host(void* p, bool registered, CUresult unknown) {
+  wait_idle("freeing pinned memory: all work to finish");
   require(sticky() == CUDA_SUCCESS, sticky());
   std::lock_guard<std::mutex> lock(g_table.mutex);
   auto it = g_table.by_host.find(reinterpret_cast<unsigned long long>(p));
-  if (it == g_table.by_host.end()) {
-    refuse(CUDA_ERROR_INVALID_VALUE, hex(reinterpret_cast<unsigned long long>(p)) +
-                                         " is not the start of a pinned allocation");
+  if (it == g_table.by_host.end() || it->second->registered != registered) {
+    refuse(unknown, hex(reinterpret_cast<unsigned long long>(p)) + " is not the start of " +
+                        (registered ? "registered memory" : "a pinned allocation"));
   }
   std::shared_ptr<Allocation> a = it->second;
   check_padding(*a);
   retire(a);
+}
+
+SC_API(cuMemFreeHost, 2000, kContext | kUnsafe, void*, p) {
+  free_host(p, false, CUDA_ERROR_INVALID_VALUE);
+}
+
+SC_API(cuMemHostRegister_v2, 6050, kContext | kUnsafe, void*, p, size_t, size, unsigned, flags) {
+  require(p != nullptr && size > 0 && (flags & ~15u) == 0);
+  auto a = std::make_shared<Allocation>();
+  a->size = size;
+  a->host = true;
+  a->registered = true;
+  a->flags = flags;
+  a->storage = static_cast<char*>(p);
+  const auto from = reinterpret_cast<unsigned long long>(p);
+  std::lock_guard<std::mutex> lock(g_table.mutex);
+  const auto below = floor_entry(g_table.by_host, from + size - 1);
+  if (below && reinterpret_cast<unsigned long long>(below->storage) + below->size > from) {
+    refuse(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED, "the range overlaps " + below->describe());
+  }
+  assign_alias(a);
+  live_add(Resource::pinned_memory, 1);
+}
+
+SC_API(cuMemHostUnregister, 4000, kContext | kUnsafe, void*, p) {
+  free_host(p, true, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
 }
 
 SC_API(cuMemGetInfo_v2, 3020, kContext, size_t*, free_bytes, size_t*, total) {

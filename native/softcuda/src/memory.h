@@ -18,10 +18,12 @@ struct Allocation {
   CUdeviceptr alias = 0;
   size_t size = 0;
   char* storage = nullptr;
-  void* mapping = nullptr;  // the mapping with its guard pages
+  void* mapping = nullptr;  // the mapping with its guard pages; null for registered memory
   size_t mapping_bytes = 0;
   // Whether this is pinned host memory. Its host pointer is `storage`.
   bool host = false;
+  // Whether this is memory of the caller that was pinned by cuMemHostRegister.
+  bool registered = false;
   // Flags of cuMemHostAlloc.
   unsigned flags = 0;
   // Number of the allocation, which error texts show.
@@ -48,6 +50,9 @@ bool resolve(unsigned long long p, size_t bytes, Target* out, std::string* why);
 // because the device has unified addressing, the host address of pinned memory (K6). The call fails
 // for pageable memory.
 bool resolve_for_device(unsigned long long p, size_t bytes, Target* out, std::string* why);
+// Allocates the memory of a module's variables. Such memory is not counted as the caller's.
+std::shared_ptr<Allocation> allocate_for_module(size_t bytes);
+void free_for_module(const std::shared_ptr<Allocation>& allocation);
 // Returns the allocation whose alias range or mapping, including guard pages, contains `address`;
 // null if there is none.
 std::shared_ptr<Allocation> find_for_fault(unsigned long long address);

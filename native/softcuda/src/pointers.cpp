@@ -26,6 +26,22 @@ SC_API(cuMemHostGetDevicePointer_v2, 3020, kNoLock, CUdeviceptr*, out, void*, p,
   *out = pinned->alias + static_cast<size_t>(static_cast<char*>(p) - pinned->storage);
 }
 
+SC_API(cuMemHostGetFlags, 2030, kNoLock, unsigned*, out, void*, p) {
+  require(out != nullptr);
+  *out = find_pinned(p)->flags;
+}
+
+SC_API(cuMemGetAddressRange_v2, 3020, kNoLock, CUdeviceptr*, base, size_t*, size, CUdeviceptr, p) {
+  Target target;
+  std::string why;
+  if (!is_alias(p) || !resolve(p, 1, &target, &why)) {
+    refuse(CUDA_ERROR_NOT_FOUND,
+           hex(p) + " is not in an allocation" + (why.empty() ? "" : ": ") + why);
+  }
+  if (base != nullptr) *base = target.owner->alias;
+  if (size != nullptr) *size = target.owner->size;
+}
+
 namespace {
 constexpr int kNoDevice = -2;  // CU_DEVICE_INVALID
 

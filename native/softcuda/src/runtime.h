@@ -96,7 +96,7 @@ void count_live_as_leaked();
 struct EntryPoint {
   EntryPoint(const char* symbol, int version, unsigned flags, void* address);
   // Name of the function: the exported symbol without its version suffix.
-  char name[40];
+  char name[64];
   // CUDA version in which the function got this signature.
   int version;
   unsigned flags;
