@@ -30,6 +30,7 @@ from graft.models.cache.kv import PagedKV
 from graft.models.engine.engine import Engine
 from graft.models.llm.kernel_library import SHARED_PERCENT, ModelKernels
 from graft.models.llm.llama import LlamaModel
+from graft.models.llm.rows import Rows
 from graft.models.request import Request
 from graft.tools.gpu_first import external, truth
 from graft.tools.gpu_first.arrays import attention_rows, matrices, random_input, random_kv
@@ -318,39 +319,35 @@ def measure_forward(bench: Bench) -> Iterator[Case]:
         model.kv.allocate(slot, PREFILL_LENGTH)
         model.kv.set_table(StreamLane(bench.stream), slot)
     for count in ROWS[:4] if bench.small else ROWS:
-        run = partial(
-            _measure_forward,
-            bench,
-            model,
-            context,
-            count,
-            bandwidth,
-        )
-        yield Case(f"{count} rows", run)
+        for programmatic in (False, True):
+            edges = ", programmatic edges" if programmatic else ""
+            rows = attention_rows(bench.device, context, count, max(4, count // BATCH))
+            name = f"{count} rows, {context} positions{edges}"
+            run = partial(_measure_forward, bench, model, rows, name, programmatic, bandwidth)
+            yield Case(name, run)
     yield Case("prefill chunk", partial(_measure_prefill_chunk, bench, model))
 
 
 def _measure_forward(
     bench: Bench,
     model: LlamaModel,
-    context: int,
-    count: int,
+    rows: Rows,
+    name: str,
+    programmatic: bool,
     bandwidth: float,
 ) -> None:
-    """Measure a forward pass of `count` rows with `context` positions per request."""
-    per_slot = max(4, count // BATCH)
-    rows = attention_rows(bench.device, context, count, per_slot)
-    logits = bench.device.empty((count, model.vocab_size), "float32")
-    with bench.timed_graph() as lane:
+    """Measure a forward pass of some rows, with full or programmatic edges."""
+    logits = bench.device.empty((rows.count, model.vocab_size), "float32")
+    with bench.timed_graph(programmatic) as lane:
         model.forward(lane, rows, None, logits)
     nbytes = matrix_bytes(bench.shape, with_head=True)
     share = nbytes / lane.seconds / bandwidth
     bench.add(
-        f"{count} rows, {context} positions",
+        name,
         lane.seconds * 1e3,
         "ms",
-        PREDICTED_FORWARD.get(count),
-        f"{100 * share:.0f} % of read, {nbytes * count / lane.seconds / 1e12:.0f} TFLOP/s",
+        PREDICTED_FORWARD.get(rows.count),
+        f"{100 * share:.0f} % of read, {nbytes * rows.count / lane.seconds / 1e12:.0f} TFLOP/s",
     )
 
 
