@@ -15,7 +15,9 @@ from graft.models.drafters.mtp import Mtp
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import Eagle3Config
 
-__all__ = ["make_drafter"]
+__all__ = ["is_block_drafter", "make_drafter"]
+
+_BLOCK_DRAFTER_TENSOR = "hidden_norm.weight"
 
 
 def make_drafter(choice: DrafterChoice, context: DrafterContext) -> Drafter:
@@ -62,6 +64,16 @@ def _import_attribute(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+def is_block_drafter(choice: DrafterChoice | None) -> bool:
+    """Return whether a choice is the checkpoint folder of a block drafter.
+
+    A block drafter processes rows at positions after the last draft that can be accepted.
+    """
+    if choice is None or callable(choice) or not (Path(choice) / "config.json").is_file():
+        return False
+    return _BLOCK_DRAFTER_TENSOR in Checkpoint(Path(choice)).names
+
+
 def _from_folder(folder: Path, context: DrafterContext) -> Drafter:
     """Load a checkpoint folder. The tensor names determine the kind of drafter."""
     names: tuple[str, ...] = ()
@@ -69,7 +81,7 @@ def _from_folder(folder: Path, context: DrafterContext) -> Drafter:
         names = Checkpoint(folder).names
     if any(name.endswith(".eh_proj.weight") for name in names):
         return Mtp(folder, context)
-    if "hidden_norm.weight" in names:
+    if _BLOCK_DRAFTER_TENSOR in names:
         return DFlash(folder, context)
     if "model.norm.weight" in names:
         return SmallModel.from_dir(folder, context)

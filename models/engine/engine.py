@@ -31,6 +31,7 @@ from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.ranks import RankGroup
 from graft.cudagraph.transports import choose_transport
 from graft.models.drafters import DrafterChoice
+from graft.models.drafters.load import is_block_drafter
 from graft.models.engine.admission import Admission
 from graft.models.engine.assembly import assemble
 from graft.models.engine.interrupt import ReentrancyGuard, Shield
@@ -136,7 +137,9 @@ class Engine:
         self.tokenizer = Tokenizer(folder, vocab_size=config.vocab_size)
         # Only the target limits the number of positions. The max_position_embeddings of a draft
         # head is the length of the sequences it was trained on, and is ignored.
-        requested = requested.sized(config.max_position_embeddings)
+        requested = requested.sized(
+            config.max_position_embeddings, feeds_blocks=is_block_drafter(drafter)
+        )
         self._ids = itertools.count()
         self._guard = ReentrancyGuard()
         # Work for `_end_abandoned`, which `cancel` and each ending stream append. An entry has the

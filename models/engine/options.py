@@ -285,7 +285,7 @@ class Options:
 
     @property
     def slack(self) -> int:
-        """Number of positions after a request's last token that its draft tree may use."""
+        """Number of positions after a request's last token that drafts may use."""
         plan = self.tree
         if plan is None:
             return 0
@@ -313,13 +313,15 @@ class Options:
             raise OptionError("max_length and pages are not set: call Options.sized first")
         return self.max_length, self.pages
 
-    def sized(self, model_length: int) -> Options:
+    def sized(self, model_length: int, *, feeds_blocks: bool = False) -> Options:
         """Return these options with `max_length` and `pages` as numbers.
 
         Parameters
         ----------
         model_length
             Maximum number of positions of the target.
+        feeds_blocks
+            Whether the drafter is a block drafter, which processes whole blocks.
 
         Raises
         ------
@@ -333,11 +335,24 @@ class Options:
             raise OptionError(
                 f"max_length {length} is greater than the model's {model_length} positions"
             )
+        sized = _BlockOptions(**vars(self)) if feeds_blocks else self
         pages = self.pages
         if pages is None:
-            pages_per_request = -(-(length + self.slack) // self.page_size)
+            pages_per_request = -(-(length + sized.slack) // self.page_size)
             pages = self.max_batch_size * pages_per_request
-        return replace(self, max_length=length, pages=pages)
+        return replace(sized, max_length=length, pages=pages)
+
+
+class _BlockOptions(Options):
+    """Options of an engine with a block drafter.
+
+    The drafter processes whole blocks, also near the maximum length of a request, where only the
+    first drafts of a block can be accepted.
+    """
+
+    @property
+    def slack(self) -> int:
+        return max(super().slack, self.max_drafts)
 
 
 def _error(name: str, expected: str, value: Any) -> OptionError:

@@ -70,6 +70,7 @@ class Rounds:
         self.slots = np.zeros(SLOTS, SLOT)
         self.slots["active"] = 1
         self.slots["limit"] = LENGTH
+        self.slots["capacity"] = LENGTH
         self.parents = [self._random_parents(rng) for _ in range(SLOTS)]
         self.scratch = RoundScratch(
             device,

@@ -5,7 +5,7 @@ import shutil
 import model_util
 import numpy as np
 import pytest
-from drafter_rounds import Rounds
+from drafter_rounds import LENGTH, Rounds
 from tiny_models import edit_json, write_safetensors
 
 from graft.cudagraph.dtypes import to_float32
@@ -47,6 +47,26 @@ def test_dflash_logits_equal_published_code(device, stream, form):
             wanted = expected[f"logits_{rounds.n[slot]}"][1:]
             if len(down) < len(wanted):
                 np.testing.assert_allclose(logits, wanted[len(down)], atol=1e-4)
+
+
+@pytest.mark.parametrize("tree", [None, (2, 4)])
+def test_dflash_feeds_whole_blocks_near_length_limit(device, stream, tree):
+    """If a slot has pages after its length limit, the limit does not change the logits.
+
+    Slots of a draft tree have such pages. The block of the last round has five rows, two of them
+    at or after the limit.
+    """
+    target = model_util.load_llama(device, TARGET, dtype="float32")
+    found = []
+    for limit in (LENGTH, LENGTH + 5):
+        rounds = Rounds(device, stream, target, FOLDER, 4, tree=tree)
+        rounds.slots["limit"] = limit
+        rounds.slots["capacity"] = LENGTH + 5
+        rounds.prompt(0, (0, 32))
+        rounds.prompt(0, (32, 37))
+        found.append([logits for _, _, logits in rounds.levels(rounds.commit([0], [1]))])
+    assert np.isfinite(found).all()
+    assert model_util.same_bits(*np.array(found))
 
 
 def test_dflash_block_has_draft_length_rows(device, stream):

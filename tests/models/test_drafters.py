@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from engine_util import DRAFTER, TARGET
+from engine_util import DEMO, DRAFTER, TARGET
 from model_util import make_rows
 
 from graft.cudagraph import OptionError
@@ -27,6 +27,17 @@ def test_engine_loads_drafter_by_import_name(device):
     )
     with Engine(TARGET, "graft.tools.examples.own_drafter:LastToken", draft_length=3) as engine:
         assert engine.generate([sevens])[0].accepted > 4
+
+
+def test_engine_reserves_positions_for_whole_blocks(device):
+    """Requests of a block drafter get pages for a block that begins with their last token."""
+    for drafter, slack in ((DEMO / "dflash", 3), (DRAFTER, 0)):
+        with Engine(TARGET, drafter, draft_length=3, max_batch_size=1, page_size=16) as engine:
+            assert engine.options.slack == slack
+            length, pages = engine.options.sizes
+            assert pages == -(-(length + slack) // 16)
+            request = Request(prompt="a", max_tokens=40)
+            assert engine.generate([request])[0].reason in ("stop", "length")
 
 
 class InvalidDrafter(Drafter):

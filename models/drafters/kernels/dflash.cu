@@ -5,8 +5,8 @@
 
 // Row i * batch + b is row i of the block of batch row b, at position n + i, where n is the length
 // of the request. Row 0 has the last committed token and the others have the token `mask`. The row
-// attends to positions 0..last, where `last` is the last position of the block. Positions beyond
-// the length limit of the slot are padding.
+// attends to positions 0..last, where `last` is the last position of the block. Positions for which
+// the slot has no pages are padding. The published code feeds whole blocks.
 extern "C" __global__ void block_rows(const int* row_slot, const Slot* slots, const RoundRow* rows,
                                       int row_words, int batch, int width, int mask, int* token,
                                       int* slot, int* pos, int* last) {
@@ -16,10 +16,10 @@ extern "C" __global__ void block_rows(const int* row_slot, const Slot* slots, co
   const int i = r / batch;
   const int s = row_slot[b];
   const bool used = s >= 0 && round_row(rows, row_words, b)->count > 0 && slots[s].active &&
-                    slots[s].n + i < slots[s].limit;
+                    slots[s].n + i < slots[s].capacity;
   const int end = used ? slots[s].n + width : 0;
   token[r] = !used ? 0 : i == 0 ? slots[s].last : mask;
   slot[r] = used ? s : -1;
   pos[r] = used ? slots[s].n + i : -1;
-  last[r] = used && end > slots[s].limit ? slots[s].limit - 1 : end - 1;
+  last[r] = used && end > slots[s].capacity ? slots[s].capacity - 1 : end - 1;
 }
