@@ -22,6 +22,7 @@ from graft.cudagraph.context import Context
 from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import KernelError
 from graft.cudagraph.progress import compile_progress
+from graft.cudagraph.ptx import compile_ptx, soft_device_runs_ptx
 from graft.native import _native
 from graft.native.softcuda.compile import KernelCompileError, compile_cpu, included_files
 
@@ -140,7 +141,7 @@ def compile_source(context: Context, source: KernelSource) -> LoadedModule:
     """
     with compile_progress(source.name):
         if context.kind == "soft":
-            return _compile_soft(source)
+            return _compile_to_ptx(source) if soft_device_runs_ptx() else _compile_soft(source)
         return _compile_cuda(context, source)
 
 
@@ -157,6 +158,19 @@ def _compile_soft(source: KernelSource) -> LoadedModule:
         raise KernelError(str(error)) from error
     # The soft device copies the image during the call, so the image need not be kept alive.
     module = call(cu.cuModuleLoadData, image)
+    return LoadedModule(module, _native.Resource(_native.ResourceKind.MODULE, int(module)))
+
+
+def _compile_to_ptx(source: KernelSource) -> LoadedModule:
+    path = None if source.folder is None else source.folder / source.name
+    ptx = compile_ptx(
+        source.text,
+        source.name,
+        nvrtc_options(path, source.defines),
+        cache=cache_folder() / "ptx",
+        key=_digest_of_includes(source),
+    )
+    module = call(cu.cuModuleLoadData, ptx)
     return LoadedModule(module, _native.Resource(_native.ResourceKind.MODULE, int(module)))
 
 

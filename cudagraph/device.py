@@ -21,6 +21,7 @@ from graft.cudagraph.dtypes import numpy_dtype
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.kernels import KernelModule, load
 from graft.cudagraph.memory import DeviceArray, PinnedArray, check_shape, from_host, zeros
+from graft.cudagraph.ptx import soft_device_runs_ptx
 from graft.cudagraph.streams import Event, Stream
 from graft.native import _native
 
@@ -96,6 +97,11 @@ class Device(Context):
         minor = self.attribute("COMPUTE_CAPABILITY_MINOR")
         self.compute_capability = (major, minor)
         self.multiprocessor_count = self.attribute("MULTIPROCESSOR_COUNT")
+
+    @property
+    def runs_gpu_code(self) -> bool:
+        """Whether kernels run in the forms for GPUs: on CUDA, and on the soft device with PTX."""
+        return self.kind == "cuda" or soft_device_runs_ptx()
 
     def describe(self) -> str:
         """Describe the device in one line.

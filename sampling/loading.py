@@ -16,19 +16,20 @@ KERNELS = Path(__file__).parent / "kernels"
 MAX_SELECTED: int = read_numbers(KERNELS / "selector.cu")["MAX_SELECTED"]
 
 #: Threads per row block, a thread block that processes one row of logits or a part of it. Results
-#: do not depend on the number. On the soft device, one thread processes the row in vectorized loops
-#: without barriers.
-_ROW_BLOCK = {"soft": 1, "cuda": 512}
+#: do not depend on the number. When kernels run as CPU code, one thread processes the row in
+#: vectorized loops without barriers.
+_GPU_ROW_BLOCK = 512
+_CPU_ROW_BLOCK = 1
 
 
 def row_block(device: Device) -> int:
     """Return the number of threads per row block."""
-    return _ROW_BLOCK[device.kind]
+    return _GPU_ROW_BLOCK if device.runs_gpu_code else _CPU_ROW_BLOCK
 
 
 def row_parts(device: Device, columns: int) -> int:
     """Return the number of blocks that share a row; each has a few thousand columns."""
-    if device.kind == "soft":
+    if not device.runs_gpu_code:
         return 1
     parts = columns // 4096
     return min(max(parts, 1), 32)

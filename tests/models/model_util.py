@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from graft.cudagraph.lanes import StreamLane
+from graft.cudagraph.ptx import soft_device_runs_ptx
 from graft.models.cache.kv import PagedKV
 from graft.models.drafters.eagle3 import Eagle3Head
 from graft.models.llm import kernel_library
@@ -16,7 +17,8 @@ from graft.models.llm.config import Eagle3Config, LlamaConfig
 from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rows import Rows
 
-FORMS = kernel_library.FORMS["cuda" if os.environ.get("GRAFT_DEVICE") == "cuda" else "soft"]
+_RUNS_GPU_CODE = os.environ.get("GRAFT_DEVICE") == "cuda" or soft_device_runs_ptx()
+FORMS = kernel_library.FORMS["cuda" if _RUNS_GPU_CODE else "soft"]
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 
 

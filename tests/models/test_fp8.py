@@ -263,7 +263,9 @@ def test_fp8_quantisation_rounds_rows_to_nearest(device, stream, tmp_path):
     form = model_util.FORMS[0]
     got = logits(device, stream, tmp_path / "plain", form, weights="fp8")
     wanted = logits(device, stream, tmp_path, form)
-    np.testing.assert_allclose(got, wanted, atol=2e-4)
+    # On tensor cores, products with E4M3 weights round the activations to bfloat16.
+    tolerance = 2e-4 if form == "thread" else 3e-2
+    np.testing.assert_allclose(got, wanted, atol=tolerance)
     unquantised = logits(device, stream, tmp_path / "plain", form)
     assert np.abs(got - unquantised).max() > 0.01
 

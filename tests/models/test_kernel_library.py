@@ -770,7 +770,7 @@ def test_model_kernels_reject_wrong_operands(kernels, lane, device):
     with pytest.raises(OptionError, match="block"):
         ModelKernels(device, "block")
     with pytest.raises(OptionError, match="on a cuda device"):
-        ModelKernels(SimpleNamespace(kind="cuda"), "thread")
+        ModelKernels(SimpleNamespace(kind="cuda", runs_gpu_code=True), "thread")
     with pytest.raises(OptionError, match="activations 'half'"):
         ModelKernels(device, "warp", "half")
     assert issubclass(OptionError, GraftError)

@@ -3,6 +3,7 @@
 #include "conditionals.h"
 
 #include <deque>
+#include <unordered_set>
 
 namespace softcuda {
 namespace {
@@ -40,6 +41,22 @@ void check_in_body(const Work& work) {
   require(work.kind != WorkKind::copy || (work.copy->src.owner && work.copy->dst.owner),
           CUDA_ERROR_NOT_SUPPORTED,
           "a memcpy node in a conditional body may not access pageable host memory");
+}
+
+namespace {
+
+// The addresses of all cells. Handles in kernel parameters are looked up here before they are used.
+struct Cells {
+  std::mutex mutex;
+  std::unordered_set<const softcuda_condition*> addresses;
+};
+Cells& g_cells = *new Cells;
+
+}  // namespace
+
+bool is_condition(const softcuda_condition* cell) {
+  std::lock_guard<std::mutex> lock(g_cells.mutex);
+  return g_cells.addresses.count(cell) != 0;
 }
 
 bool has_conditional(const Graph& graph) {
@@ -136,6 +153,10 @@ SC_API(cuGraphConditionalHandleCreate, 12030, 0, uint64_t*, out, CUgraph, handle
   condition->assign = flags == 1;
   std::lock_guard<std::mutex> lock(graph_mutex);
   condition->cell = &cells.emplace_back(softcuda_condition{SOFTCUDA_CONDITION_MAGIC, initial});
+  {
+    std::lock_guard<std::mutex> cells_lock(g_cells.mutex);
+    g_cells.addresses.insert(condition->cell);
+  }
   *out = reinterpret_cast<uint64_t>(condition->cell);
   graph->conditions.push_back(std::move(condition));
 }

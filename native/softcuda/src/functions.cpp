@@ -31,14 +31,25 @@ static int attribute_of(const Function& function, int attribute) {
   switch (attribute) {
     case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK:
       return bound != 0 ? static_cast<int>(std::min(bound, 1024u)) : 1024;
+    // The device has no registers, caches and clusters that a kernel could use or require.
     case CU_FUNC_ATTRIBUTE_CONST_SIZE_BYTES:
     case CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES:
+    case CU_FUNC_ATTRIBUTE_NUM_REGS:
+    case CU_FUNC_ATTRIBUTE_CACHE_MODE_CA:
+    case CU_FUNC_ATTRIBUTE_CLUSTER_SIZE_MUST_BE_SET:
+    case CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_WIDTH:
+    case CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_HEIGHT:
+    case CU_FUNC_ATTRIBUTE_REQUIRED_CLUSTER_DEPTH:
+    case CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED:
+    case CU_FUNC_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE:
       return 0;
     case CU_FUNC_ATTRIBUTE_PTX_VERSION:
     case CU_FUNC_ATTRIBUTE_BINARY_VERSION:
       return 90;
     case CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES:
       return function.max_dynamic_shared.load();
+    case CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT:
+      return function.carveout.load();
     default:
       refuse(CUDA_ERROR_NOT_SUPPORTED,
              "function attribute " + std::to_string(attribute) + " is not implemented");
@@ -46,7 +57,12 @@ static int attribute_of(const Function& function, int attribute) {
 }
 
 static void set_attribute(Function& function, int attribute, int value) {
-  if (attribute == CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT) return;  // a hint
+  if (attribute == CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT) {
+    require(value >= -1 && value <= 100, CUDA_ERROR_INVALID_VALUE,
+            "the shared memory carveout is not -1 or a percentage");
+    function.carveout = value;
+    return;
+  }
   if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) {
     refuse(CUDA_ERROR_NOT_SUPPORTED,
            "function attribute " + std::to_string(attribute) + " cannot be set");
@@ -64,17 +80,44 @@ SC_API(cuModuleLoadData, 2000, kContext | kUnsafe, CUmodule*, out, const void*, 
   *out = load_module(image);
 }
 
-// JIT options have no effect, because images contain no PTX.
+// Copies a text to the buffer that the caller passes in the JIT options. The other options have no
+// effect.
+static void write_error_log(unsigned n, const int* options, void** values,
+                            const std::string& text) {
+  char* buffer = nullptr;
+  size_t size = 0;
+  for (unsigned i = 0; i < n && options != nullptr && values != nullptr; ++i) {
+    constexpr int kErrorLogBuffer = 5;
+    constexpr int kErrorLogBufferSize = 6;
+    if (options[i] == kErrorLogBuffer) buffer = static_cast<char*>(values[i]);
+    if (options[i] != kErrorLogBufferSize) continue;
+    size = reinterpret_cast<uintptr_t>(values[i]) & 0xffffffffu;
+    values[i] = reinterpret_cast<void*>(std::min(size, text.size()));
+  }
+  if (buffer != nullptr && size != 0) copy_text(text, buffer, size);
+}
+
+static CUmodule load_with_options(const void* image, unsigned n, const int* options,
+                                  void** values) {
+  std::string log;
+  try {
+    return load_module(image, &log);
+  } catch (const Refused&) {
+    write_error_log(n, options, values, log);
+    throw;
+  }
+}
+
 SC_API(cuModuleLoadDataEx, 2010, kContext | kUnsafe, CUmodule*, out, const void*, image, unsigned,
        n, int*, options, void**, values) {
   require(out != nullptr);
-  *out = load_module(image);
+  *out = load_with_options(image, n, options, values);
 }
 
 SC_API(cuLibraryLoadData, 12000, kUnsafe, CUmodule*, out, const void*, image, int*, options, void**,
        values, unsigned, n, int*, library_options, void**, library_values, unsigned, m) {
   require(out != nullptr);
-  *out = load_module(image);
+  *out = load_with_options(image, n, options, values);
 }
 
 SC_API(cuLibraryLoadFromFile, 12000, kUnsafe, CUmodule*, out, const char*, path, int*, options,

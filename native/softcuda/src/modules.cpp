@@ -10,6 +10,8 @@
 #include <cstdio>
 #include <cstring>
 
+#include "ptx/ptx.h"
+
 namespace softcuda {
 
 namespace {
@@ -63,8 +65,33 @@ void* load_copy(const void* image, size_t size) {
 
 }  // namespace
 
-CUmodule load_module(const void* image) {
+namespace {
+
+// Creates the handles of a loaded module and of its functions.
+CUmodule register_module(const std::shared_ptr<Module>& module) {
+  for (auto& function : module->functions) {
+    function->module = module;
+    function->handle = functions.add(function);
+  }
+  module->handle = modules.add(module);
+  live_add(Resource::module, 1);
+  return static_cast<CUmodule>(module->handle);
+}
+
+}  // namespace
+
+CUmodule load_ptx(const std::vector<std::string>& texts, std::string* log) {
+  auto module = std::make_shared<Module>();
+  ptx::load(texts, module.get(), log);
+  return register_module(module);
+}
+
+CUmodule load_module(const void* image, std::string* log) {
   require(image != nullptr);
+  if (ptx::is_ptx(image)) {
+    std::string unused;
+    return load_ptx({static_cast<const char*>(image)}, log != nullptr ? log : &unused);
+  }
   const size_t size = image_size(image);
   install_fault_handlers();
   auto module = std::make_shared<Module>();
@@ -84,16 +111,12 @@ CUmodule load_module(const void* image) {
       if (worker == 0) {
         module->functions.push_back(std::make_shared<Function>());
         module->functions[i]->name = table->entries[i]->name;
-        module->functions[i]->module = module;
       }
       module->functions[i]->copies.push_back(table->entries[i]);
       module->functions[i]->images.push_back(table);
     }
   }
-  for (auto& function : module->functions) function->handle = functions.add(function);
-  module->handle = modules.add(module);
-  live_add(Resource::module, 1);
-  return static_cast<CUmodule>(module->handle);
+  return register_module(module);
 }
 
 void unload_module(void* handle, const char* description) {

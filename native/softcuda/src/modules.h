@@ -6,6 +6,9 @@
 namespace softcuda {
 
 struct Module;
+namespace ptx {
+struct Kernel;
+}
 
 // One kernel of a module. Each worker has its own copy of the kernel image (K1). The tables of the
 // image therefore exist once per worker.
@@ -22,10 +25,14 @@ struct Function {
   std::atomic<bool> loaded{!settings().lazy_loading};
   // Limit of dynamic shared memory in bytes, which cuFuncSetAttribute can raise.
   std::atomic<int> max_dynamic_shared{48 * 1024};
+  // Preferred shared memory in percent; -1: no preference. It has no effect.
+  std::atomic<int> carveout{-1};
   // Moving average of the kernel's run time per thread in nanoseconds; 0 before the first
   // measurement. The device uses it to decide whether several workers share a launch (S8).
   std::atomic<float> ns_per_thread{0};
   const softcuda_entry& entry() const { return *copies[0]; }
+  // The kernel in executable form if it was loaded from PTX; null otherwise.
+  std::shared_ptr<const ptx::Kernel> ptx;
   std::shared_ptr<Module> module;  // keeps the image loaded while a launch or graph refers to it
 };
 
@@ -43,8 +50,11 @@ inline Handles<Module>& modules =
     *new Handles<Module>(0x52000000000000, "the module handle is unknown or was unloaded");
 inline Handles<Function>& functions = *new Handles<Function>(
     0x53000000000000, "the function handle is unknown, or its module was unloaded");
-// Loads a copy of a kernel image for each worker and returns the handle of the new module.
-CUmodule load_module(const void* image);
+// Loads a copy of a kernel image for each worker and returns the handle of the new module. The
+// image may also be PTX text. If it is refused, `log` receives the reason.
+CUmodule load_module(const void* image, std::string* log = nullptr);
+// Links PTX texts to one module.
+CUmodule load_ptx(const std::vector<std::string>& texts, std::string* log);
 // Waits for all queued work and unloads a module. `description` is the text that
 // softcuda_describe() shows during this wait.
 void unload_module(void* handle, const char* description);

@@ -7,13 +7,11 @@
 namespace softcuda {
 namespace ptx {
 
-namespace {
-
 constexpr unsigned kMaxWarps = 32;
-using Clock = uint32_t[kMaxWarps];
+using RaceClock = uint32_t[kMaxWarps];
 
 // The last accesses of a word of shared memory.
-struct Word {
+struct RaceWord {
   uint32_t write_clock = 0;  // 0: not written
   uint16_t writer = 0;
   bool write_atomic = false;
@@ -23,12 +21,10 @@ struct Word {
   const Instr* read_at = nullptr;
 };
 
-}  // namespace
-
 struct Races {
-  Clock clocks[kMaxWarps];
-  Clock barriers[16];
-  std::vector<Word> words;
+  RaceClock clocks[kMaxWarps];
+  RaceClock barriers[16];
+  std::vector<RaceWord> words;
 };
 
 void start_races(Block& b) {
@@ -38,7 +34,7 @@ void start_races(Block& b) {
   std::memset(races.clocks, 0, sizeof races.clocks);
   std::memset(races.barriers, 0, sizeof races.barriers);
   for (unsigned i = 0; i < kMaxWarps; ++i) races.clocks[i][i] = 1;
-  races.words.assign(b.shared_end / 4 + 1, Word());
+  races.words.assign(b.shared_end / 4 + 1, RaceWord());
 }
 
 void arrive_for_races(Warp& w, unsigned barrier) {
@@ -82,7 +78,7 @@ void note_shared(Warp& w, const Instr* in, unsigned lane, uint32_t address, unsi
   const bool atomic = b.atomic_access;
   const uint32_t* clock = races.clocks[w.index];
   for (unsigned word = address / 4; word <= (address + bytes - 1) / 4; ++word) {
-    Word& x = races.words[word];
+    RaceWord& x = races.words[word];
     const bool both_atomic = atomic && x.write_atomic;
     if (x.write_clock > clock[x.writer] && x.writer != w.index && x.write_clock != 0 &&
         !both_atomic) {

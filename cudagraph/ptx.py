@@ -1,0 +1,142 @@
+"""Compilation of kernels to PTX, which the soft device interprets with ``GRAFT_CODE=ptx``.
+
+By default, the soft device runs kernels that the system's C++ compiler has compiled for the CPU.
+With ``GRAFT_CODE=ptx`` it runs the PTX that NVRTC generates for a GPU: inline PTX, tensor-core
+instructions, shuffles and asynchronous copies are executed as a GPU would. This is much slower.
+NVRTC comes with the package ``nvidia-cuda-nvrtc``; it needs neither a GPU nor a CUDA installation.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from graft.cudagraph.errors import DeviceError, KernelError
+
+#: Values of ``GRAFT_CODE``: the code that the soft device runs.
+CODES = ("host", "ptx")
+#: Compute capability times 10 for which kernels are compiled unless ``GRAFT_PTX_ARCH`` is set.
+DEFAULT_ARCHITECTURE = 90
+#: Options that CuPy appends on hardware. ``-ftz=true`` flushes denormals to zero, as the soft
+#: device does.
+OPTIONS = ("--device-as-default-execution-space", "-ftz=true", "-lineinfo")
+
+
+def soft_device_runs_ptx() -> bool:
+    """Return whether the soft device runs PTX (``GRAFT_CODE=ptx``).
+
+    Raises
+    ------
+    DeviceError
+        ``GRAFT_CODE`` has an unknown value.
+    """
+    code = os.environ.get("GRAFT_CODE") or "host"
+    if code not in CODES:
+        raise DeviceError(f"GRAFT_CODE={code!r}: expected one of {CODES}")
+    return code == "ptx"
+
+
+def architecture() -> int:
+    """Return the compute capability times 10 for which kernels are compiled to PTX."""
+    text = os.environ.get("GRAFT_PTX_ARCH") or str(DEFAULT_ARCHITECTURE)
+    if not text.isdecimal() or not 75 <= int(text) < 200:
+        raise DeviceError(f"GRAFT_PTX_ARCH={text!r}: expected a number such as 80, 90 or 100")
+    return int(text)
+
+
+@functools.cache
+def _nvrtc() -> tuple[Any, str]:
+    """Return the module cuda.bindings.nvrtc and the version of NVRTC."""
+    try:
+        from cuda.bindings import nvrtc
+
+        status, major, minor = nvrtc.nvrtcVersion()
+    except Exception as error:
+        # If the library is missing, cuda.bindings raises exceptions of various types.
+        raise KernelError(
+            "GRAFT_CODE=ptx needs NVRTC, which cannot be loaded "
+            f"(pip install graft-cuda[ptx]): {error}"
+        ) from error
+    return nvrtc, f"{int(status)} {major}.{minor}"
+
+
+def missing_compiler() -> str:
+    """Return why kernels cannot be compiled to PTX; "" if they can."""
+    try:
+        _nvrtc()
+    except KernelError as error:
+        return str(error)
+    return ""
+
+
+def compile_ptx(text: str, name: str, options: Sequence[str], cache: Path, key: str = "") -> bytes:
+    """Compile CUDA C++ to PTX.
+
+    Parameters
+    ----------
+    text
+        CUDA C++.
+    name
+        Name in error messages and line information.
+    options
+        Options of NVRTC besides the architecture and `OPTIONS`.
+    cache
+        Folder for compiled texts.
+    key
+        Text that changes whenever included files change.
+
+    Returns
+    -------
+    bytes
+        The PTX with a terminating null byte.
+
+    Raises
+    ------
+    KernelError
+        The source does not compile, or NVRTC is missing.
+    """
+    nvrtc, version = _nvrtc()
+    arguments = [*options, *OPTIONS, f"-arch=compute_{architecture()}"]
+    digest = hashlib.sha256("\0".join([version, key, name, text, *arguments]).encode()).hexdigest()
+    path = cache / f"{digest}.ptx"
+    try:
+        return path.read_bytes()
+    except OSError:
+        pass
+    ptx = _compile(nvrtc, text, name, arguments)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cache, delete=False) as file:
+            file.write(ptx)
+        os.replace(file.name, path)
+    except OSError:
+        pass  # The cache only saves time.
+    return ptx
+
+
+def _check(result: Sequence[Any]) -> Any:
+    if int(result[0]):
+        raise KernelError(f"NVRTC call failed: {result[0]}")
+    return result[1] if len(result) > 1 else None
+
+
+def _compile(nvrtc: Any, text: str, name: str, arguments: Sequence[str]) -> bytes:
+    program = _check(nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, [], []))
+    try:
+        encoded = [argument.encode() for argument in arguments]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+        if int(status):
+            log = bytearray(_check(nvrtc.nvrtcGetProgramLogSize(program)))
+            _check(nvrtc.nvrtcGetProgramLog(program, log))
+            message = log.rstrip(b"\0").decode(errors="replace")
+            raise KernelError(f"kernel source {name!r} does not compile to PTX:\n{message}")
+        ptx = bytearray(_check(nvrtc.nvrtcGetPTXSize(program)))
+        _check(nvrtc.nvrtcGetPTX(program, ptx))
+        return bytes(ptx)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
