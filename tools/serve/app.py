@@ -60,9 +60,9 @@ class Settings:
     api_keys
         Keys of which clients must send one. An empty tuple disables authentication.
     hosts
-        Names that the header ``Host`` of a request may have; None for any name. The check prevents
-        that web pages in a browser on this machine use a server without authentication, through
-        DNS names that they resolve to the address of the server.
+        Names that the header ``Host`` of a request may have; None for any name. Without this check,
+        a web page could use a server without authentication through a browser on this machine, if
+        the DNS name of the page resolves to the address of the server (DNS rebinding).
     chat_template
         Jinja template that replaces the chat template of the model; None to use the model's.
     reasoning_parser
@@ -167,7 +167,7 @@ class Service:
             for pool in (self._parser_thread, self._grammar_threads):
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    # Steps of every generation request ----------------------------------------------------------
+    # Steps of requests --------------------------------------------------------------------------
 
     def check_key(self, request: HttpRequest) -> None:
         """Check the API key.
