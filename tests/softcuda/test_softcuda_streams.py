@@ -293,3 +293,15 @@ def test_occupancy_follows_device_limits(soft, kernels):
         d.cuOccupancyAvailableDynamicSMemPerBlock(kernels.add, 33, 64),
     )
     assert codes(*results) == {"INVALID_VALUE"}
+
+
+def test_function_attributes_are_returned_as_set(soft, kernels):
+    """The preferred carveout is stored. Attributes of registers and clusters are zero."""
+    carveout = soft.d.CUfunction_attribute(9)
+    function = kernels.add
+    assert soft.cuFuncGetAttribute(carveout, function) == -1
+    soft.cuFuncSetAttribute(function, carveout, 50)
+    assert soft.cuFuncGetAttribute(carveout, function) == 50
+    assert code(soft.d.cuFuncSetAttribute(function, carveout, 101)) == "INVALID_VALUE"
+    for number in (2, 3, 4, 7, *range(10, 16)):
+        assert soft.cuFuncGetAttribute(soft.d.CUfunction_attribute(number), function) == 0
