@@ -70,12 +70,13 @@ _MMA_TILE_COLUMNS = 128
 _MMA_STAGES = {1: {32: 5, 64: 6, 128: 4}, 2: {32: 3, 64: 4, 128: 3}}
 NORM_GROUP = 16  # number of output columns per sum of squares of a folded norm
 _MMA_FEW_ROWS = 16  # maximum rows for linear_few; more rows use linear_many
-# Number of multiprocessors of an H100 or H200, for which the number of splits is chosen, and number
-# of linear_many blocks that run on one at the same time, by rows per tile.
+#: Number of multiprocessors of an H100 or H200. The number of K splits is chosen for these GPUs.
 MULTIPROCESSORS = 132
+# Blocks of linear_many that run on one multiprocessor at the same time, by rows per tile.
 _MMA_BLOCKS_PER_MULTIPROCESSOR = {32: 2, 64: 1, 128: 1}
-# Estimated time of writing and adding the partial sums of a split product, as a fraction of its
-# time without splits: per row of a tile, if every multiprocessor has tiles, and in addition.
+# Estimated cost of K splits, in units of the time of one wave without splits. The partial sums of
+# one row of all concurrent tiles cost _MMA_SPLIT_COST_PER_ROW. The wait for the last block costs
+# _MMA_SPLIT_COST.
 _MMA_SPLIT_COST_PER_ROW = 0.3 / 32
 _MMA_SPLIT_COST = 0.05
 _NORM_BLOCK = 256
@@ -172,8 +173,8 @@ def mma_shape(rows: int, columns: int, nbytes: int = 2) -> MmaShape:
 def _choose_splits(tiles: int, rows: int) -> int:
     """Return the number of K splits with the least estimated time.
 
-    Without splits the time is the number of waves. With splits a wave takes a fraction of the time,
-    but the partial sums have to be written and added.
+    The unit of time is a wave of blocks without splits. With s splits there are more waves, each of
+    which takes 1 / s of the time, but the partial sums have to be written and added.
 
     Parameters
     ----------

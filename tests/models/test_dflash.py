@@ -28,8 +28,8 @@ def read(folder):
 def test_dflash_logits_equal_published_code(device, stream, form):
     """The logits of every level equal logits that the published code computed.
 
-    Prompts are processed in chunks. Rounds commit one to five tokens in changing batch rows, and
-    the length limit truncates some blocks.
+    Prompts are processed in chunks. Rounds commit one to five tokens in changing batch rows. The
+    last blocks, here and in the published code, end at the last position of the sequence.
     """
     expected = np.load(FOLDER / "expected.npz")
     target = model_util.load_llama(device, TARGET, form=form, dtype="float32")

@@ -7,8 +7,8 @@
 // Reduction order: positions are divided, from 0 on, into splits of SPLIT positions and steps of 16
 // positions. Split s belongs to part s % PARTS. Within a part, warp w computes the steps whose
 // number is w modulo WARPS, in order, with an online softmax. The sums of the warps are then added
-// in order of the warps, and the parts in order of the parts (fold_part). The order depends only on
-// the position of the row, not on the number of blocks among which the parts are divided, so the
+// in order of the warps, and the parts in order of the parts (FoldFactors). The order depends only
+// on the position of the row, not on the number of blocks among which the parts are divided, so the
 // kernel is row invariant.
 //
 // If one block computes all parts of a tile, it adds them on the chip. Otherwise the blocks write
@@ -125,13 +125,13 @@ __device__ __forceinline__ void fold_sum(Floats4* sum, float shrink, const Float
   add_scaled(sum, part, by);
 }
 
-// Factors with which the sums of the earlier parts and of the next part are added. `top` is the
-// maximum score of the earlier parts and `part_top` that of the next part.
+// Factors for adding the next part to the earlier parts of a query, as in an online softmax.
 struct FoldFactors {
-  float shrink;
-  float by;
-  float top;
+  float shrink;  // factor of the sums of the earlier parts
+  float by;      // factor of the sums of the next part
+  float top;     // maximum score of all these parts
 
+  // `before` is the maximum score of the earlier parts, `part_top` that of the next part.
   __device__ __forceinline__ FoldFactors(float before, float part_top) {
     top = part_top > before ? part_top : before;
     shrink = exp_exact(before - top);

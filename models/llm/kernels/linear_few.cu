@@ -62,8 +62,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   Weights a[DEPTH][CHUNK / 32][2];
 #pragma unroll
   for (int s = 0; s < DEPTH - 1; ++s) {
-    // A chunk after the end is replaced by the last one and not used. With a branch, the compiler
-    // would move the loads behind the wait.
+    // Without a branch here, the compiler keeps the loads before the wait. Instead of a chunk after
+    // the end, the last chunk is loaded, but not used.
     const int next = min(warp + s * WARPS, chunks - 1);
     load_chunk(top + next * CHUNK, low + next * CHUNK, a[s]);
   }
