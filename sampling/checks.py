@@ -98,7 +98,12 @@ def check_real(
 def check_ids(name: str, ids: Iterable[object], vocab_size: int) -> None:
     """Raise OptionError unless all `ids` are token ids of a vocabulary of `vocab_size` ids."""
     for token in ids:
-        check_integer(f"each of {name}", token, 0, vocab_size - 1)
+        is_integer = isinstance(token, int) and not isinstance(token, bool)
+        if not is_integer or not 0 <= token < vocab_size:  # type: ignore[operator]
+            raise OptionError(
+                f"{name} contains {short_repr(token)}, which is out of vocabulary: a token id must "
+                f"be an integer from 0 to {vocab_size - 1} ({vocab_size} tokens)"
+            )
 
 
 def short_repr(value: object, max_length: int = 80) -> str:

@@ -37,6 +37,8 @@ EXTRA_FIELDS = (
     "skip_special_tokens",
     "use_beam_search",
     "prompt_logprobs",
+    "stop_token_ids",
+    "allowed_token_ids",
     "nonsense",
 )
 

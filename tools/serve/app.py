@@ -28,7 +28,7 @@ from graft.models.tokenizer import Tokenizer
 from graft.sampling.checks import short_repr
 from graft.tools.serve.engine_driver import EngineDriver
 from graft.tools.serve.errors import ApiError, check_output, to_api_error
-from graft.tools.serve.fields import check_fields, find_param
+from graft.tools.serve.fields import check_fields, find_param, use_api_names
 from graft.tools.serve.grammars import find_grammar, make_grammar_spec
 from graft.tools.serve.metrics import Metrics
 from graft.tools.serve.prompt_logprobs import score_prompts
@@ -381,9 +381,11 @@ class _GenerateEndpoint:
                 await asyncio.gather(response, disconnect, return_exceptions=True)
         except GraftError as error:
             api_error = to_api_error(error)
-            if api_error.param is None and api_error.status < 500:
-                api_error.param = find_param(str(api_error), fields)
-            raise api_error from error
+            param = api_error.param
+            if param is None and api_error.status < 500:
+                param = find_param(str(api_error), fields)
+            message = use_api_names(str(api_error))
+            raise ApiError(message, api_error.status, param=param, code=api_error.code) from error
         except (ClientDisconnect, TimeoutError):
             pass  # no response: the client disconnected, or did not read the stream in time
         finally:

@@ -243,3 +243,8 @@ def find_param(message: str, fields: Mapping[str, Any]) -> str | None:
         if fields.get(name) is not None:
             return name
     return None
+
+
+def use_api_names(message: str) -> str:
+    """Replace names of `Request` fields in an error message of the engine by the API's names."""
+    return re.sub(r"\b(stop_ids|allowed_ids)\b", lambda match: _API_NAMES[match[0]], message)

@@ -411,9 +411,20 @@ def _read_prompt_logprobs(fields: Mapping[str, Any], chat: bool) -> int | None:
 
 def _read_logit_bias(bias: Any) -> dict[int, Any]:
     """Return a logit bias by token id. Keys of JSON objects are strings and are converted."""
-    try:
-        return {int(token): value for token, value in bias.items()}
-    except (AttributeError, ValueError) as error:
+    if not isinstance(bias, dict):
         raise ApiError(
-            f"logit_bias must map token ids to numbers: {error}", param="logit_bias"
-        ) from error
+            f"logit_bias must map token ids to numbers, got {short_repr(bias)}", param="logit_bias"
+        )
+    converted = {}
+    invalid = []
+    for key, value in bias.items():
+        try:
+            converted[int(key)] = value
+        except ValueError:
+            invalid.append(key)
+    if invalid:
+        raise ApiError(
+            f"logit_bias must map token ids to numbers, got the keys {short_repr(invalid)}",
+            param="logit_bias",
+        )
+    return converted
