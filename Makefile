@@ -41,7 +41,7 @@ RUN_TESTS = $(PY) -m pytest $(TESTS)
 BOOTSTRAP = @python=$$(sh tools/find_python.sh $(PYTHON)) && "$$python" tools/bootstrap.py $(VENV)
 
 .PHONY: help setup packages native demo demo-llm docs test test-full test-sanitize soak test-cuda \
-  gpu lint clean
+  gpu lint clean test-ptx
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -85,6 +85,20 @@ soak: setup ## run the endurance tests, on the soft device
 
 test-sanitize: setup ## stress the C++ part under address, undefined-behavior and thread sanitizers
 	@GRAFT_DEVICE=soft $(PY) -m pytest tests/cudagraph/test_sanitize.py --full $(PYTEST)
+
+# Tests that run kernels, for each architecture for which NVRTC compiles them.
+PTX_TESTS = tests/models/test_kernel_library.py tests/models/test_attention.py \
+  tests/models/test_fp8.py tests/models/test_tensor_core_rounds.py tests/models/test_llama.py \
+  tests/models/test_eagle3.py tests/models/test_engine_equality.py tests/sampling \
+  tests/cudagraph/test_mailbox.py tests/cudagraph/test_conditional.py
+PTX_ARCHITECTURES ?= 80 90 100
+
+test-ptx: setup ## run the tests of kernels on the PTX that NVRTC generates, on the soft device
+	@for arch in $(PTX_ARCHITECTURES); do \
+	  echo "compute_$$arch"; \
+	  GRAFT_DEVICE=soft GRAFT_CODE=ptx GRAFT_PTX_ARCH=$$arch \
+	    $(PY) -m pytest $(PTX_TESTS) $(PARALLEL) $(PYTEST) || exit 1; \
+	done
 
 test-cuda: setup ## run the tests on a GPU (on a machine without network: VENV=none)
 	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(RUN_TESTS) $(PYTEST)

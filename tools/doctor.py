@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 
 from graft.cudagraph import chooser
 from graft.cudagraph.errors import GraftError, OptionError
+from graft.cudagraph.ptx import missing_compiler
 from graft.native import _native
 from graft.tools import watch
 
@@ -193,6 +194,20 @@ def check_cupy() -> Finding:
     )
 
 
+def check_nvrtc() -> Finding:
+    """Check that NVRTC, which compiles kernels to PTX for the soft device, can be loaded."""
+    reason = missing_compiler()
+    if not reason:
+        version = version_of("nvidia-cuda-nvrtc")
+        return Finding("nvrtc", "ok", f"nvidia-cuda-nvrtc {version}" if version else "found")
+    return Finding(
+        "nvrtc",
+        "absent",
+        "not installed",
+        "NVRTC is required for GRAFT_CODE=ptx: pip install 'graft-cuda[ptx]'",
+    )
+
+
 def check_backend(name: str, requirement: str, fallback: str = "") -> Finding:
     """Check that a grammar backend is installed, and that graft can use the installed version.
 
@@ -279,6 +294,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_compiler,
     check_driver,
     check_cupy,
+    check_nvrtc,
     check_xgrammar,
     check_llguidance,
     check_tvm_ffi,

@@ -3,6 +3,8 @@
 The soft device is a library that implements the CUDA driver API on the CPU. The library is
 preloaded into the program, so that cuda.bindings, cuda.core and graft use it in place of NVIDIA's
 ``libcuda.so.1``. ``native/softcuda/README.md`` describes what the soft device supports.
+
+With ``--code ptx``, graft compiles its kernels to PTX, which the soft device interprets.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 
 from graft.cudagraph.chooser import soft_library
 from graft.cudagraph.errors import DeviceError, OptionError
+from graft.cudagraph.ptx import CODES, missing_compiler
 
 
 def resolve_command(program: list[str]) -> list[str]:
@@ -51,8 +54,19 @@ def resolve_command(program: list[str]) -> list[str]:
     return [path, *program[1:]]
 
 
-def soft_environment() -> Mapping[str, str]:
+def soft_environment(
+    code: str = "", racecheck: bool = False, seed: int | None = None
+) -> Mapping[str, str]:
     """Return the environment variables that make a program use the soft device.
+
+    Parameters
+    ----------
+    code
+        Code of graft's kernels: "host" or "ptx"; "" keeps the setting of the environment.
+    racecheck
+        Whether races in shared memory are detected when PTX runs.
+    seed
+        Seed of the adversarial setting of PTX, or None.
 
     Raises
     ------
@@ -65,11 +79,34 @@ def soft_environment() -> Mapping[str, str]:
     preloaded = str(library)
     if os.environ.get("LD_PRELOAD"):
         preloaded += " " + os.environ["LD_PRELOAD"]
-    return {**os.environ, "GRAFT_DEVICE": "soft", "LD_PRELOAD": preloaded}
+    variables = {**os.environ, "GRAFT_DEVICE": "soft", "LD_PRELOAD": preloaded}
+    if code:
+        variables["GRAFT_CODE"] = code
+    if racecheck:
+        variables["SOFTCUDA_RACECHECK"] = "1"
+    if seed is not None:
+        variables["SOFTCUDA_PTX_SEED"] = str(seed)
+    return variables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``graft soft``."""
+    parser.add_argument(
+        "--code",
+        choices=CODES,
+        default="",
+        help="code of graft's kernels: compiled for the CPU (host) or PTX of NVRTC (ptx)",
+    )
+    parser.add_argument(
+        "--racecheck",
+        action="store_true",
+        help="report races in shared memory of kernels that are loaded as PTX",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        help="run the warps of PTX kernels in a random order and poison data that is not ready",
+    )
     parser.add_argument(
         "program",
         nargs=argparse.REMAINDER,
@@ -84,4 +121,14 @@ def run(options: argparse.Namespace) -> int:
     """Replace this process by the program, which runs on the soft device."""
     command = resolve_command(options.program)
     sys.stdout.flush()
-    os.execve(command[0], command, soft_environment())
+    if options.racecheck and options.code != "ptx" and os.environ.get("GRAFT_CODE") != "ptx":
+        print("graft: --racecheck has an effect only on kernels loaded as PTX", file=sys.stderr)
+    if options.code == "ptx":
+        reason = missing_compiler()
+        if reason:
+            raise OptionError(reason)
+    os.execve(
+        command[0],
+        command,
+        soft_environment(options.code, options.racecheck, options.seed),
+    )

@@ -477,7 +477,7 @@ def test_ptx_racecheck_reports_both_instructions():
 
 def test_ptx_seed_reveals_missing_barrier_and_missing_wait_group():
     good = str([i ^ 32 for i in range(64)])
-    seeds = [str(seed) for seed in range(4)]
+    seeds = ["1", "2"]
     results = [outcome(EXCHANGE.format(barrier="bar.sync 0;"), 64, SOFTCUDA_PTX_SEED=seed)
                for seed in seeds]  # fmt: skip
     assert all(good in text for text in results)
