@@ -74,7 +74,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       norm_out,     norm_square_sums};
   const int own_column = threadIdx.x % 8, own_row = threadIdx.x / 8;
   EpilogueInputs inputs = {};
-  if (own_row < ROWS) load_residual(&inputs, y, first + own_row, column + own_column);
+  // With 16 rows of float inputs and 8-bit weights, registers are short until the loop ends.
+  constexpr bool LOADS_EARLY = X16 || !WEIGHT8 || TILES == 1;
+  const auto load_own_residual = [&] {
+    if (own_row < ROWS) load_residual(&inputs, y, first + own_row, column + own_column);
+  };
+  if (LOADS_EARLY) load_own_residual();
   load_scales<ROWS>(square_sums, eps, first, rows, inner, scale);
   for (int c = warp; c < chunks; c += DEPTH * WARPS) {
 #pragma unroll
@@ -95,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       }
     }
   }
+  if (!LOADS_EARLY) load_own_residual();
   if (own_row < ROWS) load_factors(&inputs, y, column + own_column);
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
