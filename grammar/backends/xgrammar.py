@@ -11,6 +11,7 @@ import ctypes
 import functools
 import json
 import os
+import re
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import numpy as np
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar.backends.base import ending_ids, require_release
+from graft.grammar.backends.xgrammar_regex import convert_pattern, convert_patterns
 from graft.grammar.errors import GrammarError, clean_message
 from graft.grammar.matcher import CompiledGrammar, Matcher, NativeBackedMatcher
 from graft.grammar.resolve import resolve_spec
@@ -37,6 +39,7 @@ _MODULE = __name__ + ":"
 # Deserializing a compiled grammar that is longer than this number of characters fragments the heap.
 _TRIM_BYTES = 1 << 19
 _XGRAMMAR_ERRORS = (RuntimeError, ValueError, TypeError)
+_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")  # first two bytes of an encoded surrogate
 _libc = ctypes.CDLL(None)
 
 
@@ -116,10 +119,12 @@ def load_native() -> None:
 def tokenizer_info(tokens: Sequence[bytes], size: int, stops: Sequence[int]) -> Any:
     """Return XGrammar's ``TokenizerInfo`` of a vocabulary.
 
-    XGrammar sorts the tokens, which takes about 0.1 s for 128k tokens.
+    XGrammar sorts the tokens, which takes about 0.1 s for 128k tokens. It accepts a stop id only if
+    there is a token with this id, so that empty tokens are added.
     """
+    padding = [b""] * (max(stops, default=-1) + 1 - len(tokens))
     return library().TokenizerInfo(
-        list(tokens),
+        [*tokens, *padding],
         _RAW,
         size,
         list(stops),
@@ -138,9 +143,9 @@ def _compile(info: Any, spec: Spec) -> Any:
     try:
         if spec.kind == "json_schema":
             layout = _layout(spec.whitespace, spec.strict is not False)
-            return compiler.compile_json_schema(text, *layout)
+            return compiler.compile_json_schema(_converted_schema(text), *layout)
         if spec.kind == "regex":
-            return compiler.compile_regex(text)
+            return compiler.compile_regex(convert_pattern(text))
         if spec.kind == "lark":
             return compiler.compile_lark(text, [], [])
         if spec.kind == "structural_tag":
@@ -149,7 +154,7 @@ def _compile(info: Any, spec: Spec) -> Any:
             options = map(_quote, json.loads(text))
             text = f"{root} ::= {' | '.join(options)}"
         return compiler.compile_grammar_from_strings(text, root)
-    except _XGRAMMAR_ERRORS as error:
+    except (GrammarError, *_XGRAMMAR_ERRORS) as error:
         raise GrammarError(f"{spec.kind}: {clean_message(error)}") from None
 
 
@@ -162,16 +167,27 @@ def syntax_error(spec: Spec) -> str:
     text = spec.text
     try:
         if spec.kind == "regex":
-            grammar.from_regex(text, False)
+            grammar.from_regex(convert_pattern(text), False)
         elif spec.kind == "lark":
             grammar.from_lark(text, [], [])
         elif spec.kind == "ebnf":
             grammar.from_ebnf(text, spec.root)
         elif spec.kind == "structural_tag":
             grammar.from_structural_tag(_structural_tag(text, spec.whitespace))
+    except GrammarError as error:
+        return str(error)
     except _XGRAMMAR_ERRORS as error:
         return clean_message(error) or "is refused"
     return ""
+
+
+def _converted_schema(text: str) -> str:
+    """Return a JSON schema whose patterns have been converted for XGrammar."""
+    if "pattern" not in text:
+        return text
+    schema = json.loads(text)
+    convert_patterns(schema)
+    return json.dumps(schema)
 
 
 def _quote(text: str) -> str:
@@ -213,7 +229,7 @@ def _structural_tag(text: str, whitespace: Whitespace) -> str:
     tags = []
     for tag in document["tags"]:
         rules = library().Grammar.from_json_schema(
-            json.dumps(tag["schema"]),
+            _converted_schema(json.dumps(tag["schema"])),
             any_whitespace,
             indent,
             separators,
@@ -307,6 +323,11 @@ class XGrammarBackend:
             vocabulary.stop_ids,
         )
         self._acceptable_by_stops: dict[tuple[int, ...], np.ndarray] = {}
+        tokens = vocabulary.tokens
+        self._ends_with_ed = self._bitmask([text.endswith(b"\xed") for text in tokens])
+        without_text = tuple(range(len(tokens), vocabulary.size))
+        follows = [not b"\xa0" <= text[:1] <= b"\xbf" for text in tokens]
+        self._follows_ed = self._bitmask(follows, without_text)
 
     def compile(self, spec: Spec) -> CompiledGrammar:
         """Compile a grammar on the calling thread."""
@@ -358,14 +379,16 @@ class XGrammarBackend:
         acceptable = self._acceptable(ending)
         native = _native.guide.XGrammarMatcher(
             handle.__chandle__(),
-            acceptable.ctypes.data,
-            self.vocabulary.size,
+            acceptable=acceptable.ctypes.data,
+            ends_with_ed=self._ends_with_ed.ctypes.data,
+            follows_ed=self._follows_ed.ctypes.data,
+            vocab_size=self.vocabulary.size,
         )
         return NativeBackedMatcher(
             compiled,
             ending,
             native,
-            keep=(handle, acceptable),
+            keep=(handle, acceptable, self._ends_with_ed, self._follows_ed),
         )
 
     def _compiled_grammar(self, spec: Spec, native: Any) -> CompiledGrammar:
@@ -377,9 +400,10 @@ class XGrammarBackend:
         )
 
     def _acceptable(self, stops: tuple[int, ...]) -> np.ndarray:
-        """Return the token bitmask of the ids that XGrammar can accept.
+        """Return the token bitmask of the ids that a matcher can accept.
 
-        These ids are the tokens with text and the stop ids `stops`.
+        These ids are the stop ids `stops` and the tokens with text. Tokens that contain an encoded
+        surrogate are excluded, because it is not UTF-8.
 
         Parameters
         ----------
@@ -387,10 +411,14 @@ class XGrammarBackend:
             Stop ids that terminate the matcher.
         """
         if stops not in self._acceptable_by_stops:
-            vocabulary = self.vocabulary
-            flags = np.zeros(vocabulary.words * 32, bool)
-            flags[: len(vocabulary.tokens)] = [bool(text) for text in vocabulary.tokens]
-            flags[list(stops)] = True
-            packed = np.packbits(flags, bitorder="little")
-            self._acceptable_by_stops[stops] = packed.view(np.uint32)
+            tokens = self.vocabulary.tokens
+            acceptable = [bool(text) and not _SURROGATE.search(text) for text in tokens]
+            self._acceptable_by_stops[stops] = self._bitmask(acceptable, stops)
         return self._acceptable_by_stops[stops]
+
+    def _bitmask(self, flags: list[bool], ids: tuple[int, ...] = ()) -> np.ndarray:
+        """Return the token bitmask of the tokens whose flag is set, and of `ids`."""
+        padded = np.zeros(self.vocabulary.words * 32, bool)
+        padded[: len(flags)] = flags
+        padded[list(ids)] = True
+        return np.packbits(padded, bitorder="little").view(np.uint32)

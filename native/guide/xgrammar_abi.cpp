@@ -146,12 +146,22 @@ void load(const char* tvm_ffi_library) {
 // Matcher of a Python object of XGrammar, whose reference is borrowed.
 class XGrammarMatcher final : public NativeMatcher {
  public:
-  // `acceptable` has one bit per id, which is set if the id has text or is a stop id of the
-  // matcher. The array is borrowed. Throws std::invalid_argument if `handle` does not refer to a
-  // matcher.
-  XGrammarMatcher(void* handle, const uint32_t* acceptable, int64_t vocab_size)
-      : handle_(handle), acceptable_(acceptable), vocab_size_(vocab_size) {
-    if (handle == nullptr || acceptable == nullptr || api.is_terminated == nullptr) {
+  // The arrays have one bit per id and are borrowed. `acceptable` is set for the stop ids of the
+  // matcher and for the ids with text that can be part of UTF-8.
+  //
+  // XGrammar allows encoded surrogates (ED A0 80 to ED BF BF), which are not UTF-8. A token may end
+  // after the first byte of a character. `ends_with_ed` is set for the ids whose text ends with ED,
+  // and `follows_ed` for the ids that are legal after such an id. Throws std::invalid_argument if
+  // `handle` does not refer to a matcher.
+  XGrammarMatcher(void* handle, const uint32_t* acceptable, const uint32_t* ends_with_ed,
+                  const uint32_t* follows_ed, int64_t vocab_size)
+      : handle_(handle),
+        acceptable_(acceptable),
+        ends_with_ed_(ends_with_ed),
+        follows_ed_(follows_ed),
+        vocab_size_(vocab_size) {
+    if (handle == nullptr || acceptable == nullptr || ends_with_ed == nullptr ||
+        follows_ed == nullptr || api.is_terminated == nullptr) {
       throw std::invalid_argument("an XGrammar matcher needs a handle, ids and a loaded library");
     }
     if (static_cast<const Object*>(handle)->type_index != api.matcher_type) {
@@ -160,18 +170,23 @@ class XGrammarMatcher final : public NativeMatcher {
     for (int64_t w = 0; w < (vocab_size + 31) / 32; ++w) {
       if (acceptable[w] != ~0u) partial_.push_back(static_cast<int32_t>(w));
     }
+    after_ed_.reserve(1024);
   }
 
   Answer accept(int32_t token, ErrorText* error) noexcept override {
     // XGrammar would print a warning for these.
     if (token < 0 || token >= vocab_size_) return Answer::kNo;
-    if (((acceptable_[token >> 5] >> (token & 31)) & 1u) == 0) return Answer::kNo;
+    if (!has(acceptable_, token) || (is_after_ed() && !has(follows_ed_, token))) return Answer::kNo;
     const Answer terminated = is_terminated(error);
     if (terminated != Answer::kNo) {
       return terminated == Answer::kYes ? Answer::kNo : Answer::kFailed;
     }
     Any arguments[3] = {self(handle_), integer(token), integer(0, kBool)};
-    return call(api.accept, arguments, 3, error);
+    const Answer accepted = call(api.accept, arguments, 3, error);
+    if (accepted != Answer::kYes) return accepted;
+    ++size_;
+    if (has(ends_with_ed_, token)) after_ed_.push_back(size_);
+    return Answer::kYes;
   }
 
   Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override {
@@ -191,12 +206,19 @@ class XGrammarMatcher final : public NativeMatcher {
     // XGrammar also sets bits beyond the vocabulary and the bits of stop ids of other requests.
     // These bits are cleared here.
     for (const int32_t w : partial_) row[w] &= static_cast<int32_t>(acceptable_[w]);
+    if (is_after_ed()) {
+      for (int64_t w = 0; w < words; ++w) row[w] &= static_cast<int32_t>(follows_ed_[w]);
+    }
     return Filled::kMask;
   }
 
   Answer rollback(int32_t tokens, ErrorText* error) noexcept override {
     Any arguments[2] = {self(handle_), integer(tokens)};
-    return call(api.rollback, arguments, 2, error);
+    const Answer answer = call(api.rollback, arguments, 2, error);
+    if (answer == Answer::kFailed) return answer;
+    size_ -= tokens;
+    while (!after_ed_.empty() && after_ed_.back() > size_) after_ed_.pop_back();
+    return answer;
   }
 
   Answer is_terminated(ErrorText* error) noexcept override {
@@ -205,10 +227,19 @@ class XGrammarMatcher final : public NativeMatcher {
   }
 
  private:
+  static bool has(const uint32_t* ids, int32_t token) noexcept {
+    return ((ids[token >> 5] >> (token & 31)) & 1u) != 0;
+  }
+  bool is_after_ed() const noexcept { return !after_ed_.empty() && after_ed_.back() == size_; }
+
   void* handle_;
   const uint32_t* acceptable_;
+  const uint32_t* ends_with_ed_;
+  const uint32_t* follows_ed_;
   int64_t vocab_size_;
-  std::vector<int32_t> partial_;  // words that contain the bit of an unacceptable id
+  int64_t size_ = 0;               // number of accepted tokens
+  std::vector<int64_t> after_ed_;  // values of size_ at which the last text ends with ED
+  std::vector<int32_t> partial_;   // words that contain the bit of an unacceptable id
 };
 
 }  // namespace
@@ -218,11 +249,15 @@ void bind_xgrammar(nb::module_& guide) {
   nb::class_<XGrammarMatcher, NativeMatcher>(guide, "XGrammarMatcher")
       .def(
           "__init__",
-          [](XGrammarMatcher* self, uintptr_t handle, uintptr_t acceptable, int64_t vocab_size) {
+          [](XGrammarMatcher* self, uintptr_t handle, uintptr_t acceptable, uintptr_t ends_with_ed,
+             uintptr_t follows_ed, int64_t vocab_size) {
             new (self) XGrammarMatcher(reinterpret_cast<void*>(handle),
-                                       reinterpret_cast<const uint32_t*>(acceptable), vocab_size);
+                                       reinterpret_cast<const uint32_t*>(acceptable),
+                                       reinterpret_cast<const uint32_t*>(ends_with_ed),
+                                       reinterpret_cast<const uint32_t*>(follows_ed), vocab_size);
           },
-          nb::arg("handle"), nb::arg("acceptable"), nb::arg("vocab_size"));
+          nb::arg("handle"), nb::arg("acceptable"), nb::arg("ends_with_ed"), nb::arg("follows_ed"),
+          nb::arg("vocab_size"));
 }
 
 }  // namespace graft::guide

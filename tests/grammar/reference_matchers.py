@@ -6,6 +6,7 @@ Tests compare the native matchers with the reference matchers.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -180,7 +181,8 @@ class ReferenceXGrammar(XGrammarBackend):
 class XGrammarMatcher(Matcher):
     """XGrammar's own Python matcher, restricted to tokens with text and the request's stop ids.
 
-    The class avoids calls for which XGrammar would print a warning.
+    The class avoids calls for which XGrammar would print a warning. A token is illegal if the text
+    that ends with this token would contain the bytes of a surrogate.
     """
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
@@ -195,20 +197,34 @@ class XGrammarMatcher(Matcher):
         vocabulary: Vocabulary = compiled.backend.vocabulary
         ids = range(vocabulary.words * 32)
         self._known = np.array([vocabulary.is_text(i) or i in stop_ids for i in ids])
+        padding = [b""] * (len(self._known) - len(vocabulary.tokens))
+        self._tokens = [*vocabulary.tokens, *padding]
+        self._text: list[bytes] = []
+
+    def _known_here(self) -> np.ndarray:
+        """Return which ids are not excluded after the present text."""
+        last = self._text[-1][-1:] if self._text else b""
+        surrogates = re.compile(rb"\xed[\xa0-\xbf]")
+        valid = [surrogates.search(last + token) is None for token in self._tokens]
+        return self._known & np.array(valid)
 
     def accept(self, token: int) -> bool:
-        if not 0 <= token < self.size or not self._known[token] or self.is_terminated():
+        if not 0 <= token < self.size or self.is_terminated() or not self._known_here()[token]:
             return False
-        return bool(self._handle.accept_token(int(token), False))
+        accepted = bool(self._handle.accept_token(int(token), False))
+        if accepted:
+            self._text.append(self._tokens[token])
+        return accepted
 
     def fill(self, row: np.ndarray) -> bool:
         self._require_not_terminated()
         self._handle.fill_next_token_bitmask(row, 0, False)
-        row &= np.packbits(self._known, bitorder="little").view(np.int32)
+        row &= np.packbits(self._known_here(), bitorder="little").view(np.int32)
         return True
 
     def rollback(self, tokens: int) -> None:
         self._handle.rollback(int(tokens))
+        del self._text[len(self._text) - int(tokens) :]
 
     def is_terminated(self) -> bool:
         return bool(self._handle.is_terminated())

@@ -138,9 +138,9 @@ def test_guide_internal_error_fails_one_slot(backend):
     with pytest.raises(IndexError):
         worker.publish(2, [(2, 1, 5, matcher.native)])
     with pytest.raises(ValueError, match="not one of an XGrammar matcher"):
-        _native.guide.XGrammarMatcher(
-            matcher.compiled.native.__chandle__(), np.zeros(9, np.int32).ctypes.data, SIZE
-        )
+        ids = np.zeros(9, np.int32).ctypes.data
+        handle = matcher.compiled.native.__chandle__()
+        _native.guide.XGrammarMatcher(handle, ids, ids, ids, SIZE)
 
 
 def test_guide_timeline_and_counters(backend):

@@ -1,0 +1,88 @@
+"""Regular expressions as XGrammar reads them.
+
+XGrammar misreads some escape sequences and ignores anchors inside a pattern, with no more than a
+warning on the standard output. This module converts such patterns, or refuses them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from graft.grammar.errors import GrammarError
+from graft.grammar.schema.terms import subschemas
+
+__all__ = ["convert_pattern", "convert_patterns"]
+
+_TOKEN = re.compile(r"\\x\{[0-9A-Fa-f]{1,6}\}|\\x[0-9A-Fa-f]{2}|\\.|.", re.DOTALL)
+#: Letters and digits that may follow a backslash. XGrammar matches all others literally.
+_ESCAPES = "dDwWsSpPbBkucxtnvfr0123456789"
+_CONTROL_ESCAPES = "ae"  # control characters for XGrammar, but not in ECMA-262
+
+
+def convert_pattern(pattern: str, *, ecma: bool = False) -> str:
+    """Return a regular expression that XGrammar reads with the usual meaning of `pattern`.
+
+    ``\\xHH`` becomes ``\\u00HH``, because XGrammar would read more than two digits.
+
+    Parameters
+    ----------
+    pattern
+        The regular expression.
+    ecma
+        Whether the pattern is part of a JSON schema, so that ECMA-262 defines its meaning.
+
+    Raises
+    ------
+    GrammarError
+        The pattern has an escape sequence that XGrammar would match literally, or an anchor that
+        XGrammar would ignore.
+    """
+    escapes = _ESCAPES if ecma else _ESCAPES + _CONTROL_ESCAPES
+    pieces = _TOKEN.findall(pattern)
+    in_class = False
+    out = []
+    for index, piece in enumerate(pieces):
+        if piece.startswith("\\"):
+            piece = _convert_escape(piece, pattern, escapes)
+        elif in_class:
+            in_class = piece != "]"
+        elif piece == "[":
+            in_class = True
+        elif piece == "^" and index > 0:
+            raise GrammarError(f"pattern {pattern[:60]!r}: '^' is supported only at the start")
+        elif piece == "$" and index < len(pieces) - 1:
+            raise GrammarError(f"pattern {pattern[:60]!r}: '$' is supported only at the end")
+        out.append(piece)
+    return "".join(out)
+
+
+def _convert_escape(piece: str, pattern: str, escapes: str) -> str:
+    digits = piece[2:].strip("{}")
+    if piece.startswith("\\x") and digits:
+        return f"\\u{{{digits}}}"
+    letter = piece[1:]
+    if letter.isascii() and letter.isalnum() and letter not in escapes:
+        raise GrammarError(
+            f"pattern {pattern[:60]!r}: XGrammar does not support the escape sequence {piece}"
+        )
+    return piece
+
+
+def convert_patterns(schema: Any) -> None:
+    """Convert all patterns of a JSON schema in place.
+
+    Raises
+    ------
+    GrammarError
+        A pattern cannot be converted. See `convert_pattern`.
+    """
+    for _, part in subschemas(schema):
+        if isinstance(part.get("pattern"), str):
+            part["pattern"] = convert_pattern(part["pattern"], ecma=True)
+        named = part.get("patternProperties")
+        if isinstance(named, dict):
+            converted = {}
+            for pattern, value in named.items():
+                converted[convert_pattern(pattern, ecma=True)] = value
+            part["patternProperties"] = converted
