@@ -9,6 +9,9 @@ import pytest
 import softcuda_util as util
 from ptx_util import HEADER, elementwise, module
 
+from graft.cudagraph import ptx
+from graft.cudagraph.errors import DeviceError
+
 RNG = np.random.default_rng(1)
 DTYPES = {
     "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16, "s16": np.int16,
@@ -553,3 +556,43 @@ def test_ptx_huge_declarations_are_refused(soft):
         body = f"{declaration} mov.u64 %rd5, x; ld.local.u32 %r5, [%rd5];"
         result = soft.d.cuModuleLoadData(module(body).encode() + b"\0")
         assert result[0].name == "CUDA_ERROR_INVALID_PTX"
+
+
+# ---- PTX of NVRTC -------------------------------------------------------------------------------
+
+SOURCE = """
+extern "C" __global__ void dot(const float* x, const float* y, float* out, int n) {
+  __shared__ float sums[4];
+  float sum = 0.0f;
+  for (int i = threadIdx.x; i < n; i += blockDim.x) sum += x[i] * y[i];
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x == 0) *out = sums[0] + sums[1] + sums[2] + sums[3];
+}
+"""
+
+
+@pytest.mark.skipif(ptx.missing_compiler() != "", reason="NVRTC is not installed")
+@pytest.mark.parametrize("architecture", ["80", "90", "100"])
+def test_ptx_of_nvrtc_computes_dot_product(soft, tmp_path, monkeypatch, architecture):
+    monkeypatch.setenv("GRAFT_PTX_ARCH", architecture)
+    text = ptx.compile_ptx(SOURCE, "dot.cu", [], tmp_path)
+    assert f"sm_{architecture}".encode() in text
+    assert ptx.compile_ptx(SOURCE, "dot.cu", [], tmp_path) == text
+    loaded = soft.cuModuleLoadData(text)
+    x, y = RNG.standard_normal((2, 1000)).astype(np.float32)
+    out = soft.put(np.zeros(1, np.float32))
+    dot = soft.cuModuleGetFunction(loaded, b"dot")
+    soft.run(dot, 1, 128, soft.put(x), soft.put(y), out, np.int32(1000))
+    np.testing.assert_allclose(soft.get(out, 1, np.float32), [x @ y], rtol=1e-4)
+    soft.cuModuleUnload(loaded)
+
+
+def test_code_of_soft_device_is_validated(monkeypatch):
+    monkeypatch.setenv("GRAFT_CODE", "sass")
+    with pytest.raises(DeviceError, match="sass"):
+        ptx.soft_device_runs_ptx()
+    monkeypatch.setenv("GRAFT_PTX_ARCH", "hopper")
+    with pytest.raises(DeviceError, match="hopper"):
+        ptx.architecture()
