@@ -419,6 +419,31 @@ def test_route_is_exact_for_rewritable_schemas(schema, good, bad):
         assert grammar.accepts_value(value) == validator.is_valid(value) == (value in good), value
 
 
+@pytest.mark.parametrize(
+    "pattern",
+    ["(?i)a", "(?x) a", r"\Aa", r"\a", r"a\z", "a++", "a**", "a{2}+", "a*?+", r"\x{41}", r"\pL"],
+)
+def test_route_refuses_patterns_that_ecma_does_not_define(pattern):
+    found = route({"type": "string", "pattern": pattern})
+    assert [reason[:2] for reason in found.reasons] == [("#", "pattern")]
+
+
+@pytest.mark.parametrize(
+    "pattern, text, other",
+    [
+        ("^[[:alpha:]]$", ":]", "b"),
+        (r"^\<a\>$", "<a>", "a"),
+        ("^a*?b+?$", "aab", "a"),
+        (r"^[+*]+\+$", "*+", "*"),
+        ("^(?:a|b)+$", "ab", "c"),
+        (r"^\x41\u0042[\d-]\n$", "AB-\\n", "A"),
+    ],
+)
+def test_route_reads_patterns_as_ecma_defines(pattern, text, other):
+    grammar = Grammar.routed(route({"type": "string", "pattern": pattern}))
+    assert grammar.accepts(f'"{text}"') and not grammar.accepts(f'"{other}"')
+
+
 def test_route_asserts_formats_as_the_draft_specifies():
     latest = "https://json-schema.org/draft/2020-12/schema"
     plain = {"type": "string", "format": "date"}

@@ -14,6 +14,14 @@ __all__ = ["FORMATS", "HOSTNAME", "ecma_pattern", "literals", "none_of", "quote"
 ANY = r"[\x00-\U0010FFFF]"
 _SPACE = r"\t-\r \xA0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
 _NOT_LINE_END = r"[^\n\r\u2028\u2029]"
+_BOUNDS = re.compile(r"\{\d+(?:,\d*)?\}")
+#: Escape sequences, character classes, starts of groups, quantifiers and single characters.
+_PIECE = re.compile(
+    rf"\\.|\[(?:\\.|[^\]\\])*\]|\(\??|[*+?]|{_BOUNDS.pattern}|.",
+    re.DOTALL,
+)
+#: Escape sequences with a letter: those that Rust and ECMA-262 share, and those of `code_point`.
+_ESCAPE = re.compile(r"\\([dDwWtnvfr]|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8})")
 
 
 def code_point(code: int) -> str:
@@ -38,14 +46,16 @@ def ecma_pattern(pattern: str) -> str:
 
     ECMA-262 differs from Rust's syntax in these points: U+FEFF is white space and U+0085 is not;
     four characters end a line; ``\\cX`` is a control character; ``[``, ``&&``, ``--`` and ``~~``
-    are literal in a character class.
+    are literal in a character class; ``\\<`` and ``\\>`` are not word boundaries.
 
     Raises
     ------
     NoExactForm
         The pattern has look-around, back-references, word boundaries or empty classes, which
-        Rust's regular expressions do not support.
+        Rust's regular expressions do not support, or syntax that ECMA-262 does not define, such as
+        ``(?i)``, ``\\A`` and ``a++``.
     """
+    _check_quantifiers(pattern)
     out: list[str] = []
     at = 0
     in_class = False
@@ -77,11 +87,23 @@ def ecma_pattern(pattern: str) -> str:
     return "".join(out)
 
 
+def _check_quantifiers(pattern: str) -> None:
+    """Raise `NoExactForm` if a quantifier follows another, as in ``a++``."""
+    quantifiers = 0
+    for piece in _PIECE.findall(pattern):
+        if piece not in ("*", "+", "?") and not _BOUNDS.fullmatch(piece):
+            quantifiers = 0
+            continue
+        quantifiers += 1
+        is_lazy = quantifiers == 2 and piece == "?"
+        if quantifiers > 1 and not is_lazy:
+            raise NoExactForm("pattern", f"ECMA-262 does not define the quantifiers of {pattern!r}")
+
+
 def _class_character(pattern: str, at: int) -> str:
     """Return the converted form of a character in a character class."""
     char = pattern[at]
-    is_bracket = char == "[" and not pattern.startswith("[:", at)
-    if is_bracket or pattern[at : at + 2] in ("&&", "--", "~~"):
+    if char == "[" or pattern[at : at + 2] in ("&&", "--", "~~"):
         return "\\" + char
     return char
 
@@ -91,6 +113,9 @@ def _character(pattern: str, at: int) -> str:
     char = pattern[at]
     if pattern.startswith(("(?=", "(?!", "(?<=", "(?<!"), at):
         raise NoExactForm("pattern", f"look-around in {pattern!r} cannot be enforced")
+    flags = re.match(r"\(\?[A-Za-z-]+\)", pattern[at:])
+    if flags:
+        raise NoExactForm("pattern", f"ECMA-262 does not define {flags[0]}")
     if char == ".":
         return _NOT_LINE_END
     if char == "{" and not re.match(r"\{\d+(,\d*)?\}", pattern[at:]):
@@ -143,11 +168,14 @@ def _escape(pattern: str, at: int, in_class: bool) -> tuple[str, int]:
         low_bits = int(surrogates[2], 16) - 0xDC00
         code = 0x10000 + (high_bits << 10) + low_bits
         return code_point(code), 12
-    braced = re.match(r"\\[uxpP]\{[^}]*\}", pattern[at:])
+    braced = re.match(r"\\[upP]\{[^}]*\}", pattern[at:])
     if braced:
         return braced[0], len(braced[0])
-    if char == "/":
-        return "/", 2
+    is_letter = char.isascii() and char.isalpha()
+    if is_letter and not _ESCAPE.match(pattern, at):
+        raise NoExactForm("pattern", f"ECMA-262 does not define \\{char} in {pattern!r}")
+    if char in ("/", "<", ">"):
+        return char, 2
     return pattern[at : at + 2], 2
 
 
