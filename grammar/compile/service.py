@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -27,6 +28,7 @@ from graft.grammar.vocabulary import Vocabulary
 from graft.native.children.errors import ChildLost, ChildTimeout, ChildUnavailable
 from graft.native.children.process import MEMORY_BYTES, TIMEOUT_S, Call, ChildProcess
 from graft.native.children.usage import TimeLimit
+from graft.sampling.checks import short_repr
 
 __all__ = ["GrammarService"]
 
@@ -183,8 +185,10 @@ class GrammarService:
             "memory_bytes": memory_bytes,
         }
         for name, value in limits.items():
-            if not value > 0:
-                raise OptionError(f"compile service: {name} is {value}, must be positive")
+            if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
+                raise OptionError(
+                    f"compile service: {name} is {short_repr(value)}, must be a positive number"
+                )
         installed = available_backends()
         if choice == "auto" and not installed:
             raise OptionError(

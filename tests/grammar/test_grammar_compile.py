@@ -356,6 +356,31 @@ def test_compile_service_survives_faulty_backend(serve, caplog):
     assert "not kept" in caplog.text
 
 
+RESIDENT = """
+import gc, sys
+from graft.grammar import GrammarSpec, Vocabulary, make_backend
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+vocabulary = Vocabulary([bytes([b]) for b in range(256)] + [b""], 257, [256])
+backend = make_backend("llguidance", vocabulary)
+def use(i):
+    properties = {f"k{i}_{j}": {"type": "string", "maxLength": 20} for j in range(10)}
+    grammar = backend.compile(GrammarSpec.json_schema({"properties": properties}))
+    grammar.matcher().legal()
+    return grammar
+use(0)
+before = resident()
+grammars = [use(i + 1) for i in range(200)]
+gc.collect()
+print((resident() - before) / sum(grammar.nbytes for grammar in grammars))
+"""
+
+
+def test_llguidance_grammar_size_is_not_underestimated():
+    assert float(output_of(RESIDENT)) < 1.3
+
+
 def test_grammar_larger_than_cache_is_not_cached(serve, xgrammar):
     """A grammar that is not cached can still be used."""
     service = serve(cache_bytes=1)
@@ -371,6 +396,9 @@ def test_compile_service_rejects_invalid_options(serve, monkeypatch):
     for name in ("threads", "cache_bytes", "timeout_s", "memory_bytes"):
         with pytest.raises(OptionError, match=name):
             GrammarService(byte_vocabulary(), **{name: 0})
+    for value in (10**400, float("inf"), float("nan"), "1", None):
+        with pytest.raises(OptionError, match=r"timeout_s is .* must be a positive number"):
+            GrammarService(byte_vocabulary(), timeout_s=value)
     monkeypatch.setattr(service_module, "available_backends", lambda: ())
     with pytest.raises(OptionError, match="auto needs llguidance or xgrammar"):
         serve("auto")
