@@ -89,7 +89,8 @@ test-sanitize: setup ## stress the C++ part under address, undefined-behavior an
 # Tests that run kernels, for each architecture for which NVRTC compiles them.
 PTX_TESTS = tests/models/test_kernel_library.py tests/models/test_attention.py \
   tests/models/test_fp8.py tests/models/test_tensor_core_rounds.py tests/models/test_llama.py \
-  tests/models/test_eagle3.py tests/models/test_engine_equality.py tests/sampling \
+  tests/models/test_eagle3.py tests/sampling/test_mask_apply.py tests/sampling/test_adjust.py \
+  tests/sampling/test_draft.py tests/sampling/test_parts.py tests/sampling/test_target.py \
   tests/cudagraph/test_mailbox.py tests/cudagraph/test_conditional.py
 PTX_ARCHITECTURES ?= 80 90 100
 
