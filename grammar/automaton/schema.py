@@ -122,11 +122,12 @@ class _Lowering:
         if "const" in keywords or "enum" in keywords:
             return _lower_values(schema, keywords)
         types = schema.get("type")
-        names = types if isinstance(types, list) else [types]
+        names: list[str] = []
         allowed = {"type"}
-        for name in names:
+        for name in types if isinstance(types, list) else [types]:
             if not isinstance(name, str) or name not in _TYPE_KEYWORDS:
                 raise NotRegular("a schema without types is not supported")
+            names.append(name)
             allowed |= _TYPE_KEYWORDS[name]
         if keywords - allowed:
             raise NotRegular(f"keyword {sorted(keywords - allowed)[0]!r} is not supported")

@@ -347,7 +347,12 @@ class LLGuidanceBackend:
                 self._row_pool,
             )
             nbytes += automaton.nbytes
-        return CompiledGrammar(self, spec, LLGuidanceCompiled(native, automaton), nbytes)
+        return CompiledGrammar(
+            self,
+            spec,
+            LLGuidanceCompiled(native, automaton),
+            nbytes,
+        )
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """Return a new matcher at the start of a grammar.

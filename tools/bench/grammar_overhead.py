@@ -73,7 +73,12 @@ def grammar_of(kind: str) -> GrammarSpec:
             "required": ["name", "next"],
             "additionalProperties": False,
         }
-        schema = {"type": "array", "items": reference, "minItems": 60, "$defs": {"node": node}}
+        schema = {
+            "type": "array",
+            "items": reference,
+            "minItems": 60,
+            "$defs": {"node": node},
+        }
         return GrammarSpec.json_schema(schema)
     return GrammarSpec.ebnf('root ::= ("(" word ")" " "?){200}\nword ::= [a-z] [a-z] [a-z]')
 
@@ -144,14 +149,46 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m graft.tools.bench.grammar_overhead",
         description=(__doc__ or "").splitlines()[0],
     )
-    parser.add_argument("--slots", type=int, nargs="+", default=[1, 8], help="batch sizes")
-    parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3], help="drafts per round")
+    parser.add_argument(
+        "--slots",
+        type=int,
+        nargs="+",
+        default=[1, 8],
+        help="batch sizes",
+    )
+    parser.add_argument(
+        "--drafts",
+        type=int,
+        nargs="+",
+        default=[0, 3],
+        help="drafts per round",
+    )
     parser.add_argument("--trees", action="store_true", help="measure draft trees, too")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--masking", nargs="+", choices=DRAFT_MASKINGS, default=["fill"])
-    parser.add_argument("--matchers", nargs="+", choices=MATCHERS, default=list(MATCHERS))
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        default=list(KINDS),
+    )
+    parser.add_argument(
+        "--masking",
+        nargs="+",
+        choices=DRAFT_MASKINGS,
+        default=["fill"],
+    )
+    parser.add_argument(
+        "--matchers",
+        nargs="+",
+        choices=MATCHERS,
+        default=list(MATCHERS),
+    )
     parser.add_argument("--busy", action="store_true", help="run another Python thread")
-    parser.add_argument("--pairs", type=int, default=7, help="pairs of runs (default %(default)s)")
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=7,
+        help="pairs of runs (default %(default)s)",
+    )
     parser.add_argument("--model", type=Path, help="target folder (default: the demo model)")
     parser.add_argument("--draft", type=Path, help="drafter folder")
     parser.add_argument("--out", type=Path, default=Path("build/grammar_overhead"))
@@ -331,7 +368,7 @@ def draw(results: Sequence[Result]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark, print the table and write the files."""
     options = parse_options(arguments)
-    results = []
+    results: list[Result] = []
     for setup in tqdm(list(setups(options)), unit="configuration", disable=None):
         results += measure(setup, options)
     print(report(results))

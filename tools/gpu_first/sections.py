@@ -321,9 +321,22 @@ def measure_forward(bench: Bench) -> Iterator[Case]:
     for count in ROWS[:4] if bench.small else ROWS:
         for programmatic in (False, True):
             edges = ", programmatic edges" if programmatic else ""
-            rows = attention_rows(bench.device, context, count, max(4, count // BATCH))
+            rows = attention_rows(
+                bench.device,
+                context,
+                count,
+                max(4, count // BATCH),
+            )
             name = f"{count} rows, {context} positions{edges}"
-            run = partial(_measure_forward, bench, model, rows, name, programmatic, bandwidth)
+            run = partial(
+                _measure_forward,
+                bench,
+                model,
+                rows,
+                name,
+                programmatic,
+                bandwidth,
+            )
             yield Case(name, run)
     yield Case("prefill chunk", partial(_measure_prefill_chunk, bench, model))
 

@@ -449,7 +449,12 @@ def check_rows(
         out[:count],
     )
     found = checker.to_host(out)
-    expected = reference_attention(checker, checker.to_host(qkv)[:, : heads * dim], kv, length)
+    expected = reference_attention(
+        checker,
+        checker.to_host(qkv)[:, : heads * dim],
+        kv,
+        length,
+    )
     name = f"{length} positions, {count} rows"
     checker.check_rounded(name, found[:count], expected)
     beyond = int(np.isnan(found[:count]).sum()) + int((~np.isnan(found[count])).sum())

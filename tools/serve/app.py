@@ -294,7 +294,13 @@ class Service:
         fields = await self.read_body(request)
         max_length = self.driver.info.max_length
         return _json_response(
-            await _run_in(self._parser_thread, tokenize, self.parser, fields, max_length)
+            await _run_in(
+                self._parser_thread,
+                tokenize,
+                self.parser,
+                fields,
+                max_length,
+            )
         )
 
     async def _detokenize(self, request: HttpRequest) -> Response:
@@ -385,7 +391,12 @@ class _GenerateEndpoint:
             if param is None and api_error.status < 500:
                 param = find_param(str(api_error), fields)
             message = use_api_names(str(api_error))
-            raise ApiError(message, api_error.status, param=param, code=api_error.code) from error
+            raise ApiError(
+                message,
+                api_error.status,
+                param=param,
+                code=api_error.code,
+            ) from error
         except (ClientDisconnect, TimeoutError):
             pass  # no response: the client disconnected, or did not read the stream in time
         finally:

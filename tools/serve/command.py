@@ -213,7 +213,12 @@ def run(options: argparse.Namespace) -> int:
         _open_driver(options) as driver,
     ):
         service = Service(driver, settings)
-        Server(service, listener, options.drain, access_log=options.access_log).start()
+        Server(
+            service,
+            listener,
+            options.drain,
+            access_log=options.access_log,
+        ).start()
     return 0
 
 

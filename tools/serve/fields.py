@@ -98,7 +98,10 @@ _PARAMS: dict[str, tuple[str, ...]] = {
     "stop ids": ("stop_token_ids",),
 }
 #: The same for words that also occur in messages about other fields.
-_PROMPT_PARAMS = {"prompt": ("prompt", "messages"), "tokens": ("prompt", "messages")}
+_PROMPT_PARAMS = {
+    "prompt": ("prompt", "messages"),
+    "tokens": ("prompt", "messages"),
+}
 _WORD = re.compile(r"stop ids|\w+")
 #: Fields of which only one value is supported, with this value. It is the default of OpenAI, vLLM
 #: and SGLang.
@@ -200,7 +203,12 @@ def read_bool(fields: Mapping[str, Any], name: str, default: bool = False) -> bo
     return value
 
 
-def read_integer(fields: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
+def read_integer(
+    fields: Mapping[str, Any],
+    name: str,
+    low: int,
+    high: int,
+) -> int | None:
     """Return the value of an integer field from `low` to `high`; None if the field is absent.
 
     Raises

@@ -128,7 +128,11 @@ class ResponseChoice:
             )
 
     def _chat_chunk(
-        self, choice: dict[str, Any], delta: dict[str, Any], is_first: bool, is_last: bool
+        self,
+        choice: dict[str, Any],
+        delta: dict[str, Any],
+        is_first: bool,
+        is_last: bool,
     ) -> dict[str, Any]:
         """Return one of the chunks of an event."""
         chunk = dict(choice)

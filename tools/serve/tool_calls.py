@@ -133,7 +133,12 @@ def tool_grammar(tools: ToolChoice) -> tuple[str, Any]:
         return "structural_tag", {"tags": tags, "triggers": [BEGIN]}
     call = _any_call_schema(schemas, "/items" if tools.is_array else "")
     if tools.is_array:
-        call = {"type": "array", "minItems": 1, "maxItems": MAX_TOOL_CALLS, "items": call}
+        call = {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": MAX_TOOL_CALLS,
+            "items": call,
+        }
     return "json", call
 
 

@@ -172,7 +172,10 @@ def _pointers_by_name(root: SchemaObject) -> dict[str, list[str]]:
 
 
 def _replace_unevaluated_properties(
-    part: SchemaObject, rest: Any, references: References, draft: int
+    part: SchemaObject,
+    rest: Any,
+    references: References,
+    draft: int,
 ) -> None:
     """Replace ``unevaluatedProperties: rest`` by ``additionalProperties``."""
     found = _evaluated_names(
@@ -274,7 +277,10 @@ def _conditional_parts(part: SchemaObject) -> list[Any]:
 
 
 def _replace_unevaluated_items(
-    part: SchemaObject, rest: Any, references: References, draft: int
+    part: SchemaObject,
+    rest: Any,
+    references: References,
+    draft: int,
 ) -> None:
     """Replace ``unevaluatedItems: rest`` by ``items`` or ``additionalItems``."""
     if rest is True or rest == {}:

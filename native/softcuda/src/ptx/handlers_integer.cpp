@@ -512,7 +512,7 @@ const Instr* dp2a(Warp& w, const Instr* in) {
   return in + 1;
 }
 
-// Additions with carry. The carry flag of a warp is a predicate at in->op[4].
+// Additions with carry. The carry flag of each lane is a bit of the predicate at in->op[4].
 template <class T, bool Subtract>
 const Instr* add_carry(Warp& w, const Instr* in) {
   const T* a = src_lanes<T>(w, in->op[1]);
