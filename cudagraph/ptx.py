@@ -107,7 +107,7 @@ def compile_ptx(text: str, name: str, options: Sequence[str], cache: Path, key: 
     try:
         return path.read_bytes()
     except OSError:
-        pass
+        pass  # The text is not cached yet.
     ptx = _compile(nvrtc, text, name, arguments)
     try:
         cache.mkdir(parents=True, exist_ok=True)

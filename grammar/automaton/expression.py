@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 __all__ = [
     "EMPTY",
     "MAX_CHARACTER",
+    "MAX_EXPRESSION",
     "Expression",
     "Ranges",
     "characters",
@@ -28,6 +29,8 @@ Expression = list[int]
 Ranges = Sequence[tuple[int, int]]
 
 MAX_CHARACTER = 0x10FFFF
+#: Maximum number of integers of an expression. It limits the time and memory of a lowering.
+MAX_EXPRESSION = 1 << 17
 _SET, _CONCAT, _UNION, _REPEAT = 1, 2, 3, 4
 
 #: The empty text.

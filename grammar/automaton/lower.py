@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from graft.grammar.automaton.expression import Expression, text, union
+from graft.grammar.automaton.expression import MAX_EXPRESSION, Expression, text, union
 from graft.grammar.automaton.regex import NotRegular, lower_regex
 from graft.grammar.automaton.schema import lower_schema
 from graft.grammar.spec import Spec
@@ -14,8 +14,6 @@ __all__ = ["MAX_STATES", "compile_automaton", "lower"]
 
 #: Maximum number of states of an automaton.
 MAX_STATES = 2048
-#: Maximum number of integers of an expression, which limits the time of the lowering.
-MAX_EXPRESSION = 1 << 17
 
 
 def compile_automaton(spec: Spec) -> bytes | None:
@@ -38,9 +36,9 @@ def compile_automaton(spec: Spec) -> bytes | None:
         if len(expression) > MAX_EXPRESSION:
             return None
         return bytes(_native.guide.compile_automaton(expression, MAX_STATES))
-    except (NotRegular, RecursionError):
+    except RecursionError:  # the schema is nested more deeply than this function can read
         return None
-    except RuntimeError:  # the automaton exceeds a limit
+    except ValueError:  # NotRegular, or the automaton exceeds a limit or allows no text
         return None
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from graft.grammar.automaton.expression import (
     EMPTY,
+    MAX_EXPRESSION,
     Expression,
     Ranges,
     characters,
@@ -31,21 +32,11 @@ __all__ = ["lower_schema"]
 
 #: Maximum nesting of schemas. Deeper schemas, such as recursive ones, are not lowered.
 MAX_NESTING = 32
-#: Maximum number of integers in a lowered expression.
-MAX_SIZE = 1 << 18
 #: Separators between JSON tokens, by the option `whitespace`: after a value and after a key.
 SEPARATORS = {"line": (", ", ": "), "compact": (",", ":")}
 
-#: Keywords without influence on the values, besides the keywords that JSON Schema does not have.
-_ANNOTATIONS = {
-    "title",
-    "description",
-    "default",
-    "examples",
-    "$schema",
-    "$comment",
-}
-_ANNOTATIONS |= {"definitions", "$defs", "deprecated", "readOnly", "writeOnly"}
+#: Keywords that are supported beside each type. Keywords that JSON Schema does not have, and
+#: annotations such as ``title``, do not restrict the values and are ignored.
 _TYPE_KEYWORDS = {
     "object": {"properties", "required", "additionalProperties"},
     "array": {"items", "minItems", "maxItems"},
@@ -114,7 +105,7 @@ class _Lowering:
             raise NotRegular("the schema is recursive or nested too deeply")
         if any(keyword.startswith("x-guidance") for keyword in schema):
             raise NotRegular("options of LLGuidance are not supported")
-        keywords = (schema.keys() & KEYWORDS.keys()) - _ANNOTATIONS
+        keywords = schema.keys() & KEYWORDS.keys()
         if "$ref" in keywords:
             return self._lower_only(schema, keywords, {"$ref"}, nesting)
         if "anyOf" in keywords:
@@ -132,7 +123,7 @@ class _Lowering:
         if keywords - allowed:
             raise NotRegular(f"keyword {sorted(keywords - allowed)[0]!r} is not supported")
         expression = union([self._lower_type(name, schema, nesting) for name in names])
-        if len(expression) > MAX_SIZE:
+        if len(expression) > MAX_EXPRESSION:
             raise NotRegular("the schema is too large")
         return expression
 
@@ -200,7 +191,7 @@ class _Lowering:
         else:
             bodies.append(EMPTY)
         expression = concat([text("{"), union(bodies), text("}")])
-        if len(expression) > MAX_SIZE:
+        if len(expression) > MAX_EXPRESSION:
             raise NotRegular("the schema is too large")
         return expression
 

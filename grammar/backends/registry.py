@@ -39,7 +39,7 @@ def make_backend(
     ------
     OptionError
         The name is unknown, the backend's library is not installed or has an unsupported version,
-        or the factory raised an exception that is no `GraftError` or did not return a
+        or the factory raised an exception that is not a `GraftError` or did not return a
         `GrammarBackend`.
     """
     if callable(choice):

@@ -34,8 +34,8 @@ def make_drafter(choice: DrafterChoice, context: DrafterContext) -> Drafter:
     Raises
     ------
     OptionError
-        If the name does not exist, or the callable raises an exception that is no `GraftError` or
-        does not return a `Drafter`.
+        If the name does not exist, or the callable raises an exception that is not a `GraftError`
+        or does not return a `Drafter`.
     CheckpointError, ConfigError, TokenizerError
         If the folder does not contain a drafter for this target.
     """

@@ -749,7 +749,7 @@ def _wait_for_release(device: Device) -> None:
 def _has_id(request: Request) -> bool:
     """Return whether a request has an id that is a string.
 
-    The object may also be no `Request` at all. `Admission.admit` refuses such objects.
+    The object may have another type than `Request`. `Admission.admit` refuses such objects.
     """
     return isinstance(getattr(request, "id", None), str)
 
@@ -757,7 +757,7 @@ def _has_id(request: Request) -> bool:
 def _expand_samples(requests: Iterable[Request]) -> list[Request]:
     """Replace each request with ``n > 1`` by one request per sample.
 
-    Objects that are no requests are kept. `Admission.admit` refuses them.
+    Objects of other types are kept. `Admission.admit` refuses them.
     """
     if not isinstance(requests, Iterable):
         raise RequestError(f"requests must be a list of Request, got {short_repr(requests)}")

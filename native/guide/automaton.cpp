@@ -186,7 +186,7 @@ class ProgramReader {
       node->nesting = std::max(node->nesting, nodes_[at(child)].nesting + 1);
     }
     if (node->nesting > kMaxNesting) {
-      throw std::runtime_error("automaton: expression is nested too deeply");
+      throw std::length_error("automaton: expression is nested too deeply");
     }
   }
 
@@ -218,7 +218,7 @@ class Nfa {
  private:
   int32_t add() {
     if (static_cast<int32_t>(states.size()) >= max_states_) {
-      throw std::runtime_error("automaton: expression is too large");
+      throw std::length_error("automaton: expression is too large");
     }
     states.emplace_back();
     return static_cast<int32_t>(states.size()) - 1;
@@ -366,8 +366,8 @@ class Determinizer {
     const auto found = numbers_.find(set_);
     if (found != numbers_.end()) return found->second;
     if (static_cast<int32_t>(sets_.size()) >= limits_.states) {
-      throw std::runtime_error("automaton: has more than " + std::to_string(limits_.states) +
-                               " states");
+      throw std::length_error("automaton: has more than " + std::to_string(limits_.states) +
+                              " states");
     }
     const auto number = static_cast<int16_t>(sets_.size());
     const bool accepting = std::binary_search(set_.begin(), set_.end(), nfa_.accept);
@@ -399,12 +399,12 @@ class Determinizer {
   }
 
   [[noreturn]] static void fail_without_text() {
-    throw std::runtime_error("automaton: expression allows no text");
+    throw std::domain_error("automaton: expression allows no text");
   }
 
   void count_work(int64_t steps) {
     work_ += steps;
-    if (work_ > kMaxWork) throw std::runtime_error("automaton: takes too long to compile");
+    if (work_ > kMaxWork) throw std::length_error("automaton: takes too long to compile");
   }
 
   // Removes the states that cannot reach an accepting state (invariant 2).

@@ -6,12 +6,13 @@
 // bitmask of a state is computed once and then copied.
 //
 // Invariants
-// 1. An automaton has at most Limits::states states. build() refuses larger ones instead of
-//    spending more memory, so untrusted expressions are safe.
-// 2. Every state can reach an accepting state. A text without a transition is illegal for good.
+// 1. An automaton has at most AutomatonLimits::states states. Automaton::compile() refuses larger
+//    ones and limits its own time and memory, so untrusted expressions are safe.
+// 2. Every state can reach an accepting state. A text without a transition is therefore illegal
+//    however it continues.
 // 3. Automaton and TokenTrie are immutable after construction. Rows are shared by all matchers of a
-//    grammar: a row is published once, with release order, and is never changed or freed while the
-//    automaton exists.
+//    grammar: a row is published once, with release order, and is neither changed nor given back to
+//    the pool while the grammar exists.
 #pragma once
 
 #include <algorithm>
@@ -52,7 +53,6 @@ class TokenTrie {
   const std::vector<Node>& other_nodes() const { return other_nodes_; }
   // Row of all plain tokens.
   const std::vector<int32_t>& plain_row() const { return plain_row_; }
-  int32_t vocab_size() const { return vocab_size_; }
   int64_t words() const { return (int64_t{vocab_size_} + 31) / 32; }
   // Next id with the same bytes as `token`, or -1.
   int32_t next_equal(int32_t token) const { return next_equal_[static_cast<size_t>(token)]; }
@@ -87,8 +87,9 @@ class Automaton {
  public:
   static constexpr int16_t kDead = -1;
 
-  // Compiles an expression in postfix notation, see compile() in automaton.cpp. Throws
-  // std::runtime_error if the expression is malformed or exceeds a limit.
+  // Compiles an expression in postfix notation, see ProgramReader in automaton.cpp. Throws
+  // std::runtime_error if the expression is malformed, std::length_error if it exceeds a limit, and
+  // std::domain_error if it allows no text.
   static Automaton compile(const std::vector<int32_t>& program, const AutomatonLimits& limits);
 
   // Reads the result of serialize(). Throws std::runtime_error if the data is invalid.

@@ -148,8 +148,11 @@ def run_elementwise(soft, text: str, arrays, kind: str) -> np.ndarray:
     return soft.get(out, COUNT, DTYPES[kind])
 
 
-@pytest.mark.parametrize(("text", "inputs", "kind", "oracle"), INTEGER_CASES,
-                         ids=[case[0].split()[0] for case in INTEGER_CASES])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "inputs", "kind", "oracle"),
+    INTEGER_CASES,
+    ids=[case[0].split()[0] for case in INTEGER_CASES],
+)
 def test_ptx_integer_instruction_equals_numpy(soft, text, inputs, kind, oracle):
     arrays = [values_of(name) for name in inputs]
     got = run_elementwise(soft, elementwise(text, inputs, kind), arrays, kind)
@@ -203,8 +206,11 @@ FLOAT_CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "inputs", "kind", "oracle"), FLOAT_CASES,
-                         ids=[case[0].split()[0] for case in FLOAT_CASES])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "inputs", "kind", "oracle"),
+    FLOAT_CASES,
+    ids=[case[0].split()[0] for case in FLOAT_CASES],
+)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_ptx_float_instruction_equals_numpy(soft, text, inputs, kind, oracle):
     arrays = [values_of(name) for name in inputs]
@@ -481,8 +487,10 @@ def test_ptx_racecheck_reports_both_instructions():
 def test_ptx_seed_reveals_missing_barrier_and_missing_wait_group():
     good = str([i ^ 32 for i in range(64)])
     seeds = ["1", "2"]
-    results = [outcome(EXCHANGE.format(barrier="bar.sync 0;"), 64, SOFTCUDA_PTX_SEED=seed)
-               for seed in seeds]  # fmt: skip
+    results = [
+        outcome(EXCHANGE.format(barrier="bar.sync 0;"), 64, SOFTCUDA_PTX_SEED=seed)
+        for seed in seeds
+    ]
     assert all(good in text for text in results)
     results = [outcome(EXCHANGE.format(barrier=""), 64, SOFTCUDA_PTX_SEED=seed) for seed in seeds]
     assert any(good not in text for text in results)

@@ -1,5 +1,5 @@
 // Building of executable kernels. Device functions are inlined: each call gets its own registers
-// and local variables, and "ret" becomes a jump behind the inlined body (invariant P4).
+// and local variables, and "ret" becomes a jump to the end of the inlined body (invariant P4).
 #include "builder.h"
 
 #include <algorithm>
@@ -289,7 +289,7 @@ int32_t Builder::pred_dst(const Operand& o) {
   if (o.kind == Operand::none) return kNoRegister;
   const int32_t found = slot(o);
   if (instance_->function->registers[static_cast<size_t>(o.index)].type != Type::pred) {
-    refuse_operand("'" + o.name + "' is no predicate");
+    refuse_operand("'" + o.name + "' is not a predicate");
   }
   return found;
 }

@@ -12,7 +12,7 @@ namespace ptx {
 class Builder;
 
 // An opcode that is being decoded. The decoder of its family takes the modifiers that it knows. An
-// instruction with a modifier that nobody took is refused.
+// instruction with a modifier that no function took is refused.
 class Opcode {
  public:
   Opcode(const std::string& text, unsigned line);

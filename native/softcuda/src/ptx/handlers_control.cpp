@@ -268,7 +268,7 @@ const Instr* barrier(Warp& w, const Instr* in) {
   const uint32_t threads = in->op[1] == kNoRegister ? 0 : src_lanes<uint32_t>(w, in->op[1])[lane];
   const uint32_t predicate = in->op[2] == kNoRegister ? 0 : pred_of(w, in->op[2]) & lanes;
   if (lanes != w.mask) {
-    // The other lanes of the group continue behind the barrier.
+    // The other lanes of the group continue after the barrier.
     Group& other = w.groups[w.group_count++];
     other = {in + 1, w.mask & ~lanes, Group::ready, 0};
     w.mask = lanes;

@@ -1,5 +1,5 @@
 // Warp-synchronous operations: shuffles, votes, matches, reductions and bar.warp.sync. They run
-// when all lanes of their member mask stand at the instruction (invariant P9).
+// when all lanes of their member mask have reached the instruction (invariant P9).
 #include "lanes.h"
 
 namespace softcuda {

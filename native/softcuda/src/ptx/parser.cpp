@@ -290,7 +290,7 @@ Variable Parser::variable(Space space, bool external) {
       }
     } else if (name != ".attribute") {
       v.type = type_of(name.substr(1));
-      if (v.type == Type::none) error("'" + name + "' is no type");
+      if (v.type == Type::none) error("'" + name + "' is not a type");
     } else {
       error("variable attributes are not supported");
     }
@@ -394,7 +394,7 @@ ModuleText Parser::run() {
       word("a version");
     } else if (name == ".target") {
       const std::string target = word("a target");
-      if (target.rfind("sm_", 0) != 0) error("'" + target + "' is no target");
+      if (target.rfind("sm_", 0) != 0) error("'" + target + "' is not a target");
       for (size_t i = 3; i < target.size() && std::isdigit(static_cast<unsigned char>(target[i]));
            ++i) {
         module_.target =
@@ -540,7 +540,7 @@ void Parser::declare_registers() {
     const std::string name = word("a type");
     if (name == ".v2" || name == ".v4") unsupported(token_.line, "vector registers");
     type = type_of(name.substr(1));
-    if (type == Type::none) error("'" + name + "' is no type");
+    if (type == Type::none) error("'" + name + "' is not a type");
   }
   if (type == Type::none) error("a type is expected");
   do {
@@ -569,7 +569,7 @@ void Parser::location() {
     } else if (name == "inlined_at") {
       for (int i = 0; i < 3; ++i) integer("a number");
     } else {
-      error("'" + name + "' is no attribute of .loc");
+      error("'" + name + "' is not an attribute of .loc");
     }
   }
 }

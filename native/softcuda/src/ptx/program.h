@@ -31,7 +31,8 @@ using Handler = const Instr* (*)(Warp& w, const Instr* in);
 // A decoded instruction. The meaning of the fields depends on the handler.
 struct Instr {
   Handler run = nullptr;
-  Handler guarded = nullptr;  // the handler behind a guard predicate, see run_guarded()
+  Handler guarded =
+      nullptr;  // the handler that run_guarded() calls if the guard predicate allows it
   // Operands: byte offsets of registers. Bit 0 marks constants, bit 1 negated predicates.
   int32_t op[6] = {};
   int64_t imm = 0;     // offset of a memory operand, target of a branch, ...
@@ -138,7 +139,7 @@ struct Kernel {
   std::string where(const Instr* in) const;
 };
 
-// Lanes of a warp that stand at the same instruction.
+// Lanes of a warp that execute the same instruction next.
 struct Group {
   const Instr* pc;
   uint32_t mask;
@@ -156,7 +157,7 @@ struct Warp {
   uint32_t mask = 0;  // active lanes
   Stop why = Stop::none;
   uint8_t barrier = 0;          // barrier at which the group stopped
-  const Instr* stop = nullptr;  // the inner loop ends at this instruction or behind it
+  const Instr* stop = nullptr;  // the inner loop ends at this instruction or after it
   Block* block = nullptr;
   uint32_t exists = 0;  // lanes that the block has
   uint32_t exited = 0;

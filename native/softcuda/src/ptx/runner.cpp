@@ -161,7 +161,7 @@ void bad_window_access(Warp& w, const Instr* in, unsigned lane, const char* spac
 void misaligned(Warp& w, const Instr* in, unsigned lane, uint64_t address, unsigned bytes) {
   w.block->fail(
       CUDA_ERROR_MISALIGNED_ADDRESS, &w, static_cast<int>(lane), in,
-      "misaligned access: " + hex(address) + " is no multiple of " + std::to_string(bytes));
+      "misaligned access: " + hex(address) + " is not a multiple of " + std::to_string(bytes));
 }
 
 // ---- barriers and warp-synchronous operations ---------------------------------------------------
@@ -221,7 +221,7 @@ const Instr* arrive_at_barrier(Warp& w, const Instr* in, uint32_t lanes, unsigne
   }
   if (threads % kLanes != 0) {
     b.fail(CUDA_ERROR_LAUNCH_FAILED, &w, lane, in,
-           "the number of threads " + std::to_string(threads) + " is no multiple of 32");
+           "the number of threads " + std::to_string(threads) + " is not a multiple of 32");
     return in;
   }
   Barrier& barrier = b.barriers[number];
@@ -398,7 +398,8 @@ bool run_warp(Warp& w, uint64_t turn) {
                                             : Group::ready;
       if (w.why == Stop::barrier) check_barrier(b, w.barrier);
     }
-    // A group that used up its budget may wait for lanes behind it: give them a turn.
+    // A group that used up its budget may wait for lanes with higher addresses, so these get a
+    // turn.
     highest = steps == 0 && !alone && !highest;
     if (b.adversarial && w.group_count > 1) highest = (b.next_random() & 3) == 0;
   }
