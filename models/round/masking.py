@@ -36,11 +36,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from graft.cudagraph.graph import GraphLane, GraphMark
-from graft.cudagraph.hostwork import NativeWork
 from graft.cudagraph.memory import DeviceArray
-from graft.grammar.decoder import GuidedDecoder
 from graft.models.drafters.base import Drafter
 from graft.models.drafters.feed import Feed
+from graft.models.round.grammar_steps import GrammarSteps
 from graft.models.round.timing import Stamps
 from graft.sampling.sampler import Sampler
 from graft.sampling.tree import TreeSampler
@@ -60,8 +59,8 @@ class DraftMasking:
 
     Parameters
     ----------
-    decoder
-        Creates the grammar steps and adds them to the grammar lane.
+    steps
+        Adds the grammar steps to the grammar lane.
     model_lane, grammar_lane
         Lanes of the round.
     wait
@@ -92,7 +91,7 @@ class DraftMasking:
 
     def __init__(
         self,
-        decoder: GuidedDecoder,
+        steps: GrammarSteps,
         model_lane: GraphLane,
         grammar_lane: GraphLane,
         wait: Callable[[GraphMark], None],
@@ -101,7 +100,7 @@ class DraftMasking:
         draft_sampler: Sampler | TreeSampler,
         levels: int,
     ):
-        self._decoder = decoder
+        self._steps = steps
         self._model_lane = model_lane
         self._grammar_lane = grammar_lane
         self._wait = wait
@@ -116,13 +115,9 @@ class DraftMasking:
 
         Call it after verification has been added to the model lane.
         """
-        work = self._decoder.commit_work()
-        self._step_done = self._add_grammar_step(
-            "commit",
-            work,
-            self.commit_name,
-            self.commit_row,
-        )
+        self._request_step("commit")
+        self._steps.add_commit(self._grammar_lane, self.commit_row, name=self.commit_name)
+        self._step_done = self._grammar_lane.record("commit: done")
 
     def add_all_levels(self, drafter: Drafter, max_drafts: int) -> int:
         """Add the drafts that can be chosen for all levels at once.
@@ -154,36 +149,18 @@ class DraftMasking:
         self._stamps.end("drafter extend")
         self._wait_for_step("wait for row 0", self.commit_name)
 
-    def _add_grammar_step(
-        self,
-        mark: str,
-        work: NativeWork,
-        name: str,
-        row: int | None = None,
-    ) -> GraphMark:
-        """Add a step to the grammar lane that starts when the model lane reaches this point.
+    def _add_draft_step(self, j: int, name: str, row: int | None = None) -> None:
+        """Add draft step `j`, which starts when the model lane reaches this point.
 
-        Parameters
-        ----------
-        mark
-            Prefix of the names of the two marks.
-        work
-            Native function that the step runs.
-        name
-            Node name of the step.
-        row
-            Mask row that the step fills. It is copied to the device before the returned mark.
-
-        Returns
-        -------
-        GraphMark
-            Reached when the step, and the copy if there is one, is complete.
+        `row` is the mask row that the step fills, or None.
         """
-        self._grammar_lane.wait(self._model_lane.record(f"{mark}: requested"))
-        self._decoder.add(self._grammar_lane, work, name=name)
-        if row is not None:
-            self._feed.sampler.exchange.copy_masks_to_device(self._grammar_lane, row, row + 1)
-        return self._grammar_lane.record(f"{mark}: done")
+        self._request_step(name)
+        self._steps.add_draft(self._grammar_lane, j, row, name=name)
+        self._step_done = self._grammar_lane.record(f"{name}: done")
+
+    def _request_step(self, name: str) -> None:
+        """Make the grammar lane wait until the model lane has reached this point."""
+        self._grammar_lane.wait(self._model_lane.record(f"{name}: requested"))
 
     def _wait_for_step(self, part: str, step: str) -> None:
         """Make the model lane wait for the last grammar step.
@@ -219,9 +196,7 @@ class FillMasking(DraftMasking):
 
     def after_draft(self, level: int) -> None:
         if level < self._levels:
-            name = f"fill row {level}"
-            work = self._decoder.draft_work(level)
-            self._step_done = self._add_grammar_step(name, work, name, row=level)
+            self._add_draft_step(level, f"fill row {level}", row=level)
 
 
 class ProbeMasking(DraftMasking):
@@ -239,7 +214,7 @@ class ProbeMasking(DraftMasking):
         )
         self._end_drafter_part(level)
         name = f"probe {level}"
-        self._step_done = self._add_grammar_step(name, self._decoder.draft_work(level), name)
+        self._add_draft_step(level, name)
         self._wait_for_step(f"wait for row {level - 1}", name)
 
 
@@ -266,8 +241,7 @@ class LatticeProbeMasking(DraftMasking):
             max_drafts,
         )
         self._stamps.end("drafter extend")
-        work = self._decoder.draft_work(1)
-        self._step_done = self._add_grammar_step("lattice probe", work, "lattice probe")
+        self._add_draft_step(1, "lattice probe")
         self._wait_for_step("wait for drafts", "lattice probe")
         sampler.place(
             self._model_lane,

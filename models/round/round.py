@@ -31,6 +31,7 @@ from graft.models.drafters.base import Drafter
 from graft.models.drafters.feed import Feed, RoundScratch
 from graft.models.errors import DrafterError
 from graft.models.llm.llama import LlamaModel
+from graft.models.round.grammar_steps import GrammarSteps
 from graft.models.round.masking import DraftMasking
 from graft.models.round.timing import Part, Stamps, timeline_args
 from graft.sampling.exchange import Exchange
@@ -182,6 +183,7 @@ class RoundGraph:
         self.drafts = drafts
         self.made = made
         self.graphs: list[Graph] = []
+        self._grammar_steps = GrammarSteps(parts.decoder, parts.exchange)
         self._add_graph()
         self._model = self.graphs[0].lane("model")
         self._grammar = self.graphs[0].lane("grammar")
@@ -266,9 +268,8 @@ class RoundGraph:
         if self.drafts < parts.draft_length:
             grammar.wait(self._model.record("rows are assigned"))
         open_name = "open: missing rows"
-        parts.decoder.add(grammar, parts.decoder.open_work(), name=open_name)
         num_mask_rows = min(parts.width, feed.count - self.batch + 1)
-        parts.exchange.copy_masks_to_device(grammar, 0, num_mask_rows)
+        self._grammar_steps.add_open(grammar, num_mask_rows, name=open_name)
         masks_ready = grammar.record("masks ready")
         scratch = feed.scratch
         rows = scratch.target_rows.first(feed.count, self.drafts + 1)
@@ -339,7 +340,7 @@ class RoundGraph:
             draft_sampler = parts.tree.of(self.made)
         self._start_drafting()
         masking = parts.masking(
-            parts.decoder,
+            self._grammar_steps,
             model,
             self._grammar,
             self._wait,
