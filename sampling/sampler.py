@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -361,7 +362,14 @@ class Sampler:
                 name=f"target rows {first}",
             )
 
-    def verify(self, lane: Lane, rows: RowMap, out_ring: Ring) -> None:
+    def verify(
+        self,
+        lane: Lane,
+        rows: RowMap,
+        out_ring: Ring,
+        *,
+        before_publishing: Callable[[], None] | None = None,
+    ) -> None:
         """Verify the drafts, commit tokens to the slots and publish the results to the host.
 
         Parameters
@@ -372,6 +380,8 @@ class Sampler:
             Rows of the forward pass.
         out_ring
             Created by `output_ring`; entry ``replay % entries`` is written.
+        before_publishing
+            Function that adds nodes between verification and publication; None: no nodes.
         """
         batch = self._check_rows(rows)
         results = out_ring["rows"]
@@ -413,6 +423,8 @@ class Sampler:
             args,
             name="verify",
         )
+        if before_publishing is not None:
+            before_publishing()
         self._add_publish(lane, rows, out_ring, batch)
 
     def _add_tests(self, lane: Lane, rows: RowMap, inputs: list[Any]) -> None:

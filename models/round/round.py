@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graft.cudagraph.device import Device, Stream
-from graft.cudagraph.graph import Graph, GraphExec, GraphMark
+from graft.cudagraph.graph import Graph, GraphExec, GraphLane, GraphMark
 from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.pinned import PinnedSlots, Ring
 from graft.grammar.decoder import GuidedDecoder
@@ -183,10 +183,9 @@ class RoundGraph:
         self.drafts = drafts
         self.made = made
         self.graphs: list[Graph] = []
-        self._grammar_steps = GrammarSteps(parts.decoder, parts.exchange)
+        self._grammar_steps = self._make_grammar_steps()
         self._add_graph()
-        self._model = self.graphs[0].lane("model")
-        self._grammar = self.graphs[0].lane("grammar")
+        self._model, self._grammar = self._make_lanes()
         self._stamps = Stamps(
             parts.device,
             parts.timeline,
@@ -253,6 +252,14 @@ class RoundGraph:
             name = f"{name} ({len(self.graphs)})"
         self.graphs.append(Graph(self.parts.device, name, programmatic=self.parts.programmatic))
 
+    def _make_grammar_steps(self) -> GrammarSteps:
+        """Return the object that adds the steps of the grammar."""
+        return GrammarSteps(self.parts.decoder, self.parts.exchange)
+
+    def _make_lanes(self) -> tuple[GraphLane, GraphLane]:
+        """Return the model lane and the grammar lane of the round."""
+        return self.graphs[0].lane("model"), self.graphs[0].lane("grammar")
+
     def _wait(self, mark: GraphMark) -> None:
         """Make the model lane wait for a mark of the grammar lane."""
         self._model.wait(mark)
@@ -287,15 +294,9 @@ class RoundGraph:
         """Add the kernel that assigns slots and forward rows."""
         parts = self.parts
         rows = feed.scratch.target_rows
-        slots = parts.inputs["slot"]
-        stamp = parts.inputs.stamp
         args = [
             parts.replay,
-            slots,
-            slots.stride,
-            stamp,
-            stamp.stride,
-            parts.inputs.entries,
+            *self._input_args(),
             parts.state.array,
             parts.state.slots,
             self.batch,
@@ -314,12 +315,27 @@ class RoundGraph:
         kernel = parts.device.load(ROUND_KERNELS)["round_begin"]
         self._model.kernel(kernel, 1, _THREADS, args, name="begin")
 
+    def _input_args(self) -> list[object]:
+        """Return the arguments of ``begin`` that describe the ring of slots."""
+        inputs = self.parts.inputs
+        slots = inputs["slot"]
+        stamp = inputs.stamp
+        return [slots, slots.stride, stamp, stamp.stride, inputs.entries]
+
+    def _before_publishing(self) -> None:
+        """Add the nodes of a subclass between verification and publication; by default none."""
+
     def _add_verification(self, feed: Feed) -> None:
         """Add sampling, verification and, for trees, the compaction of the KV cache."""
         parts = self.parts
         sampler = parts.sampler
         sampler.target(self._model, feed.scratch.logits[: feed.count], feed.rows)
-        sampler.verify(self._model, feed.rows, parts.outputs)
+        sampler.verify(
+            self._model,
+            feed.rows,
+            parts.outputs,
+            before_publishing=self._before_publishing,
+        )
         if parts.branch > 1 and feed.count > self.batch + 1:
             parts.target.compact(
                 self._model,
