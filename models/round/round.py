@@ -183,7 +183,6 @@ class RoundGraph:
         self.drafts = drafts
         self.made = made
         self.graphs: list[Graph] = []
-        self._grammar_steps = self._make_grammar_steps()
         self._add_graph()
         self._model, self._grammar = self._make_lanes()
         self._stamps = Stamps(
@@ -204,6 +203,7 @@ class RoundGraph:
             parts.sampler,
             scratch,
         )
+        self._grammar_steps = self._make_grammar_steps(feed)
         self._add_target_forward(feed)
         self._add_verification(feed)
         if parts.drafter is not None:
@@ -252,8 +252,8 @@ class RoundGraph:
             name = f"{name} ({len(self.graphs)})"
         self.graphs.append(Graph(self.parts.device, name, programmatic=self.parts.programmatic))
 
-    def _make_grammar_steps(self) -> GrammarSteps:
-        """Return the object that adds the steps of the grammar."""
+    def _make_grammar_steps(self, feed: Feed) -> GrammarSteps:
+        """Return the object that adds the steps of the grammar for the rows of the round."""
         return GrammarSteps(self.parts.decoder, self.parts.exchange)
 
     def _make_lanes(self) -> tuple[GraphLane, GraphLane]:
