@@ -46,8 +46,8 @@ CANDIDATES = 16
 #: device waits for with a spinning kernel.
 STEP_TRANSPORTS = ("native", "mailbox", "spinkernel")
 #: Names of the kinds of steps, in the order of the native worker's enumeration `Step`.
-STEPS = ("open", "commit", "draft")
-_OPEN, _COMMIT, _DRAFT = range(3)
+STEPS = ("open", "check", "commit", "draft")
+_OPEN, _CHECK, _COMMIT, _DRAFT = range(4)
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,16 @@ class GuidedRequest:
     position
         Position of the last token that was known when the request joined the batch. It must be the
         same in all replays of the request.
+    optimistic
+        Whether the tokens of the request are sampled without masks and then checked. It must be the
+        same in all replays of the request.
     """
 
     slot: int
     epoch: int
     matcher: Matcher | None
     position: int
+    optimistic: bool = False
 
 
 class StepSpan(NamedTuple):
@@ -103,10 +107,11 @@ def default_threads(batch: int, cores: int | None = None) -> int:
 class GuidedDecoder:
     """Advances matchers by the tokens of a round and fills mask rows.
 
-    A round has up to three kinds of steps. The open step rolls back each matcher to the last
-    committed token and fills the mask rows of the drafts that the round verifies. The commit step
-    advances the matchers by the tokens that verification accepted. The draft steps constrain the
-    drafts for the next verification. The draft mode of `exchange` selects how the draft steps work:
+    A round has up to four kinds of steps. The open step rolls back each matcher to the last
+    committed token and fills the mask rows of the drafts that the round verifies. The check step
+    tests the tokens that were sampled without masks. The commit step advances the matchers by the
+    tokens that verification accepted. The draft steps constrain the drafts for the next
+    verification. The draft mode of `exchange` selects how the draft steps work:
 
     * Fill: a draft step fills the mask row under which the next draft is sampled.
     * Probe: a draft step tests the drafter's candidates for one draft and finds the first legal
@@ -183,8 +188,11 @@ class GuidedDecoder:
         self.max_in_flight = max_in_flight
         self.threads = threads
         self.budget_us = budget_us
+        self._follows_forced = forced is not None and not masked_drafts
         self._exchange = exchange  # steps write to its memory, so it must stay alive
-        self._last_published = 0
+        self._last_published = 0  # or skipped
+        self._last_with_steps = 0
+        self._skipped: set[int] = set()  # replays in flight without steps
         self._late: list[GuidedRequest] = []  # retired requests whose matcher a thread still uses
         self._in_flight: dict[int, tuple[GuidedRequest, ...]] = {}  # requests by replay number
         self._owners: dict[int, GuidedRequest] = {}  # latest request of each slot
@@ -197,7 +205,7 @@ class GuidedDecoder:
             exchange.layout.tobytes(),
             vocab_size=self.vocab_size,
             forced=None if forced is None else forced.native,
-            follow_forced=forced is not None and not masked_drafts,
+            follow_forced=self._follows_forced,
             ring=max_in_flight,
             threads=threads,
             budget_ns=0 if budget_us is None else int(budget_us * 1000),
@@ -224,12 +232,7 @@ class GuidedDecoder:
             slot is out of range or listed twice, or a matcher belongs to another request or
             vocabulary.
         """
-        self._require_open()
-        if replay != self._last_published + 1:
-            raise GuideError(
-                f"replay {replay} published after replay {self._last_published}; publish replay "
-                f"{self._last_published + 1} next"
-            )
+        self._require_next(replay)
         if replay - self.max_in_flight in self._in_flight:
             raise GuideError(
                 f"replay {replay} cannot be published before replay {replay - self.max_in_flight} "
@@ -237,13 +240,32 @@ class GuidedDecoder:
             )
         new_owners = self._check_requests(requests)
         snapshot = tuple(requests)
-        self._worker.publish(replay, [_native_request(request) for request in snapshot])
+        self._worker.publish(
+            replay,
+            [_native_request(request) for request in snapshot],
+            previous=self._last_with_steps,
+        )
         self._owners.update(new_owners)
         self._in_flight[replay] = snapshot
+        self._last_published = self._last_with_steps = replay
+
+    def skip(self, replay: int) -> None:
+        """Declare a replay whose graph has no grammar steps, instead of publishing it.
+
+        Raises
+        ------
+        GuideError
+            Replays are not published or skipped in order.
+        """
+        self._require_next(replay)
+        self._skipped.add(replay)
         self._last_published = replay
 
     def retire(self, replay: int) -> None:
         """Retire a replay that has completed on the device, and release its matchers."""
+        if replay in self._skipped:
+            self._skipped.remove(replay)
+            return
         if replay not in self._in_flight:
             raise GuideError(f"replay {replay} is not in flight")
         self._worker.retire(replay)
@@ -286,6 +308,25 @@ class GuidedDecoder:
         the drafts that this round verifies.
         """
         return self._step_work(_OPEN, 0)
+
+    def check_work(self) -> NativeWork:
+        """Return the check step, which runs between the sampling of tokens and verification.
+
+        The open step fills no mask rows for optimistic requests. Their tokens are sampled without
+        masks, and the check step tests whether the matcher accepts them. If a token is illegal, the
+        check step fills the mask row, and the token must be sampled again.
+
+        Raises
+        ------
+        OptionError
+            The commit step of this decoder drafts forced tokens, which it reads from mask rows.
+        """
+        if self._follows_forced:
+            raise OptionError(
+                "guided decoder: a check step cannot be combined with forced tokens that are "
+                "drafted without draft steps"
+            )
+        return self._step_work(_CHECK, 0)
 
     def commit_work(self) -> NativeWork:
         """Return the commit step, which runs after verification.
@@ -343,7 +384,7 @@ class GuidedDecoder:
         """Return the start and end times of the steps of the last 256 replays, sorted by start."""
         spans = []
         for replay, index, start_ns, end_ns in self._worker.timeline():
-            step = STEPS[index] if index < _DRAFT else f"draft {index - 1}"
+            step = STEPS[index] if index < _DRAFT else f"draft {index - _COMMIT}"
             spans.append(StepSpan(replay, step, start_ns, end_ns))
         return sorted(spans, key=lambda span: span.start_ns)
 
@@ -376,6 +417,14 @@ class GuidedDecoder:
     def _require_open(self) -> None:
         if self._closed:
             raise GuideError("the guided decoder is closed")
+
+    def _require_next(self, replay: int) -> None:
+        self._require_open()
+        if replay != self._last_published + 1:
+            raise GuideError(
+                f"replay {replay} published after replay {self._last_published}; publish replay "
+                f"{self._last_published + 1} next"
+            )
 
     def _step_work(self, kind: int, j: int) -> NativeWork:
         self._require_open()
@@ -438,7 +487,7 @@ def _check_minimum(name: str, value: float, minimum: float) -> None:
         raise OptionError(f"guided decoder: {name} is {value}, must be at least {minimum}")
 
 
-def _native_request(request: GuidedRequest) -> tuple[int, int, int, object]:
+def _native_request(request: GuidedRequest) -> tuple[int, int, int, object, bool]:
     """Return a request in the form of the arguments of the native worker's ``publish`` method."""
     native_matcher = None if request.matcher is None else request.matcher.native
-    return request.slot, request.epoch, request.position, native_matcher
+    return request.slot, request.epoch, request.position, native_matcher, request.optimistic

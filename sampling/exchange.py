@@ -56,6 +56,8 @@ class Exchange:
     device_masks : DeviceArray
         int32 [rows, S, words]: copy in device memory that kernels read; `copy_masks_to_device`
         updates it.
+    sampled : numpy.ndarray
+        Sampled [S, rows]: tokens that were sampled without masks.
     committed, drafted, candidates : numpy.ndarray
         int32 [S, ...]: the fields of ``Committed``, ``Drafted`` and ``Candidates``, followed by
         the ids.
@@ -103,6 +105,7 @@ class Exchange:
         self.masks = masks.swapaxes(0, 1)
         self.device_masks = zeros(context, (rows, slots, words), "int32")
         self.host_masks = self.memory.view(num_record_words, (rows, slots, words))
+        self.sampled = view("sampled").view(read_struct(RECORDS_HEADER, "Sampled"))
         self.committed = view("committed")
         self.drafted = view("drafted")
         self.candidates = view("candidate_ids")
@@ -141,6 +144,7 @@ def _record_words(mode: DraftMode) -> dict[str, int]:
     rows = mode.drafts + 1
     return {
         "stamps": rows * _struct_words("RowStamp"),
+        "sampled": rows * _struct_words("Sampled"),
         "committed": _struct_words("Committed") + rows,
         "drafted": _struct_words("Drafted") + 2 * mode.recorded_drafts,
         "candidate_ids": _struct_words("Candidates") + mode.candidate_words,

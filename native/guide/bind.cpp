@@ -18,8 +18,8 @@ namespace nb = nanobind;
 namespace graft::guide {
 namespace {
 
-// slot, epoch, position, matcher or None
-using RequestTuple = std::tuple<int32_t, int32_t, int32_t, NativeMatcher*>;
+// slot, epoch, position, matcher or None, optimistic
+using RequestTuple = std::tuple<int32_t, int32_t, int32_t, NativeMatcher*, bool>;
 
 Exchange exchange_of(uintptr_t address, const nb::bytes& layout, int vocab_size) {
   Exchange exchange{reinterpret_cast<int32_t*>(address), {}, vocab_size};
@@ -29,15 +29,16 @@ Exchange exchange_of(uintptr_t address, const nb::bytes& layout, int vocab_size)
   return exchange;
 }
 
-bool publish(Worker& worker, int64_t replay, const std::vector<RequestTuple>& tuples) {
+bool publish(Worker& worker, int64_t replay, const std::vector<RequestTuple>& tuples,
+             int64_t previous) {
   std::vector<Request> requests;
   requests.reserve(tuples.size());
-  for (const auto& [slot, epoch, position, matcher] : tuples) {
+  for (const auto& [slot, epoch, position, matcher, optimistic] : tuples) {
     if (slot < 0 || slot >= worker.exchange().layout.slots)
       throw std::out_of_range("slot is out of range");
-    requests.push_back({slot, epoch, position, matcher});
+    requests.push_back({slot, epoch, position, matcher, optimistic});
   }
-  return worker.publish(replay, requests);
+  return worker.publish(replay, previous < 0 ? replay - 1 : previous, requests);
 }
 
 nb::dict counters(const Worker& worker) {
@@ -47,7 +48,7 @@ nb::dict counters(const Worker& worker) {
   const Counters& c = worker.counters();
   nb::dict out;
   for (int i = 0; i < count::kinds; ++i) out[names[i]] = c.of[i].value();
-  const std::array<const char*, 3> kinds = {"open", "commit", "draft"};
+  const std::array<const char*, 4> kinds = {"open", "check", "commit", "draft"};
   for (size_t k = 0; k < kinds.size(); ++k) {
     out[(std::string(kinds[k]) + "_calls").c_str()] = c.step_calls[k].value();
     out[(std::string(kinds[k]) + "_ns").c_str()] = c.step_ns[k].value();
@@ -162,7 +163,7 @@ void bind_guide(nb::module_& module) {
       .def("busy_slots", &Worker::busy_slots)
       .def("waiting", &Worker::waiting)
       .def("wait_idle", &Worker::wait_idle, nb::call_guard<graft::hostwork::GilRelease>())
-      .def("publish", &publish, nb::arg("replay"), nb::arg("requests"))
+      .def("publish", &publish, nb::arg("replay"), nb::arg("requests"), nb::arg("previous") = -1)
       .def("retire", &Worker::retire, nb::arg("replay"))
       .def(
           "record",

@@ -79,6 +79,7 @@ void Slot::size_for(const Exchange& exchange) {
   const int lists = lattice ? exchange.layout.levels : exchange.layout.branch;
   order.candidate.resize(at(exchange.layout.candidates * lists));
   if (lattice) order.share.resize(order.candidate.size());
+  order.sampled.resize(rows);
   legal.resize(at(exchange.layout.branch));
 }
 
@@ -106,6 +107,9 @@ void SlotWork::serve(Slot& slot) const noexcept {
       break;
     case Task::kProbeLattice:
       probe_lattice(slot);
+      break;
+    case Task::kCheckRows:
+      check_rows(slot);
       break;
   }
 }
@@ -341,6 +345,62 @@ void SlotWork::probe_lattice(Slot& slot) const noexcept {
   slot.closed = 0;
   slot.answered = !slot.ended;
   slot.answer = order.drafts;
+}
+
+void SlotWork::expect_check(Slot& slot) const noexcept {
+  for (int j = 0; j <= slot.order.drafts; ++j) {
+    const int32_t state = slot.made[at(j)].load(std::memory_order_relaxed);
+    if (state != ROW_NOT_READY && state != ROW_CHECKED) continue;
+    slot.forced[at(j)] = -1;
+    make(slot, j, ROW_UNCHECKED);
+  }
+}
+
+// Checks the tokens of all rows that verification can reach. From a row, verification moves to the
+// child whose draft is the row's token. If the token of a row is illegal, the row is filled and
+// another token is sampled, which may be the draft of any child. The matcher returns to node 0.
+void SlotWork::check_rows(Slot& slot) const noexcept {
+  const Order& order = slot.order;
+  slot.tested = order.drafts;
+  std::array<bool, kMaxNodes> reached{true};
+  for (int j = 0; j <= order.drafts && !slot.ended; ++j) {
+    if (!reached[at(j)]) continue;
+    const int next = check_row(slot, j);
+    for (int child = j + 1; child <= order.drafts; ++child) {
+      if (order.parent[at(child)] == j) reached[at(child)] = next == child || next == j;
+    }
+  }
+  move_to(slot, 0);
+}
+
+// Checks the token of row j. Returns the child that verification moves to, or -1 if there is none;
+// j if this is not known, because the row has been filled.
+int SlotWork::check_row(Slot& slot, int j) const noexcept {
+  const Order& order = slot.order;
+  const int32_t token = order.sampled[at(j)];
+  int child = j + 1;
+  while (child <= order.drafts &&
+         (order.parent[at(child)] != j || order.draft[at(child - 1)] != token)) {
+    ++child;
+  }
+  if (child > order.drafts) child = -1;
+  const int32_t state = slot.made[at(j)].load(std::memory_order_relaxed);
+  if (state == ROW_READY || state == ROW_FREE) return child;
+  if (state != ROW_UNCHECKED || !move_to(slot, j)) return -1;
+  slot.tally[count::checks] += 1;
+  if (!accept(slot, token)) {
+    slot.tally[count::check_misses] += 1;
+    if (!slot.ended) fill_mask(slot, j);
+    return j;
+  }
+  make(slot, j, ROW_CHECKED);
+  if (child >= 0) {
+    arrive(slot, child);
+    return child;
+  }
+  if (slot.matcher->rollback(1, &slot.error) == Answer::kFailed) fail(slot);
+  slot.terminated = false;
+  return -1;
 }
 
 bool SlotWork::check_time(Slot& slot) const noexcept {

@@ -33,6 +33,7 @@ struct Exchange {
   int32_t* mask(int slot, int j) const {
     return base + layout.masks + (static_cast<int64_t>(j) * layout.slots + slot) * layout.words;
   }
+  Sampled* sampled(int slot, int j) const { return record<Sampled>(slot, layout.sampled) + j; }
   Committed* committed(int slot) const { return record<Committed>(slot, layout.committed); }
   Drafted* drafted(int slot) const { return record<Drafted>(slot, layout.drafted); }
   Candidates* candidates(int slot) const { return record<Candidates>(slot, layout.candidate_ids); }
@@ -58,7 +59,7 @@ struct Exchange {
   COUNT(rollbacks) COUNT(commits) COUNT(committed_tokens) COUNT(refused_drafts)              \
   COUNT(terminations) COUNT(dead_ends) COUNT(desyncs) COUNT(errors) COUNT(free_rows)         \
   COUNT(probes) COUNT(probe_misses) COUNT(late_rows) COUNT(budget_stalls) COUNT(forced_rows) \
-  COUNT(forced_tokens)
+  COUNT(forced_tokens) COUNT(checks) COUNT(check_misses)
 // clang-format on
 namespace count {
 #define GRAFT_GUIDE_COUNT(name) name,
@@ -117,6 +118,7 @@ enum class Task : int32_t {
   kProbeChain,    // find the first legal candidate for draft j
   kProbeTree,     // find the legal candidates of the nodes of level j
   kProbeLattice,  // find legal drafts among the candidates of all levels
+  kCheckRows,     // check the tokens that were sampled without masks
 };
 
 // Work of a slot in one step. An order has copies of all inputs, because the device may overwrite
@@ -129,6 +131,9 @@ enum class Task : int32_t {
 // A chain probe has `candidates` candidate ids. A tree probe has a list of candidates for each of
 // `candidates` nodes, a lattice probe for each of `candidates` levels. `candidate` contains the
 // lists one after the other. For a lattice probe, `share` has the probability of each candidate.
+//
+// A check has the sampled token of each row in `sampled`, or -1. `replay` is the replay of the
+// order.
 struct Order {
   Commit commit;
   Task task = Task::kNone;
@@ -140,6 +145,8 @@ struct Order {
   int candidates = 0;
   std::vector<int32_t> candidate;
   std::vector<float> share;
+  std::vector<int32_t> sampled;
+  int32_t replay = 0;
 };
 
 struct Slot {
@@ -148,7 +155,8 @@ struct Slot {
   // The thread that runs the steps owns the members of this group.
   //
   // The slot is used by the request with number `epoch` (`joined`: by any request). `n` is the
-  // position of its last committed token. `matcher` is borrowed and may be used while a snapshot
+  // position of its last committed token. The rows of an `optimistic` request are not filled but
+  // checked. `matcher` is borrowed and may be used while a snapshot
   // refers to the slot or while the slot is busy. `applied` is the last replay whose commit record
   // was read. `drafts_of` is the replay whose drafts follow the last committed token, or 0.
   // `pending` is a commit that arrived while the slot was busy; the current order is then
@@ -157,6 +165,7 @@ struct Slot {
   bool joined = false;
   int32_t epoch = 0;
   int32_t n = 0;
+  bool optimistic = false;
   NativeMatcher* matcher = nullptr;
   int64_t applied = 0;
   int64_t drafts_of = 0;
@@ -220,6 +229,8 @@ class SlotWork {
   // on. Call this function on the thread that serves the order.
   bool check_time(Slot& slot) const noexcept;
   void forget_rows(Slot& slot) const noexcept;
+  // Gives the rows of the order's drafts that have no mask the state ROW_UNCHECKED.
+  void expect_check(Slot& slot) const noexcept;
 
  private:
   void commit(Slot& slot) const noexcept;
@@ -231,6 +242,8 @@ class SlotWork {
   void probe_chain(Slot& slot) const noexcept;
   void probe_tree(Slot& slot) const noexcept;
   void probe_lattice(Slot& slot) const noexcept;
+  void check_rows(Slot& slot) const noexcept;
+  int check_row(Slot& slot, int j) const noexcept;
   void fill_mask(Slot& slot, int j) const noexcept;
   void follow_forced(Slot& slot) const noexcept;
 

@@ -49,7 +49,7 @@ Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& bu
       work_(exchange, forced_.get(), follow_forced),
       slots_(at(exchange.layout.slots)),
       snapshots_(at(ring)),
-      timeline_(exchange.drafts() + 2),
+      timeline_(exchange.drafts() + 3),
       threads_(threads),
       budget_(budget),
       resident_(open("/proc/self/statm", O_RDONLY | O_CLOEXEC)) {
@@ -61,6 +61,7 @@ Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& bu
   }
   for (Snapshot& entry : snapshots_) entry.requests.reserve(slots_.size());
   records_.push_back({this, Step::kOpen, 0});
+  records_.push_back({this, Step::kCheck, 0});
   records_.push_back({this, Step::kCommit, 0});
   for (int j = 1; j <= exchange_.drafts(); ++j) records_.push_back({this, Step::kDraft, j});
   ordered_.reserve(at(exchange_.layout.slots));
@@ -76,15 +77,26 @@ Worker::~Worker() {
   close(resident_);
 }
 
-bool Worker::publish(int64_t replay, const std::vector<Request>& requests) {
+bool Worker::publish(int64_t replay, int64_t previous, const std::vector<Request>& requests) {
   Snapshot& entry = snapshot(replay);
   if (entry.replay.load(std::memory_order_acquire) != 0) return false;
+  entry.previous = previous;
   entry.requests.assign(requests.begin(), requests.end());
   entry.replay.store(replay, std::memory_order_release);
   return true;
 }
 
 void Worker::retire(int64_t replay) { snapshot(replay).replay.store(0, std::memory_order_release); }
+
+// Returns the snapshot of the first replay with grammar steps after `replay_`; null if it has not
+// been published.
+const Snapshot* Worker::next_snapshot() const noexcept {
+  for (const Snapshot& entry : snapshots_) {
+    const int64_t replay = entry.replay.load(std::memory_order_acquire);
+    if (replay > replay_ && entry.previous == replay_) return &entry;
+  }
+  return nullptr;
+}
 
 // Returns the 64-bit replay number of a record, in which the device has written only the lower 32
 // bits. Of all 64-bit numbers with these lower bits, this is the number nearest to the current
@@ -112,12 +124,10 @@ void Worker::wait_idle() const {
 void Worker::run(const StepRecord& record) noexcept {
   const int64_t start = monotonic_ns();
   if (record.step == Step::kOpen) {
-    ++replay_;
+    current_ = next_snapshot();
+    replay_ = current_ != nullptr ? current_->replay.load(std::memory_order_relaxed) : replay_ + 1;
     counters_.of[count::replays].add();
-    const Snapshot& entry = snapshot(replay_);
-    const bool published = entry.replay.load(std::memory_order_acquire) == replay_;
-    current_ = published ? &entry : nullptr;
-    if (!published) counters_.of[count::missing_snapshots].add();
+    if (current_ == nullptr) counters_.of[count::missing_snapshots].add();
   }
   if (current_ != nullptr) step(record);
   const int64_t end = monotonic_ns();
@@ -183,16 +193,34 @@ bool Worker::give_order(Slot& slot, const StepRecord& record) noexcept {
   order.commit.given = slot.pending.given;
   if (slot.pending.given) std::swap(order.commit, slot.pending);
   slot.pending.given = false;
+  order.replay = static_cast<int32_t>(replay_);
   if (record.step == Step::kOpen) {
-    order.task = Task::kFillRows;
     take_drafts(slot, slot.drafts_of);
+    if (!slot.optimistic) order.task = Task::kFillRows;
+    if (slot.optimistic && !slot.ended) work_.expect_check(slot);
+  } else if (record.step == Step::kCheck) {
+    order.task = check_task(slot);
   } else if (record.step == Step::kCommit) {
     const bool probing = is_probe_mode(exchange_.layout.mode);
-    if (order.commit.given && !probing) order.task = Task::kFillRow0;
+    if (order.commit.given && !probing && !slot.optimistic) order.task = Task::kFillRow0;
   } else {
     order.task = draft_task(slot);
   }
   return !slot.ended && (order.task != Task::kNone || order.commit.given);
+}
+
+// Copies the sampled tokens of this replay into the order. Returns kNone if no row is to be
+// checked.
+Task Worker::check_task(Slot& slot) noexcept {
+  Order& order = slot.order;
+  bool any = false;
+  for (int j = 0; j <= order.drafts; ++j) {
+    const Sampled* sampled = exchange_.sampled(slot.index, j);
+    const bool current = replay_of(sampled->replay) == replay_;
+    order.sampled[at(j)] = current ? sampled->id : -1;
+    any |= slot.stamped[at(j)] == ROW_UNCHECKED && current;
+  }
+  return any ? Task::kCheckRows : Task::kNone;
 }
 
 // Copies the inputs of a draft step into the order and returns its task; kNone if there is no work.
@@ -318,6 +346,7 @@ void Worker::join(Slot& slot, const Request& request) noexcept {
   slot.epoch = request.epoch;
   slot.n = request.position;
   slot.matcher = request.matcher;
+  slot.optimistic = request.optimistic && request.matcher != nullptr;
   slot.applied = replay_ - 1;  // earlier commits belong to the previous request
   slot.drafts_of = 0;
   slot.pending.given = false;
@@ -438,7 +467,9 @@ void Worker::count_open(const Slot& slot, const Request& request) noexcept {
   const bool is_current = slot.epoch == request.epoch;
   if (is_current && slot.matcher == nullptr)
     counters_.of[count::free_rows].add(exchange_.layout.rows);
-  const bool ready = is_current && slot.stamped[0] != ROW_NOT_READY;
+  const int32_t state = slot.stamped[0];
+  const bool unchecked = state == ROW_UNCHECKED || state == ROW_CHECKED;
+  const bool ready = is_current && state != ROW_NOT_READY && !unchecked;
   if (slot.busy.load() && !ready) counters_.of[count::budget_stalls].add();
 }
 
@@ -463,6 +494,7 @@ void Worker::stamp(Slot& slot, int j, int32_t state, int32_t position) noexcept 
   row->detail = 0;
   if (state == ROW_FREE && slot.matcher == nullptr) row->detail = 1;
   if (state == ROW_READY) row->detail = 1 + slot.forced[at(j)];
+  if (state == ROW_CHECKED) row->detail = slot.order.replay;
   __atomic_store_n(&row->state, state, __ATOMIC_RELEASE);
 }
 

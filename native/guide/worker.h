@@ -2,13 +2,15 @@
 //
 // A grammar step is a host function in the round's graph. It commits tokens to the matchers of the
 // replay's requests, fills their mask rows, or tests candidates for drafts. Each replay has one
-// open step, which fills the rows that are still missing; one commit step, which follows
-// verification; and up to K draft steps.
+// open step, which fills the rows that are still missing; at most one check step, which tests the
+// tokens that were sampled without masks; one commit step, which follows verification; and up to K
+// draft steps.
 //
 // Invariants
-// 1. Steps never run concurrently. In each replay they run once, in the order open, commit, draft 1
-//    .. K. Edges of the graph order each step after the kernels that write the records `committed`,
-//    `drafted` and `candidates`, and before the kernels that read masks, stamps and answers.
+// 1. Steps never run concurrently. In each replay they run once, in the order open, check, commit,
+//    draft 1 .. K. Edges of the graph order each step after the kernels that write the records
+//    `sampled`, `committed`, `drafted` and `candidates`, and before the kernels that read masks,
+//    stamps and answers.
 // 2. A step never allocates, throws, prints, takes the GIL, calls the driver or drops a Python
 //    reference. The same holds for the pool threads that serve its slots. Only a matcher that is
 //    written in Python takes the GIL. A thread must therefore release the GIL before it waits for a
@@ -46,6 +48,13 @@
 //    release order, and then to the worker until retire(). publish() fails if the ring entry has
 //    not been retired. The matchers are borrowed: the publisher keeps their Python objects alive
 //    until retire().
+// 11. The rows of an optimistic request are not filled in the open step but get the state
+//    ROW_UNCHECKED, unless they are ready. Their tokens are sampled without masks. The check step
+//    gives a row the state ROW_CHECKED if the matcher accepts the token; otherwise it fills the
+//    row, and the token is sampled again. A row that the check step has not reached, because it
+//    follows an illegal draft or because the slot is late, stays ROW_UNCHECKED, which is not ready
+//    for verification. ROW_CHECKED applies to one token only: its stamp has the number of the
+//    replay, and the next open step withdraws it.
 #pragma once
 
 #include <algorithm>
@@ -62,17 +71,21 @@
 namespace graft::guide {
 
 // A request of a replay. `position` is the position of its last token when the request joined the
-// batch. `matcher` is null if the request is unconstrained.
+// batch. `matcher` is null if the request is unconstrained. Tokens of an `optimistic` request are
+// sampled without masks and then checked.
 struct Request {
   int32_t slot = 0;
   int32_t epoch = 0;
   int32_t position = 0;
   NativeMatcher* matcher = nullptr;
+  bool optimistic = false;
 };
 
-// Requests of one replay. The host publishes them before it launches the replay.
+// Requests of one replay. The host publishes them before it launches the replay. `previous` is the
+// last replay before it whose graph has grammar steps.
 struct Snapshot {
   std::atomic<int64_t> replay{0};  // 0: empty; replays count from 1
+  int64_t previous = 0;
   std::vector<Request> requests;
 };
 
@@ -88,7 +101,7 @@ class Counter {
 
 struct Counters {
   Counter of[count::kinds];           // indexed by count::*
-  Counter step_calls[3], step_ns[3];  // open, commit, draft
+  Counter step_calls[4], step_ns[4];  // open, check, commit, draft
 };
 
 // Start and end times of each grammar step of recent replays. One thread writes the times, and any
@@ -141,7 +154,7 @@ class Timeline {
 
 // A kDraft step that fills a mask row runs after draft j was sampled. A kDraft step that probes
 // runs after the candidates for draft j were written and before draft j is sampled.
-enum class Step : int32_t { kOpen = 0, kCommit = 1, kDraft = 2 };
+enum class Step : int32_t { kOpen = 0, kCheck = 1, kCommit = 2, kDraft = 3 };
 
 class Worker;
 
@@ -177,8 +190,9 @@ class Worker {
 
   // publish() and retire() are called by the thread that launches the rounds. publish() returns
   // false if the ring entry of the replay still belongs to an earlier replay that has not been
-  // retired.
-  bool publish(int64_t replay, const std::vector<Request>& requests);
+  // retired. Replays without grammar steps are not published: `previous` is the last replay before
+  // this one that has grammar steps.
+  bool publish(int64_t replay, int64_t previous, const std::vector<Request>& requests);
   void retire(int64_t replay);
   StepRecord* record(Step step, int draft);
   bool busy(int slot) const;
@@ -201,6 +215,7 @@ class Worker {
   Snapshot& snapshot(int64_t replay) {
     return snapshots_[static_cast<size_t>(replay) % snapshots_.size()];
   }
+  const Snapshot* next_snapshot() const noexcept;
   int64_t replay_of(const int32_t& replay) const noexcept;
   void step(const StepRecord& record) noexcept;
   bool give_order(Slot& slot, const StepRecord& record) noexcept;
@@ -210,6 +225,7 @@ class Worker {
   void take_drafts(Slot& slot, int64_t replay) noexcept;
   bool take_candidates(Slot& slot) noexcept;
   Task draft_task(Slot& slot) noexcept;
+  Task check_task(Slot& slot) noexcept;
   void take_result(Slot& slot) noexcept;
   void count_open(const Slot& slot, const Request& request) noexcept;
   void stamp_rows(Slot& slot) noexcept;
@@ -228,7 +244,7 @@ class Worker {
   std::vector<Snapshot> snapshots_;  // a ring
   const Snapshot* current_ = nullptr;
   int64_t replay_ = 0;               // current replay
-  std::vector<StepRecord> records_;  // open, commit, draft 1 .. K
+  std::vector<StepRecord> records_;  // open, check, commit, draft 1 .. K
   std::vector<int> ordered_;         // slots with an order in this step
   Counters counters_;
   Timeline timeline_;

@@ -167,7 +167,7 @@ class GuidedCase {
   GuidedCase(uint32_t seed, const GuidedSetting& setting)
       : random_(seed),
         setting_(setting),
-        memory_(kGuidedSlots * 6 * kSectionWords),
+        memory_(kGuidedSlots * 7 * kSectionWords),
         exchange_{memory_.data(), make_layout(setting), kVocab},
         worker_(exchange_, kMaxInFlight + 2, setting.threads, make_budget(setting.budget_ns),
                 setting.forced ? forced_text() : nullptr, setting.forced && !setting.masked) {}
@@ -197,10 +197,10 @@ class GuidedCase {
       for (int s = 0; s < kGuidedSlots; ++s) {
         plan[s] = slots_[s] != nullptr && !slots_[s]->over.load() ? slots_[s].get() : nullptr;
         if (plan[s] == nullptr) continue;
-        batch.push_back({s, plan[s]->epoch, plan[s]->start, &plan[s]->matcher});
+        batch.push_back({s, plan[s]->epoch, plan[s]->start, &plan[s]->matcher, false});
         last_published_[s] = replay;
       }
-      WANT(worker_.publish(replay, batch));
+      WANT(worker_.publish(replay, replay - 1, batch));
       published_.store(replay);
       while (finished_.load() + kMaxInFlight < replay) std::this_thread::yield();
       while (retired < finished_.load()) worker_.retire(++retired);
@@ -219,7 +219,7 @@ class GuidedCase {
   static ExchangeLayout make_layout(const GuidedSetting& setting) {
     ExchangeLayout layout{};
     layout.slots = kGuidedSlots;
-    layout.stride = 5 * kSectionWords;
+    layout.stride = 6 * kSectionWords;
     layout.rows = setting.drafts + 1;
     layout.words = (kVocab + 31) / 32;
     layout.mode = setting.mode();
@@ -232,6 +232,7 @@ class GuidedCase {
     layout.drafted = 2 * kSectionWords;
     layout.candidate_ids = 3 * kSectionWords;
     layout.answer = 4 * kSectionWords;
+    layout.sampled = 5 * kSectionWords;
     layout.masks = kGuidedSlots * layout.stride;
     return layout;
   }
