@@ -760,10 +760,20 @@ void bind_automaton(nb::module_& guide) {
       .def_prop_ro("num_states",
                    [](const AutomatonGrammar& grammar) { return grammar.automaton().num_states(); })
       .def_prop_ro("nbytes",
-                   [](const AutomatonGrammar& grammar) { return grammar.automaton().nbytes(); });
+                   [](const AutomatonGrammar& grammar) { return grammar.automaton().nbytes(); })
+      .def("serialize", [](const AutomatonGrammar& grammar) {
+        const std::string data = grammar.automaton().serialize();
+        return nb::bytes(data.data(), data.size());
+      });
   nb::class_<AutomatonMatcher, NativeMatcher>(guide, "AutomatonMatcher")
       .def(nb::init<std::shared_ptr<const AutomatonGrammar>, std::vector<int32_t>>(),
-           nb::arg("grammar"), nb::arg("stop_ids"), Release());
+           nb::arg("grammar"), nb::arg("stop_ids"), Release())
+      .def_prop_ro("grammar",
+                   [](const AutomatonMatcher& matcher) {
+                     // Python has no const objects; the class offers no method that changes one.
+                     return std::const_pointer_cast<AutomatonGrammar>(matcher.grammar());
+                   })
+      .def_prop_ro("state", &AutomatonMatcher::state);
 }
 
 }  // namespace graft::guide

@@ -179,6 +179,10 @@ class AutomatonMatcher final : public NativeMatcher {
     return terminated_ ? Answer::kYes : Answer::kNo;
   }
 
+  const std::shared_ptr<const AutomatonGrammar>& grammar() const { return grammar_; }
+  // State of the automaton after the accepted tokens. A stop token does not change it.
+  int16_t state() const { return path_.back(); }
+
  private:
   bool is_stop(int32_t token) const noexcept;
 

@@ -1,0 +1,348 @@
+"""Automata on the device: mask rows of regular grammars without host work.
+
+A request whose grammar has an automaton can be *promoted*: kernels advance its state by drafts and
+committed tokens, fill its mask rows and stamp them, exactly as the grammar worker would. The worker
+is not told of the request. Requests without a grammar are always promoted, because their rows only
+need stamps.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from graft.cudagraph.cstruct import read_numbers, read_struct
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.lanes import Lane
+from graft.cudagraph.memory import DeviceArray
+from graft.grammar.matcher import Matcher
+from graft.grammar.vocabulary import Vocabulary
+from graft.native import _native
+from graft.sampling.exchange import Exchange
+from graft.sampling.sampler import Sampler
+from graft.sampling.state import SlotState
+
+__all__ = ["DeviceAutomata", "TABLE_BYTES"]
+
+LOG = logging.getLogger("graft")
+
+KERNELS = Path(__file__).parent / "kernels"
+_HEADER = KERNELS / "automaton.cuh"
+_NUMBERS = read_numbers(_HEADER)
+_MAX_STOPS = _NUMBERS["AUTOMATON_STOPS"]
+#: dtype of ``struct AutomatonSlot`` in kernels/automaton.cuh, which documents its fields.
+AUTOMATON_SLOT = read_struct(_HEADER, "AutomatonSlot")
+_ITEM = read_struct(_HEADER, "FillItem")
+
+#: Memory for the tables of automata, in bytes.
+TABLE_BYTES = 64 << 20
+#: Tables begin at multiples of this number of bytes.
+_ALIGNMENT = 256
+#: Threads of a kernel block on GPUs and on the soft device, and blocks per mask row on GPUs.
+_GPU_BLOCK = 128
+_CPU_BLOCK = 1
+_GPU_PARTS = 64
+
+
+@dataclass
+class _Table:
+    """Table of an automaton in device memory.
+
+    Attributes
+    ----------
+    grammar
+        Native grammar, which identifies the table.
+    offset, nbytes
+        Location in the memory of all tables.
+    users
+        Number of slots whose request uses the table.
+    """
+
+    grammar: Any
+    offset: int
+    nbytes: int
+    users: int = 0
+
+
+class DeviceAutomata:
+    """Promotes requests and adds the kernels of their grammar steps to lanes.
+
+    Parameters
+    ----------
+    state
+        State of all slots. The kernels run on its device.
+    exchange
+        Records and mask rows of the same number of slots.
+    sampler
+        Sampler of the rounds, for the results of verification.
+    replay
+        int32 [1], number of the replay.
+    vocabulary
+        Vocabulary of the grammars.
+    table_bytes
+        Memory for the tables of automata, in bytes. If a new table does not fit, the least recently
+        used tables without a request are evicted. A request whose table does not fit is not
+        promoted.
+    block, parts
+        Threads per block, 1 or a multiple of 32, and blocks per mask row. Default: by device.
+        Results do not depend on them.
+
+    Attributes
+    ----------
+    slots : DeviceArray
+        uint8 [S, AUTOMATON_SLOT.itemsize]; the type of the kernels' argument is ``AutomatonSlot*``.
+    """
+
+    def __init__(
+        self,
+        state: SlotState,
+        exchange: Exchange,
+        sampler: Sampler,
+        replay: DeviceArray,
+        vocabulary: Vocabulary,
+        *,
+        table_bytes: int = TABLE_BYTES,
+        block: int | None = None,
+        parts: int | None = None,
+    ):
+        device = state.device
+        on_gpu = device.runs_gpu_code
+        self._device = device
+        self._state = state
+        self._exchange = exchange
+        self._sampler = sampler
+        self._replay = replay
+        self._block = block or (_GPU_BLOCK if on_gpu else _CPU_BLOCK)
+        self._parts = parts or (_GPU_PARTS if on_gpu else 1)
+        self.slots = device.zeros((state.slots, AUTOMATON_SLOT.itemsize), "uint8")
+        self._memory = device.zeros((table_bytes,), "uint8")
+        self._upload_tokens(vocabulary)
+        max_rows = sampler.max_batch * (exchange.drafts + 1)
+        self._items = device.zeros((max_rows, _ITEM.itemsize), "uint8")
+        self._kernels = device.load(KERNELS / "automaton.cu", {"BLOCK": str(self._block)})
+        # By native grammar, least recently used first.
+        self._tables: dict[Any, _Table] = {}
+        self._slot_tables: dict[int, _Table] = {}
+
+    def _upload_tokens(self, vocabulary: Vocabulary) -> None:
+        lengths = np.array([len(token) for token in vocabulary.tokens], np.int32)
+        offsets = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)])
+        text = np.frombuffer(b"".join(vocabulary.tokens) or b"\0", np.uint8)
+        self._offsets = self._device.from_host(offsets)
+        self._bytes = self._device.from_host(text)
+        self._num_tokens = len(lengths)
+
+    # Requests -----------------------------------------------------------------------------------
+
+    def join(self, lane: Lane, slot: int, epoch: int, matcher: Matcher | None) -> bool:
+        """Assign a slot to a request and promote the request if possible.
+
+        Parameters
+        ----------
+        lane
+            Lane of the rounds.
+        slot
+            Index of the slot. `release` must have been called for its previous request.
+        epoch
+            Number of the slot assignment.
+        matcher
+            Matcher after the request's last known token; None without a grammar.
+
+        Returns
+        -------
+        bool
+            Whether the request is promoted. If not, the grammar worker must serve the request.
+        """
+        record = np.zeros((), AUTOMATON_SLOT)
+        record["epoch"] = epoch
+        if matcher is None:
+            record["kind"] = _NUMBERS["AUTOMATON_FREE"]
+        elif _can_promote(matcher):
+            table = self._acquire(lane, matcher.native.grammar)
+            if table is not None:
+                self._slot_tables[slot] = table
+                record["kind"] = _NUMBERS["AUTOMATON_BOUND"]
+                record["table"] = table.offset
+                record["num_stop_ids"] = len(matcher.stop_ids)
+                record["stop_ids"][: len(matcher.stop_ids)] = matcher.stop_ids
+                record["state"][0] = matcher.native.state
+        lane.kernel(
+            self._kernels["automaton_join"],
+            1,
+            1,
+            [self.slots, slot, self._replay, record[()]],
+            name=f"join automaton of slot {slot}",
+        )
+        return bool(record["kind"] != _NUMBERS["AUTOMATON_NONE"])
+
+    def release(self, slot: int) -> None:
+        """Release the table of a slot's request. No replay that uses the slot may be in flight."""
+        table = self._slot_tables.pop(slot, None)
+        if table is not None:
+            table.users -= 1
+
+    def _acquire(self, lane: Lane, grammar: Any) -> _Table | None:
+        """Return the table of a grammar for one more slot; None if it does not fit."""
+        table = self._tables.pop(grammar, None)
+        if table is None:
+            data = table_data(grammar.serialize())
+            offset = self._allocate(len(data))
+            if offset is None:
+                LOG.warning("no memory for an automaton of %d bytes on the device", len(data))
+                return None
+            staged = self._device.pinned((len(data),), "uint8")
+            staged.array[:] = data
+            lane.copy(self._memory[offset : offset + len(data)], staged, name="automaton")
+            table = _Table(grammar, offset, len(data))
+        self._tables[grammar] = table
+        table.users += 1
+        return table
+
+    def _allocate(self, nbytes: int) -> int | None:
+        """Return the offset of free memory; None if too much memory is in use."""
+        while (offset := self._find_gap(nbytes)) is None:
+            unused = next((t for t in self._tables.values() if not t.users), None)
+            if unused is None:
+                return None
+            del self._tables[unused.grammar]
+        return offset
+
+    def _find_gap(self, nbytes: int) -> int | None:
+        """Return the lowest offset at which `nbytes` bytes are free; None if there is none."""
+        start = 0
+        for table in sorted(self._tables.values(), key=lambda table: table.offset):
+            if start + nbytes <= table.offset:
+                return start
+            start = -(-(table.offset + table.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        return start if start + nbytes <= self._memory.nbytes else None
+
+    # Grammar steps ------------------------------------------------------------------------------
+
+    def add_open(
+        self,
+        lane: Lane,
+        row_slot: DeviceArray,
+        num_rows: int,
+        *,
+        copied: bool,
+    ) -> None:
+        """Add the kernels that fill the missing rows of the drafts to be verified.
+
+        Parameters
+        ----------
+        lane
+            Lane, ordered after the kernel that writes `row_slot`.
+        row_slot
+            int32 [B], slot of each batch row; -1: padding.
+        num_rows
+            Number of mask rows that the round can need.
+        copied
+            Whether the host's mask rows have been copied to the device before.
+        """
+        args = [num_rows, int(copied)]
+        self._advance(lane, "open", row_slot, num_rows, args)
+
+    def add_commit(self, lane: Lane, row_slot: DeviceArray, *, fill: bool) -> None:
+        """Add the kernels that advance states by the committed tokens.
+
+        Parameters
+        ----------
+        lane
+            Lane, ordered after verification.
+        row_slot
+            int32 [B], slot of each batch row; -1: padding.
+        fill
+            Whether to fill mask row 0.
+        """
+        self._advance(lane, "commit", row_slot, 1, [int(fill), *self._results], fills=fill)
+
+    def add_draft(self, lane: Lane, row_slot: DeviceArray, j: int) -> None:
+        """Add the kernels that advance states by draft `j` of a chain and fill mask row `j`."""
+        self._advance(lane, "draft", row_slot, 1, [j, *self._results])
+
+    @property
+    def _results(self) -> tuple[object, ...]:
+        return self._sampler.rows, self._sampler.row_words
+
+    @property
+    def _tables_args(self) -> tuple[object, ...]:
+        return self._memory, self._offsets, self._bytes, self._num_tokens
+
+    def _advance(
+        self,
+        lane: Lane,
+        step: str,
+        row_slot: DeviceArray,
+        num_rows: int,
+        args: list[object],
+        *,
+        fills: bool = True,
+    ) -> None:
+        """Add the kernel of a step and, if it fills rows, `num_rows` rows per batch row."""
+        batch = row_slot.shape[0]
+        exchange = self._exchange
+        common = [
+            row_slot,
+            batch,
+            self._state.array,
+            self.slots,
+            exchange.memory,
+            exchange.layout,
+            *self._tables_args,
+            self._replay,
+            self._items,
+        ]
+        lane.kernel(
+            self._kernels[f"automaton_{step}"],
+            1,
+            self._block,
+            [*common, *args],
+            name=f"{step}: automaton states",
+        )
+        if not fills:
+            return
+        lane.kernel(
+            self._kernels["automaton_fill"],
+            (batch * num_rows, self._parts, 1),
+            self._block,
+            [
+                self._items,
+                self.slots,
+                exchange.device_masks,
+                exchange.memory,
+                exchange.layout,
+                *self._tables_args,
+            ],
+            name=f"{step}: automaton rows",
+        )
+
+
+def _can_promote(matcher: Matcher) -> bool:
+    """Return whether the state of a matcher is that of an automaton, and its stop ids fit."""
+    if not isinstance(matcher.native, _native.guide.AutomatonMatcher):
+        return False
+    return len(matcher.stop_ids) <= _MAX_STOPS and not matcher.is_terminated()
+
+
+def table_data(serialized: bytes) -> NDArray[np.uint8]:
+    """Convert a serialized automaton to the device's table, see ``struct AutomatonTable``.
+
+    Raises
+    ------
+    OptionError
+        The data has the wrong size.
+    """
+    states, classes = np.frombuffer(serialized, np.int32, 2).tolist()
+    byte_class, accepting, following = np.split(
+        np.frombuffer(serialized, np.uint8, offset=8), [256, 256 + states]
+    )
+    if following.nbytes != 2 * states * classes:
+        raise OptionError(f"automaton: {len(serialized)} bytes do not fit {states} states")
+    rows = np.full(states, -1, np.int32).view(np.uint8)
+    header = np.array([states, classes], np.int32).view(np.uint8)
+    return np.concatenate([header, byte_class, rows, following, accepting])

@@ -1,0 +1,253 @@
+// Grammar steps of requests whose grammar is an automaton on the device. A step is a kernel of one
+// block that advances states, one thread per batch row, followed by `automaton_fill`, which fills
+// the mask rows that the step needs.
+//
+// BLOCK, the number of threads per block, is set when the kernels are compiled: large on a GPU, 1
+// on the soft device, where a barrier costs more than the work that it separates. Results do not
+// depend on it.
+#include "automaton.cuh"
+
+#ifdef __SOFTCUDA__
+#pragma softcuda quick
+#endif
+
+#ifndef BLOCK
+#define BLOCK 128
+#endif
+
+constexpr int LANES = BLOCK < 32 ? BLOCK : 32;  // threads per mask word
+static_assert(BLOCK == 1 || BLOCK % 32 == 0, "BLOCK is 1 or a multiple of 32");
+
+__device__ __forceinline__ void block_sync() {
+  if (BLOCK > 1) __syncthreads();
+}
+
+// Arguments that the kernels that advance states have in common.
+struct Advance {
+  const int* row_slot;
+  const Slot* slots;
+  AutomatonSlot* states;
+  int* exchange;
+  const ExchangeLayout& layout;
+  Tables tables;
+  int replay;
+  FillItem* items;
+};
+
+// Assigns a slot to a request. `applied` is the number of the last replay, because commits of
+// earlier replays belong to the slot's previous request.
+extern "C" __global__ void automaton_join(AutomatonSlot* states, int slot, const int* replay,
+                                          const AutomatonSlot request) {
+  states[slot] = request;
+  states[slot].applied = *replay;
+}
+
+// Advances state[0] by committed tokens, and invalidates all rows of the slot.
+__device__ inline void commit(const Advance& a, int index, const int* ids, int count, int replay) {
+  AutomatonSlot& own = a.states[index];
+  const Automaton automaton(a.tables, own.table);
+  int state = own.state[0];
+  for (int i = 0; i < count; ++i) {
+    const int token = ids[i];
+    if (state < 0) {
+      state = NODE_ERROR;
+    } else if (is_ending(own, token)) {
+      state = automaton.accepting[state] != 0 ? NODE_ENDED : NODE_ERROR;
+    } else {
+      state = automaton.walk(state, token);
+      if (state < 0) state = NODE_ERROR;
+    }
+  }
+  own.state[0] = state;
+  own.applied = replay;
+  for (int j = 0; j < a.layout.rows; ++j) {
+    own.filled[j] = 0;
+    write_stamp(a.exchange, a.layout, index, j, ROW_NOT_READY, own.epoch, 0, 0);
+  }
+}
+
+// Sets the state of draft j from the state of its parent. Ids that end the text have no text of
+// their own, so no row follows them.
+__device__ __forceinline__ void enter(const Advance& a, const Slot& slot, AutomatonSlot& own,
+                                      int j) {
+  const int before = own.state[slot.parent[j - 1]];
+  const Automaton automaton(a.tables, own.table);
+  own.state[j] = before < 0 ? NODE_ILLEGAL : automaton.walk(before, slot.drafts[j - 1]);
+}
+
+// Describes the work for row j, and marks the row as filled.
+__device__ __forceinline__ void request_row(const Slot& slot, AutomatonSlot& own, int index, int j,
+                                            FillItem* item) {
+  const int state = own.state[j];
+  if (state == NODE_ILLEGAL) return;
+  item->action = state >= 0 ? FILL_ROW : FILL_STAMP;
+  item->stamp = state == NODE_ERROR ? ROW_ERROR : ROW_DEAD_END;
+  item->table = own.table;
+  item->slot = index;
+  item->j = j;
+  item->state = state;
+  item->position = slot.n + depth_of(slot, j);
+  own.filled[j] = 1;
+}
+
+// Returns the grammar state of a batch row's slot; null if there is none on the device.
+__device__ __forceinline__ AutomatonSlot* state_of(const Advance& a, int b) {
+  const int index = a.row_slot[b];
+  if (index < 0 || !a.slots[index].active) return nullptr;
+  AutomatonSlot* own = a.states + index;
+  return own->kind != AUTOMATON_NONE && own->epoch == a.slots[index].epoch ? own : nullptr;
+}
+
+// Open step: requests the rows of the last token and of all drafts that are missing. With `copied`,
+// the host's mask rows have been copied over those of all slots, so that every row is missing.
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+    automaton_open(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
+                   int* exchange, const ExchangeLayout layout, unsigned char* memory,
+                   const int* offsets, const unsigned char* bytes, int num_tokens,
+                   const int* replay, FillItem* items, int num_rows, int copied) {
+  const Advance a = {row_slot, slots,  states,
+                     exchange, layout, {memory, offsets, bytes, num_tokens},
+                     *replay,  items};
+  for (int b = static_cast<int>(threadIdx.x); b < batch; b += BLOCK) {
+    FillItem* own_items = items + static_cast<long long>(b) * num_rows;
+    for (int j = 0; j < num_rows; ++j) own_items[j].action = FILL_NOTHING;
+    AutomatonSlot* own = state_of(a, b);
+    if (own == nullptr) continue;
+    const int index = a.row_slot[b];
+    const Slot& slot = a.slots[index];
+    if (own->kind == AUTOMATON_FREE) {
+      if (own->filled[0]) continue;
+      for (int j = 0; j < a.layout.rows; ++j) {
+        write_stamp(a.exchange, a.layout, index, j, ROW_FREE, own->epoch, 0, 1);
+      }
+      own->filled[0] = 1;
+      continue;
+    }
+    const Committed* committed = reinterpret_cast<const Committed*>(
+        record_of(a.exchange, a.layout, index, a.layout.committed));
+    if (committed->replay - own->applied > 0) {
+      const int* ids = reinterpret_cast<const int*>(committed + 1);
+      if (committed->count > 0) commit(a, index, ids, committed->count, committed->replay);
+    }
+    const bool kept = !copied && own->drafted == a.replay - 1;
+    for (int j = 0; j < num_rows && j <= slot.draft_len; ++j) {
+      if (kept && own->filled[j]) continue;
+      if (j > 0) enter(a, slot, *own, j);
+      request_row(slot, *own, index, j, own_items + j);
+    }
+  }
+}
+
+// Commit step: advances the states by the tokens that verification has committed, and requests row
+// 0 if `fill` is not 0.
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+    automaton_commit(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
+                     int* exchange, const ExchangeLayout layout, unsigned char* memory,
+                     const int* offsets, const unsigned char* bytes, int num_tokens,
+                     const int* replay, FillItem* items, int fill, const RoundRow* rows,
+                     int row_words) {
+  const Advance a = {row_slot, slots,  states,
+                     exchange, layout, {memory, offsets, bytes, num_tokens},
+                     *replay,  items};
+  for (int b = static_cast<int>(threadIdx.x); b < batch; b += BLOCK) {
+    FillItem* item = a.items + b;
+    item->action = FILL_NOTHING;
+    AutomatonSlot* own = state_of(a, b);
+    const RoundRow* row = round_row(rows, row_words, b);
+    if (own == nullptr || own->kind != AUTOMATON_BOUND || row->count <= 0) continue;
+    const int index = a.row_slot[b];
+    commit(a, index, reinterpret_cast<const int*>(row + 1), row->count, a.replay);
+    own->drafted = a.replay;
+    if (fill) request_row(a.slots[index], *own, index, 0, item);
+  }
+}
+
+// Draft step: advances the states by draft j of a chain, and requests row j.
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+    automaton_draft(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
+                    int* exchange, const ExchangeLayout layout, unsigned char* memory,
+                    const int* offsets, const unsigned char* bytes, int num_tokens,
+                    const int* replay, FillItem* items, int j, const RoundRow* rows,
+                    int row_words) {
+  const Advance a = {row_slot, slots,  states,
+                     exchange, layout, {memory, offsets, bytes, num_tokens},
+                     *replay,  items};
+  for (int b = static_cast<int>(threadIdx.x); b < batch; b += BLOCK) {
+    FillItem* item = a.items + b;
+    item->action = FILL_NOTHING;
+    AutomatonSlot* own = state_of(a, b);
+    const RoundRow* row = round_row(rows, row_words, b);
+    if (own == nullptr || own->kind != AUTOMATON_BOUND || row->count <= 0) continue;
+    const int index = a.row_slot[b];
+    const Slot& slot = a.slots[index];
+    if (slot.draft_len < j || !own->filled[j - 1]) continue;
+    enter(a, slot, *own, j);
+    request_row(slot, *own, index, j, item);
+  }
+}
+
+// Returns the mask word of 32 tokens in a state. All threads of a warp must call this function
+// with the same arguments.
+__device__ __forceinline__ unsigned int legal_word(const Automaton& automaton, int state, int w) {
+  unsigned int word = 0;
+  if (LANES == 1) {
+    for (int i = 0; i < 32; ++i) {
+      word |= static_cast<unsigned int>(automaton.walk(state, w * 32 + i) >= 0) << i;
+    }
+  } else {
+    const int token = w * 32 + static_cast<int>(threadIdx.x) % LANES;
+    word = __ballot_sync(FULL_WARP, automaton.walk(state, token) >= 0);
+  }
+  return word;
+}
+
+// Fills the mask rows of the items that the previous kernel has written, and stamps them. Block
+// (i, p) processes part p of item i. The last block of an item writes the stamp.
+extern "C" __global__ void __launch_bounds__(BLOCK, 1)
+    automaton_fill(FillItem* items, const AutomatonSlot* states, int* masks, int* exchange,
+                   const ExchangeLayout layout, unsigned char* memory, const int* offsets,
+                   const unsigned char* bytes, int num_tokens) {
+  const Tables tables = {memory, offsets, bytes, num_tokens};
+  __shared__ int any;
+  FillItem& item = items[blockIdx.x];
+  const bool leader = threadIdx.x == 0;
+  if (item.action == FILL_NOTHING) return;
+  const AutomatonSlot& own = states[item.slot];
+  if (item.action == FILL_STAMP) {
+    if (leader && blockIdx.y == 0) {
+      write_stamp(exchange, layout, item.slot, item.j, item.stamp, own.epoch, item.position, 0);
+    }
+    return;
+  }
+  const Automaton automaton(tables, item.table);
+  unsigned int* row = const_cast<unsigned int*>(mask_of(masks, layout, item.slot, item.j));
+  const int parts = static_cast<int>(gridDim.y);
+  const int words = (layout.words + parts - 1) / parts;
+  const int begin = static_cast<int>(blockIdx.y) * words;
+  const int end = begin + words < layout.words ? begin + words : layout.words;
+  if (leader) any = 0;
+  block_sync();
+  unsigned int seen = 0;
+  for (int w = begin + static_cast<int>(threadIdx.x) / LANES; w < end; w += BLOCK / LANES) {
+    const unsigned int word = legal_word(automaton, item.state, w);
+    if (threadIdx.x % LANES == 0) row[w] = word;
+    seen |= word;
+  }
+  if (seen != 0) any = 1;
+  block_sync();
+  if (!leader) return;
+  if (automaton.accepting[item.state] != 0) {
+    for (int i = 0; i < own.num_stop_ids; ++i) {
+      const int w = own.stop_ids[i] >> 5;
+      if (w < begin || w >= end) continue;
+      row[w] |= 1u << (own.stop_ids[i] & 31);
+      any = 1;
+    }
+  }
+  if (any) atomicOr(&item.any, 1);
+  __threadfence();
+  if (atomicInc(&item.arrived, parts - 1) != static_cast<unsigned int>(parts - 1)) return;
+  __threadfence();
+  const int state = atomicExch(&item.any, 0) != 0 ? ROW_READY : ROW_DEAD_END;
+  write_stamp(exchange, layout, item.slot, item.j, state, own.epoch, item.position, 0);
+}

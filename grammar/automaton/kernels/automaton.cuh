@@ -1,0 +1,115 @@
+// Automata of regular grammars in device memory, and the states of the requests that use them.
+//
+// The device does the work of the grammar worker (native/guide/worker.h) for these requests. It
+// advances the states by committed tokens and drafts, fills mask rows and stamps them. Rows, stamps
+// and their order are those of the worker, so the kernels that read them do not depend on who wrote
+// them.
+#pragma once
+
+#include "sampling/kernels/slot.cuh"
+
+// AutomatonSlot.kind
+#define AUTOMATON_NONE 0   // the grammar worker writes the stamps of the slot
+#define AUTOMATON_FREE 1   // the request has no grammar
+#define AUTOMATON_BOUND 2  // the request's grammar has an automaton on the device
+
+// AutomatonSlot.state: a state of the automaton, or one of these values.
+#define NODE_ILLEGAL -1  // the draft is illegal, or no token may follow it
+#define NODE_ENDED -2    // row 0 only: the text is complete
+#define NODE_ERROR -3    // row 0 only: verification committed an illegal token
+
+// FillItem.action
+#define FILL_NOTHING 0
+#define FILL_STAMP 1  // only write the stamp
+#define FILL_ROW 2    // write the mask row and the stamp
+
+#define AUTOMATON_STOPS 64
+#define AUTOMATON_NODES 65  // MAX_DRAFTS + 1
+
+// Header of an automaton's table. Arrays follow it without gaps: the class of each byte, uint8
+// [256]; the row of the row cache of each state, int32 [states], -1: none; the next state or -1,
+// int16 [states][classes]; whether the state is accepting, uint8 [states].
+struct AutomatonTable {
+  int states;
+  int classes;
+};
+
+// Grammar state of a request slot. Python reads this struct by field name (device.py); a join
+// passes it by value.
+struct AutomatonSlot {
+  long long table;  // offset of an AutomatonTable in the memory of all tables
+  int kind;         // AUTOMATON_*
+  int epoch;        // epoch of the request, see Slot
+  int applied;      // last replay whose commit was applied to state[0]
+  int drafted;      // replay that has filled the rows in `filled` while it drafted
+  int num_stop_ids;
+  int stop_ids[AUTOMATON_STOPS];  // ids that end the text in an accepting state
+  int state[AUTOMATON_NODES];     // state of each node of the draft tree
+  int filled[AUTOMATON_NODES];    // whether the row of the node is filled
+};
+
+// Work for one mask row, from the kernels that advance states to `automaton_fill`. The blocks that
+// share a row set `any` to 1 if a token is legal.
+struct FillItem {
+  long long table;  // as in AutomatonSlot
+  int action;       // FILL_*
+  int slot;
+  int j;         // number of the mask row
+  int state;     // state of the automaton
+  int stamp;     // ROW_* to stamp with FILL_STAMP
+  int position;  // position of the token before the masked one
+  int any;
+  unsigned int arrived;
+};
+
+// Tables of all automata, and the bytes of the tokens of the vocabulary: token i has bytes
+// offsets[i] to offsets[i + 1]. Ids from `num_tokens` have no text.
+struct Tables {
+  unsigned char* memory;
+  const int* offsets;
+  const unsigned char* bytes;
+  int num_tokens;
+};
+
+struct Automaton {
+  Tables tables;
+  const unsigned char* byte_class;
+  int* rows;
+  const short* next;
+  const unsigned char* accepting;
+  int classes;
+
+  __device__ __forceinline__ Automaton(const Tables& all, long long offset) : tables(all) {
+    unsigned char* memory = all.memory + offset;
+    const AutomatonTable* table = reinterpret_cast<const AutomatonTable*>(memory);
+    const long long states = table->states;
+    classes = table->classes;
+    byte_class = memory + sizeof(AutomatonTable);
+    rows = reinterpret_cast<int*>(memory + sizeof(AutomatonTable) + 256);
+    next = reinterpret_cast<const short*>(rows + states);
+    accepting = reinterpret_cast<const unsigned char*>(next + states * classes);
+  }
+
+  // Returns the state after the text of a token, or NODE_ILLEGAL.
+  __device__ __forceinline__ int walk(int state, int token) const {
+    if (token < 0 || token >= tables.num_tokens) return NODE_ILLEGAL;
+    const int end = tables.offsets[token + 1];
+    int i = tables.offsets[token];
+    if (i == end) return NODE_ILLEGAL;
+    for (; i < end && state >= 0; ++i) state = next[state * classes + byte_class[tables.bytes[i]]];
+    return state;
+  }
+};
+
+__device__ __forceinline__ bool is_ending(const AutomatonSlot& slot, int token) {
+  bool found = false;
+  for (int i = 0; i < slot.num_stop_ids; ++i) found = found || slot.stop_ids[i] == token;
+  return found;
+}
+
+// Writes a stamp as Worker::stamp does.
+__device__ __forceinline__ void write_stamp(int* exchange, const ExchangeLayout& x, int slot, int j,
+                                            int state, int epoch, int position, int detail) {
+  RowStamp* stamp = reinterpret_cast<RowStamp*>(record_of(exchange, x, slot, x.stamps)) + j;
+  *stamp = {state, epoch, position, detail};
+}

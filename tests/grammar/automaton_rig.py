@@ -1,0 +1,116 @@
+"""Runs the kernels of `DeviceAutomata` without an engine, and reads the rows that they write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.lanes import StreamLane
+from graft.grammar import Matcher, Vocabulary
+from graft.grammar.automaton.device import DeviceAutomata
+from graft.sampling.exchange import NUMBERS, Exchange
+from graft.sampling.mode import DraftMode
+from graft.sampling.params import SamplingParams
+from graft.sampling.sampler import ROUND_ROW, Sampler
+from graft.sampling.state import SlotRequest, SlotState
+
+READY = NUMBERS["ROW_READY"]
+NOT_READY = NUMBERS["ROW_NOT_READY"]
+LIMIT = 1 << 20
+
+
+class AutomatonRig:
+    """Slots, exchanged records and automata on a device; batch row b has slot b.
+
+    Parameters
+    ----------
+    device, stream
+        Device, and stream of the kernels.
+    vocabulary
+        Vocabulary of the grammars.
+    slots
+        Number of slots and batch rows.
+    mode
+        Draft mode.
+    options
+        Options of `DeviceAutomata`.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        stream: Stream,
+        vocabulary: Vocabulary,
+        slots: int,
+        mode: DraftMode,
+        **options: Any,
+    ):
+        self.stream = stream
+        self.lane = StreamLane(stream)
+        self.exchange = Exchange(device, slots, vocabulary.size, mode)
+        self.state = SlotState(device, slots, vocabulary.size)
+        self.replay = device.zeros((1,), "int32")
+        self.sampler = Sampler(
+            self.state, self.exchange, self.replay, token_limit=vocabulary.size, max_batch=slots
+        )
+        self.row_slot = device.from_host(np.arange(slots, dtype=np.int32))
+        self.automata = DeviceAutomata(
+            self.state, self.exchange, self.sampler, self.replay, vocabulary, **options
+        )
+
+    def join(self, slot: int, epoch: int, matcher: Matcher | None, position: int = 10) -> bool:
+        """Assign a slot to a request whose last token has the given position."""
+        request = SlotRequest(
+            params=SamplingParams(), position=position, last=0, epoch=epoch, limit=LIMIT
+        )
+        self.state.join(self.lane, slot, request)
+        self.automata.release(slot)
+        return self.automata.join(self.lane, slot, epoch, matcher)
+
+    def begin(self) -> int:
+        """Begin the next replay and return its number."""
+        self.stream.synchronize()
+        number = int(self.replay.to_host()[0]) + 1
+        self.replay.copy_from(np.array([number], np.int32))
+        return number
+
+    def write_drafts(self, slot: int, ids: list[int], parents: list[int]) -> None:
+        """Make a tree of drafts the drafts of a slot."""
+        self.stream.synchronize()
+        slots = self.state.to_host().copy()
+        record = slots[slot]
+        record["draft_len"] = len(ids)
+        paths = [0]
+        for j, (token, parent) in enumerate(zip(ids, parents, strict=True), 1):
+            record["drafts"][j - 1] = token
+            record["parent"][j - 1] = parent
+            paths.append(paths[parent] | 1 << (j - 1))
+            record["path"][j - 1] = paths[j]
+        self.state.copy_from(slots)
+
+    def write_commit(self, slot: int, ids: list[int]) -> None:
+        """Write what verification writes for a slot: its result, its record and its position."""
+        self.stream.synchronize()
+        slots = self.state.to_host().copy()
+        slots[slot]["n"] += len(ids)
+        if ids:
+            slots[slot]["draft_len"] = 0
+        self.state.copy_from(slots)
+        replay = int(self.replay.to_host()[0])
+        committed = self.exchange.committed[slot]
+        committed[:2] = replay, len(ids)
+        committed[2 : 2 + len(ids)] = ids
+        rows = self.sampler.rows.to_host().copy()
+        header = rows[slot][: ROUND_ROW.itemsize // 4].view(ROUND_ROW)
+        header["slot"] = slot
+        header["count"] = len(ids)
+        first = ROUND_ROW.itemsize // 4
+        rows[slot][first : first + len(ids)] = ids
+        self.sampler.rows.copy_from(rows)
+
+    def rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the mask rows, int32 [rows, slots, words], and the stamps [slots, rows]."""
+        self.stream.synchronize()
+        return self.exchange.device_masks.to_host(), self.exchange.stamps.copy()

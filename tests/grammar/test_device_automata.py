@@ -1,0 +1,250 @@
+"""Automata on the device: their mask rows and stamps are those of the host's matchers."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import numpy as np
+import pytest
+from automaton_rig import NOT_READY, READY, AutomatonRig
+from test_automata import (
+    BACKEND,
+    FIRST_BYTE,
+    STOP,
+    VOCABULARY,
+    llguidance_matcher,
+    table_of,
+    visiting_texts,
+)
+
+from graft.grammar import GrammarSpec
+from graft.sampling.mode import DraftMode
+
+SLOTS = 16
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "kind": {"enum": ["alpha", "beta", "al"]},
+        "size": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["name", "kind", "size", "tags"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "regex": GrammarSpec.regex("[0-9]{3}-(foo|bar)+"),
+    "unicode": GrammarSpec.regex("[à-ü]+|\U0001f600"),
+    "choice": GrammarSpec.choice(["alpha", "alphabet", "beta", '{"a": 1}']),
+    "schema": GrammarSpec.json_schema(SCHEMA),
+}
+
+
+@pytest.fixture(params=[(1, 1), (64, 3)], ids=["block1", "block64"])
+def shape(request):
+    """Threads per block and blocks per row: as on the soft device, or several."""
+    block, parts = request.param
+    return {"block": block, "parts": parts}
+
+
+@functools.cache
+def compiled(spec):
+    return BACKEND.compile(spec)
+
+
+def byte_tokens(text):
+    return [FIRST_BYTE + byte for byte in text]
+
+
+def oracle(spec, tokens):
+    """Return LLGuidance's mask row after some tokens; None if a token is illegal or the last."""
+    matcher = llguidance_matcher(compiled(spec))
+    for token in tokens:
+        if not matcher.accept(token):
+            return None
+    if matcher.is_terminated():
+        return None
+    row = np.zeros(VOCABULARY.words, np.int32)
+    assert matcher.fill(row)
+    return row
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_device_automaton_has_rows_of_llguidance_in_every_state(device, stream, shape, kind):
+    spec = GRAMMARS[kind]
+    grammar = compiled(spec)
+    texts = visiting_texts(table_of(spec), 160)
+    rig = AutomatonRig(device, stream, VOCABULARY, SLOTS, DraftMode(drafts=0), **shape)
+    for epoch, first in enumerate(range(0, len(texts), SLOTS), 1):
+        part = texts[first : first + SLOTS]
+        for slot, text in enumerate(part):
+            matcher = grammar.matcher(tokens=byte_tokens(text))
+            assert rig.join(slot, epoch, matcher, position=len(text))
+        rig.begin()
+        rig.automata.add_open(rig.lane, rig.row_slot, 1, copied=True)
+        masks, stamps = rig.rows()
+        for slot, text in enumerate(part):
+            expected = oracle(spec, byte_tokens(text))
+            np.testing.assert_array_equal(masks[0, slot], expected, repr(text))
+            assert stamps[slot, 0].tolist() == (READY, epoch, len(text), 0)
+
+
+def legal_tokens(row):
+    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+
+
+def random_tree(generator, spec, history, count, is_chain):
+    """Return drafts, mostly legal, and their parents."""
+    ids = []
+    parents = []
+    for j in range(1, count + 1):
+        parent = j - 1 if is_chain else generator.randrange(j)
+        row = oracle(spec, history + path_tokens(ids, parents, parent))
+        choices = [5, STOP]
+        if row is not None and generator.random() < 0.9:
+            choices = legal_tokens(row)
+        ids.append(generator.choice(choices or [STOP]))
+        parents.append(parent)
+    return ids, parents
+
+
+def path_tokens(ids, parents, j):
+    """Return the drafts on the path from the last token to draft `j`."""
+    tokens = []
+    while j > 0:
+        tokens.append(ids[j - 1])
+        j = parents[j - 1]
+    return tokens[::-1]
+
+
+def check_row(masks, stamps, slot, j, spec, tokens, position, epoch=1):
+    """Compare a row with the oracle; a row without legal prefix must not be ready."""
+    expected = oracle(spec, tokens)
+    if expected is None:
+        assert stamps[slot, j]["state"] == NOT_READY
+        return
+    np.testing.assert_array_equal(masks[j, slot], expected, repr(tokens))
+    assert stamps[slot, j].tolist() == (READY, epoch, position, 0)
+
+
+def committed_tokens(generator, spec, history, ids, parents):
+    """Return a path of legal drafts and one more legal token, as verification commits them."""
+    tokens = []
+    node = 0
+    while True:
+        row = oracle(spec, history + tokens)
+        if row is None:
+            return tokens
+        children = [c for c, parent in enumerate(parents, 1) if parent == node]
+        children = [
+            c for c in children if oracle(spec, [*history, *tokens, ids[c - 1]]) is not None
+        ]
+        if not children or generator.random() < 0.3:
+            legal = [token for token in legal_tokens(row) if token != STOP]
+            return [*tokens, generator.choice(legal)] if legal else tokens
+        node = generator.choice(children)
+        tokens.append(ids[node - 1])
+
+
+@pytest.mark.parametrize("is_chain", [True, False], ids=["chain", "tree"])
+def test_device_automaton_follows_commits_and_drafts(device, stream, shape, is_chain):
+    """Rows of random drafts in random rounds, where some requests are left out of rounds."""
+    generator = random.Random(int(is_chain))
+    kinds = [*GRAMMARS] * 2
+    mode = DraftMode.chain(4, "none") if is_chain else DraftMode(drafts=4, levels=4, branch=2)
+    rig = AutomatonRig(device, stream, VOCABULARY, len(kinds), mode, **shape)
+    specs = [GRAMMARS[kind] for kind in kinds]
+    for slot, spec in enumerate(specs):
+        assert rig.join(slot, 1, compiled(spec).matcher())
+    history = [[] for _ in specs]
+    trees = [([], []) for _ in specs]
+    checked = 0
+    for number in range(1, 13):
+        rig.begin()
+        rig.automata.add_open(rig.lane, rig.row_slot, 5, copied=number % 3 == 0)
+        masks, stamps = rig.rows()
+        for slot, spec in enumerate(specs):
+            ids, parents = trees[slot]
+            for j in range(len(ids) + 1):
+                path = path_tokens(ids, parents, j)
+                position = 10 + len(history[slot]) + len(path)
+                check_row(masks, stamps, slot, j, spec, history[slot] + path, position)
+                checked += 1
+            late = generator.random() < 0.2
+            tokens = committed_tokens(generator, spec, history[slot], ids, parents)
+            rig.write_commit(slot, [] if late else tokens)
+            if not late and tokens:
+                history[slot] += tokens
+                trees[slot] = ([], [])
+        if number % 2:  # otherwise the next open step applies the commits
+            rig.automata.add_commit(rig.lane, rig.row_slot, fill=False)
+        for slot, spec in enumerate(specs):
+            if not trees[slot][0]:
+                trees[slot] = random_tree(generator, spec, history[slot], 4, is_chain)
+                rig.write_drafts(slot, *trees[slot])
+    assert checked > 300
+
+
+def test_device_automaton_fills_rows_while_a_chain_is_drafted(device, stream, shape):
+    """Row j is filled after draft j, and the next open step fills only the row that is missing."""
+    generator = random.Random(3)
+    rig = AutomatonRig(device, stream, VOCABULARY, len(GRAMMARS), DraftMode.chain(3), **shape)
+    specs = list(GRAMMARS.values())
+    for slot, spec in enumerate(specs):
+        assert rig.join(slot, 1, compiled(spec).matcher())
+    history = [[] for _ in specs]
+    for _ in range(7):
+        rig.begin()
+        rig.automata.add_open(rig.lane, rig.row_slot, 4, copied=False)
+        for slot, spec in enumerate(specs):
+            tokens = committed_tokens(generator, spec, history[slot], [], [])
+            rig.write_commit(slot, tokens)
+            history[slot] += tokens
+        rig.automata.add_commit(rig.lane, rig.row_slot, fill=True)
+        drafts = [random_tree(generator, spec, history[s], 3, True) for s, spec in enumerate(specs)]
+        for j in (1, 2, 3):
+            for slot, (ids, parents) in enumerate(drafts):
+                rig.write_drafts(slot, ids[:j], parents[:j])
+            if j < 3:
+                rig.automata.add_draft(rig.lane, rig.row_slot, j)
+        check_chain(rig, specs, history, drafts, 3)
+        rig.exchange.device_masks.fill(0)
+        rig.begin()
+        rig.automata.add_open(rig.lane, rig.row_slot, 4, copied=False)
+        check_chain(rig, specs, history, drafts, 4, first=3)
+        assert not rig.rows()[0][:3].any()  # these rows were filled before
+        for slot in range(len(specs)):
+            rig.write_commit(slot, [])
+        rig.automata.add_commit(rig.lane, rig.row_slot, fill=True)
+
+
+def test_device_automaton_fills_rows_again_that_may_be_overwritten(device, stream, shape):
+    """The copies of other rounds, and of this round, overwrite the rows filled while drafting."""
+    rig = AutomatonRig(device, stream, VOCABULARY, 1, DraftMode.chain(2), **shape)
+    spec = GRAMMARS["choice"]
+    assert rig.join(0, 1, compiled(spec).matcher())
+    first = byte_tokens(b"a")
+    for rounds, copied in ((1, False), (2, False), (1, True)):
+        rig.begin()
+        rig.automata.add_open(rig.lane, rig.row_slot, 3, copied=False)
+        rig.write_commit(0, first)
+        rig.automata.add_commit(rig.lane, rig.row_slot, fill=True)
+        rig.stream.synchronize()
+        rig.exchange.device_masks.fill(0)
+        for _ in range(rounds):
+            rig.begin()
+        rig.automata.add_open(rig.lane, rig.row_slot, 3, copied=copied)
+        masks, _ = rig.rows()
+        expected = rounds > 1 or copied
+        assert masks[0, 0].any() == expected, (rounds, copied)
+        rig.join(0, 1, compiled(spec).matcher())
+
+
+def check_chain(rig, specs, history, drafts, end, first=0):
+    masks, stamps = rig.rows()
+    for slot, spec in enumerate(specs):
+        ids, _ = drafts[slot]
+        for j in range(first, end):
+            tokens = history[slot] + ids[:j]
+            check_row(masks, stamps, slot, j, spec, tokens, 10 + len(tokens))
