@@ -67,11 +67,12 @@ Executor::Executor(unsigned worker) : worker_(worker), fibers_(fiber_entry) {
 
 Executor* make_executor(unsigned worker) { return new Executor(worker); }
 
-bool run_blocks(Executor* executor, const KernelWork& work, uint64_t first, uint64_t last) {
-  return executor->run_blocks(work, first, last);
+bool run_blocks(Executor* executor, const Op& op, uint64_t first, uint64_t last) {
+  return executor->run_blocks(op, first, last);
 }
 
-bool Executor::run_blocks(const KernelWork& work, uint64_t first, uint64_t last) {
+bool Executor::run_blocks(const Op& op, uint64_t first, uint64_t last) {
+  const KernelWork& work = *op.work.kernel;
   Function& function = *work.function;
   if (!function.module->live) {
     fault(CUDA_ERROR_ILLEGAL_ADDRESS,
@@ -86,7 +87,7 @@ bool Executor::run_blocks(const KernelWork& work, uint64_t first, uint64_t last)
     return false;
   }
   if (function.ptx != nullptr) {
-    return ptx::run_blocks(work, worker_, first, last, &running_kernel_);
+    return ptx::run_blocks(work, op.launch_state.get(), worker_, first, last, &running_kernel_);
   }
   const softcuda_image& image = *function.images[worker_];
   entry_ = function.copies[worker_];

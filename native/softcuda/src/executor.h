@@ -17,7 +17,7 @@ class Executor {
  public:
   explicit Executor(unsigned worker);
 
-  bool run_blocks(const KernelWork& work, uint64_t first, uint64_t last);
+  bool run_blocks(const Op& op, uint64_t first, uint64_t last);
   // Runs `body`. If an illegal memory access occurs in it, records a fault whose text names
   // `operation` and returns false.
   template <class Body>

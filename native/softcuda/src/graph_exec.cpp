@@ -179,6 +179,12 @@ std::shared_ptr<Program> make_program(const std::vector<FlatNode>& flat,
   for (unsigned i = 0; i < flat.size(); ++i) {
     if (flat[i].dependencies.empty()) program->roots.push_back(i);
     for (unsigned d : flat[i].dependencies) program->nodes[d]->next.push_back(i);
+    for (size_t k = 0; k < flat[i].ports.size(); ++k) {
+      if (flat[i].ports[k] == 0) continue;
+      Op& primary = *program->nodes[flat[i].dependencies[k]];
+      primary.precedes_programmatically = true;
+      program->nodes[i]->primaries.push_back(&primary);
+    }
   }
   return program;
 }

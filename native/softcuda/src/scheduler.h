@@ -17,6 +17,9 @@ struct Event;
 struct Op;
 struct MemopWork;
 struct ConditionalWork;
+namespace ptx {
+struct LaunchState;
+}
 
 size_t total_memory();
 CUcontext primary_context();
@@ -118,6 +121,11 @@ struct Op {
   // Kernels only (S8).
   std::atomic<uint64_t> next_block{0};  // index of the next block to run
   std::atomic<int> users{0};            // number of workers that run blocks of the kernel
+  // Kernels loaded from PTX only: the state of the running launch, which its workers share.
+  std::shared_ptr<ptx::LaunchState> launch_state;
+  // Kernel nodes from which programmatic edges lead to this one (G9).
+  std::vector<const Op*> primaries;
+  bool precedes_programmatically = false;  // a programmatic edge leads from this node
 };
 
 // A counted reference to an operation, or no reference.
@@ -238,8 +246,9 @@ uint64_t now_ns();
 // ---- running device work (executor) -----------------------------------------------------------
 class Executor;
 Executor* make_executor(unsigned worker);
-// Runs the blocks [first, last) of a kernel. Returns false after a fault, which has been recorded.
-bool run_blocks(Executor* executor, const KernelWork& work, uint64_t first, uint64_t last);
+// Runs the blocks [first, last) of the kernel of an operation. Returns false after a fault, which
+// has been recorded.
+bool run_blocks(Executor* executor, const Op& op, uint64_t first, uint64_t last);
 bool run_copy(Executor* executor, const CopyWork& work);
 bool run_fill(Executor* executor, const FillWork& work);
 // Installs the signal handlers of device faults. If another library (such as faulthandler) has

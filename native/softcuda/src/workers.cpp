@@ -13,6 +13,7 @@
 #endif
 
 #include "executor.h"
+#include "ptx/ptx.h"
 #include "time_slice.h"
 #include "trace.h"
 
@@ -132,6 +133,7 @@ bool run_kernel(Executor* executor, Op* op, bool helping) {
   if (!helping) {
     op->next_block.store(0, std::memory_order_relaxed);
     op->users.store(1, std::memory_order_relaxed);
+    if (function.ptx != nullptr) ptx::begin_launch(*op);
     const double kernel_ns = block_ns * static_cast<double>(blocks);
     shared = blocks > 1 && g_pool.workers > 1 && kernel_ns > kMinSharedNs;
     if (shared) share(op);
@@ -153,7 +155,7 @@ bool run_kernel(Executor* executor, Op* op, bool helping) {
     const uint64_t first = op->next_block.fetch_add(chunk, std::memory_order_relaxed);
     if (first >= blocks) break;
     const uint64_t last = std::min(blocks, first + chunk);
-    if (sticky() != CUDA_SUCCESS || !run_blocks(executor, work, first, last)) break;
+    if (sticky() != CUDA_SUCCESS || !run_blocks(executor, *op, first, last)) break;
     ran += last - first;
   }
   if (ran > 0) {
@@ -161,7 +163,9 @@ bool run_kernel(Executor* executor, Op* op, bool helping) {
     update_run_time(function, estimate, elapsed / (static_cast<double>(ran) * threads));
   }
   if (shared || helping) unshare(op);
-  return op->users.fetch_sub(1, std::memory_order_acq_rel) == 1;
+  if (op->users.fetch_sub(1, std::memory_order_acq_rel) != 1) return false;
+  if (function.ptx != nullptr) ptx::end_launch(*op);
+  return true;
 }
 
 void worker_main(unsigned index) {

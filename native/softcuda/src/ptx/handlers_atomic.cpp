@@ -130,8 +130,8 @@ const Instr* atomic(Warp& w, const Instr* in) {
   const bool wide = (in->aux & kWide) != 0;
   Block& block = *w.block;
   const int32_t* pool = block.kernel->operand_pool.data() + in->op[4];
-  block.atomic_access = true;
   uint32_t left = w.mask;
+  char* at[kLanes] = {};
   // With a seed, the lanes' order is random too.
   const unsigned rotate = block.adversarial ? static_cast<unsigned>(block.next_random() & 31) : 0;
   for (unsigned n = 0; n < kLanes && left != 0; ++n) {
@@ -144,6 +144,7 @@ const Instr* atomic(Warp& w, const Instr* in) {
     char* p =
         resolve_address(w, in, space, lane, base + static_cast<uint64_t>(in->imm), bytes, true);
     if (p == nullptr) return in;
+    at[lane] = p;
     for (unsigned k = 0; k < in->count; ++k) {
       const int32_t source = in->count == 1 ? in->op[2] : pool[in->count + k];
       const int32_t to = in->count == 1 ? in->op[0] : pool[k];
@@ -153,7 +154,7 @@ const Instr* atomic(Warp& w, const Instr* in) {
       if (to >= 0) dst_lanes<T>(w, to)[lane] = old;
     }
   }
-  block.atomic_access = false;
+  if (block.races != nullptr) note_strong_read(w, in, at);
   return in + 1;
 }
 
@@ -216,8 +217,14 @@ bool decode_atomic(Builder& b, Opcode& op, Instr& in) {
   Space space = Space::generic;
   if (op.take("global")) space = Space::global;
   if (op.take("shared") || op.take("shared::cta")) space = Space::shared;
-  for (const char* order : {"relaxed", "acquire", "release", "acq_rel"}) op.take(order);
-  for (const char* scope : {"cta", "cluster", "gpu", "sys"}) op.take(scope);
+  uint32_t order = kStrong;
+  op.take("relaxed");
+  if (op.take("acquire")) order |= kAcquire;
+  if (op.take("release")) order |= kRelease;
+  if (op.take("acq_rel")) order |= kAcquire | kRelease;
+  op.take("gpu");
+  op.take("sys");
+  if (!op.take("cta") && !op.take("cluster")) order |= kDeviceScope;
   op.take_cache_hints();
   op.take("noftz");
   const unsigned count = op.take("v2") ? 2 : op.take("v4") ? 4 : op.take("v8") ? 8 : 1;
@@ -233,7 +240,7 @@ bool decode_atomic(Builder& b, Opcode& op, Instr& in) {
   unsigned width = 8;
   in.count = static_cast<uint16_t>(count);
   in.op[1] = b.address(b.operand(first), &space, &width, &in.imm);
-  in.aux = (width == 8 ? kWide : 0) | static_cast<uint32_t>(space) << kSpaceShift;
+  in.aux = (width == 8 ? kWide : 0) | order | static_cast<uint32_t>(space) << kSpaceShift;
   in.site = b.new_site();
   const Operand& value = b.operand(first + 1);
   in.op[0] = kNoRegister;

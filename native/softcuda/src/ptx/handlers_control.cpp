@@ -276,8 +276,9 @@ const Instr* barrier(Warp& w, const Instr* in) {
   return arrive_at_barrier(w, in, lanes, number, threads, (in->count & 1) != 0, predicate);
 }
 
-const Instr* fence(Warp&, const Instr* in) {
+const Instr* fence(Warp& w, const Instr* in) {
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  if (w.block->races != nullptr) note_fence(w, in);
   return in + 1;
 }
 const Instr* nanosleep(Warp& w, const Instr* in) {
@@ -290,7 +291,7 @@ const Instr* trap(Warp& w, const Instr* in) {
   return in;
 }
 const Instr* grid_wait(Warp& w, const Instr* in) {
-  w.block->grid_waited = true;
+  w.waited_for_grid = true;
   return in + 1;
 }
 
@@ -448,14 +449,21 @@ bool decode_control(Builder& b, Opcode& op, Instr& in) {
   if ((op.base == "bar" && !op.has("warp")) || op.base == "barrier")
     return decode_barrier(b, op, in);
   if (op.base == "membar") {
-    if (!op.take("gl") && !op.take("cta") && !op.take("sys")) return false;
+    if (op.take("gl") || op.take("sys")) {
+      in.aux = kDeviceScope;
+    } else if (!op.take("cta")) {
+      return false;
+    }
     in.run = fence;
     return true;
   }
   if (op.base == "fence") {
     if (op.has("proxy") || op.has("mbarrier_init")) return false;
     for (const char* order : {"sc", "acq_rel", "acquire", "release"}) op.take(order);
-    for (const char* scope : {"cta", "cluster", "gpu", "sys"}) op.take(scope);
+    for (const char* scope : {"cta", "cluster"}) op.take(scope);
+    for (const char* scope : {"gpu", "sys"}) {
+      if (op.take(scope)) in.aux = kDeviceScope;
+    }
     in.run = fence;
     return true;
   }
@@ -467,7 +475,6 @@ bool decode_control(Builder& b, Opcode& op, Instr& in) {
   if (op.base == "griddepcontrol") {
     const bool waits = op.take("wait");
     if (!waits && !op.take("launch_dependents")) return false;
-    if (waits) b.kernel().waits_for_grid = true;
     in.run = waits ? grid_wait : no_operation;
     return true;
   }

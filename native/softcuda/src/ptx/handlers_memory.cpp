@@ -77,7 +77,7 @@ bool resolve(Warp& w, const Instr* in, unsigned operand, unsigned bytes, bool wr
   const bool wide = (in->aux & kWide) != 0;
   const uint64_t align = bytes - 1;
   // The fast path: all lanes are active, and no lane's access is out of bounds or misaligned.
-  if ((S == Space::global || S == Space::shared) && w.mask == kAllLanes && !b.racecheck) {
+  if ((S == Space::global || S == Space::shared) && w.mask == kAllLanes && !b.checks_accesses) {
     alignas(64) uint64_t a[kLanes];
     if (wide) {
       const uint64_t* base = src_lanes<uint64_t>(w, in->op[operand]);
@@ -136,13 +136,14 @@ const Instr* load(Warp& w, const Instr* in) {
   alignas(64) char* at[kLanes];
   if (!resolve<S>(w, in, 1, sizeof(M) * in->count, false, at)) return in;
   const int32_t* to = element_operands(w, in);
-  if ((in->aux & kVolatile) != 0) {
+  if ((in->aux & kStrong) != 0) {
     for (unsigned k = 0; k < in->count; ++k) {
       store_lanes<D>(w, to[k], [&](unsigned i) {
         return static_cast<D>(load_volatile<M>(at[i] + k * sizeof(M)));
       });
     }
     if ((in->aux & kAcquire) != 0) __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    if (w.block->races != nullptr) note_strong_read(w, in, at);
     return in + 1;
   }
   for (unsigned k = 0; k < in->count; ++k) {
@@ -161,7 +162,7 @@ const Instr* store(Warp& w, const Instr* in) {
   if ((in->aux & kRelease) != 0) __atomic_thread_fence(__ATOMIC_RELEASE);
   for (unsigned k = 0; k < in->count; ++k) {
     const D* a = src_lanes<D>(w, from[k]);
-    if ((in->aux & kVolatile) != 0) {
+    if ((in->aux & kStrong) != 0) {
       for (unsigned i = 0; i < kLanes; ++i) {
         store_volatile<M>(at[i] + k * sizeof(M), static_cast<M>(a[i]));
       }
@@ -263,12 +264,17 @@ Handler find(Space space, Type type, unsigned bytes) {
 }
 
 void take_order(Opcode& op, Instr& in) {
-  if (op.take("volatile") || op.take("mmio") || op.take("relaxed")) in.aux |= kVolatile;
-  if (op.take("acquire")) in.aux |= kVolatile | kAcquire;
-  if (op.take("release")) in.aux |= kVolatile | kRelease;
+  // A volatile access has the order and scope of a relaxed access of the system.
+  if (op.take("volatile")) in.aux |= kStrong | kDeviceScope;
+  if (op.take("mmio") || op.take("relaxed")) in.aux |= kStrong;
+  if (op.take("acquire")) in.aux |= kStrong | kAcquire;
+  if (op.take("release")) in.aux |= kStrong | kRelease;
   op.take("weak");
   op.take("relaxed");
-  for (const char* scope : {"cta", "cluster", "gpu", "sys"}) op.take(scope);
+  for (const char* scope : {"cta", "cluster"}) op.take(scope);
+  for (const char* scope : {"gpu", "sys"}) {
+    if (op.take(scope)) in.aux |= kDeviceScope;
+  }
 }
 
 Space take_space(Opcode& op) {

@@ -180,14 +180,6 @@ inline double fma_odd(double a, double b, double c) {
 SC_PTX_DECODERS(SC_DECLARE_DECODER)
 #undef SC_DECLARE_DECODER
 
-// Instr::aux of memory instructions.
-constexpr uint32_t kWide = 1;      // the address has 64 bits
-constexpr uint32_t kVolatile = 2;  // volatile, relaxed, acquire or release
-constexpr uint32_t kAcquire = 4;
-constexpr uint32_t kRelease = 8;
-// The state space of an instruction that decides it at run time.
-constexpr unsigned kSpaceShift = 8;
-
 // Resolves the address of one lane's access in a state space. Returns null after a fault.
 char* resolve_address(Warp& w, const Instr* in, Space space, unsigned lane, uint64_t address,
                       unsigned bytes, bool write);

@@ -19,6 +19,7 @@ namespace ptx {
 
 struct Block;
 struct Instr;
+struct LaunchState;
 struct Races;
 struct Warp;
 
@@ -42,6 +43,15 @@ struct Instr {
   uint16_t count = 0;  // vector elements, or bytes
   uint16_t kind = 0;
 };
+
+// Instr::aux of instructions that access memory, and of fences.
+constexpr uint32_t kWide = 1;          // the address has 64 bits
+constexpr uint32_t kStrong = 2;        // atomic, volatile, relaxed, acquire or release
+constexpr uint32_t kAcquire = 4;       // orders later accesses after this one
+constexpr uint32_t kRelease = 8;       // orders earlier accesses before this one
+constexpr uint32_t kDeviceScope = 16;  // scope .gpu or .sys
+// The state space of an instruction that decides it at run time.
+constexpr unsigned kSpaceShift = 8;
 
 constexpr int32_t kConstant = 1;
 constexpr int32_t kNegated = 2;
@@ -129,7 +139,6 @@ struct Kernel {
   unsigned param_bytes = 0;
   unsigned sites = 0;
   unsigned max_threads = 0;
-  bool waits_for_grid = false;  // has griddepcontrol.wait
   std::vector<int32_t> operand_pool;
   std::vector<std::string> strings;  // texts of refused or special calls
   std::vector<unsigned> param_sizes, param_offsets;
@@ -164,6 +173,8 @@ struct Warp {
   unsigned index = 0;  // number of the warp in the block
   unsigned group_count = 0;
   uint64_t steps = 0;  // executed instructions
+  // Whether griddepcontrol.wait has run in this warp, or before a barrier in another one.
+  bool waited_for_grid = false;
   Group groups[kLanes];
   uint32_t live() const { return exists & ~exited; }
 };
@@ -216,8 +227,9 @@ struct Block {
   bool failed = false;
   bool adversarial = false;
   bool racecheck = false;
-  bool atomic_access = false;  // the current access is atomic, for race detection
-  bool grid_waited = false;
+  // Whether every access to memory is checked for races or for programmatic edges.
+  bool checks_accesses = false;
+  LaunchState* launch = nullptr;
   uint64_t random = 0;
   unsigned worker = 0;
   // Race detection, see races.cpp.
@@ -255,9 +267,13 @@ void lanes_exited(Warp& w, uint32_t lanes);
 bool queue_copy(Warp& w, const AsyncCopy& copy);
 void commit_copies(Warp& w);
 bool land_copies(Warp& w, const Instr* in, unsigned groups_left);
-// Reports races of an access to shared memory. Only called if race detection is on.
+// Race detection (races.cpp, global_races.cpp); only called if it is on. note_shared reports races
+// of an access to shared memory, note_strong_read is called after strong reads with the addresses
+// of the active lanes in host memory.
 void note_shared(Warp& w, const Instr* in, unsigned lane, uint32_t address, unsigned bytes,
                  bool write);
+void note_strong_read(Warp& w, const Instr* in, char* const* at);
+void note_fence(Warp& w, const Instr* in);
 
 }  // namespace ptx
 }  // namespace softcuda

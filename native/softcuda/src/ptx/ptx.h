@@ -7,6 +7,7 @@ namespace softcuda {
 namespace ptx {
 
 struct Kernel;
+struct LaunchState;
 
 // Whether a module image is PTX text: after white space and comments it begins with ".version".
 bool is_ptx(const void* image);
@@ -15,8 +16,12 @@ bool is_ptx(const void* image);
 // not supported. `log` receives the same text.
 void load(const std::vector<std::string>& texts, Module* module, std::string* log);
 // Runs blocks of an interpreted kernel on a worker. Returns false after a fault.
-bool run_blocks(const KernelWork& work, unsigned worker, uint64_t first, uint64_t last,
-                std::atomic<const char*>* running);
+bool run_blocks(const KernelWork& work, LaunchState* launch, unsigned worker, uint64_t first,
+                uint64_t last, std::atomic<const char*>* running);
+// Prepares the state of a launch that its workers share, before any of them runs a block, and
+// releases what is not needed after the last one has left.
+void begin_launch(Op& op);
+void end_launch(Op& op);
 
 }  // namespace ptx
 }  // namespace softcuda

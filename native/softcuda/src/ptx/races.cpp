@@ -1,39 +1,24 @@
-// Race detection in shared memory with vector clocks.
+// Race detection in shared memory with vector clocks, and the clocks of barriers.
 #include "races.h"
 
 #include <algorithm>
-#include <cstring>
 
 namespace softcuda {
 namespace ptx {
-
-constexpr unsigned kMaxWarps = 32;
-using RaceClock = uint32_t[kMaxWarps];
-
-// The last accesses of a word of shared memory.
-struct RaceWord {
-  uint32_t write_clock = 0;  // 0: not written
-  uint16_t writer = 0;
-  bool write_atomic = false;
-  const Instr* write_at = nullptr;
-  uint32_t read_clocks[kMaxWarps] = {};
-  uint32_t atomic_readers = 0;
-  const Instr* read_at = nullptr;
-};
-
-struct Races {
-  RaceClock clocks[kMaxWarps];
-  RaceClock barriers[16];
-  std::vector<RaceWord> words;
-};
 
 void start_races(Block& b) {
   if (!b.racecheck) return;
   static thread_local Races& races = *new Races;
   b.races = &races;
-  std::memset(races.clocks, 0, sizeof races.clocks);
-  std::memset(races.barriers, 0, sizeof races.barriers);
-  for (unsigned i = 0; i < kMaxWarps; ++i) races.clocks[i][i] = 1;
+  for (unsigned i = 0; i < kMaxWarps; ++i) {
+    races.clocks[i].fill(0);
+    races.clocks[i][i] = 1;
+    races.orders[i] = WarpOrder();
+  }
+  for (Clocks& clocks : races.barriers) clocks.fill(0);
+  for (WarpOrder& order : races.barrier_orders) order = WarpOrder();
+  const softcuda_dim3 grid = b.work->grid;
+  races.block = (b.index.z * grid.y + b.index.y) * grid.x + b.index.x;
   races.words.assign(b.shared_end / 4 + 1, RaceWord());
 }
 
@@ -43,6 +28,7 @@ void arrive_for_races(Warp& w, unsigned barrier) {
     races.barriers[barrier][i] = std::max(races.barriers[barrier][i], races.clocks[w.index][i]);
   }
   ++races.clocks[w.index][w.index];
+  races.barrier_orders[barrier].join(races.orders[w.index]);
 }
 
 void join_at_barrier(Block& b, unsigned barrier) {
@@ -53,9 +39,11 @@ void join_at_barrier(Block& b, unsigned barrier) {
       for (unsigned i = 0; i < kMaxWarps; ++i) {
         races.clocks[w.index][i] = std::max(races.clocks[w.index][i], races.barriers[barrier][i]);
       }
+      races.orders[w.index].join(races.barrier_orders[barrier]);
     }
   }
-  std::memset(races.barriers[barrier], 0, sizeof races.barriers[barrier]);
+  races.barriers[barrier].fill(0);
+  races.barrier_orders[barrier] = WarpOrder();
 }
 
 namespace {
@@ -75,36 +63,35 @@ void note_shared(Warp& w, const Instr* in, unsigned lane, uint32_t address, unsi
   Block& b = *w.block;
   if (b.races == nullptr || b.failed) return;
   Races& races = *b.races;
-  const bool atomic = b.atomic_access;
-  const uint32_t* clock = races.clocks[w.index];
+  const bool strong = (in->aux & kStrong) != 0;
+  const Clocks& clock = races.clocks[w.index];
   for (unsigned word = address / 4; word <= (address + bytes - 1) / 4; ++word) {
     RaceWord& x = races.words[word];
-    const bool both_atomic = atomic && x.write_atomic;
+    const bool both_strong = strong && x.write_strong;
     if (x.write_clock > clock[x.writer] && x.writer != w.index && x.write_clock != 0 &&
-        !both_atomic) {
+        !both_strong) {
       report(w, in, lane, address, write ? "write" : "read", x.writer, x.write_at, "write");
       return;
     }
     if (write) {
       for (unsigned other = 0; other < b.warps.size(); ++other) {
         if (other == w.index || x.read_clocks[other] <= clock[other]) continue;
-        if (atomic && (x.atomic_readers >> other & 1) != 0) continue;
+        if (strong && (x.strong_readers >> other & 1) != 0) continue;
         report(w, in, lane, address, "write", other, x.read_at, "read");
         return;
       }
       x.write_clock = clock[w.index];
       x.writer = static_cast<uint16_t>(w.index);
-      x.write_atomic = atomic;
+      x.write_strong = strong;
       x.write_at = in;
     } else {
       x.read_clocks[w.index] = clock[w.index];
       x.read_at = in;
+      const uint32_t bit = 1u << w.index;
+      x.strong_readers = strong ? x.strong_readers | bit : x.strong_readers & ~bit;
     }
   }
 }
-
-// Races between blocks in global memory are not detected.
-void note_global(Warp&, const Instr*, unsigned, uint64_t, unsigned, bool) {}
 
 }  // namespace ptx
 }  // namespace softcuda

@@ -1,19 +1,104 @@
-// Race detection (invariant P12). A warp's clock counts its barriers. An access is ordered after an
-// earlier access of another warp if the warp has synchronized with that warp since.
+// Race detection (invariant P12). A warp's clock counts its barriers and releases. An access is
+// ordered after an earlier access of another warp if the warp has synchronized with that warp
+// since.
 #pragma once
 
-#include "program.h"
+#include <array>
+#include <mutex>
+#include <unordered_map>
+
+#include "launch_state.h"
 
 namespace softcuda {
 namespace ptx {
+
+constexpr unsigned kMaxWarps = 32;
+// By warp of a block: the number of its clock up to which its accesses are ordered before some
+// point of the execution. 0: no access is.
+using Clocks = std::array<uint32_t, kMaxWarps>;
+// Clocks of the warps of several blocks, by block number. The bit kOwnBlockOnly marks clocks that
+// only warps of the same block may use, because they were published with scope .cta.
+using BlockClocks = std::unordered_map<uint32_t, Clocks>;
+constexpr uint32_t kOwnBlockOnly = 0x80000000u;
+
+// What one warp knows about the accesses of other blocks.
+struct WarpOrder {
+  BlockClocks known;   // ordered before the warp's next access
+  BlockClocks read;    // published in words that it read; known after its next fence
+  BlockClocks fenced;  // ordered before its last fence; published by its next strong write
+  bool empty() const { return known.empty() && read.empty() && fenced.empty(); }
+  void join(const WarpOrder& other);
+};
+
+// The last accesses of a word of shared memory.
+struct RaceWord {
+  uint32_t write_clock = 0;  // 0: not written
+  uint16_t writer = 0;
+  bool write_strong = false;
+  const Instr* write_at = nullptr;
+  uint32_t read_clocks[kMaxWarps] = {};
+  uint32_t strong_readers = 0;
+  const Instr* read_at = nullptr;
+};
+
+// State of the block that a worker runs.
+struct Races {
+  Clocks clocks[kMaxWarps];
+  Clocks barriers[16];
+  WarpOrder orders[kMaxWarps];
+  WarpOrder barrier_orders[16];
+  uint32_t block = 0;  // number of the block in the grid
+  std::vector<RaceWord> words;
+};
+
+// One access of a word of global memory.
+struct GlobalAccess {
+  uint32_t block = 0;
+  uint32_t clock = 0;  // 0: no access
+  uint32_t instruction = 0;
+  uint8_t warp = 0;
+  uint8_t bytes = 0;  // one bit per byte of the word
+  bool strong = false;
+  bool wide = false;  // scope .gpu or .sys
+};
+
+// Last accesses of the words of global memory in one launch, and what its blocks published there.
+class GlobalRaces {
+ public:
+  explicit GlobalRaces(const Kernel& kernel) : kernel_(kernel) {}
+  // Returns the text of a race, or "".
+  std::string note(const Warp& w, const Instr* in, char* storage, unsigned bytes, bool write);
+  // Returns what was published in a word; empty if nothing was.
+  BlockClocks published(const char* storage);
+  void publish(const char* storage, const BlockClocks& clocks);
+
+ private:
+  struct Word {
+    GlobalAccess write;
+    // The first reader and the last one. Other readers are forgotten.
+    GlobalAccess readers[2];
+  };
+  struct Page {
+    Word words[256];
+  };
+  std::string conflict(const Warp& w, const GlobalAccess& now, const GlobalAccess& then, bool write,
+                       bool wrote) const;
+  Word* find(uint64_t word);
+
+  const Kernel& kernel_;
+  std::mutex mutex_;
+  std::unordered_map<uint64_t, std::unique_ptr<Page>> pages_;  // by storage address / 1024
+  std::unordered_map<uint64_t, BlockClocks> published_;
+};
 
 // Prepares race detection for a block, if it is on.
 void start_races(Block& b);
 // A warp arrives at a barrier, and a barrier is complete.
 void arrive_for_races(Warp& w, unsigned barrier);
 void join_at_barrier(Block& b, unsigned barrier);
-void note_global(Warp& w, const Instr* in, unsigned lane, uint64_t address, unsigned bytes,
-                 bool write);
+// Reports a race of an access to global memory. Returns false if there is one.
+bool note_global(Warp& w, const Instr* in, unsigned lane, uint64_t address, char* storage,
+                 unsigned bytes, bool write);
 
 }  // namespace ptx
 }  // namespace softcuda

@@ -97,14 +97,34 @@ void Block::fail(CUresult code, const Warp* w, int lane, const Instr* in, const 
 
 // ---- memory -----------------------------------------------------------------------------------
 
+// Applies the checks of global memory that are optional: races, and writes of a preceding kernel
+// that are not visible yet. Returns false after a fault.
+static bool check_access(Warp& w, const Instr* in, unsigned lane, uint64_t address, char* storage,
+                         unsigned bytes, bool write) {
+  Block& b = *w.block;
+  if (!b.checks_accesses) return true;
+  if (!w.waited_for_grid) {
+    for (const auto& log : b.launch->unordered) {
+      if (!log->contains(storage, bytes)) continue;
+      b.fail(CUDA_ERROR_LAUNCH_FAILED, &w, static_cast<int>(lane), in,
+             std::string(write ? "write to " : "read of ") + hex(address) +
+                 " before griddepcontrol.wait, but the preceding kernel '" + log->kernel() +
+                 "', from which a programmatic edge leads to this kernel, writes there");
+      return false;
+    }
+  }
+  if (write && b.launch->log != nullptr) b.launch->log->add(storage, bytes);
+  return b.races == nullptr || note_global(w, in, lane, address, storage, bytes, write);
+}
+
 char* resolve_global(Warp& w, const Instr* in, unsigned lane, uint64_t address, unsigned bytes,
                      bool write) {
   Block& b = *w.block;
   Site& site = b.sites[in->site];
   const uint64_t at = address - site.from;
   if (site.span >= bytes && at <= site.span - bytes) {
-    if (b.races != nullptr) note_global(w, in, lane, address, bytes, write);
-    return reinterpret_cast<char*>(address + static_cast<uint64_t>(site.delta));
+    char* storage = reinterpret_cast<char*>(address + static_cast<uint64_t>(site.delta));
+    return check_access(w, in, lane, address, storage, bytes, write) ? storage : nullptr;
   }
   Target target;
   std::string why;
@@ -115,8 +135,8 @@ char* resolve_global(Warp& w, const Instr* in, unsigned lane, uint64_t address, 
     site.span = a.size;
     site.delta = static_cast<int64_t>(reinterpret_cast<uint64_t>(a.storage) - site.from);
     // The allocation outlives the launch, because freeing it waits for the device (M5).
-    if (b.races != nullptr) note_global(w, in, lane, address, bytes, write);
-    return target.address;
+    return check_access(w, in, lane, address, target.address, bytes, write) ? target.address
+                                                                            : nullptr;
   }
   if (address == 0) why = "a null pointer";
   std::string text = std::string("illegal ") + (write ? "write" : "read") + " at " + hex(address);
@@ -198,11 +218,14 @@ void check_barrier(Block& b, unsigned number) {
   const unsigned expected = barrier.expected != 0 ? barrier.expected : b.threads - b.exited;
   if (barrier.arrived < expected) return;
   if (b.races != nullptr) join_at_barrier(b, number);
+  bool waited_for_grid = false;
+  for (const Warp& w : b.warps) waited_for_grid = waited_for_grid || w.waited_for_grid;
   for (Warp& w : b.warps) {
     for (unsigned g = 0; g < w.group_count; ++g) {
       Group& group = w.groups[g];
       if (group.state != Group::at_barrier || group.barrier != number) continue;
       write_results(b, barrier, w, group);
+      w.waited_for_grid = waited_for_grid;
       group.state = Group::ready;
     }
   }
@@ -588,7 +611,6 @@ void prepare_launch(Block& b, const KernelWork& work, unsigned worker) {
 void prepare_block(Block& b) {
   const Kernel& k = *b.kernel;
   b.exited = 0;
-  b.grid_waited = false;
   for (Barrier& barrier : b.barriers) barrier = Barrier();
   // Shared memory is not initialized on a GPU.
   std::memset(b.shared, b.adversarial || b.racecheck ? 0xff : 0, b.shared_end);
@@ -598,6 +620,7 @@ void prepare_block(Block& b) {
   for (Warp& w : b.warps) {
     w.exited = 0;
     w.steps = 0;
+    w.waited_for_grid = b.launch->unordered.empty();
     w.group_count = 1;
     w.groups[0] = {k.code.data(), w.exists, Group::ready, 0};
     for (const auto& special : k.specials)
@@ -657,12 +680,15 @@ bool run_block(Block& b) {
 
 static std::atomic<uint64_t> g_steps{0};
 
-bool run_blocks(const KernelWork& work, unsigned worker, uint64_t first, uint64_t last,
-                std::atomic<const char*>* running) {
+bool run_blocks(const KernelWork& work, LaunchState* launch, unsigned worker, uint64_t first,
+                uint64_t last, std::atomic<const char*>* running) {
   // Each worker has one block, whose buffers are reused.
   static thread_local Block& block = *new Block;
   Block& b = block;
   prepare_launch(b, work, worker);
+  b.launch = launch;
+  b.checks_accesses =
+      launch->log != nullptr || launch->races != nullptr || !launch->unordered.empty();
   running->store(work.function->name.c_str(), std::memory_order_relaxed);
   uint64_t steps = 0;
   bool good = true;

@@ -1,0 +1,69 @@
+// The state of a launch, and programmatic edges: what a kernel may not access before
+// griddepcontrol.wait.
+#include "launch_state.h"
+
+#include "ptx.h"
+#include "races.h"
+
+namespace softcuda {
+namespace ptx {
+
+namespace {
+
+// Calls visit(page, word in page) for each word of an address range.
+template <class Visit>
+void visit_words(const char* storage, unsigned bytes, const Visit& visit) {
+  const auto first = reinterpret_cast<uint64_t>(storage);
+  for (uint64_t word = first / 4; word <= (first + bytes - 1) / 4; ++word) {
+    visit(word / 512, word % 512);
+  }
+}
+
+}  // namespace
+
+void WriteLog::add(const char* storage, unsigned bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  visit_words(storage, bytes, [&](uint64_t page, uint64_t word) {
+    pages_[page].bits[word / 64] |= uint64_t{1} << word % 64;
+  });
+}
+
+bool WriteLog::contains(const char* storage, unsigned bytes) const {
+  bool found = false;
+  visit_words(storage, bytes, [&](uint64_t page, uint64_t word) {
+    const auto at = pages_.find(page);
+    found = found || (at != pages_.end() && (at->second.bits[word / 64] >> word % 64 & 1) != 0);
+  });
+  return found;
+}
+
+LaunchState::LaunchState() = default;
+LaunchState::~LaunchState() = default;
+
+void begin_launch(Op& op) {
+  if (!options().adversarial && !options().racecheck) {
+    static const auto& unchecked = *new std::shared_ptr<LaunchState>(new LaunchState);
+    op.launch_state = unchecked;
+    return;
+  }
+  const Kernel& kernel = *op.work.kernel->function->ptx;
+  auto state = std::make_shared<LaunchState>();
+  if (options().racecheck) state->races = std::make_unique<GlobalRaces>(kernel);
+  if (op.precedes_programmatically) state->log = std::make_shared<WriteLog>(kernel.name);
+  for (const Op* primary : op.primaries) {
+    // Kernels for architectures without griddepcontrol are ordered fully.
+    if (kernel.target < 90 || primary->work.kind != WorkKind::kernel) continue;
+    if (primary->launch_state == nullptr || primary->launch_state->log == nullptr) continue;
+    state->unordered.push_back(primary->launch_state->log);
+  }
+  op.launch_state = std::move(state);
+}
+
+void end_launch(Op& op) {
+  if (!options().adversarial && !options().racecheck) return;
+  op.launch_state->races = nullptr;
+  op.launch_state->unordered.clear();
+}
+
+}  // namespace ptx
+}  // namespace softcuda

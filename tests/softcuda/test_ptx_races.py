@@ -1,0 +1,195 @@
+"""Race detection in global memory and programmatic edges, on hand-written PTX."""
+
+from __future__ import annotations
+
+import pytest
+import softcuda_util as util
+from ptx_util import module
+from test_ptx import outcome
+
+#: Thread 0 of each block writes a part, and the last block to arrive at the counter %rd1 adds the
+#: parts up. {release}, {atomic}, {acquire} and {barrier} order the parts before the sum.
+LAST_BLOCK = """
+    .shared .align 4 .b8 last[4];
+    setp.ne.u32 %p1, %r0, 32;
+    mad.wide.u32 %rd4, %r1, 4, %rd0;  add.u32 %r5, %r1, 100;
+    @!%p1 st.global.u32 [%rd4], %r5;
+    {barrier}
+    setp.ne.u32 %p2, %r0, 0;  @%p2 bra MEET;
+    {release}
+    {atomic} %r6, [%rd1], 3;
+    {acquire}
+    mov.u32 %r7, last;  st.shared.u32 [%r7], %r6;
+MEET:
+    bar.sync 0;
+    mov.u32 %r7, last;  ld.shared.u32 %r6, [%r7];
+    setp.ne.u32 %p3, %r6, 3;  @%p3 bra DONE;
+    @%p2 bra DONE;
+    ld.global.v4.u32 {{%r8, %r9, %r10, %r11}}, [%rd0];
+    add.u32 %r8, %r8, %r9;  add.u32 %r8, %r8, %r10;  add.u32 %r8, %r8, %r11;
+    st.global.u32 [%rd1+4], %r8;
+DONE:
+"""
+FENCE = "membar.gl;"
+INC = "atom.global.inc.u32"
+BARRIER = "bar.sync 0;"
+
+ORDERED = {
+    "fences": LAST_BLOCK.format(release=FENCE, atomic=INC, acquire=FENCE, barrier=BARRIER),
+    "acq_rel": LAST_BLOCK.format(
+        release="", atomic="atom.acq_rel.gpu.global.inc.u32", acquire="", barrier=BARRIER
+    ),
+    "fence before barrier": LAST_BLOCK.format(
+        release="", atomic=INC, acquire=FENCE, barrier="fence.acq_rel.gpu; bar.sync 0;"
+    ),
+}
+RACES = {
+    "no release": (FENCE, "", INC, BARRIER),
+    "no acquire": ("", FENCE, INC, BARRIER),
+    "no barrier": (FENCE, FENCE, INC, ""),
+    "scope of a block": ("membar.cta;", "membar.cta;", INC, BARRIER),
+    "atomic of a block": (FENCE, FENCE, "atom.relaxed.cta.global.inc.u32", BARRIER),
+    "release only": ("", "", "atom.release.gpu.global.inc.u32", BARRIER),
+}
+
+
+@pytest.mark.parametrize("body", ORDERED.values(), ids=ORDERED)
+def test_racecheck_accepts_ticket_counter(body):
+    text = outcome(body, block=64, grid=4, SOFTCUDA_RACECHECK="1")
+    assert text.startswith("SUCCESS"), text
+    assert "[0, 406," in text  # 100 + 101 + 102 + 103
+
+
+@pytest.mark.parametrize("case", RACES.values(), ids=RACES)
+def test_racecheck_reports_unordered_blocks(case):
+    acquire, release, atomic, barrier = case
+    body = LAST_BLOCK.format(release=release, atomic=atomic, acquire=acquire, barrier=barrier)
+    text = outcome(body, block=64, grid=4, SOFTCUDA_RACECHECK="1")
+    assert "race in global memory" in text
+    # Both accesses are named, with their lines.
+    assert text.count("PTX line") == 2
+
+
+CONFLICTS = {
+    "two writes": ("st.global.u32 [%rd1], %r1;", "st.global.u32"),
+    "atomic and write": (
+        """
+        setp.ne.u32 %p1, %r0, 0; @%p1 bra DONE; setp.eq.u32 %p2, %r1, 0;
+        @%p2 st.global.u32 [%rd1], 1; @!%p2 red.global.add.u32 [%rd1], 1;
+    DONE:
+        """,
+        "red.global.add",
+    ),
+    "warps of one block": (
+        """
+        shr.u32 %r5, %r0, 5; setp.eq.u32 %p1, %r5, %r1;
+        @%p1 st.global.u32 [%rd1], %r1; @!%p1 ld.global.u32 %r6, [%rd1];
+        """,
+        "ld.global.u32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONFLICTS.values(), ids=CONFLICTS)
+def test_racecheck_reports_conflicting_accesses(case):
+    body, words = case
+    text = outcome(body, block=64, grid=2, SOFTCUDA_RACECHECK="1")
+    assert "race in global memory" in text and words in text
+    assert outcome(body, block=64, grid=2).startswith("SUCCESS")
+
+
+NO_CONFLICT = {
+    "atomics": "red.global.add.u32 [%rd1], 1; atom.global.max.u32 %r5, [%rd1], %r0;",
+    "bytes of a word": (
+        "cvt.u64.u32 %rd5, %r1; add.u64 %rd5, %rd5, %rd1; setp.eq.u32 %p1, %r0, 0;"
+        "cvt.u16.u32 %h1, %r1; @%p1 st.global.u8 [%rd5], %h1; @%p1 ld.global.u8 %h2, [%rd5];"
+    ),
+    "volatile flag": """
+        setp.ne.u32 %p1, %r0, 0; @%p1 bra DONE;
+        setp.ne.u32 %p2, %r1, 0; @%p2 bra WAIT;
+        st.global.u32 [%rd1+8], 77; membar.gl; st.volatile.global.u32 [%rd1], 1; bra DONE;
+    WAIT: ld.volatile.global.u32 %r5, [%rd1]; setp.eq.u32 %p3, %r5, 0; @%p3 bra WAIT;
+        membar.gl; ld.global.u32 %r6, [%rd1+8]; st.global.u32 [%rd1+12], %r6;
+    DONE:
+    """,
+    "release and acquire": """
+        setp.ne.u32 %p1, %r0, 0; @%p1 bra DONE;
+        setp.ne.u32 %p2, %r1, 0; @%p2 bra WAIT;
+        st.global.u32 [%rd1+8], 77; st.release.gpu.global.u32 [%rd1], 1; bra DONE;
+    WAIT: ld.acquire.gpu.global.u32 %r5, [%rd1]; setp.eq.u32 %p3, %r5, 0; @%p3 bra WAIT;
+        ld.global.u32 %r6, [%rd1+8]; st.global.u32 [%rd1+12], %r6;
+    DONE:
+    """,
+}
+
+
+@pytest.mark.parametrize("body", NO_CONFLICT.values(), ids=NO_CONFLICT)
+def test_racecheck_accepts_ordered_and_atomic_accesses(body):
+    text = outcome(body, block=64, grid=2, SOFTCUDA_RACECHECK="1")
+    assert text.startswith("SUCCESS"), text
+
+
+# ---- programmatic edges ------------------------------------------------------------------------
+
+PRODUCER = "mad.wide.u32 %rd5, %r0, 4, %rd1; st.global.u32 [%rd5], %r0;"
+CONSUMER = """
+    {first}
+    mad.wide.u32 %rd5, %r0, 4, %rd1; ld.global.u32 %r5, [%rd5];
+    {second}
+    mad.wide.u32 %rd6, %r0, 4, %rd0; st.global.u32 [%rd6], %r5;
+"""
+
+EDGE = """
+def kernel(text):
+    return s.cuModuleGetFunction(s.cuModuleLoadData(text.encode() + b"\\0"), b"k")
+a = s.put(np.zeros(1024, np.uint32))
+out = s.put(np.zeros(64, np.uint32))
+graph = s.cuGraphCreate(0)
+edges = []
+previous = None
+for text in ({producer!r}, {consumer!r}):
+    params, keep = s.kernel_params(kernel(text), 1, 32, a, out)
+    node = s.cuGraphAddKernelNode(graph, [], 0, params)
+    if previous is not None:
+        edge = d.CUgraphEdgeData()
+        edge.from_port = {port}
+        edge.type = d.CUgraphDependencyType({port})
+        s.cuGraphAddDependencies(graph, [previous], [node], [edge], 1)
+    previous = node
+executable = s.cuGraphInstantiate(graph, 0)
+stream = s.stream()
+s.cuGraphLaunch(executable, stream)
+result = code(d.cuStreamSynchronize(stream))
+from graft.cudagraph import softstats
+print(result, softstats.error_detail(True))
+"""
+
+
+def edge_outcome(consumer: str, port: int = 1, **env: str) -> str:
+    """Run two kernels with an edge between them and return the error code and the fault."""
+    text = EDGE.format(producer=module(PRODUCER, 2), consumer=module(consumer, 2), port=port)
+    done = util.run_child(text, **env)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    return done.stdout
+
+
+WAIT = "griddepcontrol.wait;"
+
+
+def test_read_before_griddepcontrol_wait_is_a_fault():
+    late = CONSUMER.format(first="", second=WAIT)
+    text = edge_outcome(late, SOFTCUDA_PTX_SEED="1")
+    assert "before griddepcontrol.wait" in text and "preceding kernel 'k'" in text
+    assert "ld.global.u32" in text
+    # Without the adversarial setting, and over a full edge, kernels are ordered.
+    assert edge_outcome(late).startswith("SUCCESS")
+    assert edge_outcome(late, port=0, SOFTCUDA_PTX_SEED="1").startswith("SUCCESS")
+
+
+def test_read_after_griddepcontrol_wait_is_accepted():
+    good = CONSUMER.format(first=WAIT, second="")
+    assert edge_outcome(good, SOFTCUDA_PTX_SEED="1").startswith("SUCCESS")
+    # One thread waits, and the others pass a barrier after it.
+    one = "setp.ne.u32 %p1, %r0, 0; @%p1 bra J; griddepcontrol.wait; J: bar.sync 0;"
+    text = edge_outcome(CONSUMER.format(first=one, second=""), SOFTCUDA_PTX_SEED="1")
+    assert text.startswith("SUCCESS")
