@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graft.cudagraph.graph import GraphLane
+from graft.cudagraph.graph import GraphLane, GraphMark
 from graft.cudagraph.hostwork import NativeWork
 from graft.grammar.decoder import GuidedDecoder
 from graft.sampling.exchange import Exchange
@@ -22,13 +22,20 @@ class GrammarSteps:
         Creates the host work.
     exchange
         Memory that contains the mask rows.
+
+    Attributes
+    ----------
+    has_host_steps
+        Whether steps need host work. If not, the decoder skips the replays of the graph.
     """
+
+    has_host_steps = True
 
     def __init__(self, decoder: GuidedDecoder, exchange: Exchange):
         self._decoder = decoder
         self._exchange = exchange
 
-    def add_open(self, lane: GraphLane, num_rows: int, *, name: str) -> None:
+    def add_open(self, lane: GraphLane, num_rows: int, begun: GraphMark, *, name: str) -> None:
         """Add the step that fills the mask rows of the drafts to be verified.
 
         Parameters
@@ -37,6 +44,9 @@ class GrammarSteps:
             Grammar lane.
         num_rows
             Number of mask rows that the round can need.
+        begun
+            Mark of the model lane after slots have been assigned to batch rows. Host work need not
+            wait for it.
         name
             Node name of the step.
         """

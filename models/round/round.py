@@ -26,11 +26,13 @@ from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.graph import Graph, GraphExec, GraphLane, GraphMark
 from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.pinned import PinnedSlots, Ring
+from graft.grammar.automaton.device import DeviceAutomata
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.drafters.base import Drafter
 from graft.models.drafters.feed import Feed, RoundScratch
 from graft.models.errors import DrafterError
 from graft.models.llm.llama import LlamaModel
+from graft.models.round.automaton_steps import make_grammar_steps
 from graft.models.round.grammar_steps import GrammarSteps
 from graft.models.round.masking import DraftMasking
 from graft.models.round.timing import Part, Stamps, timeline_args
@@ -69,7 +71,7 @@ class RoundParts:
     state
         State of all slots.
     decoder
-        Creates the grammar steps.
+        Creates the grammar steps that run on the host.
     exchange
         Memory shared by kernels, grammar worker and host.
     inputs, outputs
@@ -85,6 +87,8 @@ class RoundParts:
         Whether kernels use programmatic dependent launch.
     every_part
         Whether every part of a round is timed, or only the whole round.
+    automata
+        Runs grammar steps on the device; None if all steps run on the host.
     """
 
     device: Device
@@ -104,6 +108,7 @@ class RoundParts:
     depth: int
     programmatic: bool
     every_part: bool
+    automata: DeviceAutomata | None = None
 
     @property
     def draft_length(self) -> int:
@@ -159,6 +164,8 @@ class RoundGraph:
     made
         Maximum number of drafts per request that this round generates for the next round. With 0,
         the drafter only processes the committed tokens.
+    grammar
+        Where the grammar steps run, one of `GRAMMAR_STEPS`.
 
     Attributes
     ----------
@@ -177,11 +184,13 @@ class RoundGraph:
         batch: int,
         drafts: int,
         made: int,
+        grammar: str = "host",
     ):
         self.parts = parts
         self.batch = batch
         self.drafts = drafts
         self.made = made
+        self.grammar = grammar
         self.graphs: list[Graph] = []
         self._add_graph()
         self._model, self._grammar = self._make_lanes()
@@ -254,7 +263,10 @@ class RoundGraph:
 
     def _make_grammar_steps(self, feed: Feed) -> GrammarSteps:
         """Return the object that adds the steps of the grammar for the rows of the round."""
-        return GrammarSteps(self.parts.decoder, self.parts.exchange)
+        parts = self.parts
+        return make_grammar_steps(
+            self.grammar, parts.decoder, parts.exchange, parts.automata, feed.row_slot
+        )
 
     def _make_lanes(self) -> tuple[GraphLane, GraphLane]:
         """Return the model lane and the grammar lane of the round."""
@@ -272,11 +284,12 @@ class RoundGraph:
         parts = self.parts
         grammar = self._grammar
         self._add_begin(feed)
+        begun = self._model.record("rows are assigned")
         if self.drafts < parts.draft_length:
-            grammar.wait(self._model.record("rows are assigned"))
+            grammar.wait(begun)
         open_name = "open: missing rows"
         num_mask_rows = min(parts.width, feed.count - self.batch + 1)
-        self._grammar_steps.add_open(grammar, num_mask_rows, name=open_name)
+        self._grammar_steps.add_open(grammar, num_mask_rows, begun, name=open_name)
         masks_ready = grammar.record("masks ready")
         scratch = feed.scratch
         rows = scratch.target_rows.first(feed.count, self.drafts + 1)

@@ -29,8 +29,9 @@ class SplitRound(RoundGraph):
         batch: int,
         drafts: int,
         made: int,
+        grammar: str = "host",
     ):
-        super().__init__(parts, scratch, batch, drafts, made)
+        super().__init__(parts, scratch, batch, drafts, made, grammar)
         self._pending: deque[GraphExec] = deque()  # graphs of the current round to be launched
 
     def launch(self, stream: Stream) -> None:
