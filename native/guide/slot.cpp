@@ -374,7 +374,7 @@ void SlotWork::check_rows(Slot& slot) const noexcept {
 }
 
 // Checks the token of row j. Returns the child that verification moves to, or -1 if there is none;
-// j if this is not known, because the row has been filled.
+// j if this is not known, because the row has no token or has been filled.
 int SlotWork::check_row(Slot& slot, int j) const noexcept {
   const Order& order = slot.order;
   const int32_t token = order.sampled[at(j)];
@@ -385,7 +385,7 @@ int SlotWork::check_row(Slot& slot, int j) const noexcept {
   }
   if (child > order.drafts) child = -1;
   const int32_t state = slot.made[at(j)].load(std::memory_order_relaxed);
-  if (state == ROW_READY || state == ROW_FREE) return child;
+  if (state == ROW_READY || state == ROW_FREE) return token < 0 ? j : child;
   if (state != ROW_UNCHECKED || !move_to(slot, j)) return -1;
   slot.tally[count::checks] += 1;
   if (!accept(slot, token)) {

@@ -230,12 +230,17 @@ class TableRound:
             b, j = np.divmod(placed.map.to_host(), 1 << 16)
         chosen = logits[b.ravel(), np.minimum(j, width - 1).ravel()]
         self.exchange.copy_masks_to_device(self.lane, 0, width)
-        self.sampler.target(self.lane, self.upload(chosen), placed)
+        self.sample(self.upload(chosen), placed)
         self.sampler.verify(self.lane, placed, self.ring)
+        self.stream.synchronize()  # reports the fault of a kernel, for which the ring would wait
         self.ring.synchronize(self.replay, 30.0)
         out = self.results(self.replay)
         self.ring.release(self.replay)
         return out
+
+    def sample(self, logits: DeviceArray, rows: RowMap) -> None:
+        """Sample the token of each row."""
+        self.sampler.target(self.lane, logits, rows)
 
     def _begin(self, count: int) -> RowMap:
         """Begin a round of all slots with `count` rows."""
