@@ -10,8 +10,10 @@ from pathlib import Path
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import supports_programmatic_edges
+from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.pinned import Ring
 from graft.cudagraph.ranks import RankGroup
+from graft.grammar.automaton.device import DeviceAutomata
 from graft.grammar.compile.service import GrammarService
 from graft.grammar.decoder import CANDIDATES, GuidedDecoder, default_threads
 from graft.grammar.forced import ForcedTokens
@@ -438,7 +440,29 @@ def _round_parts(
         depth=max_depth,
         programmatic=programmatic,
         every_part=options.timeline,
+        automata=_make_automata(options, state, exchange, sampler, replay, vocabulary),
     )
+
+
+def _make_automata(
+    options: Options,
+    state: SlotState,
+    exchange: Exchange,
+    sampler: Sampler,
+    replay: DeviceArray,
+    vocabulary: Vocabulary,
+) -> DeviceAutomata | None:
+    """Return the device's automata if the option asks for them."""
+    if not options.device_automata:
+        return None
+    if options.forced_drafts:
+        raise OptionError("device_automata cannot be combined with forced_drafts")
+    if exchange.mode.probes:
+        raise OptionError(
+            "device_automata cannot be combined with drafts whose candidates the grammar tests; "
+            "use draft_masking='fill', or mask_drafts=False for trees"
+        )
+    return DeviceAutomata(state, exchange, sampler, replay, vocabulary)
 
 
 def _make_decoder(

@@ -50,8 +50,10 @@ from graft.models.engine.stats import EngineStats
 from graft.models.errors import EngineError, EngineUseError, RequestError
 from graft.models.llm.config import LlamaConfig
 from graft.models.request import Event, Output, Request
+from graft.models.round.automaton_steps import GRAMMAR_STEPS
 from graft.models.round.prefill import PrefillScheduler
 from graft.models.round.round import RoundGraph
+from graft.models.round.variants import GrammarVariants
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.checks import short_repr
 
@@ -179,6 +181,7 @@ class Engine:
         self.round_graphs: dict[tuple[int, int], RoundGraph] = {}
         self.stats = EngineStats(draft_length=built.parts.depth)
         self._forced_tokens_at_reset = 0
+        self._variants = GrammarVariants() if built.parts.automata is not None else None
         try:
             self._admission = Admission(
                 self.options,
@@ -230,6 +233,7 @@ class Engine:
             ),
             positions_ahead=(max_in_flight + 1) * built.parts.width,
             slack_positions=options.slack,
+            automata=built.parts.automata,
         )
         return Scheduler(
             self._replays,
@@ -239,6 +243,7 @@ class Engine:
             built.budget,
             max_in_flight=max_in_flight,
             verify=options.verify,
+            variants=self._variants,
         )
 
     def _build_rounds(self, shield: Shield) -> None:
@@ -264,16 +269,28 @@ class Engine:
                 generated,
             )
             self.round_graphs[batch, drafts] = graph
-            shield.check()
-            for _ in range(num_replays):
-                self._replays.launch(graph, [])
-                self._replays.wait(stats, shield)
-                self._replays.finish()
+            self._run_empty(graph, num_replays, stats, shield)
+            for grammar in () if self._variants is None else GRAMMAR_STEPS[1:]:
+                variant = self._built.round_class(
+                    self._parts, scratch, batch, drafts, generated, grammar
+                )
+                self._variants.graphs[grammar, batch, drafts] = variant
+                self._run_empty(variant, num_replays, stats, shield)
         chunks = self._built.prefill.warm(StreamLane(self._built.stream))
         self._replays.wait_idle(stats)
         shield.check()
         for chunk in chunks:
             self._scheduler.slots.prefill_scheduler.record_time(chunk.rows, chunk.elapsed_s())
+
+    def _run_empty(
+        self, graph: RoundGraph, replays: int, stats: EngineStats, shield: Shield
+    ) -> None:
+        """Run replays of a graph without requests."""
+        shield.check()
+        for _ in range(replays):
+            self._replays.launch(graph, [])
+            self._replays.wait(stats, shield)
+            self._replays.finish()
 
     # Requests ---------------------------------------------------------------------------------
 
@@ -678,7 +695,8 @@ class Engine:
         with ExitStack() as stack:
             stack.callback(self.round_graphs.clear)
             stack.callback(self._built.close)
-            for graph in self.round_graphs.values():
+            variants = {} if self._variants is None else self._variants.graphs
+            for graph in (*self.round_graphs.values(), *variants.values()):
                 stack.callback(graph.close)
             stack.callback(self._replays.drain)
 

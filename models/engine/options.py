@@ -45,7 +45,7 @@ _INTEGERS: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
     "compile_threads": (1, 256),
     "ordinal": (0, 1023, None),
 }
-_BOOLEANS = ("mask_drafts", "forced_drafts", "overlap", "timeline")
+_BOOLEANS = ("mask_drafts", "forced_drafts", "device_automata", "overlap", "timeline")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "draft_masking": DRAFT_MASKINGS,
     "verify": VERIFY_MODES,
@@ -113,6 +113,12 @@ class Options:
         only if no candidate of the drafter is legal. Without a drafter, the longest legal token is
         forced if all other legal tokens are prefixes of it. Forced drafts are verified like others,
         so the distribution of outputs does not change.
+    device_automata
+        Whether mask rows are filled on the device for requests whose grammar has an automaton, see
+        `DeviceAutomata`. A round whose requests all have an automaton or no grammar then needs no
+        grammar step on the host. Outputs do not change. Cannot be combined with `forced_drafts`,
+        nor with drafts whose candidates the grammar tests: ``draft_masking="probe"``, and trees
+        unless ``mask_drafts=False``.
     verify
         Default verification mode of sampled requests. With "coupled", the target samples a token at
         each position with the random numbers that it would use without drafts, and a draft is
@@ -193,6 +199,7 @@ class Options:
     mask_drafts: bool = True
     draft_masking: str = "fill"
     forced_drafts: bool = False
+    device_automata: bool = False
     verify: str = "rejection"
     grammar_backend: str | Callable[[Vocabulary], GrammarBackend] = "auto"
     grammar_transport: str = "auto"

@@ -199,6 +199,8 @@ class Replays:
         guided = []
         for row, state in enumerate(states):
             slots[row] = state.slot
+            if state.promoted:
+                continue
             guided.append(
                 GuidedRequest(
                     state.slot,
@@ -207,7 +209,10 @@ class Replays:
                     state.start_position,
                 )
             )
-        parts.decoder.publish(number, guided)
+        if graph.grammar == "device":
+            parts.decoder.skip(number)
+        else:
+            parts.decoder.publish(number, guided)
         parts.inputs.publish(number)
         self.launched = number
         rows = tuple(RowAssignment(state, state.slot, state.epoch) for state in states)

@@ -78,6 +78,8 @@ class RequestState:
     undrafted_tokens
         Number of tokens at the end of the output that the drafter has not processed. These are the
         tokens of the round in which the device ended the request.
+    promoted
+        Whether kernels do all grammar steps of the request, see `DeviceAutomata`.
     stalled_rounds
         Number of consecutive rounds, up to the last one read, in which no token was committed.
     stalled_since
@@ -104,6 +106,7 @@ class RequestState:
     reserved_positions: int = 0
     draft_capacity: int = 0
     undrafted_tokens: int = 0
+    promoted: bool = False
     stalled_rounds: int = 0
     stalled_since: float = 0.0
     submitted_at: float = field(default_factory=time.monotonic)

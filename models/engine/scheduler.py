@@ -32,6 +32,7 @@ from graft.models.errors import RequestTimeoutError
 from graft.models.request import DEVICE_REASONS, Event, Output
 from graft.models.round.budget import DraftBudget
 from graft.models.round.round import RoundGraph
+from graft.models.round.variants import GrammarVariants
 from graft.sampling.params import SamplingParams
 
 LOG = logging.getLogger("graft")
@@ -139,6 +140,8 @@ class Scheduler:
         Maximum number of replays in flight.
     verify
         Verification mode of requests that do not specify one.
+    variants
+        Graphs that run grammar steps on the device; None: all grammar steps run on the host.
 
     Attributes
     ----------
@@ -160,6 +163,7 @@ class Scheduler:
         *,
         max_in_flight: int,
         verify: str = "rejection",
+        variants: GrammarVariants | None = None,
     ):
         self.replays = replays
         self.slots = slots
@@ -168,6 +172,7 @@ class Scheduler:
         self.budget = budget
         self.max_in_flight = max_in_flight
         self._verify = verify
+        self.variants = variants
         self.unfinished: dict[str, RequestState] = {}
         self.waiting: dict[str, RequestState] = {}
         self.outbox = Outbox()
@@ -353,9 +358,13 @@ class Scheduler:
         buckets = [batch for batch, _ in self.round_graphs if batch >= len(states)]
         batch = min(buckets)
         drafts = self.budget.choose(batch, states)
+        graph = self.round_graphs[batch, drafts]
+        if self.variants is not None:
+            graph = self.variants.choose(graph, states)
         self.stats.rounds += 1
         self.stats.rounds_by_length[drafts] += 1
-        self.replays.launch(self.round_graphs[batch, drafts], states)
+        self.stats.rounds_by_grammar[graph.grammar] += 1
+        self.replays.launch(graph, states)
         return True
 
     def _allocate_pages(self) -> list[RequestState]:
@@ -476,7 +485,7 @@ class Scheduler:
         if state.matcher is None:
             return GraftError(invalid_logits)
         grammar_error = self.replays.grammar_error(state.slot)
-        if grammar_error:
+        if grammar_error and not state.promoted:
             return GraftError(grammar_error)
         return GraftError(f"{invalid_logits}, or the grammar rejected a verified token")
 
@@ -491,7 +500,7 @@ class Scheduler:
         """Drop the references to device objects. Call this method after `Replays.drain`."""
         self.slots.close()
         self.replays.close()
-        del self.replays, self.slots, self.round_graphs
+        del self.replays, self.slots, self.round_graphs, self.variants
 
     # Leaving a slot -----------------------------------------------------------------------------
 

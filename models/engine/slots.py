@@ -32,6 +32,7 @@ from dataclasses import dataclass
 
 from graft.cudagraph.errors import GraftError
 from graft.cudagraph.lanes import StreamLane
+from graft.grammar.automaton.device import DeviceAutomata
 from graft.models.cache.kv import PagedKV
 from graft.models.cache.prefix import PageGroup, PrefixCache
 from graft.models.engine.request_state import RequestState
@@ -96,6 +97,8 @@ class SlotManager:
     slack_positions
         Number of additional positions that draft trees use. They get pages even after the last
         position that the request may generate.
+    automata
+        Runs grammar steps of promoted requests on the device; None promotes no request.
 
     Attributes
     ----------
@@ -119,6 +122,7 @@ class SlotManager:
         prefill_scheduler: PrefillScheduler,
         positions_ahead: int,
         slack_positions: int = 0,
+        automata: DeviceAutomata | None = None,
     ):
         self._max_batch_size = max_batch_size
         self._caches = caches
@@ -129,6 +133,7 @@ class SlotManager:
         self.prefill_scheduler = prefill_scheduler
         self._positions_ahead = positions_ahead
         self._slack_positions = slack_positions
+        self._automata = automata
         self.running: dict[int, RequestState] = {}
         self._prefilling: dict[int, _PrefillingRequest] = {}
         self._free = list(range(num_slots))
@@ -286,6 +291,10 @@ class SlotManager:
         self._prefix_cache.insert(state.slot, state.tokens)
         del self._prefilling[state.slot]
         self.running[state.slot] = state
+        if self._automata is not None:
+            state.promoted = self._automata.join(
+                self._lane, state.slot, state.epoch, state.matcher
+            )
         self._slot_state.join(
             self._lane,
             state.slot,
@@ -327,6 +336,7 @@ class SlotManager:
         self._leaving[slot] = last_replay
         state.slot = -1
         state.matcher = None
+        state.promoted = False
         state.reserved_positions = 0
 
     def reclaim(self, retired: int) -> None:
@@ -339,6 +349,8 @@ class SlotManager:
             del self._leaving[slot]
             for cache in self._caches:
                 cache.release(slot)
+            if self._automata is not None:
+                self._automata.release(slot)
             self._free.append(slot)
 
     def reclaim_all(self) -> None:
@@ -353,6 +365,7 @@ class SlotManager:
         """
         self._prefilling.clear()
         del self._caches, self._prefix_cache, self._prefill, self._slot_state, self._lane
+        del self._automata
 
     def _required_positions(self, state: RequestState) -> int:
         """Return the number of positions that need pages when the next round is launched."""

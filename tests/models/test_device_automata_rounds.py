@@ -1,0 +1,113 @@
+"""Engine with automata on the device: outputs are unchanged, and no host steps are left."""
+
+from dataclasses import replace
+
+import pytest
+from engine_cases import DFLASH, GROWN_TREE, answers, answers_and_drafts, settled, workload
+from engine_util import FREE, demo_engine
+from test_engine_equality import check_disturbed, expected_answers
+
+from graft.cudagraph.errors import OptionError
+from graft.grammar import GrammarSpec
+from graft.models.drafters import Suffix
+from graft.models.request import Request
+
+__all__ = ["expected_answers"]  # a fixture
+
+UNMASKED_TREE = {**GROWN_TREE, "mask_drafts": False}
+#: Engine options; the first `NUM_QUICK` run in the quick suite.
+OPTIONS = {
+    "chain": {"max_batch_size": 4},
+    "unmasked tree": {"max_batch_size": 3, **UNMASKED_TREE},
+    "few pages": {"max_batch_size": 5, "pages": 40, "page_size": 16, "max_length": 400},
+    "unmasked chain": {"max_batch_size": 2, "mask_drafts": False},
+    "no drafter": {"max_batch_size": 4, "speculation": False},
+    "mailbox": {"max_batch_size": 3, "grammar_transport": "mailbox"},
+    "late": {"max_batch_size": 4, "grammar_threads": 2, "grammar_budget_us": 1.0},
+    "two graphs": {"max_batch_size": 3, "composition": "two"},
+    "suffix": {"max_batch_size": 3, "drafter": Suffix},
+    "suffix, tree": {"max_batch_size": 3, "drafter": Suffix, **GROWN_TREE},
+    "block drafter": {"max_batch_size": 3, "drafter": DFLASH},
+    "block drafter, tree": {"max_batch_size": 3, "drafter": DFLASH, **UNMASKED_TREE},
+    "automatic length": {"max_batch_size": 3, "draft_length": "auto"},
+    "one launch at a time": {"max_batch_size": 5, "overlap": False},
+}
+NUM_QUICK = 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] if number >= NUM_QUICK else [])
+        for number, name in enumerate(OPTIONS)
+    ],
+)
+def test_device_automata_do_not_change_outputs(expected_answers, name):
+    """Requests with and without automata join, are preempted and are cancelled at random times."""
+    mode = ("greedy", "coupled")[len(name) % 2]
+    with settled(demo_engine(device_automata=True, **OPTIONS[name])) as engine:
+        check_disturbed(engine, expected_answers, mode, seed=len(name))
+        rounds = engine.stats.rounds_by_grammar
+        assert rounds["mixed"] > 0 and rounds["device"] > 0
+        assert sum(rounds.values()) == engine.stats.rounds
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, id="chain"), pytest.param(UNMASKED_TREE, id="tree", marks=pytest.mark.full)],
+)
+def test_device_automata_do_not_change_rejection_sampling(options):
+    """With equal masks and no late rows, even the rounds are equal."""
+    requests = workload(temperature=0.9, verify="rejection")
+    found = []
+    for device_automata in (False, True):
+        with settled(
+            demo_engine(
+                max_batch_size=4,
+                device_automata=device_automata,
+                grammar_budget_us=None,
+                **options,
+            )
+        ) as engine:
+            found.append(answers_and_drafts(engine.generate(requests)))
+    assert found[0] == found[1]
+
+
+def automaton_requests():
+    """Return requests whose grammars have automata, and one without a grammar."""
+    grammars = [
+        GrammarSpec.choice(["alpha", "alphabet", "beta"]),
+        GrammarSpec.regex("[0-9]{3}-(foo|bar)+"),
+        GrammarSpec.regex("[a-z ]{1,40}"),
+    ]
+    requests = [replace(FREE, id="free")]
+    for number, grammar in enumerate(grammars):
+        requests.append(Request(prompt="x", grammar=grammar, max_tokens=30, id=str(number)))
+    return requests
+
+
+def test_device_rounds_have_no_host_steps():
+    """A batch whose requests are promoted runs no host work, and its graphs contain none."""
+    requests = automaton_requests()
+    with settled(demo_engine(max_batch_size=4)) as engine:
+        expected = answers(engine.generate(requests))
+    with settled(demo_engine(max_batch_size=4, device_automata=True)) as engine:
+        before = engine.counters()["grammar"]
+        assert answers(engine.generate(requests)) == expected
+        after = engine.counters()["grammar"]
+        assert engine.stats.rounds_by_grammar == {"device": engine.stats.rounds}
+        assert {name for name in before if before[name] != after[name]} == set()
+        for (grammar, *_), graph in engine._scheduler.variants.graphs.items():
+            kinds = {node.kind for node in graph.graphs[0].nodes}
+            assert ("host" in kinds) == (grammar == "mixed")
+            assert ("copy" in kinds) == (grammar == "mixed"), kinds
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"draft_masking": "probe"}, GROWN_TREE, {"forced_drafts": True}],
+    ids=["probe", "tree", "forced"],
+)
+def test_device_automata_refuse_other_draft_modes(options):
+    with pytest.raises(OptionError, match="device_automata cannot be combined"):
+        demo_engine(device_automata=True, **options)
