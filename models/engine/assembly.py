@@ -25,6 +25,7 @@ from graft.models.drafters.base import Drafter, DrafterContext, TreeShape
 from graft.models.drafters.load import make_drafter
 from graft.models.engine.interrupt import Shield
 from graft.models.engine.options import Options
+from graft.models.generation.control import LOOP_ENTRIES, LoopControl
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
 from graft.models.llm.llama import LlamaModel
@@ -71,6 +72,8 @@ class Assembly:
         Prefix cache over these caches.
     compiler
         Compiles grammars.
+    control
+        Words that the host shares with generation loops; None without the option.
     resources
         Closes the parts in reverse order of their creation.
     """
@@ -83,6 +86,7 @@ class Assembly:
     caches: tuple[PagedKV, ...]
     prefixes: PrefixCache
     compiler: GrammarService
+    control: LoopControl | None
     resources: ExitStack
 
     def close(self) -> None:
@@ -155,6 +159,9 @@ def assemble(
         )
         for part in (parts.inputs, parts.outputs, parts.timeline, parts.exchange, parts.decoder):
             resources.callback(part.close)
+        control = _make_control(device, options, ranks, mode)
+        if control is not None:
+            resources.callback(control.close)
         shield.check()
         prefill = Prefill(
             device,
@@ -175,6 +182,7 @@ def assemble(
             caches,
             _prefix_cache(options, drafter, caches),
             compiler,
+            control,
             resources.pop_all(),
         )
 
@@ -422,6 +430,7 @@ def _round_parts(
     programmatic = options.programmatic
     if programmatic is None:
         programmatic = supports_programmatic_edges(device)
+    entries = LOOP_ENTRIES if options.generation == "graph" else RING_ENTRIES
     return RoundParts(
         device=device,
         target=target,
@@ -434,14 +443,34 @@ def _round_parts(
         decoder=_make_decoder(options, exchange, drafter, vocabulary),
         exchange=exchange,
         inputs=Ring(device, RING_ENTRIES, {"slot": ("int32", (batch,))}),
-        outputs=output_ring(device, RING_ENTRIES, batch, mode.drafts),
-        timeline=make_timeline(device, RING_ENTRIES, mode.drafts),
+        outputs=output_ring(device, entries, batch, mode.drafts),
+        timeline=make_timeline(device, entries, mode.drafts),
         replay=replay,
         depth=max_depth,
         programmatic=programmatic,
         every_part=options.timeline,
         automata=_make_automata(options, state, exchange, sampler, replay, vocabulary),
     )
+
+
+def _make_control(
+    device: Device,
+    options: Options,
+    ranks: RankGroup | None,
+    mode: DraftMode,
+) -> LoopControl | None:
+    """Create the words of generation loops, if the option asks for them."""
+    if options.generation != "graph":
+        return None
+    if ranks is not None:
+        raise OptionError("generation='graph' cannot be combined with tensor parallelism")
+    if mode.is_lattice and mode.branch > 1:
+        raise OptionError(
+            f"generation='graph' cannot be combined with draft_tree {options.draft_tree} and a "
+            "drafter that computes the logits of all levels at once: the grammar step chooses the "
+            "drafts of such a tree on the host"
+        )
+    return LoopControl(device, options.max_batch_size, options.slack, LOOP_ENTRIES)
 
 
 def _make_automata(

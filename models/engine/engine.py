@@ -48,6 +48,9 @@ from graft.models.engine.scheduler import Scheduler
 from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
 from graft.models.errors import EngineError, EngineUseError, RequestError
+from graft.models.generation.graph import GenerationGraph
+from graft.models.generation.loops import Loops
+from graft.models.generation.replays import LoopReplays
 from graft.models.llm.config import LlamaConfig
 from graft.models.request import Event, Output, Request
 from graft.models.round.automaton_steps import GRAMMAR_STEPS
@@ -177,10 +180,14 @@ class Engine:
         """Create the parts that run rounds, and build the graphs; on an error, close all parts."""
         built = self._built
         self._parts = built.parts
-        self._replays = Replays(built.parts, built.stream, built.budget)
+        if built.control is None:
+            self._replays = Replays(built.parts, built.stream, built.budget)
+        else:
+            self._replays = LoopReplays(built.parts, built.stream, built.budget, built.control)
         self.round_graphs: dict[tuple[int, int], RoundGraph] = {}
         self.stats = EngineStats(draft_length=built.parts.depth)
         self._forced_tokens_at_reset = 0
+        self._loops: Loops | None = None
         self._variants = GrammarVariants() if built.parts.automata is not None else None
         try:
             self._admission = Admission(
@@ -235,6 +242,8 @@ class Engine:
             slack_positions=options.slack,
             automata=built.parts.automata,
         )
+        if built.control is not None:
+            self._loops = Loops(slots, has_all_pages=options.has_all_pages)
         return Scheduler(
             self._replays,
             slots,
@@ -243,6 +252,7 @@ class Engine:
             built.budget,
             max_in_flight=max_in_flight,
             verify=options.verify,
+            loops=self._loops,
             variants=self._variants,
         )
 
@@ -276,6 +286,18 @@ class Engine:
                 )
                 self._variants.graphs[grammar, batch, drafts] = variant
                 self._run_empty(variant, num_replays, stats, shield)
+        if self._loops is not None and self._built.control is not None:
+            for key, graph in self.round_graphs.items():
+                loop = GenerationGraph(
+                    self._parts,
+                    scratch,
+                    graph.batch,
+                    graph.drafts,
+                    graph.made,
+                    self._built.control,
+                )
+                self._loops.graphs[key] = loop
+                self._run_empty(loop, 1, stats, shield)
         chunks = self._built.prefill.warm(StreamLane(self._built.stream))
         self._replays.wait_idle(stats)
         shield.check()
@@ -334,6 +356,7 @@ class Engine:
                 raise RequestError(f"this engine has no unfinished request {request_id!r}")
             if state.slot in self._scheduler.slots.running:
                 self._built.prefixes.insert(state.slot, state.tokens)
+            self._replays.leave_loop()  # copying pages waits for the device
             migrated = self._migrator.pack(state, self.options.verify)
             self._scheduler.end(state, "moved")
             return migrated
@@ -695,8 +718,9 @@ class Engine:
         with ExitStack() as stack:
             stack.callback(self.round_graphs.clear)
             stack.callback(self._built.close)
+            loops = {} if self._loops is None else self._loops.graphs
             variants = {} if self._variants is None else self._variants.graphs
-            for graph in (*self.round_graphs.values(), *variants.values()):
+            for graph in (*self.round_graphs.values(), *loops.values(), *variants.values()):
                 stack.callback(graph.close)
             stack.callback(self._replays.drain)
 

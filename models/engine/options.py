@@ -50,6 +50,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "draft_masking": DRAFT_MASKINGS,
     "verify": VERIFY_MODES,
     "composition": ("one", "two"),
+    "generation": ("rounds", "graph"),
     "grammar_transport": TRANSPORTS,
     "activations": ACTIVATIONS,
     "weights": WEIGHTS,
@@ -156,6 +157,12 @@ class Options:
         further graphs, and the host launches each of them after the grammar step that it depends on
         has completed. Rounds do not overlap in this mode. It exists to measure the benefit of a
         single graph.
+    generation
+        "rounds": each round is one launch. "graph": one launch runs many rounds of a batch, until
+        its requests have ended, a request joins or leaves the batch, or the host has not read the
+        last 64 rounds. This applies to batches without grammars. Other batches run in rounds, and
+        so does a batch while a prompt is being prefilled. Requires ``composition="one"`` and a
+        drafter that runs on the device.
     activations
         Precision of the activations that are multiplied with 16-bit weights on GPUs. "rounded":
         rounded to the type of the weights, as in training and serving; sums and everything else are
@@ -207,6 +214,7 @@ class Options:
     grammar_budget_us: float | None = 5000.0
     overlap: bool = True
     composition: str = "one"
+    generation: str = "rounds"
     activations: str = "rounded"
     weights: str = "checkpoint"
     programmatic: bool | None = None
@@ -233,6 +241,8 @@ class Options:
             raise _error("grammar_backend", expected, self.grammar_backend)
         if self.draft_masking == "probe" and not self.mask_drafts:
             raise OptionError("draft_masking='probe' requires mask_drafts=True")
+        if self.generation == "graph" and self.composition != "one":
+            raise OptionError("generation='graph' requires composition='one'")
 
     def _check_types(self) -> None:
         """Check types and ranges of the integers, booleans and choices."""
@@ -343,11 +353,18 @@ class Options:
                 f"max_length {length} is greater than the model's {model_length} positions"
             )
         sized = _BlockOptions(**vars(self)) if feeds_blocks else self
-        pages = self.pages
-        if pages is None:
-            pages_per_request = -(-(length + sized.slack) // self.page_size)
-            pages = self.max_batch_size * pages_per_request
-        return replace(sized, max_length=length, pages=pages)
+        sized = replace(sized, max_length=length)
+        pages = sized._all_pages(length) if self.pages is None else self.pages
+        return replace(sized, pages=pages)
+
+    @property
+    def has_all_pages(self) -> bool:
+        """Whether a request of maximum length fits into every row, once the options are sized."""
+        length, pages = self.sizes
+        return pages >= self._all_pages(length)
+
+    def _all_pages(self, length: int) -> int:
+        return self.max_batch_size * -(-(length + self.slack) // self.page_size)
 
 
 class _BlockOptions(Options):

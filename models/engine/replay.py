@@ -154,7 +154,12 @@ class Replays:
     on_row
         Function to call for each row that is read, or None. Its arguments are the assignment and
         the results of the row.
+    looping
+        Whether a launched graph may run more replays than the host knows of. Nothing may be
+        launched while it does. Always False, unless a subclass launches generation loops.
     """
+
+    looping = False
 
     def __init__(self, parts: RoundParts, stream: Stream, budget: DraftBudget):
         self._parts = parts
@@ -222,6 +227,9 @@ class Replays:
         self.unread.append(flight)
         with self._engine_numbers(flight):
             graph.launch(self._stream)
+
+    def leave_loop(self) -> None:
+        """Ask a generation loop that is running to end soon. The base class launches no loops."""
 
     def wait(
         self,

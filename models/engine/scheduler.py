@@ -29,6 +29,7 @@ from graft.models.engine.request_state import RequestState
 from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
 from graft.models.errors import RequestTimeoutError
+from graft.models.generation.loops import Loops
 from graft.models.request import DEVICE_REASONS, Event, Output
 from graft.models.round.budget import DraftBudget
 from graft.models.round.round import RoundGraph
@@ -140,6 +141,8 @@ class Scheduler:
         Maximum number of replays in flight.
     verify
         Verification mode of requests that do not specify one.
+    loops
+        Chooses the batches that run in generation loops; None: no batch does.
     variants
         Graphs that run grammar steps on the device; None: all grammar steps run on the host.
 
@@ -163,6 +166,7 @@ class Scheduler:
         *,
         max_in_flight: int,
         verify: str = "rejection",
+        loops: Loops | None = None,
         variants: GrammarVariants | None = None,
     ):
         self.replays = replays
@@ -171,8 +175,9 @@ class Scheduler:
         self.stats = stats
         self.budget = budget
         self.max_in_flight = max_in_flight
-        self._verify = verify
+        self.loops = loops
         self.variants = variants
+        self._verify = verify
         self.unfinished: dict[str, RequestState] = {}
         self.waiting: dict[str, RequestState] = {}
         self.outbox = Outbox()
@@ -340,6 +345,10 @@ class Scheduler:
         bool
             Whether a round was launched.
         """
+        if self.replays.looping:
+            if self.slots.num_prefilling:
+                self.replays.leave_loop()
+            return False
         running = self.slots.running
         short = self._allocate_pages()
         while short and len(short) == len(running):
@@ -361,11 +370,17 @@ class Scheduler:
         graph = self.round_graphs[batch, drafts]
         if self.variants is not None:
             graph = self.variants.choose(graph, states)
-        self.stats.rounds += 1
-        self.stats.rounds_by_length[drafts] += 1
-        self.stats.rounds_by_grammar[graph.grammar] += 1
+        if self.loops is not None and not short:
+            graph = self.loops.choose(batch, drafts, states) or graph
+        self.stats.launches += 1
+        self._count_round(graph)
         self.replays.launch(graph, states)
         return True
+
+    def _count_round(self, graph: RoundGraph) -> None:
+        self.stats.rounds += 1
+        self.stats.rounds_by_length[graph.drafts] += 1
+        self.stats.rounds_by_grammar[graph.grammar] += 1
 
     def _allocate_pages(self) -> list[RequestState]:
         """Allocate KV-cache pages for the next round; preempt a request if pages have run out.
@@ -413,6 +428,8 @@ class Scheduler:
                     )
                 self.end(assignment.state, "error", error, ended_on_device=True)
         self.replays.finish()
+        if self.replays.looping:  # another replay of the loop follows
+            self._count_round(flight.graph)
 
     def _process_row(self, state: RequestState, row: RowResult, graph: RoundGraph) -> None:
         """Append the committed tokens of a batch row to its request. End a complete request."""
@@ -491,6 +508,7 @@ class Scheduler:
 
     def wait_idle(self, shield: Shield) -> None:
         """Read all rounds in flight, wait for the device, and free the slots of ended requests."""
+        self.replays.leave_loop()
         while self.replays.unread:
             self.read(shield)
         self.replays.wait_idle(self.stats)
@@ -500,7 +518,8 @@ class Scheduler:
         """Drop the references to device objects. Call this method after `Replays.drain`."""
         self.slots.close()
         self.replays.close()
-        del self.replays, self.slots, self.round_graphs, self.variants
+        self.loops = self.variants = None
+        del self.replays, self.slots, self.round_graphs
 
     # Leaving a slot -----------------------------------------------------------------------------
 
@@ -518,6 +537,7 @@ class Scheduler:
         to_front
             Whether the request goes to the front of the queue of its priority instead of the end.
         """
+        self.replays.leave_loop()
         self.slots.leave(state, self.replays.launched, ended_on_device=False)
         state.output.preempted += 1
         self.stats.preemptions += 1
@@ -553,6 +573,8 @@ class Scheduler:
         del self.unfinished[state.id]
         self._dequeue(state)
         if state.slot >= 0:
+            if not ended_on_device:
+                self.replays.leave_loop()
             self.slots.leave(state, self.replays.launched, ended_on_device=ended_on_device)
         self.deliver(
             output,

@@ -153,6 +153,11 @@ class SlotManager:
         return len(self.running) + len(self._prefilling)
 
     @property
+    def num_prefilling(self) -> int:
+        """Number of requests that have a slot and are being prefilled."""
+        return len(self._prefilling)
+
+    @property
     def num_leaving(self) -> int:
         """Number of slots that requests have left and that cannot be assigned again yet."""
         return len(self._leaving)
@@ -247,6 +252,33 @@ class SlotManager:
             cache.set_table(self._lane, state.slot)
         return True
 
+    def reserve_ahead(self, state: RequestState, max_pages: int | None) -> None:
+        """Allocate pages for rounds after the next one, as far as pages are free or unused.
+
+        Unused pages of the prefix cache are evicted.
+
+        Parameters
+        ----------
+        state
+            Running request.
+        max_pages
+            Maximum number of pages to allocate; None: all that the request can ever need.
+        """
+        page_size = self._caches[0].page_size
+        limit = state.position_limit + self._slack_positions
+        present = state.reserved_positions // page_size
+        wanted = -(-limit // page_size) - present
+        if max_pages is not None:
+            wanted = min(wanted, max_pages)
+        num_free = min(len(cache.free) for cache in self._caches)
+        pages = min(wanted, num_free + self._prefix_cache.num_unused)
+        if pages <= 0:
+            return
+        self._prefix_cache.evict_until_free(pages, ())
+        self._set_pages(state, state.slot, present + pages)
+        for cache in self._caches:
+            cache.set_table(self._lane, state.slot)
+
     def prefill(self, round_s: float) -> None:
         """Enqueue prefill chunks and start the requests whose prompts are enqueued completely.
 
@@ -292,9 +324,7 @@ class SlotManager:
         del self._prefilling[state.slot]
         self.running[state.slot] = state
         if self._automata is not None:
-            state.promoted = self._automata.join(
-                self._lane, state.slot, state.epoch, state.matcher
-            )
+            state.promoted = self._automata.join(self._lane, state.slot, state.epoch, state.matcher)
         self._slot_state.join(
             self._lane,
             state.slot,
@@ -424,13 +454,23 @@ class SlotManager:
             self._prefix_cache.evict_until_free(pages - present + spare, shared)
             if not self._has_free_pages(pages - present + spare):
                 return False
-        positions = pages * page_size
+        self._set_pages(state, slot, pages, shared)
+        return True
+
+    def _set_pages(
+        self,
+        state: RequestState,
+        slot: int,
+        pages: int,
+        shared: Sequence[PageGroup] = (),
+    ) -> None:
+        """Allocate free pages until a slot has `pages` pages in all caches."""
+        positions = pages * self._caches[0].page_size
         for i, cache in enumerate(self._caches):
             shared_pages = [group[i] for group in shared]
             if not cache.allocate(slot, positions, shared_pages):
                 raise GraftError(f"slot {slot} cannot hold {pages} pages")
         state.reserved_positions = positions
-        return True
 
     def _has_free_pages(self, pages: int) -> bool:
         return all(len(cache.free) >= pages for cache in self._caches)

@@ -27,6 +27,8 @@ class EngineStats:
         Number of rounds with at least one request.
     rounds_by_length
         Number of rounds for each number of drafts per batch row.
+    launches
+        Number of launches of graphs for these rounds. Without generation loops, it equals `rounds`.
     rounds_by_grammar
         Number of rounds for each kind of grammar steps, see `GRAMMAR_STEPS`.
     joins
@@ -62,6 +64,7 @@ class EngineStats:
     draft_length: int = 0
     rounds: int = 0
     rounds_by_length: Counter[int] = field(default_factory=Counter)
+    launches: int = 0
     rounds_by_grammar: Counter[str] = field(default_factory=Counter)
     joins: int = 0
     row_rounds: int = 0

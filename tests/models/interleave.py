@@ -169,6 +169,7 @@ class Interleaving:
             batch=rows,
             drafts=k,
             made=k,
+            grammar="host",
         )
 
     def _submit_request(self, number: int) -> None:

@@ -1,0 +1,1 @@
+"""Generation loops: many rounds in one launch of a graph."""

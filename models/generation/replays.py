@@ -1,0 +1,106 @@
+"""Replays of an engine with generation loops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from graft.cudagraph.device import Stream
+from graft.models.engine.replay import Replays
+from graft.models.engine.request_state import RequestState
+from graft.models.engine.stats import EngineStats
+from graft.models.generation.control import LoopControl
+from graft.models.generation.graph import GenerationGraph
+from graft.models.round.budget import DraftBudget
+from graft.models.round.round import RoundGraph, RoundParts
+
+__all__ = ["LoopReplays"]
+
+
+class LoopReplays(Replays):
+    """Launches rounds and generation loops, and reads the results of their replays.
+
+    The results of a replay tell whether another replay of the loop follows. The host therefore
+    learns of the replays of a loop one after another, in the order in which it reads them. The
+    device may be up to `LOOP_ENTRIES` replays ahead.
+
+    While a loop is running, `retired` is the last replay before the loop, because the device may
+    still write everything that the requests of the loop own.
+
+    Parameters
+    ----------
+    parts, stream, budget
+        As in `Replays`.
+    control
+        Words that host and device share.
+
+    Attributes
+    ----------
+    loops
+        Number of loops launched with requests.
+    """
+
+    def __init__(
+        self,
+        parts: RoundParts,
+        stream: Stream,
+        budget: DraftBudget,
+        control: LoopControl,
+    ):
+        super().__init__(parts, stream, budget)
+        self._control = control
+        self.loops = 0
+        # First and last replay of the loop that was launched last. While the loop is running, the
+        # last one is the last replay that the host knows of.
+        self._first = 0
+        self._last = 0
+
+    def launch(self, graph: RoundGraph, states: Sequence[RequestState]) -> None:
+        """Launch a round or a loop; see `Replays.launch`."""
+        if isinstance(graph, GenerationGraph):
+            self._control.prepare(states)
+            self._first = self._last = self.launched + 1
+            self.looping = True
+            self.loops += bool(states)
+        super().launch(graph, states)
+
+    def leave_loop(self) -> None:
+        """Ask the loop that is running, if any, to end.
+
+        The device finishes the current replay, and possibly one more. Their results are read as
+        usual.
+        """
+        if self.looping:
+            self._control.end(self._first)
+
+    def finish(self) -> None:
+        """Release the entries of the oldest unread replay; add the next replay of its loop."""
+        flight = self.unread[0]
+        in_loop = isinstance(flight.graph, GenerationGraph)
+        ends = in_loop and self._control.is_last(flight.number)
+        super().finish()
+        self._control.release(flight.number)
+        if ends:
+            self.looping = False
+        elif in_loop:
+            number = self.launched + 1
+            self._parts.outputs.reserve(number)
+            self._parts.decoder.skip(number)
+            self.launched = self._last = number
+            self.unread.append(replace(flight, number=number))
+
+    def drain(self) -> None:
+        """End the running loop and wait for the device; see `Replays.drain`."""
+        self.leave_loop()
+        super().drain()
+        self.looping = False
+
+    def close(self) -> None:
+        """Drop the references to device objects; see `Replays.close`."""
+        super().close()
+        del self._control
+
+    def _retire(self, number: int, stats: EngineStats) -> None:
+        super()._retire(number, stats)
+        if self.looping or self._first <= self.retired < self._last:
+            self.retired = min(self.retired, self._first - 1)

@@ -1,0 +1,282 @@
+"""Generation loops: one launch of a graph runs many rounds (``generation="graph"``)."""
+
+import itertools
+import signal
+import threading
+import weakref
+from dataclasses import replace
+
+import pytest
+from engine_cases import (
+    DRAFTER_OPTIONS,
+    MODES,
+    MORE_TREE_OPTIONS,
+    answer,
+    answers,
+    answers_and_drafts,
+    settled,
+    workload,
+)
+from engine_util import FREE, LONG, demo_engine, drain, patch_kernel_source
+
+from graft.cudagraph.errors import DeviceError, OptionError
+from graft.models.engine import assembly, replay
+from graft.models.generation.control import LOOP_ENTRIES, LoopControl
+
+LOOP_KERNELS = "models/generation/kernels/loop.cu"
+LOOP_MODES = {**MODES, "rejection": {"temperature": 0.9, "verify": "rejection"}}
+ALL_OPTIONS = {**DRAFTER_OPTIONS, **MORE_TREE_OPTIONS}
+#: Drafters of these names run on the host, also for requests without a grammar.
+HOST_DRAFTERS = ("host", "host, tree", "dflash, tree", "dspark, tree")
+QUICK = ("eagle3", "ngram")
+
+
+def free_requests(**options):
+    """Return the requests of `workload` without their grammars."""
+    return [replace(request, grammar=None) for request in workload(**options)]
+
+
+def loop_engine(**options):
+    return demo_engine(**{"max_batch_size": 3, "generation": "graph", **options})
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.full)
+        for name in ALL_OPTIONS
+        if name not in HOST_DRAFTERS
+    ],
+)
+def test_loop_outputs_equal_outputs_of_rounds(drafter):
+    """Tokens, log probabilities and counts of drafts are those of rounds, also when sampling."""
+    options = ALL_OPTIONS[drafter]
+    with demo_engine(max_batch_size=3, **options) as engine:
+        expected = [
+            answers_and_drafts(engine.generate(free_requests(**mode)))
+            for mode in LOOP_MODES.values()
+        ]
+    with settled(loop_engine(**options)) as engine:
+        for mode, answers_of_mode in zip(LOOP_MODES.values(), expected, strict=True):
+            found = answers_and_drafts(engine.generate(free_requests(**mode)))
+            assert found == answers_of_mode
+        assert engine.stats.launches < engine.stats.rounds
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_loop_is_launched_once_if_nothing_joins(batch):
+    requests = [replace(FREE, tokens=[300 + i], max_tokens=20 + 5 * i) for i in range(batch)]
+    with settled(loop_engine(max_batch_size=batch)) as engine:
+        engine.generate(requests)
+        # While prompts are prefilled, a round is launched after each chunk.
+        rounds_before = engine.stats.launches - engine._replays.loops
+        assert engine._replays.loops == 1
+        assert rounds_before < batch
+        assert engine.stats.rounds > 5 + rounds_before
+
+
+def test_loop_engine_runs_mixed_batches():
+    """Requests with and without grammars alternate between rounds and loops."""
+    for mode in LOOP_MODES.values():
+        requests = workload(**mode)
+        with demo_engine(max_batch_size=3) as engine:
+            expected = answers(engine.generate(requests))
+        with settled(loop_engine()) as engine:
+            assert answers(engine.generate(requests)) == expected
+            assert engine._replays.loops > 0
+
+
+def published(engine):
+    """Return the number of the last replay whose results the device has published."""
+    return int(engine._parts.outputs.stamp.array.max())
+
+
+def start_loop(engine, *requests):
+    """Submit requests and step until a loop with all of them is running."""
+    ids = [engine.submit(request) for request in requests]
+    while not engine._replays.looping or len(engine._replays.unread[0].rows) < len(ids):
+        engine.step()
+    return ids
+
+
+def end_by_cancelling(engine, ids):
+    engine.cancel(ids[0])
+
+
+def end_by_preempting(engine, ids):
+    engine.preempt(ids[0])
+
+
+def end_by_joining(engine, ids):
+    engine.submit(replace(FREE, max_tokens=2))
+    while engine._replays.looping and not engine._scheduler.slots.num_prefilling:
+        engine.step()
+
+
+def end_by_migrating(engine, ids):
+    engine.migrate_out(ids[0])
+
+
+def end_by_timeout(engine, ids):
+    state = engine._scheduler.unfinished[ids[0]]
+    engine._scheduler._deadlines.append((0.0, -1, weakref.ref(state)))
+    engine.step()
+
+
+def end_by_closing(engine, ids):
+    engine._replays.leave_loop()  # what `close` does first
+
+
+ENDS = [
+    end_by_cancelling,
+    end_by_preempting,
+    end_by_joining,
+    end_by_migrating,
+    end_by_timeout,
+    end_by_closing,
+]
+
+
+def check_loop_ends(engine, end):
+    """Check that a loop ends at most two replays after the host has asked for it."""
+    ids = start_loop(engine, LONG, replace(LONG, seed=2))
+    limit = published(engine) + 200  # `migrate_out` waits for the device
+    end(engine, ids)
+    limit = min(limit, published(engine) + 2)
+    engine._replays._stream.synchronize()
+    assert published(engine) <= limit
+    for request_id in ids:
+        engine.cancel(request_id)
+    drain(engine)
+
+
+@pytest.fixture
+def long_ring(monkeypatch):
+    """Make the output ring so long that loops do not end because the host reads too slowly."""
+    monkeypatch.setattr(assembly, "LOOP_ENTRIES", 2048)
+
+
+@pytest.fixture(scope="module")
+def long_answer():
+    with demo_engine(max_batch_size=1) as engine:
+        return answer(engine.generate([LONG])[0])
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_loop_ends_within_two_rounds(end, long_ring, long_answer):
+    with settled(loop_engine()) as engine:
+        check_loop_ends(engine, end)
+        assert answer(engine.generate([LONG])[0]) == long_answer
+
+
+def check_full_ring(engine, expected):
+    """Check that a loop waits for a host that reads no results, and that none is lost."""
+    [request_id] = start_loop(engine, LONG)
+    engine._replays._stream.synchronize()
+    read = engine._replays.unread[0].number - 1
+    assert published(engine) - read == LOOP_ENTRIES - 1
+    assert answer(drain(engine)[request_id]) == expected
+
+
+def test_loop_ends_when_output_ring_is_full(long_answer):
+    with settled(loop_engine(max_batch_size=1)) as engine:
+        check_full_ring(engine, long_answer)
+        assert engine._replays.loops > 1
+
+
+def test_loop_results_are_lost_without_check_of_ring(monkeypatch, tmp_path, long_answer):
+    """Mutant: without the check, the device overwrites results that the host has not read."""
+    monkeypatch.setattr(replay, "ROUND_DEADLINE_S", 1.0)
+    check = "goes_on = active != 0 && unable == 0 && has_entry"
+    without = check.removesuffix(" && has_entry")
+    patch_kernel_source(monkeypatch, tmp_path, LOOP_KERNELS, check, without)
+    engine = loop_engine(max_batch_size=1)
+    with engine, pytest.raises((AssertionError, DeviceError)):
+        check_full_ring(engine, long_answer)
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_loop_goes_on_without_exit_word(end, monkeypatch, long_ring):
+    """Mutant: if the word of the host is lost, the loop does not end when it must."""
+    monkeypatch.setattr(LoopControl, "end", lambda control, first: None)
+    with loop_engine() as engine, pytest.raises(AssertionError):
+        check_loop_ends(engine, end)
+
+
+@pytest.mark.parametrize("pages", [24, 40])
+def test_loop_ends_before_pages_run_out(pages):
+    """With few pages, requests are preempted, and loops end when a request needs more pages."""
+    requests = [replace(LONG, seed=i, max_tokens=200, verify="coupled") for i in range(4)]
+    options = {"max_batch_size": 3, "pages": pages, "page_size": 16, "max_length": 300}
+    with demo_engine(**options) as engine:
+        expected = answers(engine.generate(requests))
+    with settled(demo_engine(**options, generation="graph")) as engine:
+        assert answers(engine.generate(requests)) == expected
+        assert engine._replays.loops > 2
+
+
+def test_loop_evicts_prefix_cache_for_its_pages():
+    """Unused pages of the prefix cache do not end loops."""
+    requests = [replace(LONG, tokens=range(40 * i, 40 * i + 40), max_tokens=60) for i in range(12)]
+    with settled(loop_engine(max_batch_size=1, max_length=128)) as engine:
+        for request in requests:
+            engine.generate([request])
+        assert engine.counters()["prefixes"]["evictions"] > 0
+        assert engine._replays.loops == len(requests)
+
+
+def test_loop_engine_generate_raises_keyboard_interrupt(long_answer):
+    """Ctrl-C during a loop cancels the requests, and the engine still works."""
+    with settled(loop_engine()) as engine:
+        count = itertools.count()
+
+        def interrupt(*_):
+            if next(count) == 20:
+                signal.raise_signal(signal.SIGINT)
+
+        engine._replays.on_row = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([LONG, replace(LONG, seed=2)])
+        assert not engine.busy
+        assert answer(engine.generate([LONG])[0]) == long_answer
+
+
+def test_close_ends_running_loop(long_ring):
+    engine = loop_engine()
+    start_loop(engine, LONG)
+    last = published(engine)
+    stamps = engine._parts.outputs.stamp.array
+    engine.close()
+    assert stamps.max() < last + 200  # of about 1000
+
+
+def test_loop_engine_cancel_from_thread(long_answer):
+    """A request can be cancelled by another thread while a call reads the results of a loop."""
+    with settled(loop_engine()) as engine:
+        ids = [engine.submit(replace(LONG, seed=2)), engine.submit(LONG)]
+        count = itertools.count()
+
+        def cancel(*_):
+            if next(count) == 20:
+                thread = threading.Thread(target=engine.cancel, args=[ids[0]])
+                thread.start()
+                thread.join()
+
+        engine._replays.on_row = cancel
+        found = drain(engine)
+        assert found[ids[0]].reason == "cancelled"
+        assert answer(found[ids[1]]) == long_answer
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (DRAFTER_OPTIONS["host"], "drafter that runs on the device.*propose_repeat"),
+        (DRAFTER_OPTIONS["dflash, tree"], "draft_tree"),
+        ({"composition": "two"}, "composition='one'"),
+        ({"generation": "loop"}, "generation must be one of rounds, graph"),
+    ],
+)
+def test_loop_engine_rejects_options(options, message):
+    with pytest.raises(OptionError, match=message):
+        loop_engine(**options)
