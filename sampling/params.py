@@ -25,6 +25,7 @@ __all__ = [
 _NUMBERS = read_numbers(KERNELS / "slot.cuh")
 MAX_STOP_IDS = _NUMBERS["MAX_STOP_IDS"]
 MAX_LOGPROBS = _NUMBERS["MAX_LOGPROBS"]
+_GREEDY_TEMPERATURE = np.float32(1e-5)  # as in kernels/slot.cuh
 
 #: Verification modes. The index of a mode is its value of ``VERIFY_*`` in kernels/slot.cuh.
 VERIFY_MODES = ("rejection", "coupled", "per_token", "relaxed")
@@ -154,6 +155,18 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     logprobs_masked: bool = False
+
+    @property
+    def samples_unmasked(self) -> bool:
+        """Whether a legal token that is sampled without a mask is the token sampled under the mask.
+
+        This does not hold for filters that follow the mask, and for parameters that depend on the
+        legal tokens.
+        """
+        greedy = np.float32(self.temperature) < _GREEDY_TEMPERATURE
+        filtered = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        depends_on_mask = self.min_tokens > 0 or self.logprobs_masked or self.verify == "relaxed"
+        return bool(greedy or not filtered) and not depends_on_mask
 
     @classmethod
     def from_fields(cls, source: object, **changes: Any) -> SamplingParams:

@@ -152,10 +152,10 @@ def _add_drafting_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--draft-masking",
-        choices=("fill", "probe"),
+        choices=("fill", "probe", "optimistic"),
         default="fill",
         help="how drafts are masked: fill a token bitmask for each draft, or let the grammar test "
-        "the drafter's best candidates (default fill)",
+        "the drafter's best candidates; optimistic: test the target's tokens, too (default fill)",
     )
     group.add_argument(
         "--forced-drafts",

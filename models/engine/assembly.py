@@ -389,6 +389,11 @@ def _num_candidates(masking: str, drafter: Drafter) -> int:
 
 def _check_forced_drafts(options: Options, drafter: Drafter | None, mode: DraftMode) -> None:
     """Raise OptionError if `forced_drafts` is set and the drafter cannot draft forced tokens."""
+    if isinstance(drafter, Forced) and options.draft_masking == "optimistic":
+        raise OptionError(
+            "draft_masking='optimistic' cannot be combined with forced_drafts without a drafter: "
+            "forced tokens are read from mask rows, which are not filled"
+        )
     if options.forced_drafts and not isinstance(drafter, Forced) and not mode.masked:
         raise OptionError(
             "forced_drafts requires mask_drafts=True and a drafter that drafts level by level: "
@@ -449,6 +454,7 @@ def _round_parts(
         depth=max_depth,
         programmatic=programmatic,
         every_part=options.timeline,
+        optimistic=options.draft_masking == "optimistic",
         automata=_make_automata(options, state, exchange, sampler, replay, vocabulary),
     )
 

@@ -22,7 +22,7 @@ from graft.sampling.tree import TreePlan
 
 __all__ = ["DRAFT_MASKINGS", "MAX_DRAFT_LENGTH", "Options"]
 
-DRAFT_MASKINGS = ("fill", "probe")
+DRAFT_MASKINGS = ("fill", "probe", "optimistic")
 MAX_DRAFT_LENGTH = 63
 #: Default maximum number of positions per request; caches are allocated for every slot.
 DEFAULT_LENGTH = 4096
@@ -107,7 +107,11 @@ class Options:
         which takes less time. The mask rows that verification needs are then filled during the next
         target forward pass. Probed drafts are verified as with ``verify="coupled"``. If a drafter
         computes the logits of all levels at once, as DFlash does, one grammar step tests the
-        candidates of all levels.
+        candidates of all levels. With "optimistic", drafts are probed, and the tokens of the target
+        are sampled without masks, too. The grammar then tests each token, and a mask row is filled
+        only if the token is illegal. Outputs are the same. Mask rows are filled as with "probe" for
+        requests with top_k, top_p or min_p that are not greedy, and for requests with min_tokens,
+        logprobs_masked or ``verify="relaxed"``.
     forced_drafts
         Whether tokens that the grammar forces are drafted. With a drafter, a token is forced if it
         is the only legal one. It replaces the draft of the drafter; with ``draft_masking="probe"``
@@ -239,8 +243,8 @@ class Options:
         if not callable(self.grammar_backend) and self.grammar_backend not in backends:
             expected = f"one of {', '.join(backends)}, or a function that returns a GrammarBackend"
             raise _error("grammar_backend", expected, self.grammar_backend)
-        if self.draft_masking == "probe" and not self.mask_drafts:
-            raise OptionError("draft_masking='probe' requires mask_drafts=True")
+        if self.draft_masking != "fill" and not self.mask_drafts:
+            raise OptionError(f"draft_masking={self.draft_masking!r} requires mask_drafts=True")
         if self.generation == "graph" and self.composition != "one":
             raise OptionError("generation='graph' requires composition='one'")
 

@@ -212,6 +212,7 @@ class Replays:
                     state.epoch,
                     state.matcher,
                     state.start_position,
+                    parts.optimistic and state.samples_unmasked,
                 )
             )
         if graph.grammar == "device":

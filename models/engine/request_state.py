@@ -80,6 +80,9 @@ class RequestState:
         tokens of the round in which the device ended the request.
     promoted
         Whether kernels do all grammar steps of the request, see `DeviceAutomata`.
+    samples_unmasked
+        Whether the sampling parameters allow tokens to be sampled without masks and then checked,
+        see `SamplingParams.samples_unmasked`.
     stalled_rounds
         Number of consecutive rounds, up to the last one read, in which no token was committed.
     stalled_since
@@ -107,6 +110,7 @@ class RequestState:
     draft_capacity: int = 0
     undrafted_tokens: int = 0
     promoted: bool = False
+    samples_unmasked: bool = False
     stalled_rounds: int = 0
     stalled_since: float = 0.0
     submitted_at: float = field(default_factory=time.monotonic)

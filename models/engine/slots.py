@@ -220,6 +220,7 @@ class SlotManager:
         state.stalled_rounds = 0
         state.draft_capacity = 0
         state.start_position = len(tokens) - 1
+        state.samples_unmasked = params.samples_unmasked
         state.start_output = tuple(state.output.tokens)
         num_cached = len(shared) * self._caches[0].page_size
         self._prefix_cache.hit_tokens += num_cached

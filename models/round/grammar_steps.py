@@ -52,6 +52,21 @@ class GrammarSteps:
         """
         self._add(lane, self._decoder.open_work(), 0, num_rows, name)
 
+    def add_check(self, lane: GraphLane, *, name: str) -> None:
+        """Add the step that checks the tokens that were sampled without masks.
+
+        The mask rows of rejected tokens are not copied to the device: few rows are rejected, and
+        kernels read these rows from host memory.
+
+        Parameters
+        ----------
+        lane
+            Grammar lane, ordered after the kernel that publishes the tokens.
+        name
+            Node name of the step.
+        """
+        self._decoder.add(lane, self._decoder.check_work(), name=name)
+
     def add_commit(self, lane: GraphLane, row: int | None, *, name: str) -> None:
         """Add the step that advances the grammar by the committed tokens.
 

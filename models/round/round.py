@@ -13,6 +13,12 @@ draft or, if no row was filled while drafting, all rows. If the round has fewer 
 there may be drafts, ``begin`` cuts some drafts, and ``open`` waits for ``begin``. The nodes after
 verification are described in `graft.models.round.masking`.
 
+If the engine is optimistic, the rows of most requests have no masks. Their tokens are sampled
+without masks, and the grammar checks them before verification::
+
+    model    ... target forward - sample - publish -         - sample rejected tokens - verify ...
+    grammar                                         `- check -^
+
 A *replay* is one launch of the graph; replays are numbered from 1.
 """
 
@@ -89,6 +95,8 @@ class RoundParts:
         Whether every part of a round is timed, or only the whole round.
     automata
         Runs grammar steps on the device; None if all steps run on the host.
+    optimistic
+        Whether the tokens of requests that allow it are sampled without masks and then checked.
     """
 
     device: Device
@@ -109,6 +117,7 @@ class RoundParts:
     programmatic: bool
     every_part: bool
     automata: DeviceAutomata | None = None
+    optimistic: bool = False
 
     @property
     def draft_length(self) -> int:
@@ -343,6 +352,8 @@ class RoundGraph:
         parts = self.parts
         sampler = parts.sampler
         sampler.target(self._model, feed.scratch.logits[: feed.count], feed.rows)
+        if parts.optimistic and self._grammar_steps.has_host_steps:
+            self._add_check(feed)
         sampler.verify(
             self._model,
             feed.rows,
@@ -358,6 +369,17 @@ class RoundGraph:
                 feed.first,
             )
         self._stamps.end("verify", last=parts.drafter is None)
+
+    def _add_check(self, feed: Feed) -> None:
+        """Add the check of tokens that were sampled without masks, and the sampling of others."""
+        sampler = self.parts.sampler
+        sampler.publish_sampled(self._model, feed.rows)
+        self._stamps.end("sample")
+        self._grammar.wait(self._model.record("tokens are sampled"))
+        self._grammar_steps.add_check(self._grammar, name="check")
+        self._model.wait(self._grammar.record("check: done"))
+        self._stamps.end("wait for check", "check")
+        sampler.resample(self._model, feed.scratch.logits[: feed.count], feed.rows)
 
     def _add_drafting(self, feed: Feed, drafter: Drafter) -> None:
         """Add the processing of the committed tokens and the drafts of the next round."""

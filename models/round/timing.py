@@ -41,7 +41,7 @@ def make_timeline(device: Device, entries: int, draft_length: int) -> PinnedSlot
     PinnedSlots
         Field ``ns``, int64 [entries, stamps]: device time in nanoseconds.
     """
-    return PinnedSlots(device, entries, {"ns": ("int64", (8 + 2 * draft_length,))})
+    return PinnedSlots(device, entries, {"ns": ("int64", (10 + 2 * draft_length,))})
 
 
 def timeline_args(timeline: PinnedSlots) -> tuple[object, ...]:

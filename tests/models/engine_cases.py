@@ -278,6 +278,9 @@ for drafter_options in DRAFTER_OPTIONS.values():
     ENGINE_OPTIONS.append({"max_batch_size": 2, **drafter_options, "draft_length": "auto"})
 ENGINE_OPTIONS += [
     {"max_batch_size": 4, "draft_masking": "probe"},
+    {"max_batch_size": 4, "draft_masking": "optimistic"},
+    {"max_batch_size": 3, "draft_masking": "optimistic", "draft_length": "auto"},
+    {"max_batch_size": 4, "draft_masking": "optimistic", "grammar_budget_us": 1.0},
     {"max_batch_size": 3, "speculation": False},
     {
         "max_batch_size": 6,
