@@ -34,6 +34,8 @@ MAX_ARGUMENTS = 14
 Row = tuple[str, str, str, str]
 #: Objects whose memory the driver may access until the process exits.
 KEEP: list[Any] = []
+#: A PTX module without kernels.
+PTX = b".version 8.0\n.target sm_80\n.address_size 64\n"
 
 
 class Driver:
@@ -197,6 +199,19 @@ class Arguments:
         KEEP.append(file)
         return self.buffer(file.name.encode())
 
+    def create_ptx_path(self) -> int:
+        file = tempfile.NamedTemporaryFile(suffix=".ptx")  # noqa: SIM115  (kept open)
+        file.write(PTX)
+        file.flush()
+        KEEP.append(file)
+        return self.buffer(file.name.encode())
+
+    def create_linked(self) -> int:
+        state = self.soft.cuLinkCreate(0, [], [])
+        kind = self.d.CUjitInputType.CU_JIT_INPUT_PTX
+        self.soft.cuLinkAddData(state, kind, PTX, len(PTX), b"text", 0, [], [])
+        return int(state)
+
     def create_config(self) -> int:
         p = self.d.CUlaunchConfig()
         p.gridDimX = p.gridDimY = p.gridDimZ = p.blockDimX = p.blockDimY = p.blockDimZ = 1
@@ -237,6 +252,8 @@ CREATE: dict[str, Callable[[Arguments], Any]] = {
     "function": lambda a: a.soft.cuModuleGetFunction(a.word("module"), b"step"),
     "library": lambda a: a.soft.cuLibraryLoadData(a.image, [], [], 0, [], [], 0),
     "kernel": lambda a: a.soft.cuLibraryGetKernel(a.word("library"), b"step"),
+    "linking": lambda a: a.soft.cuLinkCreate(0, [], []),
+    "ptx": lambda a: a.buffer(PTX),
     "object": lambda a: a.soft.cuUserObjectCreate(0, a.d.CUhostFn(a.word("fn")), 1, 1),
     "clone": lambda a: a.soft.cuGraphClone(a.word("graph")),
     "exec": lambda a: a.soft.cuGraphInstantiate(a.word("graph"), 0),

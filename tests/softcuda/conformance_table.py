@@ -66,6 +66,8 @@ KINDS = frozenset(
         "function",
         "library",
         "kernel",
+        "linked",
+        "linking",
         "object",
         "retained",
         "pageable",
@@ -124,6 +126,11 @@ cuMemsetD8,cuMemsetD16,cuMemsetD32 [cu] dptr 1 16|65536
 cuMemsetD8Async,cuMemsetD16Async,cuMemsetD32Async [c] dptr 1 16|65536 stream
 cuModuleLoadData [cu] out in.image
 cuModuleLoadDataEx [cu] out in.image 0 0 0
+cuLinkCreate [c] 0 0 0 out
+cuLinkAddData [c] linking 1|0:NOT_SUPPORTED in.ptx 44|0 0 0 0 0
+cuLinkAddFile [c] linking 1|0:NOT_SUPPORTED in.ptx_path 0 0 0
+cuLinkComplete [c] linked out out?
+cuLinkDestroy [] linking
 cuModuleUnload [cu] module
 cuModuleGetFunction [] out module in.name
 cuFuncGetModule,cuFuncIsLoaded [] out function

@@ -80,10 +80,8 @@ SC_API(cuModuleLoadData, 2000, kContext | kUnsafe, CUmodule*, out, const void*, 
   *out = load_module(image);
 }
 
-// Copies a text to the buffer that the caller passes in the JIT options. The other options have no
-// effect.
-static void write_error_log(unsigned n, const int* options, void** values,
-                            const std::string& text) {
+void softcuda::write_error_log(unsigned n, const int* options, void** values,
+                               const std::string& text) {
   char* buffer = nullptr;
   size_t size = 0;
   for (unsigned i = 0; i < n && options != nullptr && values != nullptr; ++i) {

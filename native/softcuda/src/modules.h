@@ -53,6 +53,9 @@ inline Handles<Function>& functions = *new Handles<Function>(
 // Loads a copy of a kernel image for each worker and returns the handle of the new module. The
 // image may also be PTX text. If it is refused, `log` receives the reason.
 CUmodule load_module(const void* image, std::string* log = nullptr);
+// Copies a text to the buffer for errors that the caller passes in the JIT options. The other options
+// have no effect.
+void write_error_log(unsigned n, const int* options, void** values, const std::string& text);
 // Links PTX texts to one module.
 CUmodule load_ptx(const std::vector<std::string>& texts, std::string* log);
 // Waits for all queued work and unloads a module. `description` is the text that

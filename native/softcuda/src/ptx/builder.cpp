@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cctype>
 #include <cstring>
+#include <set>
 
 namespace softcuda {
 namespace ptx {
@@ -156,6 +157,16 @@ struct Builder::Instance {
   std::map<std::string, uint64_t> params;  // offsets of kernel parameters
   int end = -1;                            // label behind the inlined body
 };
+
+// A call instruction. A guarded call is a jump over the call, so that `statement` has no guard.
+struct Builder::Call {
+  const Statement& statement;
+  const Operand& callee;
+  std::vector<Operand> arguments;
+  std::vector<Operand> results;
+};
+
+const Symbols& Builder::symbols() const { return *instance_->function->symbols; }
 
 void Builder::refuse_operand(const std::string& text) const {
   syntax_error(statement_->line, statement_->opcode + ": " + text);
@@ -362,18 +373,28 @@ uint64_t Builder::symbol_address(const Operand& o, Space* space) {
     *space = Space::param;
     return param->second + offset;
   }
-  const auto shared = shared_.find(o.name);
+  const Symbols& known = symbols();
+  const auto shared = shared_.find({&known, o.name});
   if (shared != shared_.end()) {
     *space = Space::shared;
     return shared->second + offset;
   }
-  const auto global = addresses_->find(o.name);
-  if (global != addresses_->end()) {
+  const auto global = known.addresses.find(o.name);
+  if (global != known.addresses.end()) {
     *space = Space::global;
     return global->second + offset;
   }
-  if (functions_->count(o.name) != 0) unsupported(statement_->line, "addresses of functions");
-  refuse_operand("'" + o.name + "' is not declared");
+  const auto function = known.functions.find(o.name);
+  if (function != known.functions.end()) {
+    if (!function->second->defined) refuse_operand("'" + o.name + "' is not defined");
+    *space = Space::generic;
+    return kFunctionWindow + 16 * uint64_t{function->second->number};
+  }
+  const auto& variables = known.module->variables;
+  const bool external = std::any_of(variables.begin(), variables.end(), [&](const Variable& v) {
+    return v.name == o.name && v.linkage == Linkage::external;
+  });
+  refuse_operand("'" + o.name + (external ? "' is external and not defined" : "' is not declared"));
 }
 
 int32_t Builder::address(const Operand& o, Space* space, unsigned* width, int64_t* offset) {
@@ -435,6 +456,7 @@ void Builder::finish(const Opcode& op, Instr in, const Statement& s) {
   }
   kernel_->code.push_back(in);
   kernel_->lines.push_back(s.line);
+  kernel_->texts.push_back(static_cast<uint16_t>(symbols().number));
   kernel_->locations.push_back(s.location);
   kernel_->text.push_back(op.text());
 }
@@ -455,6 +477,7 @@ void Builder::emit(Instance& instance, const Statement& s, unsigned depth) {
   instance_ = &instance;
   statement_ = &s;
   operands_ = &s.operands;
+  text_number_ = symbols().number;
   if (!s.label.empty()) {
     labels_[static_cast<size_t>(instance.labels[s.label])] = kernel_->code.size();
     return;
@@ -474,21 +497,7 @@ void Builder::emit(Instance& instance, const Statement& s, unsigned depth) {
     return;
   }
   if (op.base == "brx") {
-    if (!op.take("idx")) unsupported(s.line, s.opcode);
-    op.take("uni");
-    const auto list = instance.function->targets.find(operand(1).name);
-    if (list == instance.function->targets.end()) refuse_operand("the list of targets is missing");
-    in.op[0] = src(operand(0), Type::u32);
-    in.count = static_cast<uint16_t>(std::min<size_t>(list->second.size(), 65535));
-    std::vector<int> table;
-    for (const std::string& name : list->second) table.push_back(label_of(instance, name));
-    in.imm = static_cast<int64_t>(pool_operands(std::vector<int32_t>(table.size())));
-    op.base = "brx.idx";
-    bool known = false;
-    for (Decoder decoder : handlers().decoders) known = known || decoder(*this, op, in);
-    table_jumps_.emplace_back(kernel_->code.size(), tables_.size());
-    tables_.push_back(std::move(table));
-    finish(op, in, s);
+    emit_indexed_branch(instance, s, op, in);
     return;
   }
   if ((op.base == "ret" && instance.end >= 0)) {
@@ -510,68 +519,192 @@ void Builder::emit(Instance& instance, const Statement& s, unsigned depth) {
   unsupported(s.line, "'" + s.opcode + "'");
 }
 
+void Builder::emit_indexed_branch(Instance& instance, const Statement& s, Opcode& op, Instr in) {
+  if (!op.take("idx")) unsupported(s.line, s.opcode);
+  op.take("uni");
+  const auto list = instance.function->targets.find(operand(1).name);
+  if (list == instance.function->targets.end()) refuse_operand("the list of targets is missing");
+  in.op[0] = src(operand(0), Type::u32);
+  in.count = static_cast<uint16_t>(std::min<size_t>(list->second.size(), 65535));
+  std::vector<int> table;
+  for (const std::string& name : list->second) table.push_back(label_of(instance, name));
+  in.imm = static_cast<int64_t>(pool_operands(std::vector<int32_t>(table.size())));
+  op.base = "brx.idx";
+  for (Decoder decoder : handlers().decoders) {
+    if (decoder(*this, op, in)) break;
+  }
+  for (size_t i = 0; i < table.size(); ++i) {
+    pool_jumps_.push_back({kernel_->code.size(), static_cast<size_t>(in.imm) + i, table[i]});
+  }
+  finish(op, in, s);
+}
+
+// ---- calls ------------------------------------------------------------------------------------
+
+void Builder::emit_jump(int label, const Statement& s) {
+  Instr in;
+  in.run = in.guarded = handlers().jump;
+  branch_to(kernel_->code.size(), label);
+  finish(Opcode(s.opcode, s.line), in, s);
+}
+
 void Builder::emit_call(Instance& instance, const Statement& s, unsigned depth) {
-  const Opcode op(s.opcode, s.line);
   size_t at = 0;
-  const Operand* result = nullptr;
+  std::vector<Operand> results;
   if (at < s.operands.size() && s.operands[at].kind == Operand::list) {
-    if (!s.operands[at].parts.empty()) result = &s.operands[at].parts[0];
-    ++at;
+    results = s.operands[at++].parts;
   }
-  const Operand& callee = operand(at);
-  if (callee.kind != Operand::symbol) unsupported(s.line, "indirect calls");
+  const Operand& callee = operand(at++);
   std::vector<Operand> arguments;
-  if (at + 1 < s.operands.size() && s.operands[at + 1].kind == Operand::list) {
-    arguments = s.operands[at + 1].parts;
+  if (at < s.operands.size() && s.operands[at].kind == Operand::list) {
+    arguments = s.operands[at++].parts;
   }
-  // A guarded call is a jump over the call.
-  const int end = static_cast<int>(labels_.size());
+  const int after = static_cast<int>(labels_.size());
   labels_.push_back(0);
   if (s.guard >= 0) {
     Statement inverted = s;
     inverted.guard_negated = !s.guard_negated;
-    Instr in;
-    in.run = in.guarded = handlers().jump;
-    branch_to(kernel_->code.size(), end);
-    finish(op, in, inverted);
+    emit_jump(after, inverted);
   }
-  const auto found = functions_->find(callee.name);
-  if (found == functions_->end() || !found->second->defined) {
-    if (!emit_special_call(instance, s, callee.name, arguments, result)) {
-      unsupported(s.line, "the function '" + callee.name + "' is not defined");
+  Statement unguarded = s;
+  unguarded.guard = -1;
+  statement_ = &unguarded;
+  const Call call{unguarded, callee, std::move(arguments), std::move(results)};
+  if (callee.kind == Operand::reg) {
+    emit_indirect_call(instance, call, depth);
+  } else {
+    const auto found = symbols().functions.find(callee.name);
+    if (found != symbols().functions.end() && found->second->defined) {
+      emit_body(instance, call, *found->second, depth);
+    } else if (!emit_special_call(instance, call)) {
+      unsupported(s.line, "the function '" + callee.name + "', which is not defined,");
     }
-    labels_[static_cast<size_t>(end)] = kernel_->code.size();
-    return;
   }
-  const Function& f = *found->second;
+  labels_[static_cast<size_t>(after)] = kernel_->code.size();
+  instance_ = &instance;
+  statement_ = &s;
+}
+
+void Builder::refuse_recursion(const Function& f, unsigned depth) const {
+  const unsigned line = statement_->line;
   if (std::find(active_.begin(), active_.end(), &f) != active_.end()) {
-    unsupported(s.line, "the recursive function '" + f.name + "'");
+    unsupported(line, "the recursive function '" + f.name + "'");
   }
-  if (depth >= kMaxDepth) unsupported(s.line, "calls nested more than 32 deep");
-  if (arguments.size() != f.params.size() || (result != nullptr) != !f.results.empty()) {
+  if (depth >= kMaxDepth) unsupported(line, "calls nested more than 32 deep");
+}
+
+// Copies arguments or results that are registers between a function and its inlined callee.
+void Builder::emit_copies(Instance& instance, Instance& inner, const Call& call, bool results) {
+  const std::vector<Variable>& formals = results ? inner.function->results : inner.function->params;
+  const std::vector<Operand>& actuals = results ? call.results : call.arguments;
+  for (size_t i = 0; i < formals.size(); ++i) {
+    if (formals[i].space == Space::param) continue;
+    const Type type = formals[i].type;
+    const unsigned bytes = std::max(2u, size_of(type));
+    if (type == Type::pred || bytes > 8) unsupported(call.statement.line, "arguments of this type");
+    Operand formal;
+    formal.kind = Operand::reg;
+    formal.name = formals[i].name;
+    // The registers of the parameters are declared first, see Parser::body().
+    const auto& registers = inner.function->registers;
+    const auto at = std::find_if(registers.begin(), registers.end(),
+                                 [&](const Register& r) { return r.name == formal.name; });
+    formal.index = static_cast<int>(at - registers.begin());
+    Instr in;
+    in.run = in.guarded = bytes == 2   ? handlers().move16
+                          : bytes == 4 ? handlers().move32
+                                       : handlers().move64;
+    instance_ = &instance;
+    if (results) {
+      in.op[0] = dst(actuals[i], bytes);
+    } else {
+      in.op[1] = src(actuals[i], type);
+    }
+    instance_ = &inner;
+    in.op[results ? 1 : 0] = slot(formal);
+    instance_ = &instance;
+    if (in.op[0] != kNoRegister) finish(Opcode("mov", call.statement.line), in, call.statement);
+  }
+}
+
+// Inlines a function at its call.
+void Builder::emit_body(Instance& instance, const Call& call, const Function& f, unsigned depth) {
+  refuse_recursion(f, depth);
+  if (call.arguments.size() != f.params.size() || call.results.size() != f.results.size()) {
     refuse_operand("the arguments of '" + f.name + "' do not match its declaration");
   }
   Instance inner;
   inner.function = &f;
   inner.slots.assign(f.registers.size(), kNoRegister);
-  inner.end = end;
+  inner.end = static_cast<int>(labels_.size());
+  labels_.push_back(0);
   const auto pass = [&](const Variable& formal, const Operand& actual) {
+    if (formal.space != Space::param) return;
     const auto variable = instance.locals.find(actual.name);
-    if (formal.space != Space::param || variable == instance.locals.end()) {
-      unsupported(s.line, "arguments of calls that are no .param variables");
+    if (variable == instance.locals.end()) {
+      unsupported(call.statement.line, "arguments of calls that are no .param variables");
     }
     inner.locals[formal.name] = variable->second;
   };
-  for (size_t i = 0; i < arguments.size(); ++i) pass(f.params[i], arguments[i]);
-  if (result != nullptr) pass(f.results[0], *result);
+  for (size_t i = 0; i < f.params.size(); ++i) pass(f.params[i], call.arguments[i]);
+  for (size_t i = 0; i < f.results.size(); ++i) pass(f.results[i], call.results[i]);
+  emit_copies(instance, inner, call, false);
   emit_function(f, inner, depth + 1);
-  labels_[static_cast<size_t>(end)] = kernel_->code.size();
+  labels_[static_cast<size_t>(inner.end)] = kernel_->code.size();
   instance_ = &instance;
+  statement_ = &call.statement;
+  emit_copies(instance, inner, call, true);
+}
+
+// Whether an indirect call with these arguments may reach a function.
+static bool fits(const Function& f, size_t arguments, size_t results) {
+  return f.params.size() == arguments && f.results.size() == results;
+}
+
+// An indirect call is a branch to one of the inlined copies of all functions that it can reach:
+// those in its list of targets, or those whose address is taken and that have as many arguments.
+void Builder::emit_indirect_call(Instance& instance, const Call& call, unsigned depth) {
+  const std::vector<Operand>& operands = call.statement.operands;
+  std::vector<const Function*> candidates;
+  const auto list = instance.function->targets.find(operands.back().name);
+  if (operands.back().kind == Operand::symbol && list != instance.function->targets.end()) {
+    for (const std::string& name : list->second) {
+      const auto found = symbols().functions.find(name);
+      if (found == symbols().functions.end() || !found->second->defined) {
+        refuse_operand("the function '" + name + "' is not defined");
+      }
+      candidates.push_back(found->second);
+    }
+  } else {
+    for (const Function* f : called_) {
+      const bool active = std::find(active_.begin(), active_.end(), f) != active_.end();
+      if (!active && fits(*f, call.arguments.size(), call.results.size())) candidates.push_back(f);
+    }
+  }
+  Instr in;
+  in.run = in.guarded = handlers().indirect_call;
+  in.op[0] = src(call.callee, Type::u64);
+  in.count = static_cast<uint16_t>(std::min<size_t>(candidates.size(), 65535));
+  const size_t pool = pool_operands(std::vector<int32_t>(2 * candidates.size()));
+  in.imm = static_cast<int64_t>(pool);
+  const size_t branch = kernel_->code.size();
+  finish(Opcode(call.statement.opcode, call.statement.line), in, call.statement);
+  const int after = static_cast<int>(labels_.size());
+  labels_.push_back(0);
+  for (size_t k = 0; k < candidates.size(); ++k) {
+    kernel_->operand_pool[pool + 2 * k] = static_cast<int32_t>(candidates[k]->number);
+    const int body = static_cast<int>(labels_.size());
+    labels_.push_back(kernel_->code.size());
+    pool_jumps_.push_back({branch, pool + 2 * k + 1, body});
+    emit_body(instance, call, *candidates[k], depth);
+    emit_jump(after, call.statement);
+  }
+  labels_[static_cast<size_t>(after)] = kernel_->code.size();
 }
 
 // Emits a call of a function that the device provides. Returns false for any other function.
-bool Builder::emit_special_call(Instance& instance, const Statement& s, const std::string& name,
-                                const std::vector<Operand>& arguments, const Operand* result) {
+bool Builder::emit_special_call(Instance& instance, const Call& call) {
+  const std::string& name = call.callee.name;
   Instr in;
   size_t count = 0;
   if (name == "vprintf") {
@@ -586,24 +719,22 @@ bool Builder::emit_special_call(Instance& instance, const Statement& s, const st
   } else {
     return false;
   }
-  if (arguments.size() != count) refuse_operand("'" + name + "' has other arguments");
+  if (call.arguments.size() != count) refuse_operand("'" + name + "' has other arguments");
   std::vector<int32_t> places;
-  for (const Operand& argument : arguments) {
+  for (const Operand& argument : call.arguments) {
     const auto found = instance.locals.find(argument.name);
     if (found == instance.locals.end()) refuse_operand("an argument of '" + name + "' is invalid");
     places.push_back(static_cast<int32_t>(found->second));
   }
   int32_t place = -1;
-  if (result != nullptr) {
-    const auto found = instance.locals.find(result->name);
+  if (!call.results.empty()) {
+    const auto found = instance.locals.find(call.results[0].name);
     if (found != instance.locals.end()) place = static_cast<int32_t>(found->second);
   }
   places.push_back(place);
   in.imm = static_cast<int64_t>(pool_operands(places));
   in.run = handlers().special_call;
-  Statement unguarded = s;
-  unguarded.guard = -1;
-  finish(Opcode(s.opcode, s.line), in, unguarded);
+  finish(Opcode(call.statement.opcode, call.statement.line), in, call.statement);
   return true;
 }
 
@@ -623,75 +754,69 @@ void Builder::emit_function(const Function& f, Instance& instance, unsigned dept
 
 namespace {
 
+// Names of the symbols that the body of a function uses.
 void add_names(const Operand& o, std::map<std::string, bool>* names) {
   if (o.kind == Operand::symbol) (*names)[o.name] = true;
   for (const Operand& part : o.parts) add_names(part, names);
 }
 
-// Adds `f` and the functions that it calls to `reached`.
-void reach(const Function& f, const std::map<std::string, const Function*>& functions,
-           std::vector<const Function*>* reached, std::map<std::string, bool>* names) {
-  if (std::find(reached->begin(), reached->end(), &f) != reached->end()) return;
-  reached->push_back(&f);
+std::map<std::string, bool> names_in(const Function& f) {
+  std::map<std::string, bool> names;
   for (const Statement& s : f.body) {
-    for (const Operand& o : s.operands) {
-      add_names(o, names);
-      const auto found = functions.find(o.name);
-      if (o.kind == Operand::symbol && found != functions.end()) {
-        reach(*found->second, functions, reached, names);
-      }
-    }
+    for (const Operand& o : s.operands) add_names(o, &names);
   }
+  for (const auto& list : f.targets) {
+    for (const std::string& name : list.second) names[name] = true;
+  }
+  return names;
 }
 
 }  // namespace
 
-std::shared_ptr<Kernel> Builder::build(const Function& entry,
-                                       const std::map<std::string, uint64_t>& addresses,
-                                       const std::map<std::string, const Function*>& functions) {
-  kernel_ = std::make_shared<Kernel>();
-  Kernel& k = *kernel_;
-  addresses_ = &addresses;
-  functions_ = &functions;
-  k.name = entry.name;
-  k.target = module_.target;
-  k.files = module_.files;
-  k.max_threads = entry.max_threads;
-
-  // Shared variables, the dynamic ones at the end.
-  std::vector<const Function*> reached;
-  std::map<std::string, bool> names;
-  reach(entry, functions, &reached, &names);
-  std::vector<const Variable*> dynamic;
-  const auto place_shared = [&](const Variable& v) {
-    if (v.space != Space::shared) return;
-    if (v.dynamic || (v.external && v.bytes == 0)) {
-      dynamic.push_back(&v);
+// Assigns addresses to the shared variables that the kernel and the functions that it may call use.
+// Dynamic ones come last.
+void Builder::place_shared(const Function& entry) {
+  std::vector<const Function*> reached = {&entry};
+  std::set<const Function*> known = {&entry};
+  for (const Function* f : called_) {
+    if (known.insert(f).second) reached.push_back(f);
+  }
+  std::vector<std::pair<const Symbols*, const Variable*>> dynamic;
+  const auto place = [&](const Symbols* scope, const Variable& v) {
+    if (v.space != Space::shared || shared_.count({scope, v.name}) != 0) return;
+    if (v.dynamic || (v.linkage == Linkage::external && v.bytes == 0)) {
+      dynamic.emplace_back(scope, &v);
       return;
     }
     shared_at_ = round_up(shared_at_, v.align);
-    shared_[v.name] = shared_at_;
+    shared_[{scope, v.name}] = shared_at_;
     shared_at_ += v.bytes;
     if (shared_at_ - kSharedBase > (227u << 10)) {
       syntax_error(v.line, "the kernel needs more than 232448 bytes of shared memory");
     }
   };
-  for (const Variable& v : module_.variables) {
-    if (names.count(v.name) != 0) place_shared(v);
+  for (size_t i = 0; i < reached.size(); ++i) {
+    const Function& f = *reached[i];
+    const auto names = names_in(f);
+    for (const auto& item : names) {
+      const auto found = f.symbols->functions.find(item.first);
+      if (found == f.symbols->functions.end()) continue;
+      if (known.insert(found->second).second) reached.push_back(found->second);
+    }
+    for (const Variable& v : f.symbols->module->variables) {
+      if (names.count(v.name) != 0) place(f.symbols, v);
+    }
+    for (const Variable& v : f.variables) place(f.symbols, v);
   }
-  for (const Function* f : reached) {
-    for (const Variable& v : f->variables) place_shared(v);
-  }
-  unsigned dynamic_align = 16;
-  for (const Variable* v : dynamic) dynamic_align = std::max(dynamic_align, v->align);
-  shared_at_ = round_up(shared_at_, dynamic_align);
-  for (const Variable* v : dynamic) shared_[v->name] = shared_at_;
-  k.shared_bytes = static_cast<unsigned>(shared_at_) - kSharedBase;
+  unsigned align = 16;
+  for (const auto& item : dynamic) align = std::max(align, item.second->align);
+  shared_at_ = round_up(shared_at_, align);
+  for (const auto& item : dynamic) shared_[{item.first, item.second->name}] = shared_at_;
+  kernel_->shared_bytes = static_cast<unsigned>(shared_at_) - kSharedBase;
+}
 
-  // Parameters.
-  Instance instance;
-  instance.function = &entry;
-  instance.slots.assign(entry.registers.size(), kNoRegister);
+void Builder::place_params(const Function& entry, Instance& instance) {
+  Kernel& k = *kernel_;
   uint64_t at = 0;
   for (const Variable& v : entry.params) {
     at = round_up(at, v.align);
@@ -703,34 +828,22 @@ std::shared_ptr<Kernel> Builder::build(const Function& entry,
     if (at > kMaxParamBytes) syntax_error(v.line, "the parameters exceed 32764 bytes");
   }
   k.param_bytes = static_cast<unsigned>(at);
+}
 
-  emit_function(entry, instance, 0);
-  // Threads that reach the end of the function exit.
-  Statement end;
-  end.line = entry.line;
-  end.opcode = "exit";
-  if (!entry.body.empty()) end.line = entry.body.back().line;
-  Instr in;
-  in.run = in.guarded = handlers().exit;
-  statement_ = &end;
-  finish(Opcode("exit", end.line), in, end);
-
-  for (const auto& jump : jumps_) {
-    k.code[jump.first].imm = static_cast<int64_t>(labels_[static_cast<size_t>(jump.second)]) -
-                             static_cast<int64_t>(jump.first);
+// Writes the distances of branches, which are known when all instructions are.
+void Builder::resolve_jumps() {
+  Kernel& k = *kernel_;
+  const auto distance = [&](size_t from, int label) {
+    return static_cast<int64_t>(labels_[static_cast<size_t>(label)]) - static_cast<int64_t>(from);
+  };
+  for (const auto& jump : jumps_) k.code[jump.first].imm = distance(jump.first, jump.second);
+  for (const PoolJump& jump : pool_jumps_) {
+    k.operand_pool[jump.pool] = static_cast<int32_t>(distance(jump.instruction, jump.label));
   }
-  for (const auto& jump : table_jumps_) {
-    const std::vector<int>& table = tables_[jump.second];
-    for (size_t i = 0; i < table.size(); ++i) {
-      k.operand_pool[static_cast<size_t>(k.code[jump.first].imm) + i] =
-          static_cast<int32_t>(static_cast<int64_t>(labels_[static_cast<size_t>(table[i])]) -
-                               static_cast<int64_t>(jump.first));
-    }
-  }
+}
 
-  k.register_bytes = lane_bytes_;
-  k.local_bytes = local_at_ > kLocalBase ? static_cast<unsigned>(round_up(local_at_, 64)) : 0;
-  for (const auto& item : special_slots_) k.specials.emplace_back(item.first, item.second);
+void Builder::make_constants() {
+  Kernel& k = *kernel_;
   k.constant_bytes = constants_at_;
   k.constant_memory = std::make_unique<char[]>(constants_at_ + 64);
   const auto raw = reinterpret_cast<uintptr_t>(k.constant_memory.get());
@@ -742,16 +855,47 @@ std::shared_ptr<Kernel> Builder::build(const Function& entry,
       std::memcpy(to + lane * value.second, &value.first, value.second);
     }
   }
+}
+
+std::shared_ptr<Kernel> Builder::build(const Function& entry, bool linked) {
+  kernel_ = std::make_shared<Kernel>();
+  Kernel& k = *kernel_;
+  Instance instance;
+  instance.function = &entry;
+  instance.slots.assign(entry.registers.size(), kNoRegister);
+  instance_ = &instance;
+  k.name = entry.name;
+  k.target = entry.symbols->module->target;
+  k.linked = linked;
+  k.max_threads = entry.max_threads;
+  place_shared(entry);
+  place_params(entry, instance);
+  emit_function(entry, instance, 0);
+  // Threads that reach the end of the function exit.
+  Statement end;
+  end.line = entry.body.empty() ? entry.line : entry.body.back().line;
+  end.opcode = "exit";
+  Instr in;
+  in.run = in.guarded = handlers().exit;
+  statement_ = &end;
+  finish(Opcode("exit", end.line), in, end);
+  resolve_jumps();
+  k.register_bytes = lane_bytes_;
+  k.local_bytes = local_at_ > kLocalBase ? static_cast<unsigned>(round_up(local_at_, 64)) : 0;
+  for (const auto& item : special_slots_) k.specials.emplace_back(item.first, item.second);
+  make_constants();
   return kernel_;
 }
 
 std::string Kernel::where(const Instr* in) const {
   const auto index = static_cast<size_t>(in - code.data());
   if (index >= lines.size()) return "";
-  std::string out = "PTX line " + std::to_string(lines[index]);
+  std::string out = "PTX ";
+  if (linked) out += "text " + std::to_string(texts[index] + 1) + " ";
+  out += "line " + std::to_string(lines[index]);
   const Location& location = locations[index];
   if (location.line != 0) {
-    const auto file = files.find(location.file);
+    const auto file = files.find({texts[index], location.file});
     std::string name = file == files.end() ? "file " + std::to_string(location.file) : file->second;
     const size_t slash = name.rfind('/');
     if (slash != std::string::npos) name.erase(0, slash + 1);

@@ -11,6 +11,15 @@ namespace ptx {
 
 class Builder;
 
+// The names that the functions of one module see: those of the module itself, and the visible ones
+// of the modules with which it is linked.
+struct Symbols {
+  const ModuleText* module = nullptr;
+  unsigned number = 0;                        // of the module's text
+  std::map<std::string, uint64_t> addresses;  // of .global and .const variables
+  std::map<std::string, const Function*> functions;
+};
+
 // An opcode that is being decoded. The decoder of its family takes the modifiers that it knows. An
 // instruction with a modifier that no function took is refused.
 class Opcode {
@@ -39,10 +48,11 @@ class Opcode {
 // What a decoder knows about the operands of an instruction.
 class Builder {
  public:
-  explicit Builder(const ModuleText& module) : module_(module) {}
-  std::shared_ptr<Kernel> build(const Function& entry,
-                                const std::map<std::string, uint64_t>& addresses,
-                                const std::map<std::string, const Function*>& functions);
+  // `called` contains the functions whose addresses the modules take.
+  explicit Builder(const std::vector<const Function*>& called) : called_(called) {}
+  std::shared_ptr<Kernel> build(const Function& entry, bool linked);
+  // Number of the text of the function that is being built, for errors.
+  unsigned text_number() const { return text_number_; }
 
   // ---- used by decoders ----
   const Operand& operand(size_t i) const;
@@ -80,9 +90,15 @@ class Builder {
   struct Instance;
   void emit_function(const Function& f, Instance& instance, unsigned depth);
   void emit(Instance& instance, const Statement& s, unsigned depth);
+  void emit_indexed_branch(Instance& instance, const Statement& s, Opcode& op, Instr in);
+  struct Call;
   void emit_call(Instance& instance, const Statement& s, unsigned depth);
-  bool emit_special_call(Instance& instance, const Statement& s, const std::string& name,
-                         const std::vector<Operand>& arguments, const Operand* result);
+  void emit_body(Instance& instance, const Call& call, const Function& f, unsigned depth);
+  void emit_indirect_call(Instance& instance, const Call& call, unsigned depth);
+  void emit_copies(Instance& instance, Instance& inner, const Call& call, bool results);
+  void emit_jump(int label, const Statement& s);
+  void refuse_recursion(const Function& f, unsigned depth) const;
+  bool emit_special_call(Instance& instance, const Call& call);
   void finish(const Opcode& op, Instr in, const Statement& s);
   void branch_to(size_t instruction, int label);
   int label_of(Instance& instance, const std::string& name);
@@ -90,14 +106,17 @@ class Builder {
   int32_t special(const std::string& name, unsigned* bytes);
   bool is_formal(const std::string& name) const;
   uint64_t symbol_address(const Operand& o, Space* space);
-  const Variable* find_variable(const std::string& name) const;
   void place_variables(const Function& f, Instance& instance);
   void set_guard(Instr* in, const Statement& s);
 
-  const ModuleText& module_;
+  void place_shared(const Function& entry);
+  void place_params(const Function& entry, Instance& instance);
+  void resolve_jumps();
+  void make_constants();
+  const Symbols& symbols() const;
+  const std::vector<const Function*>& called_;
   std::shared_ptr<Kernel> kernel_;
-  const std::map<std::string, uint64_t>* addresses_ = nullptr;
-  const std::map<std::string, const Function*>* functions_ = nullptr;
+  unsigned text_number_ = 0;
   Instance* instance_ = nullptr;
   const Statement* statement_ = nullptr;
   const std::vector<Operand>* operands_ = nullptr;
@@ -110,13 +129,17 @@ class Builder {
   int32_t carry_flag_ = kNoRegister;
   uint64_t local_at_ = kLocalBase;
   uint64_t shared_at_ = kSharedBase;
-  std::map<std::string, uint64_t> shared_;     // addresses of shared variables, also of the module
+  // Addresses of shared variables, by the module and the name.
+  std::map<std::pair<const Symbols*, std::string>, uint64_t> shared_;
   std::vector<size_t> labels_;                 // instruction by label number
   std::vector<std::pair<size_t, int>> jumps_;  // instructions whose `imm` is a label
-  std::vector<std::vector<int>> tables_;       // label numbers of brx.idx
-  std::vector<std::pair<size_t, size_t>> table_jumps_;
-  bool dynamic_shared_ = false;
-  std::vector<std::string> dynamic_names_;
+  // Elements of the operand pool that are distances from an instruction to a label.
+  struct PoolJump {
+    size_t instruction;
+    size_t pool;
+    int label;
+  };
+  std::vector<PoolJump> pool_jumps_;
   std::vector<const Function*> active_;  // functions that are being inlined
 };
 
@@ -133,7 +156,7 @@ struct HandlerSet {
   std::vector<Decoder> decoders;
   Handler guard;
   // Handlers that the builder emits itself.
-  Handler copy32, jump, exit, special_call;
+  Handler move16, move32, move64, jump, exit, special_call, indirect_call;
 };
 // The handlers for the processor that runs this process.
 const HandlerSet& handlers();

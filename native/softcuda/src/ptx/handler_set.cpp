@@ -22,10 +22,13 @@ HandlerSet make_handlers() {
   SC_PTX_DECODERS(SC_ADD_DECODER)
 #undef SC_ADD_DECODER
   set.guard = run_guarded;
-  set.copy32 = copy_b32;
+  set.move16 = move_b16;
+  set.move32 = move_b32;
+  set.move64 = move_b64;
   set.jump = jump;
   set.exit = exit_lanes;
   set.special_call = special_call;
+  set.indirect_call = indirect_call;
   return set;
 }
 

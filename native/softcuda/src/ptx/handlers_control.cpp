@@ -213,47 +213,50 @@ namespace {
 
 const Instr* no_operation(Warp&, const Instr* in) { return in + 1; }
 
-const Instr* indexed_branch(Warp& w, const Instr* in) {
+// Splits the group by targets: each active lane goes to target(lane), which is null after a fault,
+// and the others go to the next instruction. The group with the lowest address runs on.
+template <class F>
+const Instr* branch_by_lane(Warp& w, const Instr* in, F target) {
   const uint32_t active = active_lanes(w, in);
-  const uint32_t* index = src_lanes<uint32_t>(w, in->op[0]);
-  const int32_t* table = w.block->kernel->operand_pool.data() + in->imm;
-  const uint32_t untaken = w.mask & ~active;
-  const Instr* first = nullptr;
-  uint32_t first_lanes = 0;
-  if (untaken != 0) {
-    first = in + 1;
-    first_lanes = untaken;
+  const Instr* to[kLanes];
+  for (unsigned i = 0; i < kLanes; ++i) {
+    to[i] = (active >> i & 1) != 0 ? target(i) : in + 1;
+    if (to[i] == nullptr) return in;
   }
-  for (uint32_t left = active; left != 0;) {
-    const auto lane = static_cast<unsigned>(__builtin_ctz(left));
-    if (index[lane] >= in->count) {
-      w.block->fail(CUDA_ERROR_LAUNCH_FAILED, &w, static_cast<int>(lane), in,
-                    "the index " + std::to_string(index[lane]) + " exceeds the " +
-                        std::to_string(in->count) + " branch targets");
-      return in;
-    }
-    const uint32_t value = index[lane];
+  const Instr* lowest = nullptr;
+  for (uint32_t left = w.mask; left != 0; left &= left - 1) {
+    const Instr* t = to[__builtin_ctz(left)];
+    if (lowest == nullptr || t < lowest) lowest = t;
+  }
+  uint32_t remaining = w.mask;
+  uint32_t first = 0;
+  while (remaining != 0) {
+    const Instr* t = to[__builtin_ctz(remaining)];
     uint32_t same = 0;
-    for (unsigned i = 0; i < kLanes; ++i) same |= index[i] == value ? 1u << i : 0u;
-    same &= left;
-    left &= ~same;
-    const Instr* to = in + table[value];
-    if (first == nullptr) {
-      first = to;
-      first_lanes = same;
+    for (unsigned i = 0; i < kLanes; ++i) same |= to[i] == t ? 1u << i : 0u;
+    same &= remaining;
+    remaining &= ~same;
+    if (t == lowest) {
+      first = same;
       continue;
     }
-    // Keep the lowest target; the others become groups.
-    Group& other = w.groups[w.group_count++];
-    other = {to, same, Group::ready, 0};
-    if (to < first) {
-      std::swap(other.pc, first);
-      std::swap(other.mask, first_lanes);
-    }
-    if (w.stop != nullptr && other.pc < w.stop) w.stop = other.pc;
+    w.groups[w.group_count++] = {t, same, Group::ready, 0};
+    if (w.stop != nullptr && t < w.stop) w.stop = t;
   }
-  w.mask = first_lanes;
-  return first;
+  w.mask = first;
+  return lowest;
+}
+
+const Instr* indexed_branch(Warp& w, const Instr* in) {
+  const uint32_t* index = src_lanes<uint32_t>(w, in->op[0]);
+  const int32_t* table = w.block->kernel->operand_pool.data() + in->imm;
+  return branch_by_lane(w, in, [&](unsigned lane) -> const Instr* {
+    if (index[lane] < in->count) return in + table[index[lane]];
+    w.block->fail(CUDA_ERROR_LAUNCH_FAILED, &w, static_cast<int>(lane), in,
+                  "the index " + std::to_string(index[lane]) + " exceeds the " +
+                      std::to_string(in->count) + " branch targets");
+    return nullptr;
+  });
 }
 
 // bar and barrier. op[0]: number of the barrier, op[1]: number of threads or kNoRegister,
@@ -434,6 +437,22 @@ bool decode_async(Builder& b, Opcode& op, Instr& in) {
   in.site = b.new_site();
   in.run = copy_async;
   return true;
+}
+
+// op[0]: address of the function. The operand pool has pairs of the number of a function that the
+// call may reach and the distance to its inlined body; count is the number of pairs.
+const Instr* indirect_call(Warp& w, const Instr* in) {
+  const uint64_t* address = src_lanes<uint64_t>(w, in->op[0]);
+  const int32_t* table = w.block->kernel->operand_pool.data() + in->imm;
+  return branch_by_lane(w, in, [&](unsigned lane) -> const Instr* {
+    for (unsigned k = 0; k < in->count; ++k) {
+      const auto number = static_cast<uint64_t>(table[2 * k]);
+      if (address[lane] == kFunctionWindow + 16 * number) return in + table[2 * k + 1];
+    }
+    w.block->fail(CUDA_ERROR_LAUNCH_FAILED, &w, static_cast<int>(lane), in,
+                  hex(address[lane]) + " is not the address of a function that the call can reach");
+    return nullptr;
+  });
 }
 
 bool decode_control(Builder& b, Opcode& op, Instr& in) {

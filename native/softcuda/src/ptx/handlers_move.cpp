@@ -241,7 +241,9 @@ bool decode_move(Builder& b, Opcode& op, Instr& in) {
   return false;
 }
 
-const Instr* copy_b32(Warp& w, const Instr* in) { return move<uint32_t>(w, in); }
+const Instr* move_b16(Warp& w, const Instr* in) { return move<uint16_t>(w, in); }
+const Instr* move_b32(Warp& w, const Instr* in) { return move<uint32_t>(w, in); }
+const Instr* move_b64(Warp& w, const Instr* in) { return move<uint64_t>(w, in); }
 
 // ---- comparisons ------------------------------------------------------------------------------
 namespace {

@@ -187,7 +187,10 @@ char* resolve_address(Warp& w, const Instr* in, Space space, unsigned lane, uint
 const Instr* jump(Warp& w, const Instr* in);
 const Instr* exit_lanes(Warp& w, const Instr* in);
 const Instr* special_call(Warp& w, const Instr* in);
-const Instr* copy_b32(Warp& w, const Instr* in);
+const Instr* indirect_call(Warp& w, const Instr* in);
+const Instr* move_b16(Warp& w, const Instr* in);
+const Instr* move_b32(Warp& w, const Instr* in);
+const Instr* move_b64(Warp& w, const Instr* in);
 
 }  // namespace SC_PTX_ISA
 }  // namespace ptx

@@ -2,6 +2,7 @@
 // of the module's function table.
 #include <algorithm>
 #include <cctype>
+#include <cstdlib>
 #include <cstring>
 
 #include "builder.h"
@@ -28,6 +29,7 @@ std::string error_text(const Error& e, size_t text, size_t count) {
   return where + ": " + e.text + (e.unsupported ? " is not supported by the soft device" : "");
 }
 
+// Links modules: gives each function the names that it sees, and places the variables.
 class Linker {
  public:
   Linker(const std::vector<std::string>& texts, Module* module) : texts_(texts), target_(module) {}
@@ -36,75 +38,174 @@ class Linker {
     for (current_ = 0; current_ < texts_.size(); ++current_) {
       modules_.push_back(parse(texts_[current_]));
     }
-    current_ = 0;
-    find_functions();
-    place_variables();
+    symbols_.resize(modules_.size());
     for (current_ = 0; current_ < modules_.size(); ++current_) {
-      for (const auto& f : modules_[current_].functions) {
-        if (f->entry && f->defined) add_kernel(modules_[current_], *f);
+      symbols_[current_].module = &modules_[current_];
+      symbols_[current_].number = static_cast<unsigned>(current_);
+      declare_functions();
+      declare_variables();
+    }
+    share_names();
+    allocate_variables();
+    for (current_ = 0; current_ < modules_.size(); ++current_) note_addresses_of_functions();
+    for (size_t i = 0; i < modules_.size(); ++i) {
+      for (const auto& f : modules_[i].functions) {
+        if (f->entry && f->defined) add_kernel(*f);
       }
     }
   }
   size_t current() const { return current_; }
 
  private:
-  void find_functions() {
-    for (const ModuleText& m : modules_) {
-      for (const auto& f : m.functions) {
-        const Function*& known = functions_[f->name];
-        if (known != nullptr && known->defined && f->defined) {
-          syntax_error(f->line, "the function '" + f->name + "' is defined twice");
-        }
-        if (known == nullptr || f->defined) known = f.get();
+  // Whether a definition replaces the one that is known to all modules.
+  static bool replaces(Linkage known, Linkage found) {
+    return known == Linkage::weak && found == Linkage::visible;
+  }
+
+  void declare_functions() {
+    Symbols& own = symbols_[current_];
+    for (const auto& f : modules_[current_].functions) {
+      f->symbols = &own;
+      f->number = ++function_count_;
+      const Function*& known = own.functions[f->name];
+      if (known != nullptr && known->defined && f->defined) {
+        syntax_error(f->line, "the function '" + f->name + "' is defined twice");
       }
+      if (known == nullptr || f->defined) known = f.get();
+    }
+    for (const auto& item : own.functions) {
+      const Function& f = *item.second;
+      if (!f.defined || f.linkage == Linkage::internal) continue;
+      const Function*& known = functions_[f.name];
+      if (known != nullptr && known->linkage == Linkage::visible && f.linkage == Linkage::visible) {
+        syntax_error(f.line, "the function '" + f.name + "' is defined in two modules");
+      }
+      if (known == nullptr || replaces(known->linkage, f.linkage)) known = &f;
     }
   }
 
-  // Allocates the .global and .const variables of the module.
-  void place_variables() {
-    std::map<std::string, uint64_t> offsets;
-    std::vector<std::pair<const Variable*, uint64_t>> placed;
-    uint64_t bytes = 0;
-    for (const ModuleText& m : modules_) {
-      for (const Variable& v : m.variables) {
-        if (v.space != Space::global && v.space != Space::constant) continue;
-        if (v.external) continue;
-        if (offsets.count(v.name) != 0)
-          syntax_error(v.line, "the variable '" + v.name + "' is defined twice");
-        bytes = (bytes + v.align - 1) / v.align * v.align;
-        offsets[v.name] = bytes;
-        placed.emplace_back(&v, bytes);
-        bytes += std::max<uint64_t>(v.bytes, 1);
-        if (bytes > (uint64_t{1} << 32))
-          syntax_error(v.line, "the module's variables are too large");
+  // Assigns offsets in the memory of the module to the .global and .const variables.
+  void declare_variables() {
+    std::map<std::string, const Variable*> names;
+    for (const Variable& v : modules_[current_].variables) {
+      if (v.space != Space::global && v.space != Space::constant) continue;
+      if (v.linkage == Linkage::external) continue;
+      if (!names.emplace(v.name, &v).second)
+        syntax_error(v.line, "the variable '" + v.name + "' is defined twice");
+      bytes_ = (bytes_ + v.align - 1) / v.align * v.align;
+      if (bytes_ + v.bytes > (uint64_t{1} << 32))
+        syntax_error(v.line, "the module's variables are too large");
+      symbols_[current_].addresses[v.name] = bytes_;
+      placed_.push_back({&v, current_, bytes_});
+      if (v.linkage != Linkage::internal) {
+        const auto known = variables_.emplace(v.name, placed_.back());
+        const Linkage first = known.first->second.variable->linkage;
+        if (!known.second && first == Linkage::visible && v.linkage == Linkage::visible)
+          syntax_error(v.line, "the variable '" + v.name + "' is defined in two modules");
+        if (!known.second && replaces(first, v.linkage)) known.first->second = placed_.back();
+      }
+      bytes_ += std::max<uint64_t>(v.bytes, 1);
+    }
+  }
+
+  // Adds the visible names of all modules to those of each module. A weak definition that another
+  // one replaces is not used.
+  void share_names() {
+    for (Symbols& own : symbols_) {
+      for (const auto& item : functions_) {
+        const Function*& known = own.functions[item.first];
+        const bool internal =
+            known != nullptr && known->defined && known->linkage == Linkage::internal;
+        if (!internal) known = item.second;
+      }
+      for (const auto& item : variables_) {
+        const auto known = own.addresses.find(item.first);
+        const bool internal = known != own.addresses.end() && is_internal(own, item.first);
+        if (!internal) own.addresses[item.first] = item.second.offset;
       }
     }
-    if (placed.empty()) return;
+  }
+  static bool is_internal(const Symbols& own, const std::string& name) {
+    const auto& variables = own.module->variables;
+    return std::any_of(variables.begin(), variables.end(), [&](const Variable& v) {
+      return v.name == name && v.linkage == Linkage::internal;
+    });
+  }
+
+  void allocate_variables() {
+    if (placed_.empty()) return;
     memory_ = std::make_shared<ModuleMemory>();
-    memory_->allocation = allocate_for_module(bytes);
+    memory_->allocation = allocate_for_module(bytes_);
     const Allocation& a = *memory_->allocation;
-    std::memset(a.storage, 0, bytes);
-    for (const auto& item : offsets) addresses_[item.first] = a.alias + item.second;
-    for (const auto& item : placed) {
-      const Variable& v = *item.first;
-      char* to = a.storage + item.second;
+    std::memset(a.storage, 0, bytes_);
+    for (Symbols& own : symbols_) {
+      for (auto& item : own.addresses) item.second += a.alias;
+    }
+    for (const Placed& item : placed_) {
+      current_ = item.module;
+      initialize(*item.variable, a.storage + item.offset);
+    }
+  }
+
+  // Writes the initial value of a variable, with the addresses that it contains.
+  void initialize(const Variable& v, char* to) {
+    const Symbols& own = symbols_[current_];
+    if (!v.initial.empty()) {
       std::memcpy(to, v.initial.data(), std::min<size_t>(v.initial.size(), v.bytes));
-      for (const Variable::Reference& reference : v.references) {
-        const auto found = addresses_.find(reference.name);
-        if (found == addresses_.end()) {
-          unsupported(v.line, "an initial value with the address of '" + reference.name + "'");
+    }
+    for (const Variable::Reference& reference : v.references) {
+      const auto found = own.addresses.find(reference.name);
+      const auto function = own.functions.find(reference.name);
+      uint64_t address = 0;
+      if (found != own.addresses.end()) {
+        address = found->second + static_cast<uint64_t>(reference.addend);
+      } else if (function != own.functions.end() && function->second->defined) {
+        address = kFunctionWindow + 16 * uint64_t{function->second->number};
+        take_address(*function->second);
+      } else {
+        unsupported(v.line, "an initial value with the address of '" + reference.name + "'");
+      }
+      std::memcpy(to + reference.offset, &address, sizeof address);
+    }
+  }
+
+  void take_address(const Function& f) {
+    if (!f.entry && std::find(called_.begin(), called_.end(), &f) == called_.end()) {
+      called_.push_back(&f);
+    }
+  }
+
+  // Finds the functions whose addresses instructions take.
+  void note_addresses_of_functions() {
+    for (const auto& f : modules_[current_].functions) {
+      for (const Statement& s : f->body) {
+        if (s.opcode.compare(0, 4, "call") == 0) continue;
+        for (const Operand& o : s.operands) {
+          if (o.kind != Operand::symbol) continue;
+          const auto found = symbols_[current_].functions.find(o.name);
+          if (found == symbols_[current_].functions.end()) continue;
+          if (found->second->defined) take_address(*found->second);
         }
-        const uint64_t address = found->second + static_cast<uint64_t>(reference.addend);
-        std::memcpy(to + reference.offset, &address, sizeof address);
       }
     }
   }
 
-  void add_kernel(const ModuleText& m, const Function& f) {
-    Builder builder(m);
+  void add_kernel(const Function& f) {
+    current_ = f.symbols->number;
+    Builder builder(called_);
     auto table = std::make_shared<EntryTable>();
-    table->kernel = builder.build(f, addresses_, functions_);
+    try {
+      table->kernel = builder.build(f, modules_.size() > 1);
+    } catch (const Error&) {
+      current_ = builder.text_number();
+      throw;
+    }
     Kernel& k = *table->kernel;
+    for (size_t i = 0; i < modules_.size(); ++i) {
+      for (const auto& file : modules_[i].files) {
+        k.files[{static_cast<unsigned>(i), file.first}] = file.second;
+      }
+    }
     k.memory = memory_;
     softcuda_entry& entry = table->entry;
     entry.name = k.name.c_str();
@@ -122,11 +223,24 @@ class Linker {
     target_->functions.push_back(std::move(function));
   }
 
+  // A variable with its offset in the memory of the linked module.
+  struct Placed {
+    const Variable* variable;
+    size_t module;
+    uint64_t offset;
+  };
+
   const std::vector<std::string>& texts_;
   Module* target_;
   std::vector<ModuleText> modules_;
+  std::vector<Symbols> symbols_;
+  // Definitions that all modules see.
   std::map<std::string, const Function*> functions_;
-  std::map<std::string, uint64_t> addresses_;
+  std::map<std::string, Placed> variables_;
+  std::vector<Placed> placed_;
+  uint64_t bytes_ = 0;
+  unsigned function_count_ = 0;
+  std::vector<const Function*> called_;  // functions whose addresses are taken
   std::shared_ptr<ModuleMemory> memory_;
   size_t current_ = 0;
 };
@@ -155,6 +269,48 @@ bool is_ptx(const void* image) {
     }
   }
   return false;
+}
+
+namespace {
+constexpr char kPackHeader[] = "// PTX texts linked by the soft device, with their sizes:";
+}
+
+std::string pack_texts(const std::vector<std::string>& texts) {
+  std::string image = kPackHeader;
+  for (const std::string& text : texts) image += " " + std::to_string(text.size());
+  image += "\n.version\n";  // the beginning of every PTX image
+  for (const std::string& text : texts) image += text;
+  image += '\0';
+  return image;
+}
+
+std::vector<std::string> unpack_texts(const char* image) {
+  const size_t header = sizeof kPackHeader - 1;
+  if (std::strncmp(image, kPackHeader, header) != 0) return {image};
+  const char* end = std::strchr(image, '\n');
+  const char* text = end != nullptr ? end + std::strlen("\n.version\n") : image;
+  std::vector<std::string> texts;
+  for (const char* p = image + header; end != nullptr && p < end && *p == ' ';) {
+    char* next = nullptr;
+    const size_t size = std::strtoull(p, &next, 10);
+    // A text contains no zeros, so that a damaged size does not lead out of the image.
+    const size_t length = strnlen(text, std::min(size, kMaxText));
+    texts.emplace_back(text, length);
+    text += length;
+    p = next;
+  }
+  return texts;
+}
+
+bool check_syntax(const std::string& text, std::string* log) {
+  try {
+    if (text.size() > kMaxText) syntax_error(1, "the module is longer than 256 MiB");
+    parse(text);
+    return true;
+  } catch (const Error& e) {
+    *log = error_text(e, 0, 1);
+    return false;
+  }
 }
 
 void load(const std::vector<std::string>& texts, Module* module, std::string* log) {

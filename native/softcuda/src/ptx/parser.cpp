@@ -190,11 +190,11 @@ class Parser {
   static bool number(std::string_view text, uint64_t* out);
   uint64_t integer(const char* what);
   void skip_to(char c);
-  Variable variable(Space space, bool external);
+  Variable variable(Space space, Linkage linkage);
   void initializer(Variable* v);
   void initial_value(Variable* v, uint64_t* at, unsigned depth);
   void section();
-  void function(bool entry, bool external);
+  void function(bool entry, Linkage linkage);
   void parameters(std::vector<Variable>* out);
   void body();
   void block(unsigned depth);
@@ -269,10 +269,10 @@ Space space_of(std::string_view name) {
 }
 
 // Parses the rest of a declaration after the state space: .align 4 .b8 name[16] = {...}.
-Variable Parser::variable(Space space, bool external) {
+Variable Parser::variable(Space space, Linkage linkage) {
   Variable v;
   v.space = space;
-  v.external = external;
+  v.linkage = linkage;
   v.line = token_.line;
   unsigned count = 1;
   uint64_t align = 0;
@@ -387,7 +387,7 @@ void Parser::section() {
 
 ModuleText Parser::run() {
   if (!token_.is(".version")) error("the module must begin with .version");
-  bool visible_external = false;
+  Linkage linkage = Linkage::internal;
   while (token_.kind != Token::end) {
     const std::string name = word("a directive");
     if (name == ".version") {
@@ -413,18 +413,22 @@ ModuleText Parser::run() {
       section();
     } else if (name == ".loc") {
       location();
-    } else if (name == ".visible" || name == ".weak" || name == ".common") {
+    } else if (name == ".visible") {
+      linkage = Linkage::visible;
+      continue;
+    } else if (name == ".weak" || name == ".common") {
+      linkage = Linkage::weak;
       continue;
     } else if (name == ".extern") {
-      visible_external = true;
+      linkage = Linkage::external;
       continue;
     } else if (name == ".entry" || name == ".func") {
-      function(name == ".entry", visible_external);
+      function(name == ".entry", linkage);
     } else if (name == ".pragma" || name == ".alias") {
       skip_to(';');
     } else if (space_of(name) != Space::none) {
       do {
-        module_.variables.push_back(variable(space_of(name), visible_external));
+        module_.variables.push_back(variable(space_of(name), linkage));
       } while (accept(','));
       expect(';');
     } else if (name == ".tex" || name == ".texref" || name == ".samplerref" || name == ".surfref") {
@@ -432,7 +436,7 @@ ModuleText Parser::run() {
     } else {
       error("the directive '" + name + "' is unknown");
     }
-    visible_external = false;
+    linkage = Linkage::internal;
   }
   return std::move(module_);
 }
@@ -449,7 +453,7 @@ void Parser::parameters(std::vector<Variable>* out) {
       v.name = word("a name");
       out->push_back(v);
     } else if (name == ".param") {
-      out->push_back(variable(Space::param, false));
+      out->push_back(variable(Space::param, Linkage::internal));
     } else {
       error("'.param' or '.reg' is expected instead of '" + name + "'");
     }
@@ -457,10 +461,11 @@ void Parser::parameters(std::vector<Variable>* out) {
   expect(')');
 }
 
-void Parser::function(bool entry, bool external) {
+void Parser::function(bool entry, Linkage linkage) {
   auto made = std::make_unique<Function>();
   function_ = made.get();
   made->entry = entry;
+  made->linkage = linkage;
   made->line = token_.line;
   if (!entry && token_.is('(')) parameters(&made->results);
   made->name = word("a function name");
@@ -488,7 +493,7 @@ void Parser::function(bool entry, bool external) {
     }
   }
   if (token_.is('{')) {
-    if (external) error("an external function has no body");
+    if (linkage == Linkage::external) error("an external function has no body");
     made->defined = true;
     body();
   } else {
@@ -584,7 +589,7 @@ void Parser::directive() {
     skip_to(';');
   } else if (space_of(name) != Space::none) {
     do {
-      Variable v = variable(space_of(name), false);
+      Variable v = variable(space_of(name), Linkage::internal);
       // Blocks of one function may declare variables of the same name.
       const std::string unique = v.name + "#" + std::to_string(++unique_);
       scopes_.back().variables[v.name] = unique;
@@ -620,16 +625,16 @@ void Parser::instruction() {
   s.line = token_.line;
   s.opcode = word("an instruction");
   if (s.guard < 0 && accept(':')) {
-    if (token_.is(".branchtargets")) {
+    if (token_.is(".branchtargets") || token_.is(".calltargets")) {
       advance();
       branch_targets(s.opcode);
       return;
     }
     if (token_.is(".callprototype")) {
+      // The arguments of the call show what the prototype says.
       skip_to(';');
       return;
     }
-    if (token_.is(".calltargets")) unsupported(token_.line, "indirect calls");
     s.label = std::move(s.opcode);
     s.opcode.clear();
     function_->body.push_back(std::move(s));

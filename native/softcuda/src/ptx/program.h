@@ -63,6 +63,8 @@ constexpr int32_t kNoRegister = -1;
 constexpr uint64_t kSharedWindow = uint64_t{1} << 56;
 constexpr uint64_t kLocalWindow = uint64_t{2} << 56;
 constexpr uint64_t kParamWindow = uint64_t{3} << 56;
+// Addresses of device functions: 16 times the number of the function.
+constexpr uint64_t kFunctionWindow = uint64_t{4} << 56;
 constexpr uint64_t kWindowSize = uint64_t{1} << 32;
 // The first shared address. Address 0 is invalid, so that null pointers are detected.
 constexpr unsigned kSharedBase = 1024;
@@ -126,7 +128,11 @@ struct Kernel {
   // By instruction: the line in the PTX text and the location in the source.
   std::vector<unsigned> lines;
   std::vector<Location> locations;
-  std::map<unsigned, std::string> files;
+  // By instruction: the number of the text in which it is, if several texts were linked.
+  std::vector<uint16_t> texts;
+  bool linked = false;  // from several texts
+  // Names of source files, by the number of the text and of the file.
+  std::map<std::pair<unsigned, unsigned>, std::string> files;
   std::vector<std::string> text;  // by instruction: opcode, for error messages
   // Constant lanes that instructions refer to with kConstant.
   std::unique_ptr<char[]> constant_memory;

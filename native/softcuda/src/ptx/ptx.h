@@ -11,10 +11,16 @@ struct LaunchState;
 
 // Whether a module image is PTX text: after white space and comments it begins with ".version".
 bool is_ptx(const void* image);
+// Returns an image that contains several PTX texts, and the texts of such an image or of an image
+// that is one text.
+std::string pack_texts(const std::vector<std::string>& texts);
+std::vector<std::string> unpack_texts(const char* image);
 // Parses PTX texts, links them and adds their kernels to `module`. Refuses the call with
 // CUDA_ERROR_INVALID_PTX, or with CUDA_ERROR_UNSUPPORTED_PTX_VERSION if an instruction is valid but
 // not supported. `log` receives the same text.
 void load(const std::vector<std::string>& texts, Module* module, std::string* log);
+// Whether a text has the syntax of PTX. `log` receives the error.
+bool check_syntax(const std::string& text, std::string* log);
 // Runs blocks of an interpreted kernel on a worker. Returns false after a fault.
 bool run_blocks(const KernelWork& work, LaunchState* launch, unsigned worker, uint64_t first,
                 uint64_t last, std::atomic<const char*>* running);

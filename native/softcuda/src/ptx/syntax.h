@@ -85,6 +85,9 @@ struct Location {
   unsigned line = 0;
 };
 
+// How other modules see a name. Internal names are known in their own module only.
+enum class Linkage : uint8_t { internal, visible, weak, external };
+
 struct Statement {
   unsigned line = 0;  // line of the PTX text
   Location location;
@@ -105,7 +108,7 @@ struct Variable {
   unsigned line = 0;
   unsigned align = 1;
   uint64_t bytes = 0;
-  bool external = false;
+  Linkage linkage = Linkage::internal;
   bool dynamic = false;  // .extern .shared without a size
   std::vector<unsigned char> initial;
   // Addresses in the initial value: (offset, name of the variable, addend).
@@ -123,8 +126,16 @@ struct Register {
   Type type;
 };
 
+struct Symbols;
+
 struct Function {
   std::string name;
+  Linkage linkage = Linkage::internal;
+  // Set when modules are linked: the names that the function sees, and its number, which its
+  // address contains.
+  const Symbols* symbols = nullptr;
+  unsigned number = 0;
+  bool address_taken = false;
   unsigned line = 0;
   bool entry = false;
   bool defined = false;
@@ -132,7 +143,7 @@ struct Function {
   std::vector<Variable> results;  // of a device function
   std::vector<Register> registers;
   std::vector<Variable> variables;  // .shared, .local and .param variables of the body
-  // Lists of .branchtargets by label.
+  // Lists of .branchtargets and .calltargets by label.
   std::map<std::string, std::vector<std::string>> targets;
   std::vector<Statement> body;
   unsigned max_threads = 0;
