@@ -20,17 +20,6 @@ _NOISE = (
     re.compile(r"\s*(Stack backtrace:|<backtrace>|\s0: ).*", re.DOTALL),
 )
 
-_MAX_MESSAGE = 500
-#: Parts of the backends' error messages that are removed, in this order.
-_NOISE = (
-    re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: (Warning: )?"),
-    re.compile(r"Check failed: \(.*?\) is false: "),
-    re.compile(r"<(state|backtrace)>.*", re.DOTALL),
-    re.compile(r" The JSON string is:.*", re.DOTALL),
-    re.compile(r";? following special tokens are available: \W*$"),
-    re.compile(r"\s*(Stack backtrace:|<backtrace>|\s0: ).*", re.DOTALL),
-)
-
 
 class GrammarError(GraftError, Refusal):
     """A grammar or a vocabulary is invalid or not supported.

@@ -17,7 +17,7 @@ from graft.grammar.backends.base import ending_ids, require_release
 from graft.grammar.errors import GrammarError, clean_message
 from graft.grammar.matcher import CompiledGrammar, Matcher, NativeBackedMatcher
 from graft.grammar.resolve import resolve_spec
-from graft.grammar.schema.llguidance_errors import validate
+from graft.grammar.schema.llguidance_errors import explain_assertion, validate
 from graft.grammar.schema.options import Whitespace, json_options, literal
 from graft.grammar.spec import Spec
 from graft.grammar.vocabulary import Vocabulary
@@ -256,7 +256,7 @@ def _error_message(message: str, kind: str) -> str:
     prefix = "error: "
     lines = message.strip().split("\n")
     reasons = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
-    text = re.split(r"\s\d+ \| ", clean_message(message))[0]
+    text = explain_assertion(re.split(r"\s\d+ \| ", clean_message(message))[0])
     if reasons:
         # LLGuidance prints an excerpt of a regular expression before the reason of its error.
         subject = re.split(r" \(in regex\)|: regex parse error", text)[0]
@@ -266,6 +266,8 @@ def _error_message(message: str, kind: str) -> str:
         return text
     text = text[position.end() :]
     if kind != "lark":
+        if kind == "regex" and text == "lexer error":
+            return "the pattern ends with an incomplete escape sequence"
         return text
     line = int(position[1]) - 1  # the first line is the header that graft adds
     column = position[2]

@@ -8,7 +8,15 @@ from typing import Any
 
 from graft.grammar.schema.terms import Reason, SchemaObject, subschemas
 
-__all__ = ["is_unsatisfiable", "lark_error", "schema_error", "schema_errors", "validate"]
+__all__ = [
+    "explain_assertion",
+    "is_unsatisfiable",
+    "keyword_of",
+    "lark_error",
+    "schema_error",
+    "schema_errors",
+    "validate",
+]
 
 #: Limits of LLGuidance. The native worker uses the same ones (``native/guide/llguidance_abi.cpp``).
 _LIMITS: dict[str, Any] = {
@@ -34,6 +42,8 @@ _KEYWORD_OF = (
     (r"oneOf", "oneOf"),
     (r"min/maxProperties", "minProperties"),
 )
+#: LLGuidance's error for an assertion in a regular expression, such as an anchor.
+_ASSERTION = re.compile(r"lookarounds not supported yet; (\w+) in regex (/.*/)", re.DOTALL)
 
 
 def validate(grammar: dict[str, Any], limits: dict[str, Any] = _LIMITS) -> tuple[bool, list[str]]:
@@ -95,9 +105,23 @@ def _first_error(refused: bool, messages: list[str]) -> str:
     # LLGuidance prints an excerpt of a regular expression before the reason of its error.
     reasons = [line for line in details if line.startswith("error: ")]
     if not reasons:
-        return first
+        return explain_assertion(first)
     reason = reasons[0].removeprefix("error: ")
     return f"{first} {reason}"
+
+
+def explain_assertion(message: str) -> str:
+    """Replace LLGuidance's name of an unsupported assertion in a regular expression."""
+    found = _ASSERTION.search(message)
+    if found is None:
+        return message
+    name, pattern = found.groups()
+    if name.startswith("Word"):
+        assertion = "a word boundary"
+    else:
+        assertion = "an anchor (^ or $) that is not at its start or end"
+    before, after = message[: found.start()], message[found.end() :]
+    return f"{before}the regex {pattern} contains {assertion}, which is not supported{after}"
 
 
 def is_unsatisfiable(schema: SchemaObject) -> bool:
@@ -125,7 +149,7 @@ def schema_errors(schema: Any) -> list[Reason]:
                 f"allows no output ({error})",
             )
         ]
-    keyword = _keyword_of(error)
+    keyword = keyword_of(error)
     shared = {}  # keywords of the document that every subschema needs
     for key in ("$schema", "$id", "id", "$defs", "definitions"):
         if isinstance(schema, dict) and key in schema:
@@ -138,7 +162,7 @@ def schema_errors(schema: Any) -> list[Reason]:
     return [Reason(innermost, keyword, error)]
 
 
-def _keyword_of(error: str) -> str:
+def keyword_of(error: str) -> str:
     """Return the keyword that an error message refers to, or ``"schema"`` if it is unknown."""
     named = re.search(r"(?:keys: \[\"|for ')([$A-Za-z]+)", error)
     if named:

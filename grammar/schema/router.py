@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graft.grammar.schema.any_order.rules import any_order_grammar
+from graft.grammar.schema.causes import find_causes
 from graft.grammar.schema.impossible import impossible_definitions
 from graft.grammar.schema.llguidance_errors import schema_errors
 from graft.grammar.schema.options import KeyOrder, Whitespace, check_options
@@ -144,7 +145,7 @@ def _closest_form(
     """Return the closest form of a schema that LLGuidance accepts.
 
     If LLGuidance refuses the schema because of unsatisfiable definitions, the references to these
-    definitions are replaced by ``false``.
+    definitions are replaced by ``false``. The pointers of the reasons refer to the given schema.
 
     Returns
     -------
@@ -153,61 +154,68 @@ def _closest_form(
     """
     narrowed: tuple[Reason, ...] = ()
     impossible: frozenset[str] = frozenset()
-    while True:
-        rewritten = rewrite(
-            schema,
+
+    def rewritten_form(document: Any) -> Rewritten:
+        return rewrite(
+            document,
             draft=draft,
             assert_formats=assert_formats,
             impossible=impossible,
         )
+
+    while True:
+        rewritten = rewritten_form(schema)
         narrowed += rewritten.narrowed
-        closest, reasons, accepted = _closest_accepted(rewritten)
+        closest, accepted = _closest_accepted(rewritten.schema)
         found: set[str] = set()
         if not accepted and isinstance(rewritten.schema, dict):
             for pointer in impossible_definitions(rewritten.schema):
                 found.add(rewritten.origins.get(pointer, pointer))
         if found <= impossible:
-            narrowed = tuple(dict.fromkeys(narrowed))
-            return rewritten._replace(schema=closest, narrowed=narrowed), reasons, accepted
+            break
         impossible |= found
+    reasons: list[Reason] = []
+    if rewritten.lost or closest is not rewritten.schema or not accepted:
+        lost, refused = find_causes(schema, rewritten_form, _MAX_REASONS)
+        reasons = lost + refused if accepted else refused + lost
+    narrowed = tuple(dict.fromkeys(narrowed))
+    return rewritten._replace(schema=closest, narrowed=narrowed), reasons, accepted
 
 
-def _closest_accepted(rewritten: Rewritten) -> tuple[Any, list[Reason], bool]:
+def _closest_accepted(schema: Any) -> tuple[Any, bool]:
     """Remove the keywords that LLGuidance refuses from a rewritten schema, one by one.
 
     Returns
     -------
     tuple
-        The remaining schema, the reasons why parts of the original schema are missing in it, and
-        whether LLGuidance accepts the remaining schema.
+        The remaining schema, or the given schema if no keyword is refused, and whether LLGuidance
+        accepts it.
     """
-    schema = rewritten.schema
-    reasons = list(rewritten.lost)
-    if schema is True:
-        return {}, reasons, True
-    if schema is False:
-        return {}, [Reason("#", "schema", "allows no output")], False
     remaining = schema
+    count = 0
     while True:
         errors = schema_errors(remaining)
         if not errors:
-            return remaining, reasons, True
-        reasons += errors
-        reason = errors[0]
+            return remaining, True
+        if not isinstance(schema, dict):
+            return schema, False
         if remaining is schema:
             remaining = copy.deepcopy(schema)
         parts = dict(subschemas(remaining))
-        refused_part = parts.get(reason.pointer, {})
-        if reason.keyword not in refused_part:
+        [reason] = errors
+        if reason.keyword not in parts.get(reason.pointer, ()) and reason.keyword != "schema":
+            _, [reason] = find_causes(remaining, Rewritten, 1)
+        if reason.keyword not in parts.get(reason.pointer, ()):
             # No keyword can be removed, for example because the schema is unsatisfiable.
-            return schema, list(dict.fromkeys([reason, *reasons])), False
-        if len(reasons) > _MAX_REASONS:
+            return schema, False
+        count += 1
+        if count > _MAX_REASONS:
             # After many reasons, the keyword is removed from all subschemas at once, so that the
             # number of iterations is bounded.
             for part in parts.values():
                 part.pop(reason.keyword, None)
         else:
-            refused_part.pop(reason.keyword, None)
+            parts[reason.pointer].pop(reason.keyword)
 
 
 def _restricted_spellings(schema: Any) -> Iterator[Reason]:

@@ -306,7 +306,10 @@ class References:
         """
         pointer = self.pointer(reference)
         if pointer is None:
-            raise NoExactForm("$ref", f"{reference!r} is not a plain pointer into this schema")
+            why = f"{reference!r} is not a plain pointer into this schema"
+            if self.nested and isinstance(reference, str) and reference.startswith("#"):
+                why = f"{reference!r} may be relative to the $id of a subschema"
+            raise NoExactForm("$ref", why)
         found = self._root
         for key in pointer_steps(pointer):
             try:

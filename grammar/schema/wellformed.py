@@ -201,10 +201,8 @@ def check_schema(schema: Any) -> None:
                 if id(new_part) not in known:
                     known.add(id(new_part))
                     parts.append((new_pointer, new_part))
-    if _is_endless(schema, [part for _, part in parts], references):
-        raise GrammarError(
-            "JSON schema: allows no output: a $ref leads back to itself in every value"
-        )
+    if isinstance(schema, dict) and any("$ref" in part for _, part in parts):
+        _check_finite(schema, parts, references)
 
 
 def _check_wrapper(schema: Any) -> None:
@@ -252,52 +250,88 @@ def _resolve(
     return target
 
 
-def _is_endless(schema: Any, parts: list[SchemaObject], references: References) -> bool:
-    """Return whether recursive references prevent every finite value from satisfying a schema.
+def _check_finite(
+    schema: SchemaObject, parts: list[tuple[str, SchemaObject]], references: References
+) -> None:
+    """Raise `GrammarError` if recursive references exclude every finite value.
 
     The function computes a least fixed point. A subschema has a finite value if everything that it
     requires has a finite value: the target of its reference, the required properties and items,
     every part of ``allOf``, and at least one part of ``anyOf`` and of ``oneOf``. All other keywords
     are assumed to be satisfied.
     """
-    if not any("$ref" in part for part in parts):
-        return False
-    finite = {id(part): False for part in parts}
+    finite = {id(part): False for _, part in parts}
 
     def is_finite(part: Any) -> bool:
         return finite[id(part)] if isinstance(part, dict) else part is not False
 
-    def becomes_finite(part: SchemaObject) -> bool:
-        if "$ref" in part:  # older drafts ignore the keywords next to $ref
-            is_local = references.pointer(part["$ref"]) is not None
-            return not is_local or is_finite(references.resolve(part["$ref"]))
-        for keyword in ("anyOf", "oneOf"):
-            if keyword in part and not any(map(is_finite, part[keyword])):
-                return False
-        conjuncts = part.get("allOf", [])
-        return all(map(is_finite, conjuncts + _required_parts(part)))
-
     changed = True
     while changed:
         changed = False
-        for part in reversed(parts):  # children first
-            if not finite[id(part)] and becomes_finite(part):
+        for _, part in reversed(parts):  # children first
+            if finite[id(part)]:
+                continue
+            if _endless_keyword(part, is_finite, references) is None:
                 finite[id(part)] = True
                 changed = True
-    return isinstance(schema, dict) and not finite[id(schema)]
+    pointers = {id(part): pointer for pointer, part in parts}
+    visited: set[int] = set()
+    endless: Any = schema
+    while not is_finite(endless):
+        found = _endless_keyword(
+            endless,
+            is_finite,
+            references,
+        )
+        assert found is not None
+        keyword, inner = found
+        at = f"JSON schema: {pointers[id(endless)]}: {keyword}: allows no output"
+        if not isinstance(inner, dict):
+            raise GrammarError(f"{at}, because it requires a value of the schema false")
+        if keyword == "$ref" and id(endless) in visited:
+            raise GrammarError(f"{at}, because the reference leads back to itself in every value")
+        visited.add(id(endless))
+        endless = inner
 
 
-def _required_parts(part: SchemaObject) -> list[Any]:
-    """Return the schemas of required properties and items."""
+def _endless_keyword(
+    part: SchemaObject, is_finite: Callable[[Any], bool], references: References
+) -> tuple[str, Any] | None:
+    """Return a keyword of a subschema that no finite value satisfies, and the schema in it.
+
+    Return None if the subschema has a finite value, as far as `is_finite` knows.
+    """
+    if "$ref" in part:  # older drafts ignore the keywords next to $ref
+        reference = part["$ref"]
+        if references.pointer(reference) is None:
+            return None  # a reference to another document
+        target = references.resolve(reference)
+        return None if is_finite(target) else ("$ref", target)
+    for keyword in ("anyOf", "oneOf"):
+        if keyword in part and not any(map(is_finite, part[keyword])):
+            return keyword, part[keyword][0]
+    conjunctions = {"allOf": part.get("allOf", []), **_required_parts(part)}
+    for keyword, conjuncts in conjunctions.items():
+        for conjunct in conjuncts:
+            if not is_finite(conjunct):
+                return keyword, conjunct
+    return None
+
+
+def _required_parts(part: SchemaObject) -> dict[str, list[Any]]:
+    """Return the schemas of required properties and items, by the keyword that requires them."""
     json_type = part.get("type")
     min_items = int(part.get("minItems", 0))
     if json_type in ("object", ["object"]):
         properties = part.get("properties", {})
-        return [properties[name] for name in required_of(part) if name in properties]
+        names = [name for name in required_of(part) if name in properties]
+        return {"required": [properties[name] for name in names]}
     if json_type in ("array", ["array"]) and min_items > 0:
         items = part.get("items", True)
         prefix = part.get("prefixItems", items if isinstance(items, list) else [])
         rest = part.get("additionalItems", True) if isinstance(items, list) else items
         required = prefix[:min_items]
-        return [*required, rest] if min_items > len(prefix) else required
-    return []
+        if min_items > len(prefix):
+            required = [*required, rest]
+        return {"minItems": required}
+    return {}

@@ -1,0 +1,299 @@
+"""Find the keywords of a JSON schema that cause an error of LLGuidance.
+
+LLGuidance compiles the rewritten schema. Its error messages name neither a JSON pointer nor, in
+many cases, a keyword, and the rewritten schema has other pointers than the original one. The search
+removes keywords from the original schema, rewrites the remaining schema, and observes which
+removals end the error. A keyword found in this way is therefore a cause: without it, the error does
+not occur.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from graft.grammar.schema.llguidance_errors import keyword_of, schema_error
+from graft.grammar.schema.rewrite import Rewritten
+from graft.grammar.schema.terms import (
+    NoExactForm,
+    Reason,
+    References,
+    SchemaObject,
+    subschemas,
+    word_set,
+)
+
+__all__ = ["find_causes"]
+
+_MAX_SECONDS = 2.0  # processor time of one search
+#: Keywords that LLGuidance and the rewriter multiply out.
+_COMBINING = word_set(
+    """allOf anyOf oneOf not if then else dependencies dependentRequired dependentSchemas
+    minProperties maxProperties contains uniqueItems"""
+)
+#: Keywords that only contain other keywords or say where they apply.
+_STRUCTURAL = word_set("type properties items prefixItems required $ref")
+#: Keywords that are never a cause.
+_NEUTRAL = word_set(
+    """$schema $id id $defs definitions $comment title description default examples $anchor
+    $dynamicAnchor $recursiveAnchor"""
+)
+#: Errors that name no keyword, and their explanation.
+_EXPLANATIONS = (
+    (
+        r"schema too large",
+        "the schema is too large after expansion: LLGuidance allows 50,000 compilation steps",
+    ),
+    (
+        r"stack level exceeded",
+        "the intersection of these schemas is nested more deeply than LLGuidance allows, "
+        "probably because they are recursive",
+    ),
+    (r"(Unsatisfiable .*)", r"allows no output (\1)"),
+)
+#: Error of a schema that cannot be rewritten after a removal.
+_ENDLESS = "rewriting does not end"
+#: Errors that only the removal of other keywords causes.
+_ARTIFACT = re.compile(rf"does not exist|{_ENDLESS}")
+
+
+class _Place(NamedTuple):
+    """A keyword of a subschema."""
+
+    pointer: str
+    keyword: str
+
+
+class _OutOfTime(Exception):
+    """The search has used its processor time."""
+
+
+def find_causes(
+    schema: SchemaObject,
+    rewrite: Callable[[Any], Rewritten],
+    max_reasons: int,
+) -> tuple[list[Reason], list[Reason]]:
+    """Return the keywords without which a schema would be enforced exactly.
+
+    If one of these keywords is missing, others may come into effect. The search therefore continues
+    until the remaining schema has an exact form, or 2 s of processor time are used.
+
+    Parameters
+    ----------
+    schema
+        The original schema. It is not modified.
+    rewrite
+        Function that rewrites a schema.
+    max_reasons
+        Number of reasons after which the search ends.
+
+    Returns
+    -------
+    tuple
+        The keywords that have no exact form, and the keywords that LLGuidance refuses. If the
+        search ends before it finds a keyword that LLGuidance refuses, the reason names only the
+        error of the whole schema.
+    """
+    search = _Search(schema, rewrite)
+    removed: list[_Place] = []
+    lost: list[Reason] = []
+    refused: list[Reason] = []
+    while len(lost) + len(refused) < max_reasons:
+        try:
+            rewritten = rewrite(_without(schema, removed))
+        except RecursionError:
+            break
+        found = []
+        for reason in rewritten.lost:
+            if reason[:2] not in removed:
+                found.append(reason)
+        lost += found
+        removed += [_Place(*reason[:2]) for reason in found]
+        if found:
+            continue
+        error = _error_of(rewritten)
+        if not error or (removed and error.startswith("Unsatisfiable")):
+            break  # an unsatisfiable rest is caused by the removals
+        try:
+            cause, error = search.find(error, removed)
+        except _OutOfTime:
+            if not lost and not refused:
+                refused.append(Reason("#", "schema", _explain(error)))
+            break
+        removed.append(cause)
+        refused.append(Reason(*cause, _explain(error)))
+    return lost, refused
+
+
+class _Search:
+    """Search for the cause of LLGuidance's error in one schema.
+
+    Parameters
+    ----------
+    schema, rewrite
+        As for `find_causes`.
+    """
+
+    def __init__(self, schema: SchemaObject, rewrite: Callable[[Any], Rewritten]):
+        self._schema = schema
+        self._rewrite = rewrite
+        self._deadline = time.thread_time() + _MAX_SECONDS
+        self._places: list[_Place] = []
+        for pointer, part in _all_subschemas(schema):
+            for keyword in part:
+                if keyword not in _NEUTRAL:
+                    self._places.append(_Place(pointer, keyword))
+
+    def find(self, error: str, removed: Sequence[_Place]) -> tuple[_Place, str]:
+        """Return a cause of an error, and the error message that refers to this cause.
+
+        Parameters
+        ----------
+        error
+            Error of the schema without the keywords `removed`.
+        removed
+            Causes that were found before.
+
+        Raises
+        ------
+        _OutOfTime
+            No cause was found in the remaining processor time.
+        """
+        kind = _kind(error)
+        for candidates in self._candidates(kind):
+            rest = [place for place in candidates if place not in removed]
+            if not rest or self._remains(kind, [*removed, *rest]):
+                continue
+            cause, others = self._narrow(kind, rest, [*removed])
+            try:
+                if len(others) == len(removed):
+                    cause = self._innermost(kind, cause, rest, others)
+                return cause, self._error(others)
+            except _OutOfTime:
+                return cause, error
+        raise _OutOfTime
+
+    def _candidates(self, kind: str) -> list[list[_Place]]:
+        """Return lists of keywords that may cause errors of a kind, most probable ones first."""
+        named = [place for place in self._places if place.keyword == kind]
+        if kind in ("schema too large", "Schema intersection stack level exceeded"):
+            named = [place for place in self._places if place.keyword in _COMBINING]
+        plain = [place for place in self._places if place.keyword not in _STRUCTURAL]
+        return [named, plain, self._places]
+
+    def _narrow(
+        self, kind: str, candidates: list[_Place], removed: list[_Place]
+    ) -> tuple[_Place, list[_Place]]:
+        """Return one of the candidates that together cause an error.
+
+        If the removal of one half of the candidates ends the error, the search goes on in this
+        half. Otherwise, the error has several causes. The search then removes one half and goes on
+        in the other half.
+
+        Returns
+        -------
+        tuple
+            The cause, and all keywords that were removed when the cause alone remained.
+        """
+        while len(candidates) > 1:
+            middle = len(candidates) // 2
+            first = candidates[:middle]
+            second = candidates[middle:]
+            if not self._remains(kind, removed + first):
+                candidates = first
+                continue
+            if self._remains(kind, removed + second):
+                removed = removed + first
+            candidates = second
+        return candidates[0], removed
+
+    def _innermost(
+        self,
+        kind: str,
+        cause: _Place,
+        candidates: list[_Place],
+        removed: list[_Place],
+    ) -> _Place:
+        """Return the innermost of the candidates inside a cause that alone cause the error."""
+        while True:
+            inside = f"{cause.pointer}/{cause.keyword}/"
+            inner = []
+            for place in candidates:
+                if f"{place.pointer}/".startswith(inside):
+                    inner.append(place)
+            if not inner or self._remains(kind, removed + inner):
+                return cause
+            inner_cause, others = self._narrow(kind, inner, removed)
+            if len(others) > len(removed):
+                return cause  # several keywords inside the cause together cause the error
+            cause = inner_cause
+
+    def _remains(self, kind: str, removed: Sequence[_Place]) -> bool:
+        """Return whether an error of a kind occurs in the schema without some keywords."""
+        error = self._error(removed)
+        if not error:
+            return False
+        return _kind(error) == kind or _ARTIFACT.search(error) is not None
+
+    def _error(self, removed: Sequence[_Place]) -> str:
+        """Return the error of the schema without some keywords; raise `_OutOfTime` if too late."""
+        if time.thread_time() > self._deadline:
+            raise _OutOfTime
+        try:
+            return _error_of(self._rewrite(_without(self._schema, removed)))
+        except RecursionError:
+            return _ENDLESS
+
+
+def _error_of(rewritten: Rewritten) -> str:
+    if rewritten.schema is False:
+        return "Unsatisfiable schema: schema is false"
+    return schema_error(rewritten.schema)
+
+
+def _kind(error: str) -> str:
+    """Return the keyword that an error names, or else the beginning of the message."""
+    keyword = keyword_of(error)
+    return keyword if keyword != "schema" else error.partition(":")[0]
+
+
+def _explain(error: str) -> str:
+    for pattern, explanation in _EXPLANATIONS:
+        if re.search(pattern, error):
+            return re.sub(f".*?{pattern}.*", explanation, error, flags=re.DOTALL)
+    return error
+
+
+def _all_subschemas(schema: SchemaObject) -> list[tuple[str, SchemaObject]]:
+    """Return all subschemas, including the targets of references in unknown keywords."""
+    references = References(schema)
+    parts = subschemas(schema)
+    known = {id(part) for _, part in parts}
+    for _, part in parts:  # the list grows during the loop
+        reference: Any = part.get("$ref")
+        if references.pointer(reference) is None:
+            continue
+        try:
+            target = references.resolve(reference)
+        except NoExactForm:
+            continue
+        for pointer, new_part in subschemas(target, f"#{references.pointer(reference)}"):
+            if id(new_part) not in known:
+                known.add(id(new_part))
+                parts.append((pointer, new_part))
+    return parts
+
+
+def _without(schema: SchemaObject, removed: Sequence[_Place]) -> SchemaObject:
+    """Return a copy of a schema without some keywords."""
+    remaining = copy.deepcopy(schema)
+    parts = dict(_all_subschemas(remaining)) if removed else {}
+    for pointer, keyword in removed:
+        part = parts.get(pointer, {})
+        part.pop(keyword, None)
+        if keyword == "patternProperties":  # otherwise, more properties would be forbidden
+            part.pop("additionalProperties", None)
+    return remaining
