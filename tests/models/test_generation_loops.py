@@ -7,8 +7,11 @@ import weakref
 from dataclasses import replace
 
 import pytest
+import test_engine_equality
 from engine_cases import (
+    DFLASH,
     DRAFTER_OPTIONS,
+    GROWN_TREE,
     MODES,
     MORE_TREE_OPTIONS,
     answer,
@@ -18,11 +21,27 @@ from engine_cases import (
     workload,
 )
 from engine_util import FREE, LONG, demo_engine, drain, patch_kernel_source
+from test_device_automata_rounds import automaton_requests
+from test_engine_equality import check_disturbed, expected_answers
 
 from graft.cudagraph.errors import DeviceError, OptionError
+from graft.models.drafters import Suffix
 from graft.models.engine import assembly, replay
 from graft.models.generation.control import LOOP_ENTRIES, LoopControl
 
+__all__ = ["expected_answers"]  # a fixture
+
+UNMASKED_TREE = {**GROWN_TREE, "mask_drafts": False}
+DISTURBED_OPTIONS = {
+    "chain": {},
+    "tree": GROWN_TREE,
+    "automatic length": {"draft_length": "auto"},
+    "few pages": {"max_batch_size": 5, "pages": 40, "page_size": 16, "max_length": 400},
+    "one launch at a time": {"overlap": False},
+    "suffix, tree": {"drafter": Suffix, **GROWN_TREE},
+    "block drafter": {"drafter": DFLASH},
+    "no drafter": {"speculation": False},
+}
 LOOP_KERNELS = "models/generation/kernels/loop.cu"
 LOOP_MODES = {**MODES, "rejection": {"temperature": 0.9, "verify": "rejection"}}
 ALL_OPTIONS = {**DRAFTER_OPTIONS, **MORE_TREE_OPTIONS}
@@ -84,6 +103,58 @@ def test_loop_engine_runs_mixed_batches():
         with settled(loop_engine()) as engine:
             assert answers(engine.generate(requests)) == expected
             assert engine._replays.loops > 0
+
+
+@pytest.mark.parametrize("options", [{}, UNMASKED_TREE], ids=["chain", "tree"])
+def test_loop_runs_requests_with_automata_on_device(options):
+    """A loop runs the grammar steps of promoted requests, and the host runs none."""
+    requests = automaton_requests()
+    with demo_engine(max_batch_size=4, **options) as engine:
+        expected = answers(engine.generate(requests))
+    with settled(loop_engine(max_batch_size=4, device_automata=True, **options)) as engine:
+        before = engine.counters()["grammar"]
+        assert answers(engine.generate(requests)) == expected
+        assert engine.counters()["grammar"] == before
+        assert engine.stats.rounds_by_grammar == {"device": engine.stats.rounds}
+        assert engine._replays.loops > 0
+        assert engine.stats.launches < engine.stats.rounds / 2
+
+
+@pytest.fixture(scope="module")
+def free_answers():
+    """Expected answers to `free_requests` by mode, generated one by one without drafter."""
+    with settled(demo_engine(speculation=False, max_batch_size=1, overlap=False)) as engine:
+        return {
+            name: [answer(engine.generate([request])[0]) for request in free_requests(**mode)]
+            for name, mode in MODES.items()
+        }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=() if name == "chain" else pytest.mark.full)
+        for name, options in DISTURBED_OPTIONS.items()
+    ],
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_loops_do_not_change_outputs(free_answers, monkeypatch, options, mode):
+    """Requests join, are preempted and are cancelled at random times."""
+    monkeypatch.setattr(test_engine_equality, "workload", free_requests)
+    with settled(loop_engine(**options)) as engine:
+        check_disturbed(engine, free_answers, mode, seed=len(options))
+        assert engine._replays.loops > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param(UNMASKED_TREE, marks=pytest.mark.full)], ids=["chain", "tree"]
+)
+def test_loops_with_automata_do_not_change_outputs(expected_answers, options):
+    """Batches change between the host, the device and loops."""
+    with settled(loop_engine(max_batch_size=4, device_automata=True, **options)) as engine:
+        check_disturbed(engine, expected_answers, "coupled", seed=1)
+        assert engine._replays.loops > 0
+        assert len(engine.stats.rounds_by_grammar) == 3
 
 
 def published(engine):
