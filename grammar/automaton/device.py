@@ -27,7 +27,7 @@ from graft.sampling.exchange import Exchange
 from graft.sampling.sampler import Sampler
 from graft.sampling.state import SlotState
 
-__all__ = ["DeviceAutomata", "TABLE_BYTES"]
+__all__ = ["ROW_BYTES", "TABLE_BYTES", "DeviceAutomata"]
 
 LOG = logging.getLogger("graft")
 
@@ -38,9 +38,13 @@ _MAX_STOPS = _NUMBERS["AUTOMATON_STOPS"]
 #: dtype of ``struct AutomatonSlot`` in kernels/automaton.cuh, which documents its fields.
 AUTOMATON_SLOT = read_struct(_HEADER, "AutomatonSlot")
 _ITEM = read_struct(_HEADER, "FillItem")
+_CACHED_ROW = read_struct(_HEADER, "CachedRow")
+_ROW_CACHE = read_struct(_HEADER, "RowCache")
 
 #: Memory for the tables of automata, in bytes.
 TABLE_BYTES = 64 << 20
+#: Memory for the mask rows of states, in bytes.
+ROW_BYTES = 64 << 20
 #: Tables begin at multiples of this number of bytes.
 _ALIGNMENT = 256
 #: Threads of a kernel block on GPUs and on the soft device, and blocks per mask row on GPUs.
@@ -88,6 +92,9 @@ class DeviceAutomata:
         Memory for the tables of automata, in bytes. If a new table does not fit, the least recently
         used tables without a request are evicted. A request whose table does not fit is not
         promoted.
+    row_bytes
+        Memory for the mask rows of states, in bytes. A state whose row is stored is filled by a
+        copy. Rows that have not been used for some time are evicted.
     block, parts
         Threads per block, 1 or a multiple of 32, and blocks per mask row. Default: by device.
         Results do not depend on them.
@@ -107,6 +114,7 @@ class DeviceAutomata:
         vocabulary: Vocabulary,
         *,
         table_bytes: int = TABLE_BYTES,
+        row_bytes: int = ROW_BYTES,
         block: int | None = None,
         parts: int | None = None,
     ):
@@ -120,7 +128,8 @@ class DeviceAutomata:
         self._block = block or (_GPU_BLOCK if on_gpu else _CPU_BLOCK)
         self._parts = parts or (_GPU_PARTS if on_gpu else 1)
         self.slots = device.zeros((state.slots, AUTOMATON_SLOT.itemsize), "uint8")
-        self._memory = device.zeros((table_bytes,), "uint8")
+        self._memory = device.empty((table_bytes,), "uint8")
+        self._allocate_cache(row_bytes)
         self._upload_tokens(vocabulary)
         max_rows = sampler.max_batch * (exchange.drafts + 1)
         self._items = device.zeros((max_rows, _ITEM.itemsize), "uint8")
@@ -136,6 +145,20 @@ class DeviceAutomata:
         self._offsets = self._device.from_host(offsets)
         self._bytes = self._device.from_host(text)
         self._num_tokens = len(lengths)
+
+    def _allocate_cache(self, row_bytes: int) -> None:
+        words = self._exchange.layout["words"].item()
+        self._num_cached = row_bytes // (4 * words)
+        self._cached_words = self._device.empty((max(self._num_cached, 1), words), "int32")
+        cached = np.zeros(max(self._num_cached, 1), _CACHED_ROW)
+        cached["table"] = -1
+        self._cached = self._device.from_host(_as_bytes(cached))
+        self._cache = self._device.zeros((_ROW_CACHE.itemsize,), "uint8")
+
+    def counters(self) -> dict[str, int]:
+        """Return the counts of ``struct RowCache``. Waits for the device."""
+        cache = self._cache.to_host().view(_ROW_CACHE)[0]
+        return {name: int(cache[name]) for name in ("hits", "misses", "stored", "evicted")}
 
     # Requests -----------------------------------------------------------------------------------
 
@@ -191,7 +214,7 @@ class DeviceAutomata:
         table = self._tables.pop(grammar, None)
         if table is None:
             data = table_data(grammar.serialize())
-            offset = self._allocate(len(data))
+            offset = self._allocate(lane, len(data))
             if offset is None:
                 LOG.warning("no memory for an automaton of %d bytes on the device", len(data))
                 return None
@@ -203,13 +226,20 @@ class DeviceAutomata:
         table.users += 1
         return table
 
-    def _allocate(self, nbytes: int) -> int | None:
+    def _allocate(self, lane: Lane, nbytes: int) -> int | None:
         """Return the offset of free memory; None if too much memory is in use."""
         while (offset := self._find_gap(nbytes)) is None:
             unused = next((t for t in self._tables.values() if not t.users), None)
             if unused is None:
                 return None
             del self._tables[unused.grammar]
+            lane.kernel(
+                self._kernels["automaton_forget"],
+                1,
+                self._block,
+                [self._memory, unused.offset, self._cached],
+                name="forget automaton",
+            )
         return offset
 
     def _find_gap(self, nbytes: int) -> int | None:
@@ -296,6 +326,9 @@ class DeviceAutomata:
             *self._tables_args,
             self._replay,
             self._items,
+            self._cache,
+            self._cached,
+            self._num_cached,
         ]
         lane.kernel(
             self._kernels[f"automaton_{step}"],
@@ -317,9 +350,14 @@ class DeviceAutomata:
                 exchange.memory,
                 exchange.layout,
                 *self._tables_args,
+                self._cached_words,
             ],
             name=f"{step}: automaton rows",
         )
+
+
+def _as_bytes(array: NDArray) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(array).view(np.uint8)
 
 
 def _can_promote(matcher: Matcher) -> bool:

@@ -613,6 +613,8 @@ class Engine:
     def counters(self) -> dict[str, Any]:
         """Return the counters of engine, grammar, compiler, device and prefix cache.
 
+        With the option `device_automata`, this method waits for the device.
+
         The entry "held" counts the slots, pages and replays that are in use at the time of the
         call.
         """
@@ -626,9 +628,11 @@ class Engine:
         used_pages = sum(
             cache.scratch_page - len(cache.free) - prefix_cache.num_unused for cache in caches
         )
+        automata = self._parts.automata
         return {
             "engine": self.stats.as_dict(),
             "grammar": grammar,
+            "automata": {} if automata is None else automata.counters(),
             "compile": self._built.compiler.counters(),
             "device": self.device.stats(),
             "prefixes": {

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from graft.cudagraph.cstruct import read_struct
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar import Matcher, Vocabulary
-from graft.grammar.automaton.device import DeviceAutomata
+from graft.grammar.automaton.device import KERNELS, DeviceAutomata
 from graft.sampling.exchange import NUMBERS, Exchange
 from graft.sampling.mode import DraftMode
 from graft.sampling.params import SamplingParams
@@ -19,6 +20,8 @@ from graft.sampling.state import SlotRequest, SlotState
 READY = NUMBERS["ROW_READY"]
 NOT_READY = NUMBERS["ROW_NOT_READY"]
 LIMIT = 1 << 20
+_ITEM = read_struct(KERNELS / "automaton.cuh", "FillItem")
+_CACHED_ROW = read_struct(KERNELS / "automaton.cuh", "CachedRow")
 
 
 class AutomatonRig:
@@ -109,6 +112,30 @@ class AutomatonRig:
         first = ROUND_ROW.itemsize // 4
         rows[slot][first : first + len(ids)] = ids
         self.sampler.rows.copy_from(rows)
+
+    def check_cache(self) -> None:
+        """Check that the tables in use and the row cache agree (invariant 4 of RowCache)."""
+        self.stream.synchronize()
+        automata = self.automata
+        memory = automata._memory.to_host()
+        cached = automata._cached.to_host().view(_CACHED_ROW)
+        expected = {}
+        for table in automata._tables.values():
+            num_states = int(memory[table.offset :][:4].view(np.int32)[0])
+            rows = memory[table.offset + 264 :][: 4 * num_states].view(np.int32)
+            for state, row in enumerate(rows.tolist()):
+                if row != -1:
+                    expected[row] = (table.offset, state)
+        found = {}
+        for row, entry in enumerate(cached):
+            if entry["table"] >= 0:
+                found[row] = (int(entry["table"]), int(entry["state"]))
+        assert found == expected
+
+    def items(self) -> np.ndarray:
+        """Return the work items of the last kernel that advanced states."""
+        self.stream.synchronize()
+        return self.automata._items.to_host().view(_ITEM)[:, 0]
 
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the mask rows, int32 [rows, slots, words], and the stamps [slots, rows]."""

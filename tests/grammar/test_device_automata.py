@@ -19,6 +19,7 @@ from test_automata import (
 )
 
 from graft.grammar import GrammarSpec
+from graft.grammar.automaton.device import table_data
 from graft.sampling.mode import DraftMode
 
 SLOTS = 16
@@ -248,3 +249,102 @@ def check_chain(rig, specs, history, drafts, end, first=0):
         for j in range(first, end):
             tokens = history[slot] + ids[:j]
             check_row(masks, stamps, slot, j, spec, tokens, 10 + len(tokens))
+
+
+ROW_BYTES = 4 * VOCABULARY.words
+
+
+def table_nbytes(spec):
+    return len(table_data(compiled(spec).native.automaton.serialize()))
+
+
+def fill_states(rig, spec, texts, epoch):
+    """Join one request per text, fill their rows and compare them with the oracle."""
+    for slot in range(len(texts)):
+        rig.automata.release(slot)
+    for slot, text in enumerate(texts):
+        assert rig.join(slot, epoch, compiled(spec).matcher(tokens=byte_tokens(text)), len(text))
+    rig.begin()
+    rig.automata.add_open(rig.lane, rig.row_slot, 1, copied=True)
+    masks, stamps = rig.rows()
+    for slot, text in enumerate(texts):
+        check_row(masks, stamps, slot, 0, spec, byte_tokens(text), len(text), epoch)
+
+
+def test_row_cache_is_bounded_and_rows_stay_correct(device, stream, shape):
+    """Random states of grammars that replace each other, with room for few rows and tables."""
+    generator = random.Random(5)
+    specs = [*GRAMMARS.values(), GrammarSpec.regex("[ab]{1,9}"), GrammarSpec.regex("(ab|c)*")]
+    texts = {spec: visiting_texts(table_of(spec), 60) for spec in specs}
+    table_bytes = max(table_nbytes(spec) for spec in specs)
+    sizes = {"row_bytes": 7 * ROW_BYTES, "table_bytes": table_bytes}
+    rig = AutomatonRig(device, stream, VOCABULARY, 4, DraftMode(drafts=0), **sizes, **shape)
+    for epoch in range(1, 80):
+        spec = generator.choice(specs)
+        fill_states(rig, spec, generator.choices(texts[spec][:12], k=4), epoch)
+        rig.check_cache()
+    counts = rig.automata.counters()
+    assert counts["hits"] > 40 and counts["evicted"] > 40
+    assert counts["hits"] + counts["misses"] == 4 * 79
+    assert sum(table.nbytes for table in rig.automata._tables.values()) <= table_bytes
+
+
+def test_row_cache_row_is_read_by_later_kernels_only(device, stream, shape):
+    """Two slots in one state: both rows are computed, one is stored, and then both are copied."""
+    spec = GRAMMARS["choice"]
+    rig = AutomatonRig(device, stream, VOCABULARY, 2, DraftMode(drafts=0), **shape)
+    fill_states(rig, spec, [b"a", b"a"], 1)
+    items = rig.items()
+    assert items["source"].tolist() == [-1, -1]
+    assert sorted(items["store"] >= 0) == [False, True]
+    stored = items["store"].max()
+    fill_states(rig, spec, [b"a", b"a"], 2)
+    assert rig.items()["source"].tolist() == [stored, stored]
+    fill_states(rig, spec, [b"al", b"a"], 3)
+    assert rig.items()["source"].tolist() == [-1, stored]
+    assert rig.automata.counters() == {"hits": 3, "misses": 3, "stored": 2, "evicted": 0}
+
+
+def test_row_cache_has_no_stop_ids_of_requests(device, stream, shape):
+    """The stored row of an accepting state serves requests with other stop ids."""
+    other_stop = 0  # has no text
+    spec = GrammarSpec.regex("a|ab")
+    rig = AutomatonRig(device, stream, VOCABULARY, 1, DraftMode(drafts=0), **shape)
+    found = []
+    for epoch, stop in enumerate((STOP, other_stop, STOP), 1):
+        matcher = compiled(spec).matcher((stop,), byte_tokens(b"a"))
+        assert rig.join(0, epoch, matcher, 1)
+        rig.begin()
+        rig.automata.add_open(rig.lane, rig.row_slot, 1, copied=True)
+        found.append(legal_tokens(rig.rows()[0][0, 0]))
+    assert found == [sorted([stop, FIRST_BYTE + ord("b")]) for stop in (STOP, other_stop, STOP)]
+    assert rig.automata.counters()["hits"] == 2
+
+
+def test_row_cache_keeps_rows_that_the_same_kernel_uses(device, stream, shape):
+    """With one row, a kernel that has found it computes the rows of all other states."""
+    spec = GRAMMARS["choice"]
+    rig = AutomatonRig(
+        device, stream, VOCABULARY, 3, DraftMode(drafts=0), row_bytes=ROW_BYTES, **shape
+    )
+    for epoch in range(1, 6):
+        fill_states(rig, spec, [b"a", b"al", b"b"], epoch)
+        items = rig.items()
+        assert np.count_nonzero(items["source"] >= 0) + np.count_nonzero(items["store"] >= 0) == 1
+        rig.check_cache()
+
+
+def test_automaton_table_stays_while_requests_use_it(device, stream, shape):
+    """Tables in use are not evicted; a request whose table does not fit stays on the host."""
+    first, second = GRAMMARS["regex"], GRAMMARS["choice"]
+    table_bytes = max(table_nbytes(first), table_nbytes(second))
+    rig = AutomatonRig(
+        device, stream, VOCABULARY, 2, DraftMode(drafts=0), table_bytes=table_bytes, **shape
+    )
+    assert rig.join(0, 1, compiled(first).matcher())
+    assert not rig.join(1, 1, compiled(second).matcher())
+    rig.automata.release(0)
+    assert rig.join(1, 2, compiled(second).matcher())
+    assert not rig.join(0, 2, compiled(first).matcher())
+    assert not rig.join(0, 2, compiled(GrammarSpec.json_schema({"type": "object"})).matcher())
+    assert rig.join(0, 3, None)

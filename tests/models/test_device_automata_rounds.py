@@ -96,6 +96,11 @@ def test_device_rounds_have_no_host_steps():
         assert answers(engine.generate(requests)) == expected
         after = engine.counters()["grammar"]
         assert engine.stats.rounds_by_grammar == {"device": engine.stats.rounds}
+        rows = engine.counters()["automata"]
+        assert answers(engine.generate(requests)) == expected
+        again = engine.counters()["automata"]
+        assert again["misses"] == rows["misses"] > 0  # all rows are in the cache
+        assert again["hits"] > rows["hits"]
         assert {name for name in before if before[name] != after[name]} == set()
         for (grammar, *_), graph in engine._scheduler.variants.graphs.items():
             kinds = {node.kind for node in graph.graphs[0].nodes}

@@ -32,6 +32,9 @@ struct Advance {
   Tables tables;
   int replay;
   FillItem* items;
+  RowCache* cache;
+  CachedRow* rows;
+  unsigned int num_rows;  // of the cache
 };
 
 // Assigns a slot to a request. `applied` is the number of the last replay, because commits of
@@ -87,6 +90,7 @@ __device__ __forceinline__ void request_row(const Slot& slot, AutomatonSlot& own
   item->j = j;
   item->state = state;
   item->position = slot.n + depth_of(slot, j);
+  item->source = item->store = -1;
   own.filled[j] = 1;
 }
 
@@ -98,16 +102,94 @@ __device__ __forceinline__ AutomatonSlot* state_of(const Advance& a, int b) {
   return own->kind != AUTOMATON_NONE && own->epoch == a.slots[index].epoch ? own : nullptr;
 }
 
+// Finds the row of an item in the cache.
+__device__ __forceinline__ void find_row(const Advance& a, FillItem& item, unsigned int now) {
+  const int r = Automaton(a.tables, item.table).rows[item.state];
+  const bool found = r >= 0;
+  if (found) {
+    item.source = r;
+    a.rows[r].referenced = 1;
+    a.rows[r].used = now;
+  }
+  atomicAdd(found ? &a.cache->hits : &a.cache->misses, 1u);
+}
+
+// Assigns a row of the cache to the state of an item (clock algorithm), unless another thread does.
+__device__ inline void assign_row(const Advance& a, FillItem& item, unsigned int now) {
+  int* own = Automaton(a.tables, item.table).rows + item.state;
+  if (atomicCAS(own, ROW_ABSENT, ROW_CLAIMED) != ROW_ABSENT) return;
+  for (int i = 0; i < CACHE_TRIES; ++i) {
+    const int r = static_cast<int>(atomicAdd(&a.cache->hand, 1u) % a.num_rows);
+    CachedRow& row = a.rows[r];
+    const unsigned int used = row.used;
+    if (used == now) continue;
+    if (row.referenced) {
+      row.referenced = 0;
+      continue;
+    }
+    if (atomicCAS(&row.used, used, now) != used) continue;
+    if (row.table >= 0) {
+      Automaton(a.tables, row.table).rows[row.state] = ROW_ABSENT;
+      atomicAdd(&a.cache->evicted, 1u);
+    }
+    row.table = item.table;
+    row.state = item.state;
+    atomicAdd(&a.cache->stored, 1u);
+    item.store = r;
+    *own = r;
+    return;
+  }
+  *own = ROW_ABSENT;
+}
+
+// Finds or assigns rows of the cache for the items of this kernel. All threads call this function.
+__device__ inline void use_cache(const Advance& a, int num_items) {
+  if (a.num_rows == 0) return;
+  block_sync();  // the items are written
+  const unsigned int now = a.cache->launch + 1;
+  for (int i = static_cast<int>(threadIdx.x); i < num_items; i += BLOCK) {
+    if (a.items[i].action == FILL_ROW) find_row(a, a.items[i], now);
+  }
+  block_sync();  // invariants 2 and 3: all rows are found before any is assigned
+  if (threadIdx.x == 0) a.cache->launch = now;
+  for (int i = static_cast<int>(threadIdx.x); i < num_items; i += BLOCK) {
+    FillItem& item = a.items[i];
+    if (item.action == FILL_ROW && item.source < 0) assign_row(a, item, now);
+  }
+}
+
+// Removes the rows of a table from the cache. One block.
+extern "C" __global__ void automaton_forget(unsigned char* memory, long long table,
+                                            CachedRow* cached) {
+  const Automaton automaton({memory, nullptr, nullptr, 0}, table);
+  const int states = reinterpret_cast<const AutomatonTable*>(memory + table)->states;
+  for (int s = static_cast<int>(threadIdx.x); s < states; s += BLOCK) {
+    const int r = automaton.rows[s];
+    if (r < 0) continue;
+    cached[r].table = -1;
+    cached[r].referenced = 0;
+  }
+}
+
 // Open step: requests the rows of the last token and of all drafts that are missing. With `copied`,
 // the host's mask rows have been copied over those of all slots, so that every row is missing.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_open(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
                    int* exchange, const ExchangeLayout layout, unsigned char* memory,
                    const int* offsets, const unsigned char* bytes, int num_tokens,
-                   const int* replay, FillItem* items, int num_rows, int copied) {
-  const Advance a = {row_slot, slots,  states,
-                     exchange, layout, {memory, offsets, bytes, num_tokens},
-                     *replay,  items};
+                   const int* replay, FillItem* items, RowCache* cache, CachedRow* cached,
+                   int num_cached, int num_rows, int copied) {
+  const Advance a = {row_slot,
+                     slots,
+                     states,
+                     exchange,
+                     layout,
+                     {memory, offsets, bytes, num_tokens},
+                     *replay,
+                     items,
+                     cache,
+                     cached,
+                     static_cast<unsigned int>(num_cached)};
   for (int b = static_cast<int>(threadIdx.x); b < batch; b += BLOCK) {
     FillItem* own_items = items + static_cast<long long>(b) * num_rows;
     for (int j = 0; j < num_rows; ++j) own_items[j].action = FILL_NOTHING;
@@ -136,6 +218,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
       request_row(slot, *own, index, j, own_items + j);
     }
   }
+  use_cache(a, batch * num_rows);
 }
 
 // Commit step: advances the states by the tokens that verification has committed, and requests row
@@ -144,11 +227,19 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_commit(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
                      int* exchange, const ExchangeLayout layout, unsigned char* memory,
                      const int* offsets, const unsigned char* bytes, int num_tokens,
-                     const int* replay, FillItem* items, int fill, const RoundRow* rows,
-                     int row_words) {
-  const Advance a = {row_slot, slots,  states,
-                     exchange, layout, {memory, offsets, bytes, num_tokens},
-                     *replay,  items};
+                     const int* replay, FillItem* items, RowCache* cache, CachedRow* cached,
+                     int num_cached, int fill, const RoundRow* rows, int row_words) {
+  const Advance a = {row_slot,
+                     slots,
+                     states,
+                     exchange,
+                     layout,
+                     {memory, offsets, bytes, num_tokens},
+                     *replay,
+                     items,
+                     cache,
+                     cached,
+                     static_cast<unsigned int>(num_cached)};
   for (int b = static_cast<int>(threadIdx.x); b < batch; b += BLOCK) {
     FillItem* item = a.items + b;
     item->action = FILL_NOTHING;
@@ -160,6 +251,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     own->drafted = a.replay;
     if (fill) request_row(a.slots[index], *own, index, 0, item);
   }
+  if (fill) use_cache(a, batch);
 }
 
 // Draft step: advances the states by draft j of a chain, and requests row j.
@@ -167,11 +259,19 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_draft(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
                     int* exchange, const ExchangeLayout layout, unsigned char* memory,
                     const int* offsets, const unsigned char* bytes, int num_tokens,
-                    const int* replay, FillItem* items, int j, const RoundRow* rows,
-                    int row_words) {
-  const Advance a = {row_slot, slots,  states,
-                     exchange, layout, {memory, offsets, bytes, num_tokens},
-                     *replay,  items};
+                    const int* replay, FillItem* items, RowCache* cache, CachedRow* cached,
+                    int num_cached, int j, const RoundRow* rows, int row_words) {
+  const Advance a = {row_slot,
+                     slots,
+                     states,
+                     exchange,
+                     layout,
+                     {memory, offsets, bytes, num_tokens},
+                     *replay,
+                     items,
+                     cache,
+                     cached,
+                     static_cast<unsigned int>(num_cached)};
   for (int b = static_cast<int>(threadIdx.x); b < batch; b += BLOCK) {
     FillItem* item = a.items + b;
     item->action = FILL_NOTHING;
@@ -184,6 +284,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     enter(a, slot, *own, j);
     request_row(slot, *own, index, j, item);
   }
+  use_cache(a, batch);
 }
 
 // Returns the mask word of 32 tokens in a state. All threads of a warp must call this function
@@ -206,7 +307,7 @@ __device__ __forceinline__ unsigned int legal_word(const Automaton& automaton, i
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_fill(FillItem* items, const AutomatonSlot* states, int* masks, int* exchange,
                    const ExchangeLayout layout, unsigned char* memory, const int* offsets,
-                   const unsigned char* bytes, int num_tokens) {
+                   const unsigned char* bytes, int num_tokens, unsigned int* cached_words) {
   const Tables tables = {memory, offsets, bytes, num_tokens};
   __shared__ int any;
   FillItem& item = items[blockIdx.x];
@@ -228,10 +329,22 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   if (leader) any = 0;
   block_sync();
   unsigned int seen = 0;
-  for (int w = begin + static_cast<int>(threadIdx.x) / LANES; w < end; w += BLOCK / LANES) {
-    const unsigned int word = legal_word(automaton, item.state, w);
-    if (threadIdx.x % LANES == 0) row[w] = word;
-    seen |= word;
+  if (item.source >= 0) {
+    const unsigned int* source = cached_words + static_cast<long long>(item.source) * layout.words;
+    for (int w = begin + static_cast<int>(threadIdx.x); w < end; w += BLOCK) {
+      row[w] = source[w];
+      seen |= source[w];
+    }
+  } else {
+    unsigned int* stored = nullptr;
+    if (item.store >= 0) stored = cached_words + static_cast<long long>(item.store) * layout.words;
+    for (int w = begin + static_cast<int>(threadIdx.x) / LANES; w < end; w += BLOCK / LANES) {
+      const unsigned int word = legal_word(automaton, item.state, w);
+      seen |= word;
+      if (threadIdx.x % LANES != 0) continue;
+      row[w] = word;
+      if (stored != nullptr) stored[w] = word;
+    }
   }
   if (seen != 0) any = 1;
   block_sync();

@@ -23,12 +23,18 @@
 #define FILL_STAMP 1  // only write the stamp
 #define FILL_ROW 2    // write the mask row and the stamp
 
+// Rows of the row cache that are considered for eviction before a row is not stored.
+#define CACHE_TRIES 64
+
 #define AUTOMATON_STOPS 64
 #define AUTOMATON_NODES 65  // MAX_DRAFTS + 1
 
 // Header of an automaton's table. Arrays follow it without gaps: the class of each byte, uint8
-// [256]; the row of the row cache of each state, int32 [states], -1: none; the next state or -1,
-// int16 [states][classes]; whether the state is accepting, uint8 [states].
+// [256]; the number of each state's row in the row cache or ROW_ABSENT or ROW_CLAIMED, int32
+// [states]; the next state or -1, int16 [states][classes]; whether the state is accepting, uint8
+// [states].
+#define ROW_ABSENT -1
+#define ROW_CLAIMED -2  // a thread of the running kernel looks for a row
 struct AutomatonTable {
   int states;
   int classes;
@@ -57,9 +63,39 @@ struct FillItem {
   int j;         // number of the mask row
   int state;     // state of the automaton
   int stamp;     // ROW_* to stamp with FILL_STAMP
+  int source;    // row of the cache to copy; -1: compute the row
+  int store;     // row of the cache to store the computed row in; -1: none
   int position;  // position of the token before the masked one
   int any;
   unsigned int arrived;
+};
+
+// Row cache: mask rows of states, without the bits of stop ids, which differ between requests.
+//
+// 1. Only the kernels that advance states assign rows. They run one after another, with one block
+//    each, and have numbers (`launch`).
+// 2. A row that kernel n assigns is written by the automaton_fill that follows it, and may be read
+//    from kernel n + 1 on.
+// 3. A row that kernel n has found or assigned is not assigned again by kernel n, because the
+//    automaton_fill that follows reads or writes it.
+// 4. AutomatonTable.rows and CachedRow agree between kernels: state s of table t has row r exactly
+//    if row r has table t and state s. automaton_forget removes a table before its memory is
+//    reused.
+struct RowCache {
+  unsigned int launch;
+  unsigned int hand;  // next row to consider for eviction
+  // Counts of rows.
+  unsigned int hits;
+  unsigned int misses;
+  unsigned int stored;
+  unsigned int evicted;
+};
+
+struct CachedRow {
+  long long table;  // as in AutomatonSlot; -1: the row is free
+  int state;
+  int referenced;     // whether the row was found since the hand passed it
+  unsigned int used;  // number of the last kernel that has found or assigned the row
 };
 
 // Tables of all automata, and the bytes of the tokens of the vocabulary: token i has bytes
