@@ -98,6 +98,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     win = from_fixed_point(cross_block[r].sum);
     block_sync();
     if (threadIdx.x == 0) cross_block[r].sum = 0;
+  } else if (blockIdx.y > 0) {
+    return;  // all blocks have the same result
   }
   if (threadIdx.x != 0) return;
   const Noise noise = {slot.seed, slot.n + j, PURPOSE_COIN | static_cast<u32>(slot.sample) << 8,
@@ -126,7 +128,7 @@ __device__ __forceinline__ bool apply_test_results(
         break;
       }
     }
-    for (int j = 0; j < last; ++j) target_tok[j] = slot.drafts[j];
+    for (int j = 0; j < last && blockIdx.y == 0; ++j) target_tok[j] = slot.drafts[j];
     scratch.token = last;
   }
   block_sync();
