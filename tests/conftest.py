@@ -1,7 +1,8 @@
 """Fixtures of all tests, and selection of the tests to run.
 
-Tests marked ``full`` need ``--full``. With ``--soak`` only tests marked ``soak`` run. Tests marked
-``cuda`` need ``GRAFT_DEVICE=cuda``. All other tests always run, on the selected device.
+Tests marked ``full`` need ``--full``, and tests marked ``ptx`` need ``--ptx``. With ``--soak`` only
+tests marked ``soak`` run. Tests marked ``cuda`` need ``GRAFT_DEVICE=cuda``. All other tests always
+run, on the selected device.
 """
 
 from __future__ import annotations
@@ -25,14 +26,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--full`` and ``--soak``, which the Makefile's longer targets use."""
+    """Add the options that the Makefile's longer targets use."""
     parser.addoption("--full", action="store_true", help="also run the tests marked full")
+    parser.addoption("--ptx", action="store_true", help="also run the tests marked ptx")
     parser.addoption("--soak", action="store_true", help="run only the tests marked soak")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests that this run does not include."""
     full = config.getoption("--full")
+    ptx = config.getoption("--ptx")
     soak = config.getoption("--soak")
     cuda = os.environ.get("GRAFT_DEVICE") == "cuda"
 
@@ -41,6 +44,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             return False
         if soak or item.get_closest_marker("soak"):
             return bool(soak and item.get_closest_marker("soak"))
+        if item.get_closest_marker("ptx") and not ptx:
+            return False
         return bool(full or not item.get_closest_marker("full"))
 
     deselected = [item for item in items if not is_selected(item)]
