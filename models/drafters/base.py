@@ -135,6 +135,10 @@ class Drafter:
     logits_at_once
         Whether `start` produces the logits of all levels, because they do not depend on the drafts
         chosen at earlier levels.
+    feeds_blocks
+        Whether the drafter processes rows at positions after the last draft that can be accepted.
+        The engine reserves these positions if the `drafter` argument of `Engine` has this attribute
+        too: a class has it, and a function needs ``function.feeds_blocks = True``.
     lookahead
         Number of tokens after a position on which the entries of that position in `caches` depend.
         None means that the entries depend on other state, and that the prefix cache therefore
@@ -148,6 +152,7 @@ class Drafter:
     caches: tuple[PagedKV, ...] = ()
     reads_mask_rows: bool = False
     logits_at_once: bool = False
+    feeds_blocks: bool = False
     lookahead: int | None = None
 
     @property

@@ -51,6 +51,7 @@ class CascadeDrafter(Drafter):
             self.lookahead = None
         else:
             self.lookahead = max(self._first.lookahead, self._then.lookahead)
+        self.feeds_blocks = self._first.feeds_blocks or self._then.feeds_blocks
         self.caches = (*self._first.caches, *self._then.caches)
 
     def _check(self) -> None:

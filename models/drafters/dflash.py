@@ -68,6 +68,7 @@ class DFlash(Drafter):
     """
 
     lookahead = 1
+    feeds_blocks = True
 
     def __init__(self, folder: Path, context: DrafterContext) -> None:
         config = DFlashConfig.from_dir(folder)

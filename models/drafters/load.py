@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from graft.models.llm.config import Eagle3Config
 
 __all__ = ["is_block_drafter", "make_drafter"]
 
+LOG = logging.getLogger("graft")
 _BLOCK_DRAFTER_TENSOR = "hidden_norm.weight"
 
 
@@ -55,6 +58,12 @@ def make_drafter(choice: DrafterChoice, context: DrafterContext) -> Drafter:
         raise OptionError(
             f"drafter {choice}: returned a {type(drafter).__name__}, expected a Drafter"
         )
+    if drafter.feeds_blocks and not is_block_drafter(choice):
+        LOG.warning(
+            "drafter %s: its blocks end at max_tokens, because the callable has no attribute "
+            "feeds_blocks = True",
+            choice,
+        )
     return drafter
 
 
@@ -64,12 +73,24 @@ def _import_attribute(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-def is_block_drafter(choice: DrafterChoice | None) -> bool:
-    """Return whether a choice is the checkpoint folder of a block drafter.
+def is_block_drafter(choice: object) -> bool:
+    """Return whether a choice of `make_drafter` is known to create a block drafter.
 
-    A block drafter processes rows at positions after the last draft that can be accepted.
+    A block drafter processes rows at positions after the last draft that can be accepted. A choice
+    creates such a drafter if it is the checkpoint folder of one, if its attribute `feeds_blocks` is
+    true, or if it is a ``functools.partial`` with such a function or argument.
     """
-    if choice is None or callable(choice) or not (Path(choice) / "config.json").is_file():
+    if isinstance(choice, partial):
+        parts = (choice.func, *choice.args, *choice.keywords.values())
+        return any(map(is_block_drafter, parts))
+    if isinstance(choice, str) and ":" in choice and not Path(choice).exists():
+        try:
+            choice = _import_attribute(choice)
+        except Exception:  # `make_drafter` reports the error
+            return False
+    if callable(choice):
+        return getattr(choice, "feeds_blocks", False) is True
+    if not isinstance(choice, (str, Path)) or not (Path(choice) / "config.json").is_file():
         return False
     return _BLOCK_DRAFTER_TENSOR in Checkpoint(Path(choice)).names
 

@@ -118,6 +118,10 @@ class RandomDrafter:
     modules: int = 0
     rank: int = 0
 
+    @property
+    def feeds_blocks(self) -> bool:
+        return not self.modules
+
     def __call__(self, context):
         config = json.loads((TARGET / "config.json").read_text())
         with tempfile.TemporaryDirectory() as folder:
@@ -143,6 +147,8 @@ class RandomDFlash2:
     """
 
     top_k: int = 16
+
+    feeds_blocks = True
 
     def __call__(self, context):
         checkpoint = Checkpoint(DFLASH)

@@ -15,7 +15,7 @@ from graft.cudagraph import OptionError
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar import GrammarSpec
 from graft.models import Drafter, DrafterError, DraftVocab, Engine, Request, TreeShape
-from graft.models.drafters import CascadeDrafter, NGram, Suffix
+from graft.models.drafters import CascadeDrafter, DFlash, NGram, Suffix
 from graft.sampling.state import SLOT
 from graft.sampling.tree import TreePlan
 from graft.tools.demo_prompts import demo_prompts
@@ -29,15 +29,52 @@ def test_engine_loads_drafter_by_import_name(device):
         assert engine.generate([sevens])[0].accepted > 4
 
 
-def test_engine_reserves_positions_for_whole_blocks(device):
+def declared_block_drafter(context):
+    return DFlash(DEMO / "dflash", context)
+
+
+declared_block_drafter.feeds_blocks = True
+BLOCK_DRAFTERS = [
+    DEMO / "dflash",
+    partial(DFlash, DEMO / "dflash"),
+    partial(CascadeDrafter, first=NGram, then=DEMO / "dflash"),
+    declared_block_drafter,
+]
+
+
+@pytest.mark.parametrize("drafter", BLOCK_DRAFTERS)
+def test_engine_reserves_positions_for_whole_blocks(drafter):
     """Requests of a block drafter get pages for a block that begins with their last token."""
-    for drafter, slack in ((DEMO / "dflash", 3), (DRAFTER, 0)):
-        with Engine(TARGET, drafter, draft_length=3, max_batch_size=1, page_size=16) as engine:
-            assert engine.options.slack == slack
-            length, pages = engine.options.sizes
-            assert pages == -(-(length + slack) // 16)
-            request = Request(prompt="a", max_tokens=40)
-            assert engine.generate([request])[0].reason in ("stop", "length")
+    with Engine(TARGET, drafter, draft_length=3, max_batch_size=1, page_size=16) as engine:
+        assert engine.options.slack == 3
+        length, pages = engine.options.sizes
+        assert pages == -(-(length + 3) // 16)
+        request = Request(prompt="a", max_tokens=40)
+        assert engine.generate([request])[0].reason in ("stop", "length")
+
+
+def test_engine_reserves_no_positions_for_other_drafters(caplog):
+    with Engine(TARGET, DRAFTER, draft_length=3, max_batch_size=1) as engine:
+        assert engine.options.slack == 0 and not caplog.records
+    undeclared = lambda context: declared_block_drafter(context)  # noqa: E731
+    with Engine(TARGET, undeclared, draft_length=3, max_batch_size=1) as engine:
+        assert engine.options.slack == 0
+    assert "feeds_blocks" in caplog.text
+
+
+def test_callable_block_drafter_has_drafts_of_folder():
+    """Drafts near `max_tokens` do not depend on how the drafter is passed."""
+    requests = []
+    for max_tokens in range(5, 17):
+        for prompt in ("number:", "a", '{"x":'):
+            request = Request(prompt=prompt, max_tokens=max_tokens, temperature=0)
+            requests.append(request)
+    found = []
+    for drafter in BLOCK_DRAFTERS[:2]:
+        with Engine(TARGET, drafter, draft_length=4, max_batch_size=4) as engine:
+            outputs = engine.generate(requests)
+            found.append([(output.tokens, output.accepted, output.rounds) for output in outputs])
+    assert found[0] == found[1]
 
 
 class InvalidDrafter(Drafter):
