@@ -32,6 +32,7 @@ WRONG = (
 RIGHT = {
     "mask_drafts": (True,),
     "forced_drafts": (True,),
+    "device_automata": (True,),
     "overlap": (True,),
     "programmatic": (True,),
     "timeline": (True,),
