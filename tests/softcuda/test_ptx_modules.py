@@ -126,7 +126,6 @@ def link(soft, *texts: str, log: bytearray | None = None):
 
 
 def image_of(result) -> bytes:
-
     return ctypes.string_at(int(result[1]), result[2])
 
 

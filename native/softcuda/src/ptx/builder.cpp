@@ -808,7 +808,8 @@ void Builder::place_shared(const Function& entry) {
     }
     for (const Variable& v : f.variables) place(f.symbols, v);
   }
-  unsigned align = 16;
+  // Dynamic shared memory has the alignment that its declarations ask for, not a larger one.
+  unsigned align = 1;
   for (const auto& item : dynamic) align = std::max(align, item.second->align);
   shared_at_ = round_up(shared_at_, align);
   for (const auto& item : dynamic) shared_[{item.first, item.second->name}] = shared_at_;

@@ -386,9 +386,8 @@ const Instr* wait_group(Warp& w, const Instr* in) {
 }  // namespace
 
 bool decode_async(Builder& b, Opcode& op, Instr& in) {
-  if (op.base != "cp") return false;
+  if (op.base != "cp" || op.has("bulk") || op.has("mbarrier")) return false;
   if (!op.take("async")) return false;
-  if (op.has("bulk") || op.has("mbarrier")) return false;
   if (op.take("commit_group")) {
     in.run = commit_group;
     return true;

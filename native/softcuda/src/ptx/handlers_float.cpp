@@ -43,6 +43,23 @@ const Instr* arithmetic(Warp& w, const Instr* in) {
   return in + 1;
 }
 
+// Pairs of f32 in 64-bit registers. The lanes of such a register are 64 floats.
+template <class Op, unsigned Sources>
+const Instr* pair_arithmetic(Warp& w, const Instr* in) {
+  const float* a = src_lanes<float>(w, in->op[1]);
+  const float* b = src_lanes<float>(w, in->op[2]);
+  const float* c = Sources > 2 ? src_lanes<float>(w, in->op[3]) : a;
+  alignas(64) float t[2 * kLanes];
+  {
+    const FloatMode mode = mode_of(in);
+    for (unsigned i = 0; i < 2 * kLanes; ++i) t[i] = Op::apply(a[i], b[i], c[i]);
+  }
+  alignas(64) uint64_t pairs[kLanes];
+  std::memcpy(pairs, t, sizeof pairs);
+  store_lanes<uint64_t>(w, in->op[0], [&](unsigned i) { return pairs[i]; });
+  return in + 1;
+}
+
 // Flushes a denormal to zero if the current mode does.
 template <class T>
 inline T flushed(T x) {
@@ -219,6 +236,22 @@ bool decode_type(Builder& b, Opcode& op, Instr& in, Type type) {
   return true;
 }
 
+bool decode_pair(Builder& b, Opcode& op, Instr& in) {
+  if (op.base == "add") in.run = pair_arithmetic<Add, 2>;
+  if (op.base == "sub") in.run = pair_arithmetic<Sub, 2>;
+  if (op.base == "mul") in.run = pair_arithmetic<Mul, 2>;
+  if (op.base == "fma") in.run = pair_arithmetic<Fma, 3>;
+  if (in.run == nullptr) return false;
+  const bool flush = op.take("ftz");
+  const Rounding rounding = take_rounding(op);
+  in.aux = (flush ? kFlush : 0) | static_cast<uint32_t>(rounding) << kRoundingShift;
+  in.op[0] = b.dst(b.operand(0), 8);
+  for (unsigned k = 1; k <= (op.base == "fma" ? 3u : 2u); ++k) {
+    in.op[k] = b.src(b.operand(k), Type::b64);
+  }
+  return true;
+}
+
 }  // namespace
 
 bool decode_float(Builder& b, Opcode& op, Instr& in) {
@@ -237,6 +270,10 @@ bool decode_float(Builder& b, Opcode& op, Instr& in) {
   Opcode attempt = op;
   const Type type = attempt.take_type();
   if (!attempt.finished() && attempt.take_type() != Type::none) return false;
+  if (type == Type::f32x2) {
+    op = attempt;
+    return decode_pair(b, op, in);
+  }
   const bool single = type == Type::f32;
   if (!single && type != Type::f64) return false;
   if (find_entry<float>(op.base) == nullptr) return false;

@@ -21,9 +21,9 @@ Type type_of(std::string_view name) {
       {"s8", Type::s8},         {"s16", Type::s16},       {"s32", Type::s32},
       {"s64", Type::s64},       {"f16", Type::f16},       {"f16x2", Type::f16x2},
       {"bf16", Type::bf16},     {"bf16x2", Type::bf16x2}, {"tf32", Type::tf32},
-      {"f32", Type::f32},       {"f64", Type::f64},       {"pred", Type::pred},
-      {"e4m3", Type::e4m3},     {"e5m2", Type::e5m2},     {"e4m3x2", Type::e4m3x2},
-      {"e5m2x2", Type::e5m2x2},
+      {"f32", Type::f32},       {"f32x2", Type::f32x2},   {"f64", Type::f64},
+      {"pred", Type::pred},     {"e4m3", Type::e4m3},     {"e5m2", Type::e5m2},
+      {"e4m3x2", Type::e4m3x2}, {"e5m2x2", Type::e5m2x2},
   };
   const auto found = types.find(name);
   return found == types.end() ? Type::none : found->second;
@@ -57,6 +57,7 @@ unsigned size_of(Type type) {
     case Type::u64:
     case Type::s64:
     case Type::f64:
+    case Type::f32x2:
       return 8;
     case Type::b128:
       return 16;

@@ -163,7 +163,7 @@ struct Group {
 };
 
 // Why the runner's inner loop ended.
-enum class Stop : uint8_t { none, exited, warp_sync, barrier, failed };
+enum class Stop : uint8_t { none, exited, warp_sync, barrier, yielded, failed };
 
 // State of a warp. `mask` and `regs` are those of the running group.
 struct Warp {
@@ -262,6 +262,11 @@ void bad_window_access(Warp& w, const Instr* in, unsigned lane, const char* spac
 void misaligned(Warp& w, const Instr* in, unsigned lane, uint64_t address, unsigned bytes);
 // Ends the running group's turn because lanes of a warp-synchronous operation are missing.
 const Instr* wait_for_lanes(Warp& w, const Instr* in);
+// Lets other warps run after the instruction, because this one waits for them in a loop.
+inline void yield_turn(Warp& w) {
+  w.why = Stop::yielded;
+  w.stop = nullptr;
+}
 // Lets the lanes of `mask` arrive at a barrier.
 const Instr* arrive_at_barrier(Warp& w, const Instr* in, uint32_t lanes, unsigned barrier,
                                unsigned threads, bool wait, uint32_t predicate);
@@ -280,6 +285,8 @@ void note_shared(Warp& w, const Instr* in, unsigned lane, uint32_t address, unsi
                  bool write);
 void note_strong_read(Warp& w, const Instr* in, char* const* at);
 void note_fence(Warp& w, const Instr* in);
+// A thread arrives at the mbarrier object at `storage`, or has waited for its phase.
+void note_mbarrier(Warp& w, const char* storage, bool arrives);
 
 }  // namespace ptx
 }  // namespace softcuda

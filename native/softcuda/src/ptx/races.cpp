@@ -16,6 +16,7 @@ void start_races(Block& b) {
     races.orders[i] = WarpOrder();
   }
   for (Clocks& clocks : races.barriers) clocks.fill(0);
+  races.mbarriers.clear();
   for (WarpOrder& order : races.barrier_orders) order = WarpOrder();
   const softcuda_dim3 grid = b.work->grid;
   races.block = (b.index.z * grid.y + b.index.y) * grid.x + b.index.x;
@@ -44,6 +45,20 @@ void join_at_barrier(Block& b, unsigned barrier) {
   }
   races.barriers[barrier].fill(0);
   races.barrier_orders[barrier] = WarpOrder();
+}
+
+void note_mbarrier(Warp& w, const char* storage, bool arrives) {
+  Races& races = *w.block->races;
+  auto& object = races.mbarriers[storage];
+  Clocks& to = arrives ? object.first : races.clocks[w.index];
+  const Clocks& from = arrives ? races.clocks[w.index] : object.first;
+  for (unsigned i = 0; i < kMaxWarps; ++i) to[i] = std::max(to[i], from[i]);
+  if (arrives) {
+    object.second.join(races.orders[w.index]);
+    ++races.clocks[w.index][w.index];
+  } else {
+    races.orders[w.index].join(object.second);
+  }
 }
 
 namespace {

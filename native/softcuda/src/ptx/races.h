@@ -47,6 +47,8 @@ struct Races {
   Clocks barriers[16];
   WarpOrder orders[kMaxWarps];
   WarpOrder barrier_orders[16];
+  // What was ordered before the arrivals at mbarrier objects.
+  std::unordered_map<const char*, std::pair<Clocks, WarpOrder>> mbarriers;
   uint32_t block = 0;  // number of the block in the grid
   std::vector<RaceWord> words;
 };

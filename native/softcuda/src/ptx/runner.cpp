@@ -421,6 +421,13 @@ bool run_warp(Warp& w, uint64_t turn) {
                                             : Group::ready;
       if (w.why == Stop::barrier) check_barrier(b, w.barrier);
     }
+    if (w.why == Stop::yielded) {
+      // The other lanes of the warp run first, then the other warps.
+      if (w.group_count == 1) return true;
+      left -= std::min(left, kTurn / 16);
+      highest = !highest;
+      continue;
+    }
     // A group that used up its budget may wait for lanes with higher addresses, so these get a
     // turn.
     highest = steps == 0 && !alone && !highest;

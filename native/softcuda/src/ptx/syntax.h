@@ -43,6 +43,7 @@ enum class Type : uint8_t {
   bf16x2,
   tf32,
   f32,
+  f32x2,
   f64,
   pred,
   e4m3,
