@@ -161,6 +161,40 @@ class Arguments:
         self.soft.cuGraphAddEmptyNode(graph, [], 0)
         return graph
 
+    def create_anode(self) -> int:
+        """Return an allocation node of a graph of its own, with a free node for its memory."""
+        graph = self.soft.cuGraphCreate(0)
+        params = self.soft.alloc_params(64)
+        node = self.soft.cuGraphAddMemAllocNode(graph, [], 0, params)
+        free = self.soft.cuGraphAddMemFreeNode(graph, [node], 1, params.dptr)
+        self.created["fnode"] = int(free)
+        return int(node)
+
+    def create_fnode(self) -> int:
+        """Return a free node."""
+        self.word("anode")
+        return self.created["fnode"]
+
+    def create_galloc(self) -> int:
+        """Return the address of the memory of a new allocation node."""
+        params = self.soft.alloc_params(64)
+        self.soft.cuGraphAddMemAllocNode(self.word("graph2"), [], 0, params)
+        return int(params.dptr)
+
+    def create_pool_props(self) -> int:
+        """Return the properties of a pool of device memory."""
+        return self.struct(self.soft.alloc_params(64).poolProps)
+
+    def create_prop(self) -> int:
+        """Return the properties of physical memory that can be exported."""
+        return self.struct(self.soft.memory_properties())
+
+    def create_mapped(self) -> int:
+        """Return a reserved address to which physical memory is mapped."""
+        address = self.word("reserved")
+        self.soft.cuMemMap(address, 65536, 0, self.word("memory"), 0)
+        return address
+
     # ---- structures ---------------------------------------------------------------------------
     def kernel(self) -> Any:
         p, keep = self.soft.kernel_params(
@@ -245,6 +279,13 @@ CREATE: dict[str, Callable[[Arguments], Any]] = {
     "newctx": lambda a: a.soft.cuCtxCreate(None, 0, 0),
     "dptr": lambda a: a.soft.alloc(64),
     "pinned": lambda a: a.soft.cuMemHostAlloc(64, 3),
+    "managed": lambda a: a.soft.cuMemAllocManaged(64, 1),
+    "pool": lambda a: a.soft.cuMemPoolCreate(a.soft.alloc_params(64).poolProps),
+    "memory": lambda a: a.soft.cuMemCreate(65536, a.soft.memory_properties(), 0),
+    "reserved": lambda a: a.soft.cuMemAddressReserve(65536, 0, 0, 0),
+    "file": lambda a: a.soft.cuMemExportToShareableHandle(
+        a.word("memory"), a.d.CUmemAllocationHandleType(1), 0
+    ),
     "pageable": lambda a: (a.buffer(bytes(3 * 4096)) + 4095) // 4096 * 4096,
     "stream": lambda a: a.soft.stream(),
     "event": lambda a: a.soft.cuEventCreate(2),
@@ -258,6 +299,12 @@ CREATE: dict[str, Callable[[Arguments], Any]] = {
     "clone": lambda a: a.soft.cuGraphClone(a.word("graph")),
     "exec": lambda a: a.soft.cuGraphInstantiate(a.word("graph"), 0),
     "fn": lambda a: address(ctypes.CDLL(None).abs),
+    "alloc": lambda a: a.struct(a.soft.alloc_params(64)),
+    "location": lambda a: a.buffer(bytes([1, *[0] * 7])),
+    "access_desc": lambda a: a.buffer(bytes([1, *[0] * 7, 3, *[0] * 3])),
+    "ranges": lambda a: a.array(a.word("managed")),
+    "ones": lambda a: a.array(1),
+    "fours": lambda a: a.array(4),
     "access": lambda a: a.buffer(bytes([1, *[0] * 23])),
     "pointers": lambda a: a.array(a.word("dptr")),
     "pointers2": lambda a: a.array(a.word("dptr")),

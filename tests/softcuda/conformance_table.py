@@ -40,6 +40,13 @@ DEFAULT_CODES = {
     "ctx": "INVALID_CONTEXT",
     "newctx": "INVALID_CONTEXT",
     "registered": "HOST_MEMORY_NOT_REGISTERED",
+    "managed": "INVALID_VALUE",
+    "pool": "INVALID_VALUE",
+    "galloc": "INVALID_VALUE",
+    "memory": "INVALID_VALUE",
+    "reserved": "INVALID_VALUE",
+    "mapped": "INVALID_VALUE",
+    "file": "INVALID_VALUE",
 }
 #: All kinds of handles and pointers.
 KINDS = frozenset(
@@ -58,6 +65,8 @@ KINDS = frozenset(
         "mnode",
         "hnode",
         "bnode",
+        "anode",
+        "fnode",
         "gnode",
         "rnode",
         "wnode",
@@ -101,6 +110,47 @@ cuCtxSynchronize []
 cuCtxGetStreamPriorityRange [] out? out?
 cuMemAlloc [cu] out 64|0|1125899906842624:OUT_OF_MEMORY
 cuMemFree [cu] dptr
+cuMemAllocManaged [cu] out 64|0 1|0|4
+cuMemAllocAsync [c] out 64|1125899906842624:OUT_OF_MEMORY stream
+cuMemAllocFromPoolAsync [c] out 64|1125899906842624:OUT_OF_MEMORY pool stream
+cuMemFreeAsync [c] dptr stream
+cuMemPoolCreate [] out in.pool_props
+cuMemPoolDestroy [] pool
+cuMemPoolTrimTo [] pool 0
+cuMemPoolSetAttribute [] pool 4|5|99 in.zeros
+cuMemPoolGetAttribute [] pool 4|99 out
+cuMemPoolSetAccess [] pool in.access_desc 1
+cuMemPoolGetAccess [] out pool in.location
+cuDeviceGetDefaultMemPool,cuDeviceGetMemPool [] out dev
+cuDeviceSetMemPool [] dev pool
+cuMemGetDefaultMemPool,cuMemGetMemPool [] out in.location 1|0
+cuMemSetMemPool [] in.location 1|0 pool
+cuDeviceGetGraphMemAttribute [] dev 0|9 out
+cuDeviceSetGraphMemAttribute [] dev 1|0 in.zeros
+cuDeviceGraphMemTrim [] dev
+cuMemAdvise [c] managed 64|0 1|0|9 1
+cuMemAdvise@8000 [c] managed 64|0 5|0|9 0|7:INVALID_DEVICE
+cuMemPrefetchAsync [c] managed 64|0 1|0 0|1 stream
+cuMemPrefetchAsync@8000 [c] managed 64|0 0|7:INVALID_DEVICE stream
+cuMemPrefetchBatchAsync [c] in.ranges in.sizes 1|0 in.location in.zeros 1|2 0|1 stream
+cuMemDiscardBatchAsync [c] in.ranges in.sizes 1|0 0|1 stream
+cuMemDiscardAndPrefetchBatchAsync [c] in.ranges in.sizes 1|0 in.location in.zeros 1|2 0|1 stream
+cuMemRangeGetAttribute [c] out 4|0|8 1|99 managed 64|0
+cuMemRangeGetAttributes [c] in.results in.fours in.ones 1|0 managed 64|0
+cuStreamAttachMemAsync [c] stream managed 0|7 4|0
+cuMemGetAllocationGranularity [] out in.prop 0|2
+cuMemAddressReserve [c] out 65536|0|1 0|3 0 0|1
+cuMemAddressFree [c] reserved 65536|0
+cuMemCreate [c] out 65536|0|1|1125899906842624:OUT_OF_MEMORY in.prop 0|1
+cuMemRelease [c] memory
+cuMemMap [c] reserved 65536|0|1 0|65536 memory 0|1
+cuMemUnmap [c] mapped 65536|0
+cuMemSetAccess [c] mapped 65536|0 in.access_desc 1|0
+cuMemGetAccess [c] out in.location mapped
+cuMemRetainAllocationHandle [c] out mapped
+cuMemGetAllocationPropertiesFromHandle [c] out memory
+cuMemExportToShareableHandle [c] out memory 1|2 0|1
+cuMemImportFromShareableHandle [c] out file 1|2
 cuMemHostAlloc [cu] out 64|0 3|64
 cuMemAllocHost [cu] out 64|0
 cuMemFreeHost [cu] pinned
@@ -111,6 +161,7 @@ cuMemHostGetFlags [] out pinned
 cuMemGetAddressRange [] out? out? dptr~NOT_FOUND
 cuMemGetInfo [c] out? out?
 cuPointerGetAttribute [] out 2|9999:NOT_SUPPORTED dptr
+cuPointerSetAttribute [] in.ones 6|2 dptr
 cuPointerGetAttributes [] 1|0 in.attributes in.results dptr~-
 cuMemcpy [cu] dptr~- dptr~- 64|65536
 cuMemcpyAsync [c] dptr~- dptr~- 64|65536 stream
@@ -193,6 +244,8 @@ cuGraphAddHostNode [] out graph 0 0 in.host
 cuGraphAddMemcpyNode [] out graph 0 0 in.copy 0
 cuGraphAddMemsetNode [] out graph 0 0 in.fill 0
 cuGraphAddBatchMemOpNode [] out graph 0 0 in.batch
+cuGraphAddMemAllocNode [] out graph 0 0 in.alloc
+cuGraphAddMemFreeNode [] out graph 0 0 galloc
 cuGraphAddEventRecordNode,cuGraphAddEventWaitNode [] out graph 0 0 event
 cuGraphAddChildGraphNode [] out graph 0 0 graph2
 cuGraphAddNode [] out graph 0 0 0 in.node_params
@@ -211,6 +264,8 @@ cuGraphNodeGetParams,cuGraphKernelNodeGetParams [] knode out
 cuGraphMemcpyNodeGetParams [] cnode out
 cuGraphMemsetNodeGetParams [] mnode out
 cuGraphBatchMemOpNodeGetParams [] bnode out
+cuGraphMemAllocNodeGetParams [] anode out
+cuGraphMemFreeNodeGetParams [] fnode out
 cuGraphChildGraphNodeGetGraph [] gnode out
 cuGraphEventRecordNodeGetEvent [] rnode out
 cuGraphEventWaitNodeGetEvent [] wnode out

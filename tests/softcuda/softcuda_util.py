@@ -387,6 +387,22 @@ class Soft:
         p.width = p.height = 1
         return p
 
+    def alloc_params(self, nbytes: int, managed: bool = False) -> Any:
+        """Return the parameters of a node that allocates device memory or managed memory."""
+        p = self.d.CUDA_MEM_ALLOC_NODE_PARAMS()
+        p.poolProps.allocType = self.d.CUmemAllocationType(2 if managed else 1)
+        p.poolProps.location.type = self.d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        p.bytesize = nbytes
+        return p
+
+    def memory_properties(self) -> Any:
+        """Return the properties of physical memory that can be exported as a file descriptor."""
+        p = self.d.CUmemAllocationProp()
+        p.type = self.d.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        p.location.type = self.d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        p.requestedHandleTypes = self.d.CUmemAllocationHandleType(1)
+        return p
+
     def node_params(self, kind: str) -> Any:
         """Return CUgraphNodeParams for a node type, such as "MEMSET"."""
         p = self.d.CUgraphNodeParams()

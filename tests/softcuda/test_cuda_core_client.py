@@ -9,7 +9,15 @@ import pytest
 
 pytest.importorskip("cuda.core", reason="cuda.core is not installed (pip install cuda-core==1.2.2)")
 
-from cuda.core import LaunchConfig, LegacyPinnedMemoryResource, ObjectCode, launch
+from cuda.core import (
+    DeviceMemoryResource,
+    DeviceMemoryResourceOptions,
+    LaunchConfig,
+    LegacyPinnedMemoryResource,
+    ManagedMemoryResource,
+    ObjectCode,
+    launch,
+)
 from cuda.core._utils.cuda_utils import CUDAError
 from cuda.core.graph import GraphDefinition, GraphNode
 from softcuda_util import compile_kernel
@@ -193,20 +201,24 @@ def test_library_functions_enumerate_kernels(core, image):
     assert {result[0] for result in results} == {cu.CUresult.CUDA_ERROR_INVALID_HANDLE}
 
 
-def test_cuda_core_allocates_device_memory_without_pools(core, queue):
-    """cuda.core can allocate and copy device memory, although the soft device has no memory pools.
-
-    Adding a memory allocation node to a graph needs a pool. It raises an error that names the
-    driver function that is not implemented.
-    """
+def test_cuda_core_allocates_from_memory_pools_and_in_graphs(core, queue):
+    """cuda.core allocates device memory from a pool, also in a graph, and managed memory."""
     source, target = (LegacyPinnedMemoryResource().allocate(64) for _ in range(2))
     np.from_dlpack(source).view(np.int32)[:] = np.arange(16) - 7
-    middle = core.allocate(64, stream=queue)
+    pool = DeviceMemoryResource(core, options=DeviceMemoryResourceOptions(max_size=1 << 20))
+    middle = pool.allocate(64, stream=queue)
+    managed = ManagedMemoryResource().allocate(64, stream=queue)
     middle.copy_from(source, stream=queue)
-    middle.copy_to(target, stream=queue)
+    managed.copy_from(middle, stream=queue)
+    managed.copy_to(target, stream=queue)
+    assert pool.attributes.used_mem_current == 64
     queue.sync()
     np.testing.assert_array_equal(np.from_dlpack(target).view(np.int32), np.arange(16) - 7)
-    for buffer in (source, middle, target):
+    for buffer in (source, middle, managed, target):
         buffer.close()
-    with pytest.raises(RuntimeError, match="cuGraphAddMemAllocNode"):
-        GraphDefinition().allocate(64)
+    graph = GraphDefinition()
+    node = graph.allocate(64)
+    node.memset(node.dptr, 1, 64).deallocate(node.dptr)
+    executable = graph.instantiate()
+    executable.launch(queue)
+    queue.sync()

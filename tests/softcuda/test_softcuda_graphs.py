@@ -228,7 +228,7 @@ def test_graph_add_node_rejects_invalid_dependencies_and_types(soft, graph):
     for dependencies in ([foreign], [a, a]):
         result = d.cuGraphAddEmptyNode(graph, dependencies, len(dependencies))
         assert code(result) == "INVALID_VALUE"
-    params = soft.node_params("MEM_ALLOC")
+    params = soft.node_params("EXT_SEMAS_SIGNAL")
     assert code(d.cuGraphAddNode(graph, [], None, 0, params)) == "NOT_SUPPORTED"
 
 

@@ -15,10 +15,11 @@ void resolve_end(const CopyEnd& end, size_t bytes, Target* target, const char* s
   const auto base = host ? reinterpret_cast<unsigned long long>(end.host) : end.device;
   const unsigned long long from = base + end.x_in_bytes;
   std::string why;
-  if (end.type == CU_MEMORYTYPE_DEVICE && !is_alias(from))
-    why = hex(from) + " is not a device address";
   if (host && is_alias(from)) why = hex(from) + " is a device address";
-  if (why.empty() && resolve(from, bytes, target, &why)) return;
+  const bool resolved = why.empty() && resolve(from, bytes, target, &why);
+  const bool device = is_alias(from) || (target->owner && target->owner->unified());
+  if (resolved && (device || end.type != CU_MEMORYTYPE_DEVICE)) return;
+  if (resolved) why = hex(from) + " is not a device address";
   refuse(CUDA_ERROR_INVALID_VALUE, std::string("copy ") + side + ": " + why);
 }
 

@@ -7,6 +7,7 @@
 #include "conditionals.h"
 #include "graph_nodes.h"
 #include "memops.h"
+#include "memory_pools.h"
 #include "modules.h"
 
 namespace softcuda {
@@ -123,7 +124,7 @@ int compare_topology(const std::vector<FlatNode>& after, const std::vector<FlatN
       return CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED;
     }
     if (after[i].type != now[i].type) return CU_GRAPH_EXEC_UPDATE_ERROR_NODE_TYPE_CHANGED;
-    if (after[i].condition_type != now[i].condition_type ||
+    if (after[i].work.memory || after[i].condition_type != now[i].condition_type ||
         after[i].bodies.size() != now[i].bodies.size()) {
       return CU_GRAPH_EXEC_UPDATE_ERROR_NOT_SUPPORTED;
     }
@@ -173,6 +174,7 @@ std::shared_ptr<Program> make_program(const std::vector<FlatNode>& flat,
       op->event_slot = static_cast<unsigned>(program->event_nodes.size());
       program->event_nodes.push_back(op.get());
     }
+    if (op->work.memory) program->memory_nodes.push_back(op.get());
     op->indegree = static_cast<int>(node.dependencies.size());
     program->nodes.push_back(std::move(op));
   }
@@ -190,6 +192,8 @@ std::shared_ptr<Program> make_program(const std::vector<FlatNode>& flat,
 }
 
 std::shared_ptr<Graph> graph_of(const Exec& exec) {
+  require(exec.program->memory_nodes.empty(), CUDA_ERROR_NOT_SUPPORTED,
+          "the launch of a graph with memory nodes cannot be captured");
   auto graph = std::make_shared<Graph>();
   graph->references = std::make_shared<References>(*exec.references);
   for (const FlatNode& flat : exec.flat) {
@@ -222,6 +226,11 @@ static void instantiate(CUgraphExec* out, CUgraph handle, uint64_t flags) {
   exec->flags = flags;
   exec->references = std::make_shared<References>();
   std::lock_guard<std::mutex> lock(graph_mutex);
+  if (has_memory_node(*graph)) {
+    require(graph->instance.expired(), CUDA_ERROR_NOT_SUPPORTED,
+            "a graph with memory nodes can have only one executable graph at a time");
+    graph->instance = exec;
+  }
   exec->flat = flatten(*graph, exec->references.get());
   exec->program = make_program(exec->flat, exec->references);
   exec->handle = graph_execs.add(exec);
@@ -382,6 +391,7 @@ SC_API(cuGraphLaunch, 10000, 0, CUgraphExec, handle, CUstream, stream_handle) {
     require(!node->work.event->destroyed.load(), CUDA_ERROR_INVALID_HANDLE,
             "an event of the graph's event nodes was destroyed");
   }
+  submit_graph_memory(*work.program, (exec->flags & CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE) != 0);
   count_add(Counter::graph_launch);
   work.events = launch_events(*work.program);
   const bool host = (settings().lock_model & 2) != 0 && calls_host(*work.program);
@@ -415,7 +425,9 @@ SC_API(cuGraphExecUpdate_v2, 12000, 0, CUgraphExec, handle, CUgraph, graph_handl
   info->result = compare_topology(flat, exec->flat, &error_node);
   if (info->result != CU_GRAPH_EXEC_UPDATE_SUCCESS) {
     info->errorNode = static_cast<CUgraphNode>(error_node);
-    const char* reason = "the type or the number of bodies of a conditional node changed";
+    const char* reason =
+        "the type or the number of bodies of a conditional node changed, or a node allocates or "
+        "frees memory";
     if (info->result == CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED) {
       reason = "the number of nodes or an edge changed";
     } else if (info->result == CU_GRAPH_EXEC_UPDATE_ERROR_NODE_TYPE_CHANGED) {

@@ -83,14 +83,16 @@ const char* type_name(CUgraphNodeType type) {
   static const char* const names[] = {"kernel", "memcpy", "memset",     "host",
                                       "graph",  "empty",  "event wait", "event record"};
   if (type == kMemops) return "memory operation";
+  if (type == kAlloc) return "memory allocation";
+  if (type == kFree) return "memory free";
   return type >= 0 && type <= kRecord ? names[type] : "other";
 }
 
 CUgraphNodeType type_of(WorkKind kind) {
   // The node type for each WorkKind. A graph launch is captured as a child graph node. Conditional
   // work is never enqueued on a stream, so its entry is not used.
-  static constexpr CUgraphNodeType types[] = {kEmpty, kKernel, kCopy,  kFill,   kHost,
-                                              kGraph, kMemops, kEmpty, kRecord, kWait};
+  static constexpr CUgraphNodeType types[] = {kEmpty,  kKernel, kCopy,  kFill, kHost,   kGraph,
+                                              kMemops, kEmpty,  kAlloc, kFree, kRecord, kWait};
   return types[static_cast<size_t>(kind)];
 }
 

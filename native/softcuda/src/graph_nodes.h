@@ -12,6 +12,7 @@ constexpr auto kEmpty = CU_GRAPH_NODE_TYPE_EMPTY, kKernel = CU_GRAPH_NODE_TYPE_K
                kCopy = CU_GRAPH_NODE_TYPE_MEMCPY, kFill = CU_GRAPH_NODE_TYPE_MEMSET,
                kHost = CU_GRAPH_NODE_TYPE_HOST, kGraph = CU_GRAPH_NODE_TYPE_GRAPH,
                kWait = CU_GRAPH_NODE_TYPE_WAIT_EVENT, kRecord = CU_GRAPH_NODE_TYPE_EVENT_RECORD,
+               kAlloc = CU_GRAPH_NODE_TYPE_MEM_ALLOC, kFree = CU_GRAPH_NODE_TYPE_MEM_FREE,
                kMemops = CU_GRAPH_NODE_TYPE_BATCH_MEM_OP,
                kConditional = CU_GRAPH_NODE_TYPE_CONDITIONAL;
 

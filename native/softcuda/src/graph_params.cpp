@@ -2,6 +2,7 @@
 #include "conditionals.h"
 #include "graph_nodes.h"
 #include "memops.h"
+#include "memory_pools.h"
 #include "modules.h"
 
 namespace softcuda {
@@ -44,6 +45,12 @@ Params read_params(Node& node) {
                  const_cast<CUstreamBatchMemOpParams*>(operations.data()), 0};
       break;
     }
+    case kAlloc:
+      p.alloc = work.memory->params;
+      break;
+    case kFree:
+      p.free = work.memory->allocation->device_address();
+      break;
     case kGraph:
       p.graph = {static_cast<CUgraph>(node.child->handle),
                  node.child->moved ? CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE
@@ -98,6 +105,8 @@ GET(cuGraphMemsetNodeGetParams, 10000, CUDA_MEMSET_NODE_PARAMS, kFill, p.memset)
 GET(cuGraphHostNodeGetParams, 10000, CUDA_HOST_NODE_PARAMS, kHost,
     (CUDA_HOST_NODE_PARAMS{p.host.fn, p.host.userData}))
 GET(cuGraphBatchMemOpNodeGetParams, 11070, CUDA_BATCH_MEM_OP_NODE_PARAMS, kMemops, p.memOp)
+GET(cuGraphMemAllocNodeGetParams, 11040, CUDA_MEM_ALLOC_NODE_PARAMS, kAlloc, p.alloc)
+GET(cuGraphMemFreeNodeGetParams, 11040, CUdeviceptr, kFree, p.free)
 GET(cuGraphChildGraphNodeGetGraph, 10000, CUgraph, kGraph, p.graph.graph)
 GET(cuGraphEventRecordNodeGetEvent, 11010, CUevent, kRecord, p.event)
 GET(cuGraphEventWaitNodeGetEvent, 11010, CUevent, kWait, p.event)

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "conditionals.h"
+#include "memory_pools.h"
 
 namespace softcuda {
 
@@ -74,10 +75,21 @@ void add_node(CUgraphNode* out, CUgraph handle, const CUgraphNode* dependencies,
     list.push_back(dependency.get());
   }
   check_body(*graph, *node);
+  if (node->work.memory) attach_memory(graph.get(), node->work);
   node->graph = graph.get();
   node->handle = graph_nodes.add(node);
   *out = static_cast<CUgraphNode>(node->handle);
   graph->nodes.push_back(std::move(node));
+}
+
+bool has_memory_node(const Graph& graph) {
+  return std::any_of(graph.nodes.begin(), graph.nodes.end(), [](const auto& node) {
+    return node->work.memory != nullptr || (node->child && has_memory_node(*node->child));
+  });
+}
+
+void require_no_memory_node(const Graph& graph, const char* text) {
+  require(!has_memory_node(graph), CUDA_ERROR_NOT_SUPPORTED, text);
 }
 
 void require_not_capturing(const Graph& graph) {
@@ -118,6 +130,9 @@ static std::shared_ptr<Graph> clone_child(CUgraph child) {
   std::lock_guard<std::mutex> lock(graph_mutex);
   require(!has_conditional(*original), CUDA_ERROR_NOT_SUPPORTED,
           "a graph with conditional nodes cannot be cloned as a child graph; move it instead");
+  require_no_memory_node(*original,
+                         "a graph with memory nodes cannot be cloned as a child graph; move it "
+                         "instead");
   return clone_graph(*original);
 }
 
@@ -194,6 +209,10 @@ SC_API(cuGraphAddNode_v2, 12030, 0, CUgraphNode*, out, CUgraph, graph, const CUg
   CUDA_CHILD_GRAPH_NODE_PARAMS& child = params->graph;
   if (params->type == CU_GRAPH_NODE_TYPE_CONDITIONAL) {
     add_conditional(out, graph, deps, n, &params->conditional);
+  } else if (params->type == CU_GRAPH_NODE_TYPE_MEM_ALLOC) {
+    add_alloc_node(out, graph, deps, n, &params->alloc);
+  } else if (params->type == CU_GRAPH_NODE_TYPE_MEM_FREE) {
+    add_free_node(out, graph, deps, n, params->free);
   } else if (params->type != CU_GRAPH_NODE_TYPE_GRAPH) {
     add_params(out, graph, deps, n, *params);
   } else if (child.ownership == CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE) {
@@ -228,6 +247,7 @@ SC_API(cuGraphClone, 10000, 0, CUgraph*, out, CUgraph, handle) {
   std::lock_guard<std::mutex> lock(graph_mutex);
   require(!has_conditional(*graph), CUDA_ERROR_NOT_SUPPORTED,
           "a graph with conditional nodes cannot be cloned");
+  require_no_memory_node(*graph, "a graph with memory nodes cannot be cloned");
   std::shared_ptr<Graph> clone = clone_graph(*graph);
   clone->handle = graphs.add(clone);
   *out = static_cast<CUgraph>(clone->handle);
@@ -253,6 +273,9 @@ static void change_edges(CUgraph handle, const CUgraphNode* from, const CUgraphN
   require(n == 0 || (from != nullptr && to != nullptr));
   std::lock_guard<std::mutex> lock(graph_mutex);
   require_not_capturing(*graph);
+  if (!add) {
+    require_no_memory_node(*graph, "edges of a graph with memory nodes cannot be removed");
+  }
   for (size_t i = 0; i < n; ++i) {
     const auto source = graph_nodes.get(from[i]);
     const auto target = graph_nodes.get(to[i]);
@@ -289,6 +312,7 @@ SC_API(cuGraphDestroyNode, 10000, 0, CUgraphNode, handle) {
   const auto node = graph_nodes.find(handle);
   std::lock_guard<std::mutex> lock(graph_mutex);
   require_not_capturing(*node->graph);
+  require_no_memory_node(*node->graph, "nodes of a graph with memory nodes cannot be destroyed");
   graph_nodes.take(handle);
   remove_child_handles(*node);
   auto& nodes = node->graph->nodes;

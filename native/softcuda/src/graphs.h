@@ -78,6 +78,8 @@ struct Node {
   unsigned char port(const Node* from) const { return ports.count(from) ? ports.at(from) : 0; }
 };
 
+struct Exec;
+
 // A graph definition.
 struct Graph {
   Graph();
@@ -93,6 +95,8 @@ struct Graph {
   std::vector<std::shared_ptr<Condition>> conditions;
   // Number of active stream captures that add nodes to this graph.
   std::atomic<int> captures{0};
+  // The executable graph of a graph with memory nodes, of which only one may exist (M9).
+  std::weak_ptr<Exec> instance;
 };
 
 // One node of an executable graph. Child graphs are replaced by their nodes. The dependencies of a
@@ -138,6 +142,15 @@ inline Handles<Exec>& graph_execs =
 // Adds a node of any type except child graph nodes and conditional nodes.
 void add_params(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
                 const CUgraphNodeParams& params);
+// Add a node that allocates or frees memory. `params` receives the address of the memory.
+void add_alloc_node(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
+                    CUDA_MEM_ALLOC_NODE_PARAMS* params);
+void add_free_node(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
+                   CUdeviceptr p);
+// Whether the graph or a child graph has nodes that allocate or free memory.
+bool has_memory_node(const Graph& graph);
+// Refuses the call if the graph has such nodes; `text` is the error text (M9).
+void require_no_memory_node(const Graph& graph, const char* text);
 CUgraphNodeType type_of(WorkKind kind);
 const char* type_name(CUgraphNodeType type);
 // Refuses the call if a stream is capturing into the graph.

@@ -9,7 +9,7 @@
 #include <cstring>
 #include <deque>
 
-#include "scheduler.h"
+#include "memory_pools.h"
 
 namespace softcuda {
 namespace {
@@ -196,11 +196,18 @@ size_t physical_memory() {
   return bytes;
 }
 
-std::shared_ptr<Allocation> allocate(size_t size, bool host, unsigned flags) {
+// The counter of live resources that counts the allocation.
+Resource resource_of(const Allocation& a) {
+  return a.host && !a.unified() ? Resource::pinned_memory : Resource::device_memory;
+}
+
+std::shared_ptr<Allocation> allocate(size_t size, MemoryKind kind, unsigned flags) {
   require(size > 0, CUDA_ERROR_INVALID_VALUE, "an allocation must have at least 1 byte");
+  const bool host = kind != MemoryKind::device;
   auto a = std::make_shared<Allocation>();
   a->size = size;
   a->host = host;
+  a->kind = kind;
   a->flags = flags;
   std::lock_guard<std::mutex> lock(g_table.mutex);
   const size_t left = host ? physical_memory() : total_memory() - g_table.used;
@@ -214,7 +221,7 @@ std::shared_ptr<Allocation> allocate(size_t size, bool host, unsigned flags) {
   }
   assign_alias(a);
   if (!host) g_table.used += size;
-  live_add(host ? Resource::pinned_memory : Resource::device_memory, 1);
+  live_add(resource_of(*a), 1);
   return a;
 }
 
@@ -236,18 +243,26 @@ void retire(const std::shared_ptr<Allocation>& a) {
   record->live.store(false);
   g_table.freed.emplace(a->alias, std::move(record));
   if (g_table.freed.size() > 4096) g_table.freed.erase(g_table.freed.begin());
-  live_add(a->host ? Resource::pinned_memory : Resource::device_memory, -1);
+  live_add(resource_of(*a), -1);
+}
+
+// Checks the padding of an allocation, frees it and updates the amount of used memory.
+void free_checked(const std::shared_ptr<Allocation>& a) {
+  check_padding(*a);
+  if (!a->host) g_table.used -= a->size;
+  retire(a);
 }
 
 }  // namespace
 
+Allocation::Allocation() = default;
 Allocation::~Allocation() {
   if (mapping != nullptr) munmap(mapping, mapping_bytes);
 }
 
 std::string Allocation::describe() const {
   std::string text = live ? "" : "freed ";
-  text += host ? "pinned" : "device";
+  text += kind == MemoryKind::managed ? "managed" : host ? "pinned" : "device";
   text += " allocation #" + std::to_string(id);
   return text + " (" + std::to_string(size) + " bytes at " + hex(alias) + ")";
 }
@@ -306,7 +321,7 @@ bool resolve_for_device(unsigned long long p, size_t bytes, Target* out, std::st
 }
 
 std::shared_ptr<Allocation> allocate_for_module(size_t bytes) {
-  auto allocation = allocate(bytes, false, 0);
+  auto allocation = allocate(bytes, MemoryKind::device, 0);
   live_add(Resource::device_memory, -1);
   return allocation;
 }
@@ -317,6 +332,98 @@ void free_for_module(const std::shared_ptr<Allocation>& allocation) {
   retire(allocation);
   live_add(Resource::device_memory, 1);
 }
+
+std::shared_ptr<Allocation> allocate_memory(size_t size, MemoryKind kind, unsigned flags) {
+  return allocate(size, kind, flags);
+}
+
+void free_memory(const std::shared_ptr<Allocation>& allocation) {
+  std::lock_guard<std::mutex> lock(g_table.mutex);
+  free_checked(allocation);
+}
+
+std::shared_ptr<Allocation> find_device_start(CUdeviceptr p) {
+  std::lock_guard<std::mutex> lock(g_table.mutex);
+  auto it = g_table.by_alias.find(p);
+  if (it != g_table.by_alias.end() && !it->second->host) return it->second;
+  auto host = g_table.by_host.find(p);
+  return host != g_table.by_host.end() && host->second->unified() ? host->second : nullptr;
+}
+
+// Makes the body of a mapping accessible or inaccessible.
+static void protect(const Allocation& a, int protection) {
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  mprotect(static_cast<char*>(a.mapping) + page, a.mapping_bytes - 2 * page, protection);
+}
+
+std::shared_ptr<Allocation> allocate_closed(size_t size, MemoryKind kind) {
+  auto a = allocate(size, kind, 0);
+  std::lock_guard<std::mutex> lock(g_table.mutex);
+  if (!a->host) g_table.used -= a->size;  // counted while the range is open
+  live_add(resource_of(*a), -1);
+  a->live.store(false);
+  protect(*a, PROT_NONE);
+  return a;
+}
+
+void open_range(Allocation& a) {
+  if (a.live.load()) return;  // with AUTO_FREE_ON_LAUNCH, a launch frees the memory implicitly
+  protect(a, PROT_READ | PROT_WRITE);
+  if (settings().poison && !a.host) std::memset(a.storage, 0xff, a.size);
+  if (!a.host) g_table.used += a.size;
+  live_add(resource_of(a), 1);
+  a.live.store(true, std::memory_order_release);
+}
+
+void close_range(const std::shared_ptr<Allocation>& a) {
+  if (!a->live.load()) return;
+  check_padding(*a);
+  a->live.store(false, std::memory_order_release);
+  protect(*a, PROT_NONE);
+  if (!a->host) g_table.used -= a->size;
+  live_add(resource_of(*a), -1);
+}
+
+void release_range(const std::shared_ptr<Allocation>& a) {
+  live_add(resource_of(*a), 1);  // retire() counts the memory as freed
+  retire(a);
+}
+
+std::shared_ptr<Allocation> reserve_range(size_t size) {
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  auto a = std::make_shared<Allocation>();
+  a->size = size;
+  void* range =
+      mmap(nullptr, size + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (range == MAP_FAILED) {
+    refuse(CUDA_ERROR_OUT_OF_MEMORY,
+           "cannot reserve " + std::to_string(size) + " bytes" + address_limit());
+  }
+  a->mapping = range;
+  a->mapping_bytes = size + 2 * page;
+  a->storage = static_cast<char*>(range) + page;
+  std::lock_guard<std::mutex> lock(g_table.mutex);
+  assign_alias(a);
+  live_add(Resource::device_memory, 1);
+  return a;
+}
+
+void unreserve_range(const std::shared_ptr<Allocation>& range) {
+  std::lock_guard<std::mutex> lock(g_table.mutex);
+  retire(range);
+}
+
+void reserve_physical(long delta) {
+  std::lock_guard<std::mutex> lock(g_table.mutex);
+  if (delta > 0 && static_cast<size_t>(delta) > total_memory() - g_table.used) {
+    refuse(CUDA_ERROR_OUT_OF_MEMORY, std::to_string(delta) + " bytes were requested, " +
+                                         std::to_string(total_memory() - g_table.used) +
+                                         " are free");
+  }
+  g_table.used += static_cast<size_t>(delta);
+}
+
+std::mutex& memory_mutex() { return g_table.mutex; }
 
 std::shared_ptr<Allocation> find_for_fault(unsigned long long address) {
   // A worker that reports a fault calls this function from the code that handles the signal. It can
@@ -340,35 +447,17 @@ using namespace softcuda;
 
 SC_API(cuMemAlloc_v2, 3020, kContext | kUnsafe, CUdeviceptr*, out, size_t, size) {
   require(out != nullptr);
-  *out = allocate(size, false, 0)->alias;
-}
-
-SC_API(cuMemFree_v2, 3020, kContext | kUnsafe, CUdeviceptr, p) {
-  if (p == 0) return;
-  // The documentation allows cuMemFree to synchronize with the device. The soft device always does
-  // so (M5).
-  wait_idle("cuMemFree: all work to finish");
-  require(sticky() == CUDA_SUCCESS, sticky());
-  std::lock_guard<std::mutex> lock(g_table.mutex);
-  auto it = g_table.by_alias.find(p);
-  if (it == g_table.by_alias.end() || it->second->host) {
-    refuse(CUDA_ERROR_INVALID_VALUE,
-           "cuMemFree of " + hex(p) + ", which is not the start of a device allocation");
-  }
-  std::shared_ptr<Allocation> a = it->second;
-  check_padding(*a);
-  g_table.used -= a->size;
-  retire(a);
+  *out = allocate(size, MemoryKind::device, 0)->alias;
 }
 
 SC_API(cuMemHostAlloc, 2020, kContext | kUnsafe, void**, out, size_t, size, unsigned, flags) {
   require(out != nullptr && (flags & ~7u) == 0);
-  *out = allocate(size, true, flags)->storage;
+  *out = allocate(size, MemoryKind::pinned, flags)->storage;
 }
 
 SC_API(cuMemAllocHost_v2, 3020, kContext | kUnsafe, void**, out, size_t, size) {
   require(out != nullptr);
-  *out = allocate(size, true, CU_MEMHOSTALLOC_DEVICEMAP)->storage;
+  *out = allocate(size, MemoryKind::pinned, CU_MEMHOSTALLOC_DEVICEMAP)->storage;
 }
 
 // Frees pinned memory or, with `registered`, unregisters memory of the caller. `unknown` is the
@@ -378,13 +467,13 @@ static void free_host(void* p, bool registered, CUresult unknown) {
   require(sticky() == CUDA_SUCCESS, sticky());
   std::lock_guard<std::mutex> lock(g_table.mutex);
   auto it = g_table.by_host.find(reinterpret_cast<unsigned long long>(p));
-  if (it == g_table.by_host.end() || it->second->registered != registered) {
+  if (it == g_table.by_host.end() || it->second->unified() ||
+      it->second->registered != registered) {
     refuse(unknown, hex(reinterpret_cast<unsigned long long>(p)) + " is not the start of " +
                         (registered ? "registered memory" : "a pinned allocation"));
   }
-  std::shared_ptr<Allocation> a = it->second;
-  check_padding(*a);
-  retire(a);
+  const std::shared_ptr<Allocation> a = it->second;
+  free_checked(a);
 }
 
 SC_API(cuMemFreeHost, 2000, kContext | kUnsafe, void*, p) {
@@ -397,6 +486,7 @@ SC_API(cuMemHostRegister_v2, 6050, kContext | kUnsafe, void*, p, size_t, size, u
   a->size = size;
   a->host = true;
   a->registered = true;
+  a->kind = MemoryKind::pinned;
   a->flags = flags;
   a->storage = static_cast<char*>(p);
   const auto from = reinterpret_cast<unsigned long long>(p);

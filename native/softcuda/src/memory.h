@@ -8,12 +8,30 @@
 
 namespace softcuda {
 
+struct MemoryPool;
+struct GraphMemory;
+
+// The kinds of memory. Programs use pooled pinned memory and managed memory by one address in host
+// code and in device code. This address is the storage address, not the alias (M7).
+enum class MemoryKind { device, pinned, pooled_pinned, managed };
+
+// Hints of cuMemAdvise and cuMemPrefetchAsync about one allocation of managed memory. They are
+// returned by cuMemRangeGetAttribute and have no other effect.
+struct ManagedHints {
+  bool read_mostly = false;
+  CUmemLocation preferred{0, 0};  // of type 0: none
+  CUmemLocation prefetched{0, 0};
+  bool accessed_by_device = false;
+  bool accessed_by_host = false;
+};
+
 // One allocation of device memory or pinned host memory. Programs use `alias`, an address in a
 // reserved PROT_NONE range. Host code that dereferences it therefore faults (M1). Kernels and
 // copies access `storage`, which is in a separate mapping. The mapping has a guard page at each
 // end, and the storage ends at the upper guard page (M2). The mapping exists until the last
 // operation that refers to the allocation is destroyed.
 struct Allocation {
+  Allocation();
   ~Allocation();
   CUdeviceptr alias = 0;
   size_t size = 0;
@@ -29,6 +47,23 @@ struct Allocation {
   // Number of the allocation, which error texts show.
   uint64_t id = 0;
   std::atomic<bool> live{true};  // false after the memory was freed
+  MemoryKind kind = MemoryKind::device;
+  // The pool from which the memory was allocated; null for other memory.
+  std::shared_ptr<MemoryPool> pool;
+  // The next members are guarded by the mutex of the allocation tables.
+  // Whether the memory will be freed by an operation that is queued (cuMemFreeAsync).
+  bool free_queued = false;
+  // Value of CU_POINTER_ATTRIBUTE_SYNC_MEMOPS. All copies of the device have this property.
+  bool sync_memops = false;
+  // State of memory that a graph node allocates; null for other memory.
+  std::unique_ptr<GraphMemory> graph;
+  ManagedHints hints;
+  // Whether host and device use the same address (M7).
+  bool unified() const { return kind == MemoryKind::pooled_pinned || kind == MemoryKind::managed; }
+  // The address that device code and the driver API use.
+  CUdeviceptr device_address() const {
+    return unified() ? reinterpret_cast<CUdeviceptr>(storage) : alias;
+  }
   std::string describe() const;
 };
 
@@ -50,6 +85,28 @@ bool resolve(unsigned long long p, size_t bytes, Target* out, std::string* why);
 // because the device has unified addressing, the host address of pinned memory (K6). The call fails
 // for pageable memory.
 bool resolve_for_device(unsigned long long p, size_t bytes, Target* out, std::string* why);
+// Allocates memory. Refuses the call if there is not enough memory.
+std::shared_ptr<Allocation> allocate_memory(size_t size, MemoryKind kind, unsigned flags = 0);
+// Frees an allocation (M4). If bytes outside of it were overwritten, records a fault.
+void free_memory(const std::shared_ptr<Allocation>& allocation);
+// Returns the live or graph-owned allocation that starts at a device address; null if there is
+// none. Pinned memory of cuMemHostAlloc and registered memory are not found.
+std::shared_ptr<Allocation> find_device_start(CUdeviceptr p);
+// Allocates the address range of graph memory. The memory is accessible only while the range is
+// open: from the run of an allocation node until the memory is freed (M9).
+std::shared_ptr<Allocation> allocate_closed(size_t size, MemoryKind kind);
+// Opens or closes the range of graph memory, and returns it. The caller holds memory_mutex().
+void open_range(Allocation& allocation);
+void close_range(const std::shared_ptr<Allocation>& allocation);
+void release_range(const std::shared_ptr<Allocation>& allocation);
+// Reserves and releases a range of device addresses for virtual memory management. Its storage is
+// an inaccessible range of addresses, into which the caller maps memory (M10).
+std::shared_ptr<Allocation> reserve_range(size_t size);
+void unreserve_range(const std::shared_ptr<Allocation>& range);
+// Adds `delta` bytes to the amount of used device memory. Refuses the call if they are not free.
+void reserve_physical(long delta);
+// The mutex of the allocation tables. It guards some members of Allocation.
+std::mutex& memory_mutex();
 // Allocates the memory of a module's variables. Such memory is not counted as the caller's.
 std::shared_ptr<Allocation> allocate_for_module(size_t bytes);
 void free_for_module(const std::shared_ptr<Allocation>& allocation);

@@ -9,6 +9,7 @@
 
 #include "conditionals.h"
 #include "memops.h"
+#include "memory_pools.h"
 
 namespace softcuda {
 namespace {
@@ -316,6 +317,12 @@ static Op* dispatch_all(std::vector<Op*>* ready, bool keep_one) {
         break;
       case WorkKind::host:
         push_host(op);
+        break;
+      case WorkKind::mem_alloc:
+      case WorkKind::mem_free:
+        // After a fault no memory is freed, because its users did not run (E2).
+        if (sticky() == CUDA_SUCCESS && op->work.memory->allocation) run_memory(op->work);
+        finish(op, ready);
         break;
       case WorkKind::event_record:
         finish(event_of(*op).get(), ready);

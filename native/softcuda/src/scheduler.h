@@ -17,6 +17,7 @@ struct Event;
 struct Op;
 struct MemopWork;
 struct ConditionalWork;
+struct MemoryWork;
 namespace ptx {
 struct LaunchState;
 }
@@ -67,6 +68,8 @@ enum class WorkKind : uint8_t {
   graph,
   memop,
   conditional,
+  mem_alloc,
+  mem_free,
   event_record,
   event_wait
 };
@@ -90,6 +93,7 @@ struct Work {
       : kind(WorkKind::conditional), conditional(std::move(w)) {}
   explicit Work(HostWork w) : kind(WorkKind::host), host(w) {}
   Work(WorkKind k, std::shared_ptr<Event> e) : kind(k), event(std::move(e)) {}
+  Work(WorkKind k, std::shared_ptr<MemoryWork> m) : kind(k), memory(std::move(m)) {}
 
   WorkKind kind = WorkKind::none;
   std::shared_ptr<const KernelWork> kernel;
@@ -97,6 +101,7 @@ struct Work {
   std::shared_ptr<const FillWork> fill;
   std::shared_ptr<const MemopWork> memop;
   std::shared_ptr<const ConditionalWork> conditional;
+  std::shared_ptr<MemoryWork> memory;
   HostWork host;
   std::shared_ptr<Program> program;
   std::shared_ptr<Event> event;                // for an event node
@@ -183,6 +188,7 @@ struct Program {
   // values are stored in the cells when a launch begins (N3).
   std::vector<std::pair<unsigned*, unsigned>> defaults;
   std::vector<Op*> event_nodes;
+  std::vector<Op*> memory_nodes;     // allocation and free nodes
   std::shared_ptr<void> references;  // keeps the user objects alive (U2)
 };
 
