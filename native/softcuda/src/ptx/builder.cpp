@@ -18,6 +18,7 @@ constexpr size_t kMaxRegisterBytes = 64 << 20;
 constexpr size_t kMaxLocalBytes = 512 << 10;
 constexpr size_t kMaxParamBytes = 32764;
 constexpr unsigned kMaxDepth = 32;
+constexpr unsigned kMaxInlined = 20000;
 
 uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
@@ -585,12 +586,13 @@ void Builder::emit_call(Instance& instance, const Statement& s, unsigned depth) 
   statement_ = &s;
 }
 
-void Builder::refuse_recursion(const Function& f, unsigned depth) const {
+void Builder::check_inlining(const Function& f, unsigned depth) const {
   const unsigned line = statement_->line;
   if (std::find(active_.begin(), active_.end(), &f) != active_.end()) {
     unsupported(line, "the recursive function '" + f.name + "'");
   }
   if (depth >= kMaxDepth) unsupported(line, "calls nested more than 32 deep");
+  if (inlined_ >= kMaxInlined) unsupported(line, "a kernel with more than 20000 inlined calls");
 }
 
 // Copies arguments or results that are registers between a function and its inlined callee.
@@ -629,7 +631,8 @@ void Builder::emit_copies(Instance& instance, Instance& inner, const Call& call,
 
 // Inlines a function at its call.
 void Builder::emit_body(Instance& instance, const Call& call, const Function& f, unsigned depth) {
-  refuse_recursion(f, depth);
+  check_inlining(f, depth);
+  ++inlined_;
   if (call.arguments.size() != f.params.size() || call.results.size() != f.results.size()) {
     refuse_operand("the arguments of '" + f.name + "' do not match its declaration");
   }

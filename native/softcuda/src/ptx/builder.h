@@ -97,7 +97,7 @@ class Builder {
   void emit_indirect_call(Instance& instance, const Call& call, unsigned depth);
   void emit_copies(Instance& instance, Instance& inner, const Call& call, bool results);
   void emit_jump(int label, const Statement& s);
-  void refuse_recursion(const Function& f, unsigned depth) const;
+  void check_inlining(const Function& f, unsigned depth) const;
   bool emit_special_call(Instance& instance, const Call& call);
   void finish(const Opcode& op, Instr in, const Statement& s);
   void branch_to(size_t instruction, int label);
@@ -117,6 +117,7 @@ class Builder {
   const std::vector<const Function*>& called_;
   std::shared_ptr<Kernel> kernel_;
   unsigned text_number_ = 0;
+  unsigned inlined_ = 0;  // number of inlined copies
   Instance* instance_ = nullptr;
   const Statement* statement_ = nullptr;
   const std::vector<Operand>* operands_ = nullptr;
