@@ -73,6 +73,7 @@ class _OutOfTime(Exception):
 
 def find_causes(
     schema: SchemaObject,
+    rewritten: Rewritten,
     rewrite: Callable[[Any], Rewritten],
     max_reasons: int,
 ) -> tuple[list[Reason], list[Reason]]:
@@ -85,6 +86,8 @@ def find_causes(
     ----------
     schema
         The original schema. It is not modified.
+    rewritten
+        The rewritten schema.
     rewrite
         Function that rewrites a schema.
     max_reasons
@@ -94,18 +97,19 @@ def find_causes(
     -------
     tuple
         The keywords that have no exact form, and the keywords that LLGuidance refuses. If the
-        search ends before it finds a keyword that LLGuidance refuses, the reason names only the
-        error of the whole schema.
+        search ends before it finds a keyword that LLGuidance refuses, the last reason names only
+        the error of the whole schema.
     """
     search = _Search(schema, rewrite)
     removed: list[_Place] = []
     lost: list[Reason] = []
     refused: list[Reason] = []
     while len(lost) + len(refused) < max_reasons:
-        try:
-            rewritten = rewrite(_without(schema, removed))
-        except RecursionError:
-            break
+        if removed:
+            try:
+                rewritten = rewrite(_without(schema, removed))
+            except RecursionError:
+                break
         found = []
         for reason in rewritten.lost:
             if reason[:2] not in removed:
@@ -120,8 +124,7 @@ def find_causes(
         try:
             cause, error = search.find(error, removed)
         except _OutOfTime:
-            if not lost and not refused:
-                refused.append(Reason("#", "schema", _explain(error)))
+            refused.append(Reason("#", "schema", _explain(error)))
             break
         removed.append(cause)
         refused.append(Reason(*cause, _explain(error)))

@@ -176,7 +176,12 @@ def _closest_form(
         impossible |= found
     reasons: list[Reason] = []
     if rewritten.lost or closest is not rewritten.schema or not accepted:
-        lost, refused = find_causes(schema, rewritten_form, _MAX_REASONS)
+        lost, refused = find_causes(
+            schema,
+            rewritten,
+            rewritten_form,
+            _MAX_REASONS,
+        )
         reasons = lost + refused if accepted else refused + lost
     narrowed = tuple(dict.fromkeys(narrowed))
     return rewritten._replace(schema=closest, narrowed=narrowed), reasons, accepted
@@ -204,7 +209,7 @@ def _closest_accepted(schema: Any) -> tuple[Any, bool]:
         parts = dict(subschemas(remaining))
         [reason] = errors
         if reason.keyword not in parts.get(reason.pointer, ()) and reason.keyword != "schema":
-            _, [reason] = find_causes(remaining, Rewritten, 1)
+            _, [reason] = find_causes(remaining, Rewritten(remaining), Rewritten, 1)
         if reason.keyword not in parts.get(reason.pointer, ()):
             # No keyword can be removed, for example because the schema is unsatisfiable.
             return schema, False
