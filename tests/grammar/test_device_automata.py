@@ -13,7 +13,9 @@ from test_automata import (
     FIRST_BYTE,
     STOP,
     VOCABULARY,
+    has_automaton,
     llguidance_matcher,
+    real_schemas,
     table_of,
     visiting_texts,
 )
@@ -348,3 +350,21 @@ def test_automaton_table_stays_while_requests_use_it(device, stream, shape):
     assert not rig.join(0, 2, compiled(first).matcher())
     assert not rig.join(0, 2, compiled(GrammarSpec.json_schema({"type": "object"})).matcher())
     assert rig.join(0, 3, None)
+
+
+@pytest.mark.full
+def test_device_automata_of_real_schemas_have_rows_of_llguidance(device, stream, shared_data):
+    rig = AutomatonRig(device, stream, VOCABULARY, 16, DraftMode(drafts=0))
+    compared = 0
+    epoch = 0
+    for schema in real_schemas(shared_data, 20):
+        spec = GrammarSpec.json_schema(schema, strict=True)
+        if not has_automaton(spec):
+            continue
+        texts = visiting_texts(table_of(spec), 96)
+        for first in range(0, len(texts), 16):
+            epoch += 1
+            fill_states(rig, spec, texts[first : first + 16], epoch)
+        compared += 1
+    assert compared > 100
+    assert rig.automata.counters()["hits"] > 0
