@@ -1,7 +1,7 @@
 """Benchmark of the time that grammars add to a decoding round.
 
     python -m graft.tools.bench.grammar_overhead [--slots 1 8] [--drafts 0 3] [--kinds choice ...]
-        [--masking fill probe] [--matchers automaton library] [--busy] [--out FOLDER]
+        [--masking fill probe] [--matchers automaton library device] [--busy] [--out FOLDER]
 
 Two engines with the same options generate alternately: one with grammars and one without. All
 outputs have the same number of tokens, so that all batch rows are in use in nearly all rounds. The
@@ -9,9 +9,11 @@ overhead is the median over the pairs of runs of the ratio of their times per ro
 1, because masked rows are faster to sample. The grammar time is the host time of all grammar steps
 per round, most of which runs concurrently with the model.
 
-Two kinds of matchers are compared. ``automaton`` runs regular grammars as automata, as engines do
-by default. ``library`` runs all grammars with LLGuidance's matcher. The kinds ``recursive`` and
-``ebnf`` have no automaton, so both matchers are the same for them.
+Three kinds of matchers are compared. ``automaton`` runs regular grammars as automata, as engines do
+by default. ``library`` runs all grammars with LLGuidance's matcher. ``device`` runs automata as
+kernels (the engine option `device_automata`, also of the engine without grammars). The kinds
+``recursive`` and ``ebnf`` have no automaton, so they run on the host with all matchers. ``device``
+is measured with chains and the draft masking ``fill`` only.
 
 The results are printed and written as JSON and as a chart.
 """
@@ -40,7 +42,7 @@ from graft.tools.bench.chart import chart
 from graft.tools.demo_model import demo_model
 from graft.tools.report import busy_python, program, table
 
-MATCHERS = ("automaton", "library")
+MATCHERS = ("automaton", "library", "device")
 PROMPT = "name: Olga Novak; age: 42; city: Oslo"
 #: Number of tokens of each output.
 TOKENS = 48
@@ -180,7 +182,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--matchers",
         nargs="+",
         choices=MATCHERS,
-        default=list(MATCHERS),
+        default=["automaton", "library"],
     )
     parser.add_argument("--busy", action="store_true", help="run another Python thread")
     parser.add_argument(
@@ -205,9 +207,10 @@ def setups(options: argparse.Namespace) -> Iterator[Setup]:
         options.drafts,
         options.matchers,
     ):
-        for masking in options.masking if drafts else ["fill"]:
+        on_device = matcher == "device"
+        for masking in options.masking if drafts and not on_device else ["fill"]:
             yield Setup(slots, drafts, False, masking, matcher)
-        if options.trees and drafts > 1:
+        if options.trees and drafts > 1 and not on_device:
             yield Setup(slots, drafts, True, "probe", matcher)
 
 
@@ -227,6 +230,7 @@ def make_engine(setup: Setup, options: argparse.Namespace) -> Engine:
         extra["draft_tree"] = (2, max(2, setup.drafts // 2))
     if setup.matcher == "library":
         extra["grammar_backend"] = _library_backend
+    extra["device_automata"] = setup.matcher == "device"
     return Engine(
         model,
         drafter if setup.drafts else None,
