@@ -182,10 +182,14 @@ class Logprob(NamedTuple):
         Log probability of the token.
     top
         Pairs of id and log probability, most likely first.
+    rank
+        Rank of the token among all ids: 1 for the most likely id. Of ids with equal logits, the
+        lower id comes first. 0 if the rank is unknown.
     """
 
     value: float
     top: tuple[tuple[int, float], ...]
+    rank: int = 0
 
 
 @dataclass

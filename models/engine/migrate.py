@@ -222,9 +222,9 @@ def restore_output(state: RequestState, description: Mapping[str, Any]) -> None:
         setattr(output, name, value)
     if logprobs is not None:
         output.logprobs = []
-        for value, top in logprobs:
+        for value, top, *rank in logprobs:
             pairs = tuple((token, logprob) for token, logprob in top)
-            output.logprobs.append(Logprob(value, pairs))
+            output.logprobs.append(Logprob(value, pairs, *rank))
     state.submitted_at = time.monotonic() - description["age_s"]
     _, stopped = state.append_tokens(tokens)
     state.take_new_tokens()

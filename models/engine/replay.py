@@ -218,7 +218,7 @@ class Replays:
         if graph.grammar == "device":
             parts.decoder.skip(number)
         else:
-            parts.decoder.publish(number, guided)
+            parts.decoder.publish(number, guided, repeats=graph.repeats)
         parts.inputs.publish(number)
         self.launched = number
         rows = tuple(RowAssignment(state, state.slot, state.epoch) for state in states)
@@ -443,4 +443,8 @@ def _read_logprob(record: np.void, num_top: int) -> Logprob:
     for token, logprob in zip(ids[:num_top], logprobs[:num_top], strict=True):
         if logprob > -math.inf:
             top.append((token, logprob))
-    return Logprob(float(record["logprob"]), tuple(top))
+    return Logprob(
+        float(record["logprob"]),
+        tuple(top),
+        int(record["rank"]),
+    )

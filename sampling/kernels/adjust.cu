@@ -109,13 +109,20 @@ __device__ __forceinline__ void record_token(int r, const float* raw, int vocab_
     const int id = 0xffffff - static_cast<int>(last & 0xffffffu);
     if (k == 0) {
       best = stored.logits[id];
+      const u64 own = rank_key(stored.logits[token], token);
       u64 sum = 0;
+      u64 rank = 0;
       for (int c = static_cast<int>(threadIdx.x); c < vocab_size; c += BLOCK) {
         sum += fixed_point(exp_nonpositive(fadd(stored.logits[c], -best)));
+        rank += rank_key(stored.logits[c], c) >= own;
       }
       sum = block_reduce(sum, scratch, Sum());
+      rank = block_reduce(rank, scratch, Sum());
       log_sum = log_positive(from_fixed_point(sum));
-      if (leader) logprobs->logprob = fadd(fadd(stored.logits[token], -best), -log_sum);
+      if (leader) {
+        logprobs->logprob = fadd(fadd(stored.logits[token], -best), -log_sum);
+        logprobs->rank = static_cast<int>(rank);
+      }
     }
     if (leader && k < slot.logprobs) {
       logprobs->ids[k] = id;

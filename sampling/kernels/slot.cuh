@@ -70,9 +70,11 @@ struct Slot {
   int relaxed_until;  // id after which verification is coupled; -1: none
 };
 
-// Log probability of a committed token, and the most likely ids with their log probabilities.
+// Log probability of a committed token, its rank among all ids (1: most likely), and the most
+// likely ids with their log probabilities.
 struct Logprobs {
   float logprob;
+  int rank;
   int ids[MAX_LOGPROBS];
   float logprobs[MAX_LOGPROBS];
 };

@@ -154,8 +154,10 @@ def test_logit_adjustments_match_reference_in_all_modes(
             x = np.array(shaped[i] if params.logprobs_masked else logits[i]).astype(np.float64)
             x -= np.log(np.exp(x).sum(-1, keepdims=True))
             for j, token in enumerate(tokens):
-                best = np.argsort(-x[j], kind="stable")[: params.logprobs]
+                order = np.argsort(-x[j], kind="stable")
+                best = order[: params.logprobs]
                 np.testing.assert_allclose(reported[i, j]["logprob"], x[j, token], atol=2e-6)
+                assert reported[i, j]["rank"] == 1 + list(order).index(token)
                 np.testing.assert_array_equal(reported[i, j]["ids"][: params.logprobs], best)
                 np.testing.assert_allclose(
                     reported[i, j]["logprobs"][: params.logprobs], x[j, best], atol=2e-6

@@ -139,6 +139,24 @@ def test_echo_returns_prompt_text_and_its_log_probabilities(engine, complete):
         assert entry[str(token)]["logprob"] == logprob.value
 
 
+def test_prompt_logprobs_have_ranks_among_all_ids(engine, complete):
+    """The rank of a token does not depend on the number of ids that are reported."""
+    ids = engine.tokenizer.encode("name: Olga")
+    prompt = ids + engine.generate([Request(tokens=ids, max_tokens=8)])[0].tokens
+    alone = complete(prompt=prompt, prompt_logprobs=0)["prompt_logprobs"][1:]
+    entries = complete(prompt=prompt, prompt_logprobs=20)["prompt_logprobs"][1:]
+    found = []
+    for token, only, entry in zip(map(str, prompt[1:]), alone, entries, strict=True):
+        values = sorted((one["logprob"] for one in entry.values()), reverse=True)
+        rank = entry[token]["rank"]
+        assert only == {token: entry[token]}
+        assert sorted(one["rank"] for one in entry.values())[:20] == list(range(1, 21))
+        if rank <= 20:
+            assert values.index(entry[token]["logprob"]) == rank - 1
+        found.append(rank)
+    assert found[len(ids) - 1 :] == [1] * 8 and max(found) > 20
+
+
 def test_streamed_echo_equals_response_that_is_not_streamed(client):
     fields = {
         "model": "demo",

@@ -160,12 +160,12 @@ class ResponseChoice:
             return None
         entries: list[dict[str, Any] | None] = [None]
         for token, logprob in zip(self._prompt[1:], self._prompt_logprobs, strict=True):
-            ranks = {candidate: rank for rank, (candidate, _) in enumerate(logprob.top, 1)}
             entry = {}
-            for candidate, value in (*logprob.top, (token, logprob.value)):
+            candidates = [*enumerate(logprob.top, 1), (logprob.rank, (token, logprob.value))]
+            for rank, (candidate, value) in candidates:
                 entry[str(candidate)] = {
                     "logprob": max(value, _MIN_LOGPROB),
-                    "rank": ranks.get(candidate),
+                    "rank": rank or None,
                     "decoded_token": self._parser.token_text(candidate),
                 }
             entries.append(entry)
