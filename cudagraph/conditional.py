@@ -5,7 +5,8 @@ A condition is a 32-bit value on the device. A kernel sets it with
 :class:`Condition`, which is passed to the kernel as an ``unsigned long long`` argument.
 
 The driver allows kernels, copies, fills, child graphs and nested conditionals in a body. Adding a
-node of another kind, such as host work, raises :class:`OptionError`.
+node of another kind, such as a host node, raises :class:`OptionError`. Host work can be added with
+:meth:`GraphLane.spinkernel`, which uses kernels only, after :meth:`GraphLane.count_completed`.
 """
 
 from __future__ import annotations

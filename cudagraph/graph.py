@@ -26,8 +26,9 @@ from graft.cudagraph.driver import call, check_code, cu, prepare_driver_call
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.exec import GraphExec
 from graft.cudagraph.hostwork import HostWork, Spin, as_work, resolve_spin
-from graft.cudagraph.kernels import Kernel
+from graft.cudagraph.kernels import Kernel, load
 from graft.cudagraph.lanes import Array, Dims, check_copy, check_launch
+from graft.cudagraph.mailbox import KERNELS as MAILBOX_KERNELS
 from graft.cudagraph.mailbox import Limits, Mailbox, MailboxWorker
 from graft.cudagraph.memory import PinnedArray, check_byte
 from graft.cudagraph.nodes import Node
@@ -424,6 +425,9 @@ class Graph(GraphBase):
         Status words of the graphs that were moved into this one.
     unused_conditions : dict of int to str
         Names of the conditions that no conditional node uses yet, by handle.
+    completed : PinnedArray or None
+        uint32 [1], number of completed launches, if the graph counts them; see
+        :meth:`GraphLane.count_completed`.
     """
 
     def __init__(
@@ -442,6 +446,7 @@ class Graph(GraphBase):
         self.payloads: list[Payload] = []
         self.child_status: list[PinnedArray] = []
         self.unused_conditions: dict[int, str] = {}
+        self.completed: PinnedArray | None = None
         self._resource: _native.Resource | None = None
         self._worker: MailboxWorker | None = None
         self._parent_name: str | None = None
@@ -599,7 +604,8 @@ class GraphBody(GraphBase):
     """The body of a conditional node. Created by ``if_``, ``if_else`` and ``while_``.
 
     A body has lanes like a graph. Only kernels, copies, fills, child graphs and further
-    conditionals can be added to it. The owners of its nodes' operands are kept alive by the graph
+    conditionals can be added to it, and spinning mailboxes after
+    :meth:`GraphLane.count_completed`. The owners of its nodes' operands are kept alive by the graph
     that contains the body.
 
     Parameters
@@ -630,7 +636,13 @@ class GraphBody(GraphBase):
 
     def check_node_kind(self, kind: str, name: str, child: Graph | None = None) -> None:
         """Raise OptionError if the node, or a node of ``child``, is not allowed in a body."""
-        if kind not in BODY_NODE_KINDS:
+        self._check_kind(kind, name, child, self._root.completed is not None)
+
+    def _check_kind(
+        self, kind: str, name: str, child: Graph | None, allows_mailboxes: bool
+    ) -> None:
+        is_mailbox = kind in ("request", "wait")
+        if kind not in BODY_NODE_KINDS and not (is_mailbox and allows_mailboxes):
             raise OptionError(
                 f"{kind} node {name!r} is not allowed in the body of conditional {self.name!r}: "
                 "the driver allows kernels, copies, fills, child graphs and conditionals there"
@@ -639,7 +651,7 @@ class GraphBody(GraphBase):
             return
         for node in child.nodes:
             nested = child.child_graphs.get(node.index)
-            self.check_node_kind(node.kind, f"{name}/{node.name}", nested)
+            self._check_kind(node.kind, f"{name}/{node.name}", nested, False)
 
 
 @dataclass(frozen=True)
@@ -882,6 +894,22 @@ class GraphLane:
             spinkernel=True,
         )
 
+    def count_completed(self) -> None:
+        """Add a node that counts completed launches of the graph.
+
+        Afterwards, :meth:`spinkernel` can be used in the bodies of conditionals, whose runs are not
+        known at the launch. The node must run after these bodies, so add it to the same lane as the
+        conditionals, before their bodies are filled.
+        """
+        graph = self.graph
+        root = graph.root
+        if graph is not root:
+            raise OptionError(f"completed launches of {root.name!r} cannot be counted in a body")
+        if root.completed is None:
+            root.completed = PinnedArray(graph.context, (1,), "uint32")
+        kernel = load(graph.context, MAILBOX_KERNELS)["mailbox_completed"]
+        self.kernel(kernel, 1, 1, [root.completed], name="count completed launch")
+
     def _add_mailbox(
         self,
         work: HostWork,
@@ -893,6 +921,14 @@ class GraphLane:
         spinkernel: bool,
     ) -> None:
         graph = self.graph
+        completed = None
+        if isinstance(graph, GraphBody):
+            completed = graph.root.completed
+            if completed is not None and not spinkernel:
+                raise OptionError(
+                    f"mailbox {name!r} is not allowed in the body of conditional {graph.name!r}: "
+                    "use spinkernel()"
+                )
         thread = graph.root.worker if worker is None else worker
         box = Mailbox(
             graph.context,
@@ -901,6 +937,7 @@ class GraphLane:
             limits,
             output,
             spinkernel=spinkernel,
+            completed=completed,
         )
         title = name or box.item.title
         owners = (graph.status.owner, *box.owners)

@@ -151,6 +151,8 @@ class Mailbox:
         Array for the results, or None; see :meth:`GraphLane.mailbox`.
     spinkernel
         Whether a spinning kernel waits, instead of a batch memory operation.
+    completed
+        Word in which the graph counts completed launches; None if each launch posts one request.
     """
 
     def __init__(
@@ -162,6 +164,7 @@ class Mailbox:
         output: PinnedArray | None,
         *,
         spinkernel: bool,
+        completed: PinnedArray | None = None,
     ) -> None:
         if not isinstance(worker, MailboxWorker):
             raise OptionError(f"worker must be a MailboxWorker, not {type(worker).__name__}")
@@ -172,6 +175,7 @@ class Mailbox:
         self._limits = limits
         self._output = output
         self._spinkernel = spinkernel
+        self._completed = completed
         self._words = PinnedArray(context, (3, LINE_WORDS), "int32")
         self._counter = zeros(context, (1,), "uint32")
         self._kernels = load(context, KERNELS)
@@ -181,7 +185,8 @@ class Mailbox:
     def owners(self) -> tuple[object, ...]:
         """Objects that must live as long as the graph can run."""
         output = None if self._output is None else self._output.owner
-        arrays = (self._words.owner, self._counter.owner)
+        completed = None if self._completed is None else self._completed.owner
+        arrays = (self._words.owner, self._counter.owner, completed)
         return (*arrays, self._kernels, self._scratch, output, self.item.keep)
 
     def add_request(self, graph: int, dependencies: list[Any], _: object) -> Any:
@@ -251,7 +256,8 @@ class Mailbox:
             work = (fn, (*args, self._scratch), address, data)
             results = (self._scratch.ctypes.data, self._output.host_ptr, self._output.nbytes)
         timed_out = self._host_address(TIMED_OUT) if self._spinkernel else 0
-        words = (self._host_address(REQUEST), self._host_address(ACK), timed_out)
+        completed = 0 if self._completed is None else self._completed.host_ptr
+        words = (self._host_address(REQUEST), self._host_address(ACK), timed_out, completed)
         limits = (self._limits.answer_s, self._limits.replay_s or 0.0)
 
         return lambda graph: _native.attach_mailbox(

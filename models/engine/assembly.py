@@ -159,7 +159,7 @@ def assemble(
         )
         for part in (parts.inputs, parts.outputs, parts.timeline, parts.exchange, parts.decoder):
             resources.callback(part.close)
-        control = _make_control(device, options, ranks, mode)
+        control = _make_control(device, options, ranks)
         if control is not None:
             resources.callback(control.close)
         shield.check()
@@ -463,19 +463,12 @@ def _make_control(
     device: Device,
     options: Options,
     ranks: RankGroup | None,
-    mode: DraftMode,
 ) -> LoopControl | None:
     """Create the words of generation loops, if the option asks for them."""
     if options.generation != "graph":
         return None
     if ranks is not None:
         raise OptionError("generation='graph' cannot be combined with tensor parallelism")
-    if mode.is_lattice and mode.branch > 1:
-        raise OptionError(
-            f"generation='graph' cannot be combined with draft_tree {options.draft_tree} and a "
-            "drafter that computes the logits of all levels at once: the grammar step chooses the "
-            "drafts of such a tree on the host"
-        )
     return LoopControl(device, options.max_batch_size, options.slack, LOOP_ENTRIES)
 
 

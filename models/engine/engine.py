@@ -31,6 +31,7 @@ from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.ranks import RankGroup
 from graft.cudagraph.transports import choose_transport
 from graft.models.drafters import DrafterChoice
+from graft.models.drafters.feed import RoundScratch
 from graft.models.drafters.load import is_block_drafter
 from graft.models.engine.admission import Admission
 from graft.models.engine.assembly import assemble
@@ -64,6 +65,10 @@ __all__ = ["Engine", "batch_buckets"]
 
 LOG = logging.getLogger("graft")
 LOG.addHandler(logging.NullHandler())
+
+#: Maximum number of rounds of a generation loop with ``draft_length="auto"``. The draft length is
+#: chosen for each loop.
+ROUNDS_PER_LENGTH = 32
 
 #: `Engine.close` stops waiting when no device resource has been freed for this many seconds.
 RELEASE_POLL_S = 0.25
@@ -243,7 +248,7 @@ class Engine:
             automata=built.parts.automata,
         )
         if built.control is not None:
-            self._loops = Loops(slots, has_all_pages=options.has_all_pages)
+            self._loops = Loops(slots, built.parts.mode, has_all_pages=options.has_all_pages)
         return Scheduler(
             self._replays,
             slots,
@@ -286,23 +291,35 @@ class Engine:
                 )
                 self._variants.graphs[grammar, batch, drafts] = variant
                 self._run_empty(variant, num_replays, stats, shield)
-        if self._loops is not None and self._built.control is not None:
-            for key, graph in self.round_graphs.items():
+        self._build_loops(scratch, num_replays, shield)
+        chunks = self._built.prefill.warm(StreamLane(self._built.stream))
+        self._replays.wait_idle(stats)
+        shield.check()
+        for chunk in chunks:
+            self._scheduler.slots.prefill_scheduler.record_time(chunk.rows, chunk.elapsed_s())
+
+    def _build_loops(self, scratch: RoundScratch, num_replays: int, shield: Shield) -> None:
+        """Build the generation loops for all round graphs, and run them without requests."""
+        control = self._built.control
+        if self._loops is None or control is None:
+            return
+        stats = EngineStats()
+        has_automata = self._parts.automata is not None
+        max_rounds = None if len(self._built.budget.lengths) == 1 else ROUNDS_PER_LENGTH
+        for graph in self.round_graphs.values():
+            for grammar in self._loops.grammar_places(has_automata):
                 loop = GenerationGraph(
                     self._parts,
                     scratch,
                     graph.batch,
                     graph.drafts,
                     graph.made,
-                    self._built.control,
+                    control,
+                    grammar,
+                    max_rounds,
                 )
-                self._loops.graphs[key] = loop
-                self._run_empty(loop, 1, stats, shield)
-        chunks = self._built.prefill.warm(StreamLane(self._built.stream))
-        self._replays.wait_idle(stats)
-        shield.check()
-        for chunk in chunks:
-            self._scheduler.slots.prefill_scheduler.record_time(chunk.rows, chunk.elapsed_s())
+                self._loops.graphs[grammar, graph.batch, graph.drafts] = loop
+                self._run_empty(loop, num_replays, stats, shield)
 
     def _run_empty(
         self, graph: RoundGraph, replays: int, stats: EngineStats, shield: Shield

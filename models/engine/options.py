@@ -164,10 +164,9 @@ class Options:
     generation
         "rounds": each round is one launch. "graph": one launch runs many rounds of a batch, until
         its requests have ended, a request joins or leaves the batch, or the host has not read the
-        last 64 rounds. This applies to batches whose requests have no grammar or, with
-        `device_automata`, an automaton. Other batches run in rounds, and so does a batch while a
-        prompt is being prefilled. Requires ``composition="one"`` and a drafter that runs on the
-        device.
+        last 64 rounds. While a prompt is being prefilled, rounds are launched one by one. Grammar
+        steps on the host run through spinning kernels. Requires ``composition="one"`` and a drafter
+        that runs on the device.
     activations
         Precision of the activations that are multiplied with 16-bit weights on GPUs. "rounded":
         rounded to the type of the weights, as in training and serving; sums and everything else are

@@ -371,7 +371,7 @@ class Scheduler:
         if self.variants is not None:
             graph = self.variants.choose(graph, states)
         if self.loops is not None and not short:
-            graph = self.loops.choose(batch, drafts, states) or graph
+            graph = self.loops.choose(graph, states) or graph
         self.stats.launches += 1
         self._count_round(graph)
         self.replays.launch(graph, states)

@@ -4,10 +4,11 @@
 
     loop_begin - WHILE ( begin - target forward - verify - decide - publish - draft ... )
 
-The round of the body is that of `RoundGraph`. The steps of the grammar, if there are any, are
-kernels (`DeviceAutomata`). After verification, the kernel ``decide`` chooses whether the loop runs
-another replay, and the results of the replay tell the host what it has chosen. All replays of a
-loop have the same batch rows. A request that ends leaves its row empty.
+The round of the body is that of `RoundGraph`. Steps of the grammar on the host are mailboxes with
+spinning kernels, because the driver allows no host nodes in the body. After verification, the
+kernel ``decide`` chooses whether the loop runs another replay, and the results of the replay tell
+the host what it has chosen. All replays of a loop have the same batch rows. A request that ends
+leaves its row empty.
 """
 
 from __future__ import annotations
@@ -45,9 +46,13 @@ class GenerationGraph(RoundGraph):
         As in `RoundGraph`.
     control
         Words that host and device share.
+    grammar
+        Where the grammar steps run, one of `GRAMMAR_STEPS`.
     max_rounds
         Maximum number of replays of a loop; None sets no limit.
     """
+
+    repeats = True
 
     def __init__(
         self,
@@ -57,6 +62,7 @@ class GenerationGraph(RoundGraph):
         drafts: int,
         made: int,
         control: LoopControl,
+        grammar: str = "device",
         max_rounds: int | None = None,
     ):
         self._control = control
@@ -64,7 +70,7 @@ class GenerationGraph(RoundGraph):
         self._kernels = parts.device.load(_KERNELS)
         self._goes_on: Condition
         try:
-            super().__init__(parts, scratch, batch, drafts, made, "device")
+            super().__init__(parts, scratch, batch, drafts, made, grammar)
         except OptionError as error:
             raise OptionError(
                 f"generation='graph' requires a drafter that runs on the device: {error}"
@@ -72,7 +78,7 @@ class GenerationGraph(RoundGraph):
 
     def _make_grammar_steps(self, feed: Feed) -> GrammarSteps:
         parts = self.parts
-        if parts.automata is None:
+        if self.grammar == "device" and parts.automata is None:
             return _NoGrammarSteps(parts.decoder, parts.exchange)
         return super()._make_grammar_steps(feed)
 
@@ -96,6 +102,8 @@ class GenerationGraph(RoundGraph):
         lane.kernel(self._kernels["loop_begin"], 1, _THREADS, args, name="loop begin")
         self._goes_on = condition(graph, 1, name="another round")
         body = while_(lane, self._goes_on, name="rounds")
+        if self.grammar != "device":
+            lane.count_completed()
         return body.lane("model"), body.lane("grammar")
 
     def _input_args(self) -> list[object]:

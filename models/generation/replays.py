@@ -85,7 +85,10 @@ class LoopReplays(Replays):
         elif in_loop:
             number = self.launched + 1
             self._parts.outputs.reserve(number)
-            self._parts.decoder.skip(number)
+            if flight.graph.grammar == "device":
+                self._parts.decoder.skip(number)
+            else:
+                self._parts.decoder.repeat(number)
             self.launched = self._last = number
             self.unread.append(replace(flight, number=number))
 

@@ -184,7 +184,11 @@ class RoundGraph:
         Executables of the definitions.
     timed : tuple of Part
         Timed parts in order; part ``i`` is between stamps ``i`` and ``i + 1``.
+    repeats
+        Whether a launch may run more than one replay.
     """
+
+    repeats = False
 
     def __init__(
         self,

@@ -77,16 +77,29 @@ Worker::~Worker() {
   close(resident_);
 }
 
-bool Worker::publish(int64_t replay, int64_t previous, const std::vector<Request>& requests) {
-  Snapshot& entry = snapshot(replay);
-  if (entry.replay.load(std::memory_order_acquire) != 0) return false;
-  entry.previous = previous;
-  entry.requests.assign(requests.begin(), requests.end());
-  entry.replay.store(replay, std::memory_order_release);
+bool Worker::publish(int64_t replay, int64_t previous, const std::vector<Request>& requests,
+                     bool repeats) {
+  Snapshot* entry = find_snapshot(0);
+  if (entry == nullptr) return false;
+  entry->previous = previous;
+  entry->repeats = repeats;
+  entry->requests.assign(requests.begin(), requests.end());
+  entry->replay.store(replay, std::memory_order_release);
   return true;
 }
 
-void Worker::retire(int64_t replay) { snapshot(replay).replay.store(0, std::memory_order_release); }
+void Worker::retire(int64_t replay) {
+  Snapshot* entry = find_snapshot(replay);
+  if (entry != nullptr) entry->replay.store(0, std::memory_order_release);
+}
+
+// Returns the snapshot of a replay, or a free one if `replay` is 0; null if there is none.
+Snapshot* Worker::find_snapshot(int64_t replay) noexcept {
+  for (Snapshot& entry : snapshots_) {
+    if (entry.replay.load(std::memory_order_acquire) == replay) return &entry;
+  }
+  return nullptr;
+}
 
 // Returns the snapshot of the first replay with grammar steps after `replay_`; null if it has not
 // been published.
@@ -124,8 +137,14 @@ void Worker::wait_idle() const {
 void Worker::run(const StepRecord& record) noexcept {
   const int64_t start = monotonic_ns();
   if (record.step == Step::kOpen) {
-    current_ = next_snapshot();
-    replay_ = current_ != nullptr ? current_->replay.load(std::memory_order_relaxed) : replay_ + 1;
+    const Snapshot* next = next_snapshot();
+    if (next != nullptr) {
+      current_ = next;
+      replay_ = next->replay.load(std::memory_order_relaxed);
+    } else {
+      if (current_ != nullptr && !current_->repeats) current_ = nullptr;
+      ++replay_;
+    }
     counters_.of[count::replays].add();
     if (current_ == nullptr) counters_.of[count::missing_snapshots].add();
   }

@@ -45,9 +45,9 @@
 // 9. A pool thread may still use the matcher of a late slot when no replay refers to the slot any
 //    more. busy(slot) and wait_idle() tell the host when the matcher is free.
 // 10. The snapshot of a replay belongs to the publishing thread until `replay` is stored with
-//    release order, and then to the worker until retire(). publish() fails if the ring entry has
-//    not been retired. The matchers are borrowed: the publisher keeps their Python objects alive
-//    until retire().
+//    release order, and then to the worker until retire(). publish() fails if no
+//    snapshot is free. A snapshot that repeats is retired after the last replay that uses it. The
+//    matchers are borrowed: the publisher keeps their Python objects alive until retire().
 // 11. The rows of an optimistic request are not filled in the open step but get the state
 //    ROW_UNCHECKED, unless they are ready. Their tokens are sampled without masks. The check step
 //    gives a row the state ROW_CHECKED if the matcher accepts the token; otherwise it fills the
@@ -82,10 +82,12 @@ struct Request {
 };
 
 // Requests of one replay. The host publishes them before it launches the replay. `previous` is the
-// last replay before it whose graph has grammar steps.
+// last replay before it whose graph has grammar steps. If `repeats` is true, the snapshot is also
+// used for the replays that follow `replay` without a snapshot of their own.
 struct Snapshot {
   std::atomic<int64_t> replay{0};  // 0: empty; replays count from 1
   int64_t previous = 0;
+  bool repeats = false;
   std::vector<Request> requests;
 };
 
@@ -189,10 +191,10 @@ class Worker {
   Worker& operator=(const Worker&) = delete;
 
   // publish() and retire() are called by the thread that launches the rounds. publish() returns
-  // false if the ring entry of the replay still belongs to an earlier replay that has not been
-  // retired. Replays without grammar steps are not published: `previous` is the last replay before
-  // this one that has grammar steps.
-  bool publish(int64_t replay, int64_t previous, const std::vector<Request>& requests);
+  // false if all snapshots belong to replays that have not been retired. Replays without grammar
+  // steps are not published: `previous` is the last replay before this one that has grammar steps.
+  bool publish(int64_t replay, int64_t previous, const std::vector<Request>& requests,
+               bool repeats = false);
   void retire(int64_t replay);
   StepRecord* record(Step step, int draft);
   bool busy(int slot) const;
@@ -212,9 +214,7 @@ class Worker {
   bool waiting() const { return pool_ != nullptr && pool_->waiting(); }
 
  private:
-  Snapshot& snapshot(int64_t replay) {
-    return snapshots_[static_cast<size_t>(replay) % snapshots_.size()];
-  }
+  Snapshot* find_snapshot(int64_t replay) noexcept;
   const Snapshot* next_snapshot() const noexcept;
   int64_t replay_of(const int32_t& replay) const noexcept;
   void step(const StepRecord& record) noexcept;
@@ -241,7 +241,7 @@ class Worker {
   std::shared_ptr<const Forced> forced_;
   SlotWork work_;
   std::vector<Slot> slots_;
-  std::vector<Snapshot> snapshots_;  // a ring
+  std::vector<Snapshot> snapshots_;
   const Snapshot* current_ = nullptr;
   int64_t replay_ = 0;               // current replay
   std::vector<StepRecord> records_;  // open, check, commit, draft 1 .. K

@@ -188,17 +188,17 @@ void bind_mailboxes(nb::module_& m) {
       "attach_mailbox",
       [](std::uint64_t graph, std::shared_ptr<GraphState> state, std::shared_ptr<Worker> worker,
          std::string name, WorkTuple work,
-         std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> words,
+         std::tuple<std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t> words,
          std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> output,
          std::pair<double, double> limits, nb::object keep) {
         auto* record = make_record<HostRecord>(std::move(name), work, keep);
         record->set_state(state);
-        const auto [request, ack, timed_out] = words;
+        const auto [request, ack, timed_out, completed] = words;
         const auto [scratch, results, bytes] = output;
         auto port = std::make_shared<Port>(
             record, state, worker,
             MailboxWords{pointer<std::uint32_t>(request), pointer<std::uint32_t>(ack),
-                         pointer<std::uint32_t>(timed_out)},
+                         pointer<std::uint32_t>(timed_out), pointer<std::uint32_t>(completed)},
             MailboxOutput{pointer<void>(scratch), pointer<void>(results), bytes},
             MailboxLimits{limits.first, limits.second});
         auto* const keeper =
@@ -212,7 +212,8 @@ void bind_mailboxes(nb::module_& m) {
         return attach_record(graph, keeper);  // passes the keeper to the reaper on failure
       },
       "Attach a mailbox to a graph and a worker; return (code, api, user object). `words` are the "
-      "addresses (request, ack, timed_out or 0). `output` is (scratch, output, bytes). `limits` "
+      "addresses (request, ack, timed_out or 0, completed or 0). `output` is (scratch, output, "
+      "bytes). `limits` "
       "are "
       "the maximum seconds from the request to the answer and from the launch to the request (0: "
       "no "

@@ -81,6 +81,9 @@ std::uint32_t Port::last_closed() const {
 bool Port::expecting(std::uint32_t last) const {
   if (mailboxes_abandoned()) return false;
   const auto launched = static_cast<std::uint32_t>(state_->launched() - launches_before_);
+  if (words_.completed != nullptr) {
+    return newer(launched, __atomic_load_n(words_.completed, __ATOMIC_ACQUIRE));
+  }
   const std::uint32_t done = last_closed();
   return newer(launched, newer(last, done) ? last : done);
 }
@@ -216,7 +219,8 @@ bool Port::check_deadlines(std::int64_t now_ns) {
   const std::uint32_t done = last_closed();
   if (!expecting(done)) return false;
   const double due = static_cast<double>(now_ns - due_since_ns_.load()) * 1e-9;
-  if (limits_.replay_s > 0 && due >= limits_.replay_s && !state_->failed()) {
+  const bool limited = limits_.replay_s > 0 && words_.completed == nullptr;
+  if (limited && due >= limits_.replay_s && !state_->failed()) {
     fail(done + 1, "the device did not reach this step within " + seconds(limits_.replay_s) +
                        " of its launch");
   }

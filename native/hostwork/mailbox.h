@@ -63,6 +63,9 @@ struct MailboxWords {
   // Number of the last request whose spinning kernel ended at its own deadline; 0: none. The
   // pointer is null if the mailbox has no spinning kernel.
   std::uint32_t* timed_out = nullptr;
+  // Number of launches that have completed, which the device counts; null: each launch posts one
+  // request. With this word, a launch may post any number of requests.
+  const std::uint32_t* completed = nullptr;
 };
 
 // Buffers of the results. The work fills `scratch`. If the worker answers in time, it copies
@@ -127,10 +130,12 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   std::uint32_t last_closed() const;
   // Returns the number of the posted request; 0: none.
   std::uint32_t request() const { return __atomic_load_n(words_.request, __ATOMIC_ACQUIRE); }
-  // Returns whether a launch in flight will still post its request. `last` is the last request that
-  // the caller has seen.
+  // Returns whether a launch in flight will still post its request, or may still post requests.
+  // `last` is the last request that the caller has seen.
   bool expecting(std::uint32_t last) const;
+  // Returns the number of the launch that posted a request.
   std::int64_t replay_of(std::uint32_t seq) const {
+    if (words_.completed != nullptr) return state_->base() + state_->launched();
     return state_->base() + launches_before_ + seq;
   }
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
-from cudagraph_util import assert_raises, replay, run_program, wait_until_freed
+from cudagraph_util import (
+    LIMIT_S,
+    assert_raises,
+    replay,
+    run_program,
+    wait_until,
+    wait_until_freed,
+)
 
 from graft.cudagraph import (
     Device,
     Graph,
+    HostWorkError,
+    MailboxWorker,
     OptionError,
     Stream,
     condition,
@@ -173,3 +184,71 @@ def test_conditional_header_compiles_with_nvrtc() -> None:
     text = bytearray(nvrtc.nvrtcGetPTXSize(program)[1])
     nvrtc.nvrtcGetPTX(program, text)
     assert b".extern .func cudaGraphSetConditional" in text
+
+
+def test_while_body_runs_host_work_through_spinning_kernel(
+    device: Device, stream: Stream, module
+) -> None:
+    """The worker serves every run of the body in all launches in flight, and then sleeps."""
+    data = device.pinned((1,), "int32")
+    worker = MailboxWorker(wait="park")
+    seen = []
+    graph = Graph(device, "loop")
+    lane = graph.lane("main")
+    more = condition(graph, 1, name="more")
+    body = while_(lane, more, name="rounds").lane("inside")
+    lane.count_completed()
+    body.kernel(module["add"], 1, 1, [data, 1])
+
+    def work() -> None:
+        seen.append(int(data.array[0]))
+        data.array[0] += 1  # the device sees this change before it continues
+
+    body.spinkernel(work, worker=worker, name="ask")
+    body.kernel(module["below"], 1, 1, [more, data, 20])
+    executable = replay(graph, stream)
+    assert seen == list(range(1, 20, 2))
+    data.array[0] = 10
+    replay(executable, stream, 4)
+    assert seen[10:] == [*range(11, 20, 2), 21, 23, 25]
+    assert graph.completed is not None
+    assert graph.completed.array[0] == 5
+    wait_until(lambda: worker.native.parked)
+
+
+def test_while_body_fails_replay_if_answer_is_late(device: Device, stream: Stream, module) -> None:
+    """A step that misses its deadline ends the waits of all later runs of the body."""
+    data = device.zeros((1,), "int32")
+    graph = Graph(device, "loop")
+    lane = graph.lane("main")
+    more = condition(graph, 1, name="more")
+    body = while_(lane, more, name="rounds").lane("inside")
+    lane.count_completed()
+    body.spinkernel(lambda: time.sleep(0.3), deadline_s=0.05, name="slow")
+    body.kernel(module["add"], 1, 1, [data, 1])
+    body.kernel(module["below"], 1, 1, [more, data, 3])
+    executable = graph.instantiate()
+    executable.launch(stream)
+    with pytest.raises(HostWorkError, match=r"slow.*no answer within 0\.05 s"):
+        executable.synchronize(LIMIT_S)
+    assert data.to_host()[0] == 3
+
+
+def test_while_body_rejects_batch_memory_operations(device: Device, module) -> None:
+    graph = Graph(device, "loop")
+    lane = graph.lane("main")
+    loop = while_(lane, condition(graph, 0), name="rounds")
+    child = Graph(device, "child")
+    child.lane("x").spinkernel(print, name="spun")
+    lane.count_completed()
+    body = loop.lane("inside")
+    assert_raises(
+        OptionError,
+        {
+            r"mailbox 'ask'.*'rounds'": lambda: body.mailbox(print, name="ask"),
+            r"host node 'masks'.*'rounds'": lambda: body.host(print, name="masks"),
+            r"request node 'child/request: spun'.*'rounds'": lambda: body.child(child),
+            r"cannot be counted in a body": body.count_completed,
+        },
+    )
+    assert loop.nodes == []

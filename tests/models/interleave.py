@@ -170,6 +170,7 @@ class Interleaving:
             drafts=k,
             made=k,
             grammar="host",
+            repeats=False,
         )
 
     def _submit_request(self, number: int) -> None:

@@ -535,11 +535,11 @@ class SteppingDecoder(GuidedDecoder):
     # published requests alive.
     kept: list[Any] | None = None
 
-    def publish(self, replay: int, requests: Any) -> None:
+    def publish(self, replay: int, requests: Any, *, repeats: bool = False) -> None:
         self.toy.tick()
         if self.kept is not None:
             self.kept.extend(requests)
-        super().publish(replay, requests)
+        super().publish(replay, requests, repeats=repeats)
         self.toy.tick()
 
     def retire(self, replay: int) -> None:

@@ -25,6 +25,7 @@ from test_device_automata_rounds import automaton_requests
 from test_engine_equality import check_disturbed, expected_answers
 
 from graft.cudagraph.errors import DeviceError, OptionError
+from graft.grammar import GrammarSpec
 from graft.models.drafters import Suffix
 from graft.models.engine import assembly, replay
 from graft.models.generation.control import LOOP_ENTRIES, LoopControl
@@ -42,12 +43,29 @@ DISTURBED_OPTIONS = {
     "block drafter": {"drafter": DFLASH},
     "no drafter": {"speculation": False},
 }
+GUIDED_OPTIONS = {
+    "host": {},
+    "device": {"device_automata": True},
+    "tree": GROWN_TREE,
+    "device, tree": {"device_automata": True, **UNMASKED_TREE},
+    "lattice tree": {"drafter": DFLASH, **GROWN_TREE},
+    "probe": {"draft_masking": "probe"},
+    "optimistic": {"draft_masking": "optimistic"},
+    "mailbox": {"grammar_transport": "mailbox"},
+    "spinkernel": {"grammar_transport": "spinkernel"},
+    "late": {"grammar_threads": 2, "grammar_budget_us": 1.0},
+    "automatic length": {"draft_length": "auto"},
+    "few pages": {"pages": 40, "page_size": 16, "max_length": 400},
+}
+QUICK_GUIDED = ("host", "device")
 LOOP_KERNELS = "models/generation/kernels/loop.cu"
+#: Modes of the tests with disturbances; the last one runs in the quick suite.
+QUICK_LAST = [pytest.param("greedy", marks=pytest.mark.full), "coupled"]
 LOOP_MODES = {**MODES, "rejection": {"temperature": 0.9, "verify": "rejection"}}
 ALL_OPTIONS = {**DRAFTER_OPTIONS, **MORE_TREE_OPTIONS}
-#: Drafters of these names run on the host, also for requests without a grammar.
-HOST_DRAFTERS = ("host", "host, tree", "dflash, tree", "dspark, tree")
-QUICK = ("eagle3", "ngram")
+#: Names of drafters that run on the host.
+HOST_DRAFTERS = ("host", "host, tree")
+QUICK = ("eagle3",)
 
 
 def free_requests(**options):
@@ -68,17 +86,17 @@ def loop_engine(**options):
     ],
 )
 def test_loop_outputs_equal_outputs_of_rounds(drafter):
-    """Tokens, log probabilities and counts of drafts are those of rounds, also when sampling."""
-    options = ALL_OPTIONS[drafter]
-    with demo_engine(max_batch_size=3, **options) as engine:
-        expected = [
-            answers_and_drafts(engine.generate(free_requests(**mode)))
-            for mode in LOOP_MODES.values()
-        ]
+    """Tokens, log probabilities and counts of drafts are those of rounds, also when sampling.
+
+    Half of the requests have grammars. No row is late, so rejection sampling is reproducible.
+    """
+    options = {"max_batch_size": 3, "grammar_budget_us": None, **ALL_OPTIONS[drafter]}
+    modes = LOOP_MODES.values()
+    with demo_engine(**options) as engine:
+        expected = [answers_and_drafts(engine.generate(workload(**mode))) for mode in modes]
     with settled(loop_engine(**options)) as engine:
-        for mode, answers_of_mode in zip(LOOP_MODES.values(), expected, strict=True):
-            found = answers_and_drafts(engine.generate(free_requests(**mode)))
-            assert found == answers_of_mode
+        for mode, answers_of_mode in zip(modes, expected, strict=True):
+            assert answers_and_drafts(engine.generate(workload(**mode))) == answers_of_mode
         assert engine.stats.launches < engine.stats.rounds
 
 
@@ -94,18 +112,11 @@ def test_loop_is_launched_once_if_nothing_joins(batch):
         assert engine.stats.rounds > 5 + rounds_before
 
 
-def test_loop_engine_runs_mixed_batches():
-    """Requests with and without grammars alternate between rounds and loops."""
-    for mode in LOOP_MODES.values():
-        requests = workload(**mode)
-        with demo_engine(max_batch_size=3) as engine:
-            expected = answers(engine.generate(requests))
-        with settled(loop_engine()) as engine:
-            assert answers(engine.generate(requests)) == expected
-            assert engine._replays.loops > 0
-
-
-@pytest.mark.parametrize("options", [{}, UNMASKED_TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param(UNMASKED_TREE, marks=pytest.mark.full)],
+    ids=["chain", "tree"],
+)
 def test_loop_runs_requests_with_automata_on_device(options):
     """A loop runs the grammar steps of promoted requests, and the host runs none."""
     requests = automaton_requests()
@@ -137,7 +148,7 @@ def free_answers():
         for name, options in DISTURBED_OPTIONS.items()
     ],
 )
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", QUICK_LAST)
 def test_loops_do_not_change_outputs(free_answers, monkeypatch, options, mode):
     """Requests join, are preempted and are cancelled at random times."""
     monkeypatch.setattr(test_engine_equality, "workload", free_requests)
@@ -147,14 +158,21 @@ def test_loops_do_not_change_outputs(free_answers, monkeypatch, options, mode):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, pytest.param(UNMASKED_TREE, marks=pytest.mark.full)], ids=["chain", "tree"]
+    "options",
+    [
+        pytest.param(options, id=name, marks=() if name in QUICK_GUIDED else pytest.mark.full)
+        for name, options in GUIDED_OPTIONS.items()
+    ],
 )
-def test_loops_with_automata_do_not_change_outputs(expected_answers, options):
-    """Batches change between the host, the device and loops."""
-    with settled(loop_engine(max_batch_size=4, device_automata=True, **options)) as engine:
-        check_disturbed(engine, expected_answers, "coupled", seed=1)
+@pytest.mark.parametrize("mode", QUICK_LAST)
+def test_loops_with_grammars_do_not_change_outputs(expected_answers, options, mode):
+    """Loops run the grammar steps of their batch on the host, on the device or on both."""
+    with settled(loop_engine(max_batch_size=4, **options)) as engine:
+        check_disturbed(engine, expected_answers, mode, seed=1)
         assert engine._replays.loops > 0
-        assert len(engine.stats.rounds_by_grammar) == 3
+        assert engine.stats.rounds_by_grammar["host"] > 0
+        if "device_automata" in options and mode == "coupled":
+            assert len(engine.stats.rounds_by_grammar) == 3
 
 
 def published(engine):
@@ -200,17 +218,17 @@ def end_by_closing(engine, ids):
 
 ENDS = [
     end_by_cancelling,
-    end_by_preempting,
     end_by_joining,
-    end_by_migrating,
-    end_by_timeout,
-    end_by_closing,
+    *(
+        pytest.param(end, marks=pytest.mark.full)
+        for end in (end_by_preempting, end_by_migrating, end_by_timeout, end_by_closing)
+    ),
 ]
 
 
-def check_loop_ends(engine, end):
+def check_loop_ends(engine, end, request=LONG):
     """Check that a loop ends at most two replays after the host has asked for it."""
-    ids = start_loop(engine, LONG, replace(LONG, seed=2))
+    ids = start_loop(engine, request, replace(request, seed=2))
     limit = published(engine) + 200  # `migrate_out` waits for the device
     end(engine, ids)
     limit = min(limit, published(engine) + 2)
@@ -240,6 +258,14 @@ def test_loop_ends_within_two_rounds(end, long_ring, long_answer):
         assert answer(engine.generate([LONG])[0]) == long_answer
 
 
+@pytest.mark.parametrize("end", ENDS[1:])
+def test_loop_with_grammar_steps_ends_within_two_rounds(end, long_ring):
+    request = replace(LONG, grammar=GrammarSpec.regex("[a-z]{300,2000}"))
+    with settled(loop_engine()) as engine:
+        check_loop_ends(engine, end, request)
+        assert engine.stats.rounds_by_grammar["host"] > 0
+
+
 def check_full_ring(engine, expected):
     """Check that a loop waits for a host that reads no results, and that none is lost."""
     [request_id] = start_loop(engine, LONG)
@@ -266,7 +292,7 @@ def test_loop_results_are_lost_without_check_of_ring(monkeypatch, tmp_path, long
         check_full_ring(engine, long_answer)
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", ENDS[1:])
 def test_loop_goes_on_without_exit_word(end, monkeypatch, long_ring):
     """Mutant: if the word of the host is lost, the loop does not end when it must."""
     monkeypatch.setattr(LoopControl, "end", lambda control, first: None)
@@ -274,7 +300,7 @@ def test_loop_goes_on_without_exit_word(end, monkeypatch, long_ring):
         check_loop_ends(engine, end)
 
 
-@pytest.mark.parametrize("pages", [24, 40])
+@pytest.mark.parametrize("pages", [24, pytest.param(40, marks=pytest.mark.full)])
 def test_loop_ends_before_pages_run_out(pages):
     """With few pages, requests are preempted, and loops end when a request needs more pages."""
     requests = [replace(LONG, seed=i, max_tokens=200, verify="coupled") for i in range(4)]
@@ -343,7 +369,6 @@ def test_loop_engine_cancel_from_thread(long_answer):
     "options, message",
     [
         (DRAFTER_OPTIONS["host"], "drafter that runs on the device.*propose_repeat"),
-        (DRAFTER_OPTIONS["dflash, tree"], "draft_tree"),
         ({"composition": "two"}, "composition='one'"),
         ({"generation": "loop"}, "generation must be one of rounds, graph"),
     ],
