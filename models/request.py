@@ -125,6 +125,8 @@ class Request(SamplingParams):
     special_tokens
         Whether names of special tokens in the prompt or messages are encoded as special ids. If
         not, they are plain text. Names in the chat template itself always become special ids.
+    skip_special_tokens
+        Whether the text of the output omits special tokens. Stop ids produce no text in any case.
     priority
         Waiting requests with the highest priority get slots first. Running requests with the lowest
         priority are preempted first when KV-cache pages run out.
@@ -144,6 +146,7 @@ class Request(SamplingParams):
     n: int = 1
     stop: Sequence[str] | None = ()
     special_tokens: bool = True
+    skip_special_tokens: bool = True
     priority: int = 0
     timeout_s: float | None = None
     id: str | None = None
@@ -431,10 +434,10 @@ def _check_types(request: Request, limits: Limits) -> None:
             "grammar_bytes",
             limits,
         )
-    if not isinstance(request.special_tokens, bool):
-        raise RequestError(
-            f"special_tokens must be True or False, got {short_repr(request.special_tokens)}"
-        )
+    for name in ("special_tokens", "skip_special_tokens"):
+        value = getattr(request, name)
+        if not isinstance(value, bool):
+            raise RequestError(f"{name} must be True or False, got {short_repr(value)}")
 
 
 def _check_ranges(request: Request) -> None:

@@ -149,9 +149,13 @@ class Tokenizer:
         """Return the text of token ids, including special tokens only if `special` is true."""
         return decode(self.backend, self.vocab_size, ids, special)
 
-    def incremental(self) -> IncrementalDecoder:
-        """Return an incremental decoder for one output."""
-        return IncrementalDecoder(self.backend, self.vocab_size)
+    def incremental(self, *, special: bool = False) -> IncrementalDecoder:
+        """Return an incremental decoder for one output, with the arguments of `decode`."""
+        return IncrementalDecoder(
+            self.backend,
+            self.vocab_size,
+            special=special,
+        )
 
     def chat(
         self,

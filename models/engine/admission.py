@@ -109,7 +109,7 @@ class Admission:
             prompt=prompt,
             max_tokens=max_tokens,
             stop_ids=stop_ids,
-            decoder=self._tokenizer.incremental(),
+            decoder=self._tokenizer.incremental(special=not request.skip_special_tokens),
             grammar=grammar,
         )
 

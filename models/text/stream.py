@@ -84,11 +84,14 @@ class IncrementalDecoder:
         Tokenizer of the model.
     size
         Exclusive upper bound of the ids.
+    special
+        Whether to include special tokens.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, size: int) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, size: int, *, special: bool = False) -> None:
         self._backend = backend
         self._size = size
+        self._special = special
         self._ids: list[int] = []
         self._window_begin = 0
         self._num_emitted = 0  # number of ids whose text has been returned
@@ -126,6 +129,6 @@ class IncrementalDecoder:
         """Return the text of the ids that have not been emitted."""
         emitted = self._ids[self._window_begin : self._num_emitted]
         window = self._ids[self._window_begin :]
-        emitted_text = decode(self._backend, self._size, emitted)
-        window_text = decode(self._backend, self._size, window)
+        emitted_text = decode(self._backend, self._size, emitted, self._special)
+        window_text = decode(self._backend, self._size, window, self._special)
         return window_text[len(emitted_text) :]

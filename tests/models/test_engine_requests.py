@@ -45,6 +45,7 @@ INVALID_VALUES = {
     "verify": ("hope",),
     "id": (["unhashable"],),
     "special_tokens": ("no",),
+    "skip_special_tokens": (0,),
     "timeout_s": (0,),
     "priority": (0.5, "high"),
     "prompt": ("\ud800",),

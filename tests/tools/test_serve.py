@@ -364,7 +364,7 @@ def json_schema(**schema):
         ({"nonsense": 1}, 400, "'nonsense' is unknown"),
         ({"model": "other"}, 404, "no model 'other'"),
         ({"use_beam_search": True}, 400, "use_beam_search can only be False"),
-        ({"skip_special_tokens": False}, 400, "skip_special_tokens can only be True"),
+        ({"skip_special_tokens": 2}, 400, "skip_special_tokens must be True or False, got 2"),
         ({"seed": 2**63}, 400, "seed must be an integer from -9223372036854775808"),
         ({"seed": 1.5}, 400, "seed must be an integer"),
         ({"tool_choice": "auto"}, 400, "tool_choice 'auto' requires tools"),

@@ -52,7 +52,7 @@ def complete(post):
     "fields",
     [
         {"skip_special_tokens": True},
-        {"spaces_between_special_tokens": True},
+        {"spaces_between_special_tokens": False},
         {"ignore_eos": False},
         {"add_generation_prompt": True},
         {"continue_final_message": False},
@@ -89,6 +89,23 @@ def test_ignore_eos_generates_up_to_max_tokens(client, complete):
     assert {*json.loads(choice.message.content)} == {"name", "age"}
     choice = complete(ignore_eos=True)
     assert choice["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_special_tokens_are_part_of_the_text_on_request(engine, client, stream):
+    """The request allows the ids of two special tokens and no others."""
+    tokenizer = engine.tokenizer
+    allowed = [tokenizer.backend.token_to_id(name) for name in tokenizer.special_names[:2]]
+    fields = {"model": "demo", "prompt": "x", "max_tokens": 12, "stream": stream, "seed": 1}
+    extra = {"allowed_token_ids": allowed, "return_token_ids": True}
+    for skip in (True, False):
+        response = client.completions.create(
+            **fields, extra_body=extra | {"skip_special_tokens": skip}
+        )
+        choices = [chunk.choices[0] for chunk in response] if stream else response.choices
+        ids = [token for choice in choices for token in choice.token_ids]
+        expected = "" if skip else "".join(map(tokenizer.backend.id_to_token, ids))
+        assert len(ids) == 12 and "".join(choice.text for choice in choices) == expected
 
 
 def test_stop_reason_is_the_stop_string_or_the_requested_stop_id(engine, client, complete):

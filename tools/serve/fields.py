@@ -27,7 +27,7 @@ def _plain_fields() -> dict[str, str]:
     """Map the API fields that are copied without conversion to the fields of `Request`."""
     names = {param.name for param in dataclasses.fields(SamplingParams)}
     names -= _UNSUPPORTED_PARAMS | _CONVERTED_PARAMS
-    names |= {"n", "max_tokens", "timeout_s"}
+    names |= {"n", "max_tokens", "timeout_s", "skip_special_tokens"}
     return {_API_NAMES.get(name, name): name for name in names}
 
 
@@ -76,8 +76,10 @@ _CHAT_FIELDS = {
     "continue_final_message",
 }
 _COMPLETION_FIELDS = {"prompt"}
-#: Fields that are accepted and ignored, because they do not affect the output.
+#: Fields that are accepted and ignored, because they do not affect the output. Fast tokenizers have
+#: no option for spaces between special tokens.
 _IGNORED_FIELDS = {
+    "spaces_between_special_tokens",
     "user",
     "metadata",
     "service_tier",
@@ -110,8 +112,6 @@ _CONSTANT_FIELDS: dict[str, Any] = {
     "modalities": ["text"],
     "use_beam_search": False,
     "length_penalty": 1.0,
-    "skip_special_tokens": True,
-    "spaces_between_special_tokens": True,
     "no_stop_trim": False,
     "include_reasoning": True,
     "separate_reasoning": True,
