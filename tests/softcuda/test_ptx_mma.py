@@ -241,3 +241,79 @@ def test_integer_mma_wraps_or_saturates(modifier):
     wanted = sums.astype(np.int32) if not modifier else np.clip(sums, limits.min, limits.max)
     assert np.any(sums > limits.max) and np.any(sums < limits.min)
     np.testing.assert_array_equal(got.view(np.int32), wanted)
+
+
+# ---- wmma ----------------------------------------------------------------------------------------
+
+SHAPES = {"m16n16k16": (16, 16, 16), "m32n8k16": (32, 8, 16), "m8n32k16": (8, 32, 16)}
+
+
+def names(first: int, count: int) -> str:
+    return "{" + ", ".join(f"%r{first + i}" for i in range(count)) + "}"
+
+
+def wmma_kernel(shape: str, element: str, sums: str, layouts: tuple[str, str, str]) -> str:
+    """Return a kernel that multiplies matrices k_0 and k_1, adds k_2 and writes k_3."""
+    doubled = 2 if element == "f16" else 1
+    bits = {"s8": 8, "tf32": 32}.get(element, 16)
+    rows, columns, inner = SHAPES.get(shape, (16, 16, 8))
+    count_a = rows * inner * bits // 1024 * doubled
+    count_b = columns * inner * bits // 1024 * doubled
+    count_c = 4 if sums == "f16" else 8
+    row_a, row_b, row_c = layouts
+    types = f"{sums}.{sums}" if element == "f16" else f"{sums}.{element}.{element}.{sums}"
+    d, a, b = names(10, count_c), names(20, count_a), names(30, count_b)
+    return module(f"""
+        mov.u32 %r5, {rows if row_c == "col" else columns};
+        wmma.load.a.sync.aligned.{row_a}.{shape}.global.{element} {a}, [%rd0];
+        wmma.load.b.sync.aligned.{row_b}.{shape}.global.{element} {b}, [%rd1];
+        wmma.load.c.sync.aligned.{row_c}.{shape}.global.{sums} {d}, [%rd2], %r5;
+        wmma.mma.sync.aligned.{row_a}.{row_b}.{shape}.{types} {d}, {a}, {b}, {d};
+        wmma.store.d.sync.aligned.{row_c}.{shape}.global.{sums} [%rd3], {d}, %r5;
+    """)
+
+
+WMMA = [
+    ("m16n16k16", "f16", "f32", ("row", "col", "row")),
+    ("m16n16k16", "f16", "f16", ("col", "row", "col")),
+    ("m32n8k16", "bf16", "f32", ("row", "row", "row")),
+    ("m8n32k16", "f16", "f32", ("row", "col", "col")),
+    ("m32n8k16", "s8", "s32", ("col", "col", "row")),
+    ("m16n16k8", "tf32", "f32", ("row", "col", "row")),
+]
+
+
+@pytest.mark.parametrize("case", WMMA, ids=lambda case: f"{case[0]}-{case[1]}-{case[2]}")
+def test_wmma_equals_matrix_product(soft, case):
+    shape, element, sums, layouts = case
+    m, n, k = SHAPES.get(shape, (16, 16, 8))
+    rng = np.random.default_rng(19)
+    # Small integers, so that all sums are exact in every model.
+    matrices = [rng.integers(-7, 8, size) for size in ((m, k), (k, n), (m, n))]
+    store = {
+        "f16": lambda x: x.astype(np.float16),
+        "f32": lambda x: x.astype(np.float32),
+        "tf32": lambda x: x.astype(np.float32),
+        "s32": lambda x: x.astype(np.int32),
+        "s8": lambda x: x.astype(np.int8),
+        "bf16": lambda x: (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16),
+    }
+    pointers = []
+    for matrix, layout, kind in zip(matrices, layouts, (element, element, sums), strict=True):
+        stored = store[kind](matrix if layout == "row" else matrix.T)
+        pointers.append(soft.put(np.ascontiguousarray(stored)))
+    out_type = store[sums](np.zeros(1)).dtype
+    pointers.append(soft.put(np.zeros(m * n, out_type)))
+    loaded = soft.cuModuleLoadData(wmma_kernel(*case).encode() + b"\0")
+    soft.run(soft.cuModuleGetFunction(loaded, b"k"), 1, 32, *pointers)
+    got = soft.get(pointers[3], (m, n) if layouts[2] == "row" else (n, m), out_type)
+    soft.cuModuleUnload(loaded)
+    wanted = matrices[0] @ matrices[1] + matrices[2]
+    np.testing.assert_array_equal(got if layouts[2] == "row" else got.T, wanted)
+
+
+def test_wmma_of_wrong_size_is_refused(soft):
+    text = module("wmma.load.a.sync.aligned.row.m16n16k16.global.bf16 {%r1, %r2}, [%rd0];")
+    assert soft.d.cuModuleLoadData(text.encode() + b"\0")[0].name == "CUDA_ERROR_INVALID_PTX"
+    text = module("wmma.load.a.sync.aligned.row.m16n16k16.global.f64 {%rd1, %rd2}, [%rd0];")
+    assert soft.d.cuModuleLoadData(text.encode() + b"\0")[0].name == "CUDA_ERROR_NOT_SUPPORTED"

@@ -150,7 +150,7 @@ class Builder {
   declare(decode_integer) declare(decode_float) declare(decode_half) declare(decode_move)       \
       declare(decode_compare) declare(decode_convert) declare(decode_memory)                    \
           declare(decode_atomic) declare(decode_warp) declare(decode_mma) declare(decode_async) \
-              declare(decode_mbarrier) declare(decode_control)
+              declare(decode_mbarrier) declare(decode_wmma) declare(decode_control)
 
 using Decoder = bool (*)(Builder& b, Opcode& op, Instr& in);
 struct HandlerSet {

@@ -2,23 +2,19 @@
 // execute them together.
 #include <algorithm>
 
-#include "lanes.h"
+#include "mma.h"
 
 namespace softcuda {
 namespace ptx {
 namespace SC_PTX_ISA {
-namespace {
-
-constexpr unsigned kRows = 16;
-constexpr unsigned kColumns = 8;
-
-// Element types of A and B, in Instr::kind.
-enum Element : uint16_t { kBf16, kF16, kTf32, kE4m3, kE5m2, kS8, kU8 };
+namespace {}  // namespace
 
 unsigned bits_of(unsigned element) {
   if (element == kTf32) return 32;
   return element == kBf16 || element == kF16 ? 16 : 8;
 }
+
+namespace {
 
 inline float small_float(uint32_t bits, unsigned exponent_bits, unsigned mantissa_bits) {
   const uint32_t sign = bits >> (exponent_bits + mantissa_bits) & 1;
@@ -58,6 +54,18 @@ inline float element_value(uint32_t reg, unsigned e) {
       return static_cast<float>(reg >> (8 * e) & 255);
   }
 }
+
+}  // namespace
+
+float value_of(unsigned element, uint32_t reg, unsigned e) {
+  using Value = float (*)(uint32_t, unsigned);
+  constexpr Value kValues[] = {element_value<kBf16>, element_value<kF16>,  element_value<kTf32>,
+                               element_value<kE4m3>, element_value<kE5m2>, element_value<kS8>,
+                               element_value<kU8>};
+  return kValues[element](reg, e);
+}
+
+namespace {
 
 // Fragments: lane 4 g + t holds in register r the elements of row (A) or column (B) g, with
 // `per` elements per register from column (A) or row (B) t * per on. The registers of A alternate
@@ -210,6 +218,8 @@ void accumulate_fixed_point(const float (*a)[32], const float (*b)[kColumns], un
   }
 }
 
+}  // namespace
+
 void accumulate(const Kernel& kernel, unsigned element, const float (*a)[32],
                 const float (*b)[kColumns], unsigned inner, float (*d)[kColumns]) {
   switch (options().accumulation) {
@@ -246,7 +256,6 @@ void accumulate_integer(const float (*a)[32], const float (*b)[kColumns], unsign
   }
 }
 
-// Checks that all lanes of the warp are at the instruction. Sets `next` if they are not.
 bool all_lanes(Warp& w, const Instr* in, const Instr** next) {
   const uint32_t lanes = active_lanes(w, in);
   if (lanes == kAllLanes) return true;
@@ -263,6 +272,8 @@ bool all_lanes(Warp& w, const Instr* in, const Instr** next) {
   }
   return false;
 }
+
+namespace {
 
 // count: inner dimension. kind: element of A; aux: element of B, bit 8: float16 accumulators,
 // bit 9: saturates. The operand pool at imm has d, a, b and c.
@@ -384,6 +395,8 @@ const Instr* transpose_matrix(Warp& w, const Instr* in) {
   return in + 1;
 }
 
+}  // namespace
+
 bool element_of(Type type, uint16_t* element) {
   switch (type) {
     case Type::bf16:
@@ -411,6 +424,8 @@ bool element_of(Type type, uint16_t* element) {
       return false;
   }
 }
+
+namespace {
 
 bool decode_mma_sync(Builder& b, Opcode& op, Instr& in) {
   if (!op.take("sync")) return false;
