@@ -303,6 +303,7 @@ CREATE: dict[str, Callable[[Arguments], Any]] = {
     "location": lambda a: a.buffer(bytes([1, *[0] * 7])),
     "access_desc": lambda a: a.buffer(bytes([1, *[0] * 7, 3, *[0] * 3])),
     "ranges": lambda a: a.array(a.word("managed")),
+    "bus": lambda a: a.buffer(b"0000:00:00.0"),
     "ones": lambda a: a.array(1),
     "fours": lambda a: a.array(4),
     "access": lambda a: a.buffer(bytes([1, *[0] * 23])),

@@ -107,6 +107,18 @@ cuCtxSetCurrent,cuCtxPushCurrent [] ctx
 cuCtxPopCurrent [] out?
 cuCtxGetDevice,cuCtxGetFlags,cuModuleGetLoadingMode,cuThreadExchangeStreamCaptureMode [] out
 cuCtxSynchronize []
+cuCtxGetLimit [c] out 0|99|3:UNSUPPORTED_LIMIT
+cuCtxSetLimit [c] 0|99|3:UNSUPPORTED_LIMIT 4096
+cuCtxGetCacheConfig [c] out
+cuCtxSetCacheConfig [c] 1|9
+cuCtxSetFlags [c] 0|256
+cuCtxGetApiVersion,cuCtxGetId [] ctx out
+cuFuncSetCacheConfig [] function 1|9
+cuKernelSetCacheConfig [] kernel 1|9 dev
+cuDeviceGetByPCIBusId [f] out in.bus
+cuDeviceGetP2PAttribute [] out 1|99 dev dev -> INVALID_DEVICE
+cuDeviceGetExecAffinitySupport [] out 0|1 dev
+cuProfilerStart,cuProfilerStop [c]
 cuCtxGetStreamPriorityRange [] out? out?
 cuMemAlloc [cu] out 64|0|1125899906842624:OUT_OF_MEMORY
 cuMemFree [cu] dptr
@@ -182,7 +194,10 @@ cuLinkAddData [c] linking 1|0:NOT_SUPPORTED in.ptx 44|0 0 0 0 0
 cuLinkAddFile [c] linking 1|0:NOT_SUPPORTED in.ptx_path 0 0 0
 cuLinkComplete [c] linked out out?
 cuLinkDestroy [] linking
+cuModuleLoad [cu] out in.path
 cuModuleUnload [cu] module
+cuModuleGetFunctionCount [] out module
+cuModuleEnumerateFunctions [] out 1 module
 cuModuleGetFunction [] out module in.name
 cuFuncGetModule,cuFuncIsLoaded [] out function
 cuFuncGetName [] out function~INVALID_VALUE
@@ -207,6 +222,7 @@ cuOccupancyMaxActiveBlocksPerMultiprocessor [] out function 32|0 0
 cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags [] out function 32|0 0 0|2
 cuOccupancyMaxPotentialBlockSize [] out out function 0 0 0
 cuOccupancyMaxPotentialBlockSizeWithFlags [] out out function 0 0 0 0|2
+cuOccupancyMaxActiveClusters,cuOccupancyMaxPotentialClusterSize [] out function in.config
 cuOccupancyAvailableDynamicSMemPerBlock [] out function 1|0 32|0
 cuLaunchKernel [c] function 1|0 1|0 1|0 1|0|2048 1|0 1|0 0|9999999 stream in.arguments~- 0
 cuLaunchKernelEx [c] in.config function in.arguments~- 0
@@ -234,6 +250,7 @@ cuEventRecordWithFlags [] event stream 0|2|1
 cuEventElapsedTime [] out timed timed
 cuUserObjectCreate [] out 0 in.fn 1|0 1|0
 cuUserObjectRelease [] object 1|0|9
+cuUserObjectRetain [] object 1|0
 cuGraphRetainUserObject [] graph object 1|0 0|2
 cuGraphReleaseUserObject [] graph retained 1|0|9
 cuGraphCreate [] out 0|1
@@ -277,6 +294,10 @@ cuGraphHostNodeSetParams [] hnode in.host
 cuGraphBatchMemOpNodeSetParams [] bnode in.batch
 cuGraphEventRecordNodeSetEvent [] rnode event
 cuGraphEventWaitNodeSetEvent [] wnode event
+cuGraphGetId [] graph out
+cuGraphExecGetId [] exec out
+cuGraphNodeGetLocalId,cuGraphNodeGetToolsId,cuGraphNodeGetContainingGraph [] node out
+cuGraphKernelNodeCopyAttributes [] knode knode
 cuGraphKernelNodeGetAttribute [] knode 8|99:NOT_SUPPORTED out
 cuGraphKernelNodeSetAttribute [] knode 8|99:NOT_SUPPORTED in.bytes
 cuGraphHostNodeGetParams [] hnode out

@@ -308,3 +308,16 @@ def test_child_graph_moved_into_parent_belongs_to_it(soft, stream) -> None:
     assert code(d.cuGraphDestroy(child)) == "INVALID_HANDLE"
     soft.cuMemFree(a)
     assert soft.live() == before
+
+
+def test_graph_ids_differ_and_nodes_name_their_graph(soft, graph):
+    """Graphs, executable graphs and nodes have different ids. A node returns its graph."""
+    other = soft.cuGraphCreate(0)
+    nodes = [soft.cuGraphAddEmptyNode(g, [], 0) for g in (graph, graph, other)]
+    assert len({int(soft.cuGraphNodeGetToolsId(node)) for node in nodes}) == 3
+    assert len({int(soft.cuGraphNodeGetLocalId(node)) for node in nodes[:2]}) == 2
+    assert int(soft.cuGraphGetId(graph)) != int(soft.cuGraphGetId(other))
+    containing = [int(soft.cuGraphNodeGetContainingGraph(node)) for node in nodes]
+    assert containing == [int(graph), int(graph), int(other)]
+    executables = [soft.cuGraphInstantiate(g, 0) for g in (graph, other)]
+    assert len({int(soft.cuGraphExecGetId(executable)) for executable in executables}) == 2

@@ -169,3 +169,25 @@ assert code(d.cuDevicePrimaryCtxSetFlags(0, 256)) == "INVALID_VALUE"
 assert s.cuDeviceCanAccessPeer(0, 0) == 0
 assert s.cuDeviceGetPCIBusId(64, 0).partition(bytes(1))[0] == b"0000:00:00.0"
 """)
+
+
+def test_context_returns_limits_and_preferences(soft):
+    """Limits, cache configuration and flags of the context are returned as they were set."""
+    d = soft.d
+    limits = d.CUlimit
+    before = int(soft.cuCtxGetLimit(limits.CU_LIMIT_STACK_SIZE))
+    soft.cuCtxSetLimit(limits.CU_LIMIT_STACK_SIZE, 4096)
+    assert int(soft.cuCtxGetLimit(limits.CU_LIMIT_STACK_SIZE)) == 4096
+    soft.cuCtxSetLimit(limits.CU_LIMIT_STACK_SIZE, before)
+    prefer = d.CUfunc_cache.CU_FUNC_CACHE_PREFER_L1
+    soft.cuCtxSetCacheConfig(prefer)
+    assert soft.cuCtxGetCacheConfig() == prefer
+    flags = int(soft.cuCtxGetFlags())
+    soft.cuCtxSetFlags(4)
+    assert int(soft.cuCtxGetFlags()) == 4
+    soft.cuCtxSetFlags(flags)
+    created = soft.cuCtxCreate(None, 0, 0)
+    ids = {int(soft.cuCtxGetId(context)) for context in (soft.context, created)}
+    assert len(ids) == 2
+    soft.cuCtxDestroy(created)
+    soft.cuCtxSetCurrent(soft.context)

@@ -25,11 +25,6 @@ thread_local std::vector<CUcontext> t_stack;
 const CUcontext kPrimary = reinterpret_cast<CUcontext>(0x50000000000010);
 std::set<CUcontext>& g_created = *new std::set<CUcontext>;
 
-bool is_context(CUcontext context) {
-  std::lock_guard<std::mutex> lock(g_context_mutex);
-  return context == kPrimary || g_created.count(context) != 0;
-}
-
 // Returns a numeric environment variable; `fallback` if it is not set or not a number.
 unsigned long number_setting(const char* name, unsigned long fallback) {
   const char* text = std::getenv(name);
@@ -49,6 +44,16 @@ unsigned usable_cores() {
   return std::thread::hardware_concurrency();
 }
 }  // namespace
+
+bool is_context(CUcontext context) {
+  std::lock_guard<std::mutex> lock(g_context_mutex);
+  return context == kPrimary || g_created.count(context) != 0;
+}
+
+void set_context_flags(unsigned flags) {
+  std::lock_guard<std::mutex> lock(g_context_mutex);
+  g_primary_flags = flags;
+}
 
 bool forked() { return g_forked.load(std::memory_order_relaxed); }
 bool initialised() { return g_initialised.load(std::memory_order_acquire); }
@@ -277,8 +282,7 @@ SC_API(cuDevicePrimaryCtxGetState, 7000, kNoLock | kAfterFault, CUdevice, device
 SC_API(cuDevicePrimaryCtxSetFlags_v2, 11000, kNoLock, CUdevice, device, unsigned, flags) {
   require(device == 0, CUDA_ERROR_INVALID_DEVICE);
   require((flags & ~0x1fu) == 0);
-  std::lock_guard<std::mutex> lock(g_context_mutex);
-  g_primary_flags = flags;
+  set_context_flags(flags);
 }
 
 SC_API(cuCtxGetFlags, 7000, kNoLock, unsigned*, flags) {

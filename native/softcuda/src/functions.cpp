@@ -118,15 +118,25 @@ SC_API(cuLibraryLoadData, 12000, kUnsafe, CUmodule*, out, const void*, image, in
   *out = load_with_options(image, n, options, values);
 }
 
-SC_API(cuLibraryLoadFromFile, 12000, kUnsafe, CUmodule*, out, const char*, path, int*, options,
-       void**, values, unsigned, n, int*, library_options, void**, library_values, unsigned, m) {
-  require(out != nullptr && path != nullptr);
+// Loads an image from a file.
+static CUmodule load_file(const char* path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) refuse(CUDA_ERROR_FILE_NOT_FOUND, std::string("cannot read ") + path);
   std::vector<char> image((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
   // load_module() reads an ELF header first. The zeros make this safe for a file that is too short.
   image.resize(image.size() + 64);
-  *out = load_module(image.data());
+  return load_module(image.data());
+}
+
+SC_API(cuModuleLoad, 2000, kContext | kUnsafe, CUmodule*, out, const char*, path) {
+  require(out != nullptr && path != nullptr);
+  *out = load_file(path);
+}
+
+SC_API(cuLibraryLoadFromFile, 12000, kUnsafe, CUmodule*, out, const char*, path, int*, options,
+       void**, values, unsigned, n, int*, library_options, void**, library_values, unsigned, m) {
+  require(out != nullptr && path != nullptr);
+  *out = load_file(path);
 }
 
 SC_API(cuModuleUnload, 2000, kContext | kUnsafe, CUmodule, module) {
@@ -158,19 +168,21 @@ SC_API(cuLibraryGetKernel, 12000, 0, void**, out, void*, library, const char*, n
   *out = find_kernel(library, name);
 }
 
-SC_API(cuLibraryGetKernelCount, 12040, 0, unsigned*, n, void*, library) {
-  const auto found = modules.find(library);
-  require(n != nullptr);
-  *n = static_cast<unsigned>(found->functions.size());
-}
-
-SC_API(cuLibraryEnumerateKernels, 12040, 0, void**, out, unsigned, n, void*, library) {
-  const auto found = modules.find(library);
-  require(out != nullptr);
-  for (unsigned i = 0; i < n && i < found->functions.size(); ++i) {
-    out[i] = found->functions[i]->handle;
+#define LIST_FUNCTIONS(count, enumerate)                                 \
+  SC_API(count, 12040, 0, unsigned*, n, void*, module) {                 \
+    const auto found = modules.find(module);                             \
+    require(n != nullptr);                                               \
+    *n = static_cast<unsigned>(found->functions.size());                 \
+  }                                                                      \
+  SC_API(enumerate, 12040, 0, void**, out, unsigned, n, void*, module) { \
+    const auto found = modules.find(module);                             \
+    require(out != nullptr);                                             \
+    for (unsigned i = 0; i < n && i < found->functions.size(); ++i) {    \
+      out[i] = found->functions[i]->handle;                              \
+    }                                                                    \
   }
-}
+LIST_FUNCTIONS(cuLibraryGetKernelCount, cuLibraryEnumerateKernels)
+LIST_FUNCTIONS(cuModuleGetFunctionCount, cuModuleEnumerateFunctions)
 
 // ---- functions and kernels -------------------------------------------------------------------
 #define OF_FUNCTION(kind, flags)                                                                \

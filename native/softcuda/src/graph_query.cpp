@@ -104,6 +104,29 @@ SC_API(cuGraphNodeGetType, 10000, 0, CUgraphNode, handle, int*, out) {
   *out = node->type;
 }
 
+// Returns the number of a handle among all handles of its kind, which are never reused (A5).
+static unsigned number_of(const void* handle) {
+  return static_cast<unsigned>(reinterpret_cast<uint64_t>(handle) / 16 & 0xffffffff);
+}
+
+#define GET_ID(symbol, T, handles, Handle)           \
+  SC_API(symbol, 13010, 0, Handle, handle, T*, id) { \
+    handles.find(handle);                            \
+    require(id != nullptr);                          \
+    *id = number_of(handle);                         \
+  }
+GET_ID(cuGraphGetId, unsigned, graphs, CUgraph)
+GET_ID(cuGraphExecGetId, unsigned, graph_execs, CUgraphExec)
+GET_ID(cuGraphNodeGetLocalId, unsigned, graph_nodes, CUgraphNode)
+GET_ID(cuGraphNodeGetToolsId, unsigned long long, graph_nodes, CUgraphNode)
+
+SC_API(cuGraphNodeGetContainingGraph, 13010, 0, CUgraphNode, handle, CUgraph*, out) {
+  const auto node = graph_nodes.find(handle);
+  require(out != nullptr);
+  std::lock_guard<std::mutex> lock(graph_mutex);
+  *out = static_cast<CUgraph>(node->graph->handle);
+}
+
 // The flags, which select details to print, are ignored.
 SC_API(cuGraphDebugDotPrint, 11030, 0, CUgraph, handle, const char*, path, unsigned, flags) {
   const auto graph = graphs.find(handle);

@@ -43,3 +43,12 @@ SC_API(cuGraphKernelNodeGetAttribute, 10000, 0, CUgraphNode, handle, int, attrib
   std::lock_guard<std::mutex> lock(graph_mutex);
   std::memcpy(value, stored_value(*node, attribute, value).data(), kAttributeBytes);
 }
+
+SC_API(cuGraphKernelNodeCopyAttributes, 11000, 0, CUgraphNode, dst, CUgraphNode, src) {
+  const auto to = graph_nodes.find(dst);
+  const auto from = graph_nodes.find(src);
+  require(to->type == CU_GRAPH_NODE_TYPE_KERNEL && from->type == CU_GRAPH_NODE_TYPE_KERNEL,
+          CUDA_ERROR_INVALID_VALUE, "both nodes must be kernel nodes");
+  std::lock_guard<std::mutex> lock(graph_mutex);
+  to->attributes = from->attributes;
+}

@@ -123,10 +123,19 @@ SC_API(cuLaunchKernel, 4000, kContext, CUfunction, f, unsigned, gx, unsigned, gy
   launch({f, gx, gy, gz, bx, by, bz, shared, params, extra, nullptr, nullptr}, stream);
 }
 
-// Accepts launch attributes that are hints, because hints do not change results. Refuses all
-// others.
-static void check_launch_attribute(int id) {
+// Accepts launch attributes that are hints, because hints do not change results, and clusters of
+// one block. Refuses all others.
+static void check_launch_attribute(const CUlaunchAttribute& attribute) {
+  const int id = attribute.id;
+  unsigned size[3];
+  std::memcpy(size, attribute.value, sizeof size);
   switch (id) {
+    case CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION:
+      require(size[0] == 1 && size[1] == 1 && size[2] == 1, CUDA_ERROR_NOT_SUPPORTED,
+              "clusters of more than one block are not implemented");
+      return;
+    // The launch starts when the preceding work is complete, which the attribute allows.
+    case CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION:
     case CU_LAUNCH_ATTRIBUTE_IGNORE:
     case CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW:
     case CU_LAUNCH_ATTRIBUTE_PRIORITY:
@@ -143,7 +152,7 @@ static void check_launch_attribute(int id) {
 SC_API(cuLaunchKernelEx, 11060, kContext, const CUlaunchConfig*, c, CUfunction, f, void**, params,
        void**, extra) {
   require(c != nullptr);
-  for (unsigned i = 0; i < c->numAttrs; ++i) check_launch_attribute(c->attrs[i].id);
+  for (unsigned i = 0; i < c->numAttrs; ++i) check_launch_attribute(c->attrs[i]);
   launch({f, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ,
           c->sharedMemBytes, params, extra, nullptr, nullptr},
          c->hStream);

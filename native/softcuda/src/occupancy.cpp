@@ -1,6 +1,7 @@
 // Occupancy queries. They apply the limits of the device attributes, so that programs that choose a
 // block size work. They do not predict speed, because a worker runs one block at a time.
 #include <algorithm>
+#include <cstring>
 
 #include "modules.h"
 
@@ -83,6 +84,37 @@ SC_API(cuOccupancyMaxPotentialBlockSizeWithFlags, 7000, kNoLock, int*, grid, int
        flags) {
   require(flags <= 1);
   choose_block_size(grid, block, f, shared_of, dynamic_shared, limit);
+}
+
+// Returns the number of blocks per cluster of a launch configuration.
+static unsigned cluster_size(const CUlaunchConfig& config) {
+  for (unsigned i = 0; i < config.numAttrs; ++i) {
+    if (config.attrs[i].id != CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) continue;
+    unsigned size[3];
+    std::memcpy(size, config.attrs[i].value, sizeof size);
+    return size[0] * size[1] * size[2];
+  }
+  return 1;
+}
+
+// Only clusters of one block are supported.
+SC_API(cuOccupancyMaxPotentialClusterSize, 11070, kNoLock, int*, out, CUfunction, f,
+       const CUlaunchConfig*, config) {
+  functions.find(f);
+  require(out != nullptr && config != nullptr);
+  *out = 1;
+}
+
+SC_API(cuOccupancyMaxActiveClusters, 11070, kNoLock, int*, out, CUfunction, handle,
+       const CUlaunchConfig*, config) {
+  const auto f = functions.find(handle);
+  require(out != nullptr && config != nullptr);
+  const unsigned threads = config->blockDimX * config->blockDimY * config->blockDimZ;
+  require(threads > 0, CUDA_ERROR_INVALID_VALUE, "a block dimension is 0");
+  const int blocks = threads > 1024 || cluster_size(*config) != 1
+                         ? 0
+                         : blocks_per_sm(*f, static_cast<int>(threads), config->sharedMemBytes);
+  *out = blocks * device_attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
 }
 
 SC_API(cuOccupancyAvailableDynamicSMemPerBlock, 10020, kNoLock, size_t*, out, CUfunction, handle,

@@ -122,6 +122,12 @@ SC_API(cuUserObjectCreate, 11030, 0, CUuserObject*, out, void*, data, CUhostFn, 
   *out = static_cast<CUuserObject>(object->handle);
 }
 
+SC_API(cuUserObjectRetain, 11030, 0, CUuserObject, handle, unsigned, count) {
+  const auto object = objects.find(handle);
+  require(count != 0 && count <= kMaxReferences);
+  object->refs += count;
+}
+
 SC_API(cuUserObjectRelease, 11030, 0, CUuserObject, handle, unsigned, count) {
   InlineDestructorScope inline_destructors;
   const auto object = objects.find(handle);
