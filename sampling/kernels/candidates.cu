@@ -36,7 +36,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     scratch.token = is_unconstrained(stamp_of(exchange, layout, index, 0), slot.epoch);
   }
   block_sync();
-  if (scratch.token && layout.mode != DRAFT_MODE_TREE_LATTICE) return;
+  if (scratch.token && layout.mode != DRAFT_MODE_TREE_LATTICE) {
+    skip_row(cross_block[r], scratch);
+    return;
+  }
   Candidates* head =
       reinterpret_cast<Candidates*>(record_of(exchange, layout, index, layout.candidate_ids));
   int* ids = reinterpret_cast<int*>(head + 1) + level * layout.candidates;

@@ -68,12 +68,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   int token = known;
   int kind = DRAFT_POINT;
   if (token >= 0 || (state != ROW_FREE && state != ROW_READY)) {
-    // Every block of the row arrives: an answer that is late may have reached only some of them.
-    // Blocks that sample then find a best column that is invalid, and make no draft.
-    if (leader) atomicMax(&cross_block[b].best, ~0ull);
-    if (!is_last(cross_block[b], scratch)) return;
-    if (leader) cross_block[b].best = 0;
-    if (token < 0) return;
+    if (!skip_row(cross_block[b], scratch) || token < 0) return;
   } else {
     float* x = logits + static_cast<long long>(b) * draft_vocab;
     // draft_candidates has already adjusted the logits of the slots that it probed.
