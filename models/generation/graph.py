@@ -33,6 +33,8 @@ _NO_LIMIT = 2**31 - 1
 class _NoGrammarSteps(GrammarSteps):
     """Adds nothing: no request of the loop has a grammar."""
 
+    has_host_steps = False
+
     def _add(self, *_: object) -> None:
         pass
 
