@@ -7,7 +7,7 @@ import hmac
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graft.cudagraph.errors import GraftError
-from graft.models.request import Output
+from graft.models.request import Event, Output
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.checks import short_repr
 from graft.tools.serve.engine_driver import EngineDriver
@@ -35,7 +35,12 @@ from graft.tools.serve.prompt_logprobs import score_prompts
 from graft.tools.serve.protocol import ApiRequest, RequestParser
 from graft.tools.serve.replicas import Replicas
 from graft.tools.serve.request_stream import RequestStream
-from graft.tools.serve.responses import ResponseChoice, response_body, token_usage
+from graft.tools.serve.responses import (
+    ResponseChoice,
+    response_body,
+    token_usage,
+    without_output,
+)
 from graft.tools.serve.tokenization import detokenize, tokenize
 from graft.tools.version import version
 
@@ -407,9 +412,8 @@ class _GenerateEndpoint:
     ) -> Response:
         """Wait for all outputs and return the response."""
         outputs: dict[int, Output] = {}
-        async for index, event in stream:
+        async for index, event in _events(api_request, stream):
             if event.output is not None:
-                check_output(event.output)
                 outputs[index] = event.output
         ordered = [outputs[i] for i in range(len(outputs))]
         builders = await self._choices(api_request)
@@ -455,17 +459,17 @@ class _GenerateEndpoint:
 
         try:
             choices = await self._choices(api_request)
-            async for index, event in stream:
+            async for index, event in _events(api_request, stream):
                 if event.output is not None:
-                    check_output(event.output)
                     outputs.append(event.output)
                 if not started:
                     started = True
                     await send(_STREAM_START)
                 for chunk in choices[index].chunks(event):
                     body = response_body(api_request, name, [chunk])
-                    if api_request.include_usage and api_request.continuous_usage:
-                        body["usage"] = choices[index].usage()
+                    if api_request.include_usage:
+                        continuous = api_request.continuous_usage
+                        body["usage"] = choices[index].usage() if continuous else None
                     await send_json(body)
             if api_request.include_usage:
                 body = response_body(api_request, name, [])
@@ -476,6 +480,22 @@ class _GenerateEndpoint:
             await send_json(to_api_error(error).body)
         await send_event("[DONE]")
         await send({"type": "http.response.body", "body": b""})
+
+
+async def _events(
+    api_request: ApiRequest, stream: RequestStream
+) -> AsyncIterator[tuple[int, Event]]:
+    """Yield the events of a request.
+
+    Raises
+    ------
+    ApiError
+        If an engine request was refused, failed or was cancelled.
+    """
+    async for index, event in stream:
+        if event.output is not None:
+            check_output(event.output)
+        yield index, without_output(event) if api_request.prompt_only else event
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
@@ -490,10 +510,12 @@ def _run_in(
 
 
 async def _handle_error(_request: HttpRequest, error: Exception) -> Response:
+    headers: Mapping[str, str] = {}
     if isinstance(error, HTTPException):
+        headers = error.headers or {}
         error = ApiError(error.detail, error.status_code)
     api_error = to_api_error(error)
-    return _json_response(api_error.body, api_error.status, api_error.headers)
+    return _json_response(api_error.body, api_error.status, {**api_error.headers, **headers})
 
 
 def _json_response(

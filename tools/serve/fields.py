@@ -34,7 +34,7 @@ def _plain_fields() -> dict[str, str]:
 #: API fields that are copied to a `Request` without conversion, with their names in `Request`.
 PLAIN_FIELDS = _plain_fields()
 #: Fields that define a grammar, with the keys of vLLM's structured_outputs that have the same
-#: meaning. vLLM had the fields guided_* before version 0.12. SGLang has regex and ebnf.
+#: meaning. vLLM had the fields guided_* before version 0.12. SGLang has the last three fields.
 GRAMMAR_FIELDS = {
     "guided_json": "json",
     "guided_json_object": "json_object",
@@ -43,6 +43,7 @@ GRAMMAR_FIELDS = {
     "guided_grammar": "grammar",
     "regex": "regex",
     "ebnf": "ebnf",
+    "json_schema": "json",
 }
 _OTHER_FIELDS = {
     "model",
@@ -61,6 +62,8 @@ _OTHER_FIELDS = {
     "return_token_ids",
     "return_tokens_as_token_ids",
     "request_id",
+    "best_of",
+    "bad_words",
     *_CONVERTED_PARAMS,
 }
 _CHAT_FIELDS = {
@@ -77,9 +80,10 @@ _CHAT_FIELDS = {
 }
 _COMPLETION_FIELDS = {"prompt"}
 #: Fields that are accepted and ignored, because they do not affect the output. Fast tokenizers have
-#: no option for spaces between special tokens.
+#: no option for spaces between special tokens, and all grammar backends enforce the same grammar.
 _IGNORED_FIELDS = {
     "spaces_between_special_tokens",
+    "guided_decoding_backend",
     "user",
     "metadata",
     "service_tier",
@@ -108,7 +112,7 @@ _WORD = re.compile(r"stop ids|\w+")
 #: Fields of which only one value is supported, with this value. It is the default of OpenAI, vLLM
 #: and SGLang.
 _CONSTANT_FIELDS: dict[str, Any] = {
-    "best_of": 1,
+    "detokenize": True,
     "modalities": ["text"],
     "use_beam_search": False,
     "length_penalty": 1.0,
@@ -117,7 +121,6 @@ _CONSTANT_FIELDS: dict[str, Any] = {
     "separate_reasoning": True,
     "stream_reasoning": True,
     "return_hidden_states": False,
-    "bad_words": [],
 }
 
 

@@ -24,6 +24,10 @@ _STRUCTURED_KEYS = {
     "grammar",
     "structural_tag",
 }
+#: Options of structured_outputs that have no effect here. JSON is written on one line, and no other
+#: backend is tried.
+_NEUTRAL_OPTIONS = ("disable_fallback", "disable_any_whitespace")
+_STRICT_OPTION = "disable_additional_properties"
 #: Types of the ``format`` of a structural tag that are equivalent to a key of structured_outputs,
 #: with this key and the name of the field that has the value.
 _FORMATS = {
@@ -41,7 +45,8 @@ class _FoundGrammar(NamedTuple):
     name
         Name of the field that defines the grammar, for error messages.
     key
-        Key of structured_outputs, or ``"ebnf"``.
+        Key of structured_outputs, ``"ebnf"``, or ``"strict_json"`` for a schema that allows no
+        additional properties.
     value
         Value of the key.
     """
@@ -112,20 +117,11 @@ def _response_format(fields: Mapping[str, Any]) -> list[_FoundGrammar]:
 def _structured_outputs(fields: Mapping[str, Any]) -> list[_FoundGrammar]:
     """Return the grammars of structured_outputs and of the fields in `GRAMMAR_FIELDS`."""
     structured = fields.get("structured_outputs")
-    if structured is None:
-        structured = {}
-    elif (
-        not isinstance(structured, dict)
-        or not _STRUCTURED_KEYS.issuperset(structured)
-        or all(value is None for value in structured.values())
-    ):
-        raise ApiError(
-            f"structured_outputs must have one of {', '.join(sorted(_STRUCTURED_KEYS))}, "
-            f"got {short_repr(structured)}",
-            param="structured_outputs",
-        )
-    # Error messages name the key (such as "regex"), not the field structured_outputs.
-    found = [_FoundGrammar(key, key, value) for key, value in structured.items()]
+    found = []
+    if structured is not None:
+        # Error messages name the key (such as "regex"), not the field structured_outputs.
+        for key, value in _read_structured_outputs(structured).items():
+            found.append(_FoundGrammar(key.removeprefix("strict_"), key, value))
     for name, key in GRAMMAR_FIELDS.items():
         if name in fields:
             found.append(_FoundGrammar(name, key, fields[name]))
@@ -134,6 +130,31 @@ def _structured_outputs(fields: Mapping[str, Any]) -> list[_FoundGrammar]:
         for grammar in found
         if grammar.value is not None and (grammar.key, grammar.value) != ("json_object", False)
     ]
+
+
+def _read_structured_outputs(structured: Any) -> dict[str, Any]:
+    """Return the grammars of structured_outputs by key, without options and nulls."""
+    grammars = {}
+    if isinstance(structured, dict):
+        grammars = {key: value for key, value in structured.items() if value is not None}
+    strict = False
+    for option in (*_NEUTRAL_OPTIONS, _STRICT_OPTION):
+        value = grammars.pop(option, False)
+        if not isinstance(value, bool):
+            raise ApiError(
+                f"{option} must be true or false, got {short_repr(value)}",
+                param="structured_outputs",
+            )
+        strict = option == _STRICT_OPTION and value
+    if not grammars or not _STRUCTURED_KEYS.issuperset(grammars):
+        raise ApiError(
+            f"structured_outputs must have one of {', '.join(sorted(_STRUCTURED_KEYS))}, "
+            f"got {short_repr(structured)}",
+            param="structured_outputs",
+        )
+    if strict and "json" in grammars:
+        grammars["strict_json"] = grammars.pop("json")
+    return grammars
 
 
 @functools.lru_cache(64)
@@ -146,7 +167,7 @@ def make_grammar_spec(key: str, text: str) -> GrammarSpec | None:
     Parameters
     ----------
     key
-        Key, for example ``"regex"``.
+        Key of `_FoundGrammar`, for example ``"regex"``.
     text
         Value of the key, as JSON text.
 
@@ -160,6 +181,10 @@ def make_grammar_spec(key: str, text: str) -> GrammarSpec | None:
         key, value = _structural_tag(value)
         if key == "any_text":
             return None
+    if key == "strict_json":
+        spec = GrammarSpec.json_schema(value, strict=True)
+        spec.check()
+        return spec
     if key == "json":
         key = "schema"
     elif key == "json_object":

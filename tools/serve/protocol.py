@@ -63,6 +63,8 @@ class ApiRequest:
         Whether to report the token ids of prompts and outputs.
     ids_as_names
         Whether log probabilities name tokens by their ids, in the form ``token_id:5``.
+    prompt_only
+        Whether the response has the echoed prompt and no generated text (``max_tokens: 0``).
     tools
         Functions that the model may call.
     reasoning
@@ -85,6 +87,7 @@ class ApiRequest:
     include_stop: bool = False
     return_token_ids: bool = False
     ids_as_names: bool = False
+    prompt_only: bool = False
     tools: ToolChoice = field(default_factory=lambda: ToolChoice([]))
     reasoning: Sequence[bool | None] = ()
     created: int = field(default_factory=lambda: int(time.time()))
@@ -157,6 +160,7 @@ class RequestParser:
         ApiError, GraftError
             If a field is invalid.
         """
+        _check_best_of(fields)
         prompts = [self.chat_prompt(fields, grammar)] if chat else self._prompts(fields)
         max_length = read_integer(fields, "truncate_prompt_tokens", 1, 2**31 - 1)
         if max_length is not None:
@@ -186,6 +190,7 @@ class RequestParser:
             include_stop=read_bool(fields, "include_stop_str_in_output"),
             return_token_ids=read_bool(fields, "return_token_ids"),
             ids_as_names=read_bool(fields, "return_tokens_as_token_ids"),
+            prompt_only=_is_prompt_only(fields, chat),
             tools=read_tool_choice(fields),
             reasoning=reasoning_starts,
         )
@@ -324,6 +329,8 @@ class RequestParser:
             options["top_k"] = 0 if fields["top_k"] == -1 else fields["top_k"]
         if "max_completion_tokens" in fields:
             options["max_tokens"] = fields["max_completion_tokens"]
+        if _is_prompt_only(fields, chat):
+            options["max_tokens"] = 1  # the generated token is not a part of the response
         if "stop" in fields:
             stop = fields["stop"]
             options["stop"] = [stop] if isinstance(stop, str) else stop
@@ -332,7 +339,32 @@ class RequestParser:
         options["logprobs"] = _read_logprobs(fields, chat)
         if read_bool(fields, "ignore_eos"):
             options |= self._ignore_stop_ids(fields, grammar, options["max_tokens"])
+        banned = {*options.get("banned_ids", ()), *self._bad_word_ids(fields)}
+        if banned:
+            options["banned_ids"] = sorted(banned)
         return options
+
+    def _bad_word_ids(self, fields: Mapping[str, Any]) -> set[int]:
+        """Return the ids of the words in bad_words, with and without a space before the word."""
+        words = fields.get("bad_words", [])
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise ApiError(
+                f"bad_words must be a list of strings, got {short_repr(words)}", param="bad_words"
+            )
+        ids = set()
+        for word in words:
+            stripped = word.lstrip()
+            for text in (stripped, f" {stripped}"):
+                tokens = self.tokenizer.encode(text, special=False, parse_special=False)
+                if len(tokens) == 1:
+                    ids.add(tokens[0])
+                elif text == stripped:
+                    raise ApiError(
+                        f"each of bad_words must be a single token of the model, but "
+                        f"{short_repr(word)} has {len(tokens)} tokens",
+                        param="bad_words",
+                    )
+        return ids
 
     def _ignore_stop_ids(
         self, fields: Mapping[str, Any], grammar: GrammarSpec | None, max_tokens: Any
@@ -345,6 +377,22 @@ class RequestParser:
             return {"min_tokens": max_tokens or 2**31 - 1}
         stop_ids = fields.get("stop_token_ids") or ()
         return {"banned_ids": [token for token in self.tokenizer.stop_ids if token not in stop_ids]}
+
+
+def _is_prompt_only(fields: Mapping[str, Any], chat: bool) -> bool:
+    """Return whether the response has the echoed prompt and no generated text, as in vLLM."""
+    max_tokens = fields.get("max_tokens")
+    return not chat and type(max_tokens) is int and max_tokens == 0 and read_bool(fields, "echo")
+
+
+def _check_best_of(fields: Mapping[str, Any]) -> None:
+    n = fields.get("n", 1)
+    best_of = fields.get("best_of", n)
+    if best_of != n or isinstance(best_of, bool):
+        raise ApiError(
+            f"best_of must be equal to n, which is {short_repr(n)}, got {short_repr(best_of)}",
+            param="best_of",
+        )
 
 
 def _check_num_choices(fields: Mapping[str, Any], num_prompts: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from graft.models.request import Event, Logprob, Output
@@ -289,6 +290,21 @@ class ResponseChoice:
             "logprob": max(value, _MIN_LOGPROB),
             "bytes": list(self._parser.token_bytes(token)),
         }
+
+
+def without_output(event: Event) -> Event:
+    """Return an event without the generated tokens and their text."""
+    logprobs = None if event.logprobs is None else ()
+    output = event.output
+    if output is not None:
+        output = replace(
+            output,
+            tokens=[],
+            text="",
+            logprobs=None if output.logprobs is None else [],
+            reason="length",
+        )
+    return Event(event.id, (), "", output, logprobs)
 
 
 def token_usage(outputs: Sequence[Output]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from graft.models.errors import RequestError
 from graft.models.request import check_size, check_token_ids
 from graft.sampling.checks import short_repr
 from graft.tools.serve.errors import ApiError
@@ -71,12 +72,15 @@ def detokenize(parser: RequestParser, fields: Mapping[str, Any]) -> dict[str, An
 
     Raises
     ------
-    ApiError, RequestError
+    ApiError
         If a field is invalid.
     """
     fields = select_fields(fields, _DETOKENIZE_FIELDS, parser.name)
     tokens = fields.get("tokens")
     if not isinstance(tokens, list):
         raise ApiError(f"tokens must be a list of ids, got {short_repr(tokens)}", param="tokens")
-    check_token_ids("tokens", tokens, parser.tokenizer.vocab_size)
+    try:
+        check_token_ids("tokens", tokens, parser.tokenizer.vocab_size)
+    except RequestError as error:
+        raise ApiError(str(error), param="tokens") from error
     return {"prompt": parser.tokenizer.decode(tokens, special=True)}

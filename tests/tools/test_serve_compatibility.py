@@ -1,0 +1,406 @@
+"""Behaviour that clients of OpenAI, vLLM and SGLang rely on.
+
+Each test compares a response with a statement of the API's documentation, with the engine, or with
+the response to an equivalent request.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from graft.models.request import Request
+
+for package in ("starlette", "uvicorn", "prometheus_client"):
+    pytest.importorskip(package, reason="the extra serve is not installed")
+pytest.importorskip("openai", reason="the package openai is not installed")
+pytest.importorskip("httpx", reason="the package httpx is not installed")
+
+from serving_util import PERSON, PROMPT, response_format  # noqa: E402
+
+KEY = {"authorization": "Bearer key"}
+TEXT = "name: Olga"
+MESSAGES = [{"role": "user", "content": PROMPT}]
+OPEN_PERSON = {key: value for key, value in PERSON.items() if key != "additionalProperties"}
+
+
+@pytest.fixture
+def send(server, http):
+    """Return a function that sends a request with a key and returns the HTTP response."""
+
+    def request(path, method="POST", **fields):
+        url = server.url.removesuffix("/v1") + path
+        return http.request(method, url, json=fields or None, headers=KEY, timeout=60)
+
+    return request
+
+
+@pytest.fixture
+def complete(send):
+    """Return a function that sends a completion request and returns the parsed response."""
+
+    def request(**fields):
+        defaults = {"prompt": TEXT, "temperature": 0, "max_tokens": 6}
+        response = send("/v1/completions", **defaults | fields)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    return request
+
+
+@pytest.fixture
+def chat(send):
+    """Return a function that sends a chat request and returns the parsed response."""
+
+    def request(**fields):
+        defaults = {"messages": MESSAGES, "temperature": 0, "max_tokens": 40}
+        response = send("/v1/chat/completions", **defaults | fields)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    return request
+
+
+@pytest.fixture
+def events(send):
+    """Return a function that sends a streamed request and returns the parsed chunks."""
+
+    def request(path, **fields):
+        response = send(path, **{"temperature": 0, "max_tokens": 6, "stream": True} | fields)
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.text.split("\n\n") if line]
+        assert all(line.startswith("data: ") for line in lines)
+        assert lines.pop() == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+    return request
+
+
+def text_of(body):
+    [choice] = body["choices"]
+    return choice["text"]
+
+
+# Responses ------------------------------------------------------------------------------------
+
+
+def test_completion_has_documented_fields(complete):
+    body = complete(n=2)
+    assert body["object"] == "text_completion" and body["id"].startswith("cmpl-")
+    assert body["model"] == "demo" and isinstance(body["created"], int)
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    assert {choice["finish_reason"] for choice in body["choices"]} == {"length"}
+    usage = body["usage"]
+    assert usage["completion_tokens"] == 12
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 12
+
+
+def test_chat_completion_has_documented_fields(chat):
+    body = chat()
+    [choice] = body["choices"]
+    assert body["object"] == "chat.completion" and body["id"].startswith("chatcmpl-")
+    assert choice["message"]["role"] == "assistant" and choice["message"]["refusal"] is None
+    assert choice["finish_reason"] == "stop" and choice["logprobs"] is None
+    assert "tool_calls" not in choice["message"]
+
+
+def test_several_prompts_have_choices_in_order(complete):
+    body = complete(prompt=[TEXT, "age: 7"], n=2)
+    texts = [choice["text"] for choice in body["choices"]]
+    assert texts == [text_of(complete(prompt=prompt)) for prompt in [TEXT] * 2 + ["age: 7"] * 2]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+
+
+def test_chat_log_probabilities_are_sorted_and_have_bytes(chat):
+    [choice] = chat(logprobs=True, top_logprobs=3, max_tokens=4)["choices"]
+    content = choice["logprobs"]["content"]
+    assert (
+        b"".join(bytes(entry["bytes"]) for entry in content).decode()
+        == (choice["message"]["content"])
+    )
+    for entry in content:
+        values = [top["logprob"] for top in entry["top_logprobs"]]
+        assert len(values) == 3 and values == sorted(values, reverse=True)
+        assert entry["logprob"] == values[0] <= 0  # the request is greedy
+        assert sum(map(math.exp, values)) < 1 + 1e-6
+    [plain] = chat(logprobs=True, max_tokens=4)["choices"]
+    assert [entry["top_logprobs"] for entry in plain["logprobs"]["content"]] == [[]] * len(content)
+    assert chat(logprobs=False)["choices"][0]["logprobs"] is None
+
+
+def test_completion_logprobs_of_zero_report_the_sampled_tokens(complete):
+    [choice] = complete(logprobs=0)["choices"]
+    logprobs = choice["logprobs"]
+    assert {len(values) for values in logprobs.values()} == {6}
+    assert "".join(logprobs["tokens"]) == choice["text"]
+    lengths = [len(token) for token in logprobs["tokens"]]
+    assert logprobs["text_offset"] == [sum(lengths[:i]) for i in range(6)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_without_generation_scores_the_prompt(engine, complete, events, stream):
+    """``max_tokens: 0`` with ``echo`` returns the prompt with its log probabilities.
+
+    Evaluation harnesses send such requests.
+    """
+    fields = {"prompt": TEXT, "max_tokens": 0, "echo": True, "logprobs": 1}
+    if stream:
+        chunks = events("/v1/completions", **fields, stream_options={"include_usage": True})
+        usage = chunks.pop()["usage"]
+        choices = [chunk["choices"][0] for chunk in chunks]
+        tokens = [token for one in choices for token in one["logprobs"]["tokens"]]
+        values = [value for one in choices for value in one["logprobs"]["token_logprobs"]]
+    else:
+        body = complete(**fields)
+        choices = body["choices"]
+        usage = body["usage"]
+        tokens = choices[0]["logprobs"]["tokens"]
+        values = choices[0]["logprobs"]["token_logprobs"]
+    num_tokens = len(engine.tokenizer.encode(TEXT))
+    assert "".join(choice["text"] for choice in choices) == "".join(tokens) == TEXT
+    assert len(values) == num_tokens and values[0] is None and max(values[1:]) <= 0
+    assert choices[-1]["finish_reason"] == "length"
+    assert usage == usage | {"completion_tokens": 0, "total_tokens": num_tokens}
+
+
+# Streams --------------------------------------------------------------------------------------
+
+
+def test_stream_has_role_first_and_finish_reason_last(events, chat):
+    chunks = events("/v1/chat/completions", messages=MESSAGES, max_tokens=40)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert choices[0]["delta"]["role"] == "assistant"
+    assert all("role" not in choice["delta"] for choice in choices[1:])
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    assert text == chat()["choices"][0]["message"]["content"]
+
+
+def test_stream_usage_is_null_except_in_the_last_chunk(events, complete):
+    chunks = events("/v1/completions", prompt=TEXT, stream_options={"include_usage": True})
+    *rest, last = chunks
+    assert last["choices"] == [] and all(chunk["usage"] is None for chunk in rest)
+    assert last["usage"]["total_tokens"] == complete()["usage"]["total_tokens"]
+    assert all("usage" not in chunk for chunk in events("/v1/completions", prompt=TEXT))
+
+
+def test_stream_never_contains_a_stop_string(events):
+    chunks = events("/v1/completions", prompt=TEXT, stop=["gaOl"], max_tokens=12)
+    texts = [chunk["choices"][0]["text"] for chunk in chunks]
+    assert "".join(texts) == "Ol"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_streamed_samples_have_their_own_indices(events):
+    chunks = events("/v1/completions", prompt=TEXT, n=3, seed=1, temperature=1)
+    ends = [one["choices"][0] for one in chunks if one["choices"][0]["finish_reason"]]
+    assert sorted(choice["index"] for choice in ends) == [0, 1, 2]
+
+
+# Sampling -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": -1},
+        {"top_k": 0},
+        {"top_p": 1},
+        {"min_p": 0},
+        {"best_of": 1},
+        {"suffix": None},
+        {"logit_bias": {}},
+        {"stop": []},
+        {"bad_words": []},
+        {"detokenize": True},
+        {"repetition_penalty": 1},
+        {"guided_decoding_backend": "xgrammar"},
+        {"stream": None},
+        {"user": "u"},
+    ],
+)
+def test_neutral_values_do_not_change_a_completion(complete, fields):
+    assert complete(**fields)["choices"] == complete()["choices"]
+
+
+def test_best_of_may_equal_n(send, complete):
+    assert len(complete(n=2, best_of=2)["choices"]) == 2
+    response = send("/v1/completions", prompt=TEXT, n=1, best_of=2)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "best_of"
+
+
+def test_seed_repeats_samples(complete):
+    fields = {"seed": 7, "temperature": 1.5, "n": 2, "max_tokens": 12}
+    first = [choice["text"] for choice in complete(**fields)["choices"]]
+    assert first == [choice["text"] for choice in complete(**fields)["choices"]]
+    assert first[0] != first[1]
+    assert first != [choice["text"] for choice in complete(**fields | {"seed": 8})["choices"]]
+
+
+def test_min_tokens_delays_stop_ids(chat):
+    usage = chat()["usage"]["completion_tokens"]
+    longer = chat(min_tokens=usage + 5)["usage"]["completion_tokens"]
+    assert usage < usage + 5 <= longer
+
+
+def test_max_completion_tokens_replaces_max_tokens(chat):
+    body = chat(max_completion_tokens=1, max_tokens=9)
+    assert body["usage"]["completion_tokens"] == 1
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+def test_bad_words_are_never_generated(engine, send, complete):
+    assert "Olga" in text_of(complete())
+    assert "Olga" not in text_of(complete(bad_words=["Olga"]))
+    [token] = engine.tokenizer.encode("Olga", special=False)
+    [output] = engine.generate([Request(tokens=engine.tokenizer.encode(TEXT), max_tokens=6)])
+    assert token in output.tokens
+    response = send("/v1/completions", prompt=TEXT, bad_words=["x y z"])
+    assert response.status_code == 400 and "single token" in response.text
+
+
+def test_logit_bias_and_allowed_ids_select_tokens(engine, complete):
+    [token] = engine.tokenizer.encode("a", special=False)
+    assert text_of(complete(logit_bias={str(token): 100})) == "a" * 6
+    assert text_of(complete(allowed_token_ids=[token])) == "a" * 6
+
+
+# Structured outputs ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": response_format(PERSON)},
+        {"guided_json": PERSON},
+        {"guided_json": json.dumps(PERSON)},
+        {"json_schema": json.dumps(PERSON)},
+        {"structured_outputs": {"json": PERSON}},
+        {"structured_outputs": {"json": PERSON, "regex": None, "disable_fallback": False}},
+        {"structured_outputs": {"json": PERSON, "disable_any_whitespace": True}},
+        {"structured_outputs": {"json": OPEN_PERSON, "disable_additional_properties": True}},
+    ],
+)
+def test_all_spellings_of_a_schema_are_enforced(chat, fields):
+    content = chat(**fields, max_tokens=80)["choices"][0]["message"]["content"]
+    assert {*json.loads(content)} == {"name", "age"} and "\n" not in content
+
+
+def test_open_schema_allows_other_properties_unless_they_are_disabled(chat, send):
+    """The schema requires a property that it does not list."""
+    schema = {"type": "object", "properties": {"z": {"type": "null"}}, "required": ["name"]}
+    structured = {"json": schema, "disable_additional_properties": False}
+    content = chat(structured_outputs=structured, max_tokens=120)["choices"][0]["message"]
+    assert "name" in json.loads(content["content"])
+    structured["disable_additional_properties"] = True
+    response = send("/v1/chat/completions", messages=MESSAGES, structured_outputs=structured)
+    assert response.status_code == 400 and "allows no output" in response.text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_choice": ["yes", "no"]},
+        {"structured_outputs": {"choice": ["yes", "no"]}},
+        {"guided_regex": "yes|no"},
+        {"regex": "yes|no"},
+        {"guided_grammar": 'root ::= "yes" | "no"'},
+        {"ebnf": 'root ::= "yes" | "no"'},
+        {"structured_outputs": {"grammar": 'start: "yes" | "no"'}},
+    ],
+)
+def test_all_spellings_of_a_choice_are_enforced(chat, fields):
+    assert chat(**fields)["choices"][0]["message"]["content"] in ("yes", "no")
+
+
+def test_json_object_format_generates_an_object(chat):
+    for fields in (
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"json_object": True}},
+    ):
+        content = chat(**fields, max_tokens=120)["choices"][0]["message"]["content"]
+        assert isinstance(json.loads(content), dict)
+
+
+# Messages -------------------------------------------------------------------------------------
+
+
+def test_text_parts_and_names_of_messages_are_accepted(chat):
+    parts = [{"type": "text", "text": PROMPT}]
+    messages = [{"role": "user", "content": parts}]
+    assert chat(messages=messages)["choices"] == chat()["choices"]
+    chat(messages=[{"role": "developer", "content": "Be terse."}, *MESSAGES])
+    chat(messages=[{"role": "user", "content": PROMPT, "name": "joe"}])
+
+
+# Errors and other endpoints -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"stop": ""}, "stop"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
+        ({"frequency_penalty": 3}, "frequency_penalty"),
+        ({"presence_penalty": -3}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"n": 0}, "n"),
+        ({"stream": "yes"}, "stream"),
+        ({"suffix": "x"}, "suffix"),
+        ({"bad_words": "x"}, "bad_words"),
+        ({"detokenize": False}, "detokenize"),
+        ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs"),
+        (
+            {"structured_outputs": {"json": PERSON, "disable_fallback": 1}},
+            "structured_outputs",
+        ),
+    ],
+)
+def test_invalid_value_is_reported_with_its_field(send, fields, param):
+    response = send("/v1/completions", **{"prompt": TEXT} | fields)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert {*error} == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error" and error["param"] == param, error
+    assert error["message"]
+
+
+def test_wrong_method_and_path_have_error_bodies(send):
+    response = send("/v1/completions", "GET")
+    assert response.status_code == 405 and response.headers["allow"] == "POST"
+    assert "message" in response.json()["error"]
+    response = send("/v1/embeddings", input="x")
+    assert response.status_code == 404 and "message" in response.json()["error"]
+    response = send("/v1/completions", prompt=TEXT, model="other")
+    assert response.status_code == 404 and response.json()["error"]["code"] == "model_not_found"
+    assert send("/health", "HEAD").status_code == 200
+
+
+def test_models_endpoint_lists_the_model(send):
+    body = send("/v1/models", "GET").json()
+    assert body["object"] == "list" and [model["id"] for model in body["data"]] == ["demo"]
+    assert body["data"][0] == send("/v1/models/demo", "GET").json()
+    assert send("/v1/models/other", "GET").status_code == 404
+
+
+def test_detokenize_inverts_tokenize(send, engine):
+    body = send("/tokenize", prompt="héllo {x}").json()
+    assert body["count"] == len(body["tokens"]) and body["max_model_len"] == 512
+    assert send("/detokenize", tokens=body["tokens"]).json() == {"prompt": "héllo {x}"}
+    error = send("/detokenize", tokens=[99_999])
+    assert error.status_code == 400 and error.json()["error"]["param"] == "tokens"
+    messages = send("/tokenize", messages=MESSAGES).json()["tokens"]
+    assert messages == engine.tokenizer.chat(MESSAGES)
