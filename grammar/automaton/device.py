@@ -274,8 +274,7 @@ class DeviceAutomata:
         copied
             Whether the host's mask rows have been copied to the device before.
         """
-        args = [num_rows, int(copied)]
-        self._advance(lane, "open", row_slot, num_rows, args)
+        self._advance(lane, "open", row_slot, num_rows, [num_rows, int(copied)])
 
     def add_commit(self, lane: Lane, row_slot: DeviceArray, *, fill: bool) -> None:
         """Add the kernels that advance states by the committed tokens.
@@ -292,7 +291,10 @@ class DeviceAutomata:
         self._advance(lane, "commit", row_slot, 1, [int(fill), *self._results], fills=fill)
 
     def add_draft(self, lane: Lane, row_slot: DeviceArray, j: int) -> None:
-        """Add the kernels that advance states by draft `j` of a chain and fill mask row `j`."""
+        """Add the kernels of draft step `j`, see `graft.grammar.decoder.GuidedDecoder.draft_work`.
+
+        Mask rows that a probe needs are written to host memory, where `Sampler.draft` reads them.
+        """
         self._advance(lane, "draft", row_slot, 1, [j, *self._results])
 
     @property
@@ -316,9 +318,11 @@ class DeviceAutomata:
         """Add the kernel of a step and, if it fills rows, `num_rows` rows per batch row."""
         batch = row_slot.shape[0]
         exchange = self._exchange
+        probes = step == "draft" and exchange.mode.probes
+        fills = fills and not (probes and exchange.mode.kind == "tree")
         common = [
             row_slot,
-            batch,
+            *(() if probes else (batch,)),
             self._state.array,
             self.slots,
             exchange.memory,
@@ -331,8 +335,8 @@ class DeviceAutomata:
             self._num_cached,
         ]
         lane.kernel(
-            self._kernels[f"automaton_{step}"],
-            1,
+            self._kernels["automaton_probe" if probes else f"automaton_{step}"],
+            batch if probes else 1,
             self._block,
             [*common, *args],
             name=f"{step}: automaton states",
@@ -346,7 +350,7 @@ class DeviceAutomata:
             [
                 self._items,
                 self.slots,
-                exchange.device_masks,
+                exchange.host_masks if probes else exchange.device_masks,
                 exchange.memory,
                 exchange.layout,
                 *self._tables_args,

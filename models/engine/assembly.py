@@ -485,11 +485,6 @@ def _make_automata(
         return None
     if options.forced_drafts:
         raise OptionError("device_automata cannot be combined with forced_drafts")
-    if exchange.mode.probes:
-        raise OptionError(
-            "device_automata cannot be combined with drafts whose candidates the grammar tests; "
-            "use draft_masking='fill', or mask_drafts=False for trees"
-        )
     return DeviceAutomata(state, exchange, sampler, replay, vocabulary)
 
 

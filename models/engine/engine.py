@@ -193,7 +193,7 @@ class Engine:
         self.stats = EngineStats(draft_length=built.parts.depth)
         self._forced_tokens_at_reset = 0
         self._loops: Loops | None = None
-        self._variants = GrammarVariants() if built.parts.automata is not None else None
+        self._variants = GrammarVariants()
         try:
             self._admission = Admission(
                 self.options,
@@ -274,6 +274,7 @@ class Engine:
         budget = self._built.budget
         num_replays = 1 if len(budget.lengths) == 1 else 3
         buckets = batch_buckets(self.options.max_batch_size)
+        variants = () if self._parts.automata is None else GRAMMAR_STEPS[1:]
         for batch, drafts in itertools.product(buckets, budget.lengths):
             generated = budget.drafts_to_generate(batch, drafts)
             graph = self._built.round_class(
@@ -285,7 +286,7 @@ class Engine:
             )
             self.round_graphs[batch, drafts] = graph
             self._run_empty(graph, num_replays, stats, shield)
-            for grammar in () if self._variants is None else GRAMMAR_STEPS[1:]:
+            for grammar in variants:
                 variant = self._built.round_class(
                     self._parts, scratch, batch, drafts, generated, grammar
                 )
@@ -740,7 +741,7 @@ class Engine:
             stack.callback(self.round_graphs.clear)
             stack.callback(self._built.close)
             loops = {} if self._loops is None else self._loops.graphs
-            variants = {} if self._variants is None else self._variants.graphs
+            variants = self._variants.graphs
             for graph in (*self.round_graphs.values(), *loops.values(), *variants.values()):
                 stack.callback(graph.close)
             stack.callback(self._replays.drain)

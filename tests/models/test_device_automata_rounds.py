@@ -3,7 +3,16 @@
 from dataclasses import replace
 
 import pytest
-from engine_cases import DFLASH, GROWN_TREE, answers, answers_and_drafts, settled, workload
+from engine_cases import (
+    DFLASH,
+    GROWN_TREE,
+    MODES,
+    TREE_PATHS,
+    answers,
+    answers_and_drafts,
+    settled,
+    workload,
+)
 from engine_util import FREE, demo_engine
 from test_engine_equality import check_disturbed, expected_answers
 
@@ -32,7 +41,7 @@ OPTIONS = {
     "automatic length": {"max_batch_size": 3, "draft_length": "auto"},
     "one launch at a time": {"max_batch_size": 5, "overlap": False},
 }
-NUM_QUICK = 2
+NUM_QUICK = 1
 
 
 @pytest.mark.parametrize(
@@ -52,13 +61,32 @@ def test_device_automata_do_not_change_outputs(expected_answers, name):
         assert sum(rounds.values()) == engine.stats.rounds
 
 
+#: Engine options for each draft mode; the first `NUM_QUICK_MODES` run in the quick suite.
+DRAFT_MODES = {
+    "tree, probe": GROWN_TREE,
+    "chain, lattice": {"drafter": DFLASH, "draft_length": 6, "draft_masking": "probe"},
+    "chain, probe": {"draft_masking": "probe"},
+    "tree, lattice": {"drafter": DFLASH, **GROWN_TREE},
+    "chain, fill": {},
+    "tree": UNMASKED_TREE,
+    "wide tree, probe": {"draft_length": 20, "draft_tree": (4, 5)},
+    "fixed tree, probe": {"draft_length": 9, "draft_tree": TREE_PATHS},
+    "block, fixed tree": {"drafter": DFLASH, "draft_length": 9, "draft_tree": TREE_PATHS},
+}
+NUM_QUICK_MODES = 1
+SAMPLING = {**MODES, "rejection": {"temperature": 0.9, "verify": "rejection"}}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [pytest.param({}, id="chain"), pytest.param(UNMASKED_TREE, id="tree", marks=pytest.mark.full)],
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] if number >= NUM_QUICK_MODES else [])
+        for number, name in enumerate(DRAFT_MODES)
+    ],
 )
-def test_device_automata_do_not_change_rejection_sampling(options):
-    """With equal masks and no late rows, even the rounds are equal."""
-    requests = workload(temperature=0.9, verify="rejection")
+def test_device_automata_do_not_change_drafts(name):
+    """Without late rows, outputs, numbers of rounds, and drafts are equal in all draft modes."""
+    sampling = SAMPLING.values()
     found = []
     for device_automata in (False, True):
         with settled(
@@ -66,10 +94,11 @@ def test_device_automata_do_not_change_rejection_sampling(options):
                 max_batch_size=4,
                 device_automata=device_automata,
                 grammar_budget_us=None,
-                **options,
+                **DRAFT_MODES[name],
             )
         ) as engine:
-            found.append(answers_and_drafts(engine.generate(requests)))
+            found.append([answers_and_drafts(engine.generate(workload(**o))) for o in sampling])
+            assert (engine.stats.rounds_by_grammar["mixed"] > 0) == device_automata
     assert found[0] == found[1]
 
 
@@ -108,11 +137,6 @@ def test_device_rounds_have_no_host_steps():
             assert ("copy" in kinds) == (grammar == "mixed"), kinds
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"draft_masking": "probe"}, GROWN_TREE, {"forced_drafts": True}],
-    ids=["probe", "tree", "forced"],
-)
-def test_device_automata_refuse_other_draft_modes(options):
-    with pytest.raises(OptionError, match="device_automata cannot be combined"):
-        demo_engine(device_automata=True, **options)
+def test_device_automata_refuse_forced_drafts():
+    with pytest.raises(OptionError, match="device_automata cannot be combined with forced_drafts"):
+        demo_engine(device_automata=True, forced_drafts=True)
