@@ -390,6 +390,16 @@ def test_attention_nan_in_later_row_does_not_affect_earlier_rows(device, stream)
     assert np.isnan(got[4:]).all()
 
 
+@pytest.mark.parametrize("dim", [32, 64])
+def test_attention_nan_key_gives_nan(device, stream, dim):
+    case = Case(device, dim=dim)
+    keys = case.key.copy()
+    keys[0, 264] = np.nan
+    case.fill(keys=keys)
+    got = case.on_stream(stream, 0, range(260, 268), run=8)
+    assert np.isfinite(got[:4]).all() and np.isnan(got[4:]).all()
+
+
 @pytest.mark.parametrize(
     "arch", [90, *(pytest.param(arch, marks=pytest.mark.full) for arch in (80, 100, 120))]
 )

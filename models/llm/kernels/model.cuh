@@ -24,7 +24,9 @@ __device__ __forceinline__ float exp_exact(float x) {
   p = fmaf(p, r, 0.5f);
   p = fmaf(p, r, 1.0f);
   p = fmaf(p, r, 1.0f);
-  return __uint_as_float(__float_as_uint(p) + (__float_as_uint(rounded) << 23));
+  const float power = __uint_as_float(__float_as_uint(p) + (__float_as_uint(rounded) << 23));
+  // The sum of the bits is finite for the NaN that GPUs compute, 0x7fffffff.
+  return x == x ? power : x;
 }
 
 // SwiGLU (Shazeer, 2020): silu(gate) * up.
