@@ -86,20 +86,25 @@ soak: setup ## run the endurance tests, on the soft device
 test-sanitize: setup ## stress the C++ part under address, undefined-behavior and thread sanitizers
 	@GRAFT_DEVICE=soft $(PY) -m pytest tests/cudagraph/test_sanitize.py --full $(PYTEST)
 
-# Tests that run kernels, for each architecture for which NVRTC compiles them.
-PTX_TESTS = tests/models/test_kernel_library.py tests/models/test_attention.py \
-  tests/models/test_fp8.py tests/models/test_tensor_core_rounds.py tests/models/test_llama.py \
-  tests/models/test_eagle3.py tests/sampling/test_mask_apply.py tests/sampling/test_adjust.py \
-  tests/sampling/test_draft.py tests/sampling/test_parts.py tests/sampling/test_target.py \
-  tests/cudagraph/test_mailbox.py tests/cudagraph/test_conditional.py
+# Tests that run kernels, for each architecture for which NVRTC compiles them. The warps run in a
+# random order, and races are detected.
+PTX_TESTS = $(addprefix tests/models/test_, kernel_library.py attention.py fp8.py llama.py eagle3.py \
+  dflash.py mtp.py tensor_core_rounds.py row_invariance.py programmatic.py draft_row_assignment.py) \
+  $(addprefix tests/sampling/test_, mask_apply.py adjust.py draft.py target.py verify.py tree.py \
+  parts.py) $(addprefix tests/cudagraph/test_, mailbox.py conditional.py)
+# Tests that need not run for each architecture: incorrect kernels, bits, other compilers, engines.
+PTX_ONCE = $(wildcard tests/softcuda/test_ptx*.py) tests/models/test_engine_ptx.py
 PTX_ARCHITECTURES ?= 80 90 100
+PTX_OPTIONS = --ptx -o faulthandler_timeout=900 \
+  -k "not (any_blocks_per_row and (128256 or 49152))" $(PARALLEL) $(PYTEST)
 
 test-ptx: setup ## run the tests of kernels on the PTX that NVRTC generates, on the soft device
 	@for arch in $(PTX_ARCHITECTURES); do \
 	  echo "compute_$$arch"; \
-	  GRAFT_DEVICE=soft GRAFT_CODE=ptx GRAFT_PTX_ARCH=$$arch \
-	    $(PY) -m pytest $(PTX_TESTS) $(PARALLEL) $(PYTEST) || exit 1; \
+	  GRAFT_DEVICE=soft GRAFT_CODE=ptx GRAFT_PTX_ARCH=$$arch SOFTCUDA_PTX_SEED=1 \
+	    SOFTCUDA_RACECHECK=1 $(PY) -m pytest $(PTX_TESTS) $(PTX_OPTIONS) || exit 1; \
 	done
+	@GRAFT_DEVICE=soft $(PY) -m pytest $(PTX_ONCE) $(PTX_OPTIONS)
 
 test-cuda: setup ## run the tests on a GPU (on a machine without network: VENV=none)
 	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(RUN_TESTS) $(PYTEST)
