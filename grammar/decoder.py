@@ -146,6 +146,9 @@ class GuidedDecoder:
         has finished the request's work. The budget does not change the tokens of a request, except
         with rejection sampling, because the budget changes the positions at which rounds end.
         ``native/guide/matcher.h`` describes the cost of a budget.
+    fill_hidden
+        Whether the open step fills mask rows of optimistic requests if their tokens were often
+        illegal, as far as the measured time of the target forward pass hides this.
 
         A request fails if its matcher is much too slow or too large. It is much too slow if the
         steps that take more than 20 budgets (at least 100 ms) take more than 400 budgets (at least
@@ -164,6 +167,7 @@ class GuidedDecoder:
         max_in_flight: int = 8,
         threads: int | None = None,
         budget_us: float | None = None,
+        fill_hidden: bool = False,
     ):
         if threads is None:
             threads = default_threads(exchange.slots)
@@ -209,6 +213,7 @@ class GuidedDecoder:
             vocab_size=self.vocab_size,
             forced=None if forced is None else forced.native,
             follow_forced=self._follows_forced,
+            fill_hidden=fill_hidden,
             ring=max_in_flight,
             threads=threads,
             budget_ns=0 if budget_us is None else int(budget_us * 1000),

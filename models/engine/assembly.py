@@ -511,4 +511,5 @@ def _make_decoder(
         budget_us=options.grammar_budget_us,
         transport=options.grammar_transport,
         max_in_flight=2 * RING_ENTRIES,
+        fill_hidden=True,
     )

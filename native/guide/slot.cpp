@@ -80,6 +80,7 @@ void Slot::size_for(const Exchange& exchange) {
   order.candidate.resize(at(exchange.layout.candidates * lists));
   if (lattice) order.share.resize(order.candidate.size());
   order.sampled.resize(rows);
+  path.reserve(2 * kMaxNodes);
   legal.resize(at(exchange.layout.branch));
 }
 
@@ -117,11 +118,18 @@ void SlotWork::serve(Slot& slot) const noexcept {
 void SlotWork::commit(Slot& slot) const noexcept {
   const Commit& commit = slot.order.commit;
   if (slot.ended) return;
-  bool in_sync = move_to(slot, 0) && !commit.wrong;
+  // A check step has accepted the first tokens already.
+  const size_t size = commit.wrong ? 0 : at(commit.count);
+  size_t kept = 0;
+  while (kept < std::min(size, slot.path.size()) && slot.path[kept] == commit.tokens[kept]) ++kept;
+  roll_back(slot, static_cast<int>(slot.path.size() - kept));
+  slot.node = 0;
+  slot.beyond = false;
+  bool in_sync = !slot.ended && !commit.wrong;
   slot.tally[count::commits] += in_sync;
   for (int i = 0; in_sync && i < commit.count; ++i) {
     const int32_t token = commit.tokens[at(i)];
-    in_sync = accept(slot, token);
+    in_sync = at(i) < kept || accept(slot, token);
     slot.tally[count::committed_tokens] += in_sync;
     if (in_sync && forced_ != nullptr && i < slot.tested && token == slot.forced[at(i)]) {
       slot.tally[count::forced_tokens] += 1;
@@ -132,6 +140,7 @@ void SlotWork::commit(Slot& slot) const noexcept {
     fail(slot);
     return;
   }
+  slot.path.clear();
   slot.tested = 0;
   slot.closed = 0;
   if (!slot.terminated) return;
@@ -181,7 +190,8 @@ bool SlotWork::move_to(Slot& slot, int j) const noexcept {
   for (int node = j; node != 0; node = parent[at(node)]) {
     if ((slot.closed & bit(node)) != 0) return false;
   }
-  int back = 0;
+  int back = slot.beyond ? 1 : 0;
+  slot.beyond = false;
   // Find the lowest common ancestor. A parent has a smaller number than its children, so the
   // greater of the two nodes is replaced by its parent until both nodes are equal.
   for (int node = j; slot.node != node;) {
@@ -189,17 +199,21 @@ bool SlotWork::move_to(Slot& slot, int j) const noexcept {
     back += &deeper == &slot.node;
     deeper = parent[at(deeper)];
   }
-  if (back > 0 && slot.matcher != nullptr) {
-    slot.tally[count::rollbacks] += 1;
-    if (slot.matcher->rollback(back, &slot.error) == Answer::kFailed) fail(slot);
-    slot.terminated = false;
-  }
+  roll_back(slot, back);
   while (!slot.ended && slot.node != j) {
     int next = j;
     while (parent[at(next)] != slot.node) next = parent[at(next)];
     if (!step_to(slot, next)) return false;
   }
   return !slot.ended;
+}
+
+void SlotWork::roll_back(Slot& slot, int tokens) const noexcept {
+  if (tokens == 0 || slot.matcher == nullptr) return;
+  slot.tally[count::rollbacks] += 1;
+  if (slot.matcher->rollback(tokens, &slot.error) == Answer::kFailed) fail(slot);
+  slot.path.resize(slot.path.size() - at(tokens));
+  slot.terminated = false;
 }
 
 // Accepts draft j, a child of the matcher's node. Returns false if the draft is illegal or no token
@@ -242,7 +256,8 @@ void SlotWork::probe_chain(Slot& slot) const noexcept {
     return;
   }
   slot.tally[count::probe_misses] += 1;
-  fill_row(slot, order.j - 1);
+  // An optimistic request needs the row only for its forced token. Without the row, the chain ends.
+  if (!slot.optimistic || forced_ != nullptr) fill_row(slot, order.j - 1);
   slot.answered = !slot.ended;
   slot.answer = -1;
 }
@@ -266,6 +281,7 @@ void SlotWork::probe_tree(Slot& slot) const noexcept {
       ++found;
       slot.legal[at(f)] |= uint32_t{1} << i;
       if (slot.matcher->rollback(1, &slot.error) == Answer::kFailed) fail(slot);
+      slot.path.pop_back();
       slot.terminated = false;
     }
     slot.tally[count::probe_misses] += found == 0;
@@ -347,20 +363,22 @@ void SlotWork::probe_lattice(Slot& slot) const noexcept {
   slot.answer = order.drafts;
 }
 
-void SlotWork::expect_check(Slot& slot) const noexcept {
+void SlotWork::reset_rows(Slot& slot, int32_t state) const noexcept {
   for (int j = 0; j <= slot.order.drafts; ++j) {
-    const int32_t state = slot.made[at(j)].load(std::memory_order_relaxed);
-    if (state != ROW_NOT_READY && state != ROW_CHECKED) continue;
+    const int32_t made = slot.made[at(j)].load(std::memory_order_relaxed);
+    if (made != ROW_NOT_READY && made != ROW_UNCHECKED && made != ROW_CHECKED) continue;
     slot.forced[at(j)] = -1;
-    make(slot, j, ROW_UNCHECKED);
+    make(slot, j, state);
   }
 }
 
 // Checks the tokens of all rows that verification can reach. From a row, verification moves to the
 // child whose draft is the row's token. If the token of a row is illegal, the row is filled and
-// another token is sampled, which may be the draft of any child. The matcher returns to node 0.
+// another token is sampled, which may be the draft of any child. The matcher stays at the last
+// token, because verification will most likely commit the tokens that it has accepted.
 void SlotWork::check_rows(Slot& slot) const noexcept {
   const Order& order = slot.order;
+  const int misses = slot.tally[count::check_misses];
   slot.tested = order.drafts;
   std::array<bool, kMaxNodes> reached{true};
   for (int j = 0; j <= order.drafts && !slot.ended; ++j) {
@@ -370,7 +388,8 @@ void SlotWork::check_rows(Slot& slot) const noexcept {
       if (order.parent[at(child)] == j) reached[at(child)] = next == child || next == j;
     }
   }
-  move_to(slot, 0);
+  const float missed = slot.tally[count::check_misses] > misses ? 1.0f : 0.0f;
+  slot.miss_share += kCheckWeight * (missed - slot.miss_share);
 }
 
 // Checks the token of row j. Returns the child that verification moves to, or -1 if there is none;
@@ -386,7 +405,16 @@ int SlotWork::check_row(Slot& slot, int j) const noexcept {
   if (child > order.drafts) child = -1;
   const int32_t state = slot.made[at(j)].load(std::memory_order_relaxed);
   if (state == ROW_READY || state == ROW_FREE) return token < 0 ? j : child;
-  if (state != ROW_UNCHECKED || !move_to(slot, j)) return -1;
+  if (state != ROW_UNCHECKED) return -1;
+  // The matcher may have accepted the draft already, while it was probed.
+  int node = slot.node;
+  while (child > 0 && node > child) node = order.parent[at(node)];
+  if (node == child) {
+    slot.tally[count::checks] += 1;
+    make(slot, j, ROW_CHECKED);
+    return child;
+  }
+  if (!move_to(slot, j)) return -1;
   slot.tally[count::checks] += 1;
   if (!accept(slot, token)) {
     slot.tally[count::check_misses] += 1;
@@ -398,8 +426,7 @@ int SlotWork::check_row(Slot& slot, int j) const noexcept {
     arrive(slot, child);
     return child;
   }
-  if (slot.matcher->rollback(1, &slot.error) == Answer::kFailed) fail(slot);
-  slot.terminated = false;
+  slot.beyond = true;
   return -1;
 }
 
@@ -420,7 +447,10 @@ bool SlotWork::accept(Slot& slot, int32_t token) const noexcept {
   slot.tally[count::accepts] += 1;
   Answer answer = slot.matcher->accept(token, &slot.error);
   if (answer == Answer::kNo) return false;
-  if (answer == Answer::kYes) answer = slot.matcher->is_terminated(&slot.error);
+  if (answer == Answer::kYes) {
+    slot.path.push_back(token);
+    answer = slot.matcher->is_terminated(&slot.error);
+  }
   if (answer == Answer::kFailed) fail(slot);
   slot.terminated = answer == Answer::kYes;
   return answer != Answer::kFailed;
@@ -433,7 +463,12 @@ void SlotWork::fill_mask(Slot& slot, int j) const noexcept {
   slot.tally[count::fills] += 1;
   int32_t& forced = slot.forced[at(j)];
   forced = -1;
+  const int64_t start = slot.optimistic ? monotonic_ns() : 0;
   const Filled filled = slot.matcher->fill(words, count, &slot.error);
+  if (slot.optimistic) {
+    const auto taken = static_cast<float>(monotonic_ns() - start);
+    slot.fill_ns += kCheckWeight * (taken - slot.fill_ns);
+  }
   if (filled == Filled::kFailed) {
     fail(slot);
     return;

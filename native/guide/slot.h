@@ -19,6 +19,8 @@
 namespace graft::guide {
 
 constexpr int kMaxNodes = 65;  // `closed` has one bit per draft
+// Weight of a new value in the moving averages `miss_share` and `fill_ns` of a slot.
+constexpr float kCheckWeight = 0.125f;
 
 inline size_t at(int index) { return static_cast<size_t>(index); }
 
@@ -59,7 +61,7 @@ struct Exchange {
   COUNT(rollbacks) COUNT(commits) COUNT(committed_tokens) COUNT(refused_drafts)              \
   COUNT(terminations) COUNT(dead_ends) COUNT(desyncs) COUNT(errors) COUNT(free_rows)         \
   COUNT(probes) COUNT(probe_misses) COUNT(late_rows) COUNT(budget_stalls) COUNT(forced_rows) \
-  COUNT(forced_tokens) COUNT(checks) COUNT(check_misses)
+  COUNT(forced_tokens) COUNT(checks) COUNT(check_misses) COUNT(fills_ahead)
 // clang-format on
 namespace count {
 #define GRAFT_GUIDE_COUNT(name) name,
@@ -175,10 +177,11 @@ struct Slot {
 
   // While `busy` is set, the thread that serves the order owns the members of this group.
   //
-  // The matcher is at node `node` of the draft tree. It may have `terminated` there. Bit j - 1 of
-  // `closed` is set if draft j is illegal, is a stop id or leads to a dead end. A slot that has
-  // `ended` gets no more orders, because its text is complete, is a dead end, or has failed with
-  // `error`.
+  // The matcher is at node `node` of the draft tree. If it is `beyond` the node, it has accepted
+  // one more token. `path` has the tokens that it has accepted after node 0. It may have
+  // `terminated`. Bit j - 1 of `closed` is set if draft j is illegal, is a stop id or leads to a
+  // dead end. A slot that has `ended` gets no more orders, because its text is complete, is a dead
+  // end, or has failed with `error`.
   //
   // `forced` has the forced token of each row, or -1. `tested` is the number of drafts of the last
   // kFillRows order, which is needed to count accepted forced tokens. `answer` is the result of a
@@ -188,8 +191,13 @@ struct Slot {
   // The order must end before `cpu_limit`, a time in ns on the processor-time clock of the thread
   // that serves it; 0 means no limit. `slow_ns` is the processor time of all slow orders of the
   // request. `memory` is the number of bytes by which the process has grown during its late orders.
+  //
+  // `miss_share` is a moving average of the share of checks that found an illegal token, and
+  // `fill_ns` of the time to fill a row. They are measured for optimistic requests only.
   Order order;
   int node = 0;
+  bool beyond = false;
+  std::vector<int32_t> path;
   bool terminated = false;
   uint64_t closed = 0;
   bool ended = false;
@@ -203,6 +211,8 @@ struct Slot {
   int64_t cpu_limit = 0;
   int64_t slow_ns = 0;
   int64_t memory = 0;
+  float miss_share = 0.0f;
+  float fill_ns = 0.0f;
 
   // The thread that serves the order writes the members of this group, and the step may read them
   // at any time. `made` has the state of each row, which is stored after the row's mask. `clock` is
@@ -229,8 +239,9 @@ class SlotWork {
   // on. Call this function on the thread that serves the order.
   bool check_time(Slot& slot) const noexcept;
   void forget_rows(Slot& slot) const noexcept;
-  // Gives the rows of the order's drafts that have no mask the state ROW_UNCHECKED.
-  void expect_check(Slot& slot) const noexcept;
+  // Gives the rows of the order's drafts that have no mask the state ROW_UNCHECKED, or
+  // ROW_NOT_READY if they are to be filled.
+  void reset_rows(Slot& slot, int32_t state) const noexcept;
 
  private:
   void commit(Slot& slot) const noexcept;
@@ -239,6 +250,7 @@ class SlotWork {
   bool move_to(Slot& slot, int j) const noexcept;
   bool step_to(Slot& slot, int j) const noexcept;
   bool accept(Slot& slot, int32_t token) const noexcept;
+  void roll_back(Slot& slot, int tokens) const noexcept;
   void probe_chain(Slot& slot) const noexcept;
   void probe_tree(Slot& slot) const noexcept;
   void probe_lattice(Slot& slot) const noexcept;

@@ -43,13 +43,14 @@ Memory memory_of_thread(int statm) noexcept {
 }  // namespace
 
 Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
-               std::shared_ptr<const Forced> forced, bool follow_forced)
+               std::shared_ptr<const Forced> forced, bool follow_forced, bool fill_hidden)
     : exchange_(exchange),
       forced_(std::move(forced)),
       work_(exchange, forced_.get(), follow_forced),
       slots_(at(exchange.layout.slots)),
       snapshots_(at(ring)),
       timeline_(exchange.drafts() + 3),
+      fill_hidden_(fill_hidden),
       threads_(threads),
       budget_(budget),
       resident_(open("/proc/self/statm", O_RDONLY | O_CLOEXEC)) {
@@ -148,8 +149,11 @@ void Worker::run(const StepRecord& record) noexcept {
     counters_.of[count::replays].add();
     if (current_ == nullptr) counters_.of[count::missing_snapshots].add();
   }
+  if (record.step == Step::kOpen) hidden_.open_starts(start);
+  if (record.step == Step::kCheck) hidden_.check_starts(start);
   if (current_ != nullptr) step(record);
   const int64_t end = monotonic_ns();
+  if (record.step == Step::kOpen) hidden_.open_ends(end);
   const int kind = static_cast<int>(record.step);
   counters_.step_calls[kind].add();
   counters_.step_ns[kind].add(end - start);
@@ -212,13 +216,18 @@ bool Worker::give_order(Slot& slot, const StepRecord& record) noexcept {
   order.commit.given = slot.pending.given;
   if (slot.pending.given) std::swap(order.commit, slot.pending);
   slot.pending.given = false;
+  const bool opened = order.replay == static_cast<int32_t>(replay_);
   order.replay = static_cast<int32_t>(replay_);
   if (record.step == Step::kOpen) {
     take_drafts(slot, slot.drafts_of);
-    if (!slot.optimistic) order.task = Task::kFillRows;
-    if (slot.optimistic && !slot.ended) work_.expect_check(slot);
+    const bool fills = !slot.optimistic || fills_ahead(slot);
+    if (fills) order.task = Task::kFillRows;
+    if (slot.optimistic && !slot.ended) {
+      work_.reset_rows(slot, fills ? ROW_NOT_READY : ROW_UNCHECKED);
+    }
   } else if (record.step == Step::kCheck) {
-    order.task = check_task(slot);
+    // The order still has the drafts of the open step, unless the slot was late then.
+    if (opened) order.task = check_task(slot);
   } else if (record.step == Step::kCommit) {
     const bool probing = is_probe_mode(exchange_.layout.mode);
     if (order.commit.given && !probing && !slot.optimistic) order.task = Task::kFillRow0;
@@ -240,6 +249,16 @@ Task Worker::check_task(Slot& slot) noexcept {
     any |= slot.stamped[at(j)] == ROW_UNCHECKED && current;
   }
   return any ? Task::kCheckRows : Task::kNone;
+}
+
+// Whether the open step fills the rows of an optimistic request, because its tokens would probably
+// be illegal and the time is hidden.
+bool Worker::fills_ahead(Slot& slot) noexcept {
+  if (!fill_hidden_ || slot.ended || slot.miss_share < kMinMissShare) return false;
+  if (!hidden_.take(slot.fill_ns * static_cast<float>(slot.order.drafts + 1))) return false;
+  slot.miss_share *= 1.0f - kMissDecay;
+  counters_.of[count::fills_ahead].add();
+  return true;
 }
 
 // Copies the inputs of a draft step into the order and returns its task; kNone if there is no work.
@@ -372,7 +391,11 @@ void Worker::join(Slot& slot, const Request& request) noexcept {
   slot.error = ErrorText();
   slot.slow_ns = 0;
   slot.memory = 0;
+  slot.miss_share = 0.0f;
+  slot.fill_ns = 0.0f;
   slot.node = 0;
+  slot.beyond = false;
+  slot.path.clear();
   slot.closed = 0;
   if (slot.matcher == nullptr) stamp_all(slot, ROW_FREE);
 }

@@ -23,8 +23,9 @@
 //    leaves the state for which the row was filled. No row becomes ready while a kernel reads it.
 // 5. An internal error fails one slot (ROW_ERROR) and does not affect others.
 // 6. The matcher is always at one node of the draft tree (slot.h): it has accepted the tokens on
-//    the path to this node. Only move_to() changes the node. Before tokens are committed, the
-//    matcher is moved back to node 0.
+//    the path to this node. After a check, it may have accepted one more token. Before tokens are
+//    committed, the matcher is rolled back until these tokens begin with those that it has
+//    accepted.
 // 7. The work of a slot in a step is one order, served by one thread at a time. The flag `busy`
 //    transfers ownership: it is set before the order is posted and cleared with release order after
 //    the last access. With one thread and no budget, the step serves all orders itself. With a
@@ -54,7 +55,9 @@
 //    row, and the token is sampled again. A row that the check step has not reached, because it
 //    follows an illegal draft or because the slot is late, stays ROW_UNCHECKED, which is not ready
 //    for verification. ROW_CHECKED applies to one token only: its stamp has the number of the
-//    replay, and the next open step withdraws it.
+//    replay, and the next open step withdraws it. With `fill_hidden`, the open step fills the rows
+//    of requests whose tokens were often illegal, as far as this is hidden by the target forward
+//    pass. Outputs do not depend on this choice.
 #pragma once
 
 #include <algorithm>
@@ -65,6 +68,7 @@
 #include <string>
 #include <vector>
 
+#include "hidden.h"
 #include "pool.h"
 #include "slot.h"
 
@@ -181,11 +185,16 @@ class Worker {
   static constexpr int64_t kPatience = 200;
   // Number of bytes by which late orders of a request may increase the resident memory.
   static constexpr int64_t kMaxMemory = int64_t{256} << 20;
+  // Rows of an optimistic request may be filled in the open step if this share of its checks found
+  // an illegal token. Each round that does so reduces the share by kMissDecay of its value, so that
+  // the request is eventually checked again.
+  static constexpr float kMinMissShare = 0.25f;
+  static constexpr float kMissDecay = 0.03125f;
 
   // `threads` is the number of threads that serve the slots of a step. If there is no budget, this
   // number includes the thread that runs the step. SlotWork describes `forced` and `follow_forced`.
   Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
-         std::shared_ptr<const Forced> forced, bool follow_forced);
+         std::shared_ptr<const Forced> forced, bool follow_forced, bool fill_hidden = false);
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
@@ -226,6 +235,7 @@ class Worker {
   bool take_candidates(Slot& slot) noexcept;
   Task draft_task(Slot& slot) noexcept;
   Task check_task(Slot& slot) noexcept;
+  bool fills_ahead(Slot& slot) noexcept;
   void take_result(Slot& slot) noexcept;
   void count_open(const Slot& slot, const Request& request) noexcept;
   void stamp_rows(Slot& slot) noexcept;
@@ -248,6 +258,8 @@ class Worker {
   std::vector<int> ordered_;         // slots with an order in this step
   Counters counters_;
   Timeline timeline_;
+  HiddenTime hidden_;
+  const bool fill_hidden_;
   const int threads_;
   const Budget budget_;
   const int resident_;  // descriptor of /proc/self/statm

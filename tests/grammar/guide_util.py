@@ -218,6 +218,8 @@ class Rig:
         slots=1,
         mode=None,
         held=False,
+        fill_hidden=False,
+        forced=None,
     ):
         mode = mode or DraftMode.chain(k)
         self.backend = backend
@@ -227,6 +229,7 @@ class Rig:
         self.gate = np.zeros(16, np.int32)
         self.exchange = exchange_for(slots, backend.vocabulary.size, mode)
         options = {"masked_drafts": True, "max_in_flight": 4, "threads": 1}
+        options |= {"fill_hidden": fill_hidden, "forced": forced}
         with simulated_clock(self.clock) if held else contextlib.nullcontext():
             budget = BUDGET_NS / 1000 if held else None
             self.decoder = GuidedDecoder(self.exchange, budget_us=budget, **options)

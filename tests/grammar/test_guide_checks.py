@@ -6,6 +6,8 @@ from its root.
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from guide_util import MATCHER_KINDS, SPECS, Rig, joined, oracle_row
@@ -215,27 +217,35 @@ def test_check_leaves_other_requests_alone(backend):
 
 
 def test_check_keeps_rows_that_draft_steps_have_filled(backend):
-    """A row that was filled for a draft is not checked, and its token is sampled under the mask."""
+    """A row that was filled for its forced token is not checked, because it is ready.
+
+    Without forced tokens, no row is filled if no candidate for a draft is legal.
+    """
     mode = DraftMode.chain(2, "probe", candidates=4)
-    rig = Rig(backend, mode=mode)
-    request = optimistic(rig)
-    rig.start(1, [request])
-    write_sampled(rig, 1, [ord("a")])
-    check = rig.decoder.check_work()
-    rig.run(check)
-    rig.verify(1, ord("a"))
-    rig.exchange.candidates[0, :4] = (1, 1, 1, ord("x"))  # no candidate is legal
-    rig.run(rig.drafts[0])
-    assert rig.rows() == [(READY, 1, POSITION + 1)]
-    rig.drafted(1, ord("b"))
-    rig.decoder.retire(1)
-    rig.start(2, [request])
-    assert rig.rows() == [(READY, 1, POSITION + 1), (UNCHECKED, 1, POSITION + 2)]
-    write_sampled(rig, 2, [ord("b"), ord("c")])
-    rig.run(check)
-    assert rig.rows() == [(READY, 1, POSITION + 1), (CHECKED, 1, POSITION + 2)]
-    rig.verify(2, *b"bc")
-    assert rig.decoder.counters()["desyncs"] == 0
+    forced_tokens = ForcedTokens(backend.vocabulary, unique_only=True)
+    for forced in (forced_tokens, None):
+        rig = Rig(backend, mode=mode, forced=forced)
+        request = optimistic(rig)
+        rig.start(1, [request])
+        write_sampled(rig, 1, [ord("a")])
+        check = rig.decoder.check_work()
+        rig.run(check)
+        rig.verify(1, ord("a"))
+        rig.exchange.candidates[0, :4] = (1, 1, 1, ord("x"))  # no candidate is legal
+        rig.run(rig.drafts[0])
+        assert tuple(rig.exchange.answer[0]) == (1, 1, -1)
+        filled = [(READY, 1, POSITION + 1)] if forced else []
+        assert rig.rows() == filled
+        rig.drafted(1, ord("b"))
+        rig.decoder.retire(1)
+        rig.start(2, [request])
+        assert rig.rows() == [*(filled or [(UNCHECKED, 1, 11)]), (UNCHECKED, 1, POSITION + 2)]
+        write_sampled(rig, 2, [ord("b"), ord("c")])
+        rig.run(check)
+        assert rig.rows() == [*(filled or [(CHECKED, 1, 11)]), (CHECKED, 1, POSITION + 2)]
+        rig.verify(2, *b"bc")
+        counters = rig.decoder.counters()
+        assert counters["desyncs"] == 0 and counters["fills"] == len(filled)
 
 
 def test_late_check_ends_round_before_unchecked_row(backend):
@@ -294,3 +304,55 @@ def test_check_step_requires_draft_steps_for_forced_tokens(backend):
     decoder = GuidedDecoder(rig.exchange, masked_drafts=False, forced=forced)
     with pytest.raises(OptionError, match="check step cannot be combined with forced tokens"):
         decoder.check_work()
+
+
+def test_commit_keeps_tokens_that_the_check_has_accepted(backend):
+    """The matcher accepts each committed token once, and rolls back the others."""
+    rig = Rig(backend, mode=PROPOSED)
+    request = optimistic(rig)
+    check = rig.decoder.check_work()
+    rig.start(1, [request])
+    write_sampled(rig, 1, [ord("a")])
+    rig.run(check)
+    rig.verify(1, ord("a"))
+    rig.drafted(1, *b"bcab")
+    rig.decoder.retire(1)
+    rig.start(2, [request])
+    write_sampled(rig, 2, list(b"bccab"))
+    rig.run(check)
+    rig.verify(2, *b"bc")  # the device ends the round before the last token that was checked
+    counters = rig.decoder.counters()
+    assert counters["accepts"] == 1 + 3
+    assert counters["rollbacks"] == 1
+    rig.decoder.retire(2)
+    rig.start(3, [request])
+    write_sampled(rig, 3, [ord("x")])
+    rig.run(check)
+    rig.expect_row(list(b"abc"))
+
+
+def test_rows_are_filled_ahead_if_tokens_are_often_illegal(backend):
+    """Rows are filled in the open step once checks have failed and the time is hidden."""
+    rig = Rig(backend, mode=PROPOSED, fill_hidden=True)
+    request = optimistic(rig)
+    check = rig.decoder.check_work()
+    text: list[int] = []
+    states = []
+    for replay in range(1, 13):
+        rig.start(replay, [request])
+        states.append(rig.states()[0][0])
+        if states[-1] == READY:
+            rig.expect_row(text)
+        time.sleep(0.01)  # the target forward pass
+        write_sampled(rig, replay, [ord("x")])  # is illegal
+        rig.run(check)
+        assert rig.states()[0][0] == READY
+        rig.verify(replay, ord("c"))
+        text.append(ord("c"))
+        rig.decoder.retire(replay)
+    first = states.index(READY)
+    assert set(states[:first]) == {UNCHECKED} and set(states[first:]) == {READY}
+    counters = rig.decoder.counters()
+    assert counters["fills_ahead"] == len(states) - first > 4
+    assert counters["check_misses"] == first
+    assert counters["fills"] == len(states) and counters["desyncs"] == 0
