@@ -1,7 +1,8 @@
 """Benchmark of the time that grammars add to a decoding round.
 
     python -m graft.tools.bench.grammar_overhead [--slots 1 8] [--drafts 0 3] [--kinds choice ...]
-        [--masking fill probe] [--matchers automaton library device] [--busy] [--out FOLDER]
+        [--masking fill probe optimistic] [--matchers automaton library device] [--busy]
+        [--out FOLDER]
 
 Two engines with the same options generate alternately: one with grammars and one without. All
 outputs have the same number of tokens, so that all batch rows are in use in nearly all rounds. The
@@ -208,7 +209,8 @@ def setups(options: argparse.Namespace) -> Iterator[Setup]:
         options.matchers,
     ):
         on_device = matcher == "device"
-        for masking in options.masking if drafts and not on_device else ["fill"]:
+        maskings = [name for name in options.masking if drafts or name != "probe"]
+        for masking in ["fill"] if on_device else maskings or ["fill"]:
             yield Setup(slots, drafts, False, masking, matcher)
         if options.trees and drafts > 1 and not on_device:
             yield Setup(slots, drafts, True, "probe", matcher)
@@ -269,7 +271,7 @@ def run(engine: Engine, slots: int, grammar: GrammarSpec | None) -> Run:
             prompt=PROMPT,
             grammar=grammar,
             max_tokens=TOKENS,
-            min_tokens=TOKENS,
+            min_tokens=0 if grammar else TOKENS,
         )
         for _ in range(slots)
     ]
@@ -338,7 +340,7 @@ def report(results: Sequence[Result]) -> str:
             (
                 result.kind,
                 setup.matcher,
-                setup.masking if setup.drafts else "-",
+                setup.masking if setup.drafts or setup.masking == "optimistic" else "-",
                 setup.slots,
                 f"{setup.drafts}{' (tree)' if setup.tree else ''}",
                 f"{result.overhead:.3f}",

@@ -1,0 +1,303 @@
+"""Benchmark of the grammar steps of rounds, with JSON schemas and without a model.
+
+    python -m graft.tools.bench.grammar_steps ../shared/data/maskbench \\
+        --tokenizer ../shared/data/tokenizers/deepseek-128k.json.gz --slots 64 --drafts 3
+
+Each request generates a valid instance of a schema. A simulated drafter proposes the next tokens of
+the instance, and some wrong ones. A simulated target samples the tokens of the instance; without a
+mask, some of its tokens are illegal. Two decoders run the same rounds:
+
+fill
+    A mask row is filled for the last token and for each draft.
+optimistic
+    Tokens are sampled without masks and then checked; rows are filled for illegal tokens.
+
+The grammar time is the host time of all grammar steps per round. One thread runs the steps, so this
+is their processor time. Times of the device are not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graft.cudagraph.device import open_device
+from graft.cudagraph.errors import GraftError
+from graft.grammar import CompiledGrammar, GrammarSpec, LLGuidanceBackend
+from graft.grammar.decoder import GuidedDecoder, GuidedRequest
+from graft.sampling.exchange import Exchange
+from graft.sampling.mode import DraftMode
+from graft.tools.bench.data import add_arguments, load_tokenizer, read_schemas
+from graft.tools.report import program, table
+
+#: Instances with fewer tokens are not used.
+MIN_TOKENS = 24
+
+
+@dataclass
+class Text:
+    """An instance of a schema: its compiled grammar, and its tokens with the stop id."""
+
+    compiled: CompiledGrammar
+    tokens: list[int]
+
+
+@dataclass
+class Running:
+    """A request of a simulated round.
+
+    Attributes
+    ----------
+    text
+        What the request generates.
+    request
+        The request as the decoder sees it.
+    done
+        Number of tokens that have been committed.
+    drafts
+        Drafts for the next round.
+    """
+
+    text: Text
+    request: GuidedRequest
+    done: int = 0
+    drafts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """Figures of one way of masking.
+
+    Attributes
+    ----------
+    masking
+        "fill" or "optimistic".
+    illegal
+        Share of the tokens that are illegal if they are sampled without a mask.
+    rounds
+        Number of rounds.
+    tokens
+        Committed tokens per round and request.
+    fills
+        Filled mask rows per round and request.
+    grammar_us
+        Host time of all grammar steps per round, in microseconds.
+    """
+
+    masking: str
+    illegal: float
+    rounds: int
+    tokens: float
+    fills: float
+    grammar_us: float
+
+
+def read_texts(options: argparse.Namespace) -> list[Text]:
+    """Compile the schemas and tokenize an instance of each."""
+    tokenizer, vocabulary = load_tokenizer(options.tokenizer, options.stop_token)
+    backend = LLGuidanceBackend(vocabulary, automata=options.automata)
+    texts: list[Text] = []
+    for row in read_schemas(options.folder, options.every):
+        for instance in row["valid"][:1]:
+            text = json.dumps(instance, ensure_ascii=False)
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            tokens = [*ids, vocabulary.stop_ids[0]]
+            try:
+                compiled = backend.compile(GrammarSpec.json_schema(row["schema"]))
+            except GraftError:
+                continue
+            matcher = compiled.matcher()
+            if len(tokens) >= MIN_TOKENS and all(map(matcher.accept, tokens)):
+                texts.append(Text(compiled, tokens))
+        if len(texts) >= options.texts:
+            break
+    return texts
+
+
+class Simulation:
+    """Rounds of one way of masking, on a decoder of its own."""
+
+    def __init__(self, texts: Sequence[Text], masking: str, options: argparse.Namespace):
+        self._texts = itertools.cycle(texts)
+        self._optimistic = masking == "optimistic"
+        self._illegal = options.illegal
+        self._wrong_drafts = options.wrong_drafts
+        self._drafts = options.drafts
+        self._random = random.Random(1)
+        vocabulary = texts[0].compiled.backend.vocabulary
+        self._vocab_size = vocabulary.size
+        mode = DraftMode(drafts=options.drafts)
+        self.exchange = Exchange(open_device(), options.slots, vocabulary.size, mode)
+        self.decoder = GuidedDecoder(self.exchange, masked_drafts=False, threads=1)
+        self._open = self.decoder.open_work()
+        self._check = self.decoder.check_work()
+        self._commit = self.decoder.commit_work()
+        self._epochs = itertools.count(1)
+        self._replay = 0
+        self.num_tokens = 0
+        self._running = [self._start(slot) for slot in range(options.slots)]
+
+    def _start(self, slot: int) -> Running:
+        text = next(self._texts)
+        matcher = text.compiled.matcher()
+        epoch = next(self._epochs)
+        return Running(text, GuidedRequest(slot, epoch, matcher, 0, self._optimistic))
+
+    def round(self) -> None:
+        """Run one round of all requests."""
+        self._replay += 1
+        self.decoder.publish(self._replay, [running.request for running in self._running])
+        run_step(self._open)
+        if self._optimistic:
+            for running in self._running:
+                self._sample(running)
+            run_step(self._check)
+        for running in self._running:
+            self._verify(running)
+        run_step(self._commit)
+        for slot, running in enumerate(self._running):
+            self._draft(running)
+            if running.done == len(running.text.tokens):
+                self._running[slot] = self._start(slot)
+        self.decoder.retire(self._replay)
+
+    def _sample(self, running: Running) -> None:
+        """Publish the tokens that the target samples without masks."""
+        sampled = self.exchange.sampled[running.request.slot]
+        upcoming = running.text.tokens[running.done : running.done + len(running.drafts) + 1]
+        for j, token in enumerate(upcoming):
+            if self._random.random() < self._illegal:
+                token = self._random.randrange(self._vocab_size)
+            sampled[j] = (self._replay, token)
+
+    def _verify(self, running: Running) -> None:
+        """Accept the drafts that equal the tokens of the instance, and one more token."""
+        upcoming = running.text.tokens[running.done :]
+        accepted = 0
+        while accepted < len(running.drafts) and running.drafts[accepted] == upcoming[accepted]:
+            accepted += 1
+        tokens = upcoming[: accepted + 1]
+        words = self.exchange.committed[running.request.slot]
+        words[: 2 + len(tokens)] = (self._replay, len(tokens), *tokens)
+        running.done += len(tokens)
+        self.num_tokens += len(tokens)
+
+    def _draft(self, running: Running) -> None:
+        """Write the drafts for the next round; the last ones may be wrong."""
+        upcoming = running.text.tokens[running.done : running.done + self._drafts]
+        drafts = list(upcoming)
+        for j in range(len(drafts)):
+            if self._random.random() < self._wrong_drafts:
+                drafts[j] = self._random.choice(running.text.tokens)
+        running.drafts = tuple(drafts)
+        words = self.exchange.drafted[running.request.slot]
+        words[: 2 + len(drafts)] = (self._replay, len(drafts), *drafts)
+        first_parent = 2 + self.exchange.layout["drafts"]
+        words[first_parent : first_parent + len(drafts)] = np.arange(len(drafts))
+
+
+def run_step(work: Any) -> None:
+    """Run a host step without the GIL, as the CUDA driver does."""
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work.address)(work.data)
+
+
+def measure(texts: Sequence[Text], masking: str, options: argparse.Namespace) -> Result:
+    """Run rounds, after some rounds to warm up, and return the figures."""
+    simulation = Simulation(texts, masking, options)
+    for _ in range(options.warm_up):
+        simulation.round()
+    before = simulation.decoder.counters()
+    num_tokens = simulation.num_tokens
+    for _ in range(options.rounds):
+        simulation.round()
+    after = simulation.decoder.counters()
+    added = {name: after[name] - before[name] for name in after}
+    if added["desyncs"] or added["errors"]:
+        raise GraftError(f"{masking}: the grammar rejected a token of an instance: {added}")
+    step_ns = sum(value for name, value in added.items() if name.endswith("_ns"))
+    total = options.rounds * options.slots
+    return Result(
+        masking,
+        options.illegal if masking == "optimistic" else 0.0,
+        options.rounds,
+        (simulation.num_tokens - num_tokens) / total,
+        added["fills"] / total,
+        step_ns / options.rounds / 1e3,
+    )
+
+
+def report(results: Sequence[Result]) -> str:
+    """Return the results as a table; times are relative to the first one, too."""
+    rows: list[Sequence[object]] = [
+        ("masking", "illegal", "tokens", "fills", "grammar us", "relative"),
+    ]
+    for result in results:
+        rows.append(
+            (
+                result.masking,
+                f"{result.illegal:.1%}" if result.masking == "optimistic" else "-",
+                f"{result.tokens:.2f}",
+                f"{result.fills:.3f}",
+                f"{result.grammar_us:.0f}",
+                f"{result.grammar_us / results[0].grammar_us:.4f}",
+            )
+        )
+    return table(rows)
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m graft.tools.bench.grammar_steps",
+        description=(__doc__ or "").splitlines()[0],
+    )
+    add_arguments(parser)
+    parser.add_argument("--every", type=int, default=10, help="use every N-th schema")
+    parser.add_argument("--texts", type=int, default=100, help="maximum number of schemas")
+    parser.add_argument("--slots", type=int, default=64, help="requests per round")
+    parser.add_argument("--drafts", type=int, default=3, help="drafts per request")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--warm-up", type=int, default=20, help="rounds that are not measured")
+    parser.add_argument(
+        "--illegal",
+        type=float,
+        nargs="+",
+        default=[0.0, 0.01, 0.05],
+        help="shares of the target's tokens that are illegal without a mask",
+    )
+    parser.add_argument("--wrong-drafts", type=float, default=0.2, help="share of wrong drafts")
+    parser.add_argument("--automata", action="store_true", help="run regular schemas as automata")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    return parser.parse_args(arguments)
+
+
+@program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark and print the table."""
+    options = parse_options(arguments)
+    texts = read_texts(options)
+    if not texts:
+        raise GraftError(f"no usable schema in {options.folder}")
+    print(f"{len(texts)} schemas, {options.slots} requests, {options.drafts} drafts")
+    results = [measure(texts, "fill", options)]
+    for illegal in options.illegal:
+        chosen = argparse.Namespace(**vars(options) | {"illegal": illegal})
+        results.append(measure(texts, "optimistic", chosen))
+    print(report(results))
+    if options.out is not None:
+        document = [asdict(result) for result in results]
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
