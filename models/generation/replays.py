@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graft.cudagraph.device import Stream
-from graft.models.engine.replay import Replays
+from graft.models.engine.replay import ReplayInFlight, Replays
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.stats import EngineStats
 from graft.models.generation.control import LoopControl
-from graft.models.generation.graph import GenerationGraph
 from graft.models.round.budget import DraftBudget
 from graft.models.round.round import RoundGraph, RoundParts
 
@@ -50,16 +49,13 @@ class LoopReplays(Replays):
         super().__init__(parts, stream, budget)
         self._control = control
         self.loops = 0
-        # First and last replay of the loop that was launched last. While the loop is running, the
-        # last one is the last replay that the host knows of.
-        self._first = 0
-        self._last = 0
+        self._first = 0  # first replay of the loop that was launched last
 
     def launch(self, graph: RoundGraph, states: Sequence[RequestState]) -> None:
         """Launch a round or a loop; see `Replays.launch`."""
-        if isinstance(graph, GenerationGraph):
+        if graph.repeats:
             self._control.prepare(states)
-            self._first = self._last = self.launched + 1
+            self._first = self.launched + 1
             self.looping = True
             self.loops += bool(states)
         super().launch(graph, states)
@@ -76,21 +72,24 @@ class LoopReplays(Replays):
     def finish(self) -> None:
         """Release the entries of the oldest unread replay; add the next replay of its loop."""
         flight = self.unread[0]
-        in_loop = isinstance(flight.graph, GenerationGraph)
-        ends = in_loop and self._control.is_last(flight.number)
+        ends = flight.graph.repeats and self._control.is_last(flight.number)
         super().finish()
         self._control.release(flight.number)
         if ends:
             self.looping = False
-        elif in_loop:
-            number = self.launched + 1
-            self._parts.outputs.reserve(number)
-            if flight.graph.grammar == "device":
-                self._parts.decoder.skip(number)
-            else:
-                self._parts.decoder.repeat(number)
-            self.launched = self._last = number
-            self.unread.append(replace(flight, number=number))
+        elif flight.graph.repeats:
+            self._continue(flight)
+
+    def _continue(self, flight: ReplayInFlight) -> None:
+        """Add the replay that follows a replay of the running loop."""
+        number = self.launched + 1
+        self._parts.outputs.reserve(number)
+        if flight.graph.grammar == "device":
+            self._parts.decoder.skip(number)
+        else:
+            self._parts.decoder.repeat(number)
+        self.launched = number
+        self.unread.append(replace(flight, number=number))
 
     def drain(self) -> None:
         """End the running loop and wait for the device; see `Replays.drain`."""
@@ -105,5 +104,9 @@ class LoopReplays(Replays):
 
     def _retire(self, number: int, stats: EngineStats) -> None:
         super()._retire(number, stats)
-        if self.looping or self._first <= self.retired < self._last:
+        self._hold_back()
+
+    def _hold_back(self) -> None:
+        """While a loop is running, set `retired` back to the last replay before the loop."""
+        if self.looping:
             self.retired = min(self.retired, self._first - 1)

@@ -1,9 +1,10 @@
 """Runs the engine's host code on a simulated device, in random interleavings of their steps.
 
 `Interleaving(device, seed)` builds the real `Scheduler`, `SlotManager`, `Replays`, rings and guided
-decoder on a simulated `SteppingDevice`. A random generator with this seed chooses requests, sizes,
-a sequence of host actions, and the steps of the device between them. At the end, the output of each
-request is compared with the output of sequential decoding.
+decoder on a simulated `SteppingDevice`. With `loops`, batches run in generation loops. A random
+generator with this seed chooses requests, sizes, a sequence of host actions, and the steps of the
+device between them. At the end, the output of each request is compared with the output of
+sequential decoding.
 """
 
 import itertools
@@ -19,6 +20,7 @@ from guide_util import exchange_for
 from interleave_device import (
     PAGE,
     SteppingCache,
+    SteppingControl,
     SteppingDecoder,
     SteppingDevice,
     SteppingRing,
@@ -35,6 +37,8 @@ from graft.models.engine.request_state import RequestState
 from graft.models.engine.scheduler import Scheduler
 from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
+from graft.models.generation.loops import Loops
+from graft.models.generation.replays import LoopReplays
 from graft.models.request import Output, Request
 from graft.models.round.prefill import PrefillScheduler
 from graft.sampling.mode import DraftMode
@@ -62,7 +66,7 @@ class Interleaving:
     or ring entries are not freed.
     """
 
-    def __init__(self, device: Device, seed: int):
+    def __init__(self, device: Device, seed: int, *, loops: bool = False):
         rng = self.rng = random.Random(seed)
         self.max_in_flight = rng.choice((1, 2, 2, 2, 3))
         self.scarce = rng.random() < 0.4  # whether the KV cache has few pages
@@ -88,7 +92,12 @@ class Interleaving:
         max_cached = rng.choice((0, 2, pages, pages))
         self.prefixes = PrefixCache(self.toy.caches, lookahead, max_cached)
         self.shared_prefixes = [[rng.randrange(VOCAB - 2) for _ in range(9)] for _ in range(2)]
+        self.has_loops = loops
         parts = self._make_parts(device)
+        if loops:
+            entries = self.rings[1].entries
+            self.toy.control = SteppingControl(device, self.rows, slack, entries)
+            self.toy.control.toy = self.toy
         self.scheduler = self._make_scheduler(parts, slots, slack)
         self.expected: dict[str, tuple[list[int], str]] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -105,6 +114,8 @@ class Interleaving:
         """Return an object with the attributes of `RoundParts` that `Replays` uses."""
         toy = self.toy
         entries = self.max_in_flight + 1
+        if self.has_loops:
+            entries += self.rng.choice((1, 3, 9))
         self.rings = [
             SteppingRing(device, entries, {"slot": ("int32", (self.rows,))}),
             SteppingRing(device, entries, {"rows": ("int32", (self.rows, row_words(self.k)))}),
@@ -125,6 +136,7 @@ class Interleaving:
             timeline=timeline,
             decoder=toy.decoder,
             every_part=True,
+            optimistic=False,
         )
 
     def _make_scheduler(self, parts: Any, slots: int, slack: int) -> Scheduler:
@@ -151,18 +163,27 @@ class Interleaving:
             for rows in {1, self.rows}
             for drafts in range(k + 1)
         }
+        replays = Replays(parts, toy, budget)
+        loops = None
+        if self.has_loops:
+            replays = LoopReplays(parts, toy, budget, toy.control)
+            loops = Loops(manager, DraftMode.chain(k), has_all_pages=self.rng.random() < 0.5)
+            for key in graphs:
+                graph = self._graph(*key, repeats=True)
+                loops.graphs["host", *key] = loops.graphs["device", *key] = graph
         return Scheduler(
-            Replays(parts, toy, budget),
+            replays,
             manager,
             graphs,
             EngineStats(draft_length=k),
             budget,
             max_in_flight=self.max_in_flight,
+            loops=loops,
         )
 
-    def _graph(self, rows: int, k: int) -> Any:
+    def _graph(self, rows: int, k: int, *, repeats: bool = False) -> Any:
         return SimpleNamespace(
-            launch=lambda stream: self.toy.launch(rows, k),
+            launch=lambda stream: self.toy.launch(rows, k, repeats=repeats),
             finish=lambda stream, wait_for: None,
             check=lambda: None,
             timed=(),
@@ -170,7 +191,7 @@ class Interleaving:
             drafts=k,
             made=k,
             grammar="host",
-            repeats=False,
+            repeats=repeats,
         )
 
     def _submit_request(self, number: int) -> None:
@@ -328,3 +349,5 @@ class Interleaving:
             assert counters[name] == 0, f"{counters[name]} {name}"
         for ring in self.rings:
             ring.close()
+        if self.has_loops:
+            self.toy.control.close()

@@ -29,6 +29,7 @@ from round_simulator import USABLE, Decision, RoundSimulator, result_row
 from graft.cudagraph.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.cache.kv import PagedKV
+from graft.models.generation.control import LoopControl
 from graft.models.round.prefill import PrefillChunk
 from graft.sampling.exchange import Exchange
 from graft.sampling.state import SlotRequest
@@ -59,6 +60,12 @@ class Replay:
         Maximum number of drafts to verify, and to generate, per batch row.
     slots_named
         Slots that the host assigned to the batch rows.
+    first
+        First replay of the generation loop that the replay belongs to; 0: none.
+    assigned
+        Slots of the batch rows of a loop.
+    goes_on
+        Whether the loop runs another replay.
     done
         Names of the completed steps.
     number
@@ -73,6 +80,9 @@ class Replay:
     rows: int
     k: int
     slots_named: frozenset[int]
+    first: int = 0
+    assigned: list[int] = field(default_factory=list)
+    goes_on: bool = False
     done: set[str] = field(default_factory=set)
     number: int = 0
     slots: list[int] = field(default_factory=list)
@@ -194,7 +204,8 @@ class SteppingCache(PagedKV):
 class SteppingDevice:
     """Simulated device: slots, pages, a queue of replays, and side work that updates slots.
 
-    The attributes `caches`, `inputs`, `outputs` and `decoder` are set after construction.
+    The attributes `caches`, `inputs`, `outputs` and `decoder` are set after construction, and
+    `control` if there are generation loops.
     """
 
     def __init__(
@@ -255,8 +266,8 @@ class SteppingDevice:
         self.side_enqueued += 1
         self.tick()
 
-    def launch(self, rows: int, k: int) -> None:
-        """Launch a replay.
+    def launch(self, rows: int, k: int, *, repeats: bool = False) -> None:
+        """Launch a replay or, if `repeats` is true, a generation loop.
 
         Assert that no request of the previous replay was delayed by too many prompt rows.
         """
@@ -272,7 +283,8 @@ class SteppingDevice:
         self.rows_since = 0
         self.previous_slots = slots
         self.joined.clear()
-        self.queue.append(Replay(self.side_enqueued, rows, k, slots))
+        first = self.launched if repeats else 0
+        self.queue.append(Replay(self.side_enqueued, rows, k, slots, first))
         self.tick()
 
     def require_idle(self, slot: int, what: str) -> None:
@@ -409,6 +421,21 @@ class SteppingDevice:
         if len(replay.done) == len(self._graph(replay.k)):
             self.queue.popleft()
             self.completed += 1
+            if replay.goes_on:
+                self._repeat(replay)
+
+    def _repeat(self, replay: Replay) -> None:
+        """Begin the next replay of a loop."""
+        self.launched += 1
+        following = Replay(
+            replay.barrier,
+            replay.rows,
+            replay.k,
+            replay.slots_named,
+            replay.first,
+            replay.assigned,
+        )
+        self.queue.appendleft(following)
 
     def _begin(self, replay: Replay) -> None:
         self.simulator.replay += 1
@@ -416,6 +443,9 @@ class SteppingDevice:
         entry = replay.number % self.inputs.entries
         published = int(self.inputs.stamp.array[entry, 0]) == replay.number
         slots = self.inputs["slot"].array[entry].tolist()
+        if replay.first:
+            published = published or bool(replay.assigned)
+            slots = replay.assigned = replay.assigned or slots
         for slot in slots[: replay.rows]:
             is_active = published and slot >= 0 and self.slots[slot].active
             replay.slots.append(slot if is_active else -1)
@@ -465,7 +495,28 @@ class SteppingDevice:
                 node = tree.child(node, token)
         return outcome
 
+    def _decide(self, replay: Replay) -> None:
+        """Decide whether a loop goes on, as kernel ``loop_decide`` does."""
+        words = self.control.words
+        released = int(words["released"].array[0, 0])
+        end_loop = int(words["end_loop"].array[0, 0])
+        reserved = self.control.inputs["reserved"].array[0]
+        ends = replay.number + 1 - released >= self.outputs.entries or end_loop >= replay.first
+        num_active = 0
+        for b, slot in enumerate(replay.assigned[: replay.rows]):
+            if slot < 0 or not self.slots[slot].active:
+                continue
+            num_active += 1
+            s = self.slots[slot]
+            end = min(s.n + 1 + 2 * (self.k + 1), s.limit)
+            ends = ends or end + self.control.slack > reserved[b]
+        replay.goes_on = num_active > 0 and not ends
+        last = self.control.rows["last"]
+        last.array[replay.number % last.slots, 0] = not replay.goes_on
+
     def _publish(self, replay: Replay) -> None:
+        if replay.first:
+            self._decide(replay)
         entry = replay.number % self.outputs.entries
         self.outputs["rows"].array[entry, replay.rows :] = -1
         self.outputs.stamp.array[entry, 0] = replay.number
@@ -527,6 +578,24 @@ class SteppingRing(Ring):
         return True
 
 
+class SteppingControl(LoopControl):
+    """The real words of generation loops. Every change advances the device."""
+
+    toy: SteppingDevice
+
+    def prepare(self, states: Any) -> None:
+        self.toy.tick()
+        super().prepare(states)
+
+    def end(self, first: int) -> None:
+        super().end(first)
+        self.toy.tick()
+
+    def release(self, replay: int) -> None:
+        super().release(replay)
+        self.toy.tick()
+
+
 class SteppingDecoder(GuidedDecoder):
     """Guided decoder that asserts that a replay is complete when its snapshot is retired."""
 
@@ -540,6 +609,11 @@ class SteppingDecoder(GuidedDecoder):
         if self.kept is not None:
             self.kept.extend(requests)
         super().publish(replay, requests, repeats=repeats)
+        self.toy.tick()
+
+    def repeat(self, replay: int) -> None:
+        self.toy.tick()
+        super().repeat(replay)
         self.toy.tick()
 
     def retire(self, replay: int) -> None:

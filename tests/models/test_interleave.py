@@ -22,31 +22,34 @@ from graft.models.engine.replay import Replays, RowAssignment
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.scheduler import Scheduler
 from graft.models.engine.slots import SlotManager
+from graft.models.generation.control import LoopControl
+from graft.models.generation.replays import LoopReplays
 
 
-def first_failure(device, seeds):
+def first_failure(device, seeds, *, loops=False):
     """Run the interleavings of the seeds, and return the first error with its seed as a note.
 
-    Return None if all pass.
+    Return None if all pass. With `loops`, batches run in generation loops.
     """
     for seed in seeds:
         try:
-            Interleaving(device, seed).run()
+            Interleaving(device, seed, loops=loops).run()
         except Exception as error:
             error.add_note(f"seed {seed}")
             return error
     return None
 
 
+@pytest.mark.parametrize("loops", [False, True], ids=["rounds", "loops"])
 @pytest.mark.parametrize(
     "seeds", [range(120), pytest.param(range(10_000, 22_000), marks=pytest.mark.full)]
 )
-def test_scheduler_interleavings_give_sequential_outputs(device, seeds):
+def test_scheduler_interleavings_give_sequential_outputs(device, seeds, loops):
     """Outputs equal those of sequential decoding, whatever the order of host and device steps.
 
     Requests are cancelled, preempted, migrated and interrupted by Ctrl-C at random times.
     """
-    error = first_failure(device, seeds)
+    error = first_failure(device, seeds, loops=loops)
     if error is not None:
         raise error
 
@@ -227,6 +230,67 @@ def test_interleaving_detects_injected_fault(device, monkeypatch, mutant):
     mutate(monkeypatch, mutant)
     monkeypatch.setattr(SteppingDecoder, "kept", [])
     assert first_failure(device, range(400))
+
+
+#: Faults in the handling of generation loops.
+LOOP_MUTANTS = {
+    "unread result overwritten": (
+        LoopControl,
+        "release",
+        ", replay)",
+        ", replay + 4)",
+    ),
+    "slot reused while a loop runs": (
+        LoopReplays,
+        "_hold_back",
+        "if self.looping",
+        "if False",
+    ),
+    "loop writes to pages that it does not have": (
+        LoopControl,
+        "prepare",
+        "state.reserved_positions",
+        "state.reserved_positions + 8",
+    ),
+    "round launched during a loop": (
+        Scheduler,
+        "launch",
+        "if self.replays.looping:",
+        "if False:",
+    ),
+    "end of a loop not noticed": (
+        LoopControl,
+        "is_last",
+        "return bool(",
+        "return replay % 3 == 0 and bool(",
+    ),
+    "snapshot retired during a loop": (
+        GuidedDecoder,
+        "repeat",
+        "self._skipped.add(previous)",
+        "pass",
+    ),
+    "snapshot not used for later replays": (
+        GuidedDecoder,
+        "publish",
+        "repeats=repeats",
+        "repeats=False",
+    ),
+    "pages of a loop not in the page table": (
+        SlotManager,
+        "reserve_ahead",
+        "cache.set_table(self._lane, state.slot)",
+        "pass",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", LOOP_MUTANTS.values(), ids=LOOP_MUTANTS)
+def test_interleaving_detects_fault_of_generation_loops(device, monkeypatch, mutant):
+    """With each injected fault, at least one of 400 interleavings fails."""
+    mutate(monkeypatch, mutant)
+    monkeypatch.setattr(SteppingDecoder, "kept", [])
+    assert first_failure(device, range(400), loops=True)
 
 
 def test_interleaving_detects_overwritten_ring_entry(device, monkeypatch):
