@@ -91,7 +91,8 @@ test-sanitize: setup ## stress the C++ part under address, undefined-behavior an
 PTX_TESTS = $(addprefix tests/models/test_, kernel_library.py attention.py fp8.py llama.py eagle3.py \
   dflash.py mtp.py tensor_core_rounds.py row_invariance.py programmatic.py draft_row_assignment.py) \
   $(addprefix tests/sampling/test_, mask_apply.py adjust.py draft.py target.py verify.py tree.py \
-  parts.py) $(addprefix tests/cudagraph/test_, mailbox.py conditional.py)
+  parts.py) $(addprefix tests/cudagraph/test_, mailbox.py conditional.py) \
+  tests/grammar/test_device_automata.py
 # Tests that need not run for each architecture: incorrect kernels, bits, other compilers, engines.
 PTX_ONCE = $(wildcard tests/softcuda/test_ptx*.py) tests/models/test_engine_ptx.py
 PTX_ARCHITECTURES ?= 80 90 100

@@ -40,6 +40,11 @@ OPTIONS = {
     "block drafter, tree": {"max_batch_size": 3, "drafter": DFLASH, **UNMASKED_TREE},
     "automatic length": {"max_batch_size": 3, "draft_length": "auto"},
     "one launch at a time": {"max_batch_size": 5, "overlap": False},
+    "probe": {"max_batch_size": 3, "draft_masking": "probe"},
+    "optimistic": {"max_batch_size": 3, "draft_masking": "optimistic"},
+    "optimistic tree": {"max_batch_size": 3, "draft_masking": "optimistic", **GROWN_TREE},
+    "loops": {"max_batch_size": 3, "generation": "graph"},
+    "loops, tree": {"max_batch_size": 3, "generation": "graph", **GROWN_TREE},
 }
 NUM_QUICK = 1
 
@@ -72,6 +77,9 @@ DRAFT_MODES = {
     "wide tree, probe": {"draft_length": 20, "draft_tree": (4, 5)},
     "fixed tree, probe": {"draft_length": 9, "draft_tree": TREE_PATHS},
     "block, fixed tree": {"drafter": DFLASH, "draft_length": 9, "draft_tree": TREE_PATHS},
+    "chain, probe, 64 threads": {"draft_masking": "probe"},
+    "wide tree, probe, 64 threads": {"draft_length": 20, "draft_tree": (4, 5)},
+    "tree, lattice, 64 threads": {"drafter": DFLASH, **GROWN_TREE},
 }
 NUM_QUICK_MODES = 1
 SAMPLING = {**MODES, "rejection": {"temperature": 0.9, "verify": "rejection"}}
@@ -84,8 +92,10 @@ SAMPLING = {**MODES, "rejection": {"temperature": 0.9, "verify": "rejection"}}
         for number, name in enumerate(DRAFT_MODES)
     ],
 )
-def test_device_automata_do_not_change_drafts(name):
+def test_device_automata_do_not_change_drafts(monkeypatch, name):
     """Without late rows, outputs, numbers of rounds, and drafts are equal in all draft modes."""
+    if name.endswith("threads"):
+        monkeypatch.setattr("graft.grammar.automaton.device._CPU_BLOCK", 64)
     sampling = SAMPLING.values()
     found = []
     for device_automata in (False, True):

@@ -115,8 +115,8 @@ __device__ __forceinline__ void find_row(const Advance& a, FillItem& item, unsig
   const bool found = r >= 0;
   if (found) {
     item.source = r;
-    a.rows[r].referenced = 1;
-    a.rows[r].used = now;
+    atomicExch(&a.rows[r].referenced, 1);
+    atomicExch(&a.rows[r].used, now);
   }
   atomicAdd(found ? &a.cache->hits : &a.cache->misses, 1u);
 }
@@ -128,25 +128,22 @@ __device__ inline void assign_row(const Advance& a, FillItem& item, unsigned int
   for (int i = 0; i < CACHE_TRIES; ++i) {
     const int r = static_cast<int>(atomicAdd(&a.cache->hand, 1u) % a.num_rows);
     CachedRow& row = a.rows[r];
-    const unsigned int used = row.used;
+    const unsigned int used = atomicAdd(&row.used, 0u);
     if (used == now) continue;
-    if (row.referenced) {
-      row.referenced = 0;
-      continue;
-    }
+    if (atomicExch(&row.referenced, 0) != 0) continue;
     if (atomicCAS(&row.used, used, now) != used) continue;
     if (row.table >= 0) {
-      Automaton(a.tables, row.table).rows[row.state] = ROW_ABSENT;
+      atomicExch(Automaton(a.tables, row.table).rows + row.state, ROW_ABSENT);
       atomicAdd(&a.cache->evicted, 1u);
     }
     row.table = item.table;
     row.state = item.state;
     atomicAdd(&a.cache->stored, 1u);
     item.store = r;
-    *own = r;
+    atomicExch(own, r);
     return;
   }
-  *own = ROW_ABSENT;
+  atomicExch(own, ROW_ABSENT);
 }
 
 // Finds or assigns rows of the cache for the items of this kernel. All threads call this function.
@@ -544,7 +541,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
       if (stored != nullptr) stored[w] = word;
     }
   }
-  if (seen != 0) any = 1;
+  if (seen != 0) atomicOr(&any, 1);
   block_sync();
   if (!leader) return;
   if (automaton.accepting[item.state] != 0) {
