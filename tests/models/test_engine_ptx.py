@@ -54,7 +54,7 @@ def output_of(code: str, *arguments: str, limit: int = 400) -> str:
     paths = os.pathsep.join([path for path in sys.path if path])
     done = subprocess.run(
         [sys.executable, *arguments],
-        env={**os.environ, "GRAFT_CODE": code, "PYTHONPATH": paths},
+        env={**os.environ, "GRAFT_DEVICE": "soft", "GRAFT_CODE": code, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
         timeout=limit,

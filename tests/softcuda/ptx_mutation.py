@@ -18,9 +18,14 @@ from graft.cudagraph.device import Device
 
 TESTS = Path(__file__).resolve().parents[1]
 #: Environment of a run on PTX with all checks.
-PTX = {"GRAFT_CODE": "ptx", "SOFTCUDA_PTX_SEED": "1", "SOFTCUDA_RACECHECK": "1"}
+PTX = {
+    "GRAFT_DEVICE": "soft",
+    "GRAFT_CODE": "ptx",
+    "SOFTCUDA_PTX_SEED": "1",
+    "SOFTCUDA_RACECHECK": "1",
+}
 #: Environment of a run of the kernels that are compiled for the CPU.
-HOST = {"GRAFT_CODE": "host"}
+HOST = {"GRAFT_DEVICE": "soft", "GRAFT_CODE": "host"}
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def test_ptx_results_equal_host_results_bit_for_bit(file, tmp_path):
     paths = os.pathsep.join([str(TESTS / "softcuda"), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "-o", "faulthandler_timeout=0", TESTS / file],
-        env={**os.environ, "GRAFT_CODE": "ptx", "PYTHONPATH": paths},
+        env={**os.environ, "GRAFT_DEVICE": "soft", "GRAFT_CODE": "ptx", "PYTHONPATH": paths},
         cwd=TESTS.parent,
         capture_output=True,
         text=True,
