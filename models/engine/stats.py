@@ -39,7 +39,8 @@ class EngineStats:
         Number of row rounds in which no token was committed.
     stale_rows
         Number of batch rows whose request had left its slot before the host read the results of the
-        row. Such rows occur because a round is launched before the previous one has been read.
+        row. Such rows occur because a round is launched before the previous one has been read, and
+        in generation loops, whose rows stay the same when a request ends.
     surplus_tokens
         Number of tokens in stale rows. They were discarded.
     preemptions
