@@ -144,11 +144,12 @@ class _Search:
         self._schema = schema
         self._rewrite = rewrite
         self._deadline = time.thread_time() + _MAX_SECONDS
-        self._places: list[_Place] = []
+        self._values: dict[_Place, Any] = {}
         for pointer, part in _all_subschemas(schema):
-            for keyword in part:
+            for keyword, value in part.items():
                 if keyword not in _NEUTRAL:
-                    self._places.append(_Place(pointer, keyword))
+                    self._values[_Place(pointer, keyword)] = value
+        self._places = list(self._values)
 
     def find(self, error: str, removed: Sequence[_Place]) -> tuple[_Place, str]:
         """Return a cause of an error, and the error message that refers to this cause.
@@ -168,6 +169,9 @@ class _Search:
         kind = _kind(error)
         for candidates in self._candidates(kind):
             rest = [place for place in candidates if place not in removed]
+            quoted = self._quoted_cause(error, rest, removed)
+            if quoted is not None:
+                return quoted, error
             if not rest or self._remains(kind, [*removed, *rest]):
                 continue
             cause, others = self._narrow(kind, rest, [*removed])
@@ -178,6 +182,22 @@ class _Search:
             except _OutOfTime:
                 return cause, error
         raise _OutOfTime
+
+    def _quoted_cause(
+        self,
+        error: str,
+        candidates: list[_Place],
+        removed: Sequence[_Place],
+    ) -> _Place | None:
+        """Return a candidate whose value the error message quotes and that alone causes it."""
+        for place in candidates:
+            value = self._values[place]
+            if not isinstance(value, str) or not value or value not in error:
+                continue
+            new_error = self._error([*removed, place])
+            if new_error != error and not _ARTIFACT.search(new_error):
+                return place
+        return None
 
     def _candidates(self, kind: str) -> list[list[_Place]]:
         """Return lists of keywords that may cause errors of a kind, most probable ones first."""
