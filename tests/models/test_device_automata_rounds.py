@@ -24,7 +24,6 @@ from graft.models.request import Request
 __all__ = ["expected_answers"]  # a fixture
 
 UNMASKED_TREE = {**GROWN_TREE, "mask_drafts": False}
-#: Engine options; the first `NUM_QUICK` run in the quick suite.
 OPTIONS = {
     "chain": {"max_batch_size": 4},
     "unmasked tree": {"max_batch_size": 3, **UNMASKED_TREE},
@@ -46,16 +45,10 @@ OPTIONS = {
     "loops": {"max_batch_size": 3, "generation": "graph"},
     "loops, tree": {"max_batch_size": 3, "generation": "graph", **GROWN_TREE},
 }
-NUM_QUICK = 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.full] if number >= NUM_QUICK else [])
-        for number, name in enumerate(OPTIONS)
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", OPTIONS)
 def test_device_automata_do_not_change_outputs(expected_answers, name):
     """Requests with and without automata join, are preempted and are cancelled at random times."""
     mode = ("greedy", "coupled")[len(name) % 2]
@@ -68,11 +61,11 @@ def test_device_automata_do_not_change_outputs(expected_answers, name):
 
 #: Engine options for each draft mode; the first `NUM_QUICK_MODES` run in the quick suite.
 DRAFT_MODES = {
+    "chain, fill": {},
     "tree, probe": GROWN_TREE,
     "chain, lattice": {"drafter": DFLASH, "draft_length": 6, "draft_masking": "probe"},
     "chain, probe": {"draft_masking": "probe"},
     "tree, lattice": {"drafter": DFLASH, **GROWN_TREE},
-    "chain, fill": {},
     "tree": UNMASKED_TREE,
     "wide tree, probe": {"draft_length": 20, "draft_tree": (4, 5)},
     "fixed tree, probe": {"draft_length": 9, "draft_tree": TREE_PATHS},
