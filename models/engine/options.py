@@ -121,7 +121,8 @@ class Options:
     device_automata
         Whether mask rows are filled on the device for requests whose grammar has an automaton, see
         `DeviceAutomata`. A round whose requests all have an automaton or no grammar then needs no
-        grammar step on the host. Outputs do not change. Cannot be combined with `forced_drafts`.
+        grammar step on the host. Outputs do not change. The automata and their mask rows take 128
+        MiB of device memory. Cannot be combined with `forced_drafts`.
     verify
         Default verification mode of sampled requests. With "coupled", the target samples a token at
         each position with the random numbers that it would use without drafts, and a draft is
