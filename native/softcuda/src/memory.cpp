@@ -203,7 +203,7 @@ Resource resource_of(const Allocation& a) {
 
 std::shared_ptr<Allocation> allocate(size_t size, MemoryKind kind, unsigned flags) {
   require(size > 0, CUDA_ERROR_INVALID_VALUE, "an allocation must have at least 1 byte");
-  const bool host = kind != MemoryKind::device;
+  const bool host = kind != MemoryKind::device && kind != MemoryKind::module;
   auto a = std::make_shared<Allocation>();
   a->size = size;
   a->host = host;
@@ -321,7 +321,7 @@ bool resolve_for_device(unsigned long long p, size_t bytes, Target* out, std::st
 }
 
 std::shared_ptr<Allocation> allocate_for_module(size_t bytes) {
-  auto allocation = allocate(bytes, MemoryKind::device, 0);
+  auto allocation = allocate(bytes, MemoryKind::module, 0);
   live_add(Resource::device_memory, -1);
   return allocation;
 }
@@ -345,7 +345,7 @@ void free_memory(const std::shared_ptr<Allocation>& allocation) {
 std::shared_ptr<Allocation> find_device_start(CUdeviceptr p) {
   std::lock_guard<std::mutex> lock(g_table.mutex);
   auto it = g_table.by_alias.find(p);
-  if (it != g_table.by_alias.end() && !it->second->host) return it->second;
+  if (it != g_table.by_alias.end() && it->second->kind == MemoryKind::device) return it->second;
   auto host = g_table.by_host.find(p);
   return host != g_table.by_host.end() && host->second->unified() ? host->second : nullptr;
 }
@@ -393,6 +393,7 @@ std::shared_ptr<Allocation> reserve_range(size_t size) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   auto a = std::make_shared<Allocation>();
   a->size = size;
+  a->kind = MemoryKind::reserved;
   void* range =
       mmap(nullptr, size + 2 * page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (range == MAP_FAILED) {

@@ -12,8 +12,9 @@ struct MemoryPool;
 struct GraphMemory;
 
 // The kinds of memory. Programs use pooled pinned memory and managed memory by one address in host
-// code and in device code. This address is the storage address, not the alias (M7).
-enum class MemoryKind { device, pinned, pooled_pinned, managed };
+// code and in device code. This address is the storage address, not the alias (M7). `reserved` is a
+// range of virtual memory management (M10), and `module` holds the variables of a module.
+enum class MemoryKind { device, pinned, pooled_pinned, managed, reserved, module };
 
 // Hints of cuMemAdvise and cuMemPrefetchAsync about one allocation of managed memory. They are
 // returned by cuMemRangeGetAttribute and have no other effect.
@@ -89,8 +90,8 @@ bool resolve_for_device(unsigned long long p, size_t bytes, Target* out, std::st
 std::shared_ptr<Allocation> allocate_memory(size_t size, MemoryKind kind, unsigned flags = 0);
 // Frees an allocation (M4). If bytes outside of it were overwritten, records a fault.
 void free_memory(const std::shared_ptr<Allocation>& allocation);
-// Returns the live or graph-owned allocation that starts at a device address; null if there is
-// none. Pinned memory of cuMemHostAlloc and registered memory are not found.
+// Returns the allocation that starts at a device address and that cuMemFree or a free node may
+// free; null if there is none.
 std::shared_ptr<Allocation> find_device_start(CUdeviceptr p);
 // Allocates the address range of graph memory. The memory is accessible only while the range is
 // open: from the run of an allocation node until the memory is freed (M9).
