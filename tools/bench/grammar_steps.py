@@ -12,8 +12,8 @@ fill
 optimistic
     Tokens are sampled without masks and then checked; rows are filled for illegal tokens.
 
-The grammar time is the host time of all grammar steps per round. One thread runs the steps, so this
-is their processor time. Times of the device are not measured.
+The grammar time is the processor time of the grammar steps of a round, median over the rounds. One
+thread runs the steps. Times of the device are not measured.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ import ctypes
 import itertools
 import json
 import random
+import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from graft.cudagraph.device import open_device
 from graft.cudagraph.errors import GraftError
+from graft.cudagraph.hostwork import NativeWork
 from graft.grammar import CompiledGrammar, GrammarSpec, LLGuidanceBackend
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
 from graft.sampling.exchange import Exchange
@@ -91,7 +93,7 @@ class Result:
     fills
         Filled mask rows per round and request.
     grammar_us
-        Host time of all grammar steps per round, in microseconds.
+        Median of the processor time of the grammar steps of a round, in microseconds.
     """
 
     masking: str
@@ -145,6 +147,7 @@ class Simulation:
         self._epochs = itertools.count(1)
         self._replay = 0
         self.num_tokens = 0
+        self.step_ns = 0
         self._running = [self._start(slot) for slot in range(options.slots)]
 
     def _start(self, slot: int) -> Running:
@@ -157,19 +160,26 @@ class Simulation:
         """Run one round of all requests."""
         self._replay += 1
         self.decoder.publish(self._replay, [running.request for running in self._running])
-        run_step(self._open)
+        self._run(self._open)
         if self._optimistic:
             for running in self._running:
                 self._sample(running)
-            run_step(self._check)
+            self._run(self._check)
         for running in self._running:
             self._verify(running)
-        run_step(self._commit)
+        self._run(self._commit)
         for slot, running in enumerate(self._running):
             self._draft(running)
             if running.done == len(running.text.tokens):
                 self._running[slot] = self._start(slot)
         self.decoder.retire(self._replay)
+
+    def _run(self, work: NativeWork) -> None:
+        """Run a host step without the GIL, as the CUDA driver does, and add its processor time."""
+        step = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work.address)
+        start = time.thread_time_ns()
+        step(work.data)
+        self.step_ns += time.thread_time_ns() - start
 
     def _sample(self, running: Running) -> None:
         """Publish the tokens that the target samples without masks."""
@@ -206,11 +216,6 @@ class Simulation:
         words[first_parent : first_parent + len(drafts)] = np.arange(len(drafts))
 
 
-def run_step(work: Any) -> None:
-    """Run a host step without the GIL, as the CUDA driver does."""
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work.address)(work.data)
-
-
 def measure(texts: Sequence[Text], masking: str, options: argparse.Namespace) -> Result:
     """Run rounds, after some rounds to warm up, and return the figures."""
     simulation = Simulation(texts, masking, options)
@@ -218,13 +223,15 @@ def measure(texts: Sequence[Text], masking: str, options: argparse.Namespace) ->
         simulation.round()
     before = simulation.decoder.counters()
     num_tokens = simulation.num_tokens
+    times = []
     for _ in range(options.rounds):
+        start = simulation.step_ns
         simulation.round()
+        times.append(simulation.step_ns - start)
     after = simulation.decoder.counters()
     added = {name: after[name] - before[name] for name in after}
     if added["desyncs"] or added["errors"]:
         raise GraftError(f"{masking}: the grammar rejected a token of an instance: {added}")
-    step_ns = sum(value for name, value in added.items() if name.endswith("_ns"))
     total = options.rounds * options.slots
     return Result(
         masking,
@@ -232,7 +239,7 @@ def measure(texts: Sequence[Text], masking: str, options: argparse.Namespace) ->
         options.rounds,
         (simulation.num_tokens - num_tokens) / total,
         added["fills"] / total,
-        step_ns / options.rounds / 1e3,
+        statistics.median(times) / 1e3,
     )
 
 
