@@ -17,7 +17,7 @@ using namespace softcuda;
 namespace {
 
 enum Limit : int { kStackSize = 0, kPrintfFifo = 1, kHeap = 2, kFetchGranularity = 5 };
-std::mutex& g_mutex = *new std::mutex;
+std::mutex& g_limits_mutex = *new std::mutex;
 size_t g_limits[] = {1024, 1 << 20, 8 << 20, 0, 0, 64};
 int g_cache_config = 0;  // CU_FUNC_CACHE_PREFER_NONE
 
@@ -44,26 +44,26 @@ void require_context() { require(current_context() != nullptr, CUDA_ERROR_INVALI
 SC_API(cuCtxGetLimit, 3010, kContext, size_t*, out, int, limit) {
   require(out != nullptr);
   check_limit(limit);
-  std::lock_guard<std::mutex> lock(g_mutex);
+  std::lock_guard<std::mutex> lock(g_limits_mutex);
   *out = g_limits[limit];
 }
 
 SC_API(cuCtxSetLimit, 3010, kContext, int, limit, size_t, value) {
   check_limit(limit);
-  std::lock_guard<std::mutex> lock(g_mutex);
+  std::lock_guard<std::mutex> lock(g_limits_mutex);
   constexpr size_t kMaxGranularity = 128;
   g_limits[limit] = limit == kFetchGranularity ? std::min(value, kMaxGranularity) : value;
 }
 
 SC_API(cuCtxGetCacheConfig, 3020, kContext, int*, out) {
   require(out != nullptr);
-  std::lock_guard<std::mutex> lock(g_mutex);
+  std::lock_guard<std::mutex> lock(g_limits_mutex);
   *out = g_cache_config;
 }
 
 SC_API(cuCtxSetCacheConfig, 3020, kContext, int, config) {
   check_cache_config(config);
-  std::lock_guard<std::mutex> lock(g_mutex);
+  std::lock_guard<std::mutex> lock(g_limits_mutex);
   g_cache_config = config;
 }
 

@@ -42,7 +42,7 @@ struct Reservation {
 
 Handles<Physical>& g_physical =
     *new Handles<Physical>(0x5a000000000000, "the memory handle is unknown or was released");
-std::mutex& g_mutex = *new std::mutex;
+std::mutex& g_virtual_mutex = *new std::mutex;
 std::map<CUdeviceptr, Reservation>& g_reservations = *new std::map<CUdeviceptr, Reservation>;
 
 void* as_handle(unsigned long long handle) { return reinterpret_cast<void*>(handle); }
@@ -60,7 +60,7 @@ void check_prop(const CUmemAllocationProp* prop) {
           "compressible memory is not implemented");
 }
 
-// Returns the reservation that contains a range. The caller holds g_mutex.
+// Returns the reservation that contains a range. The caller holds g_virtual_mutex.
 Reservation& find_reservation(CUdeviceptr p, size_t size) {
   require(size > 0 && size % kGranularity == 0 && p % kGranularity == 0, CUDA_ERROR_INVALID_VALUE,
           "addresses and sizes must be multiples of the granularity, 65536 bytes");
@@ -125,14 +125,14 @@ SC_API(cuMemAddressReserve, 10020, kContext, CUdeviceptr*, out, size_t, size, si
   require(alignment <= kGranularity, CUDA_ERROR_NOT_SUPPORTED,
           "alignments greater than 65536 bytes are not implemented");
   auto range = reserve_range(size);
-  std::lock_guard<std::mutex> lock(g_mutex);
+  std::lock_guard<std::mutex> lock(g_virtual_mutex);
   *out = range->alias;
   g_reservations[range->alias].range = std::move(range);
 }
 
 SC_API(cuMemAddressFree, 10020, kContext, CUdeviceptr, p, size_t, size) {
   wait_idle("cuMemAddressFree: all work to finish");
-  std::lock_guard<std::mutex> lock(g_mutex);
+  std::lock_guard<std::mutex> lock(g_virtual_mutex);
   Reservation& r = find_reservation(p, size);
   require(r.range->alias == p && r.range->size == size && r.mappings.empty(),
           CUDA_ERROR_INVALID_VALUE, "the range is not a whole reservation, or memory is mapped");
@@ -158,7 +158,7 @@ SC_API(cuMemCreate, 10020, kContext, unsigned long long*, out, size_t, size,
 
 // The memory exists until it is released and no longer mapped.
 SC_API(cuMemRelease, 10020, kContext, unsigned long long, handle) {
-  std::lock_guard<std::mutex> lock(g_mutex);
+  std::lock_guard<std::mutex> lock(g_virtual_mutex);
   const auto memory = g_physical.get(as_handle(handle));
   require(memory != nullptr, CUDA_ERROR_INVALID_VALUE, "unknown handle of physical memory");
   if (--memory->references == 0) g_physical.take(as_handle(handle));
@@ -166,7 +166,7 @@ SC_API(cuMemRelease, 10020, kContext, unsigned long long, handle) {
 
 SC_API(cuMemMap, 10020, kContext, CUdeviceptr, p, size_t, size, size_t, offset, unsigned long long,
        handle, uint64_t, flags) {
-  std::lock_guard<std::mutex> lock(g_mutex);
+  std::lock_guard<std::mutex> lock(g_virtual_mutex);
   const auto memory = g_physical.get(as_handle(handle));
   require(memory != nullptr, CUDA_ERROR_INVALID_VALUE, "unknown handle of physical memory");
   Reservation& r = find_reservation(p, size);
@@ -186,7 +186,7 @@ SC_API(cuMemMap, 10020, kContext, CUdeviceptr, p, size_t, size, size_t, offset, 
 
 SC_API(cuMemUnmap, 10020, kContext, CUdeviceptr, p, size_t, size) {
   wait_idle("cuMemUnmap: all work to finish");
-  std::lock_guard<std::mutex> lock(g_mutex);
+  std::lock_guard<std::mutex> lock(g_virtual_mutex);
   Reservation& r = find_reservation(p, size);
   for_mappings(r, p, size, [&](auto it) {
     mmap(storage_of(r, it->first), it->second.size, PROT_NONE,
@@ -198,7 +198,7 @@ SC_API(cuMemUnmap, 10020, kContext, CUdeviceptr, p, size_t, size) {
 SC_API(cuMemSetAccess, 10020, kContext, CUdeviceptr, p, size_t, size, const CUmemAccessDesc*, desc,
        size_t, count) {
   require(desc != nullptr && count > 0);
-  std::lock_guard<std::mutex> lock(g_mutex);
+  std::lock_guard<std::mutex> lock(g_virtual_mutex);
   Reservation& r = find_reservation(p, size);
   for (size_t i = 0; i < count; ++i) {
     const int flags = desc[i].flags;
@@ -217,7 +217,7 @@ SC_API(cuMemGetAccess, 10020, kContext, unsigned long long*, flags, const CUmemL
   require(flags != nullptr && location != nullptr);
   require(location->type == CU_MEM_LOCATION_TYPE_DEVICE && location->id == 0,
           CUDA_ERROR_INVALID_DEVICE);
-  std::lock_guard<std::mutex> lock(g_mutex);
+  std::lock_guard<std::mutex> lock(g_virtual_mutex);
   Reservation& r = find_reservation(p / kGranularity * kGranularity, kGranularity);
   auto it = r.mappings.upper_bound(p);
   require(it != r.mappings.begin() && p - std::prev(it)->first < std::prev(it)->second.size,
@@ -228,7 +228,7 @@ SC_API(cuMemGetAccess, 10020, kContext, unsigned long long*, flags, const CUmemL
 SC_API(cuMemRetainAllocationHandle, 11000, kContext, unsigned long long*, out, void*, address) {
   require(out != nullptr);
   const auto p = reinterpret_cast<CUdeviceptr>(address);
-  std::lock_guard<std::mutex> lock(g_mutex);
+  std::lock_guard<std::mutex> lock(g_virtual_mutex);
   Reservation& r = find_reservation(p / kGranularity * kGranularity, kGranularity);
   auto it = r.mappings.upper_bound(p);
   require(it != r.mappings.begin() && p - std::prev(it)->first < std::prev(it)->second.size,
