@@ -94,10 +94,11 @@ def test_grammar_transport_probe_reports_missing_features(monkeypatch):
     probe_transport.cache_clear()
 
 
-def test_mailbox_deadline_fails_engine_with_name_of_late_step(monkeypatch):
+@pytest.mark.parametrize("generation", ["rounds", "graph"])
+def test_mailbox_deadline_fails_engine_with_name_of_late_step(monkeypatch, generation):
     """If a grammar step never completes, the engine fails after the deadline.
 
-    The error contains the name of the step.
+    The error contains the name of the step. A generation loop ends when the engine is closed.
     """
     block = threading.Event()
     resume = threading.Event()
@@ -120,7 +121,7 @@ def test_mailbox_deadline_fails_engine_with_name_of_late_step(monkeypatch):
         "__kwdefaults__",
         {**GuidedDecoder.__init__.__kwdefaults__, "deadline_s": 0.3},
     )
-    engine = demo_engine(max_batch_size=1, grammar_transport="mailbox")
+    engine = demo_engine(max_batch_size=1, grammar_transport="mailbox", generation=generation)
     try:
         block.set()
         with pytest.raises(HostWorkError, match=r"no answer within 0\.3 s") as failed:
