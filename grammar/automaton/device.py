@@ -9,6 +9,7 @@ need stamps.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from graft.cudagraph.cstruct import read_numbers, read_struct
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray
+from graft.cudagraph.memory import DeviceArray, PinnedArray
 from graft.grammar.matcher import Matcher
 from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native
@@ -274,7 +275,19 @@ class DeviceAutomata:
         copied
             Whether the host's mask rows have been copied to the device before.
         """
-        self._advance(lane, "open", row_slot, num_rows, [num_rows, int(copied)])
+        self._add_kernel(
+            lane,
+            "open",
+            row_slot,
+            [num_rows, int(copied)],
+        )
+        num_items = row_slot.shape[0] * num_rows
+        self._add_fill(
+            lane,
+            "open",
+            num_items,
+            self._exchange.device_masks,
+        )
 
     def add_commit(self, lane: Lane, row_slot: DeviceArray, *, fill: bool) -> None:
         """Add the kernels that advance states by the committed tokens.
@@ -288,14 +301,56 @@ class DeviceAutomata:
         fill
             Whether to fill mask row 0.
         """
-        self._advance(lane, "commit", row_slot, 1, [int(fill), *self._results], fills=fill)
+        self._add_kernel(
+            lane,
+            "commit",
+            row_slot,
+            [int(fill), *self._results],
+        )
+        if fill:
+            self._add_fill(
+                lane,
+                "commit",
+                row_slot.shape[0],
+                self._exchange.device_masks,
+            )
 
     def add_draft(self, lane: Lane, row_slot: DeviceArray, j: int) -> None:
         """Add the kernels of draft step `j`, see `graft.grammar.decoder.GuidedDecoder.draft_work`.
 
         Mask rows that a probe needs are written to host memory, where `Sampler.draft` reads them.
         """
-        self._advance(lane, "draft", row_slot, 1, [j, *self._results])
+        exchange = self._exchange
+        batch = row_slot.shape[0]
+        args = [j, *self._results]
+        if not exchange.mode.probes:
+            self._add_kernel(
+                lane,
+                "draft",
+                row_slot,
+                args,
+            )
+            self._add_fill(
+                lane,
+                "draft",
+                batch,
+                exchange.device_masks,
+            )
+            return
+        self._add_kernel(
+            lane,
+            "probe",
+            row_slot,
+            args,
+            blocks=batch,
+        )
+        if exchange.mode.kind == "chain":
+            self._add_fill(
+                lane,
+                "probe",
+                batch,
+                exchange.host_masks,
+            )
 
     @property
     def _results(self) -> tuple[object, ...]:
@@ -305,24 +360,19 @@ class DeviceAutomata:
     def _tables_args(self) -> tuple[object, ...]:
         return self._memory, self._offsets, self._bytes, self._num_tokens
 
-    def _advance(
+    def _add_kernel(
         self,
         lane: Lane,
         step: str,
         row_slot: DeviceArray,
-        num_rows: int,
-        args: list[object],
-        *,
-        fills: bool = True,
+        args: Sequence[object],
+        blocks: int = 1,
     ) -> None:
-        """Add the kernel of a step and, if it fills rows, `num_rows` rows per batch row."""
-        batch = row_slot.shape[0]
+        """Add the kernel that advances states in a step."""
         exchange = self._exchange
-        probes = step == "draft" and exchange.mode.probes
-        fills = fills and not (probes and exchange.mode.kind == "tree")
         common = [
             row_slot,
-            *(() if probes else (batch,)),
+            row_slot.shape[0],
             self._state.array,
             self.slots,
             exchange.memory,
@@ -335,27 +385,35 @@ class DeviceAutomata:
             self._num_cached,
         ]
         lane.kernel(
-            self._kernels["automaton_probe" if probes else f"automaton_{step}"],
-            batch if probes else 1,
+            self._kernels[f"automaton_{step}"],
+            blocks,
             self._block,
             [*common, *args],
             name=f"{step}: automaton states",
         )
-        if not fills:
-            return
+
+    def _add_fill(
+        self,
+        lane: Lane,
+        step: str,
+        num_items: int,
+        masks: DeviceArray | PinnedArray,
+    ) -> None:
+        """Add the kernel that fills the mask rows that a step has requested."""
+        args = [
+            self._items,
+            self.slots,
+            masks,
+            self._exchange.memory,
+            self._exchange.layout,
+            *self._tables_args,
+            self._cached_words,
+        ]
         lane.kernel(
             self._kernels["automaton_fill"],
-            (batch * num_rows, self._parts, 1),
+            (num_items, self._parts, 1),
             self._block,
-            [
-                self._items,
-                self.slots,
-                exchange.host_masks if probes else exchange.device_masks,
-                exchange.memory,
-                exchange.layout,
-                *self._tables_args,
-                self._cached_words,
-            ],
+            args,
             name=f"{step}: automaton rows",
         )
 

@@ -431,11 +431,11 @@ __device__ inline void probe_lattice(const Advance& a, AutomatonSlot& own, int i
 // Draft step of the modes that test candidates: answers the slot's Candidates record. One block per
 // batch row.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
-    automaton_probe(const int* row_slot, const Slot* slots, AutomatonSlot* states, int* exchange,
-                    const ExchangeLayout layout, unsigned char* memory, const int* offsets,
-                    const unsigned char* bytes, int num_tokens, const int* replay, FillItem* items,
-                    RowCache* cache, CachedRow* cached, int num_cached, int j, const RoundRow* rows,
-                    int row_words) {
+    automaton_probe(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
+                    int* exchange, const ExchangeLayout layout, unsigned char* memory,
+                    const int* offsets, const unsigned char* bytes, int num_tokens,
+                    const int* replay, FillItem* items, RowCache* cache, CachedRow* cached,
+                    int num_cached, int j, const RoundRow* rows, int row_words) {
   __shared__ Probe probe;
   __shared__ LatticeNode nodes[AUTOMATON_NODES];
   const Advance a = {row_slot,
@@ -450,6 +450,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                      cached,
                      static_cast<unsigned int>(num_cached)};
   const int b = static_cast<int>(blockIdx.x);
+  if (b >= batch) return;
   const bool leader = threadIdx.x == 0;
   const bool lattice = is_lattice_mode(layout.mode);
   FillItem* item = items + b;
