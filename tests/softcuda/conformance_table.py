@@ -194,6 +194,8 @@ cuLinkAddData [c] linking 1|0:NOT_SUPPORTED in.ptx 44|0 0 0 0 0
 cuLinkAddFile [c] linking 1|0:NOT_SUPPORTED in.ptx_path 0 0 0
 cuLinkComplete [c] linked out out?
 cuLinkDestroy [] linking
+cuModuleGetGlobal [c] out? out? module in.name -> NOT_FOUND
+cuLibraryGetGlobal [] out? out? library in.name -> NOT_FOUND
 cuModuleLoad [cu] out in.path
 cuModuleUnload [cu] module
 cuModuleGetFunctionCount [] out module

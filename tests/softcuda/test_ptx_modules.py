@@ -141,6 +141,24 @@ def test_linked_modules_share_visible_names_only(soft):
     soft.cuModuleUnload(loaded)
 
 
+def test_module_variable_has_address_and_size(soft):
+    declarations = """
+    .visible .global .align 8 .b8 words[16];  .visible .const .align 4 .u32 factor = 6;
+    """
+    body = "ld.const.u32 %r5, [factor];  st.global.u32 [words+4], %r5;"
+    loaded = soft.cuModuleLoadData(module(body, 1, declarations).encode() + b"\0")
+    pointer, size = soft.cuModuleGetGlobal(loaded, b"words")
+    assert size == 16
+    factor, size = soft.cuLibraryGetGlobal(soft.d.CUlibrary(int(loaded)), b"factor")
+    assert size == 4
+    value = np.array([70], np.uint32)
+    soft.cuMemcpyHtoD(factor, value.ctypes.data, 4)
+    soft.run(soft.cuModuleGetFunction(loaded, b"k"), 1, 1, soft.put(value))
+    np.testing.assert_array_equal(soft.get(pointer, 4, np.uint32), [0, 70, 0, 0])
+    assert soft.d.cuModuleGetGlobal(loaded, b"none")[0].name == "CUDA_ERROR_NOT_FOUND"
+    soft.cuModuleUnload(loaded)
+
+
 LINK_ERRORS = {
     "undefined variable": ((MAIN,), "INVALID_PTX", "'shared_count' is external and not defined"),
     "undefined function": (

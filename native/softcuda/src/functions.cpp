@@ -139,6 +139,29 @@ SC_API(cuLibraryLoadFromFile, 12000, kUnsafe, CUmodule*, out, const char*, path,
   *out = load_file(path);
 }
 
+// Returns the address and the size of a variable of a module.
+static void find_variable(CUdeviceptr* address, size_t* bytes, void* module, const char* name) {
+  require(name != nullptr);
+  const auto found = modules.find(module);
+  const auto variable = found->variables.find(name);
+  if (variable == found->variables.end()) {
+    refuse(CUDA_ERROR_NOT_FOUND, "the module has no variable '" + std::string(name) +
+                                     "'; only PTX modules have named variables");
+  }
+  if (address != nullptr) *address = variable->second.first;
+  if (bytes != nullptr) *bytes = variable->second.second;
+}
+
+SC_API(cuModuleGetGlobal_v2, 3020, kContext, CUdeviceptr*, address, size_t*, bytes, CUmodule,
+       module, const char*, name) {
+  find_variable(address, bytes, module, name);
+}
+
+SC_API(cuLibraryGetGlobal, 12000, 0, CUdeviceptr*, address, size_t*, bytes, CUmodule, library,
+       const char*, name) {
+  find_variable(address, bytes, library, name);
+}
+
 SC_API(cuModuleUnload, 2000, kContext | kUnsafe, CUmodule, module) {
   unload_module(module, "cuModuleUnload: all work to finish");
 }

@@ -42,6 +42,8 @@ struct Module {
   std::atomic<bool> live{true};  // false after the module was unloaded
   std::vector<void*> libraries;  // dlopen handles, one per worker
   std::vector<std::shared_ptr<Function>> functions;
+  // Addresses and sizes of the variables of a module that was loaded from PTX.
+  std::map<std::string, std::pair<CUdeviceptr, size_t>> variables;
 };
 
 // The functions of the device that kernels call (executor.cpp).
@@ -53,8 +55,8 @@ inline Handles<Function>& functions = *new Handles<Function>(
 // Loads a copy of a kernel image for each worker and returns the handle of the new module. The
 // image may also be PTX text. If it is refused, `log` receives the reason.
 CUmodule load_module(const void* image, std::string* log = nullptr);
-// Copies a text to the buffer for errors that the caller passes in the JIT options. The other options
-// have no effect.
+// Copies a text to the buffer for errors that the caller passes in the JIT options. The other
+// options have no effect.
 void write_error_log(unsigned n, const int* options, void** values, const std::string& text);
 // Links PTX texts to one module.
 CUmodule load_ptx(const std::vector<std::string>& texts, std::string* log);

@@ -48,6 +48,7 @@ class Linker {
     share_names();
     allocate_variables();
     for (current_ = 0; current_ < modules_.size(); ++current_) note_addresses_of_functions();
+    name_variables();
     for (size_t i = 0; i < modules_.size(); ++i) {
       for (const auto& f : modules_[i].functions) {
         if (f->entry && f->defined) add_kernel(*f);
@@ -145,6 +146,17 @@ class Linker {
       current_ = item.module;
       initialize(*item.variable, a.storage + item.offset);
     }
+  }
+
+  // Makes the variables known to cuModuleGetGlobal, the ones that all modules see with priority.
+  void name_variables() {
+    const auto add = [&](const Placed& item) {
+      target_->variables.emplace(
+          item.variable->name,
+          std::make_pair(memory_->allocation->alias + item.offset, item.variable->bytes));
+    };
+    for (const auto& item : variables_) add(item.second);
+    for (const Placed& item : placed_) add(item);
   }
 
   // Writes the initial value of a variable, with the addresses that it contains.
