@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import importlib
 import os
 import re
 import shutil
@@ -175,6 +176,37 @@ def test_guide_worker_rows_are_correct_under_sanitizer():
     and some grammars are slow.
     """
     guide("address", 1, 6)
+
+
+@pytest.mark.parametrize(
+    "kind, count",
+    [
+        ("address", 0),
+        pytest.param("undefined", 300, marks=pytest.mark.full),
+        pytest.param("thread", 40, marks=pytest.mark.full),
+    ],
+)
+@pytest.mark.parametrize("setting", ["", "SOFTCUDA_PTX_SEED", "SOFTCUDA_RACECHECK"])
+def test_ptx_modules_run_under_sanitizer(kind, count, setting, tmp_path, monkeypatch):
+    """PTX modules run, and `count` mutants of them run or fault, without a sanitizer's finding."""
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "softcuda"))
+    fuzz = importlib.import_module("ptx_fuzz")
+    modules = [*fuzz.MODULES, *fuzz.mutants(count, 7)]
+    path = tmp_path / "modules"
+    path.write_bytes(b"".join(text.encode() + b"\0" for text in modules))
+    settings = {"SOFTCUDA_PTX_STEPS": "5000", "SOFTCUDA_WORKERS": "2"}
+    if setting:
+        settings[setting] = "1"
+    command = [str(stress(kind).parent / "ptx_run"), str(path), "60"]
+    done = execute(command, 60 + 4 * count, settings)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(modules)
+    ran = [line.split()[1] == "ran" for line in lines]
+    # Both blocks write their results to the same words, which is a race.
+    for line in lines[: len(fuzz.MODULES)]:
+        assert line.split()[1] == "ran" or (setting == "SOFTCUDA_RACECHECK" and "race in" in line)
+    assert count == 0 or sum(ran) > count // 6
 
 
 @pytest.mark.full
