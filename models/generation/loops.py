@@ -46,9 +46,9 @@ class Loops:
 
     def grammar_places(self, has_automata: bool) -> tuple[str, ...]:
         """Return the places of grammar steps for which loops are needed."""
-        if self._has_lattice_trees:
-            return ("host",)
-        return GRAMMAR_STEPS if has_automata else ("host", "device")
+        if has_automata:
+            return GRAMMAR_STEPS
+        return ("host",) if self._has_lattice_trees else ("host", "device")
 
     def choose(self, graph: RoundGraph, states: Sequence[RequestState]) -> GenerationGraph | None:
         """Return the loop for a batch of requests; None while another request is being prefilled.
