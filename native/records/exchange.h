@@ -100,8 +100,9 @@ struct Candidates {
 //
 //   mode           draft             id                         words that follow
 //   chain, probe   number of draft   first legal candidate, or  none
-//                                    -1: none is legal, and the
-//                                    mask row was filled
+//                                    -1: none is legal. The mask row
+//                                    was filled, unless the request
+//                                    is optimistic
 //   tree, probe    level             number of nodes            legal candidates of each node, as
 //                                                               bits [branch]
 //   lattice        0                 number of drafts           ids [drafts], parents [drafts]
