@@ -108,6 +108,7 @@ def test_optimistic_engine_gives_same_outputs(drafter, count):
     counters = check_outputs(count, max_tokens, **OPTIMISTIC[drafter])
     assert counters["checks"] > 100
     assert counters["check_misses"] < counters["checks"] / 3
+    assert drafter != "none" or count == 8 or counters["fills_ahead"] > 0
 
 
 @pytest.mark.full
