@@ -443,4 +443,8 @@ def _read_logprob(record: np.void, num_top: int) -> Logprob:
     for token, logprob in zip(ids[:num_top], logprobs[:num_top], strict=True):
         if logprob > -math.inf:
             top.append((token, logprob))
-    return Logprob(float(record["logprob"]), tuple(top))
+    return Logprob(
+        float(record["logprob"]),
+        tuple(top),
+        int(record["rank"]),
+    )
