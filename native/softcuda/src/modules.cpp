@@ -90,7 +90,8 @@ CUmodule load_module(const void* image, std::string* log) {
   require(image != nullptr);
   if (ptx::is_ptx(image)) {
     std::string unused;
-    return load_ptx(ptx::unpack_texts(static_cast<const char*>(image)), log != nullptr ? log : &unused);
+    return load_ptx(ptx::unpack_texts(static_cast<const char*>(image)),
+                    log != nullptr ? log : &unused);
   }
   const size_t size = image_size(image);
   install_fault_handlers();
