@@ -560,7 +560,7 @@ class Engine:
 
     def _try_end_abandoned(self) -> None:
         """End cancelled and abandoned requests now, or in the next step if another call runs."""
-        with suppress(EngineUseError), self._guard:
+        with suppress(EngineUseError), self._guard.brief:
             self._end_abandoned()
 
     def _end_abandoned(self) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
+from copy import copy
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 from graft.models.errors import EngineUseError
 
 __all__ = ["ReentrancyGuard", "Shield"]
+
+#: Time between two attempts of a call that waits for the end of a short call, in seconds.
+_BRIEF_POLL_S = 1e-4
 
 
 class Shield:
@@ -72,11 +77,14 @@ class _Call(NamedTuple):
         ``id()`` of the frame that entered the guard.
     thread_name
         Name of the thread, for error messages.
+    is_brief
+        Whether calls of other threads wait for the end of this call.
     """
 
     thread_id: int
     frame_id: int
     thread_name: str
+    is_brief: bool
 
     def is_active(self) -> bool:
         """Return whether the calling frame is still on the stack of its thread."""
@@ -96,18 +104,32 @@ class ReentrancyGuard:
     a lock and the first statement of the block, or just before the release. The lock would then
     remain acquired forever. A call owns this guard only while the frame of the call is on the
     stack, so an interrupted call loses the guard.
+
+    Attributes
+    ----------
+    brief : ReentrancyGuard
+        The same guard for short calls of thread-safe methods. It rejects them while another call
+        runs, but a call of another thread waits for the end of a short call.
     """
 
     def __init__(self) -> None:
         # Maps None to the call that owns the guard; empty if no call owns it. A dictionary is used
         # because `dict.setdefault` is an atomic test-and-set.
         self._owner: dict[None, _Call] = {}
+        self._is_brief = False
+        self.brief = copy(self)  # has the same `_owner`
+        self.brief._is_brief = True
 
     def __enter__(self) -> None:
         thread = threading.current_thread()
-        call = _Call(threading.get_ident(), id(sys._getframe(1)), thread.name)
-        owner = self._owner.setdefault(None, call)
-        if owner is not call and owner.is_active():
+        call = _Call(threading.get_ident(), id(sys._getframe(1)), thread.name, self._is_brief)
+        while True:
+            owner = self._owner.setdefault(None, call)
+            if owner is call or not owner.is_active():
+                break
+            if owner.is_brief and not call.is_brief and owner.thread_id != call.thread_id:
+                time.sleep(_BRIEF_POLL_S)
+                continue
             raise EngineUseError(
                 f"thread {call.thread_name!r} called the engine during a call of thread "
                 f"{owner.thread_name!r}; an engine handles one call at a time"

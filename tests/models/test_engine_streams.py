@@ -3,6 +3,7 @@
 import gc
 import logging
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -132,6 +133,28 @@ def test_engine_rejects_concurrent_calls_except_cancel(engine, monkeypatch):
     first, second = results[0]
     assert first.tokens == expected and second.reason == "cancelled"
     assert engine.generate([FREE])[0].tokens == expected
+
+
+def test_step_waits_for_cancel_of_another_thread(engine, monkeypatch):
+    cancelling = threading.Event()
+    original_end = Scheduler.end
+
+    def slow_end(self, *args, **options):
+        cancelling.set()
+        time.sleep(0.2)
+        original_end(self, *args, **options)
+
+    engine.submit(replace(LONG, id="cancelled"))
+    engine.step()
+    monkeypatch.setattr(Scheduler, "end", slow_end)
+    worker = threading.Thread(target=lambda: engine.cancel("cancelled"))
+    worker.start()
+    assert cancelling.wait(60)
+    events = engine.step()
+    worker.join()
+    while engine.busy:
+        events += engine.step()
+    assert [event.output.reason for event in events if event.finished] == ["cancelled"]
 
 
 def test_chunked_prefill_interleaves_prompts_with_decoding(engine):
