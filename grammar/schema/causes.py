@@ -28,8 +28,7 @@ from graft.grammar.schema.terms import (
 
 __all__ = ["find_causes"]
 
-_MAX_SECONDS = 2.0  # processor time of one search
-#: Keywords that LLGuidance and the rewriter multiply out.
+#: Keywords whose combinations LLGuidance and the rewriter expand, so that schemas grow.
 _COMBINING = word_set(
     """allOf anyOf oneOf not if then else dependencies dependentRequired dependentSchemas
     minProperties maxProperties contains uniqueItems"""
@@ -67,8 +66,8 @@ class _Place(NamedTuple):
     keyword: str
 
 
-class _OutOfTime(Exception):
-    """The search has used its processor time."""
+class _NotFound(Exception):
+    """No cause was found: the time is over, or no list of candidates ends the error."""
 
 
 def find_causes(
@@ -76,11 +75,12 @@ def find_causes(
     rewritten: Rewritten,
     rewrite: Callable[[Any], Rewritten],
     max_reasons: int,
+    deadline: float,
 ) -> tuple[list[Reason], list[Reason]]:
     """Return the keywords without which a schema would be enforced exactly.
 
     If one of these keywords is missing, others may come into effect. The search therefore continues
-    until the remaining schema has an exact form, or 2 s of processor time are used.
+    until the remaining schema has an exact form, or until the deadline.
 
     Parameters
     ----------
@@ -92,6 +92,8 @@ def find_causes(
         Function that rewrites a schema.
     max_reasons
         Number of reasons after which the search ends.
+    deadline
+        Time of ``time.thread_time()`` after which no further schema is compiled.
 
     Returns
     -------
@@ -100,7 +102,8 @@ def find_causes(
         search ends before it finds a keyword that LLGuidance refuses, the last reason names only
         the error of the whole schema.
     """
-    search = _Search(schema, rewrite)
+    search = _Search(schema, rewrite, deadline)
+    is_unsatisfiable = _error_of(rewritten).startswith("Unsatisfiable")
     removed: list[_Place] = []
     lost: list[Reason] = []
     refused: list[Reason] = []
@@ -119,11 +122,13 @@ def find_causes(
         if found:
             continue
         error = _error_of(rewritten)
-        if not error or (removed and error.startswith("Unsatisfiable")):
-            break  # an unsatisfiable rest is caused by the removals
+        if not error:
+            break
+        if removed and error.startswith("Unsatisfiable") and not is_unsatisfiable:
+            break  # the removals have caused the error
         try:
             cause, error = search.find(error, removed)
-        except _OutOfTime:
+        except _NotFound:
             refused.append(Reason("#", "schema", _explain(error)))
             break
         removed.append(cause)
@@ -136,14 +141,19 @@ class _Search:
 
     Parameters
     ----------
-    schema, rewrite
+    schema, rewrite, deadline
         As for `find_causes`.
     """
 
-    def __init__(self, schema: SchemaObject, rewrite: Callable[[Any], Rewritten]):
+    def __init__(
+        self,
+        schema: SchemaObject,
+        rewrite: Callable[[Any], Rewritten],
+        deadline: float,
+    ):
         self._schema = schema
         self._rewrite = rewrite
-        self._deadline = time.thread_time() + _MAX_SECONDS
+        self._deadline = deadline
         self._values: dict[_Place, Any] = {}
         for pointer, part in _all_subschemas(schema):
             for keyword, value in part.items():
@@ -163,8 +173,8 @@ class _Search:
 
         Raises
         ------
-        _OutOfTime
-            No cause was found in the remaining processor time.
+        _NotFound
+            No cause was found.
         """
         kind = _kind(error)
         for candidates in self._candidates(kind):
@@ -179,9 +189,9 @@ class _Search:
                 if len(others) == len(removed):
                     cause = self._innermost(kind, cause, rest, others)
                 return cause, self._error(others)
-            except _OutOfTime:
+            except _NotFound:
                 return cause, error
-        raise _OutOfTime
+        raise _NotFound
 
     def _quoted_cause(
         self,
@@ -240,7 +250,7 @@ class _Search:
         candidates: list[_Place],
         removed: list[_Place],
     ) -> _Place:
-        """Return the innermost of the candidates inside a cause that alone cause the error."""
+        """Return the innermost candidate inside a cause whose removal alone ends the error."""
         while True:
             inside = f"{cause.pointer}/{cause.keyword}/"
             inner = []
@@ -262,9 +272,9 @@ class _Search:
         return _kind(error) == kind or _ARTIFACT.search(error) is not None
 
     def _error(self, removed: Sequence[_Place]) -> str:
-        """Return the error of the schema without some keywords; raise `_OutOfTime` if too late."""
+        """Return the error of the schema without some keywords; raise `_NotFound` if too late."""
         if time.thread_time() > self._deadline:
-            raise _OutOfTime
+            raise _NotFound
         try:
             return _error_of(self._rewrite(_without(self._schema, removed)))
         except RecursionError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,9 @@ __all__ = ["Route", "refusal", "route"]
 
 _MAX_REASONS = 20
 _MAX_REASONS_IN_MESSAGE = 5
+#: Processor time in which the keywords of a rewritten schema that LLGuidance refuses are searched
+#: for, and again for those of the given schema.
+_SEARCH_SECONDS = 2.0
 _BOUNDS = word_set("minimum maximum exclusiveMinimum exclusiveMaximum")
 
 
@@ -163,10 +167,11 @@ def _closest_form(
             impossible=impossible,
         )
 
+    deadline = time.thread_time() + _SEARCH_SECONDS
     while True:
         rewritten = rewritten_form(schema)
         narrowed += rewritten.narrowed
-        closest, accepted = _closest_accepted(rewritten.schema)
+        closest, accepted = _closest_accepted(rewritten.schema, deadline)
         found: set[str] = set()
         if not accepted and isinstance(rewritten.schema, dict):
             for pointer in impossible_definitions(rewritten.schema):
@@ -181,14 +186,17 @@ def _closest_form(
             rewritten,
             rewritten_form,
             _MAX_REASONS,
+            time.thread_time() + _SEARCH_SECONDS,
         )
         reasons = lost + refused if accepted else refused + lost
     narrowed = tuple(dict.fromkeys(narrowed))
     return rewritten._replace(schema=closest, narrowed=narrowed), reasons, accepted
 
 
-def _closest_accepted(schema: Any) -> tuple[Any, bool]:
+def _closest_accepted(schema: Any, deadline: float) -> tuple[Any, bool]:
     """Remove the keywords that LLGuidance refuses from a rewritten schema, one by one.
+
+    `deadline` is the time of ``time.thread_time()`` at which searches for a keyword end.
 
     Returns
     -------
@@ -209,7 +217,7 @@ def _closest_accepted(schema: Any) -> tuple[Any, bool]:
         parts = dict(subschemas(remaining))
         [reason] = errors
         if reason.keyword not in parts.get(reason.pointer, ()) and reason.keyword != "schema":
-            _, [reason] = find_causes(remaining, Rewritten(remaining), Rewritten, 1)
+            _, [reason] = find_causes(remaining, Rewritten(remaining), Rewritten, 1, deadline)
         if reason.keyword not in parts.get(reason.pointer, ()):
             # No keyword can be removed, for example because the schema is unsatisfiable.
             return schema, False
