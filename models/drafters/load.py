@@ -60,8 +60,8 @@ def make_drafter(choice: DrafterChoice, context: DrafterContext) -> Drafter:
         )
     if drafter.feeds_blocks and not is_block_drafter(choice):
         LOG.warning(
-            "drafter %s: its blocks end at max_tokens, because the callable has no attribute "
-            "feeds_blocks = True",
+            "drafter %s: blocks are shortened near max_tokens; set feeds_blocks = True on the "
+            "callable to avoid this",
             choice,
         )
     return drafter
@@ -80,14 +80,19 @@ def is_block_drafter(choice: object) -> bool:
     creates such a drafter if it is the checkpoint folder of one, if its attribute `feeds_blocks` is
     true, or if it is a ``functools.partial`` with such a function or argument.
     """
-    if isinstance(choice, partial):
-        parts = (choice.func, *choice.args, *choice.keywords.values())
-        return any(map(is_block_drafter, parts))
     if isinstance(choice, str) and ":" in choice and not Path(choice).exists():
         try:
             choice = _import_attribute(choice)
         except Exception:  # `make_drafter` reports the error
             return False
+    return _feeds_blocks(choice)
+
+
+def _feeds_blocks(choice: object) -> bool:
+    """Implement `is_block_drafter` for a folder, a callable, or an argument of a ``partial``."""
+    if isinstance(choice, partial):
+        parts = (choice.func, *choice.args, *choice.keywords.values())
+        return any(map(_feeds_blocks, parts))
     if callable(choice):
         return getattr(choice, "feeds_blocks", False) is True
     if not isinstance(choice, (str, Path)) or not (Path(choice) / "config.json").is_file():
