@@ -23,7 +23,7 @@ def test_bench_of_steps_compares_filling_with_checking(capsys, tmp_path, automat
     out = tmp_path / "steps.json"
     tokenizer = demo_model()[0] / "tokenizer.json"
     arguments = [tmp_path, "--tokenizer", tokenizer, "--slots", 3, "--rounds", 20, "--out", out]
-    arguments += ["--illegal", "0", "0.3", *["--automata"] * automata]
+    arguments += ["--replaced", "0", "0.3", *["--automata"] * automata]
     assert grammar_steps.main(list(map(str, arguments))) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:5]] == ["fill", "optimistic", "optimistic"]

@@ -1,11 +1,11 @@
 """Benchmark of the grammar steps of rounds, with JSON schemas and without a model.
 
-    python -m graft.tools.bench.grammar_steps ../shared/data/maskbench \\
-        --tokenizer ../shared/data/tokenizers/deepseek-128k.json.gz --slots 64 --drafts 3
+    python -m graft.tools.bench.grammar_steps FOLDER --tokenizer FILE --slots 64 --drafts 3
 
 Each request generates a valid instance of a schema. A simulated drafter proposes the next tokens of
 the instance, and some wrong ones. A simulated target samples the tokens of the instance; without a
-mask, some of its tokens are illegal. Two decoders run the same rounds:
+mask, some of its tokens are replaced by random ids, most of which are illegal. Two decoders run the
+same rounds:
 
 fill
     A mask row is filled for the last token and for each draft.
@@ -84,8 +84,8 @@ class Result:
     ----------
     masking
         "fill" or "optimistic".
-    illegal
-        Share of the tokens that are illegal if they are sampled without a mask.
+    replaced
+        Share of the tokens that are replaced by random ids if they are sampled without a mask.
     rounds
         Number of rounds.
     tokens
@@ -97,7 +97,7 @@ class Result:
     """
 
     masking: str
-    illegal: float
+    replaced: float
     rounds: int
     tokens: float
     fills: float
@@ -132,7 +132,7 @@ class Simulation:
     def __init__(self, texts: Sequence[Text], masking: str, options: argparse.Namespace):
         self._texts = itertools.cycle(texts)
         self._optimistic = masking == "optimistic"
-        self._illegal = options.illegal
+        self._replaced = options.replaced
         self._wrong_drafts = options.wrong_drafts
         self._drafts = options.drafts
         self._random = random.Random(1)
@@ -186,7 +186,7 @@ class Simulation:
         sampled = self.exchange.sampled[running.request.slot]
         upcoming = running.text.tokens[running.done : running.done + len(running.drafts) + 1]
         for j, token in enumerate(upcoming):
-            if self._random.random() < self._illegal:
+            if self._random.random() < self._replaced:
                 token = self._random.randrange(self._vocab_size)
             sampled[j] = (self._replay, token)
 
@@ -235,7 +235,7 @@ def measure(texts: Sequence[Text], masking: str, options: argparse.Namespace) ->
     total = options.rounds * options.slots
     return Result(
         masking,
-        options.illegal if masking == "optimistic" else 0.0,
+        options.replaced if masking == "optimistic" else 0.0,
         options.rounds,
         (simulation.num_tokens - num_tokens) / total,
         added["fills"] / total,
@@ -246,13 +246,13 @@ def measure(texts: Sequence[Text], masking: str, options: argparse.Namespace) ->
 def report(results: Sequence[Result]) -> str:
     """Return the results as a table; times are relative to the first one, too."""
     rows: list[Sequence[object]] = [
-        ("masking", "illegal", "tokens", "fills", "grammar us", "relative"),
+        ("masking", "replaced", "tokens", "fills", "grammar us", "relative"),
     ]
     for result in results:
         rows.append(
             (
                 result.masking,
-                f"{result.illegal:.1%}" if result.masking == "optimistic" else "-",
+                f"{result.replaced:.1%}" if result.masking == "optimistic" else "-",
                 f"{result.tokens:.2f}",
                 f"{result.fills:.3f}",
                 f"{result.grammar_us:.0f}",
@@ -276,11 +276,11 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--warm-up", type=int, default=20, help="rounds that are not measured")
     parser.add_argument(
-        "--illegal",
+        "--replaced",
         type=float,
         nargs="+",
         default=[0.0, 0.01, 0.05],
-        help="shares of the target's tokens that are illegal without a mask",
+        help="shares of the target's tokens that are replaced by random ids",
     )
     parser.add_argument("--wrong-drafts", type=float, default=0.2, help="share of wrong drafts")
     parser.add_argument("--automata", action="store_true", help="run regular schemas as automata")
@@ -297,8 +297,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise GraftError(f"no usable schema in {options.folder}")
     print(f"{len(texts)} schemas, {options.slots} requests, {options.drafts} drafts")
     results = [measure(texts, "fill", options)]
-    for illegal in options.illegal:
-        chosen = argparse.Namespace(**vars(options) | {"illegal": illegal})
+    for replaced in options.replaced:
+        chosen = argparse.Namespace(**vars(options) | {"replaced": replaced})
         results.append(measure(texts, "optimistic", chosen))
     print(report(results))
     if options.out is not None:
