@@ -40,6 +40,14 @@ def test_ptx_module_with_random_bytes_is_refused(soft):
     assert outcomes <= TYPED and "CUDA_ERROR_INVALID_PTX" in outcomes
 
 
+@pytest.mark.parametrize("sizes", [" x", " 5", " -1", " 99999999999999999999", ""])
+@pytest.mark.parametrize("second_line", [".version\n", ".version", ""])
+def test_damaged_image_of_linked_modules_is_refused(soft, sizes, second_line):
+    header = "// PTX texts linked by the soft device, with their sizes:"
+    outcome = load(soft, f"{header}{sizes}\n{second_line}")
+    assert outcome in ("CUDA_ERROR_INVALID_PTX", "CUDA_ERROR_INVALID_IMAGE")
+
+
 def chain(count: int, end: str = "ret;") -> str:
     """Return functions, each of which calls the next one twice."""
     lines = []

@@ -87,7 +87,13 @@ bool Executor::run_blocks(const Op& op, uint64_t first, uint64_t last) {
     return false;
   }
   if (function.ptx != nullptr) {
-    return ptx::run_blocks(work, op.launch_state.get(), worker_, first, last, &running_kernel_);
+    // Memory that another operation unmaps while the kernel runs is a fault, not a crash.
+    bool succeeded = false;
+    const bool returned = guarded("kernel '" + function.name + "'", [&] {
+      succeeded =
+          ptx::run_blocks(work, op.launch_state.get(), worker_, first, last, &running_kernel_);
+    });
+    return returned && succeeded;
   }
   const softcuda_image& image = *function.images[worker_];
   entry_ = function.copies[worker_];

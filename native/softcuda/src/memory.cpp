@@ -201,6 +201,13 @@ Resource resource_of(const Allocation& a) {
   return a.host && !a.unified() ? Resource::pinned_memory : Resource::device_memory;
 }
 
+// Bytes of device memory that are free. The memory of graphs is counted while it is allocated by a
+// launch, so that more than the total may be in use.
+size_t free_device_bytes() {
+  const size_t total = total_memory();
+  return total > g_table.used ? total - g_table.used : 0;
+}
+
 std::shared_ptr<Allocation> allocate(size_t size, MemoryKind kind, unsigned flags) {
   require(size > 0, CUDA_ERROR_INVALID_VALUE, "an allocation must have at least 1 byte");
   const bool host = kind != MemoryKind::device && kind != MemoryKind::module;
@@ -210,7 +217,7 @@ std::shared_ptr<Allocation> allocate(size_t size, MemoryKind kind, unsigned flag
   a->kind = kind;
   a->flags = flags;
   std::lock_guard<std::mutex> lock(g_table.mutex);
-  const size_t left = host ? physical_memory() : total_memory() - g_table.used;
+  const size_t left = host ? physical_memory() : free_device_bytes();
   if (size > left) {
     refuse(CUDA_ERROR_OUT_OF_MEMORY,
            std::to_string(size) + " bytes were requested, " + std::to_string(left) + " are free");
@@ -416,10 +423,9 @@ void unreserve_range(const std::shared_ptr<Allocation>& range) {
 
 void reserve_physical(long delta) {
   std::lock_guard<std::mutex> lock(g_table.mutex);
-  if (delta > 0 && static_cast<size_t>(delta) > total_memory() - g_table.used) {
+  if (delta > 0 && static_cast<size_t>(delta) > free_device_bytes()) {
     refuse(CUDA_ERROR_OUT_OF_MEMORY, std::to_string(delta) + " bytes were requested, " +
-                                         std::to_string(total_memory() - g_table.used) +
-                                         " are free");
+                                         std::to_string(free_device_bytes()) + " are free");
   }
   g_table.used += static_cast<size_t>(delta);
 }
@@ -508,5 +514,5 @@ SC_API(cuMemGetInfo_v2, 3020, kContext, size_t*, free_bytes, size_t*, total) {
   require(free_bytes != nullptr && total != nullptr);
   std::lock_guard<std::mutex> lock(g_table.mutex);
   *total = total_memory();
-  *free_bytes = *total - g_table.used;
+  *free_bytes = free_device_bytes();
 }

@@ -5,9 +5,11 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <type_traits>
 #include <unordered_map>
@@ -152,6 +154,10 @@ CUresult enter(EntryPoint& entry_point, const Body& body) {
     }
   } catch (const Refused& refused) {
     return refused.code;
+  } catch (const std::bad_alloc&) {
+    return CUDA_ERROR_OUT_OF_MEMORY;
+  } catch (const std::exception&) {  // no exception may cross the C interface
+    return CUDA_ERROR_UNKNOWN;
   }
 }
 // While an object of this class exists, softcuda_describe() reports that the calling thread waits

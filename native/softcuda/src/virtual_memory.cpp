@@ -272,6 +272,11 @@ SC_API(cuMemImportFromShareableHandle, 10020, kContext, unsigned long long*, out
   prop.requestedHandleTypes = kPosixFd;
   prop.location = {CU_MEM_LOCATION_TYPE_DEVICE, 0};
   const auto size = static_cast<size_t>(status.st_size);
-  reserve_physical(static_cast<long>(size));
+  try {
+    reserve_physical(static_cast<long>(size));
+  } catch (const Refused&) {
+    close(fd);
+    throw;
+  }
   add_physical(out, fd, size, prop);
 }

@@ -250,7 +250,8 @@ bool decode_atomic(Builder& b, Opcode& op, Instr& in) {
     in.op[2] = b.src(value, type);
   } else {
     std::vector<int32_t> pool(count, kNoRegister);
-    if (value.parts.size() != count) b.refuse_operand("the number of elements does not match");
+    if (value.parts.size() != count || (!red && b.operand(0).parts.size() != count))
+      b.refuse_operand("the number of elements does not match");
     if (!red) {
       for (unsigned k = 0; k < count; ++k) pool[k] = b.dst(b.operand(0).parts.at(k), bytes);
     }

@@ -4,6 +4,7 @@
 #include <cctype>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 
 #include "builder.h"
 #include "ptx.h"
@@ -113,6 +114,10 @@ class Linker {
   // one replaces is not used.
   void share_names() {
     for (Symbols& own : symbols_) {
+      std::set<std::string> internal_names;
+      for (const Variable& v : own.module->variables) {
+        if (v.linkage == Linkage::internal) internal_names.insert(v.name);
+      }
       for (const auto& item : functions_) {
         const Function*& known = own.functions[item.first];
         const bool internal =
@@ -120,17 +125,10 @@ class Linker {
         if (!internal) known = item.second;
       }
       for (const auto& item : variables_) {
-        const auto known = own.addresses.find(item.first);
-        const bool internal = known != own.addresses.end() && is_internal(own, item.first);
+        const bool internal = internal_names.count(item.first) != 0;
         if (!internal) own.addresses[item.first] = item.second.offset;
       }
     }
-  }
-  static bool is_internal(const Symbols& own, const std::string& name) {
-    const auto& variables = own.module->variables;
-    return std::any_of(variables.begin(), variables.end(), [&](const Variable& v) {
-      return v.name == name && v.linkage == Linkage::internal;
-    });
   }
 
   void allocate_variables() {
@@ -299,19 +297,23 @@ std::string pack_texts(const std::vector<std::string>& texts) {
 std::vector<std::string> unpack_texts(const char* image) {
   const size_t header = sizeof kPackHeader - 1;
   if (std::strncmp(image, kPackHeader, header) != 0) return {image};
+  constexpr char kSecondLine[] = "\n.version\n";
+  const size_t second = sizeof kSecondLine - 1;
   const char* end = std::strchr(image, '\n');
-  const char* text = end != nullptr ? end + std::strlen("\n.version\n") : image;
+  if (end == nullptr || std::strncmp(end, kSecondLine, second) != 0) return {image};
+  const char* text = end + second;
   std::vector<std::string> texts;
-  for (const char* p = image + header; end != nullptr && p < end && *p == ' ';) {
+  for (const char* p = image + header; p < end && *p == ' ';) {
     char* next = nullptr;
     const size_t size = std::strtoull(p, &next, 10);
+    if (next == p || next > end) break;
     // A text contains no zeros, so that a damaged size does not lead out of the image.
     const size_t length = strnlen(text, std::min(size, kMaxText));
     texts.emplace_back(text, length);
     text += length;
     p = next;
   }
-  return texts;
+  return texts.empty() ? std::vector<std::string>{image} : texts;
 }
 
 bool check_syntax(const std::string& text, std::string* log) {

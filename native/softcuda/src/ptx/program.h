@@ -225,6 +225,8 @@ struct Block {
   char* local = nullptr;
   const char* params = nullptr;
   std::vector<Site> sites;
+  // Owners of the allocations in `sites`, because memory may be freed while a kernel runs (M5).
+  std::vector<std::shared_ptr<Allocation>> owners;
   Barrier barriers[16];
   std::vector<Warp> warps;
   std::vector<std::vector<AsyncCopy>> copies;  // by warp

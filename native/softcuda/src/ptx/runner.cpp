@@ -128,13 +128,20 @@ char* resolve_global(Warp& w, const Instr* in, unsigned lane, uint64_t address, 
   }
   Target target;
   std::string why;
-  if (resolve_for_device(address, bytes, &target, &why) && target.owner != nullptr) {
+  bool found = resolve_for_device(address, bytes, &target, &why) && target.owner != nullptr;
+  if (found && !target.live()) {
+    found = false;
+    why = target.owner->describe();
+  }
+  if (found) {
     const Allocation& a = *target.owner;
+    if (std::find(b.owners.begin(), b.owners.end(), target.owner) == b.owners.end()) {
+      b.owners.push_back(target.owner);
+    }
     const bool alias = is_alias(address);
     site.from = alias ? a.alias : reinterpret_cast<uint64_t>(a.storage);
     site.span = a.size;
     site.delta = static_cast<int64_t>(reinterpret_cast<uint64_t>(a.storage) - site.from);
-    // The allocation outlives the launch, because freeing it waits for the device (M5).
     return check_access(w, in, lane, address, target.address, bytes, write) ? target.address
                                                                             : nullptr;
   }
@@ -707,6 +714,7 @@ bool run_blocks(const KernelWork& work, LaunchState* launch, unsigned worker, ui
     for (const Warp& w : b.warps) steps += w.steps;
   }
   g_steps.fetch_add(steps, std::memory_order_relaxed);
+  b.owners.clear();
   running->store(nullptr, std::memory_order_relaxed);
   return good;
 }
