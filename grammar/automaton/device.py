@@ -64,6 +64,8 @@ class _Table:
         Native grammar, which identifies the table.
     offset, nbytes
         Location in the memory of all tables.
+    staged
+        Pinned memory from which the table is copied. The copy may still be pending.
     users
         Number of slots whose request uses the table.
     """
@@ -71,6 +73,7 @@ class _Table:
     grammar: Any
     offset: int
     nbytes: int
+    staged: PinnedArray
     users: int = 0
 
 
@@ -222,7 +225,7 @@ class DeviceAutomata:
             staged = self._device.pinned((len(data),), "uint8")
             staged.array[:] = data
             lane.copy(self._memory[offset : offset + len(data)], staged, name="automaton")
-            table = _Table(grammar, offset, len(data))
+            table = _Table(grammar, offset, len(data), staged)
         self._tables[grammar] = table
         table.users += 1
         return table
