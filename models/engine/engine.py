@@ -647,6 +647,8 @@ class Engine:
             cache.scratch_page - len(cache.free) - prefix_cache.num_unused for cache in caches
         )
         automata = self._parts.automata
+        if automata is not None:
+            replays.leave_loop()  # reading the counters of the device waits for it
         return {
             "engine": self.stats.as_dict(),
             "grammar": grammar,

@@ -232,7 +232,8 @@ class Scheduler:
         """Admit ready requests, launch up to `max_in_flight` rounds and read the oldest one."""
         posted = self.outbox.posted
         self._expire()
-        while len(self.replays.unread) < self.max_in_flight:
+        # While a loop is running, `launch` launches nothing but may ask the loop to end.
+        while self.replays.looping or len(self.replays.unread) < self.max_in_flight:
             self.admit()
             if not self.launch():
                 break
@@ -346,7 +347,8 @@ class Scheduler:
             Whether a round was launched.
         """
         if self.replays.looping:
-            if self.slots.num_prefilling:
+            # The slots and pages of requests that have left are free only after the loop.
+            if self.slots.num_prefilling or (self._ready and self.slots.num_leaving):
                 self.replays.leave_loop()
             return False
         running = self.slots.running
@@ -428,7 +430,7 @@ class Scheduler:
                     )
                 self.end(assignment.state, "error", error, ended_on_device=True)
         self.replays.finish()
-        if self.replays.looping:  # another replay of the loop follows
+        if self.replays.looping and flight.graph.repeats:  # another replay of the loop follows
             self._count_round(flight.graph)
 
     def _process_row(self, state: RequestState, row: RowResult, graph: RoundGraph) -> None:

@@ -180,6 +180,14 @@ def published(engine):
     return int(engine._parts.outputs.stamp.array.max())
 
 
+def drain_events(engine):
+    """Run the engine until it is idle and return all events."""
+    events = []
+    while engine.busy:
+        events += engine.step()
+    return events
+
+
 def start_loop(engine, *requests):
     """Submit requests and step until a loop with all of them is running."""
     ids = [engine.submit(request) for request in requests]
@@ -264,6 +272,49 @@ def test_loop_with_grammar_steps_ends_within_two_rounds(end, long_ring):
     with settled(loop_engine()) as engine:
         check_loop_ends(engine, end, request)
         assert engine.stats.rounds_by_grammar["host"] > 0
+
+
+def test_counters_end_loop_before_they_wait_for_device(long_ring):
+    with settled(loop_engine(device_automata=True)) as engine:
+        ids = start_loop(engine, LONG, replace(LONG, seed=2))
+        limit = published(engine) + 200
+        assert engine.counters()["automata"]["hits"] >= 0
+        assert published(engine) <= limit
+        for request_id in ids:
+            engine.cancel(request_id)
+        drain(engine)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_waiting_request_joins_running_loop(overlap):
+    """A request joins a loop whether or not rounds overlap."""
+    with settled(loop_engine(max_batch_size=2, overlap=overlap)) as engine:
+        [first] = start_loop(engine, LONG)
+        second = engine.submit(replace(FREE, max_tokens=2))
+        finished = [event.id for event in drain_events(engine) if event.finished]
+        assert finished == [second, first]
+
+
+def test_waiting_request_gets_pages_of_request_that_ends_in_loop():
+    """A request that waits for pages joins when a request of the loop has ended."""
+    options = {"pages": 34, "page_size": 16, "max_length": 400, "prefix_cache_bytes": 0}
+    with settled(loop_engine(**options)) as engine:
+        prompt = list(range(10, 200))
+        short = replace(LONG, tokens=prompt, max_tokens=40)
+        short, long = start_loop(engine, short, replace(LONG, max_tokens=300))
+        waiting = engine.submit(replace(FREE, tokens=prompt[1:], max_tokens=2))
+        finished = [event.id for event in drain_events(engine) if event.finished]
+        assert finished == [short, waiting, long]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_stats_count_each_round_of_loops_once(overlap):
+    requests = [replace(LONG, seed=i, max_tokens=20 + 9 * i) for i in range(5)]
+    with settled(loop_engine(max_batch_size=2, overlap=overlap)) as engine:
+        launched = engine._replays.launched
+        engine.generate(requests)
+        assert engine._replays.loops > 0
+        assert engine.stats.rounds == engine._replays.launched - launched
 
 
 def check_full_ring(engine, expected):
