@@ -125,7 +125,11 @@ class ReentrancyGuard:
         call = _Call(threading.get_ident(), id(sys._getframe(1)), thread.name, self._is_brief)
         while True:
             owner = self._owner.setdefault(None, call)
-            if owner is call or not owner.is_active():
+            if owner is call:
+                break
+            if not owner.is_active():
+                if self._owner.get(None) is not owner:
+                    continue  # the owner has left the guard, and another call may have entered
                 break
             if owner.is_brief and not call.is_brief and owner.thread_id != call.thread_id:
                 time.sleep(_BRIEF_POLL_S)
