@@ -146,14 +146,14 @@ class GuidedDecoder:
         has finished the request's work. The budget does not change the tokens of a request, except
         with rejection sampling, because the budget changes the positions at which rounds end.
         ``native/guide/matcher.h`` describes the cost of a budget.
-    fill_hidden
-        Whether the open step fills mask rows of optimistic requests if their tokens were often
-        illegal, as far as the measured time of the target forward pass hides this.
 
         A request fails if its matcher is much too slow or too large. It is much too slow if the
         steps that take more than 20 budgets (at least 100 ms) take more than 400 budgets (at least
         2 s) of processor time in total. It is too large if the process grows by more than 256 MiB
         during late steps of the request.
+    fill_hidden
+        Whether the open step fills mask rows of optimistic requests if their tokens were often
+        illegal, as far as the measured time of the target forward pass hides this.
     """
 
     def __init__(
@@ -347,9 +347,10 @@ class GuidedDecoder:
     def check_work(self) -> NativeWork:
         """Return the check step, which runs between the sampling of tokens and verification.
 
-        The open step fills no mask rows for optimistic requests. Their tokens are sampled without
-        masks, and the check step tests whether the matcher accepts them. If a token is illegal, the
-        check step fills the mask row, and the token must be sampled again.
+        The open step fills no mask rows for optimistic requests, except with `fill_hidden`. Their
+        tokens are sampled without masks, and the check step tests whether the matcher accepts them.
+        If a token is illegal, the check step fills the mask row, and the token must be sampled
+        again.
 
         Raises
         ------

@@ -109,7 +109,9 @@ class Options:
         computes the logits of all levels at once, as DFlash does, one grammar step tests the
         candidates of all levels. With "optimistic", drafts are probed, and the tokens of the target
         are sampled without masks, too. The grammar then tests each token, and a mask row is filled
-        only if the token is illegal. Outputs are the same. Mask rows are filled as with "probe" for
+        only if the token is illegal. If the tokens of a request are often illegal, its rows are
+        filled during the target forward pass, as far as the forward pass hides the time. Outputs
+        are the same. Mask rows are filled as with "probe" for
         requests with top_k, top_p or min_p that are not greedy, and for requests with min_tokens,
         logprobs_masked or ``verify="relaxed"``.
     forced_drafts
@@ -162,8 +164,9 @@ class Options:
         single graph.
     generation
         "rounds": each round is one launch. "graph": one launch runs many rounds of a batch, until
-        its requests have ended, a request joins or leaves the batch, or the host has not read the
-        last 64 rounds. While a prompt is being prefilled, rounds are launched one by one. Grammar
+        its requests have ended, a request joins or is removed by the host, a request needs pages,
+        or the host has not read the last 63 rounds. With ``draft_length="auto"``, a launch runs at
+        most 32 rounds. While a prompt is being prefilled, rounds are launched one by one. Grammar
         steps on the host run through spinning kernels. Requires ``composition="one"`` and a drafter
         that runs on the device.
     activations

@@ -467,7 +467,8 @@ void SlotWork::fill_mask(Slot& slot, int j) const noexcept {
   const Filled filled = slot.matcher->fill(words, count, &slot.error);
   if (slot.optimistic) {
     const auto taken = static_cast<float>(monotonic_ns() - start);
-    slot.fill_ns += kCheckWeight * (taken - slot.fill_ns);
+    const float average = slot.fill_ns == 0.0f ? taken : slot.fill_ns;
+    slot.fill_ns = average + kCheckWeight * (taken - average);
   }
   if (filled == Filled::kFailed) {
     fail(slot);

@@ -87,7 +87,7 @@ struct Request {
 
 // Requests of one replay. The host publishes them before it launches the replay. `previous` is the
 // last replay before it whose graph has grammar steps. If `repeats` is true, the snapshot is also
-// used for the replays that follow `replay` without a snapshot of their own.
+// used for later replays until another snapshot is published.
 struct Snapshot {
   std::atomic<int64_t> replay{0};  // 0: empty; replays count from 1
   int64_t previous = 0;
