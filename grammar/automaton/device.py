@@ -2,7 +2,7 @@
 
 A request whose grammar has an automaton can be *promoted*: kernels advance its state by drafts and
 committed tokens, fill its mask rows and stamp them, exactly as the grammar worker would. The worker
-is not told of the request. Requests without a grammar are always promoted, because their rows only
+does not serve the request. Requests without a grammar are always promoted, because their rows only
 need stamps.
 """
 
@@ -64,8 +64,6 @@ class _Table:
         Native grammar, which identifies the table.
     offset, nbytes
         Location in the memory of all tables.
-    staged
-        Pinned memory from which the table is copied. The copy may still be pending.
     users
         Number of slots whose request uses the table.
     """
@@ -73,7 +71,6 @@ class _Table:
     grammar: Any
     offset: int
     nbytes: int
-    staged: PinnedArray
     users: int = 0
 
 
@@ -225,7 +222,7 @@ class DeviceAutomata:
             staged = self._device.pinned((len(data),), "uint8")
             staged.array[:] = data
             lane.copy(self._memory[offset : offset + len(data)], staged, name="automaton")
-            table = _Table(grammar, offset, len(data), staged)
+            table = _Table(grammar, offset, len(data))
         self._tables[grammar] = table
         table.users += 1
         return table

@@ -1,6 +1,7 @@
 // Grammar steps of requests whose grammar is an automaton on the device. A step is a kernel of one
 // block that advances states, one thread per batch row, followed by `automaton_fill`, which fills
-// the mask rows that the step needs.
+// the mask rows that the step needs. A step that tests candidates is `automaton_probe`, one block
+// per batch row.
 //
 // BLOCK, the number of threads per block, is set when the kernels are compiled: large on a GPU, 1
 // on the soft device, where a barrier costs more than the work that it separates. Results do not

@@ -1,9 +1,9 @@
 // Automata of regular grammars in device memory, and the states of the requests that use them.
 //
 // The device does the work of the grammar worker (native/guide/worker.h) for these requests. It
-// advances the states by committed tokens and drafts, fills mask rows and stamps them. Rows, stamps
-// and their order are those of the worker, so the kernels that read them do not depend on who wrote
-// them.
+// advances the states by committed tokens and drafts, fills mask rows and stamps them. It
+// writes the same rows and stamps in the same order, so the kernels that read them need not
+// distinguish the two cases.
 #pragma once
 
 #include "sampling/kernels/slot.cuh"
