@@ -131,6 +131,18 @@ __device__ __forceinline__ void store_release_system(int* word, int value) {
 #endif
 }
 
+// Loads a word of mapped host memory with acquire order. This thread then also sees all writes that
+// precede the host's release store of the value.
+__device__ __forceinline__ int load_acquire_system(const int* word) {
+#ifdef __CUDA_ARCH__
+  int value;
+  asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+#else
+  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+#endif
+}
+
 // Returns the device's global timer in nanoseconds. Its resolution is about 1 us on GPUs.
 __device__ __forceinline__ unsigned long long global_timer_ns() {
 #ifdef __CUDA_ARCH__

@@ -5,16 +5,6 @@
 // Requests are numbered 1, 2, ... by `counter`, which only the device writes. 0 means "no request".
 #include "graft.cuh"
 
-__device__ __forceinline__ int load_acquire_system(const int* word) {
-#ifdef __CUDA_ARCH__
-  int value;
-  asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-#else
-  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
-#endif
-}
-
 // Pauses between two loads, to leave the memory system, or the soft device's core, to the thread
 // that writes the answer.
 #ifndef __CUDA_ARCH__

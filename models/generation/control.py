@@ -13,7 +13,7 @@ from graft.native import _native
 __all__ = ["LOOP_ENTRIES", "LoopControl"]
 
 #: Number of entries of the input and output rings of an engine with generation loops. A loop ends
-#: when the host has not read the results of this number of replays.
+#: when all entries but one are unread.
 LOOP_ENTRIES = 64
 
 

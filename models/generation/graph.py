@@ -6,8 +6,8 @@
 
 The round of the body is that of `RoundGraph`. Steps of the grammar on the host are mailboxes with
 spinning kernels, because the driver allows no host nodes in the body. After verification, the
-kernel ``decide`` chooses whether the loop runs another replay, and the results of the replay tell
-the host what it has chosen. All replays of a loop have the same batch rows. A request that ends
+kernel ``decide`` chooses whether the loop runs another replay. The results of the replay contain
+this decision. All replays of a loop have the same batch rows. A request that ends
 leaves its row empty.
 """
 

@@ -19,7 +19,7 @@ __all__ = ["LoopReplays"]
 class LoopReplays(Replays):
     """Launches rounds and generation loops, and reads the results of their replays.
 
-    The results of a replay tell whether another replay of the loop follows. The host therefore
+    The results of a replay say whether another replay of the loop follows. The host therefore
     learns of the replays of a loop one after another, in the order in which it reads them. The
     device may be up to `LOOP_ENTRIES` replays ahead.
 

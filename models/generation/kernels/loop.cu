@@ -11,17 +11,6 @@
 #include "conditional.cuh"
 #include "sampling/kernels/slot.cuh"
 
-// Loads a word that the host stores while kernels run.
-__device__ __forceinline__ int load_acquire_system(const int* word) {
-#ifdef __CUDA_ARCH__
-  int value;
-  asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
-  return value;
-#else
-  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
-#endif
-}
-
 // Numbers of replays in device memory. They are the input ring of the rounds of a loop: its single
 // entry has the stamp `next` and the slots of the batch rows.
 struct Loop {
@@ -31,8 +20,8 @@ struct Loop {
 
 // Begins a loop at replay `*replay + 1`: copies the slots of the batch rows from the input ring,
 // whose next entry the host has published. The mask rows of unguided requests are marked as free,
-// because no host step runs in a loop. If the entry was not published, all rows of the loop's first
-// replay are padding. One block.
+// because a loop may run without the host step that marks them. If the entry was not published, all
+// rows of the loop's first replay are padding. One block.
 extern "C" __global__ void loop_begin(const int* replay, const int* ring_rows, int ring_rows_stride,
                                       const int* ring_stamp, int ring_stamp_stride,
                                       int ring_entries, int batch, const int* unguided,
