@@ -10,7 +10,7 @@ namespace {
 // Memory that is associated with graphs, as the graph memory attributes of the device report it.
 // It has no release threshold, so memory stays reserved until it is trimmed.
 MemoryPool& g_pool = *new MemoryPool;
-// The allocations of g_pool; destroyed ones are removed when memory is trimmed.
+// The allocations of g_pool. Destroyed ones are removed when another one is added.
 std::vector<std::weak_ptr<Allocation>>& g_counted = *new std::vector<std::weak_ptr<Allocation>>;
 // Unit in which memory is associated with graphs.
 constexpr size_t kUnit = 2 << 20;
@@ -22,6 +22,9 @@ void count(const std::shared_ptr<Allocation>& a) {
   a->graph->counted = true;
   g_pool.release_threshold = ~uint64_t{0};
   g_pool.grow(charged_bytes(*a));
+  g_counted.erase(std::remove_if(g_counted.begin(), g_counted.end(),
+                                 [](const auto& weak) { return weak.expired(); }),
+                  g_counted.end());
   g_counted.push_back(a);
 }
 

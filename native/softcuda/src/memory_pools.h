@@ -6,7 +6,7 @@
 
 namespace softcuda {
 
-// A memory pool. A pool holds no memory of its own: each allocation is mapped when it is made. The
+// A memory pool. A pool only counts memory: each allocation is mapped when it is made. The
 // reserved size is what a pool of the driver would hold, and only attributes show it (M8).
 struct MemoryPool {
   void* handle = nullptr;

@@ -1,5 +1,5 @@
-// The state of a launch, and programmatic edges: what a kernel may not access before
-// griddepcontrol.wait.
+// The state of a launch, with the memory that a kernel reached through a programmatic edge must not
+// access before griddepcontrol.wait.
 #include "launch_state.h"
 
 #include "ptx.h"
