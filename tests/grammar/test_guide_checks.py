@@ -331,7 +331,7 @@ def test_late_check_ends_round_before_unchecked_row(backend):
 
 
 def test_late_check_is_stamped_with_its_replay(backend):
-    """The result of a late check has the number of its own replay, so the device ignores it."""
+    """The result of a late check has the number of the earlier replay, so the device ignores it."""
     rig = Rig(backend, slots=2, mode=PROPOSED, held=True)
     requests = [optimistic(rig, slot=slot, epoch=slot + 1) for slot in range(2)]
     check = rig.decoder.check_work()

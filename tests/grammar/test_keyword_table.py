@@ -288,14 +288,14 @@ of the keyword in the example. The column `auto` shows how graft treats the exam
 * *rewritten*: An equivalent schema is enforced.
 * *narrowed*: Every output satisfies the schema, but some valid values are never produced.
   `Route.narrowed` names them.
-* *refused*: `GrammarSpec.check()` raises an error that names the JSON pointer and the keyword, and
-  the engine ends a request with the same error. The keyword stands at this place of the given
-  schema, and without the named keywords the schema would be accepted. If LLGuidance refuses the
-  rewritten schema, graft finds the keyword by removing keywords of the given schema. This search
-  ends after 2 s of processor time, and a message names at most 5 keywords. If the search finds no
-  keyword, the error names only LLGuidance's error or limit. With `partial=True`, the schema is
-  accepted, and all parts of the schema except this keyword are enforced. The engine then checks
-  every finished output against the whole schema and reports the result with the output.
+* *refused*: `GrammarSpec.check()` raises an error that names the JSON pointer and the keyword,
+  and the engine ends a request with the same error. The given schema has the keyword at this place,
+  and without the named keywords the schema would be accepted. If LLGuidance refuses the rewritten
+  schema, graft finds the keyword by removing keywords of the given schema. This search ends after 2
+  s of processor time, and a message names at most 5 keywords. If the search finds no keyword, the
+  error names only LLGuidance's error or limit. With `partial=True`, the schema is accepted, and all
+  parts of the schema except this keyword are enforced. The engine then checks every finished output
+  against the whole schema and reports the result with the output.
 
 The last two columns show how XGrammar and LLGuidance treat the keyword without graft's router:
 

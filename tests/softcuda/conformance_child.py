@@ -162,7 +162,7 @@ class Arguments:
         return graph
 
     def create_anode(self) -> int:
-        """Return an allocation node of a graph of its own, with a free node for its memory."""
+        """Return an allocation node of a new graph, with a free node for its memory."""
         graph = self.soft.cuGraphCreate(0)
         params = self.soft.alloc_params(64)
         node = self.soft.cuGraphAddMemAllocNode(graph, [], 0, params)

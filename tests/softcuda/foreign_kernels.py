@@ -134,11 +134,19 @@ def triton_kernels() -> dict[str, dict]:
         "softmax": (softmax, {"x": "*fp32", "out": "*fp32", "n": "i32"}, block, 90),
         "scan": (scan, {"x": "*fp32", "out": "*fp32"}, block, 90),
         "histogram": (histogram, {"values": "*i32", "counts": "*i32", "n": "i32"}, block, 80),
-        "product_80": (product, {"a": "*fp16", "b": "*fp16", "out": "*fp32", "inner": "i32"},
-                       tile, 80),
-        "product_90": (product, {"a": "*fp16", "b": "*fp16", "out": "*fp32", "inner": "i32"},
-                       {"BLOCK": 64, "STEP": 32}, 90),
-    }  # fmt: skip
+        "product_80": (
+            product,
+            {"a": "*fp16", "b": "*fp16", "out": "*fp32", "inner": "i32"},
+            tile,
+            80,
+        ),
+        "product_90": (
+            product,
+            {"a": "*fp16", "b": "*fp16", "out": "*fp32", "inner": "i32"},
+            {"BLOCK": 64, "STEP": 32},
+            90,
+        ),
+    }
     found = {}
     for name, (kernel, signature, constants, capability) in sources.items():
         aligned = {}

@@ -69,8 +69,11 @@ def test_numba_reduction_equals_numpy(soft):
 def test_numba_matrix_product_equals_numpy(soft):
     a, b = RNG.standard_normal((2, 16, 16)).astype(np.float32)
     out = soft.put(np.zeros((16, 16), np.float32))
-    arrays = [value for pointer in (soft.put(a), soft.put(b), out)
-              for value in numba_array(pointer, 16, 16)]  # fmt: skip
+    arrays = [
+        value
+        for pointer in (soft.put(a), soft.put(b), out)
+        for value in numba_array(pointer, 16, 16)
+    ]
     run(soft, kernels_of("numba")["product"], (2, 2, 1), (8, 8, 1), *arrays)
     np.testing.assert_allclose(soft.get(out, (16, 16), np.float32), a @ b, rtol=1e-4, atol=1e-5)
 

@@ -223,7 +223,7 @@ def test_mma_accumulates_as_model_states(name):
     different = 0
     for case, matrices, got in zip(cases, inputs, results, strict=True):
         different += check(case, matrices, got, model_of(name, *case))
-    # The models can be told apart by these inputs.
+    # The models give different results for these inputs.
     assert (different == 0) == (name == "exact")
 
 

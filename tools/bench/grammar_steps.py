@@ -127,7 +127,7 @@ def read_texts(options: argparse.Namespace) -> list[Text]:
 
 
 class Simulation:
-    """Rounds of one way of masking, on a decoder of its own."""
+    """Rounds with one kind of masking, run by one decoder."""
 
     def __init__(self, texts: Sequence[Text], masking: str, options: argparse.Namespace):
         self._texts = itertools.cycle(texts)
