@@ -170,9 +170,11 @@ def test_loops_with_grammars_do_not_change_outputs(expected_answers, options, mo
     with settled(loop_engine(max_batch_size=4, **options)) as engine:
         check_disturbed(engine, expected_answers, mode, seed=1)
         assert engine._replays.loops > 0
-        assert engine.stats.rounds_by_grammar["host"] > 0
-        if "device_automata" in options and mode == "coupled":
-            assert len(engine.stats.rounds_by_grammar) == 3
+        places = {place for place, rounds in engine.stats.rounds_by_grammar.items() if rounds}
+        if "device_automata" in options:
+            assert places & {"device", "mixed"}
+        else:
+            assert "host" in places
 
 
 def published(engine):
