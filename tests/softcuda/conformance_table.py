@@ -94,6 +94,7 @@ cuDeviceGet [f] out 0|99:INVALID_DEVICE
 cuDeviceGetCount,cuCtxGetCurrent [f] out
 cuDeviceGetName [f] out 64 dev
 cuDeviceGetUuid,cuDeviceTotalMem [f] out dev
+cuDeviceGetUuid@9020 [f] out dev
 cuDeviceGetAttribute [f] out 16|0|99999 dev
 cuDeviceComputeCapability [f] out out dev
 cuDeviceCanAccessPeer [] out dev dev
@@ -102,6 +103,8 @@ cuDevicePrimaryCtxRetain [] out dev
 cuDevicePrimaryCtxSetFlags [] dev 0|256
 cuDevicePrimaryCtxGetState [f] dev out out
 cuCtxCreate [] out 0 0|256 dev
+cuCtxCreate@3020 [] out 0|256 dev
+cuCtxCreate@11040 [] out 0 0|1:NOT_SUPPORTED 0|256 dev
 cuCtxDestroy [f] newctx
 cuCtxSetCurrent,cuCtxPushCurrent [] ctx
 cuCtxPopCurrent [] out?
@@ -185,6 +188,7 @@ cuMemcpyDtoHAsync [c] out dptr 64|65536 stream
 cuMemcpyDtoDAsync [c] dptr dptr 64|65536 stream
 cuMemcpyWithAttributesAsync [c] dptr~- dptr~- 64|65536 in.access? stream
 cuMemcpyBatchAsync [c] in.pointers in.pointers2 in.sizes 1|0 in.access in.zeros 1|2 stream
+cuMemcpyBatchAsync@12080 [c] in.pointers in.pointers2 in.sizes 1|0 in.access in.zeros 1|2 out? stream
 cuMemsetD8,cuMemsetD16,cuMemsetD32 [cu] dptr 1 16|65536
 cuMemsetD8Async,cuMemsetD16Async,cuMemsetD32Async [c] dptr 1 16|65536 stream
 cuModuleLoadData [cu] out in.image
@@ -238,10 +242,13 @@ cuStreamGetCtx [] stream out out
 cuStreamGetCtx@9020,cuStreamGetFlags,cuStreamGetPriority,cuStreamGetId [] stream out
 cuStreamGetDevice,cuStreamIsCapturing [] stream out
 cuStreamGetCaptureInfo [] stream out out? out? out? out? out?
+cuStreamGetCaptureInfo@10010 [] stream out out?
+cuStreamGetCaptureInfo@11030 [] stream out out? out? out? out?
 cuStreamBeginCapture [] stream 2|9
 cuStreamBeginCaptureToGraph [] stream graph 0 0 0 2|9
 cuStreamEndCapture [] capturing~ILLEGAL_STATE out
 cuStreamUpdateCaptureDependencies [] capturing~ILLEGAL_STATE 0 0 0 0|9
+cuStreamUpdateCaptureDependencies@11030 [] capturing~ILLEGAL_STATE 0 0 0|9
 cuStreamBatchMemOp [] stream 1|0|256 in.operations 0|1
 cuStreamWaitValue32,cuStreamWaitValue64 [] stream dptr 0 0|64|4
 cuStreamWriteValue32,cuStreamWriteValue64 [] stream dptr 0 0|64|2|1:NOT_SUPPORTED
@@ -268,18 +275,25 @@ cuGraphAddMemFreeNode [] out graph 0 0 galloc
 cuGraphAddEventRecordNode,cuGraphAddEventWaitNode [] out graph 0 0 event
 cuGraphAddChildGraphNode [] out graph 0 0 graph2
 cuGraphAddNode [] out graph 0 0 0 in.node_params
+cuGraphAddNode@12020 [] out graph 0 0 in.node_params
+cuGraphAddKernelNode@10000 [] out graph 0 0 in.kernel
 cuGraphConditionalHandleCreate [] out graph ctx 0 0|2
 cuGraphDestroyNode [] node
 cuGraphClone [] out graph
 cuGraphNodeFindInClone [] out node~INVALID_VALUE clone~INVALID_VALUE
 cuGraphAddDependencies [] graph in.first in.second 0 1
 cuGraphRemoveDependencies [] graph in.joined_from in.joined_to 0 1
+cuGraphAddDependencies@10000 [] graph in.first in.second 1
+cuGraphRemoveDependencies@10000 [] graph in.joined_from in.joined_to 1
 cuGraphDebugDotPrint [] graph in.dot 0
 cuGraphGetNodes,cuGraphGetRootNodes [] graph 0 out
 cuGraphGetEdges [] graph 0 0 0 out
+cuGraphGetEdges@10000 [] graph 0 0 out
 cuGraphNodeGetDependencies,cuGraphNodeGetDependentNodes [] node 0 0 out
+cuGraphNodeGetDependencies@10000,cuGraphNodeGetDependentNodes@10000 [] node 0 out
 cuGraphNodeGetType [] node out
 cuGraphNodeGetParams,cuGraphKernelNodeGetParams [] knode out
+cuGraphKernelNodeGetParams@10000 [] knode out
 cuGraphMemcpyNodeGetParams [] cnode out
 cuGraphMemsetNodeGetParams [] mnode out
 cuGraphBatchMemOpNodeGetParams [] bnode out
@@ -290,6 +304,7 @@ cuGraphEventRecordNodeGetEvent [] rnode out
 cuGraphEventWaitNodeGetEvent [] wnode out
 cuGraphNodeSetParams [] mnode in.node_params
 cuGraphKernelNodeSetParams [] knode in.kernel
+cuGraphKernelNodeSetParams@10000 [] knode in.kernel
 cuGraphMemcpyNodeSetParams [] cnode in.copy
 cuGraphMemsetNodeSetParams [] mnode in.fill
 cuGraphHostNodeSetParams [] hnode in.host
@@ -304,13 +319,16 @@ cuGraphKernelNodeGetAttribute [] knode 8|99:NOT_SUPPORTED out
 cuGraphKernelNodeSetAttribute [] knode 8|99:NOT_SUPPORTED in.bytes
 cuGraphHostNodeGetParams [] hnode out
 cuGraphInstantiateWithFlags,cuGraphInstantiate [] out graph 0|16|4:NOT_SUPPORTED
+cuGraphInstantiate@11000 [] out graph out? 0 0
 cuGraphInstantiateWithParams [] out graph in.instantiate
 cuGraphExecGetFlags [] exec out
 cuGraphUpload,cuGraphLaunch [] exec stream
 cuGraphExecDestroy [] exec
 cuGraphExecUpdate [] exec graph out
+cuGraphExecUpdate@10020 [] exec graph out out
 cuGraphExecNodeSetParams [] exec mnode~INVALID_VALUE in.node_params
 cuGraphExecKernelNodeSetParams [] exec knode~INVALID_VALUE in.kernel
+cuGraphExecKernelNodeSetParams@10010 [] exec knode~INVALID_VALUE in.kernel
 cuGraphExecMemcpyNodeSetParams [] exec cnode~INVALID_VALUE in.copy 0
 cuGraphExecMemsetNodeSetParams [] exec mnode~INVALID_VALUE in.fill 0
 cuGraphExecHostNodeSetParams [] exec hnode~INVALID_VALUE in.host
@@ -321,6 +339,7 @@ cuGraphExecEventWaitNodeSetEvent [] exec wnode~INVALID_VALUE event
 cuGraphNodeSetEnabled [] exec knode~INVALID_VALUE 1
 cuGraphNodeGetEnabled [] exec knode~INVALID_VALUE out
 cuDevicePrimaryCtxRelease [f] dev
+cuDevicePrimaryCtxRelease@7000 [f] dev
 """
 
 

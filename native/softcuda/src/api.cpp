@@ -352,7 +352,9 @@ SC_API(cuGetProcAddress_v2, 12000, kAlways, const char*, name, void**, out, int,
   const EntryPoint* newest = nullptr;
   bool known = false;
   // Every other name is the exported symbol without its version suffix.
-  if (std::strcmp(name, "cuGraphInstantiate") == 0) name = "cuGraphInstantiateWithFlags";
+  if (version >= 12000 && std::strcmp(name, "cuGraphInstantiate") == 0) {
+    name = "cuGraphInstantiateWithFlags";
+  }
   for (const EntryPoint* entry = g_entry_points.load(); entry != nullptr; entry = entry->next) {
     if (std::strcmp(entry->name, name) != 0) continue;
     known = true;
@@ -377,5 +379,8 @@ SC_API_CODE(cuGetProcAddress, 11030, kAlways, const char*, name, void**, out, in
 
 // Real drivers return tables of undocumented functions here. The soft device has no such tables.
 SC_API(cuGetExportTable, 3000, kAlways, const void**, out, const void*, id) {
-  require(false, CUDA_ERROR_NOT_FOUND);
+  refuse(
+      CUDA_ERROR_NOT_FOUND,
+      "the soft device has no tables of undocumented functions, which the CUDA runtime requires; "
+      "use the driver API");
 }
