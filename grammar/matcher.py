@@ -61,7 +61,9 @@ class GrammarBackend(Protocol):
 
 
 class CompiledGrammar:
-    """A grammar compiled for one vocabulary. It is immutable and shared by all its matchers.
+    """A grammar compiled for one vocabulary. It is shared by all its matchers.
+
+    It is immutable, except that its automaton may be added later.
 
     Parameters
     ----------
@@ -78,6 +80,9 @@ class CompiledGrammar:
     ----------
     pace
         Measured speed of the grammar's matchers. The guided decoder's native worker updates it.
+    automaton
+        Native automaton that allows the same texts. Matchers that are created later run it. None if
+        there is none, or if it has not been built yet.
     """
 
     def __init__(
@@ -92,6 +97,7 @@ class CompiledGrammar:
         self.native = native
         self.nbytes = nbytes
         self.pace = _native.guide.Pace()
+        self.automaton: Any = None
 
     def matcher(self, stop_ids: Iterable[int] | None = None, tokens: Iterable[int] = ()) -> Matcher:
         """Return a new matcher that has already accepted the given tokens.

@@ -12,7 +12,7 @@ from graft.grammar.matcher import CompiledGrammar, GrammarBackend
 from graft.grammar.spec import Spec
 from graft.native.children.process import Call
 
-__all__ = ["BoundedBackend", "ending_ids", "require_release"]
+__all__ = ["AutomatonBackend", "BoundedBackend", "ending_ids", "require_release"]
 
 
 @runtime_checkable
@@ -39,6 +39,23 @@ class BoundedBackend(GrammarBackend, Protocol):
         """Create the compiled grammar from the result of the call in the child process.
 
         The vocabulary of this backend must equal the vocabulary that the child process used.
+        """
+
+
+@runtime_checkable
+class AutomatonBackend(BoundedBackend, Protocol):
+    """A backend that can build automata for grammars that it has compiled."""
+
+    def automaton_call(self, compiled: CompiledGrammar) -> Call | None:
+        """Return the call that builds the automaton of a grammar in a child process, or None."""
+
+    def add_automaton(self, compiled: CompiledGrammar, result: Any) -> bool:
+        """Set the automaton of a grammar from the result of the call. Thread-safe.
+
+        Returns
+        -------
+        bool
+            Whether the grammar has an automaton.
         """
 
 

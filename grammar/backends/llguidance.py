@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar.automaton.lower import compile_automaton
@@ -20,6 +20,8 @@ from graft.grammar.resolve import resolve_spec
 from graft.grammar.schema.llguidance_errors import explain_assertion, validate
 from graft.grammar.schema.options import Whitespace, json_options, literal
 from graft.grammar.spec import Spec
+from graft.grammar.structural.formats import parse_format
+from graft.grammar.structural.lark import lark_pattern, lark_text
 from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native
 from graft.native.children.process import Call
@@ -39,38 +41,8 @@ _MATCHER_BYTES = 180_000
 _ROW_BYTES = 64 << 20
 
 
-class PreparedGrammar(NamedTuple):
-    """Result of the part of a compilation that runs in a child process.
-
-    Attributes
-    ----------
-    text
-        The grammar in LLGuidance's JSON format.
-    automaton
-        The grammar's automaton in serialized form; None if the grammar has no automaton.
-    """
-
-    text: str
-    automaton: bytes | None
-
-
-class LLGuidanceCompiled(NamedTuple):
-    """Compiled forms of a grammar.
-
-    Attributes
-    ----------
-    grammar
-        LLGuidance's grammar.
-    automaton
-        The automaton of the same language; None if the grammar has no automaton.
-    """
-
-    grammar: Any
-    automaton: Any
-
-
-def prepare(spec: Spec, validated: bool) -> PreparedGrammar:
-    """Check a grammar and convert it to the forms that `LLGuidanceBackend.load` reads.
+def prepare(spec: Spec, validated: bool) -> str:
+    """Check a grammar and return it in LLGuidance's JSON format.
 
     Parameters
     ----------
@@ -85,8 +57,12 @@ def prepare(spec: Spec, validated: bool) -> PreparedGrammar:
         As `validated_grammar_text`.
     """
     resolved = resolve_spec(spec, "llguidance")
-    text = grammar_text(resolved) if validated else validated_grammar_text(resolved)
-    return PreparedGrammar(text, compile_automaton(resolved))
+    return grammar_text(resolved) if validated else validated_grammar_text(resolved)
+
+
+def prepare_automaton(spec: Spec) -> bytes | None:
+    """Return the automaton of a grammar in serialized form, see `compile_automaton`."""
+    return compile_automaton(resolve_spec(spec, "llguidance"))
 
 
 @functools.cache
@@ -174,15 +150,7 @@ def _grammar(spec: Spec) -> dict[str, Any]:
 def _lark_text(spec: Spec) -> str:
     """Return a grammar other than a JSON schema in LLGuidance's Lark dialect."""
     if spec.kind == "regex":
-        # In Lark, an unescaped slash or newline ends a regular expression.
-        pattern = re.sub(
-            r"(\\.)|/",
-            lambda m: m[1] or r"\/",
-            spec.text,
-            flags=re.DOTALL,
-        )
-        pattern = pattern.replace("\n", r"\n")
-        return f"start: /{pattern}/"
+        return f"start: {lark_pattern(spec.text)}"
     if spec.kind == "lark":
         return spec.text
     if spec.kind == "choice":
@@ -192,6 +160,8 @@ def _lark_text(spec: Spec) -> str:
         return "start: CHOICE\nCHOICE: " + " | ".join(options)
     if spec.kind == "structural_tag":
         return _structural_tag(json.loads(spec.text), spec.whitespace)
+    if spec.kind == "structural_format":
+        return lark_text(parse_format(json.loads(spec.text)), spec.whitespace)
     if spec.root != "root":
         raise GrammarError(
             f"ebnf: with LLGuidance, the start rule must have the name 'root', not {spec.root!r}"
@@ -245,7 +215,7 @@ def _schema_with_options(schema: Any, whitespace: Whitespace) -> dict[str, Any]:
 
 def _was_validated(spec: Spec) -> bool:
     """Return whether the router has already checked exactly this schema with LLGuidance."""
-    return bool(spec.source) and not spec.partial
+    return spec.kind == "json_schema" and bool(spec.source) and not spec.partial
 
 
 def _error_message(message: str, kind: str) -> str:
@@ -325,36 +295,45 @@ class LLGuidanceBackend:
         LLGuidance limits the size of the grammar and of its lexer.
         """
         resolved = resolve_spec(spec, "llguidance")
-        return self.load(spec, prepare(resolved, _was_validated(resolved)))
+        compiled = self.load(spec, prepare(resolved, _was_validated(resolved)))
+        if self._automata:
+            self.add_automaton(compiled, compile_automaton(resolved))
+        return compiled
 
     def compile_call(self, spec: Spec, routed: bool) -> Call:
         """Return the call that prepares a grammar in a child process; see `BoundedBackend`."""
         return Call(f"{__name__}:prepare", (spec, routed and _was_validated(spec)))
 
-    def load(self, spec: Spec, result: PreparedGrammar) -> CompiledGrammar:
+    def load(self, spec: Spec, result: str) -> CompiledGrammar:
         """Create the compiled grammar from the result of `prepare`. Releases the GIL."""
         try:
-            native = _native.guide.LLGuidanceGrammar(self._tokenizer, result.text)
+            native = _native.guide.LLGuidanceGrammar(self._tokenizer, result)
         except RuntimeError as error:
             message = _error_message(str(error), spec.kind)
             if "removal index" in message:  # the panic that an unknown special token causes
                 message = "names a special token that the vocabulary does not have"
             raise GrammarError(f"{spec.kind}: {message}") from None
-        nbytes = _MATCHER_BYTES + len(result.text)
-        automaton = None
-        if self._automata and result.automaton is not None:
-            automaton = _native.guide.AutomatonGrammar(
-                result.automaton,
-                self._trie,
-                self._row_pool,
-            )
-            nbytes += automaton.nbytes
         return CompiledGrammar(
             self,
             spec,
-            LLGuidanceCompiled(native, automaton),
-            nbytes,
+            native,
+            _MATCHER_BYTES + len(result),
         )
+
+    def automaton_call(self, compiled: CompiledGrammar) -> Call | None:
+        """Return the call that builds the automaton of a grammar; see `AutomatonBackend`."""
+        if not self._automata:
+            return None
+        return Call(f"{__name__}:prepare_automaton", (compiled.spec,))
+
+    def add_automaton(self, compiled: CompiledGrammar, result: bytes | None) -> bool:
+        """Set the automaton of a grammar from the result of `prepare_automaton`."""
+        if result is None:
+            return False
+        automaton = _native.guide.AutomatonGrammar(result, self._trie, self._row_pool)
+        compiled.nbytes += automaton.nbytes
+        compiled.automaton = automaton  # last, because other threads may read it at once
+        return True
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """Return a new matcher at the start of a grammar.
@@ -363,9 +342,9 @@ class LLGuidanceBackend:
         tokens. The stop ids without text terminate the matcher; see `ending_ids`.
         """
         ending = ending_ids(self, compiled, stop_ids)
-        forms: LLGuidanceCompiled = compiled.native
-        if forms.automaton is not None:
-            handle = _native.guide.AutomatonMatcher(forms.automaton, ending)
+        automaton = compiled.automaton
+        if automaton is not None:
+            handle = _native.guide.AutomatonMatcher(automaton, ending)
         else:
-            handle = _native.guide.LLGuidanceMatcher(forms.grammar, ending)
+            handle = _native.guide.LLGuidanceMatcher(compiled.native, ending)
         return NativeBackedMatcher(compiled, ending, handle)

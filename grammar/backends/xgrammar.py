@@ -27,6 +27,8 @@ from graft.grammar.matcher import CompiledGrammar, Matcher, NativeBackedMatcher
 from graft.grammar.resolve import resolve_spec
 from graft.grammar.schema.options import Whitespace
 from graft.grammar.spec import Spec
+from graft.grammar.structural.formats import Format, parse_format
+from graft.grammar.structural.xgrammar import xgrammar_format
 from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native
 from graft.native.children.process import Call, Setup
@@ -150,6 +152,8 @@ def _compile(info: Any, spec: Spec) -> Any:
             return compiler.compile_lark(text, [], [])
         if spec.kind == "structural_tag":
             return compiler.compile_structural_tag(_structural_tag(text, spec.whitespace))
+        if spec.kind == "structural_format":
+            return compiler.compile_structural_tag(_structural_format(text, spec.whitespace))
         if spec.kind == "choice":
             options = map(_quote, json.loads(text))
             text = f"{root} ::= {' | '.join(options)}"
@@ -174,6 +178,8 @@ def syntax_error(spec: Spec) -> str:
             grammar.from_ebnf(text, spec.root)
         elif spec.kind == "structural_tag":
             grammar.from_structural_tag(_structural_tag(text, spec.whitespace))
+        elif spec.kind == "structural_format":
+            grammar.from_structural_tag(_structural_format(text, spec.whitespace))
     except GrammarError as error:
         return str(error)
     except _XGRAMMAR_ERRORS as error:
@@ -223,22 +229,9 @@ def _structural_tag(text: str, whitespace: Whitespace) -> str:
     itself, XGrammar would allow any white space in the content.
     """
     document = json.loads(text)
-    any_whitespace, indent, separators, strict, max_whitespace, any_order = _layout(
-        whitespace, True
-    )
     tags = []
     for tag in document["tags"]:
-        rules = library().Grammar.from_json_schema(
-            _converted_schema(json.dumps(tag["schema"])),
-            any_whitespace,
-            indent,
-            separators,
-            strict,
-            max_whitespace,
-            False,
-            any_order,
-        )
-        content = {"type": "grammar", "grammar": rules.to_string()}
+        content = {"type": "grammar", "grammar": _schema_rules(tag["schema"], whitespace)}
         tags.append(
             {
                 "type": "tag",
@@ -265,6 +258,38 @@ def _structural_tag(text: str, whitespace: Whitespace) -> str:
             "type": "sequence",
             "elements": [free_text, form],
         }
+    return json.dumps({"type": "structural_tag", "format": form})
+
+
+def _schema_rules(schema: Any, whitespace: Whitespace, any_order: bool = False) -> str:
+    """Return the EBNF rules of a strict JSON schema."""
+    any_whitespace, indent, separators, strict, max_whitespace, _ = _layout(whitespace, True)
+    rules = library().Grammar.from_json_schema(
+        _converted_schema(json.dumps(schema)),
+        any_whitespace,
+        indent,
+        separators,
+        strict,
+        max_whitespace,
+        False,
+        any_order,
+    )
+    return str(rules.to_string())
+
+
+def _structural_format(text: str, whitespace: Whitespace) -> str:
+    """Return a structural format as a structural tag in XGrammar's JSON form."""
+
+    def schema_rules(form: Format) -> str:
+        most = form["max_whitespace_cnt"]
+        return _schema_rules(
+            form["json_schema"], whitespace if most is None else most, form["any_order"]
+        )
+
+    def regex_rules(pattern: str) -> str:
+        return str(library().Grammar.from_regex(convert_pattern(pattern), False).to_string())
+
+    form = xgrammar_format(parse_format(json.loads(text)), schema_rules, regex_rules)
     return json.dumps({"type": "structural_tag", "format": form})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import sys
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar.backends.base import BoundedBackend
+from graft.grammar.backends.base import AutomatonBackend, BoundedBackend
 from graft.grammar.backends.registry import make_backend
 from graft.grammar.compile.cache import CACHE_BYTES, GrammarCache
 from graft.grammar.errors import GrammarError, GrammarUnavailableError, clean_message
@@ -40,12 +41,17 @@ BackendChoice = str | Callable[[Vocabulary], GrammarBackend]
 
 
 class _Job(NamedTuple):
+    """A grammar to compile or, if `compiled` is set, a grammar whose automaton is to be built."""
+
     spec: Spec
     future: Future[CompiledGrammar]
+    compiled: CompiledGrammar | None = None
 
 
 class _Lane:
-    """A queue of compilation jobs and the threads that take jobs from the queue.
+    """A queue of jobs and the threads that take jobs from the queue.
+
+    Automata are built while no compilation is waiting.
 
     Parameters
     ----------
@@ -55,8 +61,19 @@ class _Lane:
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
-        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self.threads: list[threading.Thread] = []
+        self._numbers = itertools.count()
+        self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
+
+    def put(self, job: _Job | None) -> None:
+        """Add a job, or None to end a thread."""
+        priority = 2 if job is None else int(job.compiled is not None)
+        self._jobs.put((priority, next(self._numbers), job))
+
+    def get(self) -> _Job | None:
+        """Remove and return the next job; None ends the thread."""
+        _, _, job = self._jobs.get()
+        return job
 
 
 class _SharedBackends:
@@ -140,6 +157,10 @@ class GrammarService:
 
     If a child process dies, the compilation is repeated in a new process.
 
+    Some backends build an automaton for a grammar (see `AutomatonBackend`). With `late_automata`,
+    the automaton is built after the grammar has been compiled, in the fast lane while no grammar
+    waits there. If this fails, the grammar has no automaton.
+
     Services of a process with equal vocabularies and settings share their backends and compiled
     grammars while at least one of these services exists, unless a factory creates the backend.
 
@@ -162,6 +183,8 @@ class GrammarService:
         Address space that the compilations of one child process may add, in bytes.
     cache_bytes
         Size limit of the cache of compiled grammars, in bytes.
+    late_automata
+        Whether automata are built after the compilation instead of during the compilation.
 
     Attributes
     ----------
@@ -178,6 +201,7 @@ class GrammarService:
         timeout_s: float = TIMEOUT_S,
         memory_bytes: int = MEMORY_BYTES,
         cache_bytes: int = CACHE_BYTES,
+        late_automata: bool = False,
     ):
         limits = {
             "threads": threads,
@@ -203,6 +227,7 @@ class GrammarService:
         )
         self.backend = self._shared.default
         self._timeout_s = timeout_s
+        self._late_automata = late_automata
         self._lock = threading.Lock()  # guards the three fields below
         self._pending: dict[Spec, Future[CompiledGrammar]] = {}
         self._counts: Counter[str] = Counter()
@@ -242,7 +267,7 @@ class GrammarService:
             # A running future cannot be cancelled. Several requests may wait for this one.
             future.set_running_or_notify_cancel()
             self._pending[spec] = future
-        self._fast_lane.jobs.put(_Job(spec, future))
+        self._fast_lane.put(_Job(spec, future))
         return future
 
     def counters(self) -> dict[str, int]:
@@ -266,7 +291,7 @@ class GrammarService:
         # The fast lane passes jobs on to the slow lane, so the slow lane must end last.
         for lane in (self._fast_lane, self._slow_lane):
             for _ in lane.threads:
-                lane.jobs.put(None)
+                lane.put(None)
             for thread in lane.threads:
                 thread.join()
 
@@ -286,10 +311,13 @@ class GrammarService:
         if lane is self._fast_lane and isinstance(self.backend, BoundedBackend):
             child.start()  # the child process starts while the engine loads its models
         while True:
-            job = lane.jobs.get()
+            job = lane.get()
             if job is None:
                 return
-            self._run_job(job, lane, child)
+            if job.compiled is None:
+                self._run_job(job, lane, child)
+            elif not self._closed:
+                self._build_automaton(job, job.compiled, child)
 
     def _run_job(self, job: _Job, lane: _Lane, child: ChildProcess) -> None:
         """Compile the grammar of a job and complete the job's future."""
@@ -317,6 +345,8 @@ class GrammarService:
             self._finish(job, failure, "failed", keep=False)
         else:
             self._finish(job, compiled, "compiled")
+            if self._late_automata:
+                self._fast_lane.put(job._replace(compiled=compiled))
 
     def _handle_lost_child(self, job: _Job, lane: _Lane, error: ChildLost) -> None:
         """Move a job that the fast lane could not finish in time to the slow lane.
@@ -327,7 +357,7 @@ class GrammarService:
         timed_out = isinstance(error, ChildTimeout)
         has_more_time = timed_out and lane.timeout_s < self._timeout_s
         if lane is self._fast_lane and (unavailable or has_more_time) and not self._closed:
-            self._slow_lane.jobs.put(job)
+            self._slow_lane.put(job)
             return
         failure_type = GrammarError
         if self._closed:
@@ -350,7 +380,8 @@ class GrammarService:
     def _compile(self, spec: Spec, child: ChildProcess, timeout_s: float) -> CompiledGrammar:
         limit = TimeLimit(timeout_s)
         router = spec.backend or self._choice
-        routed = spec.kind == "json_schema" and not spec.source and bool(router)
+        is_routable = spec.kind in ("json_schema", "structural_format") and not spec.source
+        routed = is_routable and bool(router)
         if routed:
             request = Call("graft.grammar.resolve:resolve_spec", (spec, router))
             spec = child.call(request, limit)
@@ -361,7 +392,27 @@ class GrammarService:
             return backend.compile(spec)
         request = backend.compile_call(spec, routed)
         result = child.call(request, limit)
-        return backend.load(spec, result)
+        compiled = backend.load(spec, result)
+        if not self._late_automata:
+            _add_automaton(compiled, child, limit)
+        return compiled
+
+    def _build_automaton(self, job: _Job, compiled: CompiledGrammar, child: ChildProcess) -> None:
+        """Build the automaton of a compiled grammar. Runs on a thread of the fast lane."""
+        try:
+            if not _add_automaton(compiled, child, TimeLimit(self._fast_lane.timeout_s)):
+                return
+            self._count("automata")
+            if self._shared.cache.get(job.spec) is job.future:
+                self._shared.cache.put(job.spec, job.future)  # the grammar's size has changed
+        except Exception as error:
+            if not self._closed:
+                self._count("automata_failed")
+                _log.warning("automaton of a grammar not built: %s", clean_message(error))
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self._counts[name] += 1
 
     def _finish(
         self,
@@ -404,6 +455,15 @@ class GrammarService:
             )
         with self._lock:
             del self._pending[job.spec]
+
+
+def _add_automaton(compiled: CompiledGrammar, child: ChildProcess, limit: TimeLimit) -> bool:
+    """Build the automaton of a compiled grammar. Return whether the grammar has one."""
+    backend = compiled.backend
+    if not isinstance(backend, AutomatonBackend):
+        return False
+    call = backend.automaton_call(compiled)
+    return call is not None and backend.add_automaton(compiled, child.call(call, limit))
 
 
 def _require_output(compiled: CompiledGrammar) -> None:

@@ -94,13 +94,13 @@ def row_after(matcher, text):
 
 
 def llguidance_matcher(compiled):
-    native = _native.guide.LLGuidanceMatcher(compiled.native.grammar, (STOP,))
+    native = _native.guide.LLGuidanceMatcher(compiled.native, (STOP,))
     return NativeBackedMatcher(compiled, (STOP,), native)
 
 
 def require_equal_masks(spec, limit=400):
     compiled = BACKEND.compile(spec)
-    assert compiled.native.automaton is not None
+    assert compiled.automaton is not None
     for text in visiting_texts(table_of(spec), limit):
         expected = row_after(llguidance_matcher(compiled), text)
         np.testing.assert_array_equal(row_after(compiled.matcher(), text), expected, repr(text))

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import threading
 import time
 from concurrent.futures import wait
 
@@ -21,7 +22,7 @@ from graft.grammar import (
     GrammarUnavailableError,
     Vocabulary,
 )
-from graft.grammar.backends.llguidance import LLGuidanceBackend
+from graft.grammar.backends.llguidance import LLGuidanceBackend, prepare_automaton
 from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.grammar.compile import service as service_module
 from graft.grammar.processes import POOL
@@ -152,6 +153,71 @@ class SlowBackend(LLGuidanceBackend):
 
 def sleeping(seconds: float) -> GrammarSpec:
     return GrammarSpec("regex", f"sleep{seconds}")
+
+
+class GatedBackend(LLGuidanceBackend):
+    """A backend whose automata are built when `gate` is set; "fail" in a pattern makes them fail.
+
+    `delay_s` is the time that the child process needs for each automaton.
+    """
+
+    def __init__(self, vocabulary):
+        super().__init__(vocabulary)
+        self.gate = threading.Event()
+        self.delay_s = 0.0
+
+    def automaton_call(self, compiled):
+        if "fail" in compiled.spec.text:
+            return Call("os:abort", ())
+        return Call("time:sleep", (self.delay_s,))
+
+    def add_automaton(self, compiled, result):
+        assert self.gate.wait(60)
+        return super().add_automaton(compiled, prepare_automaton(compiled.spec))
+
+
+def test_compile_service_builds_late_automata(serve):
+    """The grammar is ready before its automaton, and matchers run the automaton from then on."""
+    service = serve(GatedBackend, late_automata=True)
+    backend = service.backend
+    compiled = service.submit(GrammarSpec.regex("late[0-9]+")).result(timeout=60)
+    assert compiled.automaton is None
+    before = compiled.matcher()
+    nbytes = compiled.nbytes
+    size = service.counters()["cache_bytes"]
+    backend.gate.set()
+    wait_until(lambda: service.counters().get("automata") == 1)
+    wait_until(lambda: service.counters()["cache_bytes"] > size)
+    assert service.counters()["cache_bytes"] - size == compiled.nbytes - nbytes > 0
+    after = compiled.matcher()
+    assert type(before.native) is not type(after.native)
+    for byte in b"late07":
+        assert before.legal().tolist() == after.legal().tolist()
+        assert before.accept(byte) and after.accept(byte)
+
+
+def test_compile_service_prefers_grammars_to_late_automata(serve):
+    """Grammars that are waiting are compiled before automata are built."""
+    service = serve(GatedBackend, late_automata=True)
+    service.backend.delay_s = 0.2
+    first, second = [service.submit(GrammarSpec.regex(f"x{i}+")) for i in range(2)]
+    assert first.result(timeout=60).automaton is second.result(timeout=60).automaton is None
+    third = service.submit(GrammarSpec.regex("third+"))  # while the first automaton is built
+    service.backend.gate.set()
+    third.result(timeout=60)
+    assert second.result().automaton is None
+    wait_until(lambda: third.result().automaton is not None)
+
+
+def test_compile_service_survives_failed_automaton(serve):
+    """If its automaton cannot be built, a grammar is used without it."""
+    service = serve(GatedBackend, late_automata=True)
+    service.backend.gate.set()
+    compiled = service.submit(GrammarSpec.regex("fail[0-9]")).result(timeout=60)
+    wait_until(lambda: service.counters().get("automata_failed") == 1)
+    assert compiled.automaton is None and accepts(compiled, "fail7")
+    other = service.submit(GrammarSpec.regex("other+")).result(timeout=60)
+    wait_until(lambda: other.automaton is not None)
 
 
 @pytest.mark.parametrize("count", [1, 3])
