@@ -21,6 +21,8 @@ from graft.grammar.resolve import check_backend, json_text, without_partial_hint
 from graft.grammar.schema.options import KeyOrder, Whitespace
 from graft.grammar.schema.wellformed import check_schema
 from graft.grammar.spec import Marker, Spec, check_text, parse_json
+from graft.grammar.structural.formats import parse_format
+from graft.grammar.structural.xgrammar import replace_dots
 from graft.native.children.errors import ChildLost, ChildUnavailable
 from graft.native.children.process import Call
 
@@ -156,8 +158,7 @@ class GrammarSpec(Spec):
     def ebnf(cls, text: str, root: str = "root") -> GrammarSpec:
         """Return a grammar in XGrammar's EBNF notation (GBNF) that starts at the rule `root`."""
         check_text("EBNF", text)
-        text = _DOT.sub(lambda match: match[1] or _ANY_CHARACTER, text)
-        return cls("ebnf", text, root=root)
+        return cls("ebnf", replace_dots(text), root=root)
 
     @classmethod
     def choice(cls, options: Iterable[str | int | float] | type[enum.Enum]) -> GrammarSpec:
@@ -236,6 +237,34 @@ class GrammarSpec(Spec):
             whitespace=whitespace,
         )
 
+    @classmethod
+    def structural_format(cls, form: Any, *, whitespace: Whitespace = "line") -> GrammarSpec:
+        """Return the grammar of a structural format, the ``format`` of XGrammar's structural tags.
+
+        Parameters
+        ----------
+        form
+            The format as parsed JSON or JSON text, for example a ``sequence`` of a ``tag`` and a
+            ``json_schema``. grammar/README.md lists the types.
+        whitespace
+            White space between the JSON tokens of the type ``json_schema``, as in `Spec`.
+
+        Raises
+        ------
+        GrammarError
+            A field is missing, unknown or invalid. The message names its place.
+        """
+        if isinstance(form, str):
+            form = parse_json("structural format", form)
+        try:
+            parse_format(form)
+            text = json.dumps(form, ensure_ascii=False)
+        except RecursionError:
+            raise GrammarError("structural format: is nested too deeply") from None
+        except (TypeError, ValueError) as error:
+            raise GrammarError(f"structural format: cannot be read: {error}") from error
+        return cls("structural_format", text, whitespace=whitespace)
+
     def after(self, marker: str | int, *, required: bool = False) -> GrammarSpec:
         """Return this grammar preceded by free text that ends with `marker`.
 
@@ -259,9 +288,10 @@ class GrammarSpec(Spec):
     def check(self) -> None:
         """Check in a child process whether the installed backends accept the grammar.
 
-        A JSON schema is routed for its `backend`, or for the backend that ``"auto"`` selects if the
-        schema names no backend. A grammar of another kind is accepted if at least one installed
-        backend can parse the grammar. The check needs no vocabulary and compiles nothing.
+        A JSON schema or structural format is routed for its `backend`, or for the backend that
+        ``"auto"`` selects if it names no backend. A grammar of another kind is accepted if at least
+        one installed backend can parse the grammar. The check needs no vocabulary and compiles
+        nothing.
 
         The call blocks until the result is known. The time limit of the child process is 30 s,
         without the time in which the process waits for a processor. Calling `check` is optional,
@@ -277,8 +307,8 @@ class GrammarSpec(Spec):
         """
         if self.kind == "choice":  # every backend accepts a list of strings
             return
-        if self.kind == "json_schema":
-            subject = "JSON schema"
+        if self.kind in ("json_schema", "structural_format"):
+            subject = self.kind.replace("json_", "JSON ").replace("_", " ")
             arguments: tuple[object, ...] = (self, self.backend or "auto")
             request = Call("graft.grammar.resolve:resolve_spec", arguments)
         else:
@@ -290,13 +320,6 @@ class GrammarSpec(Spec):
             raise GrammarUnavailableError(f"{subject}: could not be checked: {error}") from error
         except ChildLost as error:
             raise GrammarError(f"{subject}: {clean_message(error)}") from error
-
-
-# In GBNF, "." matches any character. XGrammar does not support ".", so `GrammarSpec.ebnf` replaces
-# the dot. Group 1 of this expression matches strings, character classes and comments, in which a
-# dot is literal and is not replaced.
-_DOT = re.compile(r'("(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|#[^\n]*)|\.')
-_ANY_CHARACTER = "([^a] | [a])"
 
 
 def _check_tags(tags: Sequence[StructuralTag], triggers: Sequence[str]) -> None:

@@ -13,6 +13,15 @@ from graft.grammar.schema.router import refusal, route
 from graft.grammar.schema.terms import word_set
 from graft.grammar.schema.wellformed import check_schema
 from graft.grammar.spec import Spec, check_text, parse_json
+from graft.grammar.structural.formats import (
+    Format,
+    LoweringError,
+    convert_format,
+    parse_format,
+    plain_format,
+)
+from graft.grammar.structural.lark import lark_text
+from graft.grammar.structural.xgrammar import check_xgrammar_format
 
 __all__ = ["check_backend", "json_text", "resolve_spec", "without_partial_hint"]
 
@@ -26,8 +35,9 @@ def resolve_spec(spec: AnySpec, backend: str) -> AnySpec:
     JSON schemas and the schemas of structural tags are converted as follows. For LLGuidance, the
     router rewrites a schema into an equivalent schema where necessary. For XGrammar, a schema is
     left unchanged, and a schema with a keyword that XGrammar would ignore is refused. ``"auto"``
-    selects LLGuidance if it is installed. Grammars of other kinds and schemas that have already
-    been routed are returned unchanged.
+    selects LLGuidance if it is installed. The schemas of a structural format are converted in the
+    same way; ``"auto"`` then selects the first installed backend that supports the whole format.
+    Grammars of other kinds, and grammars that have already been routed, are returned unchanged.
 
     The running time of this function depends on the schema and is not bounded. Untrusted schemas
     should therefore be resolved in a child process. The most recent results are cached.
@@ -50,6 +60,9 @@ def resolve_spec(spec: AnySpec, backend: str) -> AnySpec:
         raise GrammarError(f"a grammar must be a GrammarSpec, got {spec!r:.80}")
     if spec.kind == "structural_tag" and backend in BACKENDS:
         resolved = _resolve_tags(replace(spec, marker=None), backend)
+    elif spec.kind == "structural_format" and not spec.source:
+        plain = replace(spec, marker=None, backend="")
+        resolved = _resolve_format(plain, spec.backend or backend)
     elif spec.kind == "json_schema" and not spec.source:
         plain = replace(spec, marker=None, backend="")
         resolved = _resolve_schema(plain, spec.backend or backend)
@@ -214,3 +227,42 @@ def _resolve_tags(spec: AnySpec, backend: str) -> AnySpec:
             reason = without_partial_hint(str(error))
             raise GrammarError(f"structural_tag: {tag['begin']!r}: {reason}") from error
     return replace(spec, text=json.dumps(structural_tag, ensure_ascii=False))
+
+
+@functools.lru_cache(maxsize=256)
+def _resolve_format(spec: AnySpec, backend: str) -> AnySpec:
+    """Resolve a structural format for a backend, or for the first one that supports the format."""
+    check_backend(backend)
+    names = available_backends() if backend == "auto" else (_installed_backend(backend),)
+    form = parse_format(parse_json("structural format", spec.text))
+    reasons = []
+    for name in names:
+        try:
+            resolved = convert_format(form, functools.partial(_with_routed_schema, spec, name))
+            if name == "llguidance":
+                lark_text(resolved, spec.whitespace)
+            else:
+                check_xgrammar_format(resolved)
+        except GrammarError as error:
+            reasons.append(str(error))
+            continue
+        text = json.dumps(plain_format(resolved), ensure_ascii=False)
+        return replace(spec, text=text, backend=name, source=spec.text)
+    raise GrammarError("; ".join(dict.fromkeys(reasons)))
+
+
+def _with_routed_schema(spec: Spec, backend: str, form: Format) -> Format:
+    """Return a format with the JSON schema that the backend compiles. Schemas are strict."""
+    if form["type"] != "json_schema":
+        return form
+    content = Spec(
+        "json_schema",
+        json_text(form["json_schema"]),
+        strict=True,
+        whitespace=spec.whitespace,
+    )
+    try:
+        routed = _resolve_schema(content, backend)
+    except GrammarError as error:
+        raise LoweringError(without_partial_hint(str(error))) from error
+    return {**form, "json_schema": json.loads(routed.text)}

@@ -14,7 +14,7 @@ from graft.grammar.vocabulary import Vocabulary
 
 __all__ = ["Marker", "Spec", "check_text", "parse_json"]
 
-Kind = Literal["json_schema", "regex", "ebnf", "choice", "lark", "structural_tag"]
+Kind = Literal["json_schema", "regex", "ebnf", "choice", "lark", "structural_tag", "structural_format"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class Spec:
     text
         The JSON schema as JSON text, the regular expression, the EBNF or Lark grammar, the choices
         as a JSON list, or the structural tag as JSON:
-        ``{"triggers", "tags": [{"begin", "schema", "end"}, ...], "at_least_one", "at_once"}``.
+        ``{"triggers", "tags": [{"begin", "schema", "end"}, ...], "at_least_one", "at_once"}``;
+        the structural format as JSON, as in `graft.grammar.structural.formats`.
     root
         Start rule of an EBNF grammar.
     whitespace
@@ -103,7 +104,7 @@ class Spec:
         is not enforced.
     source
         The user's original JSON schema if `text` is the schema that the router has produced from
-        it; empty if the schema has not been routed. Outputs of a `partial` grammar are checked
+        it, likewise for a structural format; empty if the grammar has not been routed. Outputs of a `partial` grammar are checked
         against the original schema (see `graft.grammar.check_output`).
     rules
         Lark grammar that LLGuidance compiles instead of `text` if ``%json``, LLGuidance's own

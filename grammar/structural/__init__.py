@@ -1,0 +1,1 @@
+"""Structural formats: trees of tags, schemas, patterns and free text of XGrammar."""

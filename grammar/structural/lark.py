@@ -1,0 +1,270 @@
+"""Lower structural formats to LLGuidance's Lark dialect."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from graft.grammar.errors import GrammarError
+from graft.grammar.schema.options import Whitespace, json_options
+from graft.grammar.structural.formats import Format, LoweringError
+from graft.grammar.structural.pieces import Joiner, Piece, constant, overlap
+
+__all__ = ["lark_pattern", "lark_text"]
+
+#: Characters with which JSON of a type can start.
+_JSON_STARTS = {
+    "object": "{",
+    "array": "[",
+    "string": '"',
+    "boolean": "tf",
+    "null": "n",
+    "number": "-0123456789",
+    "integer": "-0123456789",
+}
+_SPECIAL_TOKEN = re.compile(r"<[^<>\s\[\]]+>")
+_ANY = "/(?s:.*)/"
+
+
+def lark_text(form: Format, whitespace: Whitespace) -> str:
+    """Return the Lark grammar of exactly the texts of a structural format.
+
+    Parameters
+    ----------
+    form
+        The format, as `parse_format` returns it. Its schemas have been routed for LLGuidance.
+    whitespace
+        White space between JSON tokens, as in `graft.grammar.spec.Spec`.
+
+    Raises
+    ------
+    GrammarError
+        The format has a part for which no exact grammar is known.
+    """
+    lowering = _Lowering(whitespace)
+    try:
+        start = lowering.joiner.sequence(lowering.lower(form, ()))
+    except LoweringError as error:
+        raise _place(form, error) from error
+    rules = lowering.joiner.lines
+    return "\n".join([f"start: {lowering.joiner.reference(start)}", *rules])
+
+
+def lark_pattern(pattern: str) -> str:
+    """Return a regular expression as a terminal. In Lark, a slash or a line feed would end it."""
+    escaped = re.sub(
+        r"(\\.)|/",
+        lambda m: m[1] or r"\/",
+        pattern,
+        flags=re.DOTALL,
+    )
+    return f"/{escaped}/".replace("\n", r"\n")
+
+
+class _Lowering:
+    """Lowers formats to pieces.
+
+    The methods for the types of formats have the parameters `form`, the format, and `ends`, the
+    texts at which the free text of the format must end: the ends of the tag that contains it.
+    `ends` is None where free text cannot be lowered.
+    """
+
+    def __init__(self, whitespace: Whitespace):
+        self.joiner = Joiner()
+        self._whitespace = whitespace
+
+    def lower(self, form: Format, ends: Sequence[str] | None) -> list[Piece]:
+        """Return the pieces of a format, which follow each other."""
+        alternatives = self._spread(form, ends)
+        if len(alternatives) == 1:
+            return alternatives[0]
+        try:
+            return [self._choose(alternatives, form["type"])]
+        except LoweringError as error:
+            raise _place(form, error) from error
+
+    def _choose(self, alternatives: Sequence[Sequence[Piece]], name: str) -> Piece:
+        pieces = [self.joiner.sequence(pieces) for pieces in alternatives]
+        return self.joiner.alternatives(pieces, name)
+
+    def _spread(self, form: Format, ends: Sequence[str] | None) -> list[list[Piece]]:
+        """Return the alternatives of a format, each as pieces that follow each other.
+
+        What follows the format can be added to each alternative, so that free text at the end of an
+        alternative and the text that ends it become one terminal.
+        """
+        try:
+            return self._spread_parts(form, ends)
+        except LoweringError as error:
+            raise _place(form, error) from error
+
+    def _spread_parts(self, form: Format, ends: Sequence[str] | None) -> list[list[Piece]]:
+        kind = form["type"]
+        if kind == "or":
+            return [found for part in form["elements"] for found in self._spread(part, ends)]
+        if kind == "sequence":
+            *front, last = form["elements"]
+            before = [piece for part in front for piece in self.lower(part, ends)]
+            return [[*before, *pieces] for pieces in self._spread(last, ends)]
+        if kind in ("triggered_tags", "dispatch"):
+            return self._dispatch(form, ends)
+        if kind == "optional":
+            inner = self._spread(form["content"], ends)
+            if any(piece.absent for pieces in inner for piece in pieces[-1:]):
+                return [*inner, [constant("")]]
+        method = getattr(self, f"_{kind}")
+        pieces: list[Piece] = method(form, ends)
+        return [pieces]
+
+    def _const_string(self, form: Format, _ends: Any) -> list[Piece]:
+        return [constant(form["value"])]
+
+    def _regex(self, form: Format, _ends: Any) -> list[Piece]:
+        return [Piece(lark_pattern(form["pattern"]), "regex")]
+
+    def _grammar(self, _form: Format, _ends: Any) -> list[Piece]:
+        raise LoweringError("LLGuidance cannot compile the type grammar within a format")
+
+    def _token(self, form: Format, _ends: Any) -> list[Piece]:
+        token = form["token"]
+        if isinstance(token, int):
+            text = f"<[{token}]>"
+        elif _SPECIAL_TOKEN.fullmatch(token):
+            text = token
+        else:
+            raise LoweringError(f"token {token!r}: LLGuidance names special tokens like <...>")
+        starts = frozenset([f"\0{text}"])
+        return [Piece(text, "token", terminal=False, closed=True, starts=starts, special=True)]
+
+    def _any_text(self, form: Format, ends: Sequence[str] | None) -> list[Piece]:
+        if form["max_tokens"] is not None:
+            raise LoweringError("any_text.max_tokens is not supported")
+        return [self._free_text([*form["excludes"]], ends, form["max_chars"])]
+
+    def _free_text(
+        self, excluded: Sequence[str], ends: Sequence[str] | None, max_chars: int | None = None
+    ) -> Piece:
+        """Return free text that contains neither the texts of `excluded` nor an end."""
+        if ends is None:
+            raise LoweringError("LLGuidance cannot repeat free text")
+        text = _ANY if max_chars is None else f"/(?s:.){{0,{max_chars}}}/"
+        if "" in ends:
+            raise LoweringError("a tag with free text needs an end that is not empty")
+        texts = list(dict.fromkeys([*excluded, *ends]))
+        pair = overlap(ends)
+        if pair is not None:
+            raise LoweringError(f"LLGuidance cannot read the ends {pair[0]!r} and {pair[1]!r}")
+        if texts:
+            found = "|".join(map(_escape, texts))
+            text = f"{text} & ~/(?s:.*)({found})(?s:.*)/"
+        name = self.joiner.define(text, terminal=True)
+        return Piece(name, "any_text", absent=tuple(texts))
+
+    def _json_schema(self, form: Format, _ends: Any) -> list[Piece]:
+        if form["style"] != "json" or form["any_order"] or form["excludes"]:
+            raise LoweringError("LLGuidance supports no style, any_order or excludes")
+        if form["max_whitespace_cnt"] is not None:
+            raise LoweringError("LLGuidance does not support max_whitespace_cnt")
+        schema = form["json_schema"]
+        keywords = schema if isinstance(schema, dict) else {}
+        types = keywords.get("type", [])
+        types = (types if isinstance(types, list) else [types]) or list(_JSON_STARTS)
+        numeric = "number" in types or "integer" in types
+        options = {**keywords, "x-guidance": json_options(self._whitespace)}
+        text = self.joiner.define(f"%json {json.dumps(options)}", terminal=False)
+        starts = frozenset("".join(_JSON_STARTS[name] for name in types))
+        return [
+            Piece(
+                text,
+                "json_schema",
+                terminal=False,
+                closed=not numeric,
+                starts=starts,
+                numeric=numeric,
+            )
+        ]
+
+    def _optional(self, form: Format, _ends: Any) -> list[Piece]:
+        return self._repeat({**form, "min": 0, "max": 1}, None)
+
+    def _star(self, form: Format, _ends: Any) -> list[Piece]:
+        return self._repeat({**form, "min": 0, "max": -1}, None)
+
+    def _plus(self, form: Format, _ends: Any) -> list[Piece]:
+        return self._repeat({**form, "min": 1, "max": -1}, None)
+
+    def _repeat(self, form: Format, _ends: Any) -> list[Piece]:
+        content = self.joiner.sequence(self.lower(form["content"], None))
+        high = None if form["max"] == -1 else form["max"]
+        if high == 0:
+            return [constant("")]
+        return [self.joiner.repeat(content, form["min"], high, form["type"])]
+
+    def _tag(self, form: Format, _ends: Any) -> list[Piece]:
+        begin = form["begin"]
+        end = form["end"]
+        first = constant(begin) if isinstance(begin, str) else self._token(begin, None)[0]
+        if isinstance(end, dict):
+            last = self._token(end, None)[0]
+            texts: Sequence[str] = ()
+        else:
+            last = self.joiner.alternatives([constant(text) for text in end], "tag.end")
+            texts = end
+        alternatives = self._spread(form["content"], texts)
+        sequences = [[first, *pieces, last] for pieces in alternatives]
+        if len(sequences) == 1:
+            return sequences[0]
+        # The alternatives begin with the same text, which therefore comes before them.
+        return [first, self._choose([pieces[1:] for pieces in sequences], "tag.content")]
+
+    def _tags_with_separator(self, form: Format, _ends: Any) -> list[Piece]:
+        tag = self._choose([self._tag(tag, None) for tag in form["tags"]], "tags_with_separator")
+        pieces = [tag]
+        if not form["stop_after_first"]:
+            more = self.joiner.sequence([constant(form["separator"]), tag])
+            pieces.append(self.joiner.repeat(more, 0, None, "tags_with_separator"))
+        if form["at_least_one"]:
+            return pieces
+        return [self.joiner.repeat(self.joiner.sequence(pieces), 0, 1, "tags_with_separator")]
+
+    def _dispatch(self, form: Format, ends: Sequence[str] | None) -> list[list[Piece]]:
+        """Lower ``triggered_tags`` and ``dispatch``: free text in which triggers start a part."""
+        if form["type"] == "dispatch":
+            triggers = [pattern for pattern, _ in form["rules"]]
+            parts = [[constant(text), *self.lower(part, None)] for text, part in form["rules"]]
+            once = not form["loop"]
+            at_least_one = False
+            if not set(ends or ()) <= set(form["excludes"]):
+                raise LoweringError(f"LLGuidance needs the ends {list(ends or ())} in excludes")
+        else:
+            triggers = form["triggers"]
+            parts = [self._tag(tag, None) for tag in form["tags"]]
+            once = form["stop_after_first"]
+            at_least_one = form["at_least_one"]
+        pair = overlap([*triggers, *(ends or ())])
+        if pair is not None:
+            raise LoweringError(f"LLGuidance cannot read the triggers {pair[0]!r} and {pair[1]!r}")
+        free = self._free_text([*triggers, *form["excludes"]], ends)
+        first = [self._choose(parts, form["type"])] if at_least_one else []
+        if once:
+            return [first] if first else [*([free, *part] for part in parts), [free]]
+        following = [self.joiner.sequence([free, *part]) for part in parts]
+        # A part and the free text at the end start alike; the lexer tells them apart by a trigger.
+        either = self.joiner.alternatives(following, form["type"], check=False)
+        if either.terminal:
+            return [[*first, Piece(f"({either.text})*", form["type"]), free]]
+        text = self.joiner.define(f"({either.text})*", terminal=False)
+        loop = Piece(text, form["type"], terminal=False, closed=either.closed)
+        return [[*first, loop, free]]
+
+
+def _place(form: Format, error: LoweringError) -> GrammarError:
+    return GrammarError(f"structural format: {form['path']}: {error}")
+
+
+def _escape(text: str) -> str:
+    """Return a text as a part of a regular expression of Lark."""
+    escaped = (f"\\x{{{ord(c):x}}}" if not (c.isascii() and c.isalnum()) else c for c in text)
+    return "".join(escaped)

@@ -1,0 +1,244 @@
+"""Pieces of a Lark grammar, from which `graft.grammar.structural.lark` builds structural formats.
+
+LLGuidance reads a grammar with a greedy lexer: a terminal matches as much text as it can, and the
+lexer never goes back. A grammar therefore allows exactly the intended texts only if the lexer can
+see where each terminal ends, and which of several alternatives the text begins with. `Joiner`
+checks both. It joins adjacent terminals into one, because within a terminal nothing is greedy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from graft.grammar.schema.options import literal
+from graft.grammar.structural.formats import LoweringError
+
+__all__ = ["Joiner", "Piece", "constant", "overlap"]
+
+_UNSEEN = "LLGuidance cannot see where"
+_NUMBER_CHARACTERS = frozenset("0123456789.eE+-")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a grammar.
+
+    Attributes
+    ----------
+    text
+        Expression in the Lark dialect.
+    name
+        Type of the format, for error messages.
+    terminal
+        Whether the expression is regular, so that it can be a part of a terminal.
+    closed
+        Whether no match can be continued to a longer match.
+    starts
+        Texts of which every match starts with one; None if they are not known.
+    absent
+        Texts that do not occur in a match of this free text.
+    numeric
+        Whether a match may end with a JSON number, which further digits would continue.
+    special
+        Whether the piece is a special token, which has no text.
+    repeated
+        The same language as a rule; None if it is not known that the lexer can read this rule.
+    """
+
+    text: str
+    name: str
+    terminal: bool = True
+    closed: bool = False
+    starts: frozenset[str] | None = None
+    absent: tuple[str, ...] = ()
+    numeric: bool = False
+    special: bool = False
+    repeated: Piece | None = None
+
+
+def constant(text: str) -> Piece:
+    """Return the piece that matches exactly a text."""
+    starts = frozenset([text]) if text else None
+    return Piece(literal(text), "const_string", closed=True, starts=starts)
+
+
+def overlap(texts: Iterable[str]) -> tuple[str, str] | None:
+    """Return two texts of which one contains the other, or begins with the other's end.
+
+    The two may be the same text. Where no texts overlap, the first occurrence of a text is also the
+    occurrence that ends first.
+    """
+    for a, b in itertools.product(dict.fromkeys(texts), repeat=2):
+        if a != b and b in a:
+            return a, b
+        if any(b.startswith(a[-length:]) for length in range(1, min(len(a), len(b)))):
+            return a, b
+    return None
+
+
+def _comparable(a: frozenset[str] | None, b: frozenset[str] | None) -> bool:
+    """Return whether a match of one piece may start like a match of the other."""
+    if a is None or b is None:
+        return True
+    return any(x.startswith(y) or y.startswith(x) for x in a for y in b)
+
+
+class Joiner:
+    """Joins pieces, and collects the definitions of terminals and rules."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def define(self, text: str, *, terminal: bool) -> str:
+        """Define a terminal or a rule and return its name."""
+        name = f"{'T' if terminal else 'r'}{len(self.lines)}"
+        self.lines.append(f"{name}: {text}")
+        return name
+
+    def reference(self, piece: Piece) -> str:
+        """Return an expression for the piece that rules may contain."""
+        return self.define(piece.text, terminal=True) if piece.terminal else piece.text
+
+    def sequence(self, pieces: Sequence[Piece]) -> Piece:
+        """Return the piece that matches several pieces one after the other.
+
+        Raises
+        ------
+        LoweringError
+            The lexer could not see where one of the pieces ends.
+        """
+        groups = self._groups(pieces)
+        if len(groups) == 1:
+            return groups[0]
+        for piece, following in itertools.pairwise(groups):
+            _check_boundary(piece, following)
+        text = " ".join(map(self.reference, groups))
+        first = groups[0]
+        last = groups[-1]
+        return Piece(
+            self.define(text, terminal=False),
+            "sequence",
+            terminal=False,
+            closed=last.closed,
+            starts=first.starts if first.repeated is None else None,
+            numeric=last.numeric,
+        )
+
+    def _groups(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Join adjacent terminals, as far as the lexer can see where the result ends."""
+        pieces = [piece for piece in pieces if piece.text != '""'] or [constant("")]
+        groups: list[Piece] = []
+        for terminal, run in itertools.groupby(pieces, lambda piece: piece.terminal):
+            parts = list(run)
+            if not terminal:
+                groups += parts
+                continue
+            joined = _join_terminals(parts)
+            is_last = parts[-1] is pieces[-1]
+            rules = [part.repeated or part for part in parts]
+            if is_last or joined.closed or not any(part.repeated for part in parts):
+                groups.append(joined)
+            else:
+                groups += rules
+        return groups
+
+    def alternatives(self, pieces: Sequence[Piece], name: str, *, check: bool = True) -> Piece:
+        """Return the piece that matches one of several pieces.
+
+        Raises
+        ------
+        LoweringError
+            `check` is set, and the lexer could not see which of the pieces a text begins with.
+        """
+        if len(pieces) == 1:
+            return pieces[0]
+        terminal = all(piece.terminal for piece in pieces)
+        pairs = itertools.combinations(pieces, 2)
+        distinct = not any(_comparable(a.starts, b.starts) for a, b in pairs)
+        if check and not terminal and not distinct:
+            raise LoweringError(
+                f"LLGuidance cannot tell the alternatives of {name} apart by their first characters"
+            )
+        starts: frozenset[str] | None = frozenset()
+        for piece in pieces:
+            known = starts is not None and piece.starts is not None
+            starts = (starts or frozenset()) | (piece.starts or frozenset()) if known else None
+        texts = [piece.text if terminal else self.reference(piece) for piece in pieces]
+        return Piece(
+            f"({' | '.join(texts)})",
+            name,
+            terminal=terminal,
+            closed=all(piece.closed for piece in pieces) and (distinct or not terminal),
+            starts=starts,
+            numeric=any(piece.numeric for piece in pieces),
+        )
+
+    def repeat(self, piece: Piece, low: int, high: int | None, name: str) -> Piece:
+        """Return the piece that matches `low` to `high` repetitions of a piece."""
+        count = f"{{{low},{'' if high is None else high}}}"
+        rule = None
+        if not piece.terminal or (piece.closed and piece.starts is not None):
+            if high != 1:
+                _check_boundary(piece, piece)
+            text = f"({self.reference(piece)}){count}"
+            text = self.define(text, terminal=False)
+            rule = Piece(
+                text,
+                name,
+                terminal=False,
+                closed=piece.closed,
+                starts=piece.starts,
+                numeric=piece.numeric,
+            )
+            rule = _with_repeated(rule)
+        if not piece.terminal:
+            assert rule is not None
+            return rule
+        closed = piece.closed and low == high
+        return Piece(f"({piece.text}){count}", name, closed=closed, repeated=rule)
+
+
+def _with_repeated(rule: Piece) -> Piece:
+    """Mark a rule as one whose end is only seen by what follows."""
+    fields = {field: getattr(rule, field) for field in Piece.__dataclass_fields__}
+    return Piece(**fields | {"repeated": rule})
+
+
+def _join_terminals(parts: Sequence[Piece]) -> Piece:
+    if len(parts) == 1:
+        return parts[0]
+    closed = all(
+        part.closed or (index + 1 < len(parts) and _ends_before(part, parts[index + 1]))
+        for index, part in enumerate(parts)
+    )
+    return Piece(
+        " ".join(part.text for part in parts),
+        "sequence",
+        closed=closed,
+        starts=parts[0].starts,
+        absent=parts[-1].absent,
+    )
+
+
+def _ends_before(free: Piece, following: Piece) -> bool:
+    """Return whether free text ends where the following piece begins."""
+    return following.starts is not None and all(
+        start.startswith(free.absent) for start in following.starts
+    )
+
+
+def _check_boundary(piece: Piece, following: Piece) -> None:
+    """Raise `LoweringError` unless the lexer sees where a piece ends, given what follows."""
+    if following.special:
+        return
+    starts = following.starts
+    if piece.numeric and (starts is None or any(s[0] in _NUMBER_CHARACTERS for s in starts)):
+        raise LoweringError(f"{_UNSEEN} a number ends before {following.name}")
+    if not (piece.closed or piece.numeric):
+        raise LoweringError(f"{_UNSEEN} {piece.name} ends before {following.name}")
+    if piece.repeated is not None and _comparable(piece.starts, starts):
+        raise LoweringError(
+            f"LLGuidance cannot see whether {piece.name} goes on before {following.name}"
+        )

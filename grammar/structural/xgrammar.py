@@ -1,0 +1,65 @@
+"""Convert structural formats for XGrammar, which compiles all types except tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from graft.grammar.structural.formats import Format, LoweringError, convert_format, plain_format
+
+__all__ = ["check_xgrammar_format", "replace_dots", "xgrammar_format"]
+
+# In GBNF, "." matches any character. XGrammar does not support ".", so `replace_dots` replaces the
+# dot. Group 1 of this expression matches strings, character classes and comments, in which a dot is
+# literal and is not replaced.
+_DOT = re.compile(r'("(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|#[^\n]*)|\.')
+_ANY_CHARACTER = "([^a] | [a])"
+
+
+def replace_dots(text: str) -> str:
+    """Return an EBNF grammar in which each dot is an expression for any character."""
+    return _DOT.sub(lambda match: match[1] or _ANY_CHARACTER, text)
+
+
+def check_xgrammar_format(form: Format) -> None:
+    """Raise `GrammarError` if the XGrammar backend does not support a part of a format."""
+    convert_format(form, _check)
+
+
+def xgrammar_format(
+    form: Format, schema_rules: Callable[[Format], str], regex_rules: Callable[[str], str]
+) -> dict[str, Any]:
+    """Return a format in the JSON form that XGrammar reads.
+
+    Parameters
+    ----------
+    form
+        The format, as `parse_format` returns it.
+    schema_rules, regex_rules
+        Functions that return the EBNF rules of a ``json_schema`` and of a pattern. XGrammar would
+        itself allow any white space in JSON, and read some patterns differently.
+    """
+
+    def convert(part: Format) -> Format:
+        if part["type"] == "grammar":
+            return {**part, "grammar": replace_dots(part["grammar"])}
+        if part["type"] == "regex":
+            return _rules(part, regex_rules(part["pattern"]))
+        if part["type"] == "json_schema" and part["style"] == "json" and not part["excludes"]:
+            return _rules(part, schema_rules(part))
+        return part
+
+    return plain_format(convert_format(form, convert))
+
+
+def _rules(form: Format, rules: str) -> Format:
+    return {"type": "grammar", "path": form["path"], "grammar": rules}
+
+
+def _check(form: Format) -> Format:
+    if form["type"] == "token":
+        raise LoweringError("XGrammar's matcher does not allow special tokens here")
+    if form.get("max_tokens") is not None:
+        raise LoweringError("any_text.max_tokens is not supported")
+    return form
