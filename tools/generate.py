@@ -50,6 +50,7 @@ _REPORTED_OPTIONS = (
     "verify",
     "overlap",
     "composition",
+    "generation",
     "grammar_backend",
 )
 
@@ -174,6 +175,13 @@ def _add_drafting_arguments(group: argparse._ArgumentGroup) -> None:
         default="one",
         help="number of CUDA graphs per round; two: run the drafter in a second graph, for "
         "comparisons (default one)",
+    )
+    group.add_argument(
+        "--generation",
+        choices=("rounds", "graph", "auto"),
+        default="rounds",
+        help="launch rounds one by one, or many rounds at once; auto: choose by measured times "
+        "(default rounds)",
     )
 
 
@@ -314,6 +322,7 @@ def open_engine(options: argparse.Namespace, batch_size: int, **engine_options: 
         verify=options.verify,
         overlap=options.overlap,
         composition=options.composition,
+        generation=options.generation,
         max_length=options.max_length,
         weights=options.weights,
         **engine_options,

@@ -435,7 +435,7 @@ def _round_parts(
     programmatic = options.programmatic
     if programmatic is None:
         programmatic = supports_programmatic_edges(device)
-    entries = LOOP_ENTRIES if options.generation == "graph" else RING_ENTRIES
+    entries = RING_ENTRIES if options.generation == "rounds" else LOOP_ENTRIES
     return RoundParts(
         device=device,
         target=target,
@@ -465,7 +465,10 @@ def _make_control(
     ranks: RankGroup | None,
 ) -> LoopControl | None:
     """Create the words of generation loops, if the option asks for them."""
-    if options.generation != "graph":
+    if options.generation == "rounds":
+        return None
+    is_possible = ranks is None and options.composition == "one"
+    if options.generation == "auto" and not is_possible:
         return None
     if ranks is not None:
         raise OptionError("generation='graph' cannot be combined with tensor parallelism")

@@ -43,6 +43,7 @@ from graft.models.engine.migrate import (
     read_request,
     restore_output,
 )
+from graft.models.engine.modes import GraphKey, LaunchModes
 from graft.models.engine.options import Options
 from graft.models.engine.replay import Replays
 from graft.models.engine.scheduler import Scheduler
@@ -57,7 +58,6 @@ from graft.models.request import Event, Output, Request
 from graft.models.round.automaton_steps import GRAMMAR_STEPS
 from graft.models.round.prefill import PrefillScheduler
 from graft.models.round.round import RoundGraph
-from graft.models.round.variants import GrammarVariants
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.checks import short_repr
 
@@ -190,10 +190,11 @@ class Engine:
         else:
             self._replays = LoopReplays(built.parts, built.stream, built.budget, built.control)
         self.round_graphs: dict[tuple[int, int], RoundGraph] = {}
-        self.stats = EngineStats(draft_length=built.parts.depth)
+        self._modes = LaunchModes(
+            self.round_graphs, chooses_loops=self.options.generation == "auto"
+        )
+        self.stats = EngineStats(draft_length=built.parts.depth, choice=self._modes.choice)
         self._forced_tokens_at_reset = 0
-        self._loops: Loops | None = None
-        self._variants = GrammarVariants()
         try:
             self._admission = Admission(
                 self.options,
@@ -202,7 +203,7 @@ class Engine:
                 built.compiler,
             )
             self._migrator = self._make_migrator(model, drafter)
-            self._scheduler = self._make_scheduler()
+            self._make_scheduler()
             self._build_rounds(shield)
         except BaseException:
             self._close_parts()
@@ -226,7 +227,8 @@ class Engine:
             properties,
         )
 
-    def _make_scheduler(self) -> Scheduler:
+    def _make_scheduler(self) -> None:
+        """Create the scheduler and the selection of graphs."""
         built = self._built
         options = self.options
         overlap = options.overlap and options.composition == "one"
@@ -248,8 +250,8 @@ class Engine:
             automata=built.parts.automata,
         )
         if built.control is not None:
-            self._loops = Loops(slots, built.parts.mode, has_all_pages=options.has_all_pages)
-        return Scheduler(
+            self._modes.loops = Loops(slots, built.parts.mode, has_all_pages=options.has_all_pages)
+        self._scheduler = Scheduler(
             self._replays,
             slots,
             self.round_graphs,
@@ -257,8 +259,7 @@ class Engine:
             built.budget,
             max_in_flight=max_in_flight,
             verify=options.verify,
-            loops=self._loops,
-            variants=self._variants,
+            modes=self._modes,
         )
 
     def _build_rounds(self, shield: Shield) -> None:
@@ -290,9 +291,15 @@ class Engine:
                 variant = self._built.round_class(
                     self._parts, scratch, batch, drafts, generated, grammar
                 )
-                self._variants.graphs[grammar, batch, drafts] = variant
+                self._modes.graphs[GraphKey(batch, drafts, grammar)] = variant
                 self._run_empty(variant, num_replays, stats, shield)
-        self._build_loops(scratch, num_replays, shield)
+        try:
+            self._build_loops(scratch, num_replays, shield)
+        except OptionError as error:
+            if self.options.generation != "auto":
+                raise
+            LOG.info("no generation loops: %s", error)
+            self._modes.loops = None
         chunks = self._built.prefill.warm(StreamLane(self._built.stream))
         self._replays.wait_idle(stats)
         shield.check()
@@ -302,13 +309,14 @@ class Engine:
     def _build_loops(self, scratch: RoundScratch, num_replays: int, shield: Shield) -> None:
         """Build the generation loops for all round graphs, and run them without requests."""
         control = self._built.control
-        if self._loops is None or control is None:
+        loops = self._modes.loops
+        if loops is None or control is None:
             return
         stats = EngineStats()
         has_automata = self._parts.automata is not None
         max_rounds = None if len(self._built.budget.lengths) == 1 else ROUNDS_PER_LENGTH
         for graph in self.round_graphs.values():
-            for grammar in self._loops.grammar_places(has_automata):
+            for grammar in loops.grammar_places(has_automata):
                 loop = GenerationGraph(
                     self._parts,
                     scratch,
@@ -319,7 +327,7 @@ class Engine:
                     grammar,
                     max_rounds,
                 )
-                self._loops.graphs[grammar, graph.batch, graph.drafts] = loop
+                self._modes.graphs[GraphKey(graph.batch, graph.drafts, grammar, True)] = loop
                 self._run_empty(loop, num_replays, stats, shield)
 
     def _run_empty(
@@ -674,7 +682,7 @@ class Engine:
         """Reset `stats`."""
         self._require_working()
         self._forced_tokens_at_reset = self._parts.decoder.counters()["forced_tokens"]
-        self.stats = EngineStats(draft_length=self._parts.depth)
+        self.stats = EngineStats(draft_length=self._parts.depth, choice=self._modes.choice)
         self._scheduler.stats = self.stats
 
     def synchronize(self) -> None:
@@ -712,7 +720,7 @@ class Engine:
                 # scheduler's references to device objects, so that they are freed nevertheless.
                 self._scheduler.close()
                 del self._built, self._parts, self._admission, self._replays, self._scheduler
-                del self._migrator
+                del self._migrator, self._modes
                 # Free device memory now that objects in reference cycles own.
                 gc.collect()
                 # The work of a failed device never completes, so its resources are never freed.
@@ -742,9 +750,7 @@ class Engine:
         with ExitStack() as stack:
             stack.callback(self.round_graphs.clear)
             stack.callback(self._built.close)
-            loops = {} if self._loops is None else self._loops.graphs
-            variants = self._variants.graphs
-            for graph in (*self.round_graphs.values(), *loops.values(), *variants.values()):
+            for graph in (*self.round_graphs.values(), *self._modes.graphs.values()):
                 stack.callback(graph.close)
             stack.callback(self._replays.drain)
 

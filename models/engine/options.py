@@ -50,7 +50,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "draft_masking": DRAFT_MASKINGS,
     "verify": VERIFY_MODES,
     "composition": ("one", "two"),
-    "generation": ("rounds", "graph"),
+    "generation": ("rounds", "graph", "auto"),
     "grammar_transport": TRANSPORTS,
     "activations": ACTIVATIONS,
     "weights": WEIGHTS,
@@ -168,7 +168,9 @@ class Options:
         or the host has not read the last 63 rounds. With ``draft_length="auto"``, a launch runs at
         most 32 rounds. While a prompt is being prefilled, rounds are launched one by one. Grammar
         steps on the host run through spinning kernels. Requires ``composition="one"`` and a drafter
-        that runs on the device.
+        that runs on the device. "auto": the engine chooses between the two before each launch, by
+        the measured time per token (`ModeChoice`, `EngineStats.modes`). Where loops are not
+        possible, it launches rounds.
     activations
         Precision of the activations that are multiplied with 16-bit weights on GPUs. "rounded":
         rounded to the type of the weights, as in training and serving; sums and everything else are

@@ -31,6 +31,7 @@ from graft.models.engine.request_state import RequestState
 from graft.models.engine.stats import EngineStats
 from graft.models.request import Logprob
 from graft.models.round.budget import DraftBudget
+from graft.models.round.choice import Bucket
 from graft.models.round.ema import Ema
 from graft.models.round.round import RoundGraph, RoundParts
 from graft.sampling.sampler import ROUND_ROW
@@ -82,12 +83,18 @@ class ReplayInFlight:
         number.
     rows
         Requests of the batch rows, without padding rows.
+    bucket
+        Bucket of the times of the replay, see `ModeChoice`; None without requests.
+    after_prefill
+        Whether prefill chunks were enqueued between the previous replay and this one.
     """
 
     number: int
     graph: RoundGraph
     graph_number: int
     rows: tuple[RowAssignment, ...]
+    bucket: Bucket | None = None
+    after_prefill: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,6 +161,11 @@ class Replays:
     on_row
         Function to call for each row that is read, or None. Its arguments are the assignment and
         the results of the row.
+    on_time
+        Function to call for each complete replay with requests, or None. Its arguments are the
+        replay, its time in nanoseconds and the number of tokens that it has committed. The time
+        includes the time until the next replay, if this replay has the same graph and was launched
+        without prefill in between.
     looping
         Whether a launched graph may run more replays than the host knows of. Nothing may be
         launched while it does. Always False, unless a subclass launches generation loops.
@@ -175,6 +187,8 @@ class Replays:
         self._launches: Counter[int] = Counter()
         self.on_parts: Callable[[ReplayInFlight, list[int]], None] | None = None
         self.on_row: Callable[[RowAssignment, RowResult], None] | None = None
+        self.on_time: Callable[[ReplayInFlight, float, int], None] | None = None
+        self._tokens: Counter[int] = Counter()  # committed tokens, by unretired replay
 
     @property
     def round_s(self) -> float:
@@ -185,13 +199,29 @@ class Replays:
         """
         return self._round_s.value or 0.0
 
-    def launch(self, graph: RoundGraph, states: Sequence[RequestState]) -> None:
+    def launch(
+        self,
+        graph: RoundGraph,
+        states: Sequence[RequestState],
+        bucket: Bucket | None = None,
+        *,
+        after_prefill: bool = False,
+    ) -> None:
         """Publish the slot of each batch row and launch one replay.
 
         The number of the replay is written into the ring entries and into the snapshot of the
         grammar matchers. A replay that reads a different number there treats every row as padding.
         A ring raises an error if the entry to reserve is still used by an unread replay. An excess
         launch therefore fails before it overwrites anything.
+
+        Parameters
+        ----------
+        graph
+            Graph of the replay.
+        states
+            Requests of the batch rows.
+        bucket, after_prefill
+            As in `ReplayInFlight`.
         """
         parts = self._parts
         number = self.launched + 1
@@ -224,7 +254,9 @@ class Replays:
         rows = tuple(RowAssignment(state, state.slot, state.epoch) for state in states)
         graph_id = id(graph)
         self._launches[graph_id] += 1
-        flight = ReplayInFlight(number, graph, self._launches[graph_id], rows)
+        flight = ReplayInFlight(
+            number, graph, self._launches[graph_id], rows, bucket, after_prefill
+        )
         self.unread.append(flight)
         with self._engine_numbers(flight):
             graph.launch(self._stream)
@@ -354,6 +386,8 @@ class Replays:
             records = outputs.row("logprobs", flight.number)[index].view(LOGPROBS)
             for record in records[:count]:
                 result.logprobs.append(_read_logprob(record, num_top))
+        if not assignment.stale:
+            self._tokens[flight.number] += count
         if self.on_row is not None:
             self.on_row(assignment, result)
         return result
@@ -389,6 +423,7 @@ class Replays:
 
     def close(self) -> None:
         """Drop the references to device objects. Call this method after `drain`."""
+        self.on_time = None
         del self._parts, self._stream
 
     def _retire(self, number: int, stats: EngineStats) -> None:
@@ -412,6 +447,7 @@ class Replays:
         parts = graph.timed
         entry = timeline["ns"].array[flight.number % timeline.slots]
         stamps = entry[: len(parts) + 1].tolist()
+        tokens = self._tokens.pop(flight.number, 0)
         if self.on_parts is not None:
             self.on_parts(flight, stamps)
         if stamps[0] > 0:
@@ -426,6 +462,8 @@ class Replays:
                 ns,
                 idle=is_idle,
             )
+            if not is_idle and self.on_time is not None:
+                self.on_time(flight, ns + self._gap_ns(flight, max(stamps)), tokens)
         if not self._parts.every_part:
             return
         for part, start, end in zip(parts, stamps, stamps[1:], strict=False):
@@ -433,6 +471,21 @@ class Replays:
                 continue
             total = stats.part_ns.get(part.name, 0)
             stats.part_ns[part.name] = total + end - start
+
+    def _gap_ns(self, flight: ReplayInFlight, end: int) -> int:
+        """Return the time in nanoseconds between the end of a replay and the next replay.
+
+        Return 0 if the next replay has another graph or other requests, or follows prefill.
+        """
+        following = next(iter(self._unretired or self.unread), None)
+        if following is None or following.graph is not flight.graph or following.after_prefill:
+            return 0
+        epochs = {row.epoch for row in flight.rows}
+        if epochs.isdisjoint(row.epoch for row in following.rows):
+            return 0
+        timeline = self._parts.timeline
+        begin = int(timeline["ns"].array[following.number % timeline.slots][0])
+        return max(begin - end, 0)
 
 
 def _read_logprob(record: np.void, num_top: int) -> Logprob:

@@ -24,16 +24,15 @@ from collections.abc import Collection, Iterable, Mapping
 
 from graft.cudagraph.errors import GraftError
 from graft.models.engine.interrupt import Shield
+from graft.models.engine.modes import LaunchModes
 from graft.models.engine.replay import Replays, RowResult
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
 from graft.models.errors import RequestTimeoutError
-from graft.models.generation.loops import Loops
 from graft.models.request import DEVICE_REASONS, Event, Output
 from graft.models.round.budget import DraftBudget
 from graft.models.round.round import RoundGraph
-from graft.models.round.variants import GrammarVariants
 from graft.sampling.params import SamplingParams
 
 LOG = logging.getLogger("graft")
@@ -141,10 +140,8 @@ class Scheduler:
         Maximum number of replays in flight.
     verify
         Verification mode of requests that do not specify one.
-    loops
-        Chooses the batches that run in generation loops; None: no batch does.
-    variants
-        Graphs that run grammar steps on the device; None: all grammar steps run on the host.
+    modes
+        Selects the graph of each launch; None: always the one in `round_graphs`.
 
     Attributes
     ----------
@@ -166,8 +163,7 @@ class Scheduler:
         *,
         max_in_flight: int,
         verify: str = "rejection",
-        loops: Loops | None = None,
-        variants: GrammarVariants | None = None,
+        modes: LaunchModes | None = None,
     ):
         self.replays = replays
         self.slots = slots
@@ -175,8 +171,8 @@ class Scheduler:
         self.stats = stats
         self.budget = budget
         self.max_in_flight = max_in_flight
-        self.loops = loops
-        self.variants = variants
+        self.modes = modes or LaunchModes(round_graphs)
+        replays.on_time = self.modes.record
         self._verify = verify
         self.unfinished: dict[str, RequestState] = {}
         self.waiting: dict[str, RequestState] = {}
@@ -348,7 +344,8 @@ class Scheduler:
         """
         if self.replays.looping:
             # The slots and pages of requests that have left are free only after the loop.
-            if self.slots.num_prefilling or (self._ready and self.slots.num_leaving):
+            waits = self.slots.num_prefilling or (self._ready and self.slots.num_leaving)
+            if waits or self.modes.prefers_other:
                 self.replays.leave_loop()
             return False
         running = self.slots.running
@@ -359,6 +356,7 @@ class Scheduler:
             self.replays.wait_idle(self.stats)
             self.slots.reclaim_all()
             short = self._allocate_pages()
+        prefills = self.slots.num_prefilling > 0
         self.slots.prefill(self.replays.round_s)
         # If `prefill` has enqueued work, a replay must be launched after it. A slot is freed when
         # the replay that was launched last before its request left has retired. Without a replay
@@ -369,20 +367,17 @@ class Scheduler:
         buckets = [batch for batch, _ in self.round_graphs if batch >= len(states)]
         batch = min(buckets)
         drafts = self.budget.choose(batch, states)
-        graph = self.round_graphs[batch, drafts]
-        if self.variants is not None:
-            graph = self.variants.choose(graph, states)
-        if self.loops is not None and not short:
-            graph = self.loops.choose(graph, states) or graph
+        graph, bucket = self.modes.select(batch, drafts, states, may_loop=not short)
         self.stats.launches += 1
         self._count_round(graph)
-        self.replays.launch(graph, states)
+        self.replays.launch(graph, states, bucket, after_prefill=prefills)
         return True
 
     def _count_round(self, graph: RoundGraph) -> None:
         self.stats.rounds += 1
         self.stats.rounds_by_length[graph.drafts] += 1
         self.stats.rounds_by_grammar[graph.grammar] += 1
+        self.stats.rounds_by_mode[graph.mode] += 1
 
     def _allocate_pages(self) -> list[RequestState]:
         """Allocate KV-cache pages for the next round; preempt a request if pages have run out.
@@ -520,8 +515,7 @@ class Scheduler:
         """Drop the references to device objects. Call this method after `Replays.drain`."""
         self.slots.close()
         self.replays.close()
-        self.loops = self.variants = None
-        del self.replays, self.slots, self.round_graphs
+        del self.replays, self.slots, self.round_graphs, self.modes
 
     # Leaving a slot -----------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from graft.models.round.choice import ModeChoice
+
 __all__ = ["EngineStats"]
 
 
@@ -31,6 +33,11 @@ class EngineStats:
         Number of launches of graphs for these rounds. Without generation loops, it equals `rounds`.
     rounds_by_grammar
         Number of rounds for each kind of grammar steps, see `GRAMMAR_STEPS`.
+    rounds_by_mode
+        Number of rounds for each mode, see `RoundGraph.mode`.
+    choice
+        Chooses the modes from measured times. Its measurements are kept when the counters are
+        reset.
     joins
         Number of times a request got a slot.
     row_rounds
@@ -67,6 +74,7 @@ class EngineStats:
     rounds_by_length: Counter[int] = field(default_factory=Counter)
     launches: int = 0
     rounds_by_grammar: Counter[str] = field(default_factory=Counter)
+    rounds_by_mode: Counter[str] = field(default_factory=Counter)
     joins: int = 0
     row_rounds: int = 0
     stalls: int = 0
@@ -81,6 +89,7 @@ class EngineStats:
     accepted: list[int] = field(default_factory=list)
     round_ns: int = 0
     part_ns: dict[str, int] = field(default_factory=dict)
+    choice: ModeChoice = field(default_factory=ModeChoice, repr=False)
 
     def __post_init__(self) -> None:
         self.tested = [0] * self.draft_length
@@ -150,6 +159,14 @@ class EngineStats:
         return _ratio(exposed, self.round_ns)
 
     @property
+    def modes(self) -> list[dict[str, Any]]:
+        """Measured times of the modes among which the engine chooses, and the reasons.
+
+        See `ModeChoice.report`. The list is empty unless an option such as `generation` is "auto".
+        """
+        return self.choice.report()
+
+    @property
     def part_share(self) -> dict[str, float]:
         """Time of each part of a round as a fraction of the time of all parts."""
         total = sum(self.part_ns.values())
@@ -157,12 +174,14 @@ class EngineStats:
 
     def as_dict(self) -> dict[str, Any]:
         """Return all counters and derived values, convertible to JSON."""
-        return vars(self) | {
+        counters = {name: value for name, value in vars(self).items() if name != "choice"}
+        return counters | {
             "tokens_per_round": self.tokens_per_round,
             "acceptance_length": self.acceptance_length,
             "acceptance": self.acceptance,
             "part_share": self.part_share,
             "exposed_share": self.exposed_share,
+            "modes": self.modes,
         }
 
 

@@ -1,4 +1,4 @@
-"""Choice of the batches that run in generation loops."""
+"""Batches that can run in generation loops."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.slots import SlotManager
-from graft.models.generation.graph import GenerationGraph
 from graft.models.round.automaton_steps import GRAMMAR_STEPS
-from graft.models.round.round import RoundGraph
 from graft.sampling.mode import DraftMode
 
 __all__ = ["Loops"]
@@ -19,7 +17,7 @@ PAGES_AHEAD = 16
 
 
 class Loops:
-    """Chooses the graph of a generation loop for a batch, and reserves the pages of its requests.
+    """Tells which batches can run in generation loops, and reserves the pages of their requests.
 
     Parameters
     ----------
@@ -29,16 +27,9 @@ class Loops:
         Draft mode of the engine.
     has_all_pages
         Whether the KV caches have enough pages for a request of maximum length in every batch row.
-
-    Attributes
-    ----------
-    graphs
-        Graph of a loop for each (place of the grammar steps, number of batch rows, number of drafts
-        per batch row). The places are those of `GRAMMAR_STEPS`.
     """
 
     def __init__(self, slots: SlotManager, mode: DraftMode, *, has_all_pages: bool):
-        self.graphs: dict[tuple[str, int, int], GenerationGraph] = {}
         self._slots = slots
         # With lattice probing, a grammar step chooses the drafts of all trees.
         self._has_lattice_trees = mode.is_lattice and mode.branch > 1
@@ -50,21 +41,24 @@ class Loops:
             return GRAMMAR_STEPS
         return ("host",) if self._has_lattice_trees else ("host", "device")
 
-    def choose(self, graph: RoundGraph, states: Sequence[RequestState]) -> GenerationGraph | None:
-        """Return the loop for a batch of requests; None while another request is being prefilled.
+    def grammar_place(self, place: str) -> str:
+        """Return the place of the grammar steps of a loop for a batch.
 
         Parameters
         ----------
-        graph
-            Graph of a single round of this batch.
-        states
-            Requests of the batch.
+        place
+            Place of the grammar steps of the batch; "none" if no request has a grammar.
         """
-        if self._slots.num_prefilling:
-            return None
-        grammar = graph.grammar
-        if not self._has_lattice_trees and all(state.matcher is None for state in states):
-            grammar = "device"
+        if place != "none":
+            return place
+        return "host" if self._has_lattice_trees else "device"
+
+    @property
+    def possible(self) -> bool:
+        """Whether a loop can be launched; not while another request is being prefilled."""
+        return not self._slots.num_prefilling
+
+    def reserve_pages(self, states: Sequence[RequestState]) -> None:
+        """Reserve pages for the requests of a loop."""
         for state in states:
             self._slots.reserve_ahead(state, self._max_pages)
-        return self.graphs[grammar, graph.batch, graph.drafts]

@@ -11,6 +11,7 @@ from graft.models.engine.request_state import RequestState
 from graft.models.engine.stats import EngineStats
 from graft.models.generation.control import LoopControl
 from graft.models.round.budget import DraftBudget
+from graft.models.round.choice import Bucket
 from graft.models.round.round import RoundGraph, RoundParts
 
 __all__ = ["LoopReplays"]
@@ -51,14 +52,21 @@ class LoopReplays(Replays):
         self.loops = 0
         self._first = 0  # first replay of the loop that was launched last
 
-    def launch(self, graph: RoundGraph, states: Sequence[RequestState]) -> None:
+    def launch(
+        self,
+        graph: RoundGraph,
+        states: Sequence[RequestState],
+        bucket: Bucket | None = None,
+        *,
+        after_prefill: bool = False,
+    ) -> None:
         """Launch a round or a loop; see `Replays.launch`."""
         if graph.repeats:
             self._control.prepare(states)
             self._first = self.launched + 1
             self.looping = True
             self.loops += bool(states)
-        super().launch(graph, states)
+        super().launch(graph, states, bucket, after_prefill=after_prefill)
 
     def leave_loop(self) -> None:
         """Ask the loop that is running, if any, to end.
@@ -89,7 +97,7 @@ class LoopReplays(Replays):
         else:
             self._parts.decoder.repeat(number)
         self.launched = number
-        self.unread.append(replace(flight, number=number))
+        self.unread.append(replace(flight, number=number, after_prefill=False))
 
     def drain(self) -> None:
         """End the running loop and wait for the device; see `Replays.drain`."""

@@ -120,6 +120,13 @@ class RoundParts:
     optimistic: bool = False
 
     @property
+    def masking_name(self) -> str:
+        """How mask rows are filled: "fill", "probe", "lattice-probe" or "optimistic"."""
+        if self.optimistic:
+            return "optimistic"
+        return self.mode.masking if self.mode.probes else "fill"
+
+    @property
     def draft_length(self) -> int:
         """Maximum number of drafts per request."""
         return self.mode.drafts
@@ -234,6 +241,11 @@ class RoundGraph:
         self.execs: tuple[GraphExec, ...] = tuple(
             graph.instantiate(priorities=True) for graph in self.graphs
         )
+
+    @property
+    def mode(self) -> str:
+        """How mask rows are filled, and whether a launch is one round or a loop."""
+        return f"{self.parts.masking_name} {'loop' if self.repeats else 'round'}"
 
     # Replays ------------------------------------------------------------------------------------
 

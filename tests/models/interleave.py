@@ -32,6 +32,7 @@ from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar
 from graft.models.cache.prefix import PrefixCache
 from graft.models.engine import migrate
+from graft.models.engine.modes import GraphKey, LaunchModes
 from graft.models.engine.replay import Replays
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.scheduler import Scheduler
@@ -168,9 +169,12 @@ class Interleaving:
         if self.has_loops:
             replays = LoopReplays(parts, toy, budget, toy.control)
             loops = Loops(manager, DraftMode.chain(k), has_all_pages=self.rng.random() < 0.5)
-            for key in graphs:
-                graph = self._graph(*key, repeats=True)
-                loops.graphs["host", *key] = loops.graphs["device", *key] = graph
+        modes = LaunchModes(graphs)
+        modes.loops = loops
+        for key in graphs if loops else ():
+            graph = self._graph(*key, repeats=True)
+            for place in ("host", "device"):
+                modes.graphs[GraphKey(*key, place, True)] = graph
         return Scheduler(
             replays,
             manager,
@@ -178,7 +182,7 @@ class Interleaving:
             EngineStats(draft_length=k),
             budget,
             max_in_flight=self.max_in_flight,
-            loops=loops,
+            modes=modes,
         )
 
     def _graph(self, rows: int, k: int, *, repeats: bool = False) -> Any:
@@ -191,6 +195,7 @@ class Interleaving:
             drafts=k,
             made=k,
             grammar="host",
+            mode="loop" if repeats else "round",
             repeats=repeats,
         )
 

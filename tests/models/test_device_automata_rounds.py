@@ -140,10 +140,10 @@ def test_device_rounds_have_no_host_steps():
         assert again["misses"] == rows["misses"] > 0  # all rows are in the cache
         assert again["hits"] > rows["hits"]
         assert {name for name in before if before[name] != after[name]} == set()
-        for (grammar, *_), graph in engine._scheduler.variants.graphs.items():
+        for key, graph in engine._modes.graphs.items():
             kinds = {node.kind for node in graph.graphs[0].nodes}
-            assert ("host" in kinds) == (grammar == "mixed")
-            assert ("copy" in kinds) == (grammar == "mixed"), kinds
+            assert ("host" in kinds) == (key.grammar == "mixed")
+            assert ("copy" in kinds) == (key.grammar == "mixed"), kinds
 
 
 def test_device_automata_refuse_forced_drafts():

@@ -46,9 +46,9 @@ def record_launches(engine):
             launches.append(chunk.rows)
             yield chunk
 
-    def recorded_launch(graph, states):
+    def recorded_launch(graph, states, *args, **kwargs):
         launches.append({state.id for state in states})
-        launch(graph, states)
+        launch(graph, states, *args, **kwargs)
 
     prefill.run = recorded_run
     replays.launch = recorded_launch

@@ -1,0 +1,137 @@
+"""Choice of the graph of each launch among the graphs that can run a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from graft.models.engine.replay import ReplayInFlight
+from graft.models.engine.request_state import RequestState
+from graft.models.generation.loops import Loops
+from graft.models.round.choice import Bucket, ModeChoice
+from graft.models.round.round import RoundGraph
+
+__all__ = ["GraphKey", "LaunchModes"]
+
+
+class GraphKey(NamedTuple):
+    """Properties by which a graph is selected.
+
+    Attributes
+    ----------
+    batch, drafts
+        Number of batch rows, and number of drafts per batch row.
+    grammar
+        Where the grammar steps run, one of `GRAMMAR_STEPS`.
+    repeats
+        Whether the graph is a generation loop.
+    """
+
+    batch: int
+    drafts: int
+    grammar: str = "host"
+    repeats: bool = False
+
+
+class LaunchModes:
+    """Selects the graph of each launch.
+
+    The requests of a batch determine where their grammar steps can run. If several graphs remain,
+    `choice` selects one of them from measured times.
+
+    Parameters
+    ----------
+    round_graphs
+        Graph of a round whose grammar steps run on the host, for each (number of batch rows, number
+        of drafts per batch row).
+    chooses_loops
+        Whether loops are chosen from measured times. Otherwise, all batches that can run in a loop
+        do.
+
+    Attributes
+    ----------
+    loops
+        Prepares batches for generation loops; None: no batch runs in a loop.
+    graphs
+        All other graphs.
+    choice
+        Chooses among modes.
+    """
+
+    def __init__(
+        self,
+        round_graphs: Mapping[tuple[int, int], RoundGraph],
+        *,
+        chooses_loops: bool = False,
+    ):
+        self._round_graphs = round_graphs
+        self.loops: Loops | None = None
+        self._chooses_loops = chooses_loops
+        self.graphs: dict[GraphKey, RoundGraph] = {}
+        self.choice = ModeChoice()
+        # Modes among which that of the latest launch was chosen, and the mode.
+        self._latest: tuple[Bucket, tuple[str, ...], str] | None = None
+
+    def select(
+        self,
+        batch: int,
+        drafts: int,
+        states: Sequence[RequestState],
+        *,
+        may_loop: bool,
+    ) -> tuple[RoundGraph, Bucket]:
+        """Return the graph for a batch of requests, and the bucket of its times.
+
+        Parameters
+        ----------
+        batch, drafts
+            Number of batch rows, and number of drafts per batch row.
+        states
+            Requests of the batch.
+        may_loop
+            Whether the batch has all requests that are running.
+        """
+        bucket = Bucket(_grammar_place(states), batch, drafts)
+        loops = self.loops
+        if loops is not None and not (may_loop and loops.possible):
+            loops = None
+        keys = []
+        if loops is None or self._chooses_loops:
+            grammar = "host" if bucket.grammar == "none" else bucket.grammar
+            keys.append(GraphKey(batch, drafts, grammar))
+        if loops is not None:
+            keys.append(GraphKey(batch, drafts, loops.grammar_place(bucket.grammar), True))
+        graphs = {graph.mode: graph for graph in map(self._graph, keys)}
+        modes = tuple(graphs)
+        mode = self.choice.choose(bucket, modes)
+        self._latest = bucket, modes, mode
+        graph = graphs[mode]
+        if graph.repeats and loops is not None:
+            loops.reserve_pages(states)
+        return graph, bucket
+
+    def _graph(self, key: GraphKey) -> RoundGraph:
+        if key == GraphKey(key.batch, key.drafts):
+            return self._round_graphs[key.batch, key.drafts]
+        return self.graphs[key]
+
+    @property
+    def prefers_other(self) -> bool:
+        """Whether another mode than that of the latest launch would be chosen now."""
+        if self._latest is None:
+            return False
+        bucket, modes, mode = self._latest
+        return self.choice.choose(bucket, modes) != mode
+
+    def record(self, flight: ReplayInFlight, ns: float, tokens: int) -> None:
+        """Record the time and the number of tokens of a complete replay."""
+        if flight.bucket is not None:
+            self.choice.record(flight.bucket, flight.graph.mode, ns, tokens)
+
+
+def _grammar_place(states: Sequence[RequestState]) -> str:
+    """Return the place of the grammar steps of a batch; "none" if no request has a grammar."""
+    num_promoted = sum(state.promoted for state in states)
+    if num_promoted:
+        return "device" if num_promoted == len(states) else "mixed"
+    return "none" if all(state.matcher is None for state in states) else "host"

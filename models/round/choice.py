@@ -1,0 +1,234 @@
+"""Choice of the mode of each launch from measured times.
+
+A *mode* is a way to run the rounds of a batch, such as one launch per round or a generation loop.
+All modes give the same outputs. A *bucket* contains the launches whose times are comparable.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["Bucket", "ModeChoice"]
+
+#: Number of rounds for which a mode is measured before modes are compared, and for which it is
+#: measured again.
+MEASURED_ROUNDS = 8
+#: Number of latest rounds from which the costs of a mode are computed.
+WINDOW = 32
+#: Maximum share of the time of a bucket that modes other than the best one take.
+EXPLORED_SHARE = 0.02
+#: Minimum ratio of costs for which another mode is chosen.
+MIN_GAIN = 1.03
+#: Longer times are clamped to this multiple of the median, so that an outlier has little effect.
+MAX_RATIO = 3.0
+#: The mean number of tokens per round of the bucket counts as much as this number of rounds when
+#: the tokens per round of a mode are estimated.
+PRIOR_ROUNDS = 32
+_MIN_TOKENS = 1e-3
+
+
+class Bucket(NamedTuple):
+    """Launches among whose modes one is chosen.
+
+    Attributes
+    ----------
+    grammar
+        Place of the grammar steps, one of `GRAMMAR_STEPS`; "none" if no request has a grammar.
+    batch
+        Number of batch rows.
+    drafts
+        Number of drafts per batch row.
+    """
+
+    grammar: str
+    batch: int
+    drafts: int
+
+
+class _Mode:
+    """Measurements of a mode in a bucket.
+
+    Attributes
+    ----------
+    rounds
+        Number of measured rounds.
+    last
+        Number of rounds of the bucket when the mode was measured last.
+    samples
+        Time in nanoseconds and number of tokens of the latest rounds.
+    """
+
+    def __init__(self) -> None:
+        self.rounds = 0
+        self.last = 0
+        self.samples: deque[tuple[float, int]] = deque(maxlen=WINDOW)
+        self.tokens = 0
+        self._mean_ns: float | None = None
+
+    def add(self, ns: float, tokens: int) -> None:
+        """Add a round."""
+        if len(self.samples) == WINDOW:
+            self.tokens -= self.samples[0][1]
+        self.samples.append((ns, tokens))
+        self.tokens += tokens
+        self.rounds += 1
+        self._mean_ns = None
+
+    @property
+    def mean_ns(self) -> float:
+        """Mean time of a round in nanoseconds, without the excess of outliers."""
+        if self._mean_ns is None:
+            times = [ns for ns, _ in self.samples]
+            limit = MAX_RATIO * statistics.median(times)
+            self._mean_ns = statistics.fmean(min(ns, limit) for ns in times)
+        return self._mean_ns
+
+
+class _BucketChoice:
+    """Choice among the modes of one bucket; see `ModeChoice`."""
+
+    def __init__(self) -> None:
+        self.modes: dict[str, _Mode] = {}
+        self.rounds = 0
+        self.chosen: str | None = None
+        self._explored: str | None = None
+        self._explored_rounds = 0
+        self._credit_ns = 0.0
+
+    def choose(self, names: Sequence[str]) -> str:
+        modes = {name: self.modes.setdefault(name, _Mode()) for name in names}
+        for name, mode in modes.items():
+            if mode.rounds < MEASURED_ROUNDS:
+                return name
+        if self._explored_rounds >= MEASURED_ROUNDS:
+            self._explored = None
+        if self._explored in modes:
+            return self._explored
+        costs = {name: self.cost(name) for name in names}
+        best = min(names, key=costs.__getitem__)
+        if self.chosen not in modes or costs[best] * MIN_GAIN < costs[self.chosen]:
+            self.chosen = best
+        others = [name for name in names if name != self.chosen]
+        next_explored = min(others, key=lambda name: modes[name].last)
+        if self._credit_ns >= MEASURED_ROUNDS * modes[next_explored].mean_ns:
+            self._explored = next_explored
+            self._explored_rounds = 0
+            return next_explored
+        return self.chosen
+
+    def record(self, name: str, ns: float, tokens: int) -> None:
+        mode = self.modes.get(name)
+        if mode is None:
+            return
+        mode.add(ns, tokens)
+        self.rounds += 1
+        mode.last = self.rounds
+        self._credit_ns += EXPLORED_SHARE * mode.mean_ns
+        if name == self._explored:
+            self._explored_rounds += 1
+            self._credit_ns -= ns
+
+    def cost(self, name: str) -> float:
+        """Return the time of a mode per token, in nanoseconds."""
+        mode = self.modes[name]
+        return mode.mean_ns / self.tokens_per_round(mode)
+
+    def tokens_per_round(self, mode: _Mode) -> float:
+        """Return the estimated number of tokens per round of a mode."""
+        samples = sum(len(other.samples) for other in self.modes.values())
+        tokens = sum(other.tokens for other in self.modes.values())
+        prior = PRIOR_ROUNDS * tokens / samples
+        estimate = (mode.tokens + prior) / (len(mode.samples) + PRIOR_ROUNDS)
+        return max(estimate, _MIN_TOKENS)
+
+    def reason(self) -> str:
+        """Return one sentence that explains the choice."""
+        if self.chosen is None:
+            missing = [name for name, m in self.modes.items() if m.rounds < MEASURED_ROUNDS]
+            return f"measuring {', '.join(missing or self.modes)}"
+        names = sorted(self.modes, key=lambda name: name != self.chosen)
+        texts = []
+        for name in names:
+            mode = self.modes[name]
+            if mode.rounds:
+                us = 1e-3 * self.cost(name)
+                texts.append(f"{name}: {us:.1f} us per token ({mode.rounds} rounds)")
+        return "; ".join(texts)
+
+
+class ModeChoice:
+    """Chooses the mode of each launch so that the time per committed token is lowest.
+
+    Each mode of a bucket is measured for `MEASURED_ROUNDS` rounds when it is first possible. After
+    that, the mode with the lowest cost is chosen. The current mode is kept unless another one is
+    better by `MIN_GAIN`. The other modes are measured again from time to time, for
+    `MEASURED_ROUNDS` rounds each, so that the choice follows the load. This takes at most
+    `EXPLORED_SHARE` of the time.
+
+    The cost of a mode is the mean time of its latest rounds divided by its tokens per round. As all
+    modes give the same tokens, the number of tokens of a few rounds is mostly chance. It is
+    therefore averaged with the tokens per round of all modes of the bucket.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: dict[Bucket, _BucketChoice] = {}
+
+    def choose(self, bucket: Bucket, modes: Sequence[str]) -> str:
+        """Return the mode of the next launch.
+
+        Parameters
+        ----------
+        bucket
+            Bucket of the launch.
+        modes
+            Names of the possible modes, at least one. A single mode is not measured.
+        """
+        if len(modes) == 1:
+            return modes[0]
+        return self._buckets.setdefault(bucket, _BucketChoice()).choose(modes)
+
+    def record(self, bucket: Bucket, mode: str, ns: float, tokens: int) -> None:
+        """Record a round.
+
+        Parameters
+        ----------
+        bucket, mode
+            Bucket and mode of the launch.
+        ns
+            Time of the round in nanoseconds, including the time until the next round of the mode
+            if nothing else delayed it.
+        tokens
+            Number of tokens committed to all requests.
+        """
+        choice = self._buckets.get(bucket)
+        if choice is not None:
+            choice.record(mode, ns, tokens)
+
+    def report(self) -> list[dict[str, Any]]:
+        """Return the measurements of all buckets, convertible to JSON.
+
+        Returns
+        -------
+        list of dict
+            For each bucket: the fields of `Bucket`; "chosen", the mode with the lowest cost, or
+            None while modes are measured for the first time; "reason", a sentence; and "modes", for
+            each mode its number of rounds and the averages of its latest rounds.
+        """
+        reports = []
+        for bucket, choice in self._buckets.items():
+            modes = {}
+            for name, mode in choice.modes.items():
+                modes[name] = {"rounds": mode.rounds}
+                if mode.rounds:
+                    modes[name] |= {
+                        "round_us": 1e-3 * mode.mean_ns,
+                        "tokens_per_round": mode.tokens / len(mode.samples),
+                        "us_per_token": 1e-3 * choice.cost(name),
+                    }
+            fields = bucket._asdict()
+            chosen = {"chosen": choice.chosen, "reason": choice.reason()}
+            reports.append(fields | chosen | {"modes": modes})
+        return reports

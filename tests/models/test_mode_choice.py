@@ -1,0 +1,196 @@
+"""The engine chooses the mode of each launch, such as round or loop, from measured times."""
+
+import itertools
+import random
+
+import pytest
+from engine_cases import settled
+from engine_util import demo_engine
+from test_engine_equality import check_disturbed, expected_answers
+
+from graft.models.round.choice import (
+    EXPLORED_SHARE,
+    MEASURED_ROUNDS,
+    MIN_GAIN,
+    WINDOW,
+    Bucket,
+    ModeChoice,
+)
+
+__all__ = ["expected_answers"]  # a fixture
+
+BUCKET = Bucket("host", 4, 3)
+
+
+class RandomChoice(ModeChoice):
+    """Chooses modes at random and counts them."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self._rng = random.Random(seed)
+        self.found = {}
+
+    def choose(self, bucket, modes):
+        self.found.setdefault(bucket.grammar, set()).update(modes)
+        if self._rng.random() < 0.7 and len(modes) > 1:
+            return modes[-1]  # so that loops run for some rounds
+        return self._rng.choice(modes)
+
+
+class Clock:
+    """Runs rounds of modes with given times, and adds up the time that each mode has taken."""
+
+    def __init__(self, choice, seed=0, lag=2, bucket=BUCKET):
+        self.choice = choice
+        self.bucket = bucket
+        self.rounds = []
+        self.ns = {}
+        self._lag = lag
+        self._unrecorded = []
+        self._rng = random.Random(seed)
+
+    def run(self, rounds, times, *, tokens=(4,)):
+        """Run rounds; the times of a round are recorded after `lag` more rounds were launched."""
+        for _ in range(rounds):
+            mode = self.choice.choose(self.bucket, tuple(times))
+            ns = times[mode]() if callable(times[mode]) else times[mode]
+            self.rounds.append(mode)
+            self.ns[mode] = self.ns.get(mode, 0) + ns
+            self._unrecorded.append((mode, ns, self._rng.choice(tokens)))
+            if len(self._unrecorded) > self._lag:
+                self.choice.record(self.bucket, *self._unrecorded.pop(0))
+        return self.rounds[-rounds:]
+
+
+@pytest.mark.parametrize("tokens", [(4,), (1, 2, 3, 4, 5, 6, 7)], ids=["constant", "varying"])
+def test_mode_choice_finds_fastest_mode(tokens):
+    times = {"a": 1000.0, "b": 800.0, "c": 900.0}
+    for order in itertools.permutations(times):
+        clock = Clock(ModeChoice())
+        clock.run(200, {name: times[name] for name in order}, tokens=tokens)
+        rounds = clock.run(2000, times, tokens=tokens)
+        assert rounds.count("b") > 0.95 * len(rounds)
+
+
+def test_mode_choice_measures_each_mode_first():
+    clock = Clock(ModeChoice(), lag=0)
+    rounds = clock.run(3 * MEASURED_ROUNDS, {"a": 1.0, "b": 9.0, "c": 5.0})
+    assert rounds == [*"a" * MEASURED_ROUNDS, *"b" * MEASURED_ROUNDS, *"c" * MEASURED_ROUNDS]
+
+
+def test_mode_choice_counts_tokens():
+    """A mode whose rounds are slower but commit more tokens is better."""
+    choice = ModeChoice()
+    for _ in range(10 * WINDOW):
+        mode = choice.choose(BUCKET, ("slow", "fast"))
+        choice.record(BUCKET, mode, *((110.0, 6) if mode == "slow" else (100.0, 3)))
+    assert choice.choose(BUCKET, ("slow", "fast")) == "slow"
+
+
+def test_mode_choice_follows_change():
+    clock = Clock(ModeChoice())
+    assert clock.run(1000, {"a": 100.0, "b": 130.0})[-1] == "a"
+    # "a" gets slower: it is running, so this is noticed at once.
+    rounds = clock.run(300, {"a": 200.0, "b": 130.0})
+    assert rounds.index("b") < 3 * WINDOW and rounds[-100:].count("b") > 95
+    # "a" gets faster again: this is noticed when it is measured again.
+    rounds = clock.run(5000, {"a": 90.0, "b": 130.0})
+    assert rounds[-100:].count("a") > 95
+
+
+@pytest.mark.parametrize("ratio", [1.1, 2.0, 50.0])
+def test_mode_choice_bounds_time_of_other_modes(ratio):
+    """Other modes take a limited share of the time, however slow they are."""
+    clock = Clock(ModeChoice())
+    times = {"a": 100.0 * ratio, "b": 100.0, "c": 120.0 * ratio}
+    clock.run(200, times)
+    clock.ns.clear()
+    clock.run(20_000, times)
+    others = clock.ns.get("a", 0) + clock.ns.get("c", 0)
+    # The rounds that are launched before the last one is recorded exceed the share.
+    assert others < (1 + 3 / MEASURED_ROUNDS) * EXPLORED_SHARE * sum(clock.ns.values())
+    assert clock.rounds[200:].count("a") >= MEASURED_ROUNDS
+
+
+def test_mode_choice_keeps_mode_if_others_are_equal():
+    rng = random.Random(1)
+    gain = 1 + (MIN_GAIN - 1) / 2
+    clock = Clock(ModeChoice(), lag=0)
+    times = {"a": lambda: rng.uniform(99, 101), "b": lambda: rng.uniform(99, 101) / gain}
+    chosen = set()
+    for _ in range(5000):
+        clock.run(1, times)
+        chosen.add(clock.choice.report()[0]["chosen"])
+    assert len(chosen - {None}) == 1
+
+
+def test_mode_choice_ignores_outliers():
+    """A round that took 100 times as long does not change the choice."""
+    numbers = itertools.count(1)
+    clock = Clock(ModeChoice())
+    outlier = {"a": lambda: 10_000.0 if next(numbers) % 30 == 3 else 100.0, "b": 130.0}
+    rounds = clock.run(3000, outlier)
+    assert rounds[100:].count("a") > 0.95 * len(rounds[100:])
+
+
+def test_mode_choice_does_not_measure_single_mode():
+    choice = ModeChoice()
+    assert choice.choose(BUCKET, ("a",)) == "a"
+    choice.record(BUCKET, "a", 1.0, 1)
+    assert choice.report() == []
+
+
+def test_mode_choice_keeps_modes_that_are_not_possible_now():
+    """While only some modes are possible, the choice is among these."""
+    clock = Clock(ModeChoice())
+    clock.run(200, {"a": 100.0, "b": 50.0, "c": 70.0})
+    assert set(clock.run(100, {"a": 100.0, "c": 70.0})) <= {"a", "c"}
+    assert clock.run(100, {"a": 100.0, "b": 50.0, "c": 70.0}).count("b") > 90
+
+
+def test_mode_choice_survives_rounds_without_tokens():
+    clock = Clock(ModeChoice())
+    assert set(clock.run(100, {"a": 100.0, "b": 50.0}, tokens=(0,))) == {"a", "b"}
+
+
+def test_mode_choice_reports_averages_and_reason():
+    choice = ModeChoice()
+    for mode, ns, tokens in (("a", 2000.0, 2), ("b", 1000.0, 4)):
+        for _ in range(3 * WINDOW):
+            choice.choose(BUCKET, ("a", "b"))
+            choice.record(BUCKET, mode, ns, tokens)
+    choice.choose(BUCKET, ("a", "b"))
+    [report] = choice.report()
+    assert (report["grammar"], report["batch"], report["drafts"]) == BUCKET
+    assert report["chosen"] == "b"
+    assert report["modes"]["a"]["round_us"] == pytest.approx(2.0)
+    assert report["modes"]["a"]["tokens_per_round"] == pytest.approx(2.0)
+    # Half of the weight is that of the bucket's 3 tokens per round.
+    assert report["modes"]["a"]["us_per_token"] == pytest.approx(2.0 / 2.5)
+    assert report["modes"]["b"]["us_per_token"] == pytest.approx(1.0 / 3.5)
+    assert report["reason"] == (
+        f"b: 0.3 us per token ({3 * WINDOW} rounds); a: 0.8 us per token ({3 * WINDOW} rounds)"
+    )
+
+
+# Engines ------------------------------------------------------------------------------------------
+
+
+AUTO = {"generation": "auto"}
+
+
+def use_random_choice(engine, seed):
+    """Make an engine choose the modes of its launches at random."""
+    choice = RandomChoice(seed)
+    engine._modes.choice = choice
+    return choice
+
+
+@pytest.mark.parametrize("mode", ["greedy", pytest.param("coupled", marks=pytest.mark.full)])
+@pytest.mark.parametrize("options", [{}, {"device_automata": True}], ids=str)
+def test_random_modes_do_not_change_outputs(expected_answers, mode, options):
+    with settled(demo_engine(max_batch_size=4, **AUTO, **options)) as engine:
+        choice = use_random_choice(engine, 1)
+        check_disturbed(engine, expected_answers, mode, seed=2)
+        assert {"fill round", "fill loop"} == set(engine.stats.rounds_by_mode)
+        assert {"fill round", "fill loop"} in choice.found.values()
