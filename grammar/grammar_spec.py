@@ -307,8 +307,8 @@ class GrammarSpec(Spec):
         """
         if self.kind == "choice":  # every backend accepts a list of strings
             return
-        if self.kind in ("json_schema", "structural_format"):
-            subject = self.kind.replace("json_", "JSON ").replace("_", " ")
+        if self.kind == "json_schema":
+            subject = "JSON schema"
             arguments: tuple[object, ...] = (self, self.backend or "auto")
             request = Call("graft.grammar.resolve:resolve_spec", arguments)
         else:

@@ -14,7 +14,9 @@ from graft.grammar.vocabulary import Vocabulary
 
 __all__ = ["Marker", "Spec", "check_text", "parse_json"]
 
-Kind = Literal["json_schema", "regex", "ebnf", "choice", "lark", "structural_tag", "structural_format"]
+Kind = Literal[
+    "json_schema", "regex", "ebnf", "choice", "lark", "structural_tag", "structural_format"
+]
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,9 @@ class Spec:
         is not enforced.
     source
         The user's original JSON schema if `text` is the schema that the router has produced from
-        it, likewise for a structural format; empty if the grammar has not been routed. Outputs of a `partial` grammar are checked
-        against the original schema (see `graft.grammar.check_output`).
+        it, likewise for a structural format; empty if the grammar has not been routed. Outputs
+        of a `partial` grammar are checked against the original schema (see
+        `graft.grammar.check_output`).
     rules
         Lark grammar that LLGuidance compiles instead of `text` if ``%json``, LLGuidance's own
         schema compiler, cannot express the schema, for example keys in any order; empty if there

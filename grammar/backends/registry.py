@@ -71,6 +71,9 @@ def check_syntax(spec: Spec) -> None:
         "xgrammar": _xgrammar_syntax_error,
     }
     names = ["llguidance", "xgrammar"]
+    if spec.kind == "structural_format":
+        spec = resolve_spec(spec, "auto")
+        names = [spec.backend]
     if spec.kind == "ebnf":
         # EBNF is XGrammar's own notation, so XGrammar's error is more helpful than LLGuidance's.
         names.reverse()

@@ -86,8 +86,12 @@ class _Lowering:
             raise _place(form, error) from error
 
     def _choose(self, alternatives: Sequence[Sequence[Piece]], name: str) -> Piece:
+        """Return the piece that matches one of several sequences of pieces."""
+        first = alternatives[0][0]
+        # If all sequences begin with the same free text, a trigger or end tells them apart.
+        is_free = bool(first.absent) and all(pieces[0] is first for pieces in alternatives)
         pieces = [self.joiner.sequence(pieces) for pieces in alternatives]
-        return self.joiner.alternatives(pieces, name)
+        return self.joiner.alternatives(pieces, name, check=not is_free)
 
     def _spread(self, form: Format, ends: Sequence[str] | None) -> list[list[Piece]]:
         """Return the alternatives of a format, each as pieces that follow each other.
