@@ -196,3 +196,15 @@ def test_logit_adjustments_are_exact_and_change_no_other_row(make_round, block) 
     np.testing.assert_array_equal(got.view(np.int32), wanted.view(np.int32))
     for drafted in range(len(slots[3].tree.token)):
         assert r.sampler.row_ok.to_host()[3 * r.width + drafted] == 1
+
+
+def test_published_results_are_complete_when_host_sees_stamp(make_round) -> None:
+    """The host reads the results of a round while the kernel that publishes them may still run."""
+    rng = np.random.default_rng(4)
+    r: TableRound = make_round(slots=3, draft_length=DRAFTS, vocab=VOCAB)
+    r.waits_for_kernels = False
+    for _ in range(10):
+        slots = [slot_of(rng, ADJUSTMENTS[0], 0, 1.0) for _ in range(3)]
+        logits = rng.normal(0, 2, (3, DRAFTS + 1, VOCAB)).astype(np.float32)
+        r.play(slots, logits, [masks_of(rng, slot) for slot in slots])
+        r.stream.synchronize()

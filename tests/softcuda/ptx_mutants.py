@@ -24,6 +24,12 @@ MAILBOX = (
     "cudagraph/test_mailbox.py::test_mailbox_answers_every_replay_of_unreferenced_graph[mailbox]"
 )
 
+PUBLISH = "sampling/test_adjust.py::test_published_results_are_complete_when_host_sees_stamp"
+GRAFT = "cudagraph/kernels/graft.cuh"
+MAILBOX_KERNELS = "cudagraph/kernels/mailbox.cu"
+RELEASE = "st.release.sys"
+SYSTEM_FENCE = "  __threadfence_system();\n"
+
 PROGRAMMATIC = "models/test_programmatic.py::test_programmatic_kernels_wait_for_previous_kernel"
 
 MUTANTS = [
@@ -144,15 +150,27 @@ MUTANTS = [
            "for (int part = blockIdx.z; part < tile_parts; part += blocks) {",
            "for (int part = blockIdx.z / 2; part < tile_parts; part += blocks) {",
            PARTS, "race", "result"),
-    Mutant("graft: no griddepcontrol.wait", "cudagraph/kernels/graft.cuh",
+    Mutant("graft: no griddepcontrol.wait", GRAFT,
            "griddepcontrol.wait;\\n\\t", "", PROGRAMMATIC, "fault", ""),
     Mutant("linear_few: residual loaded before griddepcontrol.wait", LLM + "linear_few.cu",
            "  wait_for_previous_kernel();\n  const Output y = {",
            "  const float early = residual == nullptr ? 0.0f : residual[threadIdx.x];\n"
            "  wait_for_previous_kernel();\n"
            "  if (early == 3e38f) return;\n  const Output y = {", PROGRAMMATIC, "fault", ""),
-    Mutant("mailbox: request stored without release", "cudagraph/kernels/graft.cuh",
-           "st.release.sys.global.s32", "st.relaxed.sys.global.s32", MAILBOX, "", ""),
-    Mutant("mailbox: no system fence", "cudagraph/kernels/mailbox.cu",
-           "  __threadfence_system();\n", "", MAILBOX, "", ""),
+    *(
+        Mutant(f"mailbox: {name}", GRAFT, RELEASE, store, MAILBOX, "result", "",
+               ((MAILBOX_KERNELS, SYSTEM_FENCE, fence),))
+        for name, store, fence in (
+            ("no fence, and the request is stored without release", "st.relaxed.sys", ""),
+            ("fence and release with the scope of a block", "st.release.cta",
+             "  __threadfence_block();\n"),
+            ("fence and release with the scope of the device", "st.release.gpu",
+             "  __threadfence();\n"),
+            ("no fence, and the request is a weak store", "st.weak", ""),
+        )
+    ),
+    Mutant("publish_round: no fence, and the stamp is stored without release",
+           SAMPLING + "adjust.cu", SYSTEM_FENCE + "  block_sync();\n  if (threadIdx.x == 0) store",
+           "  block_sync();\n  if (threadIdx.x == 0) store", PUBLISH, "result", "",
+           ((GRAFT, RELEASE, "st.relaxed.sys"),)),
 ]  # fmt: skip

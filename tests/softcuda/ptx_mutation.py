@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graft.cudagraph import compiler
-from graft.cudagraph.device import Device
+from graft.cudagraph import compiler, kernels
 
 TESTS = Path(__file__).resolve().parents[1]
 #: Environment of a run on PTX with all checks.
@@ -45,6 +44,8 @@ class Mutant:
     ptx, host
         How the test fails on PTX and with kernels compiled for the CPU: "race", "fault" or
         "result"; "" if it passes.
+    also
+        Further changes: path, text and replacement.
     """
 
     name: str
@@ -54,10 +55,17 @@ class Mutant:
     test: str
     ptx: str
     host: str
+    also: tuple[tuple[str, str, str], ...] = ()
+
+    @property
+    def changes(self) -> tuple[tuple[str, str, str], ...]:
+        return ((self.file, self.old, self.new), *self.also)
 
 
-def changed_sources(file: str, old: str, new: str) -> Path:
-    """Return a folder with copies of all kernel sources, in which a text has been replaced.
+def changed_sources(*changes: tuple[str, str, str]) -> Path:
+    """Return a folder with copies of all kernel sources, in which texts have been replaced.
+
+    Each change is a path, a text that occurs once in the file, and its replacement.
 
     The folder depends only on its contents, so that the kernels need not be compiled again in the
     next run.
@@ -70,9 +78,10 @@ def changed_sources(file: str, old: str, new: str) -> Path:
         paths += (root / package).glob("**/kernels/*.cu*")
     for path in sorted(paths):
         sources[path.relative_to(root)] = path.read_text()
-    text = sources[Path(file)]
-    assert text.count(old) == 1, f"{file} contains {old!r} {text.count(old)} times"
-    sources[Path(file)] = text.replace(old, new)
+    for file, old, new in changes:
+        text = sources[Path(file)]
+        assert text.count(old) == 1, f"{file} contains {old!r} {text.count(old)} times"
+        sources[Path(file)] = text.replace(old, new)
     for path, text in sources.items():
         digest.update(f"{path}\0{text}\0".encode())
     folders = Path(tempfile.gettempdir()) / f"graft-mutants-{os.getuid()}"
@@ -93,23 +102,29 @@ def changed_sources(file: str, old: str, new: str) -> Path:
 def use_sources(folder: Path) -> None:
     """Let this process compile its kernels from copies of the sources in `folder`."""
     original_root = compiler.INCLUDE_ROOT
-    original_load = Device.load
+    original_load = kernels.load
     compiler.INCLUDE_ROOT = folder
     compiler.KERNELS = folder / compiler.KERNELS.relative_to(original_root)
 
-    def load(device: Device, source: str | Path, defines: Any = None) -> Any:
+    def load(context: Any, source: str | Path, defines: Any = None) -> Any:
         path = Path(source).resolve()
         copy = folder / os.path.relpath(path, original_root)
-        return original_load(device, copy if copy.exists() else path, defines)
+        if copy.exists():
+            print("loaded", copy.relative_to(folder), file=sys.__stderr__)
+        return original_load(context, copy if copy.exists() else path, defines)
 
-    Device.load = load  # type: ignore[method-assign]
+    for module in list(sys.modules.values()):
+        if getattr(module, "load", None) is original_load:
+            module.load = load  # type: ignore[attr-defined]
 
 
 CHILD = """
 import sys
+import cudagraph_util
 import pytest
 import ptx_mutation
 from graft.cudagraph import softstats
+cudagraph_util.LIMIT_S = 10.0  # for replays whose answer is lost
 folder = {folder!r}
 if folder:
     ptx_mutation.use_sources(ptx_mutation.Path(folder))

@@ -27,8 +27,10 @@ def marks_of(mutant: Mutant) -> tuple:
     ids=name_of,
 )
 def test_ptx_finds_mutant(mutant):
-    folder = changed_sources(mutant.file, mutant.old, mutant.new)
+    folder = changed_sources(*mutant.changes)
     found, text = run_test(mutant.test, folder, limit=120, **PTX)
+    changed = [file for file, _, _ in mutant.changes if file.endswith(".cu")]
+    assert all(f"loaded {file}" in text for file in changed), text[-2000:]
     assert found == mutant.ptx, text[-2000:]
 
 
@@ -45,6 +47,6 @@ def test_unchanged_kernels_pass_tests_of_mutants(test):
 def test_host_form_finds_mutant_as_documented(mutant):
     if "not initialised" in mutant.name:
         pytest.skip("the values of uninitialised variables depend on the compiler")
-    folder = changed_sources(mutant.file, mutant.old, mutant.new)
+    folder = changed_sources(*mutant.changes)
     found, text = run_test(mutant.test, folder, limit=120, **HOST)
     assert found == mutant.host, text[-2000:]

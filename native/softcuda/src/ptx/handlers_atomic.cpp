@@ -223,7 +223,7 @@ bool decode_atomic(Builder& b, Opcode& op, Instr& in) {
   if (op.take("release")) order |= kRelease;
   if (op.take("acq_rel")) order |= kAcquire | kRelease;
   op.take("gpu");
-  op.take("sys");
+  if (op.take("sys")) order |= kSystemScope;
   if (!op.take("cta") && !op.take("cluster")) order |= kDeviceScope;
   op.take_cache_hints();
   op.take("noftz");

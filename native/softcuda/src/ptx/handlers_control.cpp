@@ -280,6 +280,7 @@ const Instr* barrier(Warp& w, const Instr* in) {
 }
 
 const Instr* fence(Warp& w, const Instr* in) {
+  publish_stores(w, in->aux);
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
   if (w.block->races != nullptr) note_fence(w, in);
   return in + 1;
@@ -467,7 +468,9 @@ bool decode_control(Builder& b, Opcode& op, Instr& in) {
   if ((op.base == "bar" && !op.has("warp")) || op.base == "barrier")
     return decode_barrier(b, op, in);
   if (op.base == "membar") {
-    if (op.take("gl") || op.take("sys")) {
+    if (op.take("sys")) {
+      in.aux = kDeviceScope | kSystemScope;
+    } else if (op.take("gl")) {
       in.aux = kDeviceScope;
     } else if (!op.take("cta")) {
       return false;
@@ -479,9 +482,8 @@ bool decode_control(Builder& b, Opcode& op, Instr& in) {
     if (op.has("proxy") || op.has("mbarrier_init")) return false;
     for (const char* order : {"sc", "acq_rel", "acquire", "release"}) op.take(order);
     for (const char* scope : {"cta", "cluster"}) op.take(scope);
-    for (const char* scope : {"gpu", "sys"}) {
-      if (op.take(scope)) in.aux = kDeviceScope;
-    }
+    if (op.take("gpu")) in.aux = kDeviceScope;
+    if (op.take("sys")) in.aux = kDeviceScope | kSystemScope;
     in.run = fence;
     return true;
   }

@@ -84,6 +84,7 @@ const Instr* mbarrier(Warp& w, const Instr* in) {
     }
     if (K == kInvalidate) *object = 0;
     if (K == kArrive) {
+      publish_stores(w, 0);
       const uint32_t count = in->op[2] == kNoRegister ? 1 : src_lanes<uint32_t>(w, in->op[2])[lane];
       const uint64_t before = *object;
       if (!arrive(w, in, lane, object, count)) return in;

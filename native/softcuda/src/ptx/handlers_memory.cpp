@@ -77,7 +77,8 @@ bool resolve(Warp& w, const Instr* in, unsigned operand, unsigned bytes, bool wr
   const bool wide = (in->aux & kWide) != 0;
   const uint64_t align = bytes - 1;
   // The fast path: all lanes are active, and no lane's access is out of bounds or misaligned.
-  if ((S == Space::global || S == Space::shared) && w.mask == kAllLanes && !b.checks_accesses) {
+  const bool checked = S == Space::shared ? b.racecheck : b.checks_accesses;
+  if ((S == Space::global || S == Space::shared) && w.mask == kAllLanes && !checked) {
     alignas(64) uint64_t a[kLanes];
     if (wide) {
       const uint64_t* base = src_lanes<uint64_t>(w, in->op[operand]);
@@ -129,6 +130,13 @@ inline const int32_t* element_operands(const Warp& w, const Instr* in) {
   return in->count == 1 ? &in->op[0] : w.block->kernel->operand_pool.data() + in->op[2];
 }
 
+// Whether an access uses the buffers of stores.
+template <Space S>
+inline bool uses_stores(const Warp& w, const Instr* in) {
+  return (S == Space::global || S == Space::generic) && w.block->stores != nullptr &&
+         (in->aux & kBuffered) != 0;
+}
+
 // Loads `count` elements of type M and stores them in registers of type D. op[1] is the address.
 // For one element op[0] is the destination; otherwise the operand pool has the destinations.
 template <Space S, class M, class D>
@@ -136,6 +144,7 @@ const Instr* load(Warp& w, const Instr* in) {
   alignas(64) char* at[kLanes];
   if (!resolve<S>(w, in, 1, sizeof(M) * in->count, false, at)) return in;
   const int32_t* to = element_operands(w, in);
+  if (uses_stores<S>(w, in)) forward_stores(w, at, sizeof(M) * in->count);
   if ((in->aux & kStrong) != 0) {
     for (unsigned k = 0; k < in->count; ++k) {
       store_lanes<D>(w, to[k], [&](unsigned i) {
@@ -159,6 +168,8 @@ const Instr* store(Warp& w, const Instr* in) {
   alignas(64) char* at[kLanes];
   if (!resolve<S>(w, in, 1, sizeof(M) * in->count, true, at)) return in;
   const int32_t* from = element_operands(w, in);
+  const bool buffered = uses_stores<S>(w, in);
+  if (buffered) begin_stores(w, at);
   if ((in->aux & kRelease) != 0) __atomic_thread_fence(__ATOMIC_RELEASE);
   for (unsigned k = 0; k < in->count; ++k) {
     const D* a = src_lanes<D>(w, from[k]);
@@ -172,6 +183,7 @@ const Instr* store(Warp& w, const Instr* in) {
       }
     }
   }
+  if (buffered) end_stores(w, sizeof(M) * in->count);
   return in + 1;
 }
 
@@ -265,16 +277,16 @@ Handler find(Space space, Type type, unsigned bytes) {
 
 void take_order(Opcode& op, Instr& in) {
   // A volatile access has the order and scope of a relaxed access of the system.
-  if (op.take("volatile")) in.aux |= kStrong | kDeviceScope;
+  if (op.take("volatile")) in.aux |= kStrong | kDeviceScope | kSystemScope;
   if (op.take("mmio") || op.take("relaxed")) in.aux |= kStrong;
   if (op.take("acquire")) in.aux |= kStrong | kAcquire;
   if (op.take("release")) in.aux |= kStrong | kRelease;
   op.take("weak");
   op.take("relaxed");
   for (const char* scope : {"cta", "cluster"}) op.take(scope);
-  for (const char* scope : {"gpu", "sys"}) {
-    if (op.take(scope)) in.aux |= kDeviceScope;
-  }
+  if (op.take("gpu")) in.aux |= kDeviceScope;
+  if (op.take("sys")) in.aux |= kDeviceScope | kSystemScope;
+  if ((in.aux & kStrong) == 0) in.aux |= kBuffered;
 }
 
 Space take_space(Opcode& op) {

@@ -4,6 +4,7 @@
 
 #include "ptx.h"
 #include "races.h"
+#include "stores.h"
 
 namespace softcuda {
 namespace ptx {
@@ -49,6 +50,7 @@ void begin_launch(Op& op) {
   const Kernel& kernel = *op.work.kernel->function->ptx;
   auto state = std::make_shared<LaunchState>();
   if (options().racecheck) state->races = std::make_unique<GlobalRaces>(kernel);
+  if (options().adversarial) state->pending = std::make_unique<PendingStores>();
   if (op.precedes_programmatically) state->log = std::make_shared<WriteLog>(kernel.name);
   for (const Op* primary : op.primaries) {
     // Kernels for architectures without griddepcontrol are ordered fully.
@@ -61,6 +63,7 @@ void begin_launch(Op& op) {
 
 void end_launch(Op& op) {
   if (!options().adversarial && !options().racecheck) return;
+  end_launch_stores(*op.launch_state);
   op.launch_state->races = nullptr;
   op.launch_state->unordered.clear();
 }

@@ -14,6 +14,7 @@ namespace softcuda {
 namespace ptx {
 
 class GlobalRaces;
+struct PendingStores;
 
 // The words of global memory that a launch has written.
 class WriteLog {
@@ -42,7 +43,8 @@ struct LaunchState {
   // The writes of the kernels that precede this one over programmatic edges. They are not visible
   // before griddepcontrol.wait.
   std::vector<std::shared_ptr<const WriteLog>> unordered;
-  std::unique_ptr<GlobalRaces> races;  // null: race detection is off
+  std::unique_ptr<GlobalRaces> races;      // null: race detection is off
+  std::unique_ptr<PendingStores> pending;  // null: there is no seed
 };
 
 }  // namespace ptx

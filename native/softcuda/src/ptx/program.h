@@ -18,6 +18,7 @@ namespace softcuda {
 namespace ptx {
 
 struct Block;
+struct BlockStores;
 struct Instr;
 struct LaunchState;
 struct Races;
@@ -50,6 +51,8 @@ constexpr uint32_t kStrong = 2;        // atomic, volatile, relaxed, acquire or 
 constexpr uint32_t kAcquire = 4;       // orders later accesses after this one
 constexpr uint32_t kRelease = 8;       // orders earlier accesses before this one
 constexpr uint32_t kDeviceScope = 16;  // scope .gpu or .sys
+constexpr uint32_t kSystemScope = 32;  // scope .sys
+constexpr uint32_t kBuffered = 64;     // a weak ld or st, which uses the buffers of stores
 // The state space of an instruction that decides it at run time.
 constexpr unsigned kSpaceShift = 8;
 
@@ -242,6 +245,8 @@ struct Block {
   unsigned worker = 0;
   // Race detection, see races.cpp.
   Races* races = nullptr;
+  // Stores that are not visible everywhere, see stores.cpp. Null without a seed.
+  BlockStores* stores = nullptr;
   alignas(64) char scratch[128];  // accesses of inactive lanes
 
   // Records a fault of device code. `lane` is -1 if no thread caused it.
@@ -280,6 +285,15 @@ void lanes_exited(Warp& w, uint32_t lanes);
 bool queue_copy(Warp& w, const AsyncCopy& copy);
 void commit_copies(Warp& w);
 bool land_copies(Warp& w, const Instr* in, unsigned groups_left);
+// Buffers of stores (stores.cpp). publish_stores makes the earlier stores of a warp visible in a
+// scope, which is kDeviceScope, with kSystemScope or without it, or 0 for the block.
+void publish_stores(Warp& w, uint32_t scope);
+// The next functions are only called with a seed. forward_stores lets a load of the active lanes
+// read what is in the buffers. A store writes to the addresses that begin_stores puts in `at`, and
+// end_stores moves the values to the buffer of the warp.
+void forward_stores(Warp& w, char** at, unsigned bytes);
+void begin_stores(Warp& w, char** at);
+void end_stores(Warp& w, unsigned bytes);
 // Race detection (races.cpp, global_races.cpp); only called if it is on. note_shared reports races
 // of an access to shared memory, note_strong_read is called after strong reads with the addresses
 // of the active lanes in host memory.

@@ -8,6 +8,7 @@
 #include "builder.h"
 #include "ptx.h"
 #include "races.h"
+#include "stores.h"
 
 namespace softcuda {
 namespace ptx {
@@ -103,6 +104,7 @@ static bool check_access(Warp& w, const Instr* in, unsigned lane, uint64_t addre
                          unsigned bytes, bool write) {
   Block& b = *w.block;
   if (!b.checks_accesses) return true;
+  if (b.stores != nullptr) order_stores(w, in, storage, bytes, write);
   if (!w.waited_for_grid) {
     for (const auto& log : b.launch->unordered) {
       if (!log->contains(storage, bytes)) continue;
@@ -270,6 +272,7 @@ const Instr* arrive_at_barrier(Warp& w, const Instr* in, uint32_t lanes, unsigne
       threads != 0 && aligned ? kLanes : static_cast<unsigned>(__builtin_popcount(lanes));
   barrier.count += static_cast<unsigned>(__builtin_popcount(predicate));
   if (b.races != nullptr) arrive_for_races(w, number);
+  publish_stores(w, 0);
   if (threads != 0 && barrier.arrived > threads) {
     b.fail(CUDA_ERROR_LAUNCH_FAILED, &w, lane, in,
            "more than " + std::to_string(threads) + " threads arrive at barrier " +
@@ -288,6 +291,7 @@ const Instr* arrive_at_barrier(Warp& w, const Instr* in, uint32_t lanes, unsigne
 
 void lanes_exited(Warp& w, uint32_t lanes) {
   w.exited |= lanes;
+  publish_stores(w, 0);
   Block& b = *w.block;
   b.exited += static_cast<unsigned>(__builtin_popcount(lanes));
   for (unsigned number = 0; number < 16; ++number) {
@@ -646,6 +650,7 @@ void prepare_block(Block& b) {
       (b.index.x + 1) * 0x9e3779b97f4a7c15u ^ (b.index.y + 7) * 0xbf58476d1ce4e5b9u ^ b.index.z;
   if (b.random == 0) b.random = 1;
   start_races(b);
+  begin_block_stores(b);
 }
 
 bool finished(const Warp& w) { return w.group_count == 0; }
@@ -666,6 +671,7 @@ bool run_block(Block& b) {
       const uint64_t turn = b.adversarial ? 1 + b.next_random() % 400 : kTurn;
       ran = run_warp(w, turn) || ran;
       if (b.failed) return false;
+      if (b.stores != nullptr) age_stores(w);
       if (max_steps != 0 && w.steps > max_steps) {
         b.fail(CUDA_ERROR_LAUNCH_TIMEOUT, &w, 0, nullptr,
                "a warp has executed more than SOFTCUDA_PTX_STEPS=" + std::to_string(max_steps) +
@@ -682,7 +688,10 @@ bool run_block(Block& b) {
         if (b.failed) return false;
       }
     }
-    if (!ran && !alive) return true;
+    if (!ran && !alive) {
+      end_block_stores(b);
+      return true;
+    }
     if (!ran) {
       report_deadlock(b);
       return false;
@@ -701,8 +710,8 @@ bool run_blocks(const KernelWork& work, LaunchState* launch, unsigned worker, ui
   Block& b = block;
   prepare_launch(b, work, worker);
   b.launch = launch;
-  b.checks_accesses =
-      launch->log != nullptr || launch->races != nullptr || !launch->unordered.empty();
+  b.checks_accesses = launch->log != nullptr || launch->races != nullptr ||
+                      !launch->unordered.empty() || b.adversarial;
   running->store(work.function->name.c_str(), std::memory_order_relaxed);
   uint64_t steps = 0;
   bool good = true;
