@@ -163,8 +163,19 @@ class DeviceAutomata:
 
     # Requests -----------------------------------------------------------------------------------
 
-    def join(self, lane: Lane, slot: int, epoch: int, matcher: Matcher | None) -> bool:
+    def join(
+        self,
+        lane: Lane,
+        slot: int,
+        epoch: int,
+        matcher: Matcher | None,
+        *,
+        allowed: bool = True,
+        num_unread: int = 0,
+    ) -> bool:
         """Assign a slot to a request and promote the request if possible.
+
+        A request that was not promoted when it joined can be promoted later by a second call.
 
         Parameters
         ----------
@@ -176,6 +187,11 @@ class DeviceAutomata:
             Number of the slot assignment.
         matcher
             Matcher after the request's last known token; None without a grammar.
+        allowed
+            Whether a request with a grammar may be promoted.
+        num_unread
+            Number of launched replays whose committed tokens are unknown. At most one of them may
+            contain the request.
 
         Returns
         -------
@@ -186,7 +202,7 @@ class DeviceAutomata:
         record["epoch"] = epoch
         if matcher is None:
             record["kind"] = _NUMBERS["AUTOMATON_FREE"]
-        elif _can_promote(matcher):
+        elif allowed and _can_promote(matcher):
             table = self._acquire(lane, matcher.native.grammar)
             if table is not None:
                 self._slot_tables[slot] = table
@@ -199,10 +215,19 @@ class DeviceAutomata:
             self._kernels["automaton_join"],
             1,
             1,
-            [self.slots, slot, self._replay, record[()]],
+            [self.slots, slot, self._replay, num_unread, record[()]],
             name=f"join automaton of slot {slot}",
         )
         return bool(record["kind"] != _NUMBERS["AUTOMATON_NONE"])
+
+    def may_promote_later(self, matcher: Matcher | None) -> bool:
+        """Return whether a request that is not promoted can be promoted with a new matcher.
+
+        This is the case when the automaton of its grammar has been built.
+        """
+        if matcher is None or matcher.compiled.spec.marker is not None:
+            return False
+        return not isinstance(matcher.native, _native.guide.AutomatonMatcher)
 
     def release(self, slot: int) -> None:
         """Release the table of a slot's request. No replay that uses the slot may be in flight."""

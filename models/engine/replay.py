@@ -96,6 +96,10 @@ class ReplayInFlight:
     bucket: Bucket | None = None
     after_prefill: bool = False
 
+    def contains(self, state: RequestState) -> bool:
+        """Return whether a request takes part in the replay and has kept its slot since."""
+        return any(row.state is state and not row.stale for row in self.rows)
+
 
 @dataclass(frozen=True)
 class RowResult:

@@ -80,6 +80,8 @@ class RequestState:
         tokens of the round in which the device ended the request.
     promoted
         Whether kernels do all grammar steps of the request, see `DeviceAutomata`.
+    awaits_automaton
+        Whether the request can be promoted when the automaton of its grammar has been built.
     samples_unmasked
         Whether the sampling parameters allow tokens to be sampled without masks and then checked,
         see `SamplingParams.samples_unmasked`.
@@ -110,6 +112,7 @@ class RequestState:
     draft_capacity: int = 0
     undrafted_tokens: int = 0
     promoted: bool = False
+    awaits_automaton: bool = False
     samples_unmasked: bool = False
     stalled_rounds: int = 0
     stalled_since: float = 0.0
@@ -156,6 +159,13 @@ class RequestState:
         the last one that was submitted.
         """
         return -self.request.priority, self.submitted_at
+
+    @property
+    def has_new_automaton(self) -> bool:
+        """Whether the automaton that the request awaits has been built."""
+        if not self.awaits_automaton or self.matcher is None:
+            return False
+        return self.matcher.compiled.automaton is not None
 
     def make_matcher(self) -> Matcher | None:
         """Return a matcher advanced to the end of the output; None without a grammar.

@@ -345,7 +345,8 @@ class Scheduler:
         if self.replays.looping:
             # The slots and pages of requests that have left are free only after the loop.
             waits = self.slots.num_prefilling or (self._ready and self.slots.num_leaving)
-            if waits or self.modes.prefers_other:
+            can_promote = any(state.has_new_automaton for state in self.slots.running.values())
+            if waits or can_promote or self.modes.prefers_other:
                 self.replays.leave_loop()
             return False
         running = self.slots.running
@@ -364,6 +365,7 @@ class Scheduler:
         states = [state for state in running.values() if state not in short]
         if not states:
             return False
+        self.stats.late_promotions += self.slots.promote(self.replays.unread)
         buckets = [batch for batch, _ in self.round_graphs if batch >= len(states)]
         batch = min(buckets)
         drafts = self.budget.choose(batch, states)

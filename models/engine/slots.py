@@ -27,7 +27,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from graft.cudagraph.errors import GraftError
@@ -35,6 +35,7 @@ from graft.cudagraph.lanes import StreamLane
 from graft.grammar.automaton.device import DeviceAutomata
 from graft.models.cache.kv import PagedKV
 from graft.models.cache.prefix import PageGroup, PrefixCache
+from graft.models.engine.replay import ReplayInFlight
 from graft.models.engine.request_state import RequestState
 from graft.models.round.prefill import Prefill, PrefillChunk, PrefillScheduler
 from graft.sampling.params import SamplingParams
@@ -107,6 +108,8 @@ class SlotManager:
         completed. A request that is being prefilled is not included.
     prefill_scheduler
         Parameter of the same name.
+    should_promote
+        Returns whether a request with a grammar may be promoted. By default, every request may.
     """
 
     def __init__(
@@ -134,6 +137,7 @@ class SlotManager:
         self._positions_ahead = positions_ahead
         self._slack_positions = slack_positions
         self._automata = automata
+        self.should_promote: Callable[[RequestState], bool] = lambda state: True
         self.running: dict[int, RequestState] = {}
         self._prefilling: dict[int, _PrefillingRequest] = {}
         self._free = list(range(num_slots))
@@ -324,8 +328,7 @@ class SlotManager:
         self._prefix_cache.insert(state.slot, state.tokens)
         del self._prefilling[state.slot]
         self.running[state.slot] = state
-        if self._automata is not None:
-            state.promoted = self._automata.join(self._lane, state.slot, state.epoch, state.matcher)
+        self._promote(state)
         self._slot_state.join(
             self._lane,
             state.slot,
@@ -340,6 +343,51 @@ class SlotManager:
                 output=state.start_output,
             ),
         )
+
+    def _promote(self, state: RequestState, num_unread: int = 0) -> None:
+        """Promote a request if it may be promoted; see `DeviceAutomata.join`."""
+        if self._automata is None:
+            return
+        allowed = self.should_promote(state)
+        state.promoted = self._automata.join(
+            self._lane,
+            state.slot,
+            state.epoch,
+            state.matcher,
+            allowed=allowed,
+            num_unread=num_unread,
+        )
+        state.awaits_automaton = False
+        if allowed and not state.promoted:
+            state.awaits_automaton = self._automata.may_promote_later(state.matcher)
+
+    def promote(self, unread: Collection[ReplayInFlight]) -> int:
+        """Promote the running requests whose automaton has been built since they joined.
+
+        The requests stay in their slots and keep their drafts. The state of a request's automaton
+        follows its known tokens. A replay in flight may commit more tokens, which the device adds.
+
+        Parameters
+        ----------
+        unread
+            Launched replays whose results are unknown. If several of them contain a request, the
+            request is promoted by a later call.
+
+        Returns
+        -------
+        int
+            Number of promoted requests.
+        """
+        num_promoted = 0
+        for state in self.running.values():
+            if not state.has_new_automaton:
+                continue
+            if sum(flight.contains(state) for flight in unread) > 1:
+                continue
+            state.matcher = state.make_matcher()
+            self._promote(state, len(unread))
+            num_promoted += state.promoted
+        return num_promoted
 
     def leave(self, state: RequestState, last_replay: int, *, ended_on_device: bool) -> None:
         """Remove a request from its slot.
@@ -367,7 +415,7 @@ class SlotManager:
         self._leaving[slot] = last_replay
         state.slot = -1
         state.matcher = None
-        state.promoted = False
+        state.promoted = state.awaits_automaton = False
         state.reserved_positions = 0
 
     def reclaim(self, retired: int) -> None:

@@ -40,6 +40,9 @@ class EngineStats:
         reset.
     joins
         Number of times a request got a slot.
+    late_promotions
+        Number of requests whose grammar steps moved to the device while they were running, see
+        `DeviceAutomata`.
     row_rounds
         Number of row rounds.
     stalls
@@ -76,6 +79,7 @@ class EngineStats:
     rounds_by_grammar: Counter[str] = field(default_factory=Counter)
     rounds_by_mode: Counter[str] = field(default_factory=Counter)
     joins: int = 0
+    late_promotions: int = 0
     row_rounds: int = 0
     stalls: int = 0
     stale_rows: int = 0

@@ -1,5 +1,7 @@
 """Engine with automata on the device: outputs are unchanged, and no host steps are left."""
 
+import random
+import time
 from dataclasses import replace
 
 import pytest
@@ -17,7 +19,8 @@ from engine_util import FREE, demo_engine
 from test_engine_equality import check_disturbed, expected_answers
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar import GrammarSpec
+from graft.grammar import GrammarService, GrammarSpec
+from graft.grammar.backends.llguidance import prepare_automaton
 from graft.models.drafters import Suffix
 from graft.models.request import Request
 
@@ -53,6 +56,38 @@ OPTIONS = {
 }
 
 
+def compile_automata(engine, requests):
+    """Compile the grammars of requests and wait until those that are regular have automata."""
+    compiler = engine._built.compiler
+    specs = [request.grammar for request in requests if request.grammar is not None]
+    compiled = [compiler.submit(spec).result() for spec in specs]
+    deadline = time.monotonic() + 60
+    while any(grammar.automaton is None and is_regular(grammar.spec) for grammar in compiled):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def is_regular(spec):
+    return prepare_automaton(spec) is not None
+
+
+class HeldAutomata:
+    """Delays the construction of automata until `release` is called."""
+
+    def __init__(self, monkeypatch):
+        self._held = {}
+        original = GrammarService._build_automaton
+
+        def hold(service, job, compiled, child):
+            self._held[compiled] = lambda: original(service, job, compiled, child)
+
+        monkeypatch.setattr(GrammarService, "_build_automaton", hold)
+
+    def release(self, compiled):
+        """Build the automaton of a grammar if its construction has been delayed."""
+        self._held.pop(compiled, lambda: None)()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name", OPTIONS)
 def test_device_automata_do_not_change_outputs(expected_answers, name):
@@ -63,6 +98,74 @@ def test_device_automata_do_not_change_outputs(expected_answers, name):
         rounds = engine.stats.rounds_by_grammar
         assert rounds["mixed"] > 0 and rounds["device"] > 0
         assert sum(rounds.values()) == engine.stats.rounds
+
+
+def late_requests(mode):
+    """Return requests with regular grammars of their own, and one without a grammar."""
+    row = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    requests = [replace(FREE, id="free")]
+    for number in range(8):
+        grammar = (
+            GrammarSpec.regex(f"{number}([a-z]{{1,9}} ){{9}}"),
+            GrammarSpec.regex(f"é{number}(ab|[0-9é]{{2,5}}-)*"),
+            GrammarSpec.json_schema({"type": "array", "items": row, "minItems": 3 + number}),
+            GrammarSpec.choice([f"{number} {word} " * 9 for word in ("yes", "no", "maybe")]),
+        )[number % 4]
+        requests.append(Request(prompt="x", grammar=grammar, max_tokens=50, id=str(number)))
+    return [replace(request, seed=7, **MODES[mode]) for request in requests]
+
+
+@pytest.fixture(scope="module")
+def expected_late():
+    """Answers to `late_requests` for each mode."""
+    with settled(demo_engine(max_batch_size=4)) as engine:
+        return {mode: answers(engine.generate(late_requests(mode))) for mode in MODES}
+
+
+def generate_late(engine, held, requests, rng):
+    """Generate while automata become ready and requests are preempted, at random times."""
+    found = {}
+    preemptions = 0
+    pending = list(requests)
+    while pending or engine.busy:
+        if pending and rng.random() < 0.5:
+            engine.submit(pending.pop())
+        running = [
+            state
+            for state in engine._scheduler.slots.running.values()
+            if state.awaits_automaton and state.output.tokens
+        ]
+        if running and rng.random() < 0.3:
+            held.release(rng.choice(running).matcher.compiled)
+        if preemptions < 3 and rng.random() < 0.05:
+            preemptions += engine.preempt(rng.choice(requests).id)
+        for event in engine.step():
+            if event.output is not None:
+                found[event.id] = event.output
+    return [found[request.id] for request in requests]
+
+
+#: Options of the quick suite.
+QUICK_LATE = ("chain", "loops")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK_LATE else [pytest.mark.full])
+        for name in OPTIONS
+    ],
+)
+def test_late_promotion_does_not_change_outputs(monkeypatch, expected_late, name):
+    """Requests start on the host and are promoted while they run."""
+    held = HeldAutomata(monkeypatch)
+    rng = random.Random(len(name))
+    mode = ("greedy", "coupled")[len(name) % 2]
+    options = {"max_batch_size": 4, "device_automata": True, **OPTIONS[name]}
+    with settled(demo_engine(grammar_cache_bytes=1 << 27, **options)) as engine:
+        outputs = generate_late(engine, held, late_requests(mode), rng)
+        assert answers(outputs) == expected_late[mode]
+        assert engine.stats.late_promotions > 1
 
 
 #: Engine options for each draft mode; the first `NUM_QUICK_MODES` run in the quick suite.
@@ -130,6 +233,7 @@ def test_device_rounds_have_no_host_steps():
     with settled(demo_engine(max_batch_size=4)) as engine:
         expected = answers(engine.generate(requests))
     with settled(demo_engine(max_batch_size=4, device_automata=True)) as engine:
+        compile_automata(engine, requests)
         before = engine.counters()["grammar"]
         assert answers(engine.generate(requests)) == expected
         after = engine.counters()["grammar"]

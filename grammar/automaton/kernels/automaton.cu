@@ -39,12 +39,12 @@ struct Advance {
   unsigned int num_rows;  // of the cache
 };
 
-// Assigns a slot to a request. `applied` is the number of the last replay, because commits of
-// earlier replays belong to the slot's previous request.
+// Assigns a slot to a request. The request's state contains the commits of all replays so far,
+// except for the last `num_unread` ones.
 extern "C" __global__ void automaton_join(AutomatonSlot* states, int slot, const int* replay,
-                                          const AutomatonSlot request) {
+                                          int num_unread, const AutomatonSlot request) {
   states[slot] = request;
-  states[slot].applied = *replay;
+  states[slot].applied = *replay - num_unread;
 }
 
 // Advances state[0] by committed tokens, and invalidates all rows of the slot.
