@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from graft.cudagraph.errors import OptionError
@@ -36,6 +36,7 @@ from graft.grammar.forced import ForcedTokens
 from graft.grammar.matcher import Matcher
 from graft.native import _native
 from graft.sampling.exchange import Exchange
+from graft.sampling.mode import DraftMode
 
 __all__ = ["GuidedDecoder", "GuidedRequest", "StepSpan"]
 
@@ -68,15 +69,15 @@ class GuidedRequest:
         Position of the last token that was known when the request joined the batch. It must be the
         same in all replays of the request.
     optimistic
-        Whether the tokens of the request are sampled without masks and then checked. It must be the
-        same in all replays of the request.
+        Whether the tokens of the request are sampled without masks and then checked. The graph of
+        the replay must have a check step.
     """
 
     slot: int
     epoch: int
     matcher: Matcher | None
     position: int
-    optimistic: bool = False
+    optimistic: bool = field(default=False, compare=False)
 
 
 class StepSpan(NamedTuple):
@@ -220,7 +221,12 @@ class GuidedDecoder:
         )
 
     def publish(
-        self, replay: int, requests: Sequence[GuidedRequest], *, repeats: bool = False
+        self,
+        replay: int,
+        requests: Sequence[GuidedRequest],
+        *,
+        repeats: bool = False,
+        fills_drafts: bool = False,
     ) -> None:
         """Declare the requests of a replay. Call this method before the replay is launched.
 
@@ -236,6 +242,9 @@ class GuidedDecoder:
             do nothing; warm-up replays use this.
         repeats
             Whether the launch may run more replays with the same requests, see `repeat`.
+        fills_drafts
+            Whether the draft steps of the graph fill mask rows, although the draft mode of the
+            exchange probes, see `draft_work`.
 
         Raises
         ------
@@ -257,6 +266,7 @@ class GuidedDecoder:
             [_native_request(request) for request in snapshot],
             previous=self._last_with_steps,
             repeats=repeats,
+            fills_drafts=fills_drafts,
         )
         self._owners.update(new_owners)
         self._in_flight[replay] = snapshot
@@ -372,7 +382,7 @@ class GuidedDecoder:
         """
         return self._step_work(_COMMIT, 0)
 
-    def draft_work(self, j: int) -> NativeWork:
+    def draft_work(self, j: int, mode: DraftMode | None = None) -> NativeWork:
         """Return a draft step.
 
         Parameters
@@ -387,6 +397,10 @@ class GuidedDecoder:
             * Lattice probe: the step finds legal drafts for all levels of the draft tree and tests
               the best candidates first. The number of tests is limited to 4 per draft plus one per
               candidate of a level. `j` must be 1.
+        mode
+            Draft mode of the graph; None for that of the exchange. If the exchange probes a chain,
+            the draft steps of some graphs may fill mask rows instead. The replays of these graphs
+            are published with `fills_drafts`.
 
         Raises
         ------
@@ -395,9 +409,10 @@ class GuidedDecoder:
         """
         if not self.masked_drafts:
             raise OptionError("guided decoder: draft steps need masked_drafts=True")
-        if self._exchange.mode.is_lattice:
+        mode = mode or self._exchange.mode
+        if mode.is_lattice:
             end = 2
-        elif self.probing:
+        elif mode.probes:
             end = self.draft_length + 1
         else:
             end = self.draft_length

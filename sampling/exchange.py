@@ -8,6 +8,7 @@ the offsets.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,7 @@ class Exchange:
         self.slots = slots
         self.drafts = mode.drafts
         self.vocab_size = vocab_size
-        self.mode = mode
+        self.mode = self._widest_mode = mode
         rows = mode.drafts + 1
         words = -(-vocab_size // 32)  # per mask row
         sizes = _record_words(mode)
@@ -114,6 +115,27 @@ class Exchange:
         answers = view("answer")
         self.answer = answers[:, :answer_words].view(answer_dtype)[:, 0]
         self.legal = answers[:, answer_words:].view(np.uint32)
+
+    def of(self, mode: DraftMode) -> Exchange:
+        """Return an exchange with the same memory for graphs with another draft mode.
+
+        Its records must fit into those of this exchange.
+
+        Raises
+        ------
+        OptionError
+            If a record does not fit.
+        """
+        own_words = _record_words(self._widest_mode)
+        for name, words in _record_words(mode).items():
+            if words > own_words[name] or mode.recorded_drafts != self.mode.recorded_drafts:
+                raise OptionError(f"exchange: the record {name} of {mode} does not fit")
+        other = copy.copy(self)
+        other.mode = mode
+        other.layout = self.layout.copy()
+        other.layout["mode"] = mode.value
+        other.layout["candidates"] = mode.candidates
+        return other
 
     @property
     def host_ptr(self) -> int:

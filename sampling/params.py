@@ -168,6 +168,12 @@ class SamplingParams:
         depends_on_mask = self.min_tokens > 0 or self.logprobs_masked or self.verify == "relaxed"
         return bool(greedy or not filtered) and not depends_on_mask
 
+    @property
+    def depends_on_drafts(self) -> bool:
+        """Whether the tokens that verification commits depend on the drafts."""
+        greedy = np.float32(self.temperature) < _GREEDY_TEMPERATURE
+        return self.verify == "relaxed" or not (greedy or self.verify == "coupled")
+
     @classmethod
     def from_fields(cls, source: object, **changes: Any) -> SamplingParams:
         """Copy each parameter from the attribute of `source` that has its name.

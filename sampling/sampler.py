@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -283,6 +284,19 @@ class Sampler:
         place = load(device, "place", _PLACE_BLOCK)
         self._place = place["place_drafts"]
         self._forced = place["propose_forced"]
+
+    def of(self, exchange: Exchange) -> Sampler:
+        """Return a sampler with the same arrays for graphs with another draft mode.
+
+        Parameters
+        ----------
+        exchange
+            Returned by `Exchange.of` of this sampler's exchange.
+        """
+        other = copy.copy(self)
+        other.exchange = exchange
+        other.mode = exchange.mode
+        return other
 
     def target(self, lane: Lane, logits: DeviceArray, rows: RowMap) -> None:
         """Adjust, mask and filter the target's logits, and sample a token for each row.

@@ -19,6 +19,7 @@ from typing import Any
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.grammar.resolve import resolve_spec
 from graft.models.engine.engine import Engine
+from graft.models.engine.options import DRAFT_MASKINGS
 from graft.models.llm.weights import WEIGHTS
 from graft.models.request import Output, Request
 from graft.sampling.params import VERIFY_MODES, SamplingParams
@@ -153,10 +154,11 @@ def _add_drafting_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--draft-masking",
-        choices=("fill", "probe", "optimistic"),
+        choices=DRAFT_MASKINGS,
         default="fill",
         help="how drafts are masked: fill a token bitmask for each draft, or let the grammar test "
-        "the drafter's best candidates; optimistic: test the target's tokens, too (default fill)",
+        "the drafter's best candidates; optimistic: test the target's tokens, too; auto: "
+        "choose fill or optimistic by measured times (default fill)",
     )
     group.add_argument(
         "--forced-drafts",

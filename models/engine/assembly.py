@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -60,6 +60,8 @@ class Assembly:
         Stream of the rounds and of prefill.
     parts
         Parts that the graphs of all rounds share.
+    optimistic_parts
+        Parts of the optimistic graphs among which the engine chooses; None if it does not choose.
     round_class
         Class of the graphs: `RoundGraph`, or `SplitRound` for ``composition="two"``.
     budget
@@ -80,6 +82,7 @@ class Assembly:
 
     stream: Stream
     parts: RoundParts
+    optimistic_parts: RoundParts | None
     round_class: type[RoundGraph]
     budget: DraftBudget
     prefill: Prefill
@@ -144,7 +147,7 @@ def assemble(
         shield.check()
         drafter = _load_drafter(device, options, drafter_choice, target, tokenizer)
         shield.check()
-        mode = _draft_mode(options, drafter)
+        mode = _draft_mode(options, drafter, options.draft_masking)
         _check_forced_drafts(options, drafter, mode)
         stream = device.stream("rounds")
         resources.callback(stream.close)
@@ -176,6 +179,7 @@ def assemble(
         return Assembly(
             stream,
             parts,
+            _optimistic_parts(options, parts),
             SplitRound if options.composition == "two" else RoundGraph,
             _draft_budget(options, mode),
             prefill,
@@ -347,14 +351,17 @@ def _prefix_cache(
 # Rounds -------------------------------------------------------------------------------------------
 
 
-def _draft_mode(options: Options, drafter: Drafter | None) -> DraftMode:
-    """Return the draft mode of a drafter under the options."""
+def _draft_mode(options: Options, drafter: Drafter | None, draft_masking: str) -> DraftMode:
+    """Return the draft mode of a drafter under the options.
+
+    With ``draft_masking="auto"``, it is the mode of graphs that fill mask rows.
+    """
     if drafter is None:
         return DraftMode(drafts=0)
     shape = drafter.shape
     if not shape.levels:
         return DraftMode(drafts=shape.nodes, branch=shape.branch)
-    masking = _masking(options, drafter)
+    masking = _masking(drafter, draft_masking) if options.mask_drafts else "none"
     return DraftMode(
         drafts=shape.nodes,
         levels=len(shape.levels),
@@ -365,11 +372,9 @@ def _draft_mode(options: Options, drafter: Drafter | None) -> DraftMode:
     )
 
 
-def _masking(options: Options, drafter: Drafter) -> str:
+def _masking(drafter: Drafter, draft_masking: str) -> str:
     """Return how the grammar masks drafts of a drafter that computes logits: one of `MASKINGS`."""
-    if not options.mask_drafts:
-        return "none"
-    if options.draft_masking == "fill" and drafter.shape.branch == 1:
+    if draft_masking in ("fill", "auto") and drafter.shape.branch == 1:
         return "fill"
     if drafter.logits_at_once and not drafter.shape.paths:
         return "lattice-probe"
@@ -402,6 +407,31 @@ def _check_forced_drafts(options: Options, drafter: Drafter | None, mode: DraftM
         )
 
 
+def _may_check_tokens(options: Options, drafter: Drafter | None) -> bool:
+    """Return whether some graphs are optimistic."""
+    if options.draft_masking == "auto":
+        return not isinstance(drafter, Forced)
+    return options.draft_masking == "optimistic"
+
+
+def _optimistic_parts(options: Options, parts: RoundParts) -> RoundParts | None:
+    """Return the parts of optimistic graphs for an engine whose other graphs have `parts`."""
+    if options.draft_masking != "auto" or not _may_check_tokens(options, parts.drafter):
+        return None
+    mode = _draft_mode(options, parts.drafter, "optimistic")
+    if mode == parts.mode:
+        return replace(parts, optimistic=True)
+    exchange = parts.exchange.of(mode)
+    return replace(
+        parts,
+        mode=mode,
+        masking=MASKING_CLASSES[mode.masking],
+        sampler=parts.sampler.of(exchange),
+        exchange=exchange,
+        optimistic=True,
+    )
+
+
 def _draft_budget(options: Options, mode: DraftMode) -> DraftBudget:
     lengths = draft_lengths(mode.drafts) if options.draft_length == "auto" else [mode.drafts]
     return DraftBudget(lengths, mode.levels or mode.drafts, is_tree=mode.branch > 1)
@@ -419,7 +449,12 @@ def _round_parts(
     """Allocate the parts that the graphs of all rounds share."""
     batch = options.max_batch_size
     vocab_size = target.config.vocab_size
-    exchange = Exchange(device, options.slots, vocab_size, mode)
+    # The records of a mode that probes are larger than those of a mode that fills.
+    widest_mode = mode
+    if _may_check_tokens(options, drafter):
+        widest_mode = _draft_mode(options, drafter, "optimistic")
+    shared_exchange = Exchange(device, options.slots, vocab_size, widest_mode)
+    exchange = shared_exchange.of(mode)
     state = SlotState(device, options.slots, vocab_size)
     replay = device.zeros((1,), "int32")
     sampler = Sampler(
@@ -446,7 +481,7 @@ def _round_parts(
         sampler=sampler,
         tree=TreeSampler(sampler) if mode.grows_tree else None,
         state=state,
-        decoder=_make_decoder(options, exchange, drafter, vocabulary),
+        decoder=_make_decoder(options, shared_exchange, drafter, vocabulary),
         exchange=exchange,
         inputs=Ring(device, RING_ENTRIES, {"slot": ("int32", (batch,))}),
         outputs=output_ring(device, entries, batch, mode.drafts),

@@ -193,6 +193,7 @@ class Engine:
         self._modes = LaunchModes(
             self.round_graphs, chooses_loops=self.options.generation == "auto"
         )
+        self._modes.optimistic_parts = built.optimistic_parts
         self.stats = EngineStats(draft_length=built.parts.depth, choice=self._modes.choice)
         self._forced_tokens_at_reset = 0
         try:
@@ -272,27 +273,17 @@ class Engine:
         """
         scratch = self._parts.scratch(self.options.max_batch_size)
         stats = EngineStats()
-        budget = self._built.budget
-        num_replays = 1 if len(budget.lengths) == 1 else 3
+        lengths = self._built.budget.lengths
+        num_replays = 1 if len(lengths) == 1 else 3
         buckets = batch_buckets(self.options.max_batch_size)
-        variants = () if self._parts.automata is None else GRAMMAR_STEPS[1:]
-        for batch, drafts in itertools.product(buckets, budget.lengths):
-            generated = budget.drafts_to_generate(batch, drafts)
-            graph = self._built.round_class(
-                self._parts,
-                scratch,
-                batch,
-                drafts,
-                generated,
-            )
-            self.round_graphs[batch, drafts] = graph
-            self._run_empty(graph, num_replays, stats, shield)
-            for grammar in variants:
-                variant = self._built.round_class(
-                    self._parts, scratch, batch, drafts, generated, grammar
-                )
-                self._modes.graphs[GraphKey(batch, drafts, grammar)] = variant
-                self._run_empty(variant, num_replays, stats, shield)
+        for batch, drafts in itertools.product(buckets, lengths):
+            for key in self._round_keys(batch, drafts):
+                graph = self._make_graph(key, scratch)
+                if key == GraphKey(batch, drafts):
+                    self.round_graphs[batch, drafts] = graph
+                else:
+                    self._modes.graphs[key] = graph
+                self._run_empty(graph, num_replays, stats, shield)
         try:
             self._build_loops(scratch, num_replays, shield)
         except OptionError as error:
@@ -308,27 +299,44 @@ class Engine:
 
     def _build_loops(self, scratch: RoundScratch, num_replays: int, shield: Shield) -> None:
         """Build the generation loops for all round graphs, and run them without requests."""
-        control = self._built.control
         loops = self._modes.loops
-        if loops is None or control is None:
+        if loops is None:
             return
         stats = EngineStats()
         has_automata = self._parts.automata is not None
-        max_rounds = None if len(self._built.budget.lengths) == 1 else ROUNDS_PER_LENGTH
-        for graph in self.round_graphs.values():
-            for grammar in loops.grammar_places(has_automata):
-                loop = GenerationGraph(
-                    self._parts,
-                    scratch,
-                    graph.batch,
-                    graph.drafts,
-                    graph.made,
-                    control,
-                    grammar,
-                    max_rounds,
-                )
-                self._modes.graphs[GraphKey(graph.batch, graph.drafts, grammar, True)] = loop
+        for batch, drafts in self.round_graphs:
+            keys = [
+                GraphKey(batch, drafts, grammar, True)
+                for grammar in loops.grammar_places(has_automata)
+            ]
+            if self._built.optimistic_parts is not None:
+                keys.append(GraphKey(batch, drafts, repeats=True, optimistic=True))
+            for key in keys:
+                self._modes.graphs[key] = loop = self._make_graph(key, scratch)
                 self._run_empty(loop, num_replays, stats, shield)
+
+    def _round_keys(self, batch: int, drafts: int) -> list[GraphKey]:
+        """Return the keys of the graphs that run a single round of a bucket."""
+        places = GRAMMAR_STEPS if self._parts.automata is not None else GRAMMAR_STEPS[:1]
+        keys = [GraphKey(batch, drafts, grammar) for grammar in places]
+        if self._built.optimistic_parts is not None:
+            keys.append(GraphKey(batch, drafts, optimistic=True))
+        return keys
+
+    def _make_graph(self, key: GraphKey, scratch: RoundScratch) -> RoundGraph:
+        """Build the graph of a key."""
+        built = self._built
+        parts = self._parts
+        if key.optimistic and built.optimistic_parts is not None:
+            parts = built.optimistic_parts
+        generated = built.budget.drafts_to_generate(key.batch, key.drafts)
+        arguments = (parts, scratch, key.batch, key.drafts, generated)
+        if not key.repeats:
+            return built.round_class(*arguments, key.grammar)
+        if built.control is None:
+            raise GraftError("generation loops need a LoopControl")
+        max_rounds = None if len(built.budget.lengths) == 1 else ROUNDS_PER_LENGTH
+        return GenerationGraph(*arguments, built.control, key.grammar, max_rounds)
 
     def _run_empty(
         self, graph: RoundGraph, replays: int, stats: EngineStats, shield: Shield

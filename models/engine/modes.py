@@ -9,7 +9,7 @@ from graft.models.engine.replay import ReplayInFlight
 from graft.models.engine.request_state import RequestState
 from graft.models.generation.loops import Loops
 from graft.models.round.choice import Bucket, ModeChoice
-from graft.models.round.round import RoundGraph
+from graft.models.round.round import RoundGraph, RoundParts
 
 __all__ = ["GraphKey", "LaunchModes"]
 
@@ -25,12 +25,15 @@ class GraphKey(NamedTuple):
         Where the grammar steps run, one of `GRAMMAR_STEPS`.
     repeats
         Whether the graph is a generation loop.
+    optimistic
+        Whether the graph is one of the optimistic graphs among which the engine chooses.
     """
 
     batch: int
     drafts: int
     grammar: str = "host"
     repeats: bool = False
+    optimistic: bool = False
 
 
 class LaunchModes:
@@ -54,6 +57,8 @@ class LaunchModes:
         Prepares batches for generation loops; None: no batch runs in a loop.
     graphs
         All other graphs.
+    optimistic_parts
+        Parts of the optimistic graphs; None if there are none.
     choice
         Chooses among modes.
     """
@@ -66,6 +71,7 @@ class LaunchModes:
     ):
         self._round_graphs = round_graphs
         self.loops: Loops | None = None
+        self.optimistic_parts: RoundParts | None = None
         self._chooses_loops = chooses_loops
         self.graphs: dict[GraphKey, RoundGraph] = {}
         self.choice = ModeChoice()
@@ -96,11 +102,13 @@ class LaunchModes:
         if loops is not None and not (may_loop and loops.possible):
             loops = None
         keys = []
-        if loops is None or self._chooses_loops:
-            grammar = "host" if bucket.grammar == "none" else bucket.grammar
-            keys.append(GraphKey(batch, drafts, grammar))
-        if loops is not None:
-            keys.append(GraphKey(batch, drafts, loops.grammar_place(bucket.grammar), True))
+        for optimistic in (False, True) if self._may_be_optimistic(bucket, states) else (False,):
+            if loops is None or self._chooses_loops:
+                grammar = "host" if bucket.grammar == "none" else bucket.grammar
+                keys.append(GraphKey(batch, drafts, grammar, False, optimistic))
+            if loops is not None:
+                grammar = loops.grammar_place(bucket.grammar)
+                keys.append(GraphKey(batch, drafts, grammar, True, optimistic))
         graphs = {graph.mode: graph for graph in map(self._graph, keys)}
         modes = tuple(graphs)
         mode = self.choice.choose(bucket, modes)
@@ -109,6 +117,15 @@ class LaunchModes:
         if graph.repeats and loops is not None:
             loops.reserve_pages(states)
         return graph, bucket
+
+    def _may_be_optimistic(self, bucket: Bucket, states: Sequence[RequestState]) -> bool:
+        """Return whether an optimistic graph can run a batch, with the same outputs."""
+        parts = self.optimistic_parts
+        if parts is None or bucket.grammar != "host":
+            return False
+        # The drafts differ if they are probed in optimistic graphs only.
+        same_drafts = parts.mode == self._round_graphs[bucket.batch, bucket.drafts].parts.mode
+        return same_drafts or not any(state.depends_on_drafts for state in states)
 
     def _graph(self, key: GraphKey) -> RoundGraph:
         if key == GraphKey(key.batch, key.drafts):

@@ -22,7 +22,7 @@ from graft.sampling.tree import TreePlan
 
 __all__ = ["DRAFT_MASKINGS", "MAX_DRAFT_LENGTH", "Options"]
 
-DRAFT_MASKINGS = ("fill", "probe", "optimistic")
+DRAFT_MASKINGS = ("fill", "probe", "optimistic", "auto")
 MAX_DRAFT_LENGTH = 63
 #: Default maximum number of positions per request; caches are allocated for every slot.
 DEFAULT_LENGTH = 4096
@@ -113,7 +113,11 @@ class Options:
         filled during the target forward pass, as far as the forward pass hides the time. Outputs
         are the same. Mask rows are filled as with "probe" for
         requests with top_k, top_p or min_p that are not greedy, and for requests with min_tokens,
-        logprobs_masked or ``verify="relaxed"``.
+        logprobs_masked or ``verify="relaxed"``. With "auto", the engine chooses between "fill" and
+        "optimistic" before each launch, by the measured time per token (`ModeChoice`,
+        `EngineStats.modes`). Batches with automata on the device are filled. While a request runs
+        whose tokens depend on the drafts, because it is sampled with rejection or relaxed
+        verification, drafts are filled, so that its output remains reproducible.
     forced_drafts
         Whether tokens that the grammar forces are drafted. With a drafter, a token is forced if it
         is the only legal one. It replaces the draft of the drafter; with ``draft_masking="probe"``

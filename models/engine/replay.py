@@ -246,13 +246,15 @@ class Replays:
                     state.epoch,
                     state.matcher,
                     state.start_position,
-                    parts.optimistic and state.samples_unmasked,
+                    graph.optimistic and state.samples_unmasked,
                 )
             )
         if graph.grammar == "device":
             parts.decoder.skip(number)
         else:
-            parts.decoder.publish(number, guided, repeats=graph.repeats)
+            parts.decoder.publish(
+                number, guided, repeats=graph.repeats, fills_drafts=graph.fills_drafts
+            )
         parts.inputs.publish(number)
         self.launched = number
         rows = tuple(RowAssignment(state, state.slot, state.epoch) for state in states)

@@ -85,6 +85,8 @@ class RequestState:
     samples_unmasked
         Whether the sampling parameters allow tokens to be sampled without masks and then checked,
         see `SamplingParams.samples_unmasked`.
+    depends_on_drafts
+        Whether the tokens depend on the drafts, see `SamplingParams.depends_on_drafts`.
     stalled_rounds
         Number of consecutive rounds, up to the last one read, in which no token was committed.
     stalled_since
@@ -114,6 +116,7 @@ class RequestState:
     promoted: bool = False
     awaits_automaton: bool = False
     samples_unmasked: bool = False
+    depends_on_drafts: bool = False
     stalled_rounds: int = 0
     stalled_since: float = 0.0
     submitted_at: float = field(default_factory=time.monotonic)

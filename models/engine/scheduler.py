@@ -326,6 +326,7 @@ class Scheduler:
             verify=verify,
             stop_ids=state.stop_ids,
         )
+        state.depends_on_drafts = params.depends_on_drafts
         if not self.slots.join(state, params):
             return False
         self._dequeue(state)

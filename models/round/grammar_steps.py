@@ -95,7 +95,8 @@ class GrammarSteps:
         name
             Node name of the step.
         """
-        self._add_row(lane, self._decoder.draft_work(j), row, name)
+        work = self._decoder.draft_work(j, self._exchange.mode)
+        self._add_row(lane, work, row, name)
 
     def _add_row(self, lane: GraphLane, work: NativeWork, row: int | None, name: str) -> None:
         first, end = (0, 0) if row is None else (row, row + 1)

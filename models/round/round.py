@@ -58,6 +58,10 @@ ROUND_KERNELS = Path(__file__).parent / "kernels" / "round.cu"
 class RoundParts:
     """Parts of a round that the graphs of all batch buckets share.
 
+    With ``draft_masking="auto"``, an engine has two of these objects, one for graphs that fill mask
+    rows and one for optimistic graphs. They differ in `mode`, `masking`, `optimistic`, and in the
+    draft mode of `sampler` and `exchange`.
+
     Attributes
     ----------
     device
@@ -241,6 +245,16 @@ class RoundGraph:
         self.execs: tuple[GraphExec, ...] = tuple(
             graph.instantiate(priorities=True) for graph in self.graphs
         )
+
+    @property
+    def optimistic(self) -> bool:
+        """Whether tokens are sampled without masks and then checked, see `RoundParts`."""
+        return self.parts.optimistic
+
+    @property
+    def fills_drafts(self) -> bool:
+        """Whether draft steps fill mask rows."""
+        return self.parts.mode.masking == "fill"
 
     @property
     def mode(self) -> str:

@@ -30,7 +30,7 @@ Exchange exchange_of(uintptr_t address, const nb::bytes& layout, int vocab_size)
 }
 
 bool publish(Worker& worker, int64_t replay, const std::vector<RequestTuple>& tuples,
-             int64_t previous, bool repeats) {
+             int64_t previous, bool repeats, bool fills_drafts) {
   std::vector<Request> requests;
   requests.reserve(tuples.size());
   for (const auto& [slot, epoch, position, matcher, optimistic] : tuples) {
@@ -38,7 +38,8 @@ bool publish(Worker& worker, int64_t replay, const std::vector<RequestTuple>& tu
       throw std::out_of_range("slot is out of range");
     requests.push_back({slot, epoch, position, matcher, optimistic});
   }
-  return worker.publish(replay, previous < 0 ? replay - 1 : previous, requests, repeats);
+  return worker.publish(replay, previous < 0 ? replay - 1 : previous, requests, repeats,
+                        fills_drafts);
 }
 
 nb::dict counters(const Worker& worker) {
@@ -165,7 +166,7 @@ void bind_guide(nb::module_& module) {
       .def("waiting", &Worker::waiting)
       .def("wait_idle", &Worker::wait_idle, nb::call_guard<graft::hostwork::GilRelease>())
       .def("publish", &publish, nb::arg("replay"), nb::arg("requests"), nb::arg("previous") = -1,
-           nb::arg("repeats") = false)
+           nb::arg("repeats") = false, nb::arg("fills_drafts") = false)
       .def("retire", &Worker::retire, nb::arg("replay"))
       .def(
           "record",

@@ -158,7 +158,8 @@ struct Slot {
   //
   // The slot is used by the request with number `epoch` (`joined`: by any request). `n` is the
   // position of its last committed token. The rows of an `optimistic` request are not filled but
-  // checked. `matcher` is borrowed and may be used while a snapshot
+  // checked; it is constant while the slot is busy. `unmasked` is the same for the current replay,
+  // also if the slot is busy. `matcher` is borrowed and may be used while a snapshot
   // refers to the slot or while the slot is busy. `applied` is the last replay whose commit record
   // was read. `drafts_of` is the replay whose drafts follow the last committed token, or 0.
   // `pending` is a commit that arrived while the slot was busy; the current order is then
@@ -168,6 +169,7 @@ struct Slot {
   int32_t epoch = 0;
   int32_t n = 0;
   bool optimistic = false;
+  bool unmasked = false;
   NativeMatcher* matcher = nullptr;
   int64_t applied = 0;
   int64_t drafts_of = 0;

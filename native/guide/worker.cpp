@@ -79,11 +79,12 @@ Worker::~Worker() {
 }
 
 bool Worker::publish(int64_t replay, int64_t previous, const std::vector<Request>& requests,
-                     bool repeats) {
+                     bool repeats, bool fills_drafts) {
   Snapshot* entry = find_snapshot(0);
   if (entry == nullptr) return false;
   entry->previous = previous;
   entry->repeats = repeats;
+  entry->fills_drafts = fills_drafts;
   entry->requests.assign(requests.begin(), requests.end());
   entry->replay.store(replay, std::memory_order_release);
   return true;
@@ -118,6 +119,11 @@ const Snapshot* Worker::next_snapshot() const noexcept {
 int64_t Worker::replay_of(const int32_t& replay) const noexcept {
   const uint32_t word = static_cast<uint32_t>(__atomic_load_n(&replay, __ATOMIC_ACQUIRE));
   return replay_ + static_cast<int32_t>(word - static_cast<uint32_t>(replay_));
+}
+
+// Returns the draft mode of the current replay's graph.
+int Worker::draft_mode() const noexcept {
+  return current_->fills_drafts ? DRAFT_MODE_CHAIN_FILL : exchange_.layout.mode;
 }
 
 StepRecord* Worker::record(Step step, int draft) {
@@ -173,8 +179,12 @@ void Worker::step(const StepRecord& record) noexcept {
     // If a pool thread still serves the slot's previous request, the new request joins in the first
     // open step that finds the slot idle.
     if (slot.epoch != request.epoch) continue;
+    if (record.step == Step::kOpen) {
+      slot.unmasked = request.optimistic && slot.matcher != nullptr;
+      if (idle) slot.optimistic = slot.unmasked;
+    }
     // In lattice modes, the grammar step also chooses the drafts of unconstrained requests.
-    const bool lattice = is_lattice_mode(exchange_.layout.mode) && record.step == Step::kDraft;
+    const bool lattice = is_lattice_mode(draft_mode()) && record.step == Step::kDraft;
     if (slot.matcher == nullptr && !lattice) continue;
     if (record.step == Step::kOpen) take_commit(slot, idle, replay_ - 1);
     if (record.step == Step::kCommit) take_commit(slot, idle, replay_);
@@ -222,14 +232,14 @@ bool Worker::give_order(Slot& slot, const StepRecord& record) noexcept {
     take_drafts(slot, slot.drafts_of);
     const bool fills = !slot.optimistic || fills_ahead(slot);
     if (fills) order.task = Task::kFillRows;
-    if (slot.optimistic && !slot.ended) {
+    if (!slot.ended) {
       work_.reset_rows(slot, fills ? ROW_NOT_READY : ROW_UNCHECKED);
     }
   } else if (record.step == Step::kCheck) {
     // The order still has the drafts of the open step, unless the slot was late then.
     if (opened) order.task = check_task(slot);
   } else if (record.step == Step::kCommit) {
-    const bool probing = is_probe_mode(exchange_.layout.mode);
+    const bool probing = is_probe_mode(draft_mode());
     if (order.commit.given && !probing && !slot.optimistic) order.task = Task::kFillRow0;
   } else {
     order.task = draft_task(slot);
@@ -267,7 +277,7 @@ Task Worker::draft_task(Slot& slot) noexcept {
   if (slot.drafts_of != replay_ && slot.matcher != nullptr) return Task::kNone;
   const Order& order = slot.order;
   const bool is_next = order.drafts == order.j - 1;
-  switch (exchange_.layout.mode) {
+  switch (draft_mode()) {
     case DRAFT_MODE_CHAIN_PROBE:
       return is_next && take_candidates(slot) ? Task::kProbeChain : Task::kNone;
     case DRAFT_MODE_CHAIN_LATTICE:
@@ -384,7 +394,6 @@ void Worker::join(Slot& slot, const Request& request) noexcept {
   slot.epoch = request.epoch;
   slot.n = request.position;
   slot.matcher = request.matcher;
-  slot.optimistic = request.optimistic && request.matcher != nullptr;
   slot.applied = replay_ - 1;  // earlier commits belong to the previous request
   slot.drafts_of = 0;
   slot.pending.given = false;
@@ -518,7 +527,8 @@ void Worker::count_open(const Slot& slot, const Request& request) noexcept {
 // Stamps the rows whose state has changed.
 void Worker::stamp_rows(Slot& slot) noexcept {
   for (int j = 0; j < exchange_.layout.rows; ++j) {
-    const int32_t made = slot.made[at(j)].load(std::memory_order_acquire);
+    int32_t made = slot.made[at(j)].load(std::memory_order_acquire);
+    if (made == ROW_UNCHECKED && !slot.unmasked) made = ROW_NOT_READY;
     if (made != slot.stamped[at(j)]) stamp(slot, j, made, slot.n + slot.order.depth[at(j)]);
   }
 }

@@ -58,6 +58,12 @@
 //    replay, and the next open step withdraws it. With `fill_hidden`, the open step fills the rows
 //    of requests whose tokens were often illegal, as far as this is hidden by the target forward
 //    pass. Outputs do not depend on this choice.
+// 12. Each replay has its own way to make rows: Request::optimistic and Snapshot::fills_drafts may
+//    differ from one replay of a request to the next. Rows are kept as long as the matcher's state,
+//    and every open step fills or unchecks the rows that are missing. A replay that does not check
+//    tokens must not find a row in the state ROW_UNCHECKED, because it would sample its token
+//    without a mask. Such a row of an earlier replay is stamped ROW_NOT_READY, even if the slot is
+//    late and its order cannot be changed.
 #pragma once
 
 #include <algorithm>
@@ -87,11 +93,13 @@ struct Request {
 
 // Requests of one replay. The host publishes them before it launches the replay. `previous` is the
 // last replay before it whose graph has grammar steps. If `repeats` is true, the snapshot is also
-// used for later replays until another snapshot is published.
+// used for later replays until another snapshot is published. If `fills_drafts` is true, the draft
+// steps of the replay fill mask rows, although the exchange's draft mode probes.
 struct Snapshot {
   std::atomic<int64_t> replay{0};  // 0: empty; replays count from 1
   int64_t previous = 0;
   bool repeats = false;
+  bool fills_drafts = false;
   std::vector<Request> requests;
 };
 
@@ -203,7 +211,7 @@ class Worker {
   // false if all snapshots belong to replays that have not been retired. Replays without grammar
   // steps are not published: `previous` is the last replay before this one that has grammar steps.
   bool publish(int64_t replay, int64_t previous, const std::vector<Request>& requests,
-               bool repeats = false);
+               bool repeats = false, bool fills_drafts = false);
   void retire(int64_t replay);
   StepRecord* record(Step step, int draft);
   bool busy(int slot) const;
@@ -226,6 +234,7 @@ class Worker {
   Snapshot* find_snapshot(int64_t replay) noexcept;
   const Snapshot* next_snapshot() const noexcept;
   int64_t replay_of(const int32_t& replay) const noexcept;
+  int draft_mode() const noexcept;
   void step(const StepRecord& record) noexcept;
   bool give_order(Slot& slot, const StepRecord& record) noexcept;
   void serve() noexcept;

@@ -197,6 +197,8 @@ class Interleaving:
             grammar="host",
             mode="loop" if repeats else "round",
             repeats=repeats,
+            optimistic=False,
+            fills_drafts=False,
         )
 
     def _submit_request(self, number: int) -> None:

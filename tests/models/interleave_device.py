@@ -604,11 +604,11 @@ class SteppingDecoder(GuidedDecoder):
     # published requests alive.
     kept: list[Any] | None = None
 
-    def publish(self, replay: int, requests: Any, *, repeats: bool = False) -> None:
+    def publish(self, replay: int, requests: Any, **options: bool) -> None:
         self.toy.tick()
         if self.kept is not None:
             self.kept.extend(requests)
-        super().publish(replay, requests, repeats=repeats)
+        super().publish(replay, requests, **options)
         self.toy.tick()
 
     def repeat(self, replay: int) -> None:

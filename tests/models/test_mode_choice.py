@@ -4,9 +4,6 @@ import itertools
 import random
 
 import pytest
-from engine_cases import settled
-from engine_util import demo_engine
-from test_engine_equality import check_disturbed, expected_answers
 
 from graft.models.round.choice import (
     EXPLORED_SHARE,
@@ -17,24 +14,7 @@ from graft.models.round.choice import (
     ModeChoice,
 )
 
-__all__ = ["expected_answers"]  # a fixture
-
 BUCKET = Bucket("host", 4, 3)
-
-
-class RandomChoice(ModeChoice):
-    """Chooses modes at random and counts them."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self._rng = random.Random(seed)
-        self.found = {}
-
-    def choose(self, bucket, modes):
-        self.found.setdefault(bucket.grammar, set()).update(modes)
-        if self._rng.random() < 0.7 and len(modes) > 1:
-            return modes[-1]  # so that loops run for some rounds
-        return self._rng.choice(modes)
 
 
 class Clock:
@@ -171,26 +151,3 @@ def test_mode_choice_reports_averages_and_reason():
     assert report["reason"] == (
         f"b: 0.3 us per token ({3 * WINDOW} rounds); a: 0.8 us per token ({3 * WINDOW} rounds)"
     )
-
-
-# Engines ------------------------------------------------------------------------------------------
-
-
-AUTO = {"generation": "auto"}
-
-
-def use_random_choice(engine, seed):
-    """Make an engine choose the modes of its launches at random."""
-    choice = RandomChoice(seed)
-    engine._modes.choice = choice
-    return choice
-
-
-@pytest.mark.parametrize("mode", ["greedy", pytest.param("coupled", marks=pytest.mark.full)])
-@pytest.mark.parametrize("options", [{}, {"device_automata": True}], ids=str)
-def test_random_modes_do_not_change_outputs(expected_answers, mode, options):
-    with settled(demo_engine(max_batch_size=4, **AUTO, **options)) as engine:
-        choice = use_random_choice(engine, 1)
-        check_disturbed(engine, expected_answers, mode, seed=2)
-        assert {"fill round", "fill loop"} == set(engine.stats.rounds_by_mode)
-        assert {"fill round", "fill loop"} in choice.found.values()
