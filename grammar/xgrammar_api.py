@@ -153,8 +153,8 @@ def structural_tag_spec(tag: str | dict[str, Any]) -> GrammarSpec:
     Parameters
     ----------
     tag
-        ``{"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}``, as JSON text or
-        parsed. A missing schema allows any JSON.
+        ``{"structures": [{"begin", "schema", "end"}, ...], "triggers": [...]}`` or
+        ``{"format": {...}}``, as JSON text or parsed. A missing schema allows any JSON.
 
     Raises
     ------
@@ -162,6 +162,8 @@ def structural_tag_spec(tag: str | dict[str, Any]) -> GrammarSpec:
         The tag has another format.
     """
     document = parse_json("structural tag", tag) if isinstance(tag, str) else tag
+    if isinstance(document, dict) and set(document) - {"type"} == {"format"}:
+        return GrammarSpec.structural_format(document["format"])
     if not isinstance(document, dict) or set(document) - {"type", "structures", "triggers"}:
         shown = sorted(document) if isinstance(document, dict) else type(document).__name__
         raise GrammarError(

@@ -112,7 +112,7 @@ def _add_kind_arguments(grammar: argparse._MutuallyExclusiveGroup) -> None:
         metavar="FILE",
         help='free text with tagged sections, such as tool calls: {"tags": [{"begin", '
         '"schema", "end"}], "triggers": [...], "at_least_one": false, '
-        '"at_once": false}',
+        '"at_once": false}, or {"format": ...} as in XGrammar',
     )
 
 
@@ -247,6 +247,10 @@ def _read_structural_tag(value: object, **options: Any) -> GrammarSpec:
         value = parse_json("structural tag", value)
     if not isinstance(value, dict):
         raise GrammarError(f"structural tag: must be an object, not {type(value).__name__}")
+    if "format" in value:
+        if len(value) > 1:
+            raise GrammarError(f"structural tag: format excludes {sorted({*value} - {'format'})}")
+        return GrammarSpec.structural_format(value["format"], **options)
     unknown = sorted(set(value) - _TAG_KEYS)
     if unknown:
         raise GrammarError(f"structural tag: unknown keys: {', '.join(unknown)}")

@@ -10,7 +10,7 @@ from typing import Any
 from graft.grammar.errors import GrammarError
 from graft.grammar.schema.options import Whitespace, json_options
 from graft.grammar.structural.formats import Format, LoweringError
-from graft.grammar.structural.pieces import Joiner, Piece, constant, overlap
+from graft.grammar.structural.pieces import Joiner, Piece, check_boundary, constant, overlap
 
 __all__ = ["lark_pattern", "lark_text"]
 
@@ -184,7 +184,7 @@ class _Lowering:
                 text,
                 "json_schema",
                 terminal=False,
-                closed=not numeric,
+                closed=True,
                 starts=starts,
                 numeric=numeric,
             )
@@ -259,6 +259,7 @@ class _Lowering:
         either = self.joiner.alternatives(following, form["type"], check=False)
         if either.terminal:
             return [[*first, Piece(f"({either.text})*", form["type"]), free]]
+        check_boundary(either, free)
         text = self.joiner.define(f"({either.text})*", terminal=False)
         loop = Piece(text, form["type"], terminal=False, closed=either.closed)
         return [[*first, loop, free]]

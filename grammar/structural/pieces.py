@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graft.grammar.schema.options import literal
 from graft.grammar.structural.formats import LoweringError
 
-__all__ = ["Joiner", "Piece", "constant", "overlap"]
+__all__ = ["Joiner", "Piece", "check_boundary", "constant", "overlap"]
 
 _UNSEEN = "LLGuidance cannot see where"
 _NUMBER_CHARACTERS = frozenset("0123456789.eE+-")
@@ -34,7 +34,8 @@ class Piece:
     terminal
         Whether the expression is regular, so that it can be a part of a terminal.
     closed
-        Whether no match can be continued to a longer match.
+        Whether no match can be continued to a longer match, except by the texts of `more`, and by
+        digits if the piece is `numeric`.
     starts
         Texts of which every match starts with one; None if they are not known.
     absent
@@ -43,6 +44,10 @@ class Piece:
         Whether a match may end with a JSON number, which further digits would continue.
     special
         Whether the piece is a special token, which has no text.
+    empty
+        Whether the rule may match the empty text.
+    more
+        Texts with which the rule may go on after a match; None if they are not known.
     repeated
         The same language as a rule; None if it is not known that the lexer can read this rule.
     """
@@ -55,6 +60,8 @@ class Piece:
     absent: tuple[str, ...] = ()
     numeric: bool = False
     special: bool = False
+    empty: bool = False
+    more: frozenset[str] | None = frozenset()
     repeated: Piece | None = None
 
 
@@ -81,8 +88,18 @@ def overlap(texts: Iterable[str]) -> tuple[str, str] | None:
 def _comparable(a: frozenset[str] | None, b: frozenset[str] | None) -> bool:
     """Return whether a match of one piece may start like a match of the other."""
     if a is None or b is None:
-        return True
+        return a != frozenset() and b != frozenset()
     return any(x.startswith(y) or y.startswith(x) for x in a for y in b)
+
+
+def _union(sets: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
+    """Return the union of sets; None if one of them is not known."""
+    union: frozenset[str] = frozenset()
+    for found in sets:
+        if found is None:
+            return None
+        union |= found
+    return union
 
 
 class Joiner:
@@ -112,8 +129,11 @@ class Joiner:
         groups = self._groups(pieces)
         if len(groups) == 1:
             return groups[0]
-        for piece, following in itertools.pairwise(groups):
-            _check_boundary(piece, following)
+        for index, piece in enumerate(groups):
+            for following in groups[index + 1 :]:
+                check_boundary(piece, following)
+                if not following.empty:
+                    break
         text = " ".join(map(self.reference, groups))
         first = groups[0]
         last = groups[-1]
@@ -122,8 +142,10 @@ class Joiner:
             "sequence",
             terminal=False,
             closed=last.closed,
-            starts=first.starts if first.repeated is None else None,
-            numeric=last.numeric,
+            starts=None if first.empty else first.starts,
+            numeric=any(piece.numeric for piece in groups),
+            empty=all(piece.empty for piece in groups),
+            more=_union(piece.more for piece in groups),
         )
 
     def _groups(self, pieces: Sequence[Piece]) -> list[Piece]:
@@ -161,18 +183,16 @@ class Joiner:
             raise LoweringError(
                 f"LLGuidance cannot tell the alternatives of {name} apart by their first characters"
             )
-        starts: frozenset[str] | None = frozenset()
-        for piece in pieces:
-            known = starts is not None and piece.starts is not None
-            starts = (starts or frozenset()) | (piece.starts or frozenset()) if known else None
         texts = [piece.text if terminal else self.reference(piece) for piece in pieces]
         return Piece(
             f"({' | '.join(texts)})",
             name,
             terminal=terminal,
             closed=all(piece.closed for piece in pieces) and (distinct or not terminal),
-            starts=starts,
+            starts=_union(piece.starts for piece in pieces),
             numeric=any(piece.numeric for piece in pieces),
+            empty=any(piece.empty for piece in pieces),
+            more=_union(piece.more for piece in pieces),
         )
 
     def repeat(self, piece: Piece, low: int, high: int | None, name: str) -> Piece:
@@ -181,7 +201,7 @@ class Joiner:
         rule = None
         if not piece.terminal or (piece.closed and piece.starts is not None):
             if high != 1:
-                _check_boundary(piece, piece)
+                check_boundary(piece, piece)
             text = f"({self.reference(piece)}){count}"
             text = self.define(text, terminal=False)
             rule = Piece(
@@ -191,19 +211,15 @@ class Joiner:
                 closed=piece.closed,
                 starts=piece.starts,
                 numeric=piece.numeric,
+                empty=low == 0 or piece.empty,
+                more=_union([piece.starts, piece.more]),
             )
-            rule = _with_repeated(rule)
+            rule = replace(rule, repeated=rule)
         if not piece.terminal:
             assert rule is not None
             return rule
         closed = piece.closed and low == high
         return Piece(f"({piece.text}){count}", name, closed=closed, repeated=rule)
-
-
-def _with_repeated(rule: Piece) -> Piece:
-    """Mark a rule as one whose end is only seen by what follows."""
-    fields = {field: getattr(rule, field) for field in Piece.__dataclass_fields__}
-    return Piece(**fields | {"repeated": rule})
 
 
 def _join_terminals(parts: Sequence[Piece]) -> Piece:
@@ -229,16 +245,16 @@ def _ends_before(free: Piece, following: Piece) -> bool:
     )
 
 
-def _check_boundary(piece: Piece, following: Piece) -> None:
+def check_boundary(piece: Piece, following: Piece) -> None:
     """Raise `LoweringError` unless the lexer sees where a piece ends, given what follows."""
     if following.special:
         return
     starts = following.starts
     if piece.numeric and (starts is None or any(s[0] in _NUMBER_CHARACTERS for s in starts)):
         raise LoweringError(f"{_UNSEEN} a number ends before {following.name}")
-    if not (piece.closed or piece.numeric):
+    if not piece.closed:
         raise LoweringError(f"{_UNSEEN} {piece.name} ends before {following.name}")
-    if piece.repeated is not None and _comparable(piece.starts, starts):
+    if _comparable(piece.more, starts):
         raise LoweringError(
             f"LLGuidance cannot see whether {piece.name} goes on before {following.name}"
         )

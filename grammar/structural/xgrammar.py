@@ -48,6 +48,9 @@ def xgrammar_format(
             return _rules(part, regex_rules(part["pattern"]))
         if part["type"] == "json_schema" and part["style"] == "json" and not part["excludes"]:
             return _rules(part, schema_rules(part))
+        if part["type"] == "json_schema" and part["max_whitespace_cnt"] is None:
+            # Otherwise, a model could generate white space without end.
+            return {**part, "max_whitespace_cnt": 1}
         return part
 
     return plain_format(convert_format(form, convert))

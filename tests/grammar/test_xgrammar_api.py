@@ -285,7 +285,8 @@ REFUSALS = [
         lambda m: BatchGrammarMatcher(1).batch_fill_next_token_bitmask([m, m], bitmask(), [0, 0]),
         "needs 2 different rows",
     ),
-    ("tag", lambda m: xgrammar_api.structural_tag_spec({"format": {}}), "'structures'"),
+    ("tag", lambda m: xgrammar_api.structural_tag_spec({"triggered": {}}), "'structures'"),
+    ("format", lambda m: xgrammar_api.structural_tag_spec({"format": {}}), "with a type"),
     (
         "structure",
         lambda m: xgrammar_api.structural_tag_spec({"structures": [{}], "triggers": ["<"]}),

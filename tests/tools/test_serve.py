@@ -162,6 +162,56 @@ def structural_format(**form):
     return {"type": "structural_tag", "format": form}
 
 
+AGE = {"type": "integer", "minimum": 0, "maximum": 9}
+THOUGHT = {
+    "type": "tag",
+    "begin": "<think>",
+    "content": {"type": "any_text", "max_chars": 8},
+    "end": "</think>",
+}
+ANSWER = {
+    "type": "tag",
+    "begin": "",
+    "content": {
+        "type": "or",
+        "elements": [
+            {"type": "const_string", "value": "yes"},
+            {
+                "type": "json_schema",
+                "json_schema": {"type": "object", "properties": {"age": AGE}, "required": ["age"]},
+            },
+        ],
+    },
+    "end": "!",
+}
+#: Numbers with separators, followed by a call in Qwen's form, which only XGrammar compiles.
+REPEATED = {
+    "type": "sequence",
+    "elements": [
+        {
+            "type": "repeat",
+            "min": 2,
+            "max": 2,
+            "content": {"type": "regex", "pattern": "[0-9]{2}, "},
+        },
+        {"type": "regex", "pattern": "[0-9]{2}"},
+        {
+            "type": "tag",
+            "begin": "<p>",
+            "content": {
+                "type": "qwen_xml_parameter",
+                "json_schema": {
+                    "type": "object",
+                    "properties": {"age": AGE},
+                    "required": ["age"],
+                },
+            },
+            "end": "</p>",
+        },
+    ],
+}
+
+
 @pytest.mark.parametrize(
     ("fields", "is_valid"),
     [
@@ -205,6 +255,16 @@ def structural_format(**form):
             {"structured_outputs": {"structural_tag": json.dumps(TAGS)}},
             re.compile("[^<]*").fullmatch,
         ),
+        (
+            {"response_format": structural_format(type="sequence", elements=[THOUGHT, ANSWER])},
+            re.compile(r"<think>(?s:.){0,8}</think>(yes|\{\"age\": [0-9]\})!").fullmatch,
+        ),
+        (
+            {"structured_outputs": {"structural_tag": structural_format(**REPEATED)}},
+            re.compile(
+                r"([0-9]{2}, ){2}[0-9]{2}<p>\s?<parameter=age>\s?[0-9]\s?</parameter>\s?</p>"
+            ).fullmatch,
+        ),
     ],
 )
 def test_structured_outputs_satisfy_every_kind_of_grammar(client, fields, is_valid):
@@ -231,6 +291,45 @@ TOOLS = [
 ]
 
 
+def call_bias(engine):
+    """Return fields that make the model begin a call in tags."""
+    tag = engine.tokenizer.encode("<tool_call>")
+    return {
+        "logit_bias": {str(token): 200 - 10 * i for i, token in enumerate(tag)},
+        "repetition_penalty": 100.0,
+    }
+
+
+FORMATS = {
+    "schema": (response_format(PERSON), lambda text: {*json.loads(text)} == {"name", "age"}),
+    "tag": (structural_format(**THOUGHT), re.compile("<think>(?s:.){0,8}</think>").fullmatch),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("form, is_valid", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("choice", ["auto", "required", "none", "biased"])
+def test_tools_can_be_combined_with_response_format(engine, client, choice, form, is_valid, stream):
+    """The output consists of calls, or its text satisfies response_format."""
+    fields = {"tools": TOOLS, "tool_choice": choice, "response_format": form, "stream": stream}
+    if choice == "biased":
+        fields |= call_bias(engine) | {"tool_choice": "auto", "parallel_tool_calls": False}
+    response = chat(client, **fields)
+    chunks = list(response) if stream else [response]
+    messages = [c.choices[0].delta if stream else c.choices[0].message for c in chunks]
+    calls = [call for message in messages for call in message.tool_calls or []]
+    text = "".join(message.content or "" for message in messages)
+    if choice in ("required", "biased"):
+        arguments = calls[0].function.arguments
+        if stream:
+            arguments = "".join(call.function.arguments for call in calls if call.index == 0)
+        jsonschema.validate(json.loads(arguments), SCHEMAS[calls[0].function.name])
+        assert not text and chunks[-1].choices[0].finish_reason == "tool_calls"
+    else:
+        assert is_valid(text) and not calls
+        assert chunks[-1].choices[0].finish_reason == "stop"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "choice", ["required", "auto", {"type": "function", "function": {"name": "town"}}]
@@ -248,12 +347,7 @@ def test_tool_calls_satisfy_function_schemas(
     """
     fields = {"tools": TOOLS, "tool_choice": choice, "stream": stream}
     if choice == "auto":
-        tag = engine.tokenizer.encode("<tool_call>")
-        fields |= {
-            "logit_bias": {str(token): 200 - 10 * i for i, token in enumerate(tag)},
-            "repetition_penalty": 100.0,
-            "parallel_tool_calls": False,
-        }
+        fields |= call_bias(engine) | {"parallel_tool_calls": False}
     response = chat(client, **fields)
     chunks = list(response) if stream else [response]
     messages = [c.choices[0].delta if stream else c.choices[0].message for c in chunks]
@@ -372,7 +466,17 @@ def json_schema(**schema):
         (
             {"response_format": structural_format(type="sequence", elements=[])},
             400,
-            "the format of a structural tag must be",
+            "structural format: format.elements: must have at least one element",
+        ),
+        (
+            {"response_format": structural_format(type="any_tokens")},
+            400,
+            "format.type: must be one of any_text, const_string,",
+        ),
+        (
+            {"structured_outputs": {"regex": "a"}, "tools": TOOLS, "tool_choice": "required"},
+            400,
+            "regex and tools",
         ),
         ({"temperature": -1}, 400, "temperature must be a number"),
         ({"priority": "high"}, 400, "priority must be an integer"),

@@ -94,7 +94,9 @@ _IGNORED_FIELDS = {
 }
 #: Fields that define grammars, and the beginning of an error message about a grammar.
 _GRAMMAR_PARAMS = ("response_format", "structured_outputs", *GRAMMAR_FIELDS, "tools")
-_GRAMMAR_ERROR = re.compile(r"(JSON schema|tag schema|structural tag|regex|ebnf|lark|choice)\b")
+_GRAMMAR_ERROR = re.compile(
+    r"(JSON schema|tag schema|structural[ _](?:tag|format)|regex|ebnf|lark|choice)\b"
+)
 #: API fields by the name that error messages of the engine use for them.
 _PARAMS: dict[str, tuple[str, ...]] = {
     **{request_field: (name,) for name, request_field in PLAIN_FIELDS.items()},

@@ -14,7 +14,7 @@ from graft.sampling.checks import short_repr
 from graft.tools.grammar_options import make_grammar
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.fields import GRAMMAR_FIELDS
-from graft.tools.serve.tool_calls import read_tool_choice, tool_grammar
+from graft.tools.serve.tool_calls import calls_format, read_tool_choice, tool_grammar
 
 _STRUCTURED_KEYS = {
     "json",
@@ -28,13 +28,6 @@ _STRUCTURED_KEYS = {
 #: backend is tried.
 _NEUTRAL_OPTIONS = ("disable_fallback", "disable_any_whitespace")
 _STRICT_OPTION = "disable_additional_properties"
-#: Types of the ``format`` of a structural tag that are equivalent to a key of structured_outputs,
-#: with this key and the name of the field that has the value.
-_FORMATS = {
-    "json_schema": ("json", "json_schema"),
-    "regex": ("regex", "pattern"),
-    "grammar": ("ebnf", "grammar"),
-}
 
 
 class _FoundGrammar(NamedTuple):
@@ -59,6 +52,9 @@ class _FoundGrammar(NamedTuple):
 def find_grammar(fields: Mapping[str, Any], limits: Limits) -> tuple[str, str] | None:
     """Return the grammar that response_format, structured_outputs or tools define.
 
+    If the model may call tools, a request can also have one other grammar. The output is then
+    either a sequence of calls or text of this grammar.
+
     Parameters
     ----------
     fields
@@ -80,7 +76,15 @@ def find_grammar(fields: Mapping[str, Any], limits: Limits) -> tuple[str, str] |
     tools = read_tool_choice(fields)
     if tools.functions:
         check_size("tools", tools.functions, "grammar_bytes", limits)
-        found.append(_FoundGrammar("tools", *tool_grammar(tools)))
+        if len(found) == 1 and not tools.required:
+            check_size(found[0].name, found[0].value, "grammar_bytes", limits)
+            form = {"type": "or", "elements": [calls_format(tools), _as_format(found[0])]}
+            found = [_FoundGrammar("tools", "structural_tag", {"format": form})]
+        elif tools.required and [grammar.name for grammar in found] == ["response_format"]:
+            # The output is a call, so there is no content to which response_format applies.
+            found = [_FoundGrammar("tools", *tool_grammar(tools))]
+        else:
+            found.append(_FoundGrammar("tools", *tool_grammar(tools)))
     if len(found) > 1:
         names = " and ".join(grammar.name for grammar in found)
         second = found[1].name
@@ -178,8 +182,8 @@ def make_grammar_spec(key: str, text: str) -> GrammarSpec | None:
     """
     value = json.loads(text)
     if key == "structural_tag":
-        key, value = _structural_tag(value)
-        if key == "any_text":
+        value = _structural_tag(value)
+        if value == {"format": {"type": "any_text"}}:
             return None
     if key == "strict_json":
         spec = GrammarSpec.json_schema(value, strict=True)
@@ -194,60 +198,48 @@ def make_grammar_spec(key: str, text: str) -> GrammarSpec | None:
     return make_grammar({key: value}, partial=False)
 
 
-def _structural_tag(value: Any) -> tuple[str, Any]:
-    """Convert a structural tag from the format of OpenAI, or of XGrammar, to a key and a value."""
+def _structural_tag(value: Any) -> Any:
+    """Convert a structural tag from the format of OpenAI, or of XGrammar, for `make_grammar`."""
     if isinstance(value, str):
         value = parse_json("structural tag", value)
     if not isinstance(value, dict) or value.get("type", "structural_tag") != "structural_tag":
-        return "structural_tag", value
-    if "format" in value:
-        return _structural_format(value["format"])
+        return value
     converted = {}
     for key, entry in value.items():
         if key == "structures":
             converted["tags"] = entry
         elif key != "type":
             converted[key] = entry
-    return "structural_tag", converted
+    return converted
 
 
-def _structural_format(form: Any) -> tuple[str, Any]:
-    """Convert the ``format`` of a structural tag of XGrammar to a key and a value."""
-    kind = form.get("type") if isinstance(form, dict) else None
-    if kind == "any_text":
-        return "any_text", None
-    if kind == "const_string":
-        return "choice", [form.get("value")]
-    if kind in _FORMATS:
-        key, field = _FORMATS[kind]
-        if field in form:
-            return key, form[field]
-    if kind == "triggered_tags" and not form.get("stop_after_first"):
-        tags = form.get("tags")
-        converted = {
-            "tags": [_convert_tag(tag) for tag in tags] if isinstance(tags, list) else tags,
-            "triggers": form.get("triggers"),
-            "at_least_one": form.get("at_least_one", False),
-        }
-        return "structural_tag", converted
-    raise ApiError(
-        "the format of a structural tag must be any_text, const_string, json_schema, regex, "
-        "grammar, or triggered_tags without stop_after_first and with a json_schema in each tag, "
-        f"got {short_repr(form)}",
-        param="response_format",
-    )
+def _as_format(grammar: _FoundGrammar) -> dict[str, Any]:
+    """Return a grammar as a format of structural tags.
+
+    Raises
+    ------
+    ApiError
+        If the grammar is of a kind that formats do not have.
+    """
+    key, value = grammar.key, grammar.value
+    if key == "structural_tag":
+        value = _structural_tag(value)
+        if isinstance(value, dict) and "format" in value:
+            form: dict[str, Any] = value["format"]
+            return form
+    elif key in ("json", "strict_json"):
+        return {"type": "json_schema", "json_schema": _parsed(value)}
+    elif key == "json_object":
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
+    elif key == "regex":
+        return {"type": "regex", "pattern": value}
+    elif key == "choice" and isinstance(value, list):
+        return {"type": "or", "elements": [{"type": "const_string", "value": v} for v in value]}
+    elif key in ("grammar", "ebnf"):
+        return {"type": "grammar", "grammar": value}
+    raise ApiError(f"{grammar.name} cannot be combined with tools", param=grammar.name)
 
 
-def _convert_tag(tag: Any) -> Any:
-    """Convert a tag of ``triggered_tags`` to an object with begin, schema and end."""
-    content = tag.get("content") if isinstance(tag, dict) else None
-    if not isinstance(content, dict) or content.get("type") != "json_schema":
-        raise ApiError(
-            f"the content of a tag must be a json_schema, got {short_repr(tag)}",
-            param="response_format",
-        )
-    return {
-        "begin": tag.get("begin"),
-        "schema": content.get("json_schema"),
-        "end": tag.get("end"),
-    }
+def _parsed(schema: Any) -> Any:
+    """Return a JSON schema, which may be given as JSON text."""
+    return parse_json("JSON schema", schema) if isinstance(schema, str) else schema

@@ -121,14 +121,11 @@ def _read_functions(tools: Any) -> dict[str, dict[str, Any]]:
 
 def tool_grammar(tools: ToolChoice) -> tuple[str, Any]:
     """Return the grammar of calls to functions, as a key and a value of structured_outputs."""
-    schemas = {}
-    for function in tools.functions:
-        schemas[function["name"]] = function.get("parameters") or _NO_ARGUMENTS
+    schemas = _argument_schemas(tools)
     if not tools.required:
         tags = []
         for name, schema in schemas.items():
-            begin = f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": '
-            end = f"}}\n{END}"
+            begin, end = _call_tag(name)
             tags.append({"begin": begin, "schema": schema, "end": end})
         return "structural_tag", {"tags": tags, "triggers": [BEGIN]}
     call = _any_call_schema(schemas, "/items" if tools.is_array else "")
@@ -140,6 +137,35 @@ def tool_grammar(tools: ToolChoice) -> tuple[str, Any]:
             "items": call,
         }
     return "json", call
+
+
+def calls_format(tools: ToolChoice) -> dict[str, Any]:
+    """Return the format of structural tags for an output that consists of calls in tags."""
+    tags = []
+    for name, schema in _argument_schemas(tools).items():
+        begin, end = _call_tag(name)
+        content = {"type": "json_schema", "json_schema": schema}
+        tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
+    return {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": "\n",
+        "at_least_one": True,
+        "stop_after_first": not tools.parallel,
+    }
+
+
+def _argument_schemas(tools: ToolChoice) -> dict[str, Any]:
+    """Return the JSON schemas of the arguments by function name."""
+    return {
+        function["name"]: function.get("parameters") or _NO_ARGUMENTS
+        for function in tools.functions
+    }
+
+
+def _call_tag(name: str) -> tuple[str, str]:
+    """Return the text before and after the arguments of a call in a tag."""
+    return f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ', f"}}\n{END}"
 
 
 def _any_call_schema(schemas: Mapping[str, Any], pointer: str) -> dict[str, Any]:
