@@ -87,6 +87,16 @@ void bind_matchers(nb::module_& guide) {
           },
           nb::arg("token"), Release())
       .def(
+          "accept_all",
+          [](NativeMatcher& matcher, const std::vector<int32_t>& tokens) {
+            ErrorText error;
+            const int accepted =
+                matcher.accept_all(tokens.data(), static_cast<int>(tokens.size()), &error);
+            if (accepted < 0) fail(error);
+            return accepted;
+          },
+          nb::arg("tokens"), Release())
+      .def(
           "fill",
           [](NativeMatcher& matcher, const Row& row) {
             ErrorText error;

@@ -114,6 +114,7 @@ struct Api {
   const char* (*get_error)(void*) = nullptr;
   int32_t (*validate)(void*, const uint32_t*, size_t) = nullptr;
   int32_t (*consume)(void*, uint32_t) = nullptr;
+  int32_t (*consume_all)(void*, const uint32_t*, size_t) = nullptr;
   void* (*clone)(const void*) = nullptr;
   int32_t (*rollback)(void*, size_t) = nullptr;
   int32_t (*reset)(void*) = nullptr;
@@ -185,6 +186,7 @@ std::string load(const char* library) {
   symbol(module, "llg_matcher_get_error", &loaded.get_error);
   symbol(module, "llg_matcher_validate_tokens", &loaded.validate);
   symbol(module, "llg_matcher_consume_token", &loaded.consume);
+  symbol(module, "llg_matcher_consume_tokens", &loaded.consume_all);
   symbol(module, "llg_clone_matcher", &loaded.clone);
   symbol(module, "llg_matcher_rollback", &loaded.rollback);
   symbol(module, "llg_matcher_reset", &loaded.reset);
@@ -342,6 +344,18 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return live_size_ < size_ ? move(size_, error) : Answer::kYes;
   }
 
+  int accept_all(const int32_t* tokens, int count, ErrorText* error) noexcept override {
+    int accepted = accept_text(tokens, count, error);
+    // Tokens that accept_text() has refused are tested again. For a few grammars, LLGuidance
+    // validates several tokens differently from one after the other.
+    while (accepted >= 0 && accepted < count) {
+      const Answer answer = accept(tokens[accepted], error);
+      if (answer == Answer::kNo) break;
+      accepted = answer == Answer::kYes ? accepted + 1 : -1;
+    }
+    return accepted;
+  }
+
   Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override {
     if (words != (tokenizer_.vocab_size() + 31) / 32) {
       error->keep("the mask row does not have the size of the matcher's vocabulary");
@@ -376,9 +390,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
     size_ -= undone;
     if (!dead_) return Answer::kYes;
     dead_ = false;
-    live_ = grammar_->start();
-    live_size_ = 0;
-    kept_ = Kept();
+    start_again();
     return move(size_, error);
   }
 
@@ -425,6 +437,39 @@ class LLGuidanceMatcher final : public NativeMatcher {
     const char* message = api.get_error(live_.get());
     error->keep(message != nullptr ? message : "LLGuidance failed without a reason");
     return Answer::kFailed;
+  }
+
+  // Makes `live_` a new copy of the start state.
+  void start_again() noexcept {
+    live_ = grammar_->start();
+    live_size_ = 0;
+    kept_ = Kept();
+  }
+
+  // Accepts the first tokens with two calls: one validates them, the other consumes them. Returns
+  // the number of accepted tokens, which may be too small, or -1 for an internal error.
+  int accept_text(const int32_t* tokens, int count, ErrorText* error) noexcept {
+    const auto* ids = reinterpret_cast<const uint32_t*>(tokens);
+    size_t size = 0;
+    while (size < static_cast<size_t>(count) && is_text(tokens[size])) ++size;
+    // If the mask of this state is known, or tokens are undone, accept() is faster.
+    if (size < 2 || terminated_ || dead_ || size_ < path_.size()) return 0;
+    if (live_size_ != size_ || api.get_mask(live_.get()) != nullptr) return 0;
+    const int32_t valid = api.validate(live_.get(), ids, size);
+    if (valid <= 0) return valid == 0 ? 0 : (failed(error), -1);
+    if (api.consume_all(live_.get(), ids, static_cast<size_t>(valid)) != 0) {
+      start_again();
+      return move(size_, error) == Answer::kFailed ? -1 : 0;
+    }
+    path_.insert(path_.end(), ids, ids + valid);
+    size_ = live_size_ = path_.size();
+    return valid;
+  }
+
+  bool is_text(int32_t token) const noexcept {
+    if (token < 0 || token >= tokenizer_.vocab_size()) return false;
+    const auto id = static_cast<uint32_t>(token);
+    return !contains(stop_ids_, id) && !contains(tokenizer_.stop_ids(), id);
   }
 
   // Returns whether a token is legal (invariant 4). Reads the bit of the token if LLGuidance has
@@ -488,9 +533,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
       }
       if (back-- == 0) break;
     }
-    live_ = grammar_->start();  // a new copy caches only the mask of the start state
-    live_size_ = 0;
-    kept_ = Kept();
+    start_again();  // a new copy caches only the mask of the start state
     return Answer::kYes;
   }
 

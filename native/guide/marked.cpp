@@ -185,6 +185,13 @@ class MarkedMatcher final : public NativeMatcher {
     return Answer::kYes;
   }
 
+  int accept_all(const int32_t* tokens, int count, ErrorText* error) noexcept override {
+    if (!started_) return NativeMatcher::accept_all(tokens, count, error);
+    const int accepted = inner_->accept_all(tokens, count, error);
+    inside_ += std::max(accepted, 0);
+    return accepted;
+  }
+
   Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override {
     if (started_) return inner_->fill(row, words, error);
     const int32_t* legal = marker_->row(state_);

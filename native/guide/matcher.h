@@ -8,7 +8,8 @@
 // 3. fill() is not called after termination. It sets the bits at and beyond the vocabulary size
 //    to 0.
 // 4. rollback() undoes the last `tokens` accepted tokens; a stop token counts as one.
-// 5. kFailed reports an internal error of the backend. The caller keeps the message and stops using
+// 5. accept_all() has the same results as calls of accept() until one does not return kYes.
+// 6. kFailed reports an internal error of the backend. The caller keeps the message and stops using
 //    the matcher.
 #pragma once
 
@@ -77,6 +78,15 @@ class NativeMatcher {
   virtual ~NativeMatcher() = default;
 
   virtual Answer accept(int32_t token, ErrorText* error) noexcept = 0;
+  // Accepts tokens one after the other until one is illegal. Returns the number of accepted tokens,
+  // or -1 for an internal error. Backends override it if one call for all tokens is faster.
+  virtual int accept_all(const int32_t* tokens, int count, ErrorText* error) noexcept {
+    for (int i = 0; i < count; ++i) {
+      const Answer answer = accept(tokens[i], error);
+      if (answer != Answer::kYes) return answer == Answer::kFailed ? -1 : i;
+    }
+    return count;
+  }
   virtual Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept = 0;
   virtual Answer rollback(int32_t tokens, ErrorText* error) noexcept = 0;
   virtual Answer is_terminated(ErrorText* error) noexcept = 0;

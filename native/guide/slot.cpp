@@ -23,6 +23,34 @@ void make(Slot& slot, int j, int32_t state) noexcept {
 
 uint64_t bit(int j) noexcept { return uint64_t{1} << (j - 1); }
 
+bool is_unchecked(const Slot& slot, int j) noexcept {
+  return slot.made[at(j)].load(std::memory_order_relaxed) == ROW_UNCHECKED;
+}
+
+// Returns the child of node j whose draft is `token`, or -1.
+int child_of(const Order& order, int j, int32_t token) noexcept {
+  for (int child = j + 1; child <= order.drafts; ++child) {
+    if (order.parent[at(child)] == j && order.draft[at(child - 1)] == token) return child;
+  }
+  return -1;
+}
+
+// Returns whether draft j is on the path to the matcher's node; false if j <= 0.
+bool has_accepted(const Slot& slot, int j) noexcept {
+  int node = slot.node;
+  while (j > 0 && node > j) node = slot.order.parent[at(node)];
+  return j > 0 && node == j;
+}
+
+// Adds the children of node j that verification can move to with `token`, or with any token if it
+// is -1.
+void reach_next(const Order& order, int j, int32_t token, Reached* reached) noexcept {
+  for (int child = j + 1; child <= order.drafts; ++child) {
+    if (order.parent[at(child)] != j) continue;
+    if (token < 0 || order.draft[at(child - 1)] == token) (*reached)[at(child)] = true;
+  }
+}
+
 // Records that the matcher has moved to node j, because it has accepted draft j.
 void arrive(Slot& slot, int j) noexcept {
   slot.node = j;
@@ -127,13 +155,14 @@ void SlotWork::commit(Slot& slot) const noexcept {
   slot.beyond = false;
   bool in_sync = !slot.ended && !commit.wrong;
   slot.tally[count::commits] += in_sync;
-  for (int i = 0; in_sync && i < commit.count; ++i) {
-    const int32_t token = commit.tokens[at(i)];
-    in_sync = at(i) < kept || accept(slot, token);
-    slot.tally[count::committed_tokens] += in_sync;
-    if (in_sync && forced_ != nullptr && i < slot.tested && token == slot.forced[at(i)]) {
-      slot.tally[count::forced_tokens] += 1;
+  if (in_sync) {
+    const int known = static_cast<int>(kept);
+    const int accepted = known + accept_all(slot, &commit.tokens[kept], commit.count - known);
+    slot.tally[count::committed_tokens] += accepted;
+    for (int i = 0; forced_ != nullptr && i < std::min(accepted, slot.tested); ++i) {
+      slot.tally[count::forced_tokens] += commit.tokens[at(i)] == slot.forced[at(i)];
     }
+    in_sync = accepted == commit.count;
   }
   if (!in_sync) {
     slot.tally[count::desyncs] += 1;
@@ -373,65 +402,67 @@ void SlotWork::reset_rows(Slot& slot, int32_t state) const noexcept {
 }
 
 // Checks the tokens of all rows that verification can reach. From a row, verification moves to the
-// child whose draft is the row's token. If the token of a row is illegal, the row is filled and
-// another token is sampled, which may be the draft of any child. The matcher stays at the last
+// child whose draft is the row's token. If the token is illegal or missing, another token is
+// sampled under the row's mask, which may be the draft of any child. The matcher stays at the last
 // token, because verification will most likely commit the tokens that it has accepted.
 void SlotWork::check_rows(Slot& slot) const noexcept {
   const Order& order = slot.order;
   const int misses = slot.tally[count::check_misses];
   slot.tested = order.drafts;
-  std::array<bool, kMaxNodes> reached{true};
+  Reached reached{true};
   for (int j = 0; j <= order.drafts && !slot.ended; ++j) {
     if (!reached[at(j)]) continue;
-    const int next = check_row(slot, j);
-    for (int child = j + 1; child <= order.drafts; ++child) {
-      if (order.parent[at(child)] == j) reached[at(child)] = next == child || next == j;
+    const int32_t state = slot.made[at(j)].load(std::memory_order_relaxed);
+    if (state == ROW_UNCHECKED) {
+      check_path(slot, j, &reached);
+    } else if (state == ROW_READY || state == ROW_FREE) {
+      reach_next(order, j, order.sampled[at(j)], &reached);
     }
   }
   const float missed = slot.tally[count::check_misses] > misses ? 1.0f : 0.0f;
   slot.miss_share += kCheckWeight * (missed - slot.miss_share);
 }
 
-// Checks the token of row j. Returns the child that verification moves to, or -1 if there is none;
-// j if this is not known, because the row has no token or has been filled.
-int SlotWork::check_row(Slot& slot, int j) const noexcept {
+// Checks the tokens of row j and of the unchecked rows that verification moves to from there. Fills
+// the row of the first illegal token. Adds the rows that follow to `reached`.
+void SlotWork::check_path(Slot& slot, int j, Reached* reached) const noexcept {
   const Order& order = slot.order;
-  const int32_t token = order.sampled[at(j)];
-  int child = j + 1;
-  while (child <= order.drafts &&
-         (order.parent[at(child)] != j || order.draft[at(child - 1)] != token)) {
-    ++child;
+  std::array<int, kMaxNodes + 1> rows{j};  // rows[i + 1] follows the token of rows[i]; -1: none
+  std::array<int32_t, kMaxNodes> tokens;
+  int size = 0;
+  int legal = 0;
+  while (rows[at(size)] >= 0 && is_unchecked(slot, rows[at(size)])) {
+    tokens[at(size)] = order.sampled[at(rows[at(size)])];
+    rows[at(size + 1)] = child_of(order, rows[at(size)], tokens[at(size)]);
+    ++size;
+    // The matcher may have accepted the first drafts already, while they were probed.
+    if (legal + 1 == size && has_accepted(slot, rows[at(size)])) ++legal;
   }
-  if (child > order.drafts) child = -1;
-  const int32_t state = slot.made[at(j)].load(std::memory_order_relaxed);
-  if (state == ROW_READY || state == ROW_FREE) return token < 0 ? j : child;
-  if (state != ROW_UNCHECKED) return -1;
-  // The matcher may have accepted the draft already, while it was probed.
-  int node = slot.node;
-  while (child > 0 && node > child) node = order.parent[at(node)];
-  if (node == child) {
+  const bool moved = legal < size && move_to(slot, rows[at(legal)]);
+  if (moved) {
+    legal += accept_all(slot, &tokens[at(legal)], size - legal);
+    if (rows[at(legal)] >= 0) {
+      arrive(slot, rows[at(legal)]);
+    } else {
+      slot.node = rows[at(legal - 1)];
+      slot.beyond = true;
+    }
+  }
+  for (int i = 0; i < legal; ++i) make(slot, rows[at(i)], ROW_CHECKED);
+  slot.tally[count::checks] += legal;
+  if (legal == size) {
+    if (rows[at(size)] >= 0) (*reached)[at(rows[at(size)])] = true;
+  } else if (moved && !slot.terminated) {
     slot.tally[count::checks] += 1;
-    make(slot, j, ROW_CHECKED);
-    return child;
-  }
-  if (!move_to(slot, j)) return -1;
-  slot.tally[count::checks] += 1;
-  if (!accept(slot, token)) {
     slot.tally[count::check_misses] += 1;
-    if (!slot.ended) fill_mask(slot, j);
-    return j;
+    if (!slot.ended) fill_mask(slot, rows[at(legal)]);
+    reach_next(order, rows[at(legal)], -1, reached);
   }
-  make(slot, j, ROW_CHECKED);
-  if (child >= 0) {
-    arrive(slot, child);
-    return child;
-  }
-  slot.beyond = true;
-  return -1;
 }
 
 bool SlotWork::check_time(Slot& slot) const noexcept {
   if (slot.ended || slot.cpu_limit == 0) return !slot.ended;
+  if (monotonic_ns() < slot.time_limit) return true;  // reading the other clock is a system call
   if (clock_ns(CLOCK_THREAD_CPUTIME_ID) < slot.cpu_limit) return true;
   slot.error.keep(
       "the grammar is too slow: its matcher took more than 400 times the budget of a step "
@@ -441,19 +472,28 @@ bool SlotWork::check_time(Slot& slot) const noexcept {
 }
 
 bool SlotWork::accept(Slot& slot, int32_t token) const noexcept {
-  if (slot.ended || slot.terminated || token < 0 || token >= exchange_.vocab_size) return false;
-  if (slot.matcher == nullptr) return true;  // there is no grammar
-  if (!check_time(slot)) return false;
-  slot.tally[count::accepts] += 1;
-  Answer answer = slot.matcher->accept(token, &slot.error);
-  if (answer == Answer::kNo) return false;
-  if (answer == Answer::kYes) {
-    slot.path.push_back(token);
-    answer = slot.matcher->is_terminated(&slot.error);
+  return accept_all(slot, &token, 1) == 1;
+}
+
+// Accepts tokens one after the other until one is illegal. Returns the number of accepted tokens.
+int SlotWork::accept_all(Slot& slot, const int32_t* tokens, int count) const noexcept {
+  if (slot.ended || slot.terminated) return 0;
+  int size = 0;
+  while (size < count && tokens[size] >= 0 && tokens[size] < exchange_.vocab_size) ++size;
+  if (slot.matcher == nullptr) return size;  // there is no grammar
+  if (size == 0 || !check_time(slot)) return 0;
+  const int accepted = slot.matcher->accept_all(tokens, size, &slot.error);
+  slot.tally[count::accepts] += std::max(accepted, 0) + (accepted < size ? 1 : 0);
+  if (accepted == 0) return 0;
+  Answer terminated = Answer::kFailed;
+  if (accepted > 0) {
+    slot.path.insert(slot.path.end(), tokens, tokens + accepted);
+    terminated = slot.matcher->is_terminated(&slot.error);
   }
-  if (answer == Answer::kFailed) fail(slot);
-  slot.terminated = answer == Answer::kYes;
-  return answer != Answer::kFailed;
+  slot.terminated = terminated == Answer::kYes;
+  if (terminated != Answer::kFailed) return accepted;
+  fail(slot);
+  return 0;
 }
 
 void SlotWork::fill_mask(Slot& slot, int j) const noexcept {

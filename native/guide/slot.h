@@ -19,6 +19,8 @@
 namespace graft::guide {
 
 constexpr int kMaxNodes = 65;  // `closed` has one bit per draft
+// Rows that verification can reach, by number.
+using Reached = std::array<bool, kMaxNodes>;
 // Weight of a new value in the moving averages `miss_share` and `fill_ns` of a slot.
 constexpr float kCheckWeight = 0.125f;
 
@@ -191,7 +193,8 @@ struct Slot {
   // tree probe. The step adds `tally` to the worker's counters.
   //
   // The order must end before `cpu_limit`, a time in ns on the processor-time clock of the thread
-  // that serves it; 0 means no limit. `slow_ns` is the processor time of all slow orders of the
+  // that serves it; 0 means no limit. Before `time_limit`, a time of monotonic_ns(), it cannot have
+  // used more processor time than that. `slow_ns` is the processor time of all slow orders of the
   // request. `memory` is the number of bytes by which the process has grown during its late orders.
   //
   // `miss_share` is a moving average of the share of checks that found an illegal token, and
@@ -211,6 +214,7 @@ struct Slot {
   std::vector<uint32_t> legal;
   std::array<int32_t, count::kinds> tally{};
   int64_t cpu_limit = 0;
+  int64_t time_limit = 0;
   int64_t slow_ns = 0;
   int64_t memory = 0;
   float miss_share = 0.0f;
@@ -252,12 +256,13 @@ class SlotWork {
   bool move_to(Slot& slot, int j) const noexcept;
   bool step_to(Slot& slot, int j) const noexcept;
   bool accept(Slot& slot, int32_t token) const noexcept;
+  int accept_all(Slot& slot, const int32_t* tokens, int count) const noexcept;
   void roll_back(Slot& slot, int tokens) const noexcept;
   void probe_chain(Slot& slot) const noexcept;
   void probe_tree(Slot& slot) const noexcept;
   void probe_lattice(Slot& slot) const noexcept;
   void check_rows(Slot& slot) const noexcept;
-  int check_row(Slot& slot, int j) const noexcept;
+  void check_path(Slot& slot, int j, Reached* reached) const noexcept;
   void fill_mask(Slot& slot, int j) const noexcept;
   void follow_forced(Slot& slot) const noexcept;
 

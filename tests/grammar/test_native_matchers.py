@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import guide_util
@@ -168,6 +169,69 @@ def test_native_matcher_equals_reference_matcher(
             rows = rows + more[1]
     assert ends > least[0] and rows > least[1]
     assert capfd.readouterr().err == ""
+
+
+def random_run(matcher: Matcher, rng: np.random.Generator) -> list[int]:
+    """Return up to six tokens: legal ones one after the other, and perhaps others."""
+    tokens: list[int] = []
+    accepted = 0
+    while len(tokens) < 6 and not matcher.is_terminated():
+        legal = matcher.legal()
+        if len(legal) and rng.random() < 0.9:
+            tokens.append(int(rng.choice(legal)))
+        else:
+            tokens.append(int(rng.choice([STOP, -1, SIZE, 266, *range(48, 123)])))
+        accepted += matcher.accept(tokens[-1])
+    if matcher.is_terminated():
+        tokens.append(97)
+    matcher.rollback(accepted)
+    return tokens
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_native_matcher_accepts_runs_of_tokens(name):
+    """``accept_all`` accepts the same tokens as ``accept``, up to the first illegal one."""
+    native = BACKENDS[name](vocabulary())
+    reference = REFERENCES[name](vocabulary())
+    rng = np.random.default_rng(3)
+    counts = np.zeros(7, int)
+    for spec in [*SPECS.values(), FREE["text"]]:
+        grammars = [native.compile(spec), reference.compile(replace(spec, marker=None))]
+        for _ in range(30):
+            pair = [grammar.matcher() for grammar in grammars]
+            if spec.marker is not None:
+                pair[1] = SearchingMatcher(pair[1], spec.marker)
+            for _ in range(5):
+                tokens = random_run(pair[1], rng)
+                size = 0
+                while size < len(tokens) and pair[1].accept(tokens[size]):
+                    size += 1
+                assert pair[0].native.accept_all(tokens) == size, (spec, tokens)
+                counts[min(size, 6)] += 1
+                if pair[1].is_terminated():
+                    break
+                if rng.random() < 0.5:
+                    np.testing.assert_array_equal(pair[0].legal(), pair[1].legal())
+                if size and rng.random() < 0.5:
+                    back = int(rng.integers(1, size + 1))
+                    for matcher in pair:
+                        matcher.rollback(back)
+    assert (counts > 20).all()
+
+
+def test_llguidance_matcher_accepts_runs_under_limits_of_tokens():
+    """LLGuidance may ignore limits of tokens when it validates several tokens at once."""
+    spec = GrammarSpec.lark('start: "a" word "d"*\nword[max_tokens=2]: /[a-c]+/')
+    grammar = LLGuidanceBackend(vocabulary()).compile(spec)
+    for text in itertools.product(b"abd", repeat=5):
+        tokens = [97, *text]
+        matcher = grammar.matcher()
+        size = 0
+        while size < len(tokens) and matcher.accept(tokens[size]):
+            size += 1
+        other = grammar.matcher()
+        assert other.native.accept_all(tokens) == size, text
+        np.testing.assert_array_equal(other.legal(), matcher.legal())
 
 
 class SearchingMatcher(Matcher):
