@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from softcuda_util import Words, check, code
+from softcuda_util import Words, check, code, run_child
 
 EQ = 1
 AND = 2
@@ -144,6 +144,79 @@ def test_memop_rejects_invalid_addresses(soft, words, stream):
         assert text in soft.refusal()
     wait = soft.d.cuStreamWaitValue64
     assert code(wait(stream, words.address(0) + 4, 1, 0)) == "INVALID_VALUE"
+
+
+#: Reserves an address range and maps memory into it. {access} is the access of the device.
+MAPPED = """
+base = int(s.cuMemAddressReserve(65536, 0, 0, 0))
+memory = s.cuMemCreate(65536, s.memory_properties(), 0)
+s.cuMemMap(base, 65536, 0, memory, 0)
+grant = d.CUmemAccessDesc()
+grant.location.type = d.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+grant.flags = d.CUmemAccess_flags({access})
+s.cuMemSetAccess(base, 65536, [grant], 1)
+stream = s.stream()
+"""
+
+
+@pytest.mark.parametrize("name", ["WriteValue32", "WriteValue64", "WaitValue32", "WaitValue64"])
+def test_memop_on_reserved_address_needs_mapped_memory(soft, stream, name):
+    """An address without memory is refused by the call."""
+    base = int(soft.cuMemAddressReserve(65536, 0, 0, 0))
+    try:
+        call = getattr(soft.d, "cuStream" + name)
+        assert code(call(stream, base + 64, 1, 0)) == "INVALID_VALUE"
+        assert "no memory is mapped" in soft.refusal()
+    finally:
+        soft.cuMemAddressFree(base, 65536)
+
+
+def test_memop_uses_mapped_virtual_memory():
+    text = (
+        MAPPED.format(access=3)
+        + """
+s.cuStreamWriteValue32(stream, base + 64, 7, 0)
+s.cuStreamWaitValue32(stream, base + 64, 7, 1)
+s.cuStreamSynchronize(stream)
+print(s.value(base + 64))
+"""
+    )
+    assert run_child(text).stdout == "7\n"
+
+
+ACCESSES = [
+    (1, "s.cuStreamWriteValue32(stream, base, 7, 0)", "writes to"),
+    (0, "s.cuStreamWaitValue64(stream, base, 7, 1)", "reads"),
+]
+
+
+@pytest.mark.parametrize(("access", "call", "word"), ACCESSES, ids=["write", "wait"])
+def test_memop_without_access_to_virtual_memory_is_a_fault(access, call, word):
+    text = MAPPED.format(access=access) + call + "\nprint(code(d.cuStreamSynchronize(stream)))"
+    done = run_child(text + "\nprint(s.fault())")
+    assert done.stdout.startswith("ILLEGAL_ADDRESS"), done.stderr
+    assert word in done.stdout and "has no such access" in done.stdout
+
+
+def test_memop_node_on_unmapped_memory_is_a_fault():
+    """A node is checked when it is created. Its memory may be unmapped before a launch."""
+    text = (
+        MAPPED.format(access=3)
+        + """
+from test_softcuda_memops import WRITE32, op
+graph = s.cuGraphCreate(0)
+params = d.CUDA_BATCH_MEM_OP_NODE_PARAMS()
+params.ctx, params.count, params.paramArray = s.context, 1, [op(s, WRITE32, base, 1)]
+s.cuGraphAddBatchMemOpNode(graph, None, 0, params)
+run = s.cuGraphInstantiate(graph, 0)
+s.cuMemUnmap(base, 65536)
+s.cuGraphLaunch(run, stream)
+print(code(d.cuStreamSynchronize(stream)), s.fault())
+"""
+    )
+    done = run_child(text)
+    assert done.stdout.startswith("ILLEGAL_ADDRESS"), done.stderr
+    assert "where no memory is mapped" in done.stdout
 
 
 #: Script that prints the attributes of memory operations, then the error codes of five operations.

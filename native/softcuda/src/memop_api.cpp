@@ -38,7 +38,11 @@ struct Check {
       const Allocation* owner = out->word.owner.get();
       that(!owner || !owner->host || (owner->flags & CU_MEMHOSTALLOC_WRITECOMBINED) == 0,
            "the memory location is in write-combined memory");
-      return;
+      if (!owner || owner->kind != MemoryKind::reserved) return;
+      int flags = 0;
+      std::lock_guard<std::mutex> lock(virtual_mutex());
+      if (find_mapping(out->word, bytes, &flags)) return;
+      why = "no memory is mapped at " + hex(address);
     }
     fail(CUDA_ERROR_INVALID_VALUE, why);
   }

@@ -68,6 +68,26 @@ bool satisfied(const Memop& op) {
   }
 }
 
+// Keeps the mapping of a word in a reserved range while an operation accesses the word. Returns
+// false after a fault, because the memory was unmapped after the operation had been created or
+// because the device has no access to it.
+bool lock_mapping(const Memop& op, std::unique_lock<std::mutex>* lock) {
+  if (op.word.owner == nullptr || op.word.owner->kind != MemoryKind::reserved) return true;
+  *lock = std::unique_lock<std::mutex>(virtual_mutex());
+  const bool writes = op.operation == CU_STREAM_MEM_OP_WRITE_VALUE_32 ||
+                      op.operation == CU_STREAM_MEM_OP_WRITE_VALUE_64;
+  int flags = 0;
+  const bool mapped = find_mapping(op.word, op.wide ? 8 : 4, &flags);
+  if (mapped && flags != 0 && (!writes || flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE)) return true;
+  lock->unlock();
+  fault(CUDA_ERROR_ILLEGAL_ADDRESS,
+        std::string("a memory operation ") + (writes ? "writes to " : "reads ") +
+            hex(op.word.owner->alias +
+                static_cast<size_t>(op.word.address - op.word.owner->storage)) +
+            (mapped ? ", to which the device has no such access" : ", where no memory is mapped"));
+  return false;
+}
+
 // Runs the operations of a batch in array order, starting at `next` (W1). Returns the index of the
 // first unsatisfied wait, or the number of operations if the batch is complete.
 size_t advance(const MemopWork& work, size_t next) {
@@ -79,6 +99,8 @@ size_t advance(const MemopWork& work, size_t next) {
             "use after free: a memory operation accesses " + op.word.owner->describe());
       return work.ops.size();
     }
+    std::unique_lock<std::mutex> lock;
+    if (!lock_mapping(op, &lock)) return work.ops.size();
     switch (op.operation) {
       case CU_STREAM_MEM_OP_WAIT_VALUE_32:
       case CU_STREAM_MEM_OP_WAIT_VALUE_64:

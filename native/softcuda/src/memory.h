@@ -104,6 +104,10 @@ void release_range(const std::shared_ptr<Allocation>& allocation);
 // an inaccessible range of addresses, into which the caller maps memory (M10).
 std::shared_ptr<Allocation> reserve_range(size_t size);
 void unreserve_range(const std::shared_ptr<Allocation>& range);
+// The mutex of the mappings of reserved ranges, and whether memory is mapped at a target in such a
+// range. `flags` receives the access that the device has. The caller holds the mutex.
+std::mutex& virtual_mutex();
+bool find_mapping(const Target& target, size_t bytes, int* flags);
 // Adds `delta` bytes to the amount of used device memory. Refuses the call if they are not free.
 void reserve_physical(long delta);
 // The mutex of the allocation tables. It guards some members of Allocation.

@@ -106,6 +106,21 @@ void add_physical(unsigned long long* out, int fd, size_t size, const CUmemAlloc
 }
 
 }  // namespace
+
+std::mutex& virtual_mutex() { return g_virtual_mutex; }
+
+bool find_mapping(const Target& target, size_t bytes, int* flags) {
+  const auto reservation = g_reservations.find(target.owner->alias);
+  if (reservation == g_reservations.end()) return false;
+  const auto& mappings = reservation->second.mappings;
+  const CUdeviceptr p =
+      target.owner->alias + static_cast<size_t>(target.address - target.owner->storage);
+  const auto after = mappings.upper_bound(p);
+  if (after == mappings.begin()) return false;
+  const auto& mapping = *std::prev(after);
+  *flags = mapping.second.flags;
+  return p - mapping.first <= mapping.second.size - bytes;
+}
 }  // namespace softcuda
 
 using namespace softcuda;
