@@ -246,6 +246,30 @@ class Arguments:
         self.soft.cuLinkAddData(state, kind, PTX, len(PTX), b"text", 0, [], [])
         return int(state)
 
+    def array_descriptor(self) -> Any:
+        """Return the descriptor of an array of 64 bytes."""
+        p = self.d.CUDA_ARRAY_DESCRIPTOR()
+        p.Width, p.Height, p.NumChannels = 16, 4, 1
+        p.Format = self.d.CUarray_format.CU_AD_FORMAT_UNSIGNED_INT8
+        return p
+
+    def create_array3d(self) -> int:
+        """Return the descriptor of an array of 64 bytes."""
+        p = self.d.CUDA_ARRAY3D_DESCRIPTOR()
+        p.Width, p.Height, p.Depth, p.NumChannels = 8, 4, 2, 1
+        p.Format = self.d.CUarray_format.CU_AD_FORMAT_UNSIGNED_INT8
+        return self.struct(p)
+
+    def create_copy2d(self) -> int:
+        """Return a copy of two rows between device pointers."""
+        p = self.d.CUDA_MEMCPY2D()
+        p.srcMemoryType = p.dstMemoryType = self.d.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        p.srcDevice = self.d.CUdeviceptr(self.word("dptr"))
+        p.dstDevice = self.d.CUdeviceptr(self.word("dptr"))
+        p.srcPitch = p.dstPitch = 32
+        p.WidthInBytes, p.Height = 16, 2
+        return self.struct(p)
+
     def create_config(self) -> int:
         p = self.d.CUlaunchConfig()
         p.gridDimX = p.gridDimY = p.gridDimZ = p.blockDimX = p.blockDimY = p.blockDimZ = 1
@@ -287,6 +311,8 @@ CREATE: dict[str, Callable[[Arguments], Any]] = {
         a.word("memory"), a.d.CUmemAllocationHandleType(1), 0
     ),
     "pageable": lambda a: (a.buffer(bytes(3 * 4096)) + 4095) // 4096 * 4096,
+    "array2d": lambda a: a.struct(a.array_descriptor()),
+    "array": lambda a: a.soft.cuArrayCreate(a.array_descriptor()),
     "stream": lambda a: a.soft.stream(),
     "event": lambda a: a.soft.cuEventCreate(2),
     "module": lambda a: a.soft.cuModuleLoadData(a.image),

@@ -80,6 +80,7 @@ KINDS = frozenset(
         "object",
         "retained",
         "pageable",
+        "array",
     }
 )
 
@@ -122,6 +123,10 @@ cuDeviceGetByPCIBusId [f] out in.bus
 cuDeviceGetP2PAttribute [] out 1|99 dev dev -> INVALID_DEVICE
 cuDeviceGetExecAffinitySupport [] out 0|1 dev
 cuProfilerStart,cuProfilerStop [c]
+cuCoredumpGetAttribute [c] 3|99 out? out
+cuCoredumpGetAttributeGlobal [] 3|99 out? out
+cuCoredumpSetAttribute [c] 3|99 in.bytes in.fours
+cuCoredumpSetAttributeGlobal [] 3|99 in.bytes in.fours
 cuCtxGetStreamPriorityRange [] out? out?
 cuMemAlloc [cu] out 64|0|1125899906842624:OUT_OF_MEMORY
 cuMemFree [cu] dptr
@@ -188,9 +193,29 @@ cuMemcpyDtoHAsync [c] out dptr 64|65536 stream
 cuMemcpyDtoDAsync [c] dptr dptr 64|65536 stream
 cuMemcpyWithAttributesAsync [c] dptr~- dptr~- 64|65536 in.access? stream
 cuMemcpyBatchAsync [c] in.pointers in.pointers2 in.sizes 1|0 in.access in.zeros 1|2 stream
-cuMemcpyBatchAsync@12080 [c] in.pointers in.pointers2 in.sizes 1|0 in.access in.zeros 1|2 out? stream
+cuMemcpyBatchAsync@12080 [c] in.pointers in.pointers2 in.sizes 1|0 in.access in.zeros 1|2 0 stream
 cuMemsetD8,cuMemsetD16,cuMemsetD32 [cu] dptr 1 16|65536
 cuMemsetD8Async,cuMemsetD16Async,cuMemsetD32Async [c] dptr 1 16|65536 stream
+cuMemsetD2D8,cuMemsetD2D16,cuMemsetD2D32 [cu] dptr 32|4 1 8|65536 2|65536
+cuMemsetD2D8Async,cuMemsetD2D16Async,cuMemsetD2D32Async [c] dptr 32|4 1 8|65536 2|65536 stream
+cuMemAllocPitch [cu] out out 64|0 2|0 4|3
+cuMemcpy2D,cuMemcpy2DUnaligned [cu] in.copy2d
+cuMemcpy2DAsync [c] in.copy2d stream
+cuMemcpy3D,cuMemcpy3DPeer [cu] in.copy
+cuMemcpy3DAsync,cuMemcpy3DPeerAsync [c] in.copy stream
+cuMemcpyPeer [cu] dptr ctx dptr ctx 64|65536
+cuMemcpyPeerAsync [c] dptr ctx dptr ctx 64|65536 stream
+cuArrayCreate [cu] out in.array2d
+cuArray3DCreate [cu] out in.array3d
+cuArrayDestroy [cu] array
+cuArrayGetDescriptor,cuArray3DGetDescriptor [c] out array
+cuMemcpyHtoA [cu] array 0|64 in.bytes 16|65536
+cuMemcpyHtoAAsync [c] array 0|64 in.bytes 16|65536 stream
+cuMemcpyAtoH [cu] out array 0|64 16|65536
+cuMemcpyAtoHAsync [c] out array 0|64 16|65536 stream
+cuMemcpyDtoA [cu] array 0|64 dptr 16|65536
+cuMemcpyAtoD [cu] dptr array 0|64 16|65536
+cuMemcpyAtoA [cu] array 0|64 array 0|64 16|65536
 cuModuleLoadData [cu] out in.image
 cuModuleLoadDataEx [cu] out in.image 0 0 0
 cuLinkCreate [c] 0 0 0 out
@@ -238,6 +263,10 @@ cuStreamCreate [c] out 1|8
 cuStreamCreateWithPriority [c] out 1|8 0
 cuStreamDestroy,cuStreamSynchronize,cuStreamQuery [] stream
 cuStreamWaitEvent [] stream event 0|2|1
+cuStreamGetAttribute [] stream 8|99 out
+cuStreamSetAttribute [] stream 8|99 in.bytes
+cuStreamCopyAttributes [] stream stream
+cuStreamAddCallback [] stream in.fn 0 0|1
 cuStreamGetCtx [] stream out out
 cuStreamGetCtx@9020,cuStreamGetFlags,cuStreamGetPriority,cuStreamGetId [] stream out
 cuStreamGetDevice,cuStreamIsCapturing [] stream out

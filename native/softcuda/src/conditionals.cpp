@@ -38,9 +38,10 @@ void check_node_in_body(const Node& node) {
 }  // namespace
 
 void check_in_body(const Work& work) {
-  require(work.kind != WorkKind::copy || (work.copy->src.owner && work.copy->dst.owner),
-          CUDA_ERROR_NOT_SUPPORTED,
-          "a memcpy node in a conditional body may not access pageable host memory");
+  require(
+      work.kind != WorkKind::copy || (work.copy->src.target.owner && work.copy->dst.target.owner),
+      CUDA_ERROR_NOT_SUPPORTED,
+      "a memcpy node in a conditional body may not access pageable host memory");
 }
 
 namespace {
@@ -96,8 +97,8 @@ void add_conditional(CUgraphNode* out, CUgraph handle, const CUgraphNode* deps, 
               (p->size > 1 && p->type == CU_GRAPH_COND_TYPE_SWITCH),
           CUDA_ERROR_INVALID_VALUE,
           "a WHILE node needs 1 body, an IF node 1 or 2, a SWITCH node at least 1");
-  require(p->ctx == nullptr || p->ctx == primary_context(), CUDA_ERROR_INVALID_CONTEXT,
-          "the context of the conditional node is not the primary context");
+  require(p->ctx == nullptr || is_context(p->ctx), CUDA_ERROR_INVALID_CONTEXT,
+          "the context of the conditional node is unknown or was destroyed");
   auto node = std::make_shared<Node>();
   node->type = CU_GRAPH_NODE_TYPE_CONDITIONAL;
   node->condition = condition;
@@ -144,7 +145,7 @@ SC_API(cuGraphConditionalHandleCreate, 12030, 0, uint64_t*, out, CUgraph, handle
        context, unsigned, initial, unsigned, flags) {
   const auto graph = graphs.find(handle);
   require(out != nullptr && flags <= 1);
-  require(context == nullptr || context == primary_context(), CUDA_ERROR_INVALID_CONTEXT);
+  require(context == nullptr || is_context(context), CUDA_ERROR_INVALID_CONTEXT);
   // The cells are never freed. A kernel that uses the handle of a destroyed graph therefore writes
   // to valid memory.
   static auto& cells = *new std::deque<softcuda_condition>;

@@ -1,40 +1,90 @@
 // Copies (memcpy) and fills (memset): parameter checks, execution and entry points (invariants C1
 // and C2).
+#include <algorithm>
 #include <cstring>
 
+#include "arrays.h"
 #include "capture.h"
 #include "executor.h"
 
 namespace softcuda {
 namespace {
 
-// Resolves the address of one side of a copy and checks its bounds (C2). `side` is "source" or
-// "destination" and appears in the error text.
-void resolve_end(const CopyEnd& end, size_t bytes, Target* target, const char* side) {
+// Whether the distance between the first byte of the memory and the last byte of the copy exceeds
+// what 62 bits can represent.
+bool overflows(const CopyEnd& end, const CopyShape& shape) {
+  if (end.type == CU_MEMORYTYPE_ARRAY) return false;  // resolve_array() checks the bounds
+  using Wide = unsigned __int128;
+  constexpr Wide kLimit = Wide{1} << 62;
+  const Wide rows = Wide{end.y} + shape.rows;
+  const Wide slices = Wide{end.z} + shape.slices;
+  const Wide row = std::max<Wide>(end.pitch, Wide{end.x_in_bytes} + shape.row_bytes);
+  const Wide height = std::max<Wide>(end.height, rows);
+  if (row >= kLimit || height >= kLimit || slices >= kLimit) return true;
+  const Wide slice = row * height;
+  return slice >= kLimit || slice * slices >= kLimit;
+}
+
+// Resolves the address of one side of a copy in linear memory, and checks its bounds (C2).
+// Returns the reason of a failure; "" if there is none.
+std::string resolve_linear(const CopyEnd& end, const CopyShape& shape, CopySide* side) {
+  side->row_pitch = end.pitch;
+  side->slice_pitch = end.pitch * end.height;
+  if (shape.rows > 1 && end.pitch < end.x_in_bytes + shape.row_bytes) {
+    return "the pitch of " + std::to_string(end.pitch) + " bytes is less than a row";
+  }
+  if (shape.slices > 1 && end.height < end.y + shape.rows) {
+    return "the height of " + std::to_string(end.height) + " rows is less than that of the copy";
+  }
   const bool host = end.type == CU_MEMORYTYPE_HOST;
   const auto base = host ? reinterpret_cast<unsigned long long>(end.host) : end.device;
-  const unsigned long long from = base + end.x_in_bytes;
+  const unsigned long long from =
+      base + end.z * side->slice_pitch + end.y * end.pitch + end.x_in_bytes;
+  if (host && is_alias(from)) return hex(from) + " is a device address";
   std::string why;
-  if (host && is_alias(from)) why = hex(from) + " is a device address";
-  const bool resolved = why.empty() && resolve(from, bytes, target, &why);
-  const bool device = is_alias(from) || (target->owner && target->owner->unified());
-  if (resolved && (device || end.type != CU_MEMORYTYPE_DEVICE)) return;
-  if (resolved) why = hex(from) + " is not a device address";
-  refuse(CUDA_ERROR_INVALID_VALUE, std::string("copy ") + side + ": " + why);
+  Target& target = side->target;
+  if (!resolve(from, side->extent(shape), &target, &why)) return why;
+  const bool device = is_alias(from) || (target.owner && target.owner->unified());
+  if (device || end.type != CU_MEMORYTYPE_DEVICE) return "";
+  return hex(from) + " is not a device address";
+}
+
+// Resolves one side of a copy. `name` is "source" or "destination" and appears in the error text.
+void resolve_side(const CopyEnd& end, const CopyShape& shape, CopySide* side, const char* name) {
+  require(end.lod == 0, CUDA_ERROR_INVALID_VALUE, "the level of detail of a copy must be 0");
+  const std::string why = end.type == CU_MEMORYTYPE_ARRAY ? resolve_array(end, shape, side)
+                                                          : resolve_linear(end, shape, side);
+  if (!why.empty()) {
+    refuse(CUDA_ERROR_INVALID_VALUE, std::string("copy ") + name + ": " + why);
+  }
+}
+
+void move_rows(const CopyWork& c, const char* from) {
+  for (size_t slice = 0; slice < c.shape.slices; ++slice) {
+    for (size_t row = 0; row < c.shape.rows; ++row) {
+      std::memmove(c.dst.target.address + c.dst.offset(slice, row), from + c.src.offset(slice, row),
+                   c.shape.row_bytes);
+    }
+  }
 }
 
 }  // namespace
 
+size_t CopySide::extent(const CopyShape& shape) const {
+  if (shape.empty()) return 0;
+  return offset(shape.slices - 1, shape.rows - 1) + shape.row_bytes;
+}
+
 std::shared_ptr<CopyWork> make_copy(const CUDA_MEMCPY3D& p) {
-  require(p.src.type != CU_MEMORYTYPE_ARRAY && p.dst.type != CU_MEMORYTYPE_ARRAY && p.Height <= 1 &&
-              p.Depth <= 1 && (p.src.y | p.src.z | p.dst.y | p.dst.z) == 0,
-          CUDA_ERROR_NOT_SUPPORTED,
-          "copies of arrays and of more than one row are not implemented");
   auto c = std::make_shared<CopyWork>();
   c->params = p;
-  c->bytes = p.WidthInBytes;
-  resolve_end(p.src, c->bytes, &c->src, "source");
-  resolve_end(p.dst, c->bytes, &c->dst, "destination");
+  c->shape.row_bytes = p.WidthInBytes;
+  c->shape.rows = std::max<size_t>(p.Height, 1);
+  c->shape.slices = std::max<size_t>(p.Depth, 1);
+  require(!overflows(p.src, c->shape) && !overflows(p.dst, c->shape), CUDA_ERROR_INVALID_VALUE,
+          "the size of the copy or an offset exceeds the address space");
+  resolve_side(p.src, c->shape, &c->src, "source");
+  resolve_side(p.dst, c->shape, &c->dst, "destination");
   return c;
 }
 
@@ -62,14 +112,14 @@ std::shared_ptr<FillWork> make_fill(const CUDA_MEMSET_NODE_PARAMS& p) {
 }
 
 bool run_copy(Executor* executor, const CopyWork& c) {
-  for (const Target* target : {&c.src, &c.dst}) {
+  for (const Target* target : {&c.src.target, &c.dst.target}) {
     if (target->live()) continue;
     fault(CUDA_ERROR_ILLEGAL_ADDRESS,
           "use after free: a copy accesses " + target->owner->describe());
     return false;
   }
-  const char* from = c.staged.empty() ? c.src.address : c.staged.data();
-  return executor->guarded("copy", [&] { std::memmove(c.dst.address, from, c.bytes); });
+  const char* from = c.staged.empty() ? c.src.target.address : c.staged.data();
+  return executor->guarded("copy", [&] { move_rows(c, from); });
 }
 
 bool run_fill(Executor* executor, const FillWork& f) {
@@ -93,37 +143,41 @@ bool run_fill(Executor* executor, const FillWork& f) {
   });
 }
 
-namespace {
-
-// Enqueues or captures a copy. The copy follows the driver's rules for pageable memory (C1). If the
-// source is pageable, an asynchronous copy reads it before the call returns. If the destination is
-// pageable, the copy is complete when the call returns. With `read_now`, any source is read before
-// the call returns.
-CUresult run(const std::shared_ptr<CopyWork>& c, CUstream handle, bool wait,
-             bool read_now = false) {
+// The copy follows the driver's rules for pageable memory (C1). If the source is pageable, an
+// asynchronous copy reads it before the call returns. If the destination is pageable, the copy is
+// complete when the call returns.
+CUresult enqueue_copy(const std::shared_ptr<CopyWork>& c, CUstream handle, bool wait,
+                      bool read_now) {
   const auto stream = find_stream(handle);
-  if (c->bytes == 0 || capture_work(handle, Work(c))) return CUDA_SUCCESS;
-  if (!wait && (read_now || c->src.owner == nullptr)) {
-    c->staged.assign(c->src.address, c->src.address + c->bytes);
+  if (c->shape.empty() || capture_work(handle, Work(c))) return CUDA_SUCCESS;
+  if (!wait && (read_now || c->src.target.owner == nullptr)) {
+    const char* from = c->src.target.address;
+    c->staged.assign(from, from + c->src.extent(c->shape));
   }
-  wait = wait || c->dst.owner == nullptr;
+  wait = wait || c->dst.target.owner == nullptr;
   const OpRef op = enqueue(*stream, Work(c));
   return wait ? wait_op(op, "a copy to finish") : CUDA_SUCCESS;
 }
 
-// Implements all memcpy functions of one row.
+CUresult enqueue_fill(const CUDA_MEMSET_NODE_PARAMS& params, CUstream handle, bool wait) {
+  const auto stream = find_stream(handle);
+  const auto f = make_fill(params);
+  if (f->row_bytes == 0 || capture_work(handle, Work(f))) return CUDA_SUCCESS;
+  const OpRef op = enqueue(*stream, Work(f));
+  return wait ? wait_op(op, "a memset to finish") : CUDA_SUCCESS;
+}
+
+namespace {
+
+// Implements the memcpy functions of contiguous memory.
 CUresult copy(CopyEnd dst, CopyEnd src, size_t bytes, CUstream handle, bool wait) {
   find_stream(handle);
-  return run(make_copy(CUDA_MEMCPY3D{src, dst, bytes, 1, 1}), handle, wait);
+  return enqueue_copy(make_copy(CUDA_MEMCPY3D{src, dst, bytes, 1, 1}), handle, wait);
 }
 
 CUresult fill(CUdeviceptr dst, unsigned value, unsigned element, size_t count, CUstream handle,
               bool wait) {
-  const auto stream = find_stream(handle);
-  const auto f = make_fill(CUDA_MEMSET_NODE_PARAMS{dst, 0, value, element, count, 1});
-  if (count == 0 || capture_work(handle, Work(f))) return CUDA_SUCCESS;
-  const OpRef op = enqueue(*stream, Work(f));
-  return wait ? wait_op(op, "a memset to finish") : CUDA_SUCCESS;
+  return enqueue_fill(CUDA_MEMSET_NODE_PARAMS{dst, 0, value, element, count, 1}, handle, wait);
 }
 
 CopyEnd end_of(CUmemorytype type, const void* host, CUdeviceptr device) {
@@ -179,7 +233,8 @@ static bool reads_now(const CUmemcpyAttributes* attributes) {
 SC_API_CODE(cuMemcpyWithAttributesAsync, 13020, kContext, CUdeviceptr, dst, CUdeviceptr, src,
             size_t, size, const CUmemcpyAttributes*, attributes, CUstream, stream) {
   const bool now = reads_now(attributes);
-  return run(make_copy(CUDA_MEMCPY3D{unified(src), unified(dst), size, 1, 1}), stream, false, now);
+  return enqueue_copy(make_copy(CUDA_MEMCPY3D{unified(src), unified(dst), size, 1, 1}), stream,
+                      false, now);
 }
 
 // All copies are checked before the first one is enqueued.
@@ -204,7 +259,7 @@ SC_API_CODE(cuMemcpyBatchAsync_v2, 13000, kContext, const CUdeviceptr*, dsts, co
         reads_now(&attributes[group]));
   }
   for (auto& item : copies) {
-    const CUresult result = run(item.first, stream, false, item.second);
+    const CUresult result = enqueue_copy(item.first, stream, false, item.second);
     if (result != CUDA_SUCCESS) return result;
   }
   return CUDA_SUCCESS;

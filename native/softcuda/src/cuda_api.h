@@ -129,11 +129,12 @@ enum : int {
   CU_FUNC_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE = 15,
 };
 
-// Attributes of launches and of kernel nodes.
+// Attributes of launches, kernel nodes and streams.
 enum : int {
   CU_LAUNCH_ATTRIBUTE_IGNORE = 0,
   CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW = 1,
   CU_LAUNCH_ATTRIBUTE_COOPERATIVE = 2,
+  CU_LAUNCH_ATTRIBUTE_SYNCHRONIZATION_POLICY = 3,
   CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4,
   CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6,
   CU_LAUNCH_ATTRIBUTE_PRIORITY = 8,
@@ -246,6 +247,39 @@ struct CUDA_MEMCPY3D {
   size_t WidthInBytes, Height, Depth;
 };
 static_assert(sizeof(CUDA_MEMCPY3D) == 200, "driver ABI");
+
+enum : int {
+  CU_AD_FORMAT_UNSIGNED_INT8 = 0x01,
+  CU_AD_FORMAT_UNSIGNED_INT16 = 0x02,
+  CU_AD_FORMAT_UNSIGNED_INT32 = 0x03,
+  CU_AD_FORMAT_SIGNED_INT8 = 0x08,
+  CU_AD_FORMAT_SIGNED_INT16 = 0x09,
+  CU_AD_FORMAT_SIGNED_INT32 = 0x0a,
+  CU_AD_FORMAT_HALF = 0x10,
+  CU_AD_FORMAT_FLOAT = 0x20,
+};
+
+enum : unsigned {
+  CUDA_ARRAY3D_LAYERED = 1,
+  CUDA_ARRAY3D_CUBEMAP = 4,
+  CUDA_ARRAY3D_SPARSE = 0x40,
+  CUDA_ARRAY3D_DEFERRED_MAPPING = 0x80,
+  CUDA_ARRAY3D_ALL = 0x1ff,
+};
+
+struct CUDA_ARRAY_DESCRIPTOR {
+  size_t Width, Height;
+  int Format;
+  unsigned NumChannels;
+};
+static_assert(sizeof(CUDA_ARRAY_DESCRIPTOR) == 24, "driver ABI");
+
+struct CUDA_ARRAY3D_DESCRIPTOR {
+  size_t Width, Height, Depth;
+  int Format;
+  unsigned NumChannels, Flags;
+};
+static_assert(sizeof(CUDA_ARRAY3D_DESCRIPTOR) == 40, "driver ABI");
 
 struct CUDA_MEMCPY_NODE_PARAMS {
   int flags;

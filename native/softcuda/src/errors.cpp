@@ -11,11 +11,15 @@ namespace {
 struct ErrorName {
   CUresult code;
   const char* name;
-  // The error's name in lower case, without "CUDA_ERROR_" and with spaces for underscores.
+  // The text of the driver for common errors. For others, the error's name in lower case, without
+  // "CUDA_ERROR_" and with spaces for underscores.
   std::string text;
 };
 
 ErrorName error_name(CUresult code, const char* name) {
+  if (code == CUDA_ERROR_INVALID_VALUE) return {code, name, "invalid argument"};
+  if (code == CUDA_ERROR_NOT_INITIALIZED) return {code, name, "initialization error"};
+  if (code == CUDA_ERROR_INVALID_DEVICE) return {code, name, "invalid device ordinal"};
   std::string text = std::strncmp(name, "CUDA_ERROR_", 11) == 0 ? name + 11 : "no error";
   for (char& c : text) c = c == '_' ? ' ' : static_cast<char>(std::tolower(c));
   return {code, name, text};

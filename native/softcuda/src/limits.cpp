@@ -8,7 +8,6 @@
 
 namespace softcuda {
 CUcontext current_context();
-bool is_context(CUcontext context);
 void set_context_flags(unsigned flags);
 }  // namespace softcuda
 

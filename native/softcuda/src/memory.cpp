@@ -506,7 +506,17 @@ SC_API(cuMemHostRegister_v2, 6050, kContext | kUnsafe, void*, p, size_t, size, u
   live_add(Resource::pinned_memory, 1);
 }
 
+// An address inside of registered memory is an invalid value; it must be the start.
 SC_API(cuMemHostUnregister, 4000, kContext | kUnsafe, void*, p) {
+  const auto from = reinterpret_cast<unsigned long long>(p);
+  {
+    std::lock_guard<std::mutex> lock(g_table.mutex);
+    const auto below = floor_entry(g_table.by_host, from);
+    const auto start = below ? reinterpret_cast<unsigned long long>(below->storage) : 0;
+    if (below && below->registered && from > start && from < start + below->size) {
+      refuse(CUDA_ERROR_INVALID_VALUE, hex(from) + " is inside of " + below->describe());
+    }
+  }
   free_host(p, true, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
 }
 

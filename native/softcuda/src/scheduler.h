@@ -2,6 +2,8 @@
 // dependencies are complete (invariants S1-S9).
 #pragma once
 
+#include <array>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -24,6 +26,8 @@ struct LaunchState;
 
 size_t total_memory();
 CUcontext primary_context();
+// Whether a handle is that of the primary context or of one created by cuCtxCreate.
+bool is_context(CUcontext context);
 
 // A kernel launch with translated parameters. Immutable; shared by graph definitions and
 // executables.
@@ -39,10 +43,28 @@ struct KernelWork {
   std::vector<std::pair<unsigned, std::shared_ptr<Allocation>>> pointers;
 };
 
+// The size of a copy. A copy of contiguous bytes has one row and one slice.
+struct CopyShape {
+  size_t row_bytes = 0;
+  size_t rows = 1;    // rows of a slice
+  size_t slices = 1;  // slices of the copy; more than one for a three-dimensional copy
+  bool empty() const { return row_bytes == 0; }
+};
+
+// The source or destination of a copy: its first byte, and the distances in bytes between the
+// starts of its rows and of its slices.
+struct CopySide {
+  Target target;
+  size_t row_pitch = 0, slice_pitch = 0;
+  size_t offset(size_t slice, size_t row) const { return slice * slice_pitch + row * row_pitch; }
+  // Number of bytes from the first to the last byte of the copy.
+  size_t extent(const CopyShape& shape) const;
+};
+
 struct CopyWork {
   CUDA_MEMCPY3D params;  // the caller's values
-  Target dst, src;
-  size_t bytes = 0;
+  CopySide dst, src;
+  CopyShape shape;
   // If the source is pageable: its contents, which were copied during the call (C1).
   std::vector<char> staged;
 };
@@ -154,11 +176,16 @@ class OpRef {
   Op* op_ = nullptr;
 };
 
+// The value of a stream attribute: a union of the driver's ABI.
+using AttributeValue = std::array<char, 64>;
+
 struct Stream {
   void* handle = nullptr;
   unsigned flags = 0;
   int priority = 0;
   uint64_t id = 0;
+  // Attributes that were set by cuStreamSetAttribute (stream_attributes.cpp).
+  std::map<int, AttributeValue> attributes;
   // The scheduler's mutex guards these fields.
   OpRef tail;  // the operation that was enqueued last
   // The last enqueued operation that runs a host function. Lock model 2 waits for it.
@@ -207,6 +234,11 @@ inline Handles<Event>& events =
 // Check the parameters of a copy or memset, resolve its addresses and return its work.
 std::shared_ptr<CopyWork> make_copy(const CUDA_MEMCPY3D& params);
 std::shared_ptr<FillWork> make_fill(const CUDA_MEMSET_NODE_PARAMS& params);
+// Enqueue or capture a copy or memset. With `wait`, the call returns when it is complete. With
+// `read_now`, the source of the copy is read before the call returns.
+CUresult enqueue_copy(const std::shared_ptr<CopyWork>& copy, CUstream stream, bool wait,
+                      bool read_now = false);
+CUresult enqueue_fill(const CUDA_MEMSET_NODE_PARAMS& params, CUstream stream, bool wait);
 
 // Range of stream priorities. Priorities are stored but have no effect.
 constexpr int kLeastPriority = 0;
