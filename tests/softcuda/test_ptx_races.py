@@ -129,6 +129,58 @@ def test_racecheck_accepts_ordered_and_atomic_accesses(body):
     assert text.startswith("SUCCESS"), text
 
 
+#: Thread 0 of each block publishes with a counter, and then reads what another block published.
+COUNTER = """
+    setp.ne.u32 %p1, %r0, 0;  @%p1 bra DONE;
+    membar.gl;
+    atom.global.add.u32 %r5, [%rd1], 1;
+    membar.gl;
+DONE:
+"""
+ORDERED_BLOCKS = """
+    setp.ne.u32 %p1, %r0, 0;  @%p1 bra DONE;
+WAIT:
+    ld.acquire.gpu.global.u32 %r6, [%rd1];  setp.lt.u32 %p2, %r6, %r1;  @%p2 bra WAIT;
+    st.global.u32 [%rd1+4], %r5;
+    membar.gl;
+    atom.global.add.u32 %r5, [%rd1], 1;
+DONE:
+"""
+#: Reads words of 1 KiB pages: more memory than race detection tracks.
+PAGES = "mul.wide.u32 %rd5, %r1, 1024; add.u64 %rd5, %rd5, %rd0; ld.global.u32 %r5, [%rd5];"
+LARGE = """
+text = {text!r}
+k = s.cuModuleGetFunction(s.cuModuleLoadData(text.encode() + b"\\0"), b"k")
+s.launch(k, {grid}, 32, s.alloc({nbytes}), s.put(np.zeros(64, np.uint32)))
+print(code(d.cuCtxSynchronize()))
+"""
+
+
+def large_launch(body: str, grid: int, nbytes: int = 4096) -> tuple[str, str]:
+    """Return the error code and the standard error output of a launch with race detection."""
+    text = LARGE.format(text=module(body, 2), grid=grid, nbytes=nbytes)
+    done = util.run_child(text, SOFTCUDA_RACECHECK="1")
+    return done.stdout.strip(), done.stderr
+
+
+def test_racecheck_bounds_memory_of_published_words():
+    """A launch in which too many blocks publish is not checked further, which is printed."""
+    assert large_launch(COUNTER, 200) == ("SUCCESS", "")
+    result, text = large_launch(COUNTER, 4200)
+    assert result == "SUCCESS" and "more than 4096 blocks published in a word" in text
+    assert "kernel 'k'" in text and "did not check" in text
+    # Each block waits for its predecessor before it stores. No block is reported, before or after
+    # the limit is reached.
+    result, text = large_launch(ORDERED_BLOCKS, 4200)
+    assert result == "SUCCESS" and "did not check" in text
+
+
+def test_racecheck_prints_number_of_accesses_beyond_its_memory():
+    result, text = large_launch(PAGES, 66000, 66000 * 1024)
+    assert result == "SUCCESS" and "accesses more than 64 MB" in text
+    assert f"did not check {(66000 - 65536) * 32} accesses" in text
+
+
 # ---- programmatic edges ------------------------------------------------------------------------
 
 PRODUCER = "mad.wide.u32 %rd5, %r0, 4, %rd1; st.global.u32 [%rd5], %r0;"

@@ -1,6 +1,7 @@
 // Race detection in global memory, between the blocks of a launch and the warps of a block. Blocks
 // are ordered by fences and by words that one block writes and another one reads (PTX.md).
 #include <algorithm>
+#include <cstdio>
 
 #include "../runtime.h"
 #include "races.h"
@@ -14,6 +15,10 @@ constexpr uint64_t kWordsPerPage = 256;
 // Pages of 1 KiB that a launch may track, for which race detection needs up to 800 MB. Accesses of
 // other pages are not checked.
 constexpr size_t kMaxPages = 1 << 16;
+// Blocks that may publish in one word, and clocks of blocks that may be published in all words, for
+// which race detection needs 12 MB.
+constexpr size_t kMaxBlocks = 4096;
+constexpr size_t kMaxClocks = 1 << 16;
 
 uint64_t word_of(const char* storage) { return reinterpret_cast<uint64_t>(storage) / 4; }
 
@@ -106,6 +111,19 @@ bool note_global(Warp& w, const Instr* in, unsigned lane, uint64_t address, char
 
 // ---- words --------------------------------------------------------------------------------------
 
+GlobalRaces::~GlobalRaces() {
+  if (unchecked_ == 0) return;
+  const std::string why =
+      overflowed_ ? "more than " + std::to_string(kMaxBlocks) + " blocks published in a word, or " +
+                        std::to_string(kMaxClocks) + " in all words"
+                  : "the launch accesses more than " +
+                        std::to_string(kMaxPages * kWordsPerPage * 4 >> 20) + " MB";
+  std::fprintf(stderr,
+               "softcuda: race detection did not check %llu accesses of kernel '%s' to global "
+               "memory: %s\n",
+               static_cast<unsigned long long>(unchecked_), kernel_.name.c_str(), why.c_str());
+}
+
 BlockClocks GlobalRaces::published(const char* storage) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = published_.find(word_of(storage));
@@ -116,7 +134,15 @@ void GlobalRaces::publish(const char* storage, const BlockClocks& clocks) {
   std::lock_guard<std::mutex> lock(mutex_);
   // A word keeps everything that was ever published in it. A store that ends a release sequence
   // therefore orders too much, which hides races but never reports false ones.
-  join_clocks(&published_[word_of(storage)], clocks);
+  if (overflowed_) return;
+  BlockClocks& word = published_[word_of(storage)];
+  clocks_ -= word.size();
+  join_clocks(&word, clocks);
+  clocks_ += word.size();
+  if (word.size() <= kMaxBlocks && clocks_ <= kMaxClocks) return;
+  overflowed_ = true;
+  published_.clear();
+  pages_.clear();
 }
 
 GlobalRaces::Word* GlobalRaces::find(uint64_t word) {
@@ -166,10 +192,17 @@ std::string GlobalRaces::note(const Warp& w, const Instr* in, char* storage, uns
   now.strong = (in->aux & kStrong) != 0;
   now.wide = (in->aux & kDeviceScope) != 0;
   std::lock_guard<std::mutex> lock(mutex_);
+  if (overflowed_) {
+    ++unchecked_;
+    return "";
+  }
   const auto first = reinterpret_cast<uint64_t>(storage);
   for (uint64_t word = first / 4; word <= (first + bytes - 1) / 4; ++word) {
     Word* x = find(word);
-    if (x == nullptr) return "";
+    if (x == nullptr) {
+      ++unchecked_;
+      return "";
+    }
     const uint64_t from = std::max(first, word * 4) - word * 4;
     const uint64_t to = std::min(first + bytes, word * 4 + 4) - word * 4;
     now.bytes = static_cast<uint8_t>((1u << to) - (1u << from));

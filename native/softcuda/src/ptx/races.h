@@ -68,11 +68,15 @@ struct GlobalAccess {
 class GlobalRaces {
  public:
   explicit GlobalRaces(const Kernel& kernel) : kernel_(kernel) {}
+  // Reports accesses that were not checked, to standard error.
+  ~GlobalRaces();
   // Returns the text of a race, or "".
   std::string note(const Warp& w, const Instr* in, char* storage, unsigned bytes, bool write);
   // Returns what was published in a word; empty if nothing was.
   BlockClocks published(const char* storage);
   void publish(const char* storage, const BlockClocks& clocks);
+  // Whether too much was published to know which accesses are ordered. Nothing is checked then.
+  bool overflowed() const { return overflowed_.load(std::memory_order_relaxed); }
 
  private:
   struct Word {
@@ -91,6 +95,9 @@ class GlobalRaces {
   std::mutex mutex_;
   std::unordered_map<uint64_t, std::unique_ptr<Page>> pages_;  // by storage address / 1024
   std::unordered_map<uint64_t, BlockClocks> published_;
+  size_t clocks_ = 0;  // in published_
+  std::atomic<bool> overflowed_{false};
+  uint64_t unchecked_ = 0;  // accesses that were not checked
 };
 
 // Prepares race detection for a block, if it is on.
