@@ -1,7 +1,8 @@
 """Runs the engine's host code on a simulated device, in random interleavings of their steps.
 
 `Interleaving(device, seed)` builds the real `Scheduler`, `SlotManager`, `Replays`, rings and guided
-decoder on a simulated `SteppingDevice`. With `loops`, batches run in generation loops. A random
+decoder on a simulated `SteppingDevice`. With `loops`, batches run in generation loops. With
+`automata`, requests are promoted when they join or while they run. A random
 generator with this seed chooses requests, sizes, a sequence of host actions, and the steps of the
 device between them. At the end, the output of each request is compared with the output of
 sequential decoding.
@@ -41,6 +42,7 @@ from graft.models.engine.stats import EngineStats
 from graft.models.generation.loops import Loops
 from graft.models.generation.replays import LoopReplays
 from graft.models.request import Output, Request
+from graft.models.round.automaton_steps import GRAMMAR_STEPS
 from graft.models.round.prefill import PrefillScheduler
 from graft.sampling.mode import DraftMode
 from graft.sampling.sampler import row_words
@@ -67,7 +69,7 @@ class Interleaving:
     or ring entries are not freed.
     """
 
-    def __init__(self, device: Device, seed: int, *, loops: bool = False):
+    def __init__(self, device: Device, seed: int, *, loops: bool = False, automata: bool = False):
         rng = self.rng = random.Random(seed)
         self.max_in_flight = rng.choice((1, 2, 2, 2, 3))
         self.scarce = rng.random() < 0.4  # whether the KV cache has few pages
@@ -94,6 +96,7 @@ class Interleaving:
         self.prefixes = PrefixCache(self.toy.caches, lookahead, max_cached)
         self.shared_prefixes = [[rng.randrange(VOCAB - 2) for _ in range(9)] for _ in range(2)]
         self.has_loops = loops
+        self.has_automata = automata
         parts = self._make_parts(device)
         if loops:
             entries = self.rings[1].entries
@@ -105,6 +108,7 @@ class Interleaving:
         self.text: dict[str, str] = {}
         self.outputs: dict[str, Output] = {}
         self.compiling: list[tuple[RequestState, CompiledGrammar]] = []
+        self.building: list[CompiledGrammar] = []  # grammars whose automaton is not built yet
         self.cancelled: set[str] = set()
         # Probabilities per action.
         self.cancel_rate = rng.choice((0.0, 0.0, 0.02))
@@ -158,6 +162,7 @@ class Interleaving:
             prefill_scheduler=PrefillScheduler(toy.max_prompt_rows),
             positions_ahead=(self.max_in_flight + 1) * (k + 1),
             slack_positions=slack,
+            automata=toy.automata if self.has_automata else None,
         )
         graphs = {
             (rows, drafts): self._graph(rows, drafts)
@@ -171,10 +176,14 @@ class Interleaving:
             loops = Loops(manager, DraftMode.chain(k), has_all_pages=self.rng.random() < 0.5)
         modes = LaunchModes(graphs)
         modes.loops = loops
-        for key in graphs if loops else ():
-            graph = self._graph(*key, repeats=True)
-            for place in ("host", "device"):
-                modes.graphs[GraphKey(*key, place, True)] = graph
+        for key in graphs:
+            for place in GRAMMAR_STEPS:
+                grammar = place if self.has_automata else "host"
+                if loops:
+                    graph = self._graph(*key, repeats=True, grammar=grammar)
+                    modes.graphs[GraphKey(*key, place, True)] = graph
+                if self.has_automata and place != "host":
+                    modes.graphs[GraphKey(*key, place)] = self._graph(*key, grammar=grammar)
         return Scheduler(
             replays,
             manager,
@@ -185,16 +194,16 @@ class Interleaving:
             modes=modes,
         )
 
-    def _graph(self, rows: int, k: int, *, repeats: bool = False) -> Any:
+    def _graph(self, rows: int, k: int, *, repeats: bool = False, grammar: str = "host") -> Any:
         return SimpleNamespace(
-            launch=lambda stream: self.toy.launch(rows, k, repeats=repeats),
+            launch=lambda stream: self.toy.launch(rows, k, repeats=repeats, grammar=grammar),
             finish=lambda stream, wait_for: None,
             check=lambda: None,
             timed=(),
             batch=rows,
             drafts=k,
             made=k,
-            grammar="host",
+            grammar=grammar,
             mode="loop" if repeats else "round",
             repeats=repeats,
             optimistic=False,
@@ -242,6 +251,13 @@ class Interleaving:
             self.expected[state.id] = ([], "refused")
         else:
             state.grammar.set_result(grammar)
+            if self.has_automata and self.rng.random() < 0.8:
+                self.building.append(grammar)
+
+    def _build_automaton(self) -> None:
+        """Build the automaton of a randomly chosen grammar."""
+        grammar = self.building.pop(self.rng.randrange(len(self.building)))
+        grammar.automaton = grammar.native
 
     # Host actions -------------------------------------------------------------------------------
 
@@ -256,6 +272,8 @@ class Interleaving:
             actions += [lambda: self._interruptible(scheduler.read)] * 2
         step = self._compile if self.compiling else lambda: self._interruptible(scheduler.step)
         actions += [step] * 2
+        if self.building:
+            actions.append(self._build_automaton)
         rng.choice(actions)()
         if not scheduler.unfinished:
             return

@@ -12,10 +12,11 @@ output is wrong or an assertion fails.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,14 @@ import reference_round as ref
 from guide_util import run_work
 from interleave_language import ALL_IDS, VOCAB, choose, context_of, mix, row_ids
 from reference_round import NOT_READY
-from round_simulator import USABLE, Decision, RoundSimulator, result_row
+from round_simulator import (
+    USABLE,
+    Decision,
+    RoundSimulator,
+    read_committed,
+    result_row,
+    write_mask_row,
+)
 
 from graft.cudagraph.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
@@ -74,6 +82,10 @@ class Replay:
         Slots that the device has read from the input ring.
     counts
         Number of committed tokens by batch row.
+    grammar
+        Where the grammar steps run, one of `GRAMMAR_STEPS`.
+    prologue
+        Work that the stream runs after the previous replay and before this one.
     """
 
     barrier: int
@@ -87,6 +99,8 @@ class Replay:
     number: int = 0
     slots: list[int] = field(default_factory=list)
     counts: dict[int, int] = field(default_factory=dict)
+    grammar: str = "host"
+    prologue: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass
@@ -248,6 +262,8 @@ class SteppingDevice:
         self.eager = rng.choice((0.0, 0.3, 1.0, 4.0))
         self.decision = LanguageDecision(rng, stall, agreement=rng.choice((30, 70, 95)))
         self.simulator = RoundSimulator([exchange], self.slots, self.decision)
+        self.automata = SteppingAutomata(self)
+        self.prologue: list[Callable[[], None]] = []  # of the next replay
 
     # What the host sees -------------------------------------------------------------------------
 
@@ -266,7 +282,7 @@ class SteppingDevice:
         self.side_enqueued += 1
         self.tick()
 
-    def launch(self, rows: int, k: int, *, repeats: bool = False) -> None:
+    def launch(self, rows: int, k: int, *, repeats: bool = False, grammar: str = "host") -> None:
         """Launch a replay or, if `repeats` is true, a generation loop.
 
         Assert that no request of the previous replay was delayed by too many prompt rows.
@@ -284,7 +300,9 @@ class SteppingDevice:
         self.previous_slots = slots
         self.joined.clear()
         first = self.launched if repeats else 0
-        self.queue.append(Replay(self.side_enqueued, rows, k, slots, first))
+        replay = Replay(self.side_enqueued, rows, k, slots, first, grammar=grammar)
+        replay.prologue, self.prologue = self.prologue, []
+        self.queue.append(replay)
         self.tick()
 
     def require_idle(self, slot: int, what: str) -> None:
@@ -378,8 +396,28 @@ class SteppingDevice:
         self.side.popleft()()
         self.side_done += 1
 
-    def _graph(self, k: int) -> dict[str, tuple[str, ...]]:
+    def _graph(self, replay: Replay) -> dict[str, tuple[str, ...]]:
         """Return the steps of a replay and the predecessors of each."""
+        graph = self._host_graph(replay.k)
+        if replay.grammar == "host":
+            return graph
+        if replay.grammar == "device":
+            kernels = {name: f"kernel_{name}" for name in graph if name.split()[0] in HOST_STEPS}
+            renamed = {}
+            for name, predecessors in graph.items():
+                names = tuple(kernels.get(before, before) for before in predecessors)
+                renamed[kernels.get(name, name)] = names
+            renamed["kernel_open"] = ("begin",)
+            return renamed
+        for name in [name for name in graph if name.split()[0] in HOST_STEPS]:
+            for following, predecessors in graph.items():
+                names = (f"kernel_{name}" if before == name else before for before in predecessors)
+                graph[following] = tuple(names)
+            graph[f"kernel_{name}"] = (name, "begin")
+        return graph
+
+    def _host_graph(self, k: int) -> dict[str, tuple[str, ...]]:
+        """Return the steps of a replay whose grammar steps run on the host."""
         graph: dict[str, tuple[str, ...]] = {
             "open": (),
             "begin": (),
@@ -401,8 +439,10 @@ class SteppingDevice:
 
     def _ready(self, replay: Replay) -> list[Callable[[], None]]:
         """Return the steps of a replay whose predecessors are complete."""
+        while replay.prologue:
+            replay.prologue.pop(0)()
         ready = []
-        for name, predecessors in self._graph(replay.k).items():
+        for name, predecessors in self._graph(replay).items():
             if name not in replay.done and replay.done.issuperset(predecessors):
                 ready.append(functools.partial(self._run, replay, name))
         return ready
@@ -418,7 +458,7 @@ class SteppingDevice:
             step = getattr(self, f"_{kind}")
             step(replay, *arguments)
         replay.done.add(name)
-        if len(replay.done) == len(self._graph(replay.k)):
+        if len(replay.done) == len(self._graph(replay)):
             self.queue.popleft()
             self.completed += 1
             if replay.goes_on:
@@ -434,6 +474,7 @@ class SteppingDevice:
             replay.slots_named,
             replay.first,
             replay.assigned,
+            grammar=replay.grammar,
         )
         self.queue.appendleft(following)
 
@@ -449,6 +490,20 @@ class SteppingDevice:
         for slot in slots[: replay.rows]:
             is_active = published and slot >= 0 and self.slots[slot].active
             replay.slots.append(slot if is_active else -1)
+
+    def _kernel_open(self, replay: Replay) -> None:
+        for slot in replay.slots:
+            self.automata.open(slot)
+
+    def _kernel_commit(self, replay: Replay) -> None:
+        for slot in replay.slots:
+            self.automata.commit(slot)
+            if self.masked:
+                self.automata.fill(slot, 0)
+
+    def _kernel_fill(self, replay: Replay, j: int) -> None:
+        for slot in replay.slots:
+            self.automata.fill(slot, j)
 
     def _forward(self, replay: Replay) -> None:
         for slot in replay.slots:
@@ -548,6 +603,99 @@ class SteppingDevice:
                 token = self.rng.randrange(VOCAB)
             if ref.may_grow(s, node) and s.tree.child(node, token) is None:
                 self.simulator.add_draft(slot, token, parent=node)
+
+
+@dataclass
+class ToyAutomaton:
+    """Grammar state of a slot on the simulated device; see ``struct AutomatonSlot``."""
+
+    epoch: int
+    matcher: Any
+    applied: int
+
+
+class SteppingAutomata:
+    """Simulates `DeviceAutomata`. Grammars whose automaton has been built can be promoted."""
+
+    def __init__(self, toy: SteppingDevice):
+        self._toy = toy
+        self._slots: dict[int, ToyAutomaton] = {}
+
+    # Host ---------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        lane: Any,
+        slot: int,
+        epoch: int,
+        matcher: Any,
+        *,
+        allowed: bool = True,
+        num_unread: int = 0,
+    ) -> bool:
+        promoted = matcher is None or (allowed and matcher.is_automaton)
+
+        def join() -> None:
+            self._slots.pop(slot, None)
+            if promoted:
+                applied = self._toy.simulator.replay - num_unread
+                self._slots[slot] = ToyAutomaton(epoch, matcher, applied)
+
+        self._toy.prologue.append(join)
+        self._toy.tick()
+        return promoted
+
+    def may_promote_later(self, matcher: Any) -> bool:
+        return matcher is not None and not matcher.is_automaton
+
+    def release(self, slot: int) -> None:
+        self._toy.require_idle(slot, "automaton")
+
+    # Kernels ------------------------------------------------------------------------------------
+
+    def _find(self, slot: int) -> ToyAutomaton | None:
+        own = self._slots.get(slot)
+        return own if own is not None and own.epoch == self._toy.slots[slot].epoch else None
+
+    def open(self, slot: int) -> None:
+        self.commit(slot)
+        own = self._find(slot)
+        if own is None:
+            return
+        for j in range(len(self._toy.slots[slot].tree.token)):
+            self.fill(slot, j)
+
+    def commit(self, slot: int) -> None:
+        """Apply the tokens of the latest replay that committed any, unless they are known."""
+        own = self._find(slot)
+        if own is None or own.matcher is None:
+            return
+        replay, tokens = read_committed(self._toy.exchange, slot)
+        if replay <= own.applied or not tokens:
+            return
+        assert all(own.matcher.accept(token) for token in tokens), "a token is illegal"
+        own.applied = replay
+
+    def fill(self, slot: int, j: int) -> None:
+        """Write mask row `j` of a slot if the grammar has a state for it."""
+        own = self._find(slot)
+        s = self._toy.slots[slot]
+        if own is None or j >= len(s.tree.token):
+            return
+        path = s.tree.path(j)
+        position = s.n + len(path)
+        row = ref.MaskRow(ref.FREE, own.epoch, position, detail=int(own.matcher is None))
+        if own.matcher is not None:
+            accepted = list(itertools.takewhile(own.matcher.accept, path))
+            legal = () if own.matcher.is_terminated() else tuple(own.matcher.legal().tolist())
+            own.matcher.rollback(len(accepted))
+            if len(accepted) < len(path):
+                return
+            if not legal:
+                row = replace(row, state=ref.DEAD_END)
+            elif legal != ALL_IDS:
+                row = replace(row, state=ref.READY, legal=np.isin(ALL_IDS, legal))
+        write_mask_row(self._toy.exchange, slot, j, row)
 
 
 class SteppingRing(Ring):

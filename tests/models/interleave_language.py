@@ -82,6 +82,7 @@ class ToyMatcher(Matcher):
         self._grammar: int = compiled.native
         self._states = [0]
         self._ended = False
+        self.is_automaton = compiled.automaton is not None
 
     def accept(self, token: int) -> bool:
         if self._ended or token not in legal_ids(self._grammar, self._states[-1]):

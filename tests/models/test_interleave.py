@@ -26,14 +26,14 @@ from graft.models.generation.control import LoopControl
 from graft.models.generation.replays import LoopReplays
 
 
-def first_failure(device, seeds, *, loops=False):
+def first_failure(device, seeds, **options):
     """Run the interleavings of the seeds, and return the first error with its seed as a note.
 
-    Return None if all pass. With `loops`, batches run in generation loops.
+    Return None if all pass. The options are those of `Interleaving`.
     """
     for seed in seeds:
         try:
-            Interleaving(device, seed, loops=loops).run()
+            Interleaving(device, seed, **options).run()
         except Exception as error:
             error.add_note(f"seed {seed}")
             return error
@@ -50,6 +50,17 @@ def test_scheduler_interleavings_give_sequential_outputs(device, seeds, loops):
     Requests are cancelled, preempted, migrated and interrupted by Ctrl-C at random times.
     """
     error = first_failure(device, seeds, loops=loops)
+    if error is not None:
+        raise error
+
+
+@pytest.mark.parametrize("loops", [False, True], ids=["rounds", "loops"])
+@pytest.mark.parametrize(
+    "seeds", [range(60), pytest.param(range(30_000, 36_000), marks=pytest.mark.full)]
+)
+def test_late_promotion_keeps_outputs_sequential(device, seeds, loops):
+    """Outputs do not change if requests are promoted when they join or at random times later."""
+    error = first_failure(device, seeds, loops=loops, automata=True)
     if error is not None:
         raise error
 
@@ -291,6 +302,45 @@ def test_interleaving_detects_fault_of_generation_loops(device, monkeypatch, mut
     mutate(monkeypatch, mutant)
     monkeypatch.setattr(SteppingDecoder, "kept", [])
     assert first_failure(device, range(400), loops=True)
+
+
+#: Faults in the promotion of running requests.
+PROMOTION_MUTANTS = {
+    "state lacks the commit of a replay in flight": (
+        SlotManager,
+        "promote",
+        "self._promote(state, len(unread))",
+        "self._promote(state)",
+    ),
+    "state lacks a known token": (
+        SlotManager,
+        "promote",
+        "state.make_matcher()",
+        "state.grammar.result().matcher(state.stop_ids, state.output.tokens[:-1])",
+    ),
+    "several commits in flight": (SlotManager, "promote", "> 1", "> 9"),
+    "wrong epoch": (SlotManager, "_promote", "state.epoch,", "state.epoch - 1,"),
+    "promoted request served by the host": (
+        Replays,
+        "launch",
+        "if state.promoted:",
+        "if False:",
+    ),
+    "host steps expected in device rounds": (
+        Replays,
+        "launch",
+        "parts.decoder.skip(number)",
+        "parts.decoder.publish(number, [])",
+    ),
+}
+
+
+@pytest.mark.parametrize("mutant", PROMOTION_MUTANTS.values(), ids=PROMOTION_MUTANTS)
+def test_interleaving_detects_fault_of_late_promotion(device, monkeypatch, mutant):
+    """With each injected fault, at least one of 400 interleavings fails."""
+    mutate(monkeypatch, mutant)
+    monkeypatch.setattr(SteppingDecoder, "kept", [])
+    assert first_failure(device, range(400), automata=True)
 
 
 def test_interleaving_detects_overwritten_ring_entry(device, monkeypatch):
