@@ -9,19 +9,21 @@ from graft.cudagraph.cstruct import read_numbers
 from graft.cudagraph.errors import OptionError
 from graft.sampling.checks import check_range
 
-__all__ = ["MASKINGS", "MAX_BRANCH", "TREE_CANDIDATES", "DraftMode"]
+__all__ = ["MASKINGS", "MAX_BRANCH", "MAX_CANDIDATES", "TREE_CANDIDATES", "DraftMode"]
 
 #: Declares ``DRAFT_MODE_*`` and the records that kernels, grammar worker and host exchange.
 RECORDS_HEADER = INCLUDE_ROOT / "native" / "records" / "exchange.h"
 _NUMBERS = read_numbers(RECORDS_HEADER)
 
-#: Number of candidates per node of a tree that is probed level by level: one per bit of a word.
+#: Maximum number of candidates per node of a tree that is probed level by level: one per bit of a
+#: word.
 TREE_CANDIDATES = 32
+#: Maximum number of candidates per draft or level.
+MAX_CANDIDATES = 64
 #: Maximum number of children per node.
 MAX_BRANCH = 32
 #: Maximum number of drafts, and of nodes fed to the drafter: one per bit of a path.
 _MAX_NODES = 64
-_MAX_CANDIDATES = 64
 
 #: Strategies that apply the grammar to drafts, see `graft.models.round.masking`.
 MASKINGS = ("none", "fill", "probe", "lattice-probe")
@@ -103,9 +105,9 @@ class DraftMode:
         if not self.probes:
             low, high = 0, 0
         elif self.kind == "tree" and not self.is_lattice:
-            low, high = TREE_CANDIDATES, TREE_CANDIDATES
+            low, high = 1, TREE_CANDIDATES
         else:
-            low, high = 1, _MAX_CANDIDATES
+            low, high = 1, MAX_CANDIDATES
         check_range("candidates", self.candidates, low, high)
 
     @classmethod

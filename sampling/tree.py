@@ -142,8 +142,8 @@ class TreeSampler:
     position. A token with a high weight is therefore likely to be sampled by the target.
 
     Probabilities are renormalized after the grammar has rejected candidates, so a single legal
-    candidate has probability 1. A node without a legal token among its first `TREE_CANDIDATES`
-    candidates has no children, so a request may have fewer than K drafts.
+    candidate has probability 1. A node without a legal token among its candidates has no
+    children, so a request may have fewer than K drafts.
 
     Parameters
     ----------

@@ -127,6 +127,10 @@ class Drafter:
         Ids of the target layers, ascending, whose output residual streams the drafter reads.
     vocab
         Vocabulary of the logits; None for a drafter that makes all drafts at once.
+    num_candidates
+        Number of ids per position that the drafter offers as drafts; None for a drafter whose
+        logits rank all ids. With masking, the grammar tests the offered ids and fills no mask row
+        while drafting. If all of them are illegal, no draft follows.
     caches
         KV caches of the drafter. The engine allocates pages for every slot in each of these caches.
     reads_mask_rows
@@ -149,6 +153,7 @@ class Drafter:
     shape: TreeShape
     feature_layers: tuple[int, ...] = ()
     vocab: DraftVocab | None = None
+    num_candidates: int | None = None
     caches: tuple[PagedKV, ...] = ()
     reads_mask_rows: bool = False
     logits_at_once: bool = False

@@ -40,6 +40,7 @@ class CascadeDrafter(Drafter):
         drafters = (self._first, self._then)
         self.shape = self._then.shape
         self.vocab = self._then.vocab
+        self.num_candidates = self._then.num_candidates
         self.feature_layers = self._first.feature_layers or self._then.feature_layers
         for drafter in drafters:
             if drafter.feature_layers not in ((), self.feature_layers):

@@ -88,6 +88,7 @@ class DFlash(Drafter):
         self._convolutions = None
         self._selector = None
         if config.selector_rank:
+            self.num_candidates = config.selector_top_k
             self._convolutions = Convolutions(weights, config, self._kernels, rows)
             self._selector = Selector(weights, config, self._kernels, level_rows, nodes)
         self.logits_at_once = not (config.markov_rank or config.selector_rank)

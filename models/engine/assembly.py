@@ -38,7 +38,7 @@ from graft.models.round.split import SplitRound
 from graft.models.round.timing import make_timeline
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.exchange import Exchange
-from graft.sampling.mode import TREE_CANDIDATES, DraftMode
+from graft.sampling.mode import MAX_CANDIDATES, TREE_CANDIDATES, DraftMode
 from graft.sampling.sampler import Sampler, output_ring
 from graft.sampling.state import SlotState
 from graft.sampling.tree import TreeSampler
@@ -374,7 +374,8 @@ def _draft_mode(options: Options, drafter: Drafter | None, draft_masking: str) -
 
 def _masking(drafter: Drafter, draft_masking: str) -> str:
     """Return how the grammar masks drafts of a drafter that computes logits: one of `MASKINGS`."""
-    if draft_masking in ("fill", "auto") and drafter.shape.branch == 1:
+    fills = draft_masking in ("fill", "auto") and drafter.num_candidates is None
+    if fills and drafter.shape.branch == 1:
         return "fill"
     if drafter.logits_at_once and not drafter.shape.paths:
         return "lattice-probe"
@@ -388,9 +389,10 @@ def _num_candidates(masking: str, drafter: Drafter) -> int:
     """
     if masking not in ("probe", "lattice-probe") or drafter.vocab is None:
         return 0
-    if masking == "probe" and drafter.shape.branch > 1:
-        return TREE_CANDIDATES
-    return min(CANDIDATES, drafter.vocab.size)
+    is_tree = masking == "probe" and drafter.shape.branch > 1
+    if drafter.num_candidates is not None:
+        return min(drafter.num_candidates, TREE_CANDIDATES if is_tree else MAX_CANDIDATES)
+    return TREE_CANDIDATES if is_tree else min(CANDIDATES, drafter.vocab.size)
 
 
 def _check_forced_drafts(options: Options, drafter: Drafter | None, mode: DraftMode) -> None:
@@ -522,6 +524,8 @@ def _make_automata(
     """Return the device's automata if the option asks for them."""
     if not options.device_automata:
         return None
+    if options.forced_drafts and options.device_automata == "auto":
+        return None
     if options.forced_drafts:
         raise OptionError("device_automata cannot be combined with forced_drafts")
     return DeviceAutomata(state, exchange, sampler, replay, vocabulary)
@@ -551,4 +555,5 @@ def _make_decoder(
         transport=options.grammar_transport,
         max_in_flight=2 * RING_ENTRIES,
         fill_hidden=True,
+        fill_misses=drafter is None or drafter.num_candidates is None,
     )

@@ -267,8 +267,8 @@ void SlotWork::follow_forced(Slot& slot) const noexcept {
   }
 }
 
-// Accepts the first legal candidate for draft j. If no candidate is legal, fills row j - 1, and the
-// device then samples draft j under this row.
+// Accepts the first legal candidate for draft j. If no candidate is legal, row j - 1 is filled, and
+// the device then samples draft j under this row. If the row is not to be filled, the chain ends.
 void SlotWork::probe_chain(Slot& slot) const noexcept {
   const Order& order = slot.order;
   if (!move_to(slot, order.j - 1)) return;
@@ -285,8 +285,8 @@ void SlotWork::probe_chain(Slot& slot) const noexcept {
     return;
   }
   slot.tally[count::probe_misses] += 1;
-  // An optimistic request needs the row only for its forced token. Without the row, the chain ends.
-  if (!slot.optimistic || forced_ != nullptr) fill_row(slot, order.j - 1);
+  const bool fills = fill_misses_ && !slot.optimistic;
+  if (fills || forced_ != nullptr) fill_row(slot, order.j - 1);  // it may have a forced token
   slot.answered = !slot.ended;
   slot.answer = -1;
 }

@@ -235,9 +235,13 @@ class SlotWork {
  public:
   // `forced` finds forced tokens; null if forced tokens are not drafted. With `follow_forced`,
   // which is used without a drafter, the commit step accepts forced tokens as drafts and fills the
-  // rows after them.
-  SlotWork(const Exchange& exchange, const Forced* forced, bool follow_forced)
-      : exchange_(exchange), forced_(forced), follow_forced_(follow_forced) {}
+  // rows after them. With `fill_misses`, a probe of a chain fills the mask row if no candidate is
+  // legal, unless the request is optimistic.
+  SlotWork(const Exchange& exchange, const Forced* forced, bool follow_forced, bool fill_misses)
+      : exchange_(exchange),
+        forced_(forced),
+        follow_forced_(follow_forced),
+        fill_misses_(fill_misses) {}
 
   void serve(Slot& slot) const noexcept;
   void fail(Slot& slot) const noexcept;
@@ -269,6 +273,7 @@ class SlotWork {
   Exchange exchange_;
   const Forced* forced_;
   bool follow_forced_;
+  bool fill_misses_;
 };
 
 }  // namespace graft::guide

@@ -200,9 +200,11 @@ class Worker {
   static constexpr float kMissDecay = 0.03125f;
 
   // `threads` is the number of threads that serve the slots of a step. If there is no budget, this
-  // number includes the thread that runs the step. SlotWork describes `forced` and `follow_forced`.
+  // number includes the thread that runs the step. SlotWork describes `forced`, `follow_forced`
+  // and `fill_misses`.
   Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
-         std::shared_ptr<const Forced> forced, bool follow_forced, bool fill_hidden = false);
+         std::shared_ptr<const Forced> forced, bool follow_forced, bool fill_hidden = false,
+         bool fill_misses = true);
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;

@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 //
 // In probe modes, the grammar has tested candidates, and the draft is a point mass: the first legal
 // candidate in the order in which the target will prefer tokens. If no candidate was legal (answer
-// -1), the grammar has filled mask row j - 1 instead, and the draft is sampled under this row.
+// -1), the grammar may have filled mask row j - 1 instead, and the draft is sampled under this row.
 // Requests without a grammar are not probed; their drafts are sampled from q.
 //
 // If the grammar forces a token, this token is the draft, even if the drafter's vocabulary does not

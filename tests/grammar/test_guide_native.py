@@ -143,6 +143,32 @@ def test_guide_internal_error_fails_one_slot(backend):
         _native.guide.XGrammarMatcher(handle, ids, ids, ids, SIZE)
 
 
+@pytest.mark.parametrize("fill_misses", [False, True])
+def test_guide_fills_no_row_for_offered_candidates(backend, fill_misses):
+    """With ``fill_misses=False``, draft steps fill no mask row if all candidates are illegal."""
+    rig = Rig(backend, mode=DraftMode.chain(2, "probe", 3), fill_misses=fill_misses)
+    requests = [rig.request()]
+    rig.start(1, requests)
+    rig.verify(1, *b"ab")
+    before = rig.decoder.counters()
+    legal = ord("c")
+    candidates = rig.exchange.candidates[0]
+    for j, tokens, answer in ((1, [120, 121, legal], legal), (2, [120, 121, 122], -1)):
+        rig.drafted(1, *[legal][: j - 1])
+        candidates[:6] = (1, j, 3, *tokens)
+        rig.run(rig.drafts[j - 1])
+        assert rig.exchange.answer[0].tolist() == (1, j, answer)
+    after = rig.decoder.counters()
+    assert after["probes"] - before["probes"] == 6
+    assert after["probe_misses"] - before["probe_misses"] == 1
+    assert after["fills"] - before["fills"] == fill_misses
+    assert rig.rows() == ([(READY, 1, 13)] if fill_misses else [])
+    rig.decoder.retire(1)
+    rig.start(2, requests)
+    rig.expect_row(b"ab")
+    rig.expect_row(b"abc", j=1)
+
+
 def test_guide_timeline_and_counters(backend):
     """The timeline contains the steps of the last 256 replays, sorted by time.
 

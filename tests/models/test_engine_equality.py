@@ -295,18 +295,33 @@ def test_probe_masking_drafts_equal_fill_masking(mode: str) -> None:
     assert grammar["fills"] <= 4 * (grammar["commits"] + len(requests))
 
 
-def test_dflash2_drafts_unselected_id_when_selected_ids_are_illegal() -> None:
-    """DFlash2 with a selector that keeps only the best id per level has the drafts of DFlash.
+@pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])
+def test_grammar_tests_only_ids_that_dflash2_offers(tree) -> None:
+    """The drafts of DFlash2 are among the ids that its selector keeps, in all maskings.
 
-    If the grammar rejects the best id, both draft the most likely legal id instead.
+    The selector keeps the best id of each level. DFlash has the same best ids, but the grammar
+    tests more of them.
     """
-    rounds = []
-    for drafter in (DFLASH, RandomDFlash2(1)):
-        with settled(demo_engine(max_batch_size=4, draft_length=6, drafter=drafter)) as engine:
+    options = {"max_batch_size": 4, "draft_length": 6, "draft_tree": tree}
+    found = {}
+    for drafter, masking in (
+        (DFLASH, "probe"),
+        (RandomDFlash2(1), "fill"),
+        (RandomDFlash2(1), "probe"),
+        (RandomDFlash2(1), "optimistic"),
+    ):
+        with settled(demo_engine(drafter=drafter, draft_masking=masking, **options)) as engine:
             outputs = engine.generate(mixed_requests(6, max_tokens=40))
-            rounds.append([(answer(o), o.accepted, o.rounds) for o in outputs])
-    assert rounds[0] == rounds[1]
-    assert sum(accepted for _, accepted, _ in rounds[0]) > 60
+            name = masking if drafter is not DFLASH else "dflash"
+            grammar = engine.counters()["grammar"]
+            accepted = sum(o.accepted for o in outputs)
+            found[name] = ([answer(o) for o in outputs], accepted, grammar["probes"])
+        assert grammar["refused_drafts"] == 0
+        assert grammar["probe_misses"] > 0 or drafter is DFLASH
+    assert all(answers == found["dflash"][0] for answers, _, _ in found.values())
+    assert found["fill"][1:] == found["probe"][1:] == found["optimistic"][1:]
+    assert 20 < found["fill"][1] < found["dflash"][1]
+    assert found["fill"][2] < found["dflash"][2]
 
 
 @pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])
