@@ -13,7 +13,12 @@ optimistic
     Tokens are sampled without masks and then checked; rows are filled for illegal tokens.
 
 The grammar time is the processor time of the grammar steps of a round, median over the rounds. One
-thread runs the steps. Times of the device are not measured.
+thread runs the steps. The decoders run a few rounds in turn, so that a change of the machine's load
+affects all of them. Times of the device are not measured.
+
+The table shows the grammar time relative to that of ``fill``, and relative to K+1 fills: to the
+time in which ``fill`` would fill the rows of all K drafts. It fills fewer rows, because none is
+needed after an illegal draft.
 """
 
 from __future__ import annotations
@@ -37,6 +42,7 @@ from graft.cudagraph.errors import GraftError
 from graft.cudagraph.hostwork import NativeWork
 from graft.grammar import CompiledGrammar, GrammarSpec, LLGuidanceBackend
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
+from graft.models.engine.options import Options
 from graft.sampling.exchange import Exchange
 from graft.sampling.mode import DraftMode
 from graft.tools.bench.data import add_arguments, load_tokenizer, read_schemas
@@ -44,6 +50,8 @@ from graft.tools.report import program, table
 
 #: Instances with fewer tokens are not used.
 MIN_TOKENS = 24
+#: Number of rounds that a decoder runs before the next decoder's turn.
+TURN = 5
 
 
 @dataclass
@@ -140,7 +148,9 @@ class Simulation:
         self._vocab_size = vocabulary.size
         mode = DraftMode(drafts=options.drafts)
         self.exchange = Exchange(open_device(), options.slots, vocabulary.size, mode)
-        self.decoder = GuidedDecoder(self.exchange, masked_drafts=False, threads=1)
+        self.decoder = GuidedDecoder(
+            self.exchange, masked_drafts=False, threads=1, budget_us=options.budget_us
+        )
         self._open = self.decoder.open_work()
         self._check = self.decoder.check_work()
         self._commit = self.decoder.commit_work()
@@ -216,38 +226,72 @@ class Simulation:
         words[first_parent : first_parent + len(drafts)] = np.arange(len(drafts))
 
 
-def measure(texts: Sequence[Text], masking: str, options: argparse.Namespace) -> Result:
-    """Run rounds, after some rounds to warm up, and return the figures."""
-    simulation = Simulation(texts, masking, options)
-    for _ in range(options.warm_up):
-        simulation.round()
-    before = simulation.decoder.counters()
-    num_tokens = simulation.num_tokens
-    times = []
-    for _ in range(options.rounds):
-        start = simulation.step_ns
-        simulation.round()
-        times.append(simulation.step_ns - start)
-    after = simulation.decoder.counters()
-    added = {name: after[name] - before[name] for name in after}
-    if added["desyncs"] or added["errors"]:
-        raise GraftError(f"{masking}: the grammar rejected a token of an instance: {added}")
-    total = options.rounds * options.slots
-    return Result(
-        masking,
-        options.replaced if masking == "optimistic" else 0.0,
-        options.rounds,
-        (simulation.num_tokens - num_tokens) / total,
-        added["fills"] / total,
-        statistics.median(times) / 1e3,
-    )
+class Measurement:
+    """Rounds of one simulation that are timed, after some rounds to warm up."""
+
+    def __init__(self, texts: Sequence[Text], masking: str, options: argparse.Namespace):
+        self._masking = masking
+        self._options = options
+        self._simulation = Simulation(texts, masking, options)
+        for _ in range(options.warm_up):
+            self._simulation.round()
+        self._before = self._simulation.decoder.counters()
+        self._num_tokens = self._simulation.num_tokens
+        self._times: list[int] = []
+
+    def run(self, rounds: int) -> None:
+        """Run and time rounds."""
+        for _ in range(rounds):
+            start = self._simulation.step_ns
+            self._simulation.round()
+            self._times.append(self._simulation.step_ns - start)
+
+    def result(self) -> Result:
+        """Return the figures of all rounds."""
+        after = self._simulation.decoder.counters()
+        added = {name: after[name] - self._before[name] for name in after}
+        if added["desyncs"] or added["errors"]:
+            raise GraftError(
+                f"{self._masking}: the grammar rejected a token of an instance: {added}"
+            )
+        total = len(self._times) * self._options.slots
+        return Result(
+            self._masking,
+            self._options.replaced if self._masking == "optimistic" else 0.0,
+            len(self._times),
+            (self._simulation.num_tokens - self._num_tokens) / total,
+            added["fills"] / total,
+            statistics.median(self._times) / 1e3,
+        )
 
 
-def report(results: Sequence[Result]) -> str:
-    """Return the results as a table; times are relative to the first one, too."""
+def measure(texts: Sequence[Text], options: argparse.Namespace) -> list[Result]:
+    """Run the rounds of all decoders in turn and return their figures, those of "fill" first."""
+    measurements = [Measurement(texts, "fill", options)]
+    for replaced in options.replaced:
+        chosen = argparse.Namespace(**vars(options) | {"replaced": replaced})
+        measurements.append(Measurement(texts, "optimistic", chosen))
+    for start in range(0, options.rounds, TURN):
+        for measurement in measurements:
+            measurement.run(min(TURN, options.rounds - start))
+    return [measurement.result() for measurement in measurements]
+
+
+def report(results: Sequence[Result], num_rows: int) -> str:
+    """Return the results as a table.
+
+    Parameters
+    ----------
+    results
+        Results, beginning with that of "fill".
+    num_rows
+        Number of mask rows of a request, K+1.
+    """
     rows: list[Sequence[object]] = [
-        ("masking", "replaced", "tokens", "fills", "grammar us", "relative"),
+        ("masking", "replaced", "tokens", "fills", "grammar us", "of fill", "of K+1 fills"),
     ]
+    fill_us = results[0].grammar_us
+    all_rows_us = fill_us * num_rows / results[0].fills
     for result in results:
         rows.append(
             (
@@ -256,7 +300,8 @@ def report(results: Sequence[Result]) -> str:
                 f"{result.tokens:.2f}",
                 f"{result.fills:.3f}",
                 f"{result.grammar_us:.0f}",
-                f"{result.grammar_us / results[0].grammar_us:.4f}",
+                f"{result.grammar_us / fill_us:.4f}",
+                f"{result.grammar_us / all_rows_us:.4f}",
             )
         )
     return table(rows)
@@ -283,6 +328,12 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="shares of the target's tokens that are replaced by random ids",
     )
     parser.add_argument("--wrong-drafts", type=float, default=0.2, help="share of wrong drafts")
+    parser.add_argument(
+        "--budget-us",
+        type=float,
+        default=Options.grammar_budget_us,
+        help="processor time per slot and step, as the engine's option grammar_budget_us",
+    )
     parser.add_argument("--automata", action="store_true", help="run regular schemas as automata")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     return parser.parse_args(arguments)
@@ -296,11 +347,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not texts:
         raise GraftError(f"no usable schema in {options.folder}")
     print(f"{len(texts)} schemas, {options.slots} requests, {options.drafts} drafts")
-    results = [measure(texts, "fill", options)]
-    for replaced in options.replaced:
-        chosen = argparse.Namespace(**vars(options) | {"replaced": replaced})
-        results.append(measure(texts, "optimistic", chosen))
-    print(report(results))
+    results = measure(texts, options)
+    print(report(results, options.drafts + 1))
     if options.out is not None:
         document = [asdict(result) for result in results]
         options.out.write_text(json.dumps(document, indent=1) + "\n")
