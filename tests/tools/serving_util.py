@@ -39,6 +39,8 @@ EXTRA_FIELDS = (
     "prompt_logprobs",
     "stop_token_ids",
     "allowed_token_ids",
+    "include_reasoning",
+    "separate_reasoning",
     "nonsense",
 )
 

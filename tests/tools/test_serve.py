@@ -487,7 +487,11 @@ def json_schema(**schema):
         ({"stop_token_ids": [-1]}, 400, "stop_token_ids contains -1"),
         ({"allowed_token_ids": [5000]}, 400, "from 0 to 2047 (2048 tokens)"),
         ({"top_logprobs": 2}, 400, "top_logprobs requires logprobs"),
-        ({"max_tokens": 5000}, 400, "positions of the KV cache"),
+        (
+            {"max_tokens": 5000},
+            400,
+            "context length: 19 tokens of the prompt and",
+        ),
         ({"messages": []}, 400, "at least one"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "must be text"),
         ({"response_format": {"type": "nothing"}}, 400, "response_format must be"),
@@ -598,4 +602,6 @@ def test_server_authentication_models_health_and_metrics(
     assert len(descriptions) > 15
     assert all(text.endswith(".") and " " in text for _, text in descriptions)
     assert 'graft_drafts_accepted_total{position="0",replica="0"}' in page
+    assert 'graft_rounds_by_mode_total{mode="fill round",replica="0"}' in page
+    assert 'graft_rounds_by_grammar_total{place="host",replica="0"}' in page
     assert 'graft_requests_total{reason="refused"}' in page

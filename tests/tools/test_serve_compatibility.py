@@ -18,7 +18,7 @@ for package in ("starlette", "uvicorn", "prometheus_client"):
 pytest.importorskip("openai", reason="the package openai is not installed")
 pytest.importorskip("httpx", reason="the package httpx is not installed")
 
-from serving_util import PERSON, PROMPT, response_format  # noqa: E402
+from serving_util import PERSON, PROMPT, response_format, run_server  # noqa: E402
 
 KEY = {"authorization": "Bearer key"}
 TEXT = "name: Olga"
@@ -259,8 +259,86 @@ def test_bad_words_are_never_generated(engine, send, complete):
     [token] = engine.tokenizer.encode("Olga", special=False)
     [output] = engine.generate([Request(tokens=engine.tokenizer.encode(TEXT), max_tokens=6)])
     assert token in output.tokens
-    response = send("/v1/completions", prompt=TEXT, bad_words=["x y z"])
-    assert response.status_code == 400 and "single token" in response.text
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+def test_bad_words_of_several_tokens_are_never_generated(send, complete, temperature):
+    """The words are absent from the text, whichever tokens spell them."""
+    fields = {"n": 4, "temperature": temperature, "seed": 1, "max_tokens": 40}
+    plain = "".join(choice["text"] for choice in complete(**fields)["choices"])
+    words = [plain[10:13], plain[20:24].strip(), "Olga N"]
+    for choice in complete(**fields, bad_words=words)["choices"]:
+        assert not any(word in choice["text"] for word in words)
+    for fields, message in (
+        ({"bad_words": ["x y z"], "regex": "a"}, "cannot be combined with a grammar"),
+        ({"bad_words": [" "]}, "must not contain an empty word"),
+    ):
+        response = send("/v1/completions", prompt=TEXT, **fields)
+        assert response.status_code == 400 and message in response.text
+
+
+def test_prompts_are_truncated_on_either_side(engine, complete):
+    ids = engine.tokenizer.encode(TEXT, special=False) * 40
+
+    def kept(**fields):
+        body = complete(prompt=ids, return_token_ids=True, max_tokens=3, **fields)
+        return body["choices"][0]["prompt_token_ids"]
+
+    assert kept(truncate_prompt_tokens=4) == ids[-4:]
+    assert kept(truncate_prompt_tokens=4, truncation_side="left") == ids[-4:]
+    assert kept(truncate_prompt_tokens=4, truncation_side="right") == ids[:4]
+    max_length = engine.options.sizes[0]
+    long = ids * (max_length // len(ids) + 1)
+    body = complete(prompt=long, return_token_ids=True, max_tokens=3, truncate_prompt_tokens=-1)
+    assert body["choices"][0]["prompt_token_ids"] == long[-(max_length - 3) :]
+
+
+def test_error_for_long_prompt_names_the_context_length(engine, send):
+    max_length = engine.options.sizes[0]
+    response = send("/v1/completions", prompt=[5] * max_length)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "prompt"
+    message = response.json()["error"]["message"]
+    assert f"the prompt has {max_length} tokens and is longer than the model's context" in message
+    assert f"the model's maximum context length is {max_length} tokens" in message
+
+
+def test_optional_fields_of_responses_are_null(complete, chat):
+    body = complete()
+    assert body["system_fingerprint"] is None
+    assert body["choices"][0]["token_ids"] is None
+    assert body["choices"][0]["prompt_token_ids"] is None
+    body = chat()
+    assert body["prompt_token_ids"] is None and body["service_tier"] is None
+    assert body["choices"][0]["token_ids"] is None
+
+
+def test_request_id_header_is_part_of_the_id(server, http):
+    url = server.url + "/completions"
+    headers = KEY | {"x-request-id": "mine"}
+    for fields, name in (({}, "mine"), ({"request_id": "other"}, "other")):
+        body = http.post(url, json={"prompt": TEXT, "max_tokens": 1} | fields, headers=headers)
+        assert body.json()["id"] == f"cmpl-{name}"
+
+
+def test_documents_are_available_to_the_chat_template(engine, http):
+    template = "{% for d in documents %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
+    with run_server(engine, chat_template=template) as server:
+        fields = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        fields |= {"documents": [{"title": "t", "text": "name: Olga"}], "return_token_ids": True}
+        body = http.post(server.url + "/chat/completions", json=fields).json()
+        assert engine.tokenizer.decode(body["prompt_token_ids"]) == "name: Olgax"
+        response = http.post(server.url + "/chat/completions", json=fields | {"documents": "x"})
+        assert response.status_code == 400 and "documents must be a list" in response.text
+
+
+def test_endpoints_of_sglang_have_the_same_responses(send):
+    for path in ("/tokenize", "/detokenize"):
+        fields = {"prompt": TEXT} if path == "/tokenize" else {"tokens": [5, 6]}
+        assert send(path, **fields).json() == send(f"/v1{path}", **fields).json()
+    for method in ("GET", "POST"):
+        assert send("/ping", method).json() == send("/health", "GET").json()
+    assert send("/health_generate", "GET").status_code == 200
+    assert send("/get_model_info", "GET").json()["model_path"] == "demo"
 
 
 def test_logit_bias_and_allowed_ids_select_tokens(engine, complete):

@@ -69,3 +69,26 @@ def test_server_applies_grammar_after_reasoning(engine, stream):
     reasoning = "".join(getattr(part, "reasoning_content", None) or "" for part in parts)
     assert content.startswith("{")
     assert "</think>" not in content + reasoning
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_left_out_or_part_of_the_content_on_request(engine, stream):
+    """Without max_tokens for an answer, the whole output of deepseek_r1 is reasoning."""
+    fields = {"stream": stream, "max_tokens": 8}
+    texts = {}
+    with (
+        run_server(engine, reasoning_parser="deepseek_r1") as server,
+        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
+    ):
+        for name in ("", "include_reasoning", "separate_reasoning"):
+            response = chat(client, **fields, **({name: False} if name else {}))
+            if stream:
+                parts = [chunk.choices[0].delta for chunk in response]
+            else:
+                parts = [response.choices[0].message]
+            reasoning = [getattr(part, "reasoning_content", None) or "" for part in parts]
+            texts[name] = "".join(reasoning), "".join(part.content or "" for part in parts)
+    reasoning, content = texts[""]
+    assert reasoning and not content
+    assert texts["include_reasoning"] == ("", "")
+    assert texts["separate_reasoning"] == ("", reasoning)

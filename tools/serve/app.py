@@ -123,6 +123,7 @@ class Service:
             Tokenizer(info.tokenizer, chat_template=settings.chat_template),
             info.limits,
             settings.name,
+            info.max_length,
             settings.reasoning_parser,
         )
         self.api_requests = 0
@@ -151,13 +152,22 @@ class Service:
             Route("/v1/chat/completions", _GenerateEndpoint(self, chat=True), methods=["POST"]),
             Route("/v1/completions", _GenerateEndpoint(self, chat=False), methods=["POST"]),
             Route("/invocations", _GenerateEndpoint(self, chat=None), methods=["POST"]),
-            Route("/tokenize", self._tokenize, methods=["POST"]),
-            Route("/detokenize", self._detokenize, methods=["POST"]),
+            *(
+                Route(f"{prefix}/{name}", endpoint, methods=["POST"])
+                for prefix in ("", "/v1")
+                for name, endpoint in (
+                    ("tokenize", self._tokenize),
+                    ("detokenize", self._detokenize),
+                )
+            ),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._models),
             Route("/version", self._version),
             Route("/health", self._health),
-            Route("/ping", self._health),
+            Route("/health_generate", self._health),
+            Route("/ping", self._health, methods=["GET", "POST"]),
+            Route("/get_model_info", self._model_info),
+            Route("/model_info", self._model_info),
             Route("/load", self._load),
             Route("/metrics", self._metrics),
         ]
@@ -322,6 +332,12 @@ class Service:
         body = {"status": status, "live": sum(alive), "replicas": len(alive)}
         return _json_response(body, 200 if status == "ok" else 503)
 
+    async def _model_info(self, request: HttpRequest) -> Response:
+        self.check_key(request)
+        name = self.settings.name
+        info = {"model_path": name, "tokenizer_path": name, "is_generation": True}
+        return _json_response(info)
+
     async def _load(self, _request: HttpRequest) -> Response:
         return _json_response({"server_load": self.api_requests})
 
@@ -374,6 +390,9 @@ class _GenerateEndpoint:
         fields: dict[str, Any] = {}
         try:
             fields = await service.read_body(request)
+            header = request.headers.get("x-request-id")
+            if header and fields.get("request_id") is None:
+                fields["request_id"] = header
             chat = "messages" in fields if self._chat is None else self._chat
             api_request = await service.parse(fields, chat)
             stream = RequestStream(service.driver, api_request.requests)

@@ -58,6 +58,9 @@ _OTHER_FIELDS = {
     "prompt_logprobs",
     "add_special_tokens",
     "truncate_prompt_tokens",
+    "truncation_side",
+    "include_reasoning",
+    "separate_reasoning",
     "include_stop_str_in_output",
     "return_token_ids",
     "return_tokens_as_token_ids",
@@ -75,6 +78,7 @@ _CHAT_FIELDS = {
     "parallel_tool_calls",
     "chat_template_kwargs",
     "reasoning_effort",
+    "documents",
     "add_generation_prompt",
     "continue_final_message",
 }
@@ -119,9 +123,8 @@ _CONSTANT_FIELDS: dict[str, Any] = {
     "use_beam_search": False,
     "length_penalty": 1.0,
     "no_stop_trim": False,
-    "include_reasoning": True,
-    "separate_reasoning": True,
     "stream_reasoning": True,
+    "thinking_token_budget": -1,
     "return_hidden_states": False,
 }
 

@@ -49,6 +49,11 @@ _SERVER_GAUGES = {
     "calls": "API requests in progress.",
     "requests_waiting": "Engine requests that wait for a slot.",
 }
+#: Counters of rounds, as tuples of key, label and description.
+_ROUND_COUNTERS = (
+    ("rounds_by_mode", "mode", "Decoding rounds by mode, for example fill round or fill loop."),
+    ("rounds_by_grammar", "place", "Decoding rounds by place of the grammar steps."),
+)
 _DRAFT_COUNTERS = (
     ("tested", "Verified drafts by position."),
     ("accepted", "Accepted drafts by position."),
@@ -146,8 +151,23 @@ class Metrics:
                 for replica, engine in self._engines.items():
                     values[(replica,)] = engine[group].get(key, 0)
                 yield _family(kind, name, description, (), values)
+        yield from self._round_counters()
         yield from self._draft_counters()
         yield from self._grammar_times()
+
+    def _round_counters(self) -> Iterator[Metric]:
+        for key, label, description in _ROUND_COUNTERS:
+            values = {}
+            for replica, engine in self._engines.items():
+                for name, rounds in engine["engine"][key].items():
+                    values[(replica, name)] = rounds
+            yield _family(
+                CounterMetricFamily,
+                f"graft_{key}",
+                description,
+                (label,),
+                values,
+            )
 
     def _draft_counters(self) -> Iterator[Metric]:
         for key, description in _DRAFT_COUNTERS:

@@ -70,6 +70,10 @@ class ApiRequest:
     reasoning
         For each prompt, whether the output starts within a reasoning section; None if the output
         has no such section.
+    include_reasoning
+        Whether the response has the text of the reasoning section.
+    separate_reasoning
+        Whether the reasoning section has a field of its own. If not, it is a part of the content.
     created
         Unix time of the request.
     """
@@ -90,6 +94,8 @@ class ApiRequest:
     prompt_only: bool = False
     tools: ToolChoice = field(default_factory=lambda: ToolChoice([]))
     reasoning: Sequence[bool | None] = ()
+    include_reasoning: bool = True
+    separate_reasoning: bool = True
     created: int = field(default_factory=lambda: int(time.time()))
 
     def prompt_index(self, index: int) -> int:
@@ -108,6 +114,8 @@ class RequestParser:
         Maximum sizes of requests.
     name
         Name of the model that is served.
+    max_length
+        Maximum number of tokens of prompt and output together.
     reasoning_parser
         One of `graft.tools.serve.reasoning.REASONING_PARSERS`; None if the model does not reason.
     """
@@ -117,11 +125,13 @@ class RequestParser:
         tokenizer: Tokenizer,
         limits: Limits,
         name: str,
+        max_length: int,
         reasoning_parser: str | None = None,
     ):
         self.tokenizer = tokenizer
         self.limits = limits
         self.name = name
+        self.max_length = max_length
         self._reasoning_parser = reasoning_parser
         vocabulary = Vocabulary.from_tokenizer(
             tokenizer.backend, tokenizer.vocab_size, tokenizer.stop_ids
@@ -162,13 +172,13 @@ class RequestParser:
         """
         _check_best_of(fields)
         prompts = [self.chat_prompt(fields, grammar)] if chat else self._prompts(fields)
-        max_length = read_integer(fields, "truncate_prompt_tokens", 1, 2**31 - 1)
-        if max_length is not None:
-            prompts = [tokens[-max_length:] for tokens in prompts]
+        options = self._options(fields, chat, grammar)
+        prompts = self._truncate(fields, prompts, options["max_tokens"])
+        self._check_lengths(fields, prompts, options["max_tokens"])
         reasoning_starts = [self._reasoning_start(prompt) if chat else None for prompt in prompts]
         prefix = "chatcmpl" if chat else "cmpl"
         suffix = secrets.token_hex(12)
-        request = Request(grammar=grammar, **self._options(fields, chat, grammar))
+        request = Request(grammar=self._without_bad_words(fields, grammar), **options)
         requests: list[Request] = []
         for i, tokens in enumerate(prompts):
             one = replace(request, tokens=tokens, id=f"{prefix}-{suffix}/{i}")
@@ -193,7 +203,77 @@ class RequestParser:
             prompt_only=_is_prompt_only(fields, chat),
             tools=read_tool_choice(fields),
             reasoning=reasoning_starts,
+            include_reasoning=read_bool(fields, "include_reasoning", True),
+            separate_reasoning=read_bool(fields, "separate_reasoning", True),
         )
+
+    def _truncate(
+        self, fields: Mapping[str, Any], prompts: list[list[int]], max_tokens: Any
+    ) -> list[list[int]]:
+        """Truncate prompts to ``truncate_prompt_tokens``.
+
+        The value -1 stands for the context length without the maximum length of the output.
+        """
+        side = fields.get("truncation_side", "left")
+        if side not in ("left", "right"):
+            raise ApiError(
+                f"truncation_side must be left or right, got {short_repr(side)}",
+                param="truncation_side",
+            )
+        length = read_integer(fields, "truncate_prompt_tokens", -1, 2**63 - 1)
+        if length is None:
+            return prompts
+        if length == 0:
+            raise ApiError(
+                "truncate_prompt_tokens must be -1 or positive, got 0",
+                param="truncate_prompt_tokens",
+            )
+        if length < 0:
+            output_length = max_tokens if type(max_tokens) is int else 1
+            length = max(1, self.max_length - output_length)
+        if side == "right":
+            return [tokens[:length] for tokens in prompts]
+        return [tokens[-length:] for tokens in prompts]
+
+    def _check_lengths(
+        self, fields: Mapping[str, Any], prompts: Sequence[list[int]], max_tokens: Any
+    ) -> None:
+        """Check that prompt and output fit into the context, with the messages of vLLM and SGLang.
+
+        The engine checks the lengths too, but its messages name options of the engine.
+        """
+        length = max((len(tokens) for tokens in prompts), default=0)
+        limit = f"the model's maximum context length is {self.max_length} tokens"
+        if length >= self.max_length:
+            raise ApiError(
+                f"the prompt has {length} tokens and is longer than the model's context length: "
+                f"{limit}, including the output",
+                param="messages" if "messages" in fields else "prompt",
+            )
+        if type(max_tokens) is int and length + max_tokens > self.max_length:
+            name = "max_tokens"
+            if "max_completion_tokens" in fields:
+                name = "max_completion_tokens"
+            raise ApiError(
+                "Requested token count exceeds the model's maximum context length: "
+                f"{length} tokens of the prompt and {name} {max_tokens}, but {limit}",
+                param=name,
+            )
+
+    def _without_bad_words(
+        self, fields: Mapping[str, Any], grammar: GrammarSpec | None
+    ) -> GrammarSpec | None:
+        """Return the grammar of a request, or of text without the bad words of several tokens."""
+        words = [word for word in self._bad_words(fields) if len(self._word_ids(word)) > 1]
+        if not words:
+            return grammar
+        if grammar is not None:
+            raise ApiError(
+                f"bad_words of several tokens, such as {short_repr(words[0])}, cannot be combined "
+                "with a grammar or tools",
+                param="bad_words",
+            )
+        return GrammarSpec.structural_format({"type": "any_text", "excludes": words})
 
     def chat_prompt(
         self, fields: Mapping[str, Any], grammar: GrammarSpec | None = None
@@ -244,6 +324,15 @@ class RequestParser:
                 f"chat_template_kwargs must be an object, without {', '.join(sorted(reserved))}",
                 param="chat_template_kwargs",
             )
+        documents = fields.get("documents")
+        if documents is not None:
+            if not isinstance(documents, list) or not all(isinstance(d, dict) for d in documents):
+                raise ApiError(
+                    f"documents must be a list of objects, got {short_repr(documents)}",
+                    param="documents",
+                )
+            check_size("documents", documents, "prompt_bytes", self.limits)
+            variables = {"documents": documents} | variables
         effort = fields.get("reasoning_effort")
         if effort is not None:
             if not isinstance(effort, str):
@@ -344,26 +433,32 @@ class RequestParser:
             options["banned_ids"] = sorted(banned)
         return options
 
-    def _bad_word_ids(self, fields: Mapping[str, Any]) -> set[int]:
-        """Return the ids of the words in bad_words, with and without a space before the word."""
+    def _bad_words(self, fields: Mapping[str, Any]) -> list[str]:
+        """Return bad_words without white space at their beginning."""
         words = fields.get("bad_words", [])
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise ApiError(
                 f"bad_words must be a list of strings, got {short_repr(words)}", param="bad_words"
             )
+        stripped = [word.lstrip() for word in words]
+        if not all(stripped):
+            raise ApiError(
+                f"bad_words must not contain an empty word, got {short_repr(words)}",
+                param="bad_words",
+            )
+        return stripped
+
+    def _word_ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, special=False, parse_special=False)
+
+    def _bad_word_ids(self, fields: Mapping[str, Any]) -> set[int]:
+        """Return the ids of bad words that are single tokens, also with a space before the word."""
         ids = set()
-        for word in words:
-            stripped = word.lstrip()
-            for text in (stripped, f" {stripped}"):
-                tokens = self.tokenizer.encode(text, special=False, parse_special=False)
+        for word in self._bad_words(fields):
+            for text in (word, f" {word}"):
+                tokens = self._word_ids(text)
                 if len(tokens) == 1:
                     ids.add(tokens[0])
-                elif text == stripped:
-                    raise ApiError(
-                        f"each of bad_words must be a single token of the model, but "
-                        f"{short_repr(word)} has {len(tokens)} tokens",
-                        param="bad_words",
-                    )
         return ids
 
     def _ignore_stop_ids(

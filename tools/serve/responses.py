@@ -59,7 +59,7 @@ class ResponseChoice:
         self._echo = "" if api_request.echo is None else api_request.echo[prompt_index]
         self._reasoning: ReasoningParser | None = None
         start = api_request.reasoning[prompt_index]
-        if start is not None:
+        if start is not None and api_request.separate_reasoning:
             self._reasoning = ReasoningParser(start)
         self._tool_calls: ToolCallParser | None = None
         if api_request.tools.functions:
@@ -79,9 +79,14 @@ class ResponseChoice:
             logprobs,
         )
         reasoning, content, _ = self._split(event)
-        choice = self._choice(event)
+        choice = {"token_ids": None, **self._choice(event)}
         if not self._api_request.chat:
-            return choice | {"text": content, "prompt_logprobs": self.prompt_logprobs()}
+            return {
+                "prompt_token_ids": None,
+                **choice,
+                "text": content,
+                "prompt_logprobs": self.prompt_logprobs(),
+            }
         message: dict[str, Any] = {
             "role": self._api_request.role,
             "content": content,
@@ -183,6 +188,8 @@ class ResponseChoice:
         calls: list[dict[str, Any]] = []
         if self._reasoning is not None:
             reasoning, text = self._reasoning.feed(text, event.finished)
+            if not self._api_request.include_reasoning:
+                reasoning = ""
         if self._tool_calls is not None:
             text, calls = self._tool_calls.feed(text, event.finished)
         if not self._has_begun:
@@ -338,7 +345,10 @@ def response_body(
         "created": api_request.created,
         "model": model,
         "choices": choices,
+        "system_fingerprint": None,
     }
+    if api_request.chat and not api_request.stream:
+        body |= {"prompt_token_ids": None, "service_tier": None}
     is_first = not api_request.stream or any("role" in one.get("delta", {}) for one in choices)
     if api_request.chat and api_request.return_token_ids and is_first:
         body["prompt_token_ids"] = api_request.prompts[0]
