@@ -42,6 +42,8 @@ _SAMPLING_HELP = {
     "min_tokens": "minimum number of tokens before a stop id",
 }
 
+#: Values of the engine option `device_automata` by value of ``--device-automata``.
+DEVICE_AUTOMATA = {"off": False, "on": True, "auto": "auto"}
 #: Engine options that ``--json`` reports.
 _REPORTED_OPTIONS = (
     "draft_length",
@@ -52,6 +54,7 @@ _REPORTED_OPTIONS = (
     "overlap",
     "composition",
     "generation",
+    "device_automata",
     "grammar_backend",
 )
 
@@ -177,6 +180,13 @@ def _add_drafting_arguments(group: argparse._ArgumentGroup) -> None:
         default="one",
         help="number of CUDA graphs per round; two: run the drafter in a second graph, for "
         "comparisons (default one)",
+    )
+    group.add_argument(
+        "--device-automata",
+        choices=tuple(DEVICE_AUTOMATA),
+        default="off",
+        help="fill the mask rows of regular grammars on the device; auto: if this is faster by "
+        "measured times (default off)",
     )
     group.add_argument(
         "--generation",
@@ -325,6 +335,7 @@ def open_engine(options: argparse.Namespace, batch_size: int, **engine_options: 
         overlap=options.overlap,
         composition=options.composition,
         generation=options.generation,
+        device_automata=DEVICE_AUTOMATA[options.device_automata],
         max_length=options.max_length,
         weights=options.weights,
         **engine_options,

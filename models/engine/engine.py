@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import sys
+import weakref
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -191,7 +192,9 @@ class Engine:
             self._replays = LoopReplays(built.parts, built.stream, built.budget, built.control)
         self.round_graphs: dict[tuple[int, int], RoundGraph] = {}
         self._modes = LaunchModes(
-            self.round_graphs, chooses_loops=self.options.generation == "auto"
+            self.round_graphs,
+            chooses_loops=self.options.generation == "auto",
+            chooses_promotion=self.options.device_automata == "auto",
         )
         self._modes.optimistic_parts = built.optimistic_parts
         self.stats = EngineStats(draft_length=built.parts.depth, choice=self._modes.choice)
@@ -250,6 +253,9 @@ class Engine:
             slack_positions=options.slack,
             automata=built.parts.automata,
         )
+        # Strong references to the engine or to `slots` would be cycles.
+        modes, weak_slots = self._modes, weakref.proxy(slots)
+        slots.should_promote = lambda _: modes.should_promote(weak_slots.num_assigned)
         if built.control is not None:
             self._modes.loops = Loops(slots, built.parts.mode, has_all_pages=options.has_all_pages)
         self._scheduler = Scheduler(
@@ -347,6 +353,11 @@ class Engine:
             self._replays.launch(graph, [])
             self._replays.wait(stats, shield)
             self._replays.finish()
+
+    @property
+    def graphs(self) -> list[RoundGraph]:
+        """All graphs of rounds and generation loops; `round_graphs` first."""
+        return [*self.round_graphs.values(), *self._modes.graphs.values()]
 
     # Requests ---------------------------------------------------------------------------------
 
@@ -757,8 +768,9 @@ class Engine:
         """Wait for the device, and close the round graphs and the parts of the assembly."""
         with ExitStack() as stack:
             stack.callback(self.round_graphs.clear)
+            stack.callback(self._modes.graphs.clear)
             stack.callback(self._built.close)
-            for graph in (*self.round_graphs.values(), *self._modes.graphs.values()):
+            for graph in self.graphs:
                 stack.callback(graph.close)
             stack.callback(self._replays.drain)
 

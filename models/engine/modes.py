@@ -8,7 +8,7 @@ from typing import NamedTuple
 from graft.models.engine.replay import ReplayInFlight
 from graft.models.engine.request_state import RequestState
 from graft.models.generation.loops import Loops
-from graft.models.round.choice import Bucket, ModeChoice
+from graft.models.round.choice import Bucket, Launch, ModeChoice
 from graft.models.round.round import RoundGraph, RoundParts
 
 __all__ = ["GraphKey", "LaunchModes"]
@@ -50,6 +50,9 @@ class LaunchModes:
     chooses_loops
         Whether loops are chosen from measured times. Otherwise, all batches that can run in a loop
         do.
+    chooses_promotion
+        Whether requests with automata are promoted if rounds with promoted requests take less time
+        per token than others. Otherwise, all of them are.
 
     Attributes
     ----------
@@ -68,11 +71,13 @@ class LaunchModes:
         round_graphs: Mapping[tuple[int, int], RoundGraph],
         *,
         chooses_loops: bool = False,
+        chooses_promotion: bool = False,
     ):
         self._round_graphs = round_graphs
         self.loops: Loops | None = None
         self.optimistic_parts: RoundParts | None = None
         self._chooses_loops = chooses_loops
+        self._chooses_promotion = chooses_promotion
         self.graphs: dict[GraphKey, RoundGraph] = {}
         self.choice = ModeChoice()
         # Modes among which that of the latest launch was chosen, and the mode.
@@ -85,7 +90,7 @@ class LaunchModes:
         states: Sequence[RequestState],
         *,
         may_loop: bool,
-    ) -> tuple[RoundGraph, Bucket]:
+    ) -> tuple[RoundGraph, Launch]:
         """Return the graph for a batch of requests, and the bucket of its times.
 
         Parameters
@@ -97,17 +102,18 @@ class LaunchModes:
         may_loop
             Whether the batch has all requests that are running.
         """
-        bucket = Bucket(_grammar_place(states), batch, drafts)
+        place = _grammar_place(states)
+        is_guided = any(state.matcher is not None for state in states)
+        bucket = Bucket(place if is_guided else "none", batch, drafts)
         loops = self.loops
         if loops is not None and not (may_loop and loops.possible):
             loops = None
         keys = []
         for optimistic in (False, True) if self._may_be_optimistic(bucket, states) else (False,):
             if loops is None or self._chooses_loops:
-                grammar = "host" if bucket.grammar == "none" else bucket.grammar
-                keys.append(GraphKey(batch, drafts, grammar, False, optimistic))
+                keys.append(GraphKey(batch, drafts, place, False, optimistic))
             if loops is not None:
-                grammar = loops.grammar_place(bucket.grammar)
+                grammar = loops.grammar_place(place, is_guided=is_guided)
                 keys.append(GraphKey(batch, drafts, grammar, True, optimistic))
         graphs = {graph.mode: graph for graph in map(self._graph, keys)}
         modes = tuple(graphs)
@@ -116,7 +122,7 @@ class LaunchModes:
         graph = graphs[mode]
         if graph.repeats and loops is not None:
             loops.reserve_pages(states)
-        return graph, bucket
+        return graph, Launch(bucket, len(modes))
 
     def _may_be_optimistic(self, bucket: Bucket, states: Sequence[RequestState]) -> bool:
         """Return whether an optimistic graph can run a batch, with the same outputs."""
@@ -142,13 +148,37 @@ class LaunchModes:
 
     def record(self, flight: ReplayInFlight, ns: float, tokens: int) -> None:
         """Record the time and the number of tokens of a complete replay."""
-        if flight.bucket is not None:
-            self.choice.record(flight.bucket, flight.graph.mode, ns, tokens)
+        launch = flight.launch
+        if launch is None:
+            return
+        bucket = launch.bucket
+        if launch.num_modes > 1:
+            self.choice.record(bucket, flight.graph.mode, ns, tokens)
+        if self._chooses_promotion and bucket.grammar != "none":
+            place = "host" if bucket.grammar == "host" else "device"
+            self.choice.record(self._promotion_bucket(bucket.batch), place, ns, tokens)
+
+    def should_promote(self, num_requests: int) -> bool:
+        """Return whether a request with an automaton is promoted.
+
+        Parameters
+        ----------
+        num_requests
+            Number of requests with a slot, including this one.
+        """
+        if not self._chooses_promotion:
+            return True
+        batch = min(batch for batch, _ in self._round_graphs if batch >= num_requests)
+        place = self.choice.choose(self._promotion_bucket(batch), ("device", "host"))
+        return place == "device"
+
+    def _promotion_bucket(self, batch: int) -> Bucket:
+        return Bucket("promotion", batch, max(drafts for _, drafts in self._round_graphs))
 
 
 def _grammar_place(states: Sequence[RequestState]) -> str:
-    """Return the place of the grammar steps of a batch; "none" if no request has a grammar."""
+    """Return the place of the grammar steps of a batch, one of `GRAMMAR_STEPS`."""
     num_promoted = sum(state.promoted for state in states)
-    if num_promoted:
-        return "device" if num_promoted == len(states) else "mixed"
-    return "none" if all(state.matcher is None for state in states) else "host"
+    if not num_promoted:
+        return "host"
+    return "device" if num_promoted == len(states) else "mixed"

@@ -45,7 +45,7 @@ _INTEGERS: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
     "compile_threads": (1, 256),
     "ordinal": (0, 1023, None),
 }
-_BOOLEANS = ("mask_drafts", "forced_drafts", "device_automata", "overlap", "timeline")
+_BOOLEANS = ("mask_drafts", "forced_drafts", "overlap", "timeline")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "draft_masking": DRAFT_MASKINGS,
     "verify": VERIFY_MODES,
@@ -107,17 +107,18 @@ class Options:
         which takes less time. The mask rows that verification needs are then filled during the next
         target forward pass. Probed drafts are verified as with ``verify="coupled"``. If a drafter
         computes the logits of all levels at once, as DFlash does, one grammar step tests the
-        candidates of all levels. With "optimistic", drafts are probed, and the tokens of the target
-        are sampled without masks, too. The grammar then tests each token, and a mask row is filled
-        only if the token is illegal. If the tokens of a request are often illegal, its rows are
-        filled during the target forward pass, as far as the forward pass hides the time. Outputs
-        are the same. Mask rows are filled as with "probe" for
-        requests with top_k, top_p or min_p that are not greedy, and for requests with min_tokens,
-        logprobs_masked or ``verify="relaxed"``. With "auto", the engine chooses between "fill" and
-        "optimistic" before each launch, by the measured time per token (`ModeChoice`,
-        `EngineStats.modes`). Batches with automata on the device are filled. While a request runs
-        whose tokens depend on the drafts, because it is sampled with rejection or relaxed
-        verification, drafts are filled, so that its output remains reproducible.
+        candidates of all levels. A drafter that offers a few candidates per position, as DFlash2
+        does, is probed with "fill" as well. With "optimistic", drafts are probed, and the tokens of
+        the target are sampled without masks, too. The grammar then tests each token, and a mask row
+        is filled only if the token is illegal. If the tokens of a request are often illegal, its
+        rows are filled during the target forward pass, as far as the forward pass hides the time.
+        Outputs are the same. Mask rows are filled as with "probe" for requests with top_k, top_p or
+        min_p that are not greedy, and for requests with min_tokens, logprobs_masked or
+        ``verify="relaxed"``. With "auto", the engine chooses between "fill" and "optimistic" before
+        each launch, by the measured time per token (`ModeChoice`, `EngineStats.modes`). Batches
+        with automata on the device are filled. While a request runs whose tokens depend on the
+        drafts, because it is sampled with rejection or relaxed verification, drafts are filled, so
+        that its output remains reproducible.
     forced_drafts
         Whether tokens that the grammar forces are drafted. With a drafter, a token is forced if it
         is the only legal one. It replaces the draft of the drafter; with ``draft_masking="probe"``
@@ -128,7 +129,9 @@ class Options:
         Whether mask rows are filled on the device for requests whose grammar has an automaton, see
         `DeviceAutomata`. A round whose requests all have an automaton or no grammar then needs no
         grammar step on the host. Outputs do not change. The automata and their mask rows take 128
-        MiB of device memory. Cannot be combined with `forced_drafts`.
+        MiB of device memory. Cannot be combined with `forced_drafts`. With "auto", the engine
+        decides this for each request when the request joins a batch: on the device if rounds with
+        mask rows from the device took less time per token than rounds without.
     verify
         Default verification mode of sampled requests. With "coupled", the target samples a token at
         each position with the random numbers that it would use without drafts, and a draft is
@@ -218,7 +221,7 @@ class Options:
     mask_drafts: bool = True
     draft_masking: str = "fill"
     forced_drafts: bool = False
-    device_automata: bool = False
+    device_automata: bool | str = False
     verify: str = "rejection"
     grammar_backend: str | Callable[[Vocabulary], GrammarBackend] = "auto"
     grammar_transport: str = "auto"
@@ -269,6 +272,8 @@ class Options:
             value = getattr(self, name)
             if type(value) is not bool:
                 raise _error(name, "True or False", value)
+        if type(self.device_automata) is not bool and self.device_automata != "auto":
+            raise _error("device_automata", "True, False or 'auto'", self.device_automata)
         if self.programmatic is not None and type(self.programmatic) is not bool:
             raise _error("programmatic", "True, False or None", self.programmatic)
         for name, choices in _CHOICES.items():

@@ -31,7 +31,7 @@ from graft.models.engine.request_state import RequestState
 from graft.models.engine.stats import EngineStats
 from graft.models.request import Logprob
 from graft.models.round.budget import DraftBudget
-from graft.models.round.choice import Bucket
+from graft.models.round.choice import Launch
 from graft.models.round.ema import Ema
 from graft.models.round.round import RoundGraph, RoundParts
 from graft.sampling.sampler import ROUND_ROW
@@ -83,7 +83,7 @@ class ReplayInFlight:
         number.
     rows
         Requests of the batch rows, without padding rows.
-    bucket
+    launch
         Bucket of the times of the replay, see `ModeChoice`; None without requests.
     after_prefill
         Whether prefill chunks were enqueued between the previous replay and this one.
@@ -93,7 +93,7 @@ class ReplayInFlight:
     graph: RoundGraph
     graph_number: int
     rows: tuple[RowAssignment, ...]
-    bucket: Bucket | None = None
+    launch: Launch | None = None
     after_prefill: bool = False
 
     def contains(self, state: RequestState) -> bool:
@@ -207,7 +207,7 @@ class Replays:
         self,
         graph: RoundGraph,
         states: Sequence[RequestState],
-        bucket: Bucket | None = None,
+        launch: Launch | None = None,
         *,
         after_prefill: bool = False,
     ) -> None:
@@ -224,7 +224,7 @@ class Replays:
             Graph of the replay.
         states
             Requests of the batch rows.
-        bucket, after_prefill
+        launch, after_prefill
             As in `ReplayInFlight`.
         """
         parts = self._parts
@@ -261,7 +261,7 @@ class Replays:
         graph_id = id(graph)
         self._launches[graph_id] += 1
         flight = ReplayInFlight(
-            number, graph, self._launches[graph_id], rows, bucket, after_prefill
+            number, graph, self._launches[graph_id], rows, launch, after_prefill
         )
         self.unread.append(flight)
         with self._engine_numbers(flight):

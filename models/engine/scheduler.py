@@ -370,10 +370,10 @@ class Scheduler:
         buckets = [batch for batch, _ in self.round_graphs if batch >= len(states)]
         batch = min(buckets)
         drafts = self.budget.choose(batch, states)
-        graph, bucket = self.modes.select(batch, drafts, states, may_loop=not short)
+        graph, launch = self.modes.select(batch, drafts, states, may_loop=not short)
         self.stats.launches += 1
         self._count_round(graph)
-        self.replays.launch(graph, states, bucket, after_prefill=prefills)
+        self.replays.launch(graph, states, launch, after_prefill=prefills)
         return True
 
     def _count_round(self, graph: RoundGraph) -> None:

@@ -444,7 +444,7 @@ class SlotManager:
         """
         self._prefilling.clear()
         del self._caches, self._prefix_cache, self._prefill, self._slot_state, self._lane
-        del self._automata
+        del self._automata, self.should_promote
 
     def _required_positions(self, state: RequestState) -> int:
         """Return the number of positions that need pages when the next round is launched."""

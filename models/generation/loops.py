@@ -41,17 +41,17 @@ class Loops:
             return GRAMMAR_STEPS
         return ("host",) if self._has_lattice_trees else ("host", "device")
 
-    def grammar_place(self, place: str) -> str:
+    def grammar_place(self, place: str, *, is_guided: bool) -> str:
         """Return the place of the grammar steps of a loop for a batch.
 
         Parameters
         ----------
         place
-            Place of the grammar steps of the batch; "none" if no request has a grammar.
+            Place of the grammar steps of a single round, one of `GRAMMAR_STEPS`.
+        is_guided
+            Whether a request of the batch has a grammar. If not, a loop needs no grammar steps.
         """
-        if place != "none":
-            return place
-        return "host" if self._has_lattice_trees else "device"
+        return place if is_guided or self._has_lattice_trees else "device"
 
     @property
     def possible(self) -> bool:

@@ -11,7 +11,7 @@ from graft.models.engine.request_state import RequestState
 from graft.models.engine.stats import EngineStats
 from graft.models.generation.control import LoopControl
 from graft.models.round.budget import DraftBudget
-from graft.models.round.choice import Bucket
+from graft.models.round.choice import Launch
 from graft.models.round.round import RoundGraph, RoundParts
 
 __all__ = ["LoopReplays"]
@@ -56,7 +56,7 @@ class LoopReplays(Replays):
         self,
         graph: RoundGraph,
         states: Sequence[RequestState],
-        bucket: Bucket | None = None,
+        launch: Launch | None = None,
         *,
         after_prefill: bool = False,
     ) -> None:
@@ -66,7 +66,7 @@ class LoopReplays(Replays):
             self._first = self.launched + 1
             self.looping = True
             self.loops += bool(states)
-        super().launch(graph, states, bucket, after_prefill=after_prefill)
+        super().launch(graph, states, launch, after_prefill=after_prefill)
 
     def leave_loop(self) -> None:
         """Ask the loop that is running, if any, to end.

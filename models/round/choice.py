@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Bucket", "ModeChoice"]
+__all__ = ["Bucket", "Launch", "ModeChoice"]
 
 #: Number of rounds for which a mode is measured before modes are compared, and for which it is
 #: measured again.
@@ -36,7 +36,8 @@ class Bucket(NamedTuple):
     Attributes
     ----------
     grammar
-        Place of the grammar steps, one of `GRAMMAR_STEPS`; "none" if no request has a grammar.
+        Place of the grammar steps, one of `GRAMMAR_STEPS`; "none" if no request has a grammar;
+        "promotion" for the choice of the place itself.
     batch
         Number of batch rows.
     drafts
@@ -46,6 +47,13 @@ class Bucket(NamedTuple):
     grammar: str
     batch: int
     drafts: int
+
+
+class Launch(NamedTuple):
+    """Bucket of a launch, and the number of modes that were possible."""
+
+    bucket: Bucket
+    num_modes: int
 
 
 class _Mode:
@@ -96,6 +104,8 @@ class _BucketChoice:
         self.chosen: str | None = None
         self._explored: str | None = None
         self._explored_rounds = 0
+        self._last_explored: str | None = None
+        # Time that other modes than the chosen one may take now; negative if they took too much.
         self._credit_ns = 0.0
 
     def choose(self, names: Sequence[str]) -> str:
@@ -114,7 +124,7 @@ class _BucketChoice:
         others = [name for name in names if name != self.chosen]
         next_explored = min(others, key=lambda name: modes[name].last)
         if self._credit_ns >= MEASURED_ROUNDS * modes[next_explored].mean_ns:
-            self._explored = next_explored
+            self._explored = self._last_explored = next_explored
             self._explored_rounds = 0
             return next_explored
         return self.chosen
@@ -129,6 +139,7 @@ class _BucketChoice:
         self._credit_ns += EXPLORED_SHARE * mode.mean_ns
         if name == self._explored:
             self._explored_rounds += 1
+        if name == self._last_explored and name != self.chosen:
             self._credit_ns -= ns
 
     def cost(self, name: str) -> float:

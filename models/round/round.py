@@ -295,7 +295,7 @@ class RoundGraph:
 
     def _add_graph(self) -> None:
         """Create a graph definition; the first one is the graph of the round."""
-        name = f"round of {self.batch}, {self.drafts} drafts"
+        name = f"{self.mode} of {self.batch}, {self.drafts} drafts, grammar: {self.grammar}"
         if self.graphs:
             name = f"{name} ({len(self.graphs)})"
         self.graphs.append(Graph(self.parts.device, name, programmatic=self.parts.programmatic))

@@ -151,3 +151,16 @@ def test_mode_choice_reports_averages_and_reason():
     assert report["reason"] == (
         f"b: 0.3 us per token ({3 * WINDOW} rounds); a: 0.8 us per token ({3 * WINDOW} rounds)"
     )
+
+
+def test_mode_choice_does_not_explore_again_before_time_is_repaid():
+    """Rounds of an explored mode that follow its measurement count, too: a request may be long."""
+    choice = ModeChoice()
+    clock = Clock(choice, lag=0)
+    clock.run(1000, {"a": 100.0, "b": 200.0})
+    while choice.choose(BUCKET, ("a", "b")) == "a":
+        choice.record(BUCKET, "a", 100.0, 4)
+    for _ in range(500):
+        choice.record(BUCKET, "b", 200.0, 4)
+    rounds = clock.run(int(0.9 * 500 * 2 / EXPLORED_SHARE), {"a": 100.0, "b": 200.0})
+    assert set(rounds) == {"a"}

@@ -22,6 +22,7 @@ from engine_cases import (
     workload,
 )
 from engine_util import demo_engine, mixed_requests
+from test_device_automata_rounds import automaton_requests
 from test_engine_equality import check_disturbed
 from test_optimistic import GRAMMARS
 
@@ -46,6 +47,8 @@ SWITCHED_OPTIONS = {
     "automata": {"device_automata": True},
     "automata, tree": {"device_automata": True, **GROWN_TREE},
     "automata, lattice": {"device_automata": True, "drafter": DFLASH},
+    "some automata": {"device_automata": "auto"},
+    "some automata, tree": {"device_automata": "auto", **GROWN_TREE},
     "automatic length": {"draft_length": "auto"},
     "few pages": {"pages": 40, "page_size": 16, "max_length": 400},
     "mailbox": {"grammar_transport": "mailbox"},
@@ -54,7 +57,7 @@ SWITCHED_OPTIONS = {
     "one launch at a time": {"overlap": False},
     "forced": {"forced_drafts": True},
 }
-QUICK = ("eagle3", "dflash", "late")
+QUICK = ("eagle3", "dflash", "late", "some automata")
 #: Options without generation loops.
 WITHOUT_LOOPS = ("host", "host, tree", "two graphs")
 
@@ -170,6 +173,21 @@ def test_engine_reports_chosen_modes():
         assert 0 < measured <= sum(rounds.values()) == engine.stats.rounds
         engine.reset_stats()
         assert engine.stats.modes == reports
+
+
+def test_engine_chooses_place_of_grammar_steps():
+    """Requests with automata are promoted or not when they join, and both places are measured."""
+    requests = automaton_requests()
+    with demo_engine(max_batch_size=4) as engine:
+        expected = answers(engine.generate(requests))
+    with settled(demo_engine(max_batch_size=4, device_automata="auto")) as engine:
+        for _ in range(12):
+            assert answers(engine.generate(requests)) == expected
+        [report] = [r for r in engine.stats.modes if (r["grammar"], r["batch"]) == ("promotion", 4)]
+        assert set(report["modes"]) == {"device", "host"}
+        assert report["chosen"] in report["modes"]
+        places = engine.stats.rounds_by_grammar
+        assert places["device"] > 0 and places["host"] > 0
 
 
 def test_engine_without_auto_measures_no_modes():

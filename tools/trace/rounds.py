@@ -59,7 +59,8 @@ def clock_offset(device: Device) -> tuple[int, int]:
 def trace_rounds(engine: Engine) -> Iterator[Trace]:
     """Record the rounds that an engine replays while the block runs.
 
-    The yielded trace is empty until the block ends. On the soft device, the driver reports the
+    The yielded trace is empty until the block ends. The name of the graph of an event says whether
+    it is a round or a loop, how mask rows are made and where the grammar steps run. On the soft device, the driver reports the
     start and the end of every node. On CUDA hardware, the parts of a round are timed on the
     device's clock and host steps on the host's clock; `Trace.clock_error_ns` bounds the error of
     the conversion.
@@ -72,7 +73,7 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
     engine.synchronize()  # exclude rounds that were launched before the block
     if engine.device.kind == "soft":
         watched: dict[GraphExec, Graph] = {}
-        for round_graph in engine.round_graphs.values():
+        for round_graph in engine.graphs:
             watched.update(zip(round_graph.execs, round_graph.graphs, strict=True))
         with record(engine.device, watched) as trace:
             yield trace
@@ -103,12 +104,12 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
             flight.number - launched_before,
             offset_ns,
         )
-    parts = next(iter(engine.round_graphs.values())).parts
-    for span in parts.decoder.timeline():
-        replay = span.replay - launched_before
-        if replay > 0:
-            times = (replay, span.start_ns, span.end_ns)
-            trace.events.append(TraceEvent(span.step, "host", "grammar", "round", *times))
+    names = {flight.number: flight.graph.graphs[0].name for flight, _ in stamped}
+    for span in engine.graphs[0].parts.decoder.timeline():
+        if span.replay in names:
+            times = (span.replay - launched_before, span.start_ns, span.end_ns)
+            name = names[span.replay]
+            trace.events.append(TraceEvent(span.step, "host", "grammar", name, *times))
     trace.sort()
 
 
@@ -143,4 +144,5 @@ def _add_parts(
         if part.waits_for:
             trace.waits.append(Wait("model", part.name, part.waits_for, *times))
         else:
-            trace.events.append(TraceEvent(part.name, "kernel", "model", "round", *times))
+            name = flight.graph.graphs[0].name
+            trace.events.append(TraceEvent(part.name, "kernel", "model", name, *times))
