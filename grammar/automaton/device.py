@@ -9,6 +9,7 @@ need stamps.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,8 @@ class DeviceAutomata:
     row_bytes
         Memory for the mask rows of states, in bytes. A state whose row is stored is filled by a
         copy. Rows that have not been used for some time are evicted.
+    finds_forced
+        Whether the stamp of a row that allows a single token names this token.
     block, parts
         Threads per block, 1 or a multiple of 32, and blocks per mask row. Default: by device.
         Results do not depend on them.
@@ -116,6 +119,7 @@ class DeviceAutomata:
         *,
         table_bytes: int = TABLE_BYTES,
         row_bytes: int = ROW_BYTES,
+        finds_forced: bool = False,
         block: int | None = None,
         parts: int | None = None,
     ):
@@ -126,6 +130,7 @@ class DeviceAutomata:
         self._exchange = exchange
         self._sampler = sampler
         self._replay = replay
+        self._finds_forced = finds_forced
         self._block = block or (_GPU_BLOCK if on_gpu else _CPU_BLOCK)
         self._parts = parts or (_GPU_PARTS if on_gpu else 1)
         self.slots = device.zeros((state.slots, AUTOMATON_SLOT.itemsize), "uint8")
@@ -137,6 +142,7 @@ class DeviceAutomata:
         self._kernels = device.load(KERNELS / "automaton.cu", {"BLOCK": str(self._block)})
         # By native grammar, least recently used first.
         self._tables: dict[Any, _Table] = {}
+        self._counts: Counter[str] = Counter()
         self._slot_tables: dict[int, _Table] = {}
 
     def _upload_tokens(self, vocabulary: Vocabulary) -> None:
@@ -157,9 +163,26 @@ class DeviceAutomata:
         self._cache = self._device.zeros((_ROW_CACHE.itemsize,), "uint8")
 
     def counters(self) -> dict[str, int]:
-        """Return the counts of ``struct RowCache``. Waits for the device."""
+        """Return the use of the memory of tables and rows, and counts. Waits for the device.
+
+        ``hits``, ``misses``, ``stored`` and ``evicted`` are numbers of mask rows, ``row_bytes`` is
+        the memory of those in the cache. ``tables`` is the number of automata, ``table_bytes``
+        their memory, ``tables_evicted`` the number of evicted ones, and ``tables_refused`` the
+        number of requests whose automaton did not fit. ``forced_tokens`` is the number of accepted
+        drafts that the grammar forced.
+        """
         cache = self._cache.to_host().view(_ROW_CACHE)[0]
-        return {name: int(cache[name]) for name in ("hits", "misses", "stored", "evicted")}
+        counts = {name: int(cache[name]) for name in ("hits", "misses", "stored", "evicted")}
+        cached = self._cached.to_host().view(_CACHED_ROW)
+        num_rows = int(np.count_nonzero(cached["table"] >= 0))
+        return counts | {
+            "row_bytes": num_rows * self._cached_words.nbytes // len(cached),
+            "tables": len(self._tables),
+            "table_bytes": sum(table.nbytes for table in self._tables.values()),
+            "tables_evicted": self._counts["evicted"],
+            "tables_refused": self._counts["refused"],
+            "forced_tokens": int(cache["forced"]),
+        }
 
     # Requests -----------------------------------------------------------------------------------
 
@@ -242,6 +265,7 @@ class DeviceAutomata:
             data = table_data(grammar.serialize())
             offset = self._allocate(lane, len(data))
             if offset is None:
+                self._counts["refused"] += 1
                 LOG.warning("no memory for an automaton of %d bytes on the device", len(data))
                 return None
             staged = self._device.pinned((len(data),), "uint8")
@@ -259,6 +283,7 @@ class DeviceAutomata:
             if unused is None:
                 return None
             del self._tables[unused.grammar]
+            self._counts["evicted"] += 1
             lane.kernel(
                 self._kernels["automaton_forget"],
                 1,
@@ -330,7 +355,7 @@ class DeviceAutomata:
             lane,
             "commit",
             row_slot,
-            [int(fill), *self._results],
+            [int(fill), int(self._finds_forced), *self._results],
         )
         if fill:
             self._add_fill(
@@ -433,6 +458,7 @@ class DeviceAutomata:
             self._exchange.layout,
             *self._tables_args,
             self._cached_words,
+            int(self._finds_forced),
         ]
         lane.kernel(
             self._kernels["automaton_fill"],

@@ -524,11 +524,23 @@ def _make_automata(
     """Return the device's automata if the option asks for them."""
     if not options.device_automata:
         return None
-    if options.forced_drafts and options.device_automata == "auto":
-        return None
-    if options.forced_drafts:
-        raise OptionError("device_automata cannot be combined with forced_drafts")
-    return DeviceAutomata(state, exchange, sampler, replay, vocabulary)
+    if options.forced_drafts and exchange.mode.masking != "fill":
+        if options.device_automata == "auto":
+            return None
+        raise OptionError(
+            "device_automata and forced_drafts can be combined only with a drafter whose shape is "
+            "a chain, mask_drafts=True and draft_masking='fill'"
+        )
+    return DeviceAutomata(
+        state,
+        exchange,
+        sampler,
+        replay,
+        vocabulary,
+        table_bytes=options.automaton_bytes,
+        row_bytes=options.mask_row_bytes,
+        finds_forced=options.forced_drafts,
+    )
 
 
 def _make_decoder(

@@ -652,8 +652,17 @@ class Engine:
     def _update_forced_tokens(self) -> dict[str, int]:
         """Update `stats.forced_tokens` and return the counters of the guided decoder."""
         counters = self._parts.decoder.counters()
-        self.stats.forced_tokens = counters["forced_tokens"] - self._forced_tokens_at_reset
+        total = self._count_forced_tokens(counters)
+        self.stats.forced_tokens = total - self._forced_tokens_at_reset
         return counters
+
+    def _count_forced_tokens(self, counters: dict[str, int]) -> int:
+        """Return the number of accepted forced drafts, given the counters of the decoder."""
+        automata = self._parts.automata
+        if automata is None or not self.options.forced_drafts:
+            return counters["forced_tokens"]
+        self._replays.leave_loop()  # reading the counters of the device waits for it
+        return counters["forced_tokens"] + automata.counters()["forced_tokens"]
 
     def counters(self) -> dict[str, Any]:
         """Return the counters of engine, grammar, compiler, device and prefix cache.
@@ -700,7 +709,8 @@ class Engine:
     def reset_stats(self) -> None:
         """Reset `stats`."""
         self._require_working()
-        self._forced_tokens_at_reset = self._parts.decoder.counters()["forced_tokens"]
+        counters = self._parts.decoder.counters()
+        self._forced_tokens_at_reset = self._count_forced_tokens(counters)
         self.stats = EngineStats(draft_length=self._parts.depth, choice=self._modes.choice)
         self._scheduler.stats = self.stats
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.transports import TRANSPORTS
+from graft.grammar.automaton.device import ROW_BYTES, TABLE_BYTES
 from graft.grammar.backends.registry import BACKENDS
 from graft.grammar.compile.cache import CACHE_BYTES
 from graft.grammar.matcher import GrammarBackend
@@ -42,6 +43,8 @@ _INTEGERS: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
     "prefill_rows": (1, 1 << 20, "auto"),
     "grammar_threads": (1, 1024, None),
     "grammar_cache_bytes": (0, 2**62),
+    "automaton_bytes": (1, 2**40),
+    "mask_row_bytes": (0, 2**40),
     "compile_threads": (1, 256),
     "ordinal": (0, 1023, None),
 }
@@ -128,10 +131,16 @@ class Options:
     device_automata
         Whether mask rows are filled on the device for requests whose grammar has an automaton, see
         `DeviceAutomata`. A round whose requests all have an automaton or no grammar then needs no
-        grammar step on the host. Outputs do not change. The automata and their mask rows take 128
-        MiB of device memory. Cannot be combined with `forced_drafts`. With "auto", the engine
-        decides this for each request when the request joins a batch: on the device if rounds with
-        mask rows from the device took less time per token than rounds without.
+        grammar step on the host. Outputs do not change. With `forced_drafts`, a drafter of chains
+        and ``draft_masking="fill"`` are required. With "auto", the engine decides this for each
+        request when the request joins a batch: on the device if rounds with mask rows from the
+        device took less time per token than rounds without.
+    automaton_bytes
+        With `device_automata`, device memory for automata, in bytes. Requests whose automaton does
+        not fit stay on the host.
+    mask_row_bytes
+        With `device_automata`, device memory for mask rows of automaton states, in bytes. Rows that
+        are not stored are computed each time. 0 stores none.
     verify
         Default verification mode of sampled requests. With "coupled", the target samples a token at
         each position with the random numbers that it would use without drafts, and a draft is
@@ -238,6 +247,8 @@ class Options:
     compile_threads: int = 2
     compile_timeout_s: float = 30.0
     grammar_cache_bytes: int = CACHE_BYTES
+    automaton_bytes: int = TABLE_BYTES
+    mask_row_bytes: int = ROW_BYTES
     device: str | None = None
     ordinal: int | None = None
 

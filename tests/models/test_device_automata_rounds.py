@@ -250,6 +250,75 @@ def test_device_rounds_have_no_host_steps():
             assert ("copy" in kinds) == (key.grammar == "mixed"), kinds
 
 
-def test_device_automata_refuse_forced_drafts():
-    with pytest.raises(OptionError, match="device_automata cannot be combined with forced_drafts"):
-        demo_engine(device_automata=True, forced_drafts=True)
+@pytest.mark.parametrize(
+    "options", [{"speculation": False}, {"draft_masking": "probe"}, GROWN_TREE]
+)
+def test_device_automata_refuse_some_forced_drafts(options):
+    with pytest.raises(OptionError, match="forced_drafts"):
+        demo_engine(device_automata=True, forced_drafts=True, **options)
+
+
+def forced_requests(**options):
+    """Return requests whose grammars force many tokens."""
+    grammars = [
+        GrammarSpec.choice(["alpha beta gamma delta", "alphabet soup for everyone"]),
+        GrammarSpec.regex("(yes|no), the answer is [0-9]{2}"),
+        GrammarSpec.json_schema(
+            {
+                "type": "object",
+                "properties": {"first name": {"enum": ["Olga", "Ivo"]}, "age": {"const": 42}},
+                "required": ["first name", "age"],
+                "additionalProperties": False,
+            }
+        ),
+    ]
+    return [Request(prompt="x", grammar=grammar, seed=3, **options) for grammar in grammars]
+
+
+@pytest.mark.parametrize("composition, block", [("one", 1), ("two", 1), ("one", 64)])
+def test_device_automata_draft_forced_tokens(monkeypatch, composition, block):
+    """Drafts, outputs and the number of accepted forced tokens equal those of the host."""
+    monkeypatch.setattr("graft.grammar.automaton.device._CPU_BLOCK", block)
+    found = []
+    for device_automata in (False, True):
+        with settled(
+            demo_engine(
+                max_batch_size=4,
+                forced_drafts=True,
+                device_automata=device_automata,
+                grammar_budget_us=None,
+                composition=composition,
+            )
+        ) as engine:
+            compile_automata(engine, forced_requests())
+            engine.reset_stats()
+            results = [
+                answers_and_drafts(engine.generate(forced_requests(**mode)))
+                for mode in SAMPLING.values()
+            ]
+            assert (engine.stats.rounds_by_grammar["device"] > 0) == device_automata
+            engine.synchronize()
+            engine.counters()  # updates the number of forced tokens
+            found.append((results, engine.stats.forced_tokens))
+    assert found[0] == found[1]
+    assert found[0][1] > 10
+
+
+def test_device_automata_keep_byte_bounds():
+    """Automata and mask rows use at most the memory of the options."""
+    requests = automaton_requests()
+    with settled(demo_engine(max_batch_size=4)) as engine:
+        expected = answers(engine.generate(requests))
+    options = {"automaton_bytes": 1 << 10, "mask_row_bytes": 1 << 10}
+    with settled(demo_engine(max_batch_size=4, device_automata=True, **options)) as engine:
+        compile_automata(engine, requests)
+        for _ in range(2):
+            assert answers(engine.generate(requests)) == expected
+        counters = engine.counters()["automata"]
+        assert 0 < counters["table_bytes"] <= 1 << 10
+        assert 0 < counters["row_bytes"] <= 1 << 10
+        assert counters["tables_refused"] > 0 and counters["evicted"] > 0
+    with settled(demo_engine(max_batch_size=4, device_automata=True, mask_row_bytes=0)) as engine:
+        compile_automata(engine, requests)
+        assert answers(engine.generate(requests)) == expected
+        assert engine.counters()["automata"]["row_bytes"] == 0

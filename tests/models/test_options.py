@@ -39,6 +39,7 @@ RIGHT = {
     "grammar_budget_us": (2.5, 2**70),
     "compile_timeout_s": (2.5, 2**70, 0),
     "grammar_cache_bytes": (0,),
+    "mask_row_bytes": (0,),
     "prefix_cache_bytes": (0,),
     "ordinal": (0,),
 }

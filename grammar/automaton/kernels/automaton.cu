@@ -47,6 +47,21 @@ extern "C" __global__ void automaton_join(AutomatonSlot* states, int slot, const
   states[slot].applied = *replay - num_unread;
 }
 
+// Counts the accepted drafts of a chain that were forced. The stamps are those of the rows that
+// verification has used. The request may have ended.
+__device__ inline void count_forced(const Advance& a, const RoundRow* row) {
+  const int index = row->slot;
+  if (index < 0 || a.states[index].kind != AUTOMATON_BOUND) return;
+  const int* ids = reinterpret_cast<const int*>(row + 1);
+  const RowStamp* stamps =
+      reinterpret_cast<RowStamp*>(record_of(a.exchange, a.layout, index, a.layout.stamps));
+  const int num_drafts = row->count < row->tested ? row->count : row->tested;
+  for (int i = 0; i < num_drafts; ++i) {
+    const bool current = stamps[i].epoch == a.states[index].epoch && stamps[i].state == ROW_READY;
+    if (current && stamps[i].detail == 1 + ids[i]) atomicAdd(&a.cache->forced, 1u);
+  }
+}
+
 // Advances state[0] by committed tokens, and invalidates all rows of the slot.
 __device__ inline void commit(const Advance& a, int index, const int* ids, int count, int replay) {
   AutomatonSlot& own = a.states[index];
@@ -233,7 +248,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                      int* exchange, const ExchangeLayout layout, unsigned char* memory,
                      const int* offsets, const unsigned char* bytes, int num_tokens,
                      const int* replay, FillItem* items, RowCache* cache, CachedRow* cached,
-                     int num_cached, int fill, const RoundRow* rows, int row_words) {
+                     int num_cached, int fill, int forced, const RoundRow* rows,
+                     int row_words) {
   const Advance a = {row_slot,
                      slots,
                      states,
@@ -250,6 +266,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     item->action = FILL_NOTHING;
     AutomatonSlot* own = state_of(a, b);
     const RoundRow* row = round_row(rows, row_words, b);
+    if (forced) count_forced(a, row);
     if (own == nullptr || own->kind != AUTOMATON_BOUND || row->count <= 0) continue;
     const int index = a.row_slot[b];
     commit(a, index, reinterpret_cast<const int*>(row + 1), row->count, a.replay);
@@ -499,14 +516,24 @@ __device__ __forceinline__ unsigned int legal_word(const Automaton& automaton, i
   return word;
 }
 
+// Counts the ids of a mask word in `legal`, and keeps the largest id in `last`.
+__device__ __forceinline__ void count_ids(unsigned int word, int w, int& legal, int& last) {
+  if (word == 0) return;
+  legal += __popc(word);
+  last = w * 32 + 31 - __clz(static_cast<int>(word));
+}
+
 // Fills the mask rows of the items that the previous kernel has written, and stamps them. Block
-// (i, p) processes part p of item i. The last block of an item writes the stamp.
+// (i, p) processes part p of item i. The last block of an item writes the stamp. With `forced`, the
+// stamp names the token of a row that allows only one, as Forced::token does with `unique_only`.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_fill(FillItem* items, const AutomatonSlot* states, int* masks, int* exchange,
                    const ExchangeLayout layout, unsigned char* memory, const int* offsets,
-                   const unsigned char* bytes, int num_tokens, unsigned int* cached_words) {
+                   const unsigned char* bytes, int num_tokens, unsigned int* cached_words,
+                   int forced) {
   const Tables tables = {memory, offsets, bytes, num_tokens};
-  __shared__ int any;
+  __shared__ int num_legal;
+  __shared__ int last_legal;
   FillItem& item = items[blockIdx.x];
   const bool leader = threadIdx.x == 0;
   if (item.action == FILL_NOTHING) return;
@@ -523,27 +550,37 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   const int words = (layout.words + parts - 1) / parts;
   const int begin = static_cast<int>(blockIdx.y) * words;
   const int end = begin + words < layout.words ? begin + words : layout.words;
-  if (leader) any = 0;
+  if (leader) {
+    num_legal = 0;
+    last_legal = 0;
+  }
   block_sync();
   unsigned int seen = 0;
+  int legal = 0;
+  int last = 0;
   if (item.source >= 0) {
     const unsigned int* source = cached_words + static_cast<long long>(item.source) * layout.words;
     for (int w = begin + static_cast<int>(threadIdx.x); w < end; w += BLOCK) {
       row[w] = source[w];
       seen |= source[w];
+      if (forced) count_ids(source[w], w, legal, last);
     }
   } else {
     unsigned int* stored = nullptr;
     if (item.store >= 0) stored = cached_words + static_cast<long long>(item.store) * layout.words;
     for (int w = begin + static_cast<int>(threadIdx.x) / LANES; w < end; w += BLOCK / LANES) {
       const unsigned int word = legal_word(automaton, item.state, w);
-      seen |= word;
       if (threadIdx.x % LANES != 0) continue;
+      seen |= word;
+      if (forced) count_ids(word, w, legal, last);
       row[w] = word;
       if (stored != nullptr) stored[w] = word;
     }
   }
-  if (seen != 0) atomicOr(&any, 1);
+  if (seen != 0) {
+    atomicAdd(&num_legal, forced ? legal : 1);
+    atomicMax(&last_legal, last);
+  }
   block_sync();
   if (!leader) return;
   if (automaton.accepting[item.state] != 0) {
@@ -551,13 +588,20 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
       const int w = own.stop_ids[i] >> 5;
       if (w < begin || w >= end) continue;
       row[w] |= 1u << (own.stop_ids[i] & 31);
-      any = 1;
+      num_legal += 1;
+      if (own.stop_ids[i] > last_legal) last_legal = own.stop_ids[i];
     }
   }
-  if (any) atomicOr(&item.any, 1);
+  if (num_legal != 0) {
+    atomicAdd(&item.num_legal, num_legal);
+    atomicMax(&item.last_legal, last_legal);
+  }
   __threadfence();
   if (atomicInc(&item.arrived, parts - 1) != static_cast<unsigned int>(parts - 1)) return;
   __threadfence();
-  const int state = atomicExch(&item.any, 0) != 0 ? ROW_READY : ROW_DEAD_END;
-  write_stamp(exchange, layout, item.slot, item.j, state, own.epoch, item.position, 0);
+  const int total = atomicExch(&item.num_legal, 0);
+  const int token = atomicExch(&item.last_legal, 0);
+  const int state = total != 0 ? ROW_READY : ROW_DEAD_END;
+  const int detail = forced && total == 1 ? 1 + token : 0;
+  write_stamp(exchange, layout, item.slot, item.j, state, own.epoch, item.position, detail);
 }

@@ -54,8 +54,7 @@ struct AutomatonSlot {
   int filled[AUTOMATON_NODES];    // whether the row of the node is filled
 };
 
-// Work for one mask row, from the kernels that advance states to `automaton_fill`. The blocks that
-// share a row set `any` to 1 if a token is legal.
+// Work for one mask row, from the kernels that advance states to `automaton_fill`.
 struct FillItem {
   long long table;  // as in AutomatonSlot
   int action;       // FILL_*
@@ -66,7 +65,9 @@ struct FillItem {
   int source;    // row of the cache to copy; -1: compute the row
   int store;     // row of the cache to store the computed row in; -1: none
   int position;  // position of the token before the masked one
-  int any;
+  int num_legal;   // legal ids, counted by the blocks that share the row; without forced tokens,
+                   // this is only 0 if no id is legal
+  int last_legal;  // largest legal id
   unsigned int arrived;
 };
 
@@ -89,6 +90,8 @@ struct RowCache {
   unsigned int misses;
   unsigned int stored;
   unsigned int evicted;
+  // Count of accepted drafts that the grammar forced.
+  unsigned int forced;
 };
 
 struct CachedRow {
