@@ -65,19 +65,27 @@ _MMA_K_MULTIPLE = 128
 _MMA_COLUMNS = 16
 _MMA_MAX_SPLITS = 8  # split-K: maximum number of blocks that compute one tile
 _MMA_TILE_COLUMNS = 128
-# Number of pipeline stages in shared memory, by bytes per weight and rows per tile. A stage has 64
-# inner indices.
-_MMA_STAGES = {1: {32: 5, 64: 6, 128: 4}, 2: {32: 3, 64: 4, 128: 3}}
+# Inner indices of all pipeline stages in shared memory, by bytes per weight and rows per tile.
+_MMA_STAGED = {1: {32: 320, 64: 384, 128: 256}, 2: {32: 192, 64: 256, 128: 192}}
+# Tiles of this number of rows need more shared memory than some GPUs have, and inputs of 16 bits.
+_MMA_TALL_TILE = 256
+_MMA_TALL_STAGED = 128
+_MMA_TALL_SHARED = 227 * 1024
 NORM_GROUP = 16  # number of output columns per sum of squares of a folded norm
 _MMA_FEW_ROWS = 16  # maximum rows for linear_few; more rows use linear_many
 #: Number of multiprocessors of an H100 or H200. The number of K splits is chosen for these GPUs.
 MULTIPROCESSORS = 132
 # Blocks of linear_many that run on one multiprocessor at the same time, by rows per tile.
-_MMA_BLOCKS_PER_MULTIPROCESSOR = {32: 2, 64: 1, 128: 1}
-# Estimated cost of K splits, in units of the time of one wave without splits. The partial sums of
-# one row of all concurrent tiles cost _MMA_SPLIT_COST_PER_ROW. The wait for the last block costs
-# _MMA_SPLIT_COST.
+_MMA_BLOCKS_PER_MULTIPROCESSOR = {32: 2, 64: 1, 128: 1, _MMA_TALL_TILE: 1}
+# Time of a wave of tall tiles, in units of the time of a wave of tiles of 128 rows. It is the ratio
+# of their traffic through the L2 cache.
+_MMA_TALL_WAVE = 1.5
+# Estimated cost of K splits, in units of the time of one wave without splits. The wait for the last
+# block costs _MMA_SPLIT_COST. The partial sums of one row of all concurrent tiles cost
+# _MMA_SPLIT_COST_PER_ROW with up to _MMA_SPLIT_COST_INNER inner indices, and proportionally less
+# with more.
 _MMA_SPLIT_COST_PER_ROW = 0.3 / 32
+_MMA_SPLIT_COST_INNER = 4096
 _MMA_SPLIT_COST = 0.05
 _NORM_BLOCK = 256
 _ELEMENT_BLOCK = 128
@@ -89,7 +97,8 @@ _ATTENTION_BLOCKS = 512  # approximate number of blocks that a GPU runs at the s
 #: Share of the L1 cache, in percent, that all model kernels request as shared memory. With equal
 #: shares a kernel can start while the previous one runs (programmatic dependent launch). Of the 228
 #: KB of an H100, 57 % are rounded up to 132 KB: enough for two blocks of linear_many with 32 rows
-#: (61 KB each) or one block with more rows (97 KB).
+#: (61 KB each) or one block with up to 128 rows (97 KB). A block with 256 rows needs 225 KB and
+#: starts when the previous kernel has ended.
 SHARED_PERCENT = 57
 
 # Arguments for the RoPE and KV cache epilogue of a product that does not use this epilogue: seven
@@ -133,7 +142,14 @@ class MmaShape(NamedTuple):
         return _ceil_div(math.prod(self.grid), MULTIPROCESSORS * self.blocks_per_multiprocessor)
 
 
-def mma_shape(rows: int, columns: int, nbytes: int = 2) -> MmaShape:
+def mma_shape(
+    rows: int,
+    columns: int,
+    nbytes: int = 2,
+    *,
+    inner: int = _MMA_SPLIT_COST_INNER,
+    allow_tall: bool = False,
+) -> MmaShape:
     """Return the launch configuration of a tensor-core product.
 
     The result of a product has the same bits with every configuration.
@@ -147,34 +163,53 @@ def mma_shape(rows: int, columns: int, nbytes: int = 2) -> MmaShape:
         Number of outputs per row.
     nbytes
         Bytes of a stored weight: 1 or 2.
+    inner
+        Number of inputs per row.
+    allow_tall
+        Whether tiles may have 256 rows, which requires inputs of 16 bits and a GPU with about 225
+        KB of shared memory per block.
     """
     if rows <= _MMA_FEW_ROWS:
         tiles = _ceil_div(rows, 8)
         return MmaShape("linear_few", {"TILES": tiles}, (columns // _MMA_COLUMNS, 1, 1))
-    stages = _MMA_STAGES[nbytes]
-    block = next((size for size in stages if rows <= size), max(stages))
+    staged = _MMA_STAGED[nbytes]
+    block = next((size for size in staged if rows <= size), max(staged))
+    if allow_tall and rows > block:
+        block = _choose_block(rows, columns, inner)
     across = _ceil_div(columns, _MMA_TILE_COLUMNS)
     down = _ceil_div(rows, block)
-    splits = _choose_splits(across * down, block)
+    splits = _choose_splits(across * down, block, inner)
     partials = 0
     if splits > 1:
         partials = across * down * _MMA_MAX_SPLITS * block * _MMA_TILE_COLUMNS
-    shared = stages[block] * (_MMA_TILE_COLUMNS * nbytes + block * 2) * 64
+    stage_bytes = _MMA_TILE_COLUMNS * nbytes + block * 2
+    if block == _MMA_TALL_TILE:
+        shared = _MMA_TALL_STAGED * stage_bytes + 4 * block * _MMA_TILE_COLUMNS
+    else:
+        shared = staged[block] * stage_bytes
     return MmaShape(
         "linear_many",
         {"ROW_BLOCK": block},
-        (across, down, splits),
+        (down, across, splits),
         shared,
         partials,
         _MMA_BLOCKS_PER_MULTIPROCESSOR[block],
     )
 
 
-def _choose_splits(tiles: int, rows: int) -> int:
-    """Return the number of K splits with the least estimated time.
+def _choose_block(rows: int, columns: int, inner: int) -> int:
+    """Return the number of rows per tile, 128 or 256, with the least estimated time."""
 
-    The unit of time is a wave of blocks without splits. With s splits there are more waves, each of
-    which takes 1 / s of the time, but the partial sums have to be written and added.
+    def estimated_time(block: int) -> float:
+        tiles = _ceil_div(columns, _MMA_TILE_COLUMNS) * _ceil_div(rows, block)
+        splits = _choose_splits(tiles, block, inner)
+        return _estimated_time(tiles, block, inner, splits)
+
+    return min((128, _MMA_TALL_TILE), key=estimated_time)
+
+
+def _choose_splits(tiles: int, rows: int, inner: int) -> int:
+    """Return the number of K splits with the least estimated time.
 
     Parameters
     ----------
@@ -182,17 +217,37 @@ def _choose_splits(tiles: int, rows: int) -> int:
         Number of tiles of the product.
     rows
         Number of rows of a tile.
+    inner
+        Number of inputs per row.
+    """
+    # min() returns the first, that is the smallest, of several equally good numbers.
+    return min(
+        (1, 2, 4, _MMA_MAX_SPLITS),
+        key=lambda splits: _estimated_time(tiles, rows, inner, splits),
+    )
+
+
+def _estimated_time(tiles: int, rows: int, inner: int, splits: int) -> float:
+    """Return the estimated time of a product, in units of a wave of blocks without splits.
+
+    With s splits there are more waves, each of which takes 1 / s of the time, but the partial sums
+    have to be written and added.
+
+    Parameters
+    ----------
+    tiles, rows, inner
+        As in `_choose_splits`.
+    splits
+        Number of K splits.
     """
     concurrent = MULTIPROCESSORS * _MMA_BLOCKS_PER_MULTIPROCESSOR[rows]
-
-    def estimated_time(splits: int) -> float:
-        waves = _ceil_div(tiles * splits, concurrent) / splits
-        if splits == 1:
-            return waves
-        return waves + _MMA_SPLIT_COST_PER_ROW * rows * tiles / concurrent + _MMA_SPLIT_COST
-
-    # min() returns the first, that is the smallest, of several equally good numbers.
-    return min((1, 2, 4, _MMA_MAX_SPLITS), key=estimated_time)
+    waves = _ceil_div(tiles * splits, concurrent) / splits
+    if rows == _MMA_TALL_TILE:
+        waves *= _MMA_TALL_WAVE
+    if splits == 1:
+        return waves
+    cost_per_row = _MMA_SPLIT_COST_PER_ROW * min(1.0, _MMA_SPLIT_COST_INNER / inner)
+    return waves + cost_per_row * rows * tiles / concurrent + _MMA_SPLIT_COST
 
 
 class Norm(NamedTuple):
@@ -330,6 +385,8 @@ class ModelKernels:
         if activations not in ACTIVATIONS:
             raise OptionError(f"activations {activations!r}: expected one of {ACTIVATIONS}")
         self.activations = activations
+        # Shared memory that a block may use, including the static shared memory of its kernel.
+        self._max_shared = device.attribute("MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
         # Keeps the compiled modules loaded. A module that no graph references would otherwise be
         # unloaded after each launch of a prefill.
         self._kernels: dict[tuple, Kernel] = {}
@@ -371,6 +428,10 @@ class ModelKernels:
     @property
     def _splits_activations(self) -> bool:
         return self.activations == "float32"
+
+    @property
+    def _allows_tall_tiles(self) -> bool:
+        return self._max_shared >= _MMA_TALL_SHARED
 
     # Methods that return which kernels and dtypes a product can use.
 
@@ -874,7 +935,13 @@ class ModelKernels:
         if norm is not None:
             norm_args = (norm.weight, norm.out, norm.square_sums)
         rows = product.rows << self._splits_activations
-        shape = mma_shape(rows, product.columns, itemsize(product.weight.dtype))
+        shape = mma_shape(
+            rows,
+            product.columns,
+            itemsize(product.weight.dtype),
+            inner=product.inner,
+            allow_tall=product.x_is_rounded and self._allows_tall_tiles,
+        )
         kernel = self._kernel(
             shape.kernel,
             shape.kernel,

@@ -25,6 +25,7 @@ from graft.models.llm.rope import Rope
 
 DTYPES = ("float32", "float16", "bfloat16")
 CHOOSE_SPLITS = "graft.models.llm.kernel_library._choose_splits"
+CHOOSE_BLOCK = "graft.models.llm.kernel_library._choose_block"
 
 
 @pytest.fixture(params=FORMS)
@@ -169,6 +170,104 @@ def test_tensor_core_linear_is_row_invariant(
         ranges += [(1, 34), (80, 144), (20, 85)]
     for begin, end in ranges:
         check_rows(begin, end)
+
+
+def tall_products(kernels, lane, epilogue) -> list[np.ndarray]:
+    """Run products of 140 rows of 16 bits with one of the epilogues and return their results."""
+    device = kernels.device
+    rng = np.random.default_rng(4)
+    inner = {"norm": 1152, "gated": 128, "qkv": 384}[epilogue]
+    x = upload(device, normal(rng, 140, inner), "bfloat16")
+    w = upload(device, normal(rng, 256 if epilogue == "qkv" else 144, inner), "bfloat16")
+    stream = upload(device, normal(rng, 140, w.shape[0]))
+    if epilogue == "gated":
+        out = device.zeros((140, 72), "bfloat16")
+        kernels.gated_linear(lane, x, w, out)
+        return [download(lane.stream, out)]
+    if epilogue == "qkv":
+        kv = make_kv(device, 1, 64, "bfloat16")
+        assert kv.allocate(1, 32)
+        kv.set_table(lane, 1)
+        pos = [min(row, 40) for row in range(140)]  # positions after 31 are not allocated
+        rows = make_rows(device, [0] * 140, [1] * 140, pos)
+        rope_table = upload(device, Rope(theta=100.0).table(kv.positions, 64))
+        kernels.project_qkv(lane, x, w, stream, KVWrite(rope_table, rows, kv, 0, 2))
+        return [download(lane.stream, stream), kv.k.to_host(), kv.v.to_host()]
+    norm = Norm(
+        upload(device, normal(rng, 144)),
+        1e-5,
+        device.zeros((140, 144), "bfloat16"),
+        device.zeros((140, 9), "float32"),
+    )
+    kernels.linear(lane, x, w, stream, residual=stream, norm=norm)
+    assert norm.square_sums is not None
+    return [download(lane.stream, part) for part in (stream, norm.out, norm.square_sums)]
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("epilogue", ["norm", "gated", "qkv"])
+def test_tall_tiles_give_bits_of_other_tiles(device, lane, monkeypatch, epilogue, splits):
+    """Tiles of 256 rows give the bits of tiles of 128 rows, with each epilogue and split K."""
+    kernels = ModelKernels(device, "warp")
+    monkeypatch.setattr(CHOOSE_SPLITS, lambda *_: splits)
+    results = []
+    for block in (128, 256):
+        monkeypatch.setattr(CHOOSE_BLOCK, lambda *_, block=block: block)
+        results.append(tall_products(kernels, lane, epilogue))
+    assert {("ROW_BLOCK", 128), ("ROW_BLOCK", 256)} <= {i for key in kernels._kernels for i in key}
+    for expected, found in zip(*results, strict=True):
+        assert same_bits(found, expected) and found.any()
+
+
+@pytest.mark.parametrize(("dtype", "splits"), [("float16", 1), ("bfloat16", 8)])
+def test_tall_tiles_equal_matrix_product_and_single_rows(device, lane, monkeypatch, dtype, splits):
+    """Rows of tiles of 256 rows are accurate and have the bits of rows that run alone.
+
+    The second tile has 14 rows, and some of the eight parts have two chunks.
+    """
+    kernels = ModelKernels(device, "warp")
+    rng = np.random.default_rng(splits)
+    x = rounded(normal(rng, 270, 1152), dtype)
+    w = rounded(normal(rng, 16, 1152), dtype)
+    weight = upload(device, w, dtype)
+    monkeypatch.setattr(CHOOSE_SPLITS, lambda *_: splits)
+    monkeypatch.setattr(CHOOSE_BLOCK, lambda *_: 256)
+    whole = run_linear(kernels, lane, upload(device, x, dtype), weight)
+    wanted = x.astype(np.float64) @ w.astype(np.float64).T
+    np.testing.assert_allclose(whole, wanted, atol=12e-6 * np.sqrt(1152))
+    for begin, end in ((0, 1), (127, 130), (250, 270)):
+        part = run_linear(kernels, lane, upload(device, x[begin:end], dtype), weight)
+        assert same_bits(part, whole[begin:end].copy())
+
+
+def test_mma_shape_chooses_tall_tiles_only_where_they_fit_and_save_time():
+    """An 8B Llama with 256 rows uses tall tiles for the wide and the deep matrices."""
+    blocks = {}
+    for columns, inner in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
+        shape = mma_shape(256, columns, inner=inner, allow_tall=True)
+        blocks[columns, inner] = shape.defines["ROW_BLOCK"], shape.grid
+        assert mma_shape(256, columns, inner=inner).defines["ROW_BLOCK"] == 128
+        assert mma_shape(128, columns, inner=inner, allow_tall=True).defines["ROW_BLOCK"] == 128
+    assert blocks == {
+        (6144, 4096): (128, (2, 48, 1)),
+        (4096, 4096): (128, (2, 32, 1)),
+        (28672, 4096): (256, (1, 224, 1)),
+        (4096, 14336): (256, (1, 32, 4)),
+    }
+
+
+def test_linear_uses_no_tall_tiles_with_little_shared_memory(device, lane, monkeypatch):
+    """A GPU with less than 227 KB of shared memory per block runs tiles of 128 rows."""
+    monkeypatch.setattr(CHOOSE_BLOCK, lambda *_: 256)
+    used = []
+    for limit in (227 * 1024, 227 * 1024 - 1, 99 * 1024):
+        with monkeypatch.context() as patch:
+            patch.setattr(type(device), "attribute", lambda *_, limit=limit: limit)
+            kernels = ModelKernels(device, "warp")
+        x = device.zeros((140, 128), "bfloat16")
+        run_linear(kernels, lane, x, device.zeros((16, 128), "bfloat16"))
+        used += [item[1] for key in kernels._kernels for item in key if item[0] == "ROW_BLOCK"]
+    assert used == [256, 128, 128]
 
 
 @pytest.mark.parametrize(("rows", "activations"), [(3, "rounded"), (20, "rounded"), (9, "float32")])

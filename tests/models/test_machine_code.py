@@ -4,6 +4,8 @@ The tests check properties that affect only the speed: which loads are issued be
 waits for the previous kernel, and which loads are issued together.
 """
 
+import functools
+
 import pytest
 
 from graft.models.llm.kernel_library import FOLDER, MULTIPROCESSORS, mma_shape
@@ -16,12 +18,14 @@ from graft.tools.bench.kernel_report import (
 )
 from graft.tools.bench.roofline import EPILOGUE_PAIRS
 
+FULL = pytest.mark.full
 #: Architectures with programmatic dependent launch. The short run compiles only for the first one.
-ARCHITECTURES = [90, *(pytest.param(arch, marks=pytest.mark.full) for arch in (100, 120))]
+ARCHITECTURES = [90, *(pytest.param(arch, marks=FULL) for arch in (100, 120))]
 WAIT = "ACQBULK"  # griddepcontrol.wait
 LAST_ARRIVER = "ATOMG"  # counts the blocks of a tile that have arrived
 
 
+@functools.cache
 def compile_kernel(kernel: str, arch: int, **defines: object) -> list[str]:
     """Return the instructions of a kernel, which must spill no registers."""
     macros = tuple((name, str(value)) for name, value in defines.items())
@@ -42,6 +46,18 @@ def index_of(instructions: list[str], name: str, start: int = 0) -> int:
 
 def last_index_of(instructions: list[str], name: str) -> int:
     return max(i for i, text in enumerate(instructions) if text.startswith(name))
+
+
+def most_loads_between_sums(instructions: list[str]) -> int:
+    """Return the highest number of loads from global memory without a sum or store among them."""
+    most = loads = 0
+    for text in instructions:
+        if text.startswith("LDG"):
+            loads += 1
+        elif text.startswith(("FADD", "FFMA", "STG", "HMMA")):
+            loads = 0
+        most = max(most, loads)
+    return most
 
 
 def count(instructions: list[str], *names: str) -> int:
@@ -76,20 +92,69 @@ def test_linear_few_computes_only_scales_that_exist(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("row_block", [32, 64, 128])
+@pytest.mark.parametrize("row_block", [32, 256, *(pytest.param(n, marks=FULL) for n in (64, 128))])
 def test_linear_many_issues_loads_of_epilogue_together(arch, row_block):
     """The first weights are copied before the wait, and no load waits for a sum of the epilogue.
 
-    For a pair of outputs the epilogue loads eight parts of two sums, two residuals, two norm
-    weights and two weight scales.
+    With split K the epilogue loads eight parts of two sums and two residuals for each pair of
+    outputs, and for all pairs two norm weights and two weight scales. Without split K the sums are
+    in shared memory.
     """
     code = compile_kernel("linear_many", arch, ROW_BLOCK=row_block, X16=1)
     wait = index_of(code, WAIT)
-    assert count(code[:wait], "LDGSTS") == 4
-    epilogue = code[index_of(code, LAST_ARRIVER) :]
-    first_sum = index_of(epilogue, "FADD")
-    _, pairs_at_once = EPILOGUE_PAIRS[row_block]
-    assert count(epilogue[:first_sum], "LDG", "LD.") >= pairs_at_once * (2 * 8 + 2 + 2 + 2)
+    assert count(code[:wait], "LDGSTS") == (2 if row_block == 256 else 4)
+    arrived = index_of(code, LAST_ARRIVER)
+    _, with_splits, without_splits = EPILOGUE_PAIRS[row_block]
+    first_sum = index_of(code, "FADD", arrived)
+    assert count(code[arrived:first_sum], "LDG", "LD.") >= with_splits * (2 * 8 + 2) + 4
+    assert most_loads_between_sums(code[last_index_of(code, "HMMA") : arrived]) >= (
+        without_splits * 2 + 4
+    )
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("row_block", [32, *(pytest.param(n, marks=FULL) for n in (128, 256))])
+def test_linear_many_issues_loads_of_rotations_together(arch, row_block):
+    """Cosines, sines and pages of a batch are loaded before the first sum is rotated.
+
+    Positions, slots and ancestors are loaded before the main loop. Only tiles of 256 rows, which
+    have no shared memory left for them, load them in the epilogue.
+    """
+    code = compile_kernel("linear_many", arch, ROW_BLOCK=row_block, X16=1, ROPE_HEAD_DIM=128)
+    arrived = index_of(code, LAST_ARRIVER)
+    _, _, pairs = EPILOGUE_PAIRS[row_block]
+    loads = most_loads_between_sums(code[last_index_of(code, "HMMA") : arrived])
+    assert loads >= pairs * (6 if row_block == 256 else 3)
+    assert row_block == 256 or loads < pairs * 4
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_linear_many_loads_totals_of_tall_tiles_together(arch):
+    """The totals of 32 sums are loaded from shared memory before the first is added and stored."""
+    code = compile_kernel("linear_many", arch, ROW_BLOCK=256, X16=1)
+    after = code[last_index_of(code, "HMMA") :]
+    assert count(after[: index_of(after, "FADD")], "LDS") == 32
+
+
+@pytest.mark.parametrize("tiles", [1, pytest.param(2, marks=FULL)])
+def test_linear_few_loads_rotation_before_main_loop(tiles):
+    code = compile_kernel("linear_few", 90, TILES=tiles, X16=1, ROPE_HEAD_DIM=128)
+    barrier = index_of(code, "BAR", last_index_of(code, "HMMA"))
+    assert count(code[barrier:], "LDG") == 0
+
+
+@FULL
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("nbytes", [1, 2])
+def test_linear_many_with_tall_tiles_fits_into_multiprocessor(arch, nbytes):
+    """A thread has at most 255 registers without spills, and a block at most 227 KB."""
+    defines = {"ROW_BLOCK": "256", "X16": "1", "ROPE_HEAD_DIM": "128", "WEIGHT8": str(2 - nbytes)}
+    variant = Variant(FOLDER / "linear_many.cu", tuple(defines.items()))
+    (usage,) = compile_variant(variant, arch)
+    shape = mma_shape(256, 28672, nbytes, allow_tall=True)
+    assert shape.defines["ROW_BLOCK"] == 256
+    assert usage.registers <= 255 and usage.spilled_bytes == 0
+    assert shape.shared + usage.shared_bytes <= 227 * 1024
 
 
 @pytest.mark.parametrize("arch", [80, *ARCHITECTURES])

@@ -10,6 +10,7 @@ LIBRARY = "models/test_kernel_library.py::"
 FEW = LIBRARY + "test_gated_linear_equals_linear_and_silu_mul[3-rounded]"
 MANY = LIBRARY + "test_gated_linear_equals_linear_and_silu_mul[20-rounded]"
 INVARIANT = LIBRARY + "test_tensor_core_linear_is_row_invariant[bfloat16-rounded-48-128]"
+TALL = LIBRARY + "test_tall_tiles_give_bits_of_other_tiles[norm-1]"
 LONG = LIBRARY + "test_tensor_core_linear_is_row_invariant[float16-rounded-16-1152]"
 SPLIT = "models/test_attention.py::test_split_attention_equals_causal_softmax[4-1-64-bfloat16-4]"
 PARTS = "models/test_attention.py::test_split_attention_reuses_parts_for_long_rows"
@@ -41,7 +42,12 @@ MUTANTS = [
            "wait_copies<STAGES - 2>();\n    __syncthreads();", "wait_copies<STAGES - 2>();",
            MANY, "race", "result"),
     Mutant("linear_many: no barrier before the sums overwrite the stages", LLM + "linear_many.cu",
-           "(staged);\n    __syncthreads();", "(staged);", MANY, "race", "result"),
+           "  __syncthreads();  // all threads have read the last stage\n", "", MANY,
+           "race", "result"),
+    Mutant("linear_many: no barrier before the totals of a tall tile are read",
+           LLM + "linear_many.cu",
+           "  __syncthreads();  // all threads have read the last stage\n", "", TALL,
+           "race", "result"),
     Mutant("attention_split: no barrier after the rows of the tile", LLM + "attention_split.cu",
            "  __syncthreads();\n  const int tile_parts", "  const int tile_parts",
            SPLIT, "race", "result"),
@@ -88,6 +94,8 @@ MUTANTS = [
     Mutant("linear_many: copies are not committed", LLM + "linear_many.cu",
            "    commit_copies();\n", "", LONG, "result", ""),
     # Fragments, operands of instructions and shuffles.
+    Mutant("linear_many: totals of a tall tile without the first part", LLM + "linear_many.cu",
+           "part == 0 ? value : before", "part <= 1 ? value : before", TALL, "result", "result"),
     Mutant("mma: operands a1 and a2 exchanged", LLM + "mma.cuh",
            '"r"(a[1]), "r"(a[2])', '"r"(a[2]), "r"(a[1])', FEW, "result", ""),
     Mutant("mma: sums d1 and d2 exchanged", LLM + "mma.cuh",

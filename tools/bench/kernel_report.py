@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from graft.cudagraph.compiler import nvrtc_options
 from graft.cudagraph.signature import parameter_kinds
@@ -51,7 +51,7 @@ MACRO_VALUES = {
     "WEIGHT8": ("0", "1"),
     "SPLIT_X": ("0", "1"),
     "TILES": ("1", "2"),
-    "ROW_BLOCK": ("32", "64", "128"),
+    "ROW_BLOCK": ("32", "64", "128", "256"),
     "X16": ("0", "1"),
     "GATED": ("0", "1"),
     "ROPE_HEAD_DIM": ("0", "64", "128"),
@@ -59,9 +59,11 @@ MACRO_VALUES = {
 #: Macros that set the number of activation rows per thread block of a product. Each of their values
 #: is also compiled in combination with the macros for inputs of 16 bits and for weights of 8 bits.
 ROW_MACROS = ("TILES", "ROW_BLOCK")
-_WEIGHT8 = (("WEIGHT8", "1"),)
-_GATED = (("GATED", "1"), ("OUT", "bf16_t"), ("X16", "1"))
-_ROPE = (("ROPE_HEAD_DIM", "128"), ("X16", "1"))
+Macros: TypeAlias = tuple[tuple[str, str], ...]
+_X16 = ("X16", "1")
+_WEIGHT8: Macros = (("WEIGHT8", "1"),)
+_GATED: Macros = (("GATED", "1"), ("OUT", "bf16_t"), _X16)
+_ROPE: Macros = (("ROPE_HEAD_DIM", "128"), _X16)
 ROW_MACRO_COMBINATIONS = (
     _WEIGHT8,
     _GATED,
@@ -105,7 +107,7 @@ class Variant:
     """
 
     path: Path
-    defines: tuple[tuple[str, str], ...] = ()
+    defines: Macros = ()
 
     @property
     def title(self) -> str:
@@ -197,12 +199,22 @@ def file_variants(path: Path) -> list[Variant]:
             raise CompileError(f"{path.name}: macro {name} is missing in MACRO_VALUES")
         for value in MACRO_VALUES[name]:
             if value != default:
-                variants.append(Variant(path, ((name, value),)))
+                variants.append(_variant(path, (), name, value))
         if name in ROW_MACROS:
             for macros in ROW_MACRO_COMBINATIONS:
                 for value in MACRO_VALUES[name]:
-                    variants.append(Variant(path, (*macros, (name, value))))
+                    variants.append(_variant(path, macros, name, value))
     return variants
+
+
+def _variant(path: Path, macros: Macros, name: str, value: str) -> Variant:
+    """Return a variant with `macros`, with another macro, and with the macros that this requires.
+
+    Tiles of 256 rows require inputs of 16 bits.
+    """
+    if (name, value) == ("ROW_BLOCK", "256") and _X16 not in macros:
+        macros = (*macros, _X16)
+    return Variant(path, (*macros, (name, value)))
 
 
 def all_variants(packages: Iterable[str] = PACKAGES) -> list[Variant]:

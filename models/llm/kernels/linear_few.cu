@@ -72,15 +72,22 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       weight_scale, residual,        out,         copy != nullptr ? copy + copy_offset : nullptr,
       rows,         columns,         copy_stride, norm,
       norm_out,     norm_square_sums};
+  const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, ROPE_HEAD_DIM};
+  const RopeStore to = {rope_table, slot, pos, ancestors, pages, keys, values, heads, scratch_page};
   const int own_column = threadIdx.x % 8, own_row = threadIdx.x / 8;
   EpilogueInputs inputs = {};
-  // With 16 rows of float inputs and 8-bit weights, registers are short until the loop ends.
-  constexpr bool LOADS_EARLY = X16 || !WEIGHT8 || TILES == 1;
-  const auto load_own_residual = [&] {
-    if (own_row < ROWS) load_residual(&inputs, y, first + own_row, column + own_column);
+  RowState state = {};
+  // With 16 rows and 8-bit weights, registers are short until the loop ends, unless the inputs have
+  // 16 bits and are not rotated.
+  constexpr bool LOADS_EARLY = !WEIGHT8 || TILES == 1 || (X16 && !ROPE_HEAD_DIM);
+  const auto load_own_row = [&] {
+    if (own_row >= ROWS) return;
+    load_residual(&inputs, y, first + own_row, column + own_column);
+    state = load_row_state(y, to, first + own_row);
   };
-  if (LOADS_EARLY) load_own_residual();
+  if (LOADS_EARLY) load_own_row();
   load_scales<ROWS>(square_sums, eps, first, rows, inner, scale);
+  if (LOADS_EARLY && own_row < ROWS) load_rotation(&inputs, y, to, state, column + own_column);
   for (int c = warp; c < chunks; c += DEPTH * WARPS) {
 #pragma unroll
     for (int s = 0; s < DEPTH; ++s) {
@@ -100,7 +107,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       }
     }
   }
-  if (!LOADS_EARLY) load_own_residual();
+  if (!LOADS_EARLY) load_own_row();
+  if (!LOADS_EARLY && own_row < ROWS) load_rotation(&inputs, y, to, state, column + own_column);
   if (own_row < ROWS) load_factors(&inputs, y, column + own_column);
 #pragma unroll
   for (int n = 0; n < TILES; ++n) {
@@ -109,8 +117,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   }
   __syncthreads();
   if (own_row >= ROWS) return;
-  const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, ROPE_HEAD_DIM};
-  const RopeStore to = {rope_table, slot, pos, ancestors, pages, keys, values, heads, scratch_page};
   const int parts = parts_of(inner);
   const auto folded = [&](int r, int c) {
     float total = 0.0f;

@@ -10,20 +10,39 @@
 #include "linear_mma.cuh"
 
 #define OUTPUTS 128
+// Tiles of 256 rows halve the traffic of the weights through the L2 cache. A thread has 128 sums of
+// such a tile, so its registers cannot hold the totals of the finished parts as well. Without split
+// K the totals are in shared memory. Inputs must have 16 bits.
+#define TALL (ROW_BLOCK == 256)
+#if TALL && !X16
+#error "ROW_BLOCK 256 requires inputs of 16 bits"
+#endif
 // Inner indices per pipeline stage. Asynchronous copies keep STAGES - 1 stages in flight. Float
 // inputs have to be converted and are therefore prefetched to registers, half a stage ahead.
-#define STAGE 64
-#define STAGES (3 + (ROW_BLOCK == 64) + WEIGHT8 * (ROW_BLOCK == 128 ? 1 : 2))
+#define STAGE (TALL ? 32 : 64)
+#define STAGES (TALL ? 4 : 3 + (ROW_BLOCK == 64) + WEIGHT8 * (ROW_BLOCK == 128 ? 1 : 2))
+#define PACKS (STAGE / 8)                               // packs of a row of a stage
 #define COPIED (16 / static_cast<int>(sizeof(Weight)))  // weights per asynchronous copy
 #define COPIES (STAGE / COPIED)
-#define ROW_WARPS (ROW_BLOCK == 128 ? 4 : 2)
+#define ROW_WARPS (ROW_BLOCK >= 128 ? 4 : 2)
 #define ROW_TILES (ROW_BLOCK / 8 / ROW_WARPS)
 #define COLUMN_WARPS (WARPS / ROW_WARPS)
 #define COLUMN_TILES (OUTPUTS / 16 / COLUMN_WARPS)
 #define ROWS (ROW_BLOCK >> SPLIT_X)  // rows of x per block
-#define X_PACKS (ROW_BLOCK * (STAGE / 8))
+#define X_PACKS (ROW_BLOCK * PACKS)
 #define X_AT_ONCE ((ROW_BLOCK + 63) / 64)
 #define BLOCKS_PER_MULTIPROCESSOR (ROW_BLOCK == 32 ? 2 : 1)
+// Whether the positions of the rows are loaded to shared memory before the main loop. There is no
+// room for them beside the totals of tall tiles.
+#define SHARES_STATES (ROPE_HEAD_DIM && !TALL)
+#define SPLIT_PAIRS (TALL ? 8 : 4)  // pairs per batch with split K
+
+// Number of pairs of outputs whose inputs are loaded together, and of sums per output.
+template <int PAIRS_, int SUMS_>
+struct Batch {
+  static constexpr int PAIRS = PAIRS_;
+  static constexpr int SUMS = SUMS_;
+};
 
 // Returns the swizzled shared-memory index of pack t (0 to 3) of half-stage `sub` (32 inner
 // indices) of a row. The swizzle avoids bank conflicts between the lanes of one access, which read
@@ -41,29 +60,38 @@ __device__ __forceinline__ int swizzle_x(int row, int sub, int t) {
   return swizzle(ROW_BLOCK, row, sub, t, 1);
 }
 
-// Iterates over the pipeline stages of parts [part, end) in order. A chunk has two stages.
+// Returns the index of an output of the tile in the shared memory in which the sums are exchanged.
+// The permutation of the columns avoids bank conflicts between lanes that write adjacent rows.
+__device__ __forceinline__ int exchange_index(int row, int column) {
+  return row * OUTPUTS + (column ^ (row << SPLIT_X & 6) << 2);
+}
+
+// Iterates over the pipeline stages of parts [part, end) in order.
 struct StageIterator {
   int part;
   int end;
   int chunks;
   int chunk;
-  int half;
+  int offset;  // of the stage in its chunk
 
   __device__ __forceinline__ bool valid() const { return part < end; }
-  __device__ __forceinline__ int inner() const { return chunk * CHUNK + half * STAGE; }
-  __device__ __forceinline__ bool ends_part() const { return half == 1 && chunk + PARTS >= chunks; }
+  __device__ __forceinline__ int inner() const { return chunk * CHUNK + offset; }
+  __device__ __forceinline__ bool ends_part() const {
+    return offset == CHUNK - STAGE && chunk + PARTS >= chunks;
+  }
   __device__ __forceinline__ void next() {
-    half ^= 1;
-    if (half == 1) return;
+    offset = (offset + STAGE) % CHUNK;
+    if (offset > 0) return;
     chunk += PARTS;
     if (chunk >= chunks) chunk = ++part;
   }
 };
 
-// Grid: (columns / 128, rows / ROW_BLOCK, splits). With SPLIT_X a row of x takes two rows of B, so
-// a block has half as many rows of x. With split K the blocks write their parts to `partials`
-// [tiles, PARTS, ROW_BLOCK, 128], and the last block of a tile to arrive adds them in order.
-// `arrived` [tiles] counts the blocks that have arrived; it must be zero and is left zero.
+// Grid: (rows / ROW_BLOCK, columns / 128, splits). Blocks that run at the same time thus share
+// their weights, which are then read from memory only once. With SPLIT_X a row of x takes two rows
+// of B, so a block has half as many rows of x. With split K the blocks write their parts to
+// `partials` [tiles, PARTS, ROW_BLOCK, 128], and the last block of a tile to arrive adds them in
+// order. `arrived` [tiles] counts the blocks that have arrived; it must be zero and is left zero.
 // linear_mma.cuh documents the other operands.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESSOR)
     linear_many(const Weight* weight, const float* weight_scale, const Input* x,
@@ -77,8 +105,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   extern __shared__ Pack16 staged[];
   __shared__ int last;
   __shared__ float scale[ROWS];
+  __shared__ RowState row_state[SHARES_STATES ? ROWS : 1];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-  const int column = blockIdx.x * OUTPUTS, first = blockIdx.y * ROWS;
+  const int column = blockIdx.y * OUTPUTS, first = blockIdx.x * ROWS;
   const int splits = gridDim.z, parts = parts_of(inner);
   const int own_column = warp % COLUMN_WARPS * COLUMN_TILES * 16;
   const int own_row = warp / COLUMN_WARPS * ROW_TILES * 8;
@@ -86,17 +115,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   StageIterator current = {begin, end < parts ? end : parts, inner / CHUNK, begin, 0};
   StageIterator next_copy = current;
   Weights* const staged_weight = reinterpret_cast<Weights*>(staged);
-  Pack16* const staged_x =
-      reinterpret_cast<Pack16*>(staged_weight + STAGES * OUTPUTS * (STAGE / 8));
+  Pack16* const staged_x = reinterpret_cast<Pack16*>(staged_weight + STAGES * OUTPUTS * PACKS);
+  // Sums of the tile, at exchange_index. They share the memory of the stages unless TALL.
+  float* const exchanged = reinterpret_cast<float*>(TALL ? staged_x + STAGES * X_PACKS : staged);
 
   // Returns the address of pack i of a stage of x. Rows after the end read the last row.
   const auto x_at = [&](int i, const StageIterator& at) {
-    const int row = first + (i / 8 >> SPLIT_X);
-    return x + static_cast<long long>(row < rows ? row : rows - 1) * inner + at.inner() + i % 8 * 8;
+    const int row = first + (i / PACKS >> SPLIT_X);
+    return x + static_cast<long long>(row < rows ? row : rows - 1) * inner + at.inner() +
+           i % PACKS * 8;
   };
   const auto copy_weights = [&](int stage, const StageIterator& from) {
     if (!from.valid()) return;
-    Weights* to = staged_weight + stage * OUTPUTS * (STAGE / 8);
+    Weights* to = staged_weight + stage * OUTPUTS * PACKS;
 #pragma unroll
     for (int n = 0; n < OUTPUTS * COPIES / (WARPS * 32); ++n) {
       const int i = n * WARPS * 32 + threadIdx.x, row = i / COPIES, k = i % COPIES * COPIED;
@@ -111,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
 #pragma unroll
       for (int n = 0; n < X_PACKS * X16 / (WARPS * 32); ++n) {
         const int i = n * WARPS * 32 + threadIdx.x;
-        copy_async(staged_x + stage * X_PACKS + swizzle_x(i / 8, i % 8 / 4, i % 4),
+        copy_async(staged_x + stage * X_PACKS + swizzle_x(i / PACKS, i % PACKS / 4, i % 4),
                    x_at(i, next_copy));
       }
       next_copy.next();
@@ -150,20 +181,33 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   const long long tile = static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x;
   float* const tile_partials = partials + tile * PARTS * ROW_BLOCK * OUTPUTS;
   float sum[COLUMN_TILES][ROW_TILES][4] = {};
-  float total[COLUMN_TILES][ROW_TILES][4];
+  float total[COLUMN_TILES][ROW_TILES][4];  // of the finished parts, without split K, unless TALL
+  // Returns the row and the column of sum i of a tile of a warp.
+  const auto row_of = [&](int n, int i) { return own_row + n * 8 + 2 * t + i % 2 >> SPLIT_X; };
+  const auto column_of = [&](int m, int i) { return own_column + m * 16 + g + i / 2 * 8; };
   const auto end_part = [&](int part) {
 #pragma unroll
     for (int m = 0; m < COLUMN_TILES; ++m) {
+      float before[ROW_TILES][4];  // totals in shared memory, which are all loaded before a store
+#pragma unroll
+      for (int n = 0; n < ROW_TILES && TALL; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const bool is_used = splits == 1 && part > 0;
+          before[n][i] = is_used ? exchanged[exchange_index(row_of(n, i), column_of(m, i))] : 0.0f;
+        }
+      }
 #pragma unroll
       for (int n = 0; n < ROW_TILES; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float value = SPLIT_X ? sum[m][n][i & 2] + sum[m][n][i | 1] : sum[m][n][i];
-          if (splits == 1) {
+          const int r = row_of(n, i), c = column_of(m, i);
+          if (splits == 1 && TALL) {
+            exchanged[exchange_index(r, c)] = part == 0 ? value : before[n][i] + value;
+          } else if (splits == 1) {
             total[m][n][i] = part == 0 ? value : total[m][n][i] + value;
-          } else if (const int r = own_row + n * 8 + 2 * t + i % 2 >> SPLIT_X;
-                     first + r < rows && (!SPLIT_X || i % 2 == 0)) {
-            const int c = own_column + m * 16 + g + i / 2 * 8;
+          } else if (first + r < rows && (!SPLIT_X || i % 2 == 0)) {
             tile_partials[(part * ROW_BLOCK + r) * OUTPUTS + c] = value;
           }
         }
@@ -181,6 +225,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
     copy_rows(s);
   }
   load_scales<ROWS>(square_sums, eps, first, rows, inner, scale);
+  if (SHARES_STATES && threadIdx.x < ROWS) {
+    row_state[threadIdx.x] = load_row_state(y, to, first + threadIdx.x);
+  }
   for (int sub = 0; !X16 && sub < 2 && current.valid(); ++sub) {
     load_x(sub);
     store_x(sub, 0);
@@ -195,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
     const int free = at > 0 ? at - 1 : STAGES - 1;
     copy_weights(free, next_copy);
     copy_rows(free);
-    const Weights* w = staged_weight + at * OUTPUTS * (STAGE / 8);
+    const Weights* w = staged_weight + at * OUTPUTS * PACKS;
     const Pack16* v = staged_x + at * X_PACKS;
 #pragma unroll
     for (int sub = 0; sub < STAGE / 32; ++sub) {
@@ -222,62 +269,75 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
     if (ends) end_part(part);
   }
 
-  const volatile float* of = tile_partials;
-  if (splits == 1) {  // exchange the sums through shared memory; all copies to it have completed
-    float* const whole = reinterpret_cast<float*>(staged);
-    __syncthreads();
+  // In the epilogue a thread stores PAIRS pairs of outputs in the same two columns, batch::PAIRS at
+  // a time. All loads for these pairs are issued before the first sum, so that their latencies
+  // overlap.
+  constexpr int PAIRS = ROWS * OUTPUTS / 2 / (WARPS * 32);
+  constexpr int ROW_STEP = ROWS / PAIRS;
+  const int first_row = threadIdx.x / (OUTPUTS / 2);
+  const int c = threadIdx.x % (OUTPUTS / 2) / 8 * 16 + threadIdx.x % 8;
+  const auto store_tile = [&](auto batch, int count, const auto& sum_at) {
+    constexpr int AT_ONCE = batch.PAIRS, SUMS = batch.SUMS;
+    static_assert(PAIRS % AT_ONCE == 0, "every batch is full");
+    EpilogueInputs factors;
+    load_factors(&factors, y, column + c);
+#pragma unroll 1
+    for (int r = first_row; first + r < rows && r < ROWS; r += AT_ONCE * ROW_STEP) {
+      float top[AT_ONCE][SUMS], low[AT_ONCE][SUMS];
+      EpilogueInputs inputs[AT_ONCE];
+      RowState states[AT_ONCE];
 #pragma unroll
-    for (int m = 0; m < COLUMN_TILES; ++m) {
+      for (int u = 0; u < AT_ONCE; ++u) {
+        const int row = r + u * ROW_STEP;
+        inputs[u] = factors;
+        load_residual(&inputs[u], y, first + row, column + c);
+        if (!SHARES_STATES) states[u] = load_row_state(y, to, first + row);
 #pragma unroll
-      for (int n = 0; n < ROW_TILES; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; i += 1 + SPLIT_X) {
-          const int r = own_row + n * 8 + 2 * t + i % 2 >> SPLIT_X;
-          whole[r * OUTPUTS + own_column + m * 16 + g + i / 2 * 8] = total[m][n][i];
+        for (int p = 0; p < SUMS; ++p) {
+          const bool is_used = first + row < rows && p < count;
+          top[u][p] = is_used ? sum_at(p, row, c) : 0.0f;
+          low[u][p] = is_used ? sum_at(p, row, c + 8) : 0.0f;
         }
       }
+#pragma unroll
+      for (int u = 0; u < AT_ONCE; ++u) {
+        const RowState& state = SHARES_STATES ? row_state[r + u * ROW_STEP] : states[u];
+        load_rotation(&inputs[u], y, to, state, column + c);
+      }
+#pragma unroll
+      for (int u = 0; u < AT_ONCE; ++u) {
+        const int row = r + u * ROW_STEP;
+        if (first + row >= rows) return;
+#pragma unroll
+        for (int p = 1; p < SUMS; ++p) {
+          // Unused parts are skipped: adding their 0 would change the sign of a sum of -0.
+          top[u][0] = p < count ? top[u][0] + top[u][p] : top[u][0];
+          low[u][0] = p < count ? low[u][0] + low[u][p] : low[u][0];
+        }
+        store_pair(y, inputs[u], to, first + row, column + c, top[u][0] * scale[row],
+                   low[u][0] * scale[row]);
+      }
     }
-    __syncthreads();
-    of = whole;
-  } else {
+  };
+  if (splits > 1) {
     if (!is_last_block(arrived + tile, splits, &last)) return;
+    const volatile float* const of = tile_partials;
+    store_tile(Batch<SPLIT_PAIRS, PARTS>(), parts,
+               [=](int p, int row, int at) { return of[(p * ROW_BLOCK + row) * OUTPUTS + at]; });
+    return;
   }
-  // A thread stores PAIRS pairs of outputs, AT_ONCE at a time. All loads for these pairs are issued
-  // before the first sum, so that their latencies overlap.
-  constexpr int PAIRS = ROWS * OUTPUTS / 2 / (WARPS * 32);
-  constexpr int AT_ONCE = ROW_BLOCK == 128 ? 2 : 4;  // limited by the registers
-  static_assert(PAIRS % AT_ONCE == 0, "every batch is full");
-  const int count = splits > 1 ? parts : 1;
-#pragma unroll 1
-  for (int n = 0; n < PAIRS; n += AT_ONCE) {
-    float top[AT_ONCE][PARTS], low[AT_ONCE][PARTS];
-    EpilogueInputs inputs[AT_ONCE];
+  __syncthreads();  // all threads have read the last stage
 #pragma unroll
-    for (int u = 0; u < AT_ONCE; ++u) {
-      const int i = (n + u) * WARPS * 32 + threadIdx.x;
-      const int r = i / (OUTPUTS / 2), c = i % (OUTPUTS / 2) / 8 * 16 + i % 8;
-      load_residual(&inputs[u], y, first + r, column + c);
-      load_factors(&inputs[u], y, column + c);
+  for (int m = 0; m < COLUMN_TILES && !TALL; ++m) {
 #pragma unroll
-      for (int p = 0; p < PARTS; ++p) {
-        const bool is_used = first + r < rows && p < count;
-        top[u][p] = is_used ? of[(p * ROW_BLOCK + r) * OUTPUTS + c] : 0.0f;
-        low[u][p] = is_used ? of[(p * ROW_BLOCK + r) * OUTPUTS + c + 8] : 0.0f;
+    for (int n = 0; n < ROW_TILES; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; i += 1 + SPLIT_X) {
+        exchanged[exchange_index(row_of(n, i), column_of(m, i))] = total[m][n][i];
       }
     }
-#pragma unroll
-    for (int u = 0; u < AT_ONCE; ++u) {
-      const int i = (n + u) * WARPS * 32 + threadIdx.x;
-      const int r = i / (OUTPUTS / 2), c = i % (OUTPUTS / 2) / 8 * 16 + i % 8;
-      if (first + r >= rows) return;
-#pragma unroll
-      for (int p = 1; p < PARTS; ++p) {
-        // Unused parts are skipped: adding their 0 would change the sign of a sum of -0.
-        top[u][0] = p < count ? top[u][0] + top[u][p] : top[u][0];
-        low[u][0] = p < count ? low[u][0] + low[u][p] : low[u][0];
-      }
-      store_pair(y, inputs[u], to, first + r, column + c, top[u][0] * scale[r],
-                 low[u][0] * scale[r]);
-    }
   }
+  if (!TALL) __syncthreads();
+  store_tile(Batch<(PAIRS < 16 ? PAIRS : 16), 1>(), 1,
+             [=](int, int row, int at) { return exchanged[exchange_index(row, at)]; });
 }

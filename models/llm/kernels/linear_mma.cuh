@@ -59,6 +59,7 @@
 #define CHUNK 128
 #define WARPS 8
 #define GROUP 16  // output columns per entry of norm_square_sums
+#define NOT_STORED -1
 
 #if X16
 typedef WEIGHT16 Input;
@@ -106,12 +107,24 @@ struct RopeStore {
   int scratch_page;
 };
 
+struct RowState {
+  int pos;
+  int slot;
+  unsigned long long ancestors;
+};
+
 // Inputs of the epilogue for outputs `column` and `column` + 8 of a row. They are loaded before the
 // sums are complete, so that their latency overlaps that of other loads. Unused inputs are 0.
 struct EpilogueInputs {
   float residual[2];
   float norm[2];
   float weight_scale[2];
+#if ROPE_HEAD_DIM
+  float cosine;
+  float sine;
+  int cached;  // position in the KV cache
+  int page;    // page of the KV cache, or NOT_STORED
+#endif
 };
 
 // Loads the residual, which the previous kernel may have written.
@@ -151,34 +164,64 @@ __device__ __forceinline__ float store(const Output& y, const EpilogueInputs& in
 }
 
 #if ROPE_HEAD_DIM
-// Rotates dimensions i and i + ROPE_HEAD_DIM / 2 of a head and stores them. The arithmetic is that
-// of rope.cu, so the results have the same bits.
-__device__ __forceinline__ void store_rotated(const RopeStore& to, float* out, int row, int head,
-                                              int i, float a, float b) {
-  const int p = to.pos[row], slot = to.slot[row], half = ROPE_HEAD_DIM / 2;
-  const int kv_heads = to.pages.kv_heads, of_cache = head - to.heads;
-  if (!row_is_live(to.pages, slot, p)) return;
+// Returns the number of the output `column` among the outputs that are rotated with another one.
+__device__ __forceinline__ int rotation_of(int column) { return column / 16 * 8 + column % 16; }
+
+// Rotates a dimension of a head with the one ROPE_HEAD_DIM / 2 after it and stores both. The
+// arithmetic is that of rope.cu, so the results have the same bits.
+__device__ __forceinline__ void store_rotated(const Output& y, const EpilogueInputs& in,
+                                              const RopeStore& to, int row, int column, float a,
+                                              float b) {
+  const int kv_heads = to.pages.kv_heads, half = ROPE_HEAD_DIM / 2;
+  const int head = rotation_of(column) / half, i = rotation_of(column) % half;
+  const int of_cache = head - to.heads;
+  if (in.page == NOT_STORED) return;
   if (of_cache < kv_heads) {
-    const float* cosine = to.rope_table + static_cast<long long>(p) * ROPE_HEAD_DIM + i;
-    const float rotated = fmaf(a, cosine[0], -(b * cosine[half]));
-    b = fmaf(b, cosine[0], a * cosine[half]);
+    const float rotated = fmaf(a, in.cosine, -(b * in.sine));
+    b = fmaf(b, in.cosine, a * in.sine);
     a = rotated;
   }
   if (of_cache < 0) {
+    OUT* out = y.out;
     out += (static_cast<long long>(row) * (to.heads + 2 * kv_heads) + head) * ROPE_HEAD_DIM + i;
-    out[0] = a;
-    out[half] = b;
+    from_float(a, out);
+    from_float(b, out + half);
     return;
   }
-  const int cached = cached_at(path_at(to.ancestors, row, p), p);
-  const int page = page_of(to.pages, slot, cached);
-  if (page == to.scratch_page) return;
-  const long long at = element_of(to.pages, page, cached, of_cache % kv_heads);
+  const long long at = element_of(to.pages, in.page, in.cached, of_cache % kv_heads);
   CACHE* cache = (of_cache < kv_heads ? to.keys : to.values) + at + i;
   from_float(a, cache);
   from_float(b, cache + half);
 }
 #endif
+
+// Loads the position of a row, its slot and its ancestors. The slot of a row after the end is -1.
+__device__ __forceinline__ RowState load_row_state(const Output& y, const RopeStore& to, int row) {
+  if (!ROPE_HEAD_DIM || row >= y.rows) return {-1, -1, 0};
+  return {to.pos[row], to.slot[row], to.ancestors != nullptr ? to.ancestors[row] : 0};
+}
+
+// Loads the cosine and the sine by which an output is rotated, and the page that it is stored to.
+// They depend on the state of the row.
+__device__ __forceinline__ void load_rotation(EpilogueInputs* in, const Output& y,
+                                              const RopeStore& to, const RowState& state,
+                                              int column) {
+#if ROPE_HEAD_DIM
+  const int half = ROPE_HEAD_DIM / 2, i = rotation_of(column) % half;
+  const int of_cache = rotation_of(column) / half - to.heads;
+  in->page = NOT_STORED;
+  if (column >= y.columns || !row_is_live(to.pages, state.slot, state.pos)) return;
+  if (of_cache < to.pages.kv_heads) {
+    const float* at = to.rope_table + static_cast<long long>(state.pos) * ROPE_HEAD_DIM + i;
+    in->cosine = at[0];
+    in->sine = at[half];
+  }
+  const Path path = {state.ancestors, state.pos - __popcll(state.ancestors)};
+  in->cached = cached_at(path, state.pos);
+  in->page = of_cache < 0 ? 0 : page_of(to.pages, state.slot, in->cached);
+  if (of_cache >= 0 && in->page == to.scratch_page) in->page = NOT_STORED;
+#endif
+}
 
 // Stores outputs `column` and `column` + 8 of a row. Eight adjacent lanes store a group of 16
 // columns. All lanes of the warp must call the function, because it contains a shuffle. Rows and
@@ -187,17 +230,16 @@ __device__ __forceinline__ void store_pair(const Output& y, const EpilogueInputs
                                            const RopeStore& to, int row, int column, float top,
                                            float low) {
   const bool in_range = row < y.rows && column < y.columns;
-  const int half = column / 16 * 8 + column % 16;
   if (in_range && y.weight_scale != nullptr) {
     top *= in.weight_scale[0];
     low *= in.weight_scale[1];
   }
 #if GATED
-  const long long at = static_cast<long long>(row) * (y.columns / 2) + half;
+  const long long at =
+      static_cast<long long>(row) * (y.columns / 2) + column / 16 * 8 + column % 16;
   if (in_range) from_float(gated(top, low), y.out + at);
 #elif ROPE_HEAD_DIM
-  const int head = half / (ROPE_HEAD_DIM / 2);
-  if (in_range) store_rotated(to, y.out, row, head, half % (ROPE_HEAD_DIM / 2), top, low);
+  if (in_range) store_rotated(y, in, to, row, column, top, low);
 #else
   float sum = 0.0f;
   if (in_range) {
