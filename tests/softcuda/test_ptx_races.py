@@ -166,12 +166,12 @@ def large_launch(body: str, grid: int, nbytes: int = 4096) -> tuple[str, str]:
 def test_racecheck_bounds_memory_of_published_words():
     """A launch in which too many blocks publish is not checked further, which is printed."""
     assert large_launch(COUNTER, 200) == ("SUCCESS", "")
-    result, text = large_launch(COUNTER, 4200)
-    assert result == "SUCCESS" and "more than 4096 blocks published in a word" in text
+    result, text = large_launch(COUNTER, 2100)
+    assert result == "SUCCESS" and "more than 2048 blocks published in a word" in text
     assert "kernel 'k'" in text and "did not check" in text
     # Each block waits for its predecessor before it stores. No block is reported, before or after
     # the limit is reached.
-    result, text = large_launch(ORDERED_BLOCKS, 4200)
+    result, text = large_launch(ORDERED_BLOCKS, 2100)
     assert result == "SUCCESS" and "did not check" in text
 
 
@@ -245,3 +245,103 @@ def test_read_after_griddepcontrol_wait_is_accepted():
     one = "setp.ne.u32 %p1, %r0, 0; @%p1 bra J; griddepcontrol.wait; J: bar.sync 0;"
     text = edge_outcome(CONSUMER.format(first=one, second=""), SOFTCUDA_PTX_SEED="1")
     assert text.startswith("SUCCESS")
+
+
+STREAM = """
+def kernel(text):
+    return s.cuModuleGetFunction(s.cuModuleLoadData(text.encode() + b"\\0"), b"k")
+producer, consumer = kernel({producer!r}), kernel({consumer!r})
+a, out = s.put(np.zeros(1024, np.uint32)), s.put(np.zeros(64, np.uint32))
+ids = d.CUlaunchAttributeID
+DISABLE_TIMING = 2
+def launch(function, stream, serialization=False, event=None):
+    config = d.CUlaunchConfig()
+    config.gridDimX = config.gridDimY = config.gridDimZ = 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = 32, 1, 1
+    config.hStream = stream
+    attributes = []
+    if serialization:
+        attribute = d.CUlaunchAttribute()
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if event is not None:
+        attribute = d.CUlaunchAttribute()
+        attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT
+        attribute.value.programmaticEvent.event = event
+        attributes.append(attribute)
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    table, keep = s.pack(a, out)
+    return d.cuLaunchKernelEx(config, function, table.ctypes.data, 0)
+stream, other = s.stream(), s.stream()
+{launches}
+result = code(d.cuCtxSynchronize())
+from graft.cudagraph import softstats
+print(result, softstats.error_detail(True))
+if result == "SUCCESS": print(s.get(out, 32, np.uint32).tolist() == list(range(32)))
+"""
+SERIAL = "launch(producer, stream)\nlaunch(consumer, stream, True)"
+BY_EVENT = """
+event = s.cuEventCreate(DISABLE_TIMING)
+s.ok(launch(producer, stream, event=event))
+s.cuStreamWaitEvent(other, event, 0)
+launch(consumer, other)
+"""
+CAPTURED = f"""
+s.begin(stream)
+{SERIAL}
+graph = s.cuStreamEndCapture(stream)
+nodes, count = s.cuGraphGetNodes(graph, 2)
+*_, edges, count = s.cuGraphGetEdges(graph, 1)
+print([(edge.from_port, int(edge.type)) for edge in edges])
+s.cuGraphLaunch(s.cuGraphInstantiate(graph, 0), stream)
+"""
+
+
+def stream_outcome(launches: str, waits: bool, **env: str) -> str:
+    """Return the output of launches whose consumer waits before or after it reads."""
+    consumer = CONSUMER.format(**{"first": "", "second": "", "first" if waits else "second": WAIT})
+    text = STREAM.format(
+        producer=module(PRODUCER, 2), consumer=module(consumer, 2), launches=launches
+    )
+    done = util.run_child(text, **env)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    return done.stdout
+
+
+PROGRAMMATIC_LAUNCHES = {"serialization": SERIAL, "event": BY_EVENT, "captured": CAPTURED}
+
+
+@pytest.mark.parametrize("launches", PROGRAMMATIC_LAUNCHES.values(), ids=PROGRAMMATIC_LAUNCHES)
+def test_programmatic_launch_reads_before_griddepcontrol_wait(launches):
+    text = stream_outcome(launches, waits=False, SOFTCUDA_PTX_SEED="1")
+    assert "before griddepcontrol.wait" in text and "preceding kernel 'k'" in text
+    if launches == CAPTURED:
+        assert text.startswith("[(1, 1)]")
+    assert "True" in stream_outcome(launches, waits=True, SOFTCUDA_PTX_SEED="1")
+    assert "True" in stream_outcome(launches, waits=False)
+
+
+FULL_ORDER = {
+    "attribute is 0": "launch(producer, stream)\nlaunch(consumer, stream)",
+    "host waits": "launch(producer, stream)\ns.cuStreamSynchronize(stream)\n"
+    "launch(consumer, stream, True)",
+    "event between": "launch(producer, stream)\ns.cuEventRecord(s.cuEventCreate(0), stream)\n"
+    "launch(consumer, stream, True)",
+    "host waits for event": BY_EVENT.replace(
+        "s.cuStreamWait", "s.cuEventSynchronize(event)\ns.cuStreamWait"
+    ),
+}
+
+
+@pytest.mark.parametrize("launches", FULL_ORDER.values(), ids=FULL_ORDER)
+def test_launch_after_complete_kernel_may_read_without_wait(launches):
+    text = stream_outcome(launches, waits=False, SOFTCUDA_PTX_SEED="1")
+    assert "True" in text, text
+
+
+def test_programmatic_event_must_disable_timing():
+    text = stream_outcome(
+        "print(code(launch(producer, stream, event=s.cuEventCreate(0))), s.refusal())", True
+    )
+    assert text.startswith("INVALID_VALUE") and "CU_EVENT_DISABLE_TIMING" in text

@@ -135,6 +135,10 @@ bool capture_node(CUstream stream, const Initialize& initialize) {
   add_node(&added, static_cast<CUgraph>(member->capture->graph->handle),
            member->dependencies.data(), member->dependencies.size(), node);
   if (node->child) node->child->handle = graphs.add(node->child);
+  for (const Node* from : node->dependencies) {
+    const bool kernel = from->type == CU_GRAPH_NODE_TYPE_KERNEL;
+    if (node->work.programmatic && kernel) node->ports[from] = 1;
+  }
   member->dependencies.assign(1, added);
   return true;
 }

@@ -99,18 +99,26 @@ std::shared_ptr<const KernelWork> make_kernel(const CUDA_KERNEL_NODE_PARAMS& p) 
   return work;
 }
 
-static void launch(const CUDA_KERNEL_NODE_PARAMS& p, CUstream handle) {
+// Launches a kernel. `event` is null or an event that is recorded with the launch.
+static void launch(const CUDA_KERNEL_NODE_PARAMS& p, CUstream handle, bool programmatic = false,
+                   CUevent event = nullptr) {
   const auto stream = find_stream(handle);
   restore_fault_handlers();
+  const auto recorded = event != nullptr ? events.find(event) : nullptr;
   Work work(make_kernel(p));
-  if (capture_work(handle, work)) return;
+  work.programmatic = programmatic;
+  if (capture_work(handle, work)) {
+    if (recorded) capture_record(handle, event);
+    return;
+  }
   if (!work.kernel->function->loaded.exchange(true)) {
     may_wait_for_device("the first launch of a kernel loads it, which may synchronize the context");
     if ((settings().lock_model & 4) != 0) {
       wait_idle("first launch of a kernel: loading synchronizes the context (lock model 4)");
     }
   }
-  enqueue(*stream, std::move(work));
+  OpRef op = enqueue(*stream, std::move(work));
+  if (recorded) store(recorded->op, std::move(op));
 }
 
 }  // namespace softcuda
@@ -123,9 +131,17 @@ SC_API(cuLaunchKernel, 4000, kContext, CUfunction, f, unsigned, gx, unsigned, gy
   launch({f, gx, gy, gz, bx, by, bz, shared, params, extra, nullptr, nullptr}, stream);
 }
 
-// Accepts launch attributes that are hints, because hints do not change results, and clusters of
-// one block. Refuses all others.
-static void check_launch_attribute(const CUlaunchAttribute& attribute) {
+// Value of CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT.
+struct ProgrammaticEvent {
+  CUevent event;
+  int flags;
+  int trigger_at_block_start;
+};
+
+// Accepts launch attributes that are hints, because hints do not change results, clusters of one
+// block, and those of programmatic launches. Refuses all others.
+static void check_launch_attribute(const CUlaunchAttribute& attribute, bool* programmatic,
+                                   CUevent* event) {
   const int id = attribute.id;
   unsigned size[3];
   std::memcpy(size, attribute.value, sizeof size);
@@ -134,8 +150,21 @@ static void check_launch_attribute(const CUlaunchAttribute& attribute) {
       require(size[0] == 1 && size[1] == 1 && size[2] == 1, CUDA_ERROR_NOT_SUPPORTED,
               "clusters of more than one block are not implemented");
       return;
-    // The launch starts when the preceding work is complete, which the attribute allows.
+    // The launch starts when the preceding work is complete, which the attributes allow.
     case CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION:
+      *programmatic = size[0] != 0;
+      return;
+    case CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT: {
+      ProgrammaticEvent value;
+      std::memcpy(&value, attribute.value, sizeof value);
+      require((events.find(value.event)->flags & CU_EVENT_DISABLE_TIMING) != 0,
+              CUDA_ERROR_INVALID_VALUE,
+              "a programmatic event must be created with CU_EVENT_DISABLE_TIMING");
+      require(value.flags == 0, CUDA_ERROR_INVALID_VALUE,
+              "the flags of a programmatic event must be 0");
+      *event = value.event;
+      return;
+    }
     case CU_LAUNCH_ATTRIBUTE_IGNORE:
     case CU_LAUNCH_ATTRIBUTE_ACCESS_POLICY_WINDOW:
     case CU_LAUNCH_ATTRIBUTE_PRIORITY:
@@ -152,10 +181,14 @@ static void check_launch_attribute(const CUlaunchAttribute& attribute) {
 SC_API(cuLaunchKernelEx, 11060, kContext, const CUlaunchConfig*, c, CUfunction, f, void**, params,
        void**, extra) {
   require(c != nullptr);
-  for (unsigned i = 0; i < c->numAttrs; ++i) check_launch_attribute(c->attrs[i]);
+  bool programmatic = false;
+  CUevent event = nullptr;
+  for (unsigned i = 0; i < c->numAttrs; ++i) {
+    check_launch_attribute(c->attrs[i], &programmatic, &event);
+  }
   launch({f, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ,
           c->sharedMemBytes, params, extra, nullptr, nullptr},
-         c->hStream);
+         c->hStream, programmatic, event);
 }
 
 static void launch_host(CUstream handle, CUhostFn fn, void* data) {

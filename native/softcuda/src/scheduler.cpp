@@ -10,6 +10,7 @@
 #include "conditionals.h"
 #include "memops.h"
 #include "memory_pools.h"
+#include "ptx/ptx.h"
 
 namespace softcuda {
 namespace {
@@ -35,6 +36,12 @@ void add_dependency(Op* op, const OpRef& dependency) {
   if (before == nullptr || before->done || before == op) return;
   before->successors.push_back(op);
   op->pending.fetch_add(1, std::memory_order_relaxed);
+}
+
+// Notes that the host knows that an operation is complete.
+void know_complete(const Op& op) {
+  if (op.log) ptx::set_known(*op.log);
+  if (op.event_log) ptx::set_known(*op.event_log);
 }
 
 }  // namespace
@@ -81,6 +88,19 @@ std::shared_ptr<Stream> find_stream(CUstream handle) {
   return streams.find(handle);
 }
 
+// Notes which writes a kernel of a stream does not see before griddepcontrol.wait (P13): those of
+// the preceding kernel, if the launch is programmatic, and those of a kernel whose programmatic
+// event the stream waits for. The caller holds the mutex.
+static void note_programmatic_order(Op* op, const OpRef& tail, const OpRef& after) {
+  if (after) op->event_log = after.get()->log;
+  if (op->work.kind != WorkKind::kernel) return;
+  op->log = ptx::make_write_log(*op->work.kernel);
+  if (!tail) return;
+  const bool direct = op->work.programmatic && tail.get()->log != nullptr;
+  const auto& preceding = direct ? tail.get()->log : tail.get()->event_log;
+  if (preceding && !ptx::is_known(*preceding)) op->unordered.push_back(preceding);
+}
+
 OpRef enqueue(Stream& stream, Work work, const OpRef& after, OpRef* serial) {
   auto* op = new Op;  // its first reference belongs to the scheduler (S3)
   op->work = std::move(work);
@@ -91,6 +111,7 @@ OpRef enqueue(Stream& stream, Work work, const OpRef& after, OpRef* serial) {
   {
     std::lock_guard<std::mutex> lock(g_mutex);
     add_dependency(op, stream.tail);
+    note_programmatic_order(op, stream.tail, after);
     // The legacy stream and every blocking stream wait for each other (S4).
     if (legacy) {
       for (auto& other : others) {
@@ -122,7 +143,9 @@ void store(OpRef& slot, OpRef op) {
 
 bool is_done(const OpRef& op) {
   std::lock_guard<std::mutex> lock(g_mutex);
-  return !op || op.get()->done;
+  if (!op || !op.get()->done) return !op;
+  know_complete(*op.get());
+  return true;
 }
 
 uint64_t finished_ns(const OpRef& op) {
@@ -163,6 +186,7 @@ CUresult wait_done(const OpRef& op, const char* description) {
   ++g_waiters;
   g_done.wait(lock, [&] { return op.get()->done; });
   --g_waiters;
+  know_complete(*op.get());
   lock.unlock();
   return sticky();
 }

@@ -22,7 +22,8 @@ struct ConditionalWork;
 struct MemoryWork;
 namespace ptx {
 struct LaunchState;
-}
+class WriteLog;
+}  // namespace ptx
 
 size_t total_memory();
 CUcontext primary_context();
@@ -118,6 +119,8 @@ struct Work {
   Work(WorkKind k, std::shared_ptr<MemoryWork> m) : kind(k), memory(std::move(m)) {}
 
   WorkKind kind = WorkKind::none;
+  // Kernels only: whether the launch may start before the preceding kernel of its stream ends.
+  bool programmatic = false;
   std::shared_ptr<const KernelWork> kernel;
   std::shared_ptr<const CopyWork> copy;
   std::shared_ptr<const FillWork> fill;
@@ -153,6 +156,10 @@ struct Op {
   // Kernel nodes from which programmatic edges lead to this one (G9).
   std::vector<const Op*> primaries;
   bool precedes_programmatically = false;  // a programmatic edge leads from this node
+  // Stream operations only: the writes of this kernel, those of a kernel whose programmatic event
+  // this operation waits for, and those that this kernel does not see before griddepcontrol.wait.
+  std::shared_ptr<ptx::WriteLog> log, event_log;
+  std::vector<std::shared_ptr<const ptx::WriteLog>> unordered;
 };
 
 // A counted reference to an operation, or no reference.
@@ -184,6 +191,8 @@ struct Stream {
   unsigned flags = 0;
   int priority = 0;
   uint64_t id = 0;
+  // For a stream of a green context: the context. Null for all other streams.
+  CUcontext context = nullptr;
   // Attributes that were set by cuStreamSetAttribute (stream_attributes.cpp).
   std::map<int, AttributeValue> attributes;
   // The scheduler's mutex guards these fields.

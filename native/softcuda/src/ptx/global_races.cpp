@@ -17,7 +17,7 @@ constexpr uint64_t kWordsPerPage = 256;
 constexpr size_t kMaxPages = 1 << 16;
 // Blocks that may publish in one word, and clocks of blocks that may be published in all words, for
 // which race detection needs 12 MB.
-constexpr size_t kMaxBlocks = 4096;
+constexpr size_t kMaxBlocks = 2048;
 constexpr size_t kMaxClocks = 1 << 16;
 
 uint64_t word_of(const char* storage) { return reinterpret_cast<uint64_t>(storage) / 4; }

@@ -51,15 +51,28 @@ void begin_launch(Op& op) {
   auto state = std::make_shared<LaunchState>();
   if (options().racecheck) state->races = std::make_unique<GlobalRaces>(kernel);
   if (options().adversarial) state->pending = std::make_unique<PendingStores>();
+  state->log = op.log;
   if (op.precedes_programmatically) state->log = std::make_shared<WriteLog>(kernel.name);
+  // Kernels for architectures without griddepcontrol are ordered fully.
+  if (kernel.target >= 90) state->unordered = op.unordered;
   for (const Op* primary : op.primaries) {
-    // Kernels for architectures without griddepcontrol are ordered fully.
     if (kernel.target < 90 || primary->work.kind != WorkKind::kernel) continue;
     if (primary->launch_state == nullptr || primary->launch_state->log == nullptr) continue;
     state->unordered.push_back(primary->launch_state->log);
   }
   op.launch_state = std::move(state);
 }
+
+std::shared_ptr<WriteLog> make_write_log(const KernelWork& work) {
+  if (work.function->ptx == nullptr || (!options().adversarial && !options().racecheck)) {
+    return nullptr;
+  }
+  return std::make_shared<WriteLog>(work.function->ptx->name);
+}
+
+void set_known(WriteLog& log) { log.known.store(true, std::memory_order_relaxed); }
+
+bool is_known(const WriteLog& log) { return log.known.load(std::memory_order_relaxed); }
 
 void end_launch(Op& op) {
   if (!options().adversarial && !options().racecheck) return;

@@ -24,6 +24,7 @@ class WriteLog {
   // Only valid after the launch has completed.
   bool contains(const char* storage, unsigned bytes) const;
   const std::string& kernel() const { return kernel_; }
+  std::atomic<bool> known{false};  // see is_known()
 
  private:
   // One bit per word of 2 KiB, by the storage address divided by 2048.

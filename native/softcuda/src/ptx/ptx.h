@@ -8,6 +8,7 @@ namespace ptx {
 
 struct Kernel;
 struct LaunchState;
+class WriteLog;
 
 // Whether a module image is PTX text: after white space and comments it begins with ".version".
 bool is_ptx(const void* image);
@@ -28,6 +29,12 @@ bool run_blocks(const KernelWork& work, LaunchState* launch, unsigned worker, ui
 // releases what is not needed after the last one has left.
 void begin_launch(Op& op);
 void end_launch(Op& op);
+// Returns an empty log for the writes of a kernel that is launched on a stream; null if no accesses
+// are checked or the kernel was not loaded from PTX. A log is known if the host knows that the
+// kernel is complete, so that all later launches see its writes.
+std::shared_ptr<WriteLog> make_write_log(const KernelWork& work);
+void set_known(WriteLog& log);
+bool is_known(const WriteLog& log);
 
 }  // namespace ptx
 }  // namespace softcuda
