@@ -42,7 +42,11 @@ class _Field(NamedTuple):
     default: Any = ...
 
 
-def parse_format(value: Any, path: str = "format", depth: int = 0) -> Format:
+def parse_format(
+    value: Any,
+    path: str = "format",
+    depth: int = 0,
+) -> Format:
     """Check a format and return it with the default values of absent fields.
 
     Parameters
@@ -142,7 +146,11 @@ def _short(value: Any) -> str:
     return f"{value!r:.80}"
 
 
-def _string(value: Any, path: str, _depth: int) -> str:
+def _string(
+    value: Any,
+    path: str,
+    _depth: int,
+) -> str:
     if not isinstance(value, str):
         raise _error(path, f"must be a string, got {_short(value)}")
     try:
@@ -152,17 +160,29 @@ def _string(value: Any, path: str, _depth: int) -> str:
     return value
 
 
-def _text(value: Any, path: str, depth: int) -> str:
+def _text(
+    value: Any,
+    path: str,
+    depth: int,
+) -> str:
     if not _string(value, path, depth):
         raise _error(path, "must not be empty")
     return str(value)
 
 
-def _texts(value: Any, path: str, depth: int) -> list[str]:
+def _texts(
+    value: Any,
+    path: str,
+    depth: int,
+) -> list[str]:
     return [_text(item, f"{path}[{i}]", depth) for i, item in _items(value, path)]
 
 
-def _some_texts(value: Any, path: str, depth: int) -> list[str]:
+def _some_texts(
+    value: Any,
+    path: str,
+    depth: int,
+) -> list[str]:
     return _texts(_not_empty(value, path), path, depth)
 
 
@@ -178,40 +198,68 @@ def _not_empty(value: Any, path: str) -> Any:
     return value
 
 
-def _flag(value: Any, path: str, _depth: int) -> bool:
+def _flag(
+    value: Any,
+    path: str,
+    _depth: int,
+) -> bool:
     if not isinstance(value, bool):
         raise _error(path, f"must be true or false, got {_short(value)}")
     return value
 
 
-def _count(value: Any, path: str, _depth: int) -> int:
+def _count(
+    value: Any,
+    path: str,
+    _depth: int,
+) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_COUNT:
         raise _error(path, f"must be an integer from 0 to {_MAX_COUNT}, got {_short(value)}")
     return value
 
 
-def _maximum(value: Any, path: str, depth: int) -> int:
+def _maximum(
+    value: Any,
+    path: str,
+    depth: int,
+) -> int:
     return -1 if value == -1 else _count(value, path, depth)
 
 
-def _schema(value: Any, path: str, _depth: int) -> Any:
+def _schema(
+    value: Any,
+    path: str,
+    _depth: int,
+) -> Any:
     if not isinstance(value, (dict, bool)):
         raise _error(path, f"must be a JSON schema, got {_short(value)}")
     return value
 
 
-def _style(value: Any, path: str, _depth: int) -> str:
+def _style(
+    value: Any,
+    path: str,
+    _depth: int,
+) -> str:
     if value not in _STYLES:
         raise _error(path, f"must be one of {', '.join(_STYLES)}, got {_short(value)}")
     return str(value)
 
 
-def _formats(value: Any, path: str, depth: int) -> list[Format]:
+def _formats(
+    value: Any,
+    path: str,
+    depth: int,
+) -> list[Format]:
     found = _items(_not_empty(value, path), path)
     return [parse_format(item, f"{path}[{i}]", depth) for i, item in found]
 
 
-def _tags(value: Any, path: str, depth: int) -> list[Format]:
+def _tags(
+    value: Any,
+    path: str,
+    depth: int,
+) -> list[Format]:
     """Read a list of tags. The type of a tag may be absent, as in XGrammar."""
     tags = []
     for i, item in _items(_not_empty(value, path), path):
@@ -224,7 +272,11 @@ def _tags(value: Any, path: str, depth: int) -> list[Format]:
     return tags
 
 
-def _rules(value: Any, path: str, depth: int) -> list[list[Any]]:
+def _rules(
+    value: Any,
+    path: str,
+    depth: int,
+) -> list[list[Any]]:
     rules = []
     for i, item in _items(_not_empty(value, path), path):
         if not isinstance(item, list) or len(item) != 2:
@@ -234,11 +286,19 @@ def _rules(value: Any, path: str, depth: int) -> list[list[Any]]:
     return rules
 
 
-def _token(value: Any, path: str, depth: int) -> int | str:
+def _token(
+    value: Any,
+    path: str,
+    depth: int,
+) -> int | str:
     return _text(value, path, depth) if isinstance(value, str) else _count(value, path, depth)
 
 
-def _begin(value: Any, path: str, depth: int) -> str | Format:
+def _begin(
+    value: Any,
+    path: str,
+    depth: int,
+) -> str | Format:
     """Read the begin of a tag: a text, or a format of the type ``token``."""
     if isinstance(value, str):
         return _string(value, path, depth)
@@ -248,7 +308,11 @@ def _begin(value: Any, path: str, depth: int) -> str | Format:
     return form
 
 
-def _end(value: Any, path: str, depth: int) -> list[str] | Format:
+def _end(
+    value: Any,
+    path: str,
+    depth: int,
+) -> list[str] | Format:
     """Read the end of a tag: one text or several, or a format of the type ``token``."""
     if isinstance(value, list):
         texts = _items(_not_empty(value, path), path)
@@ -264,7 +328,11 @@ _NO_TEXTS = _Field(_texts, [])
 _NO_LIMIT = _Field(_count, None)
 #: Fields by type. `parse_format` reports types that are not in this table.
 _FIELDS: dict[str, dict[str, _Field]] = {
-    "any_text": {"excludes": _NO_TEXTS, "max_tokens": _NO_LIMIT, "max_chars": _NO_LIMIT},
+    "any_text": {
+        "excludes": _NO_TEXTS,
+        "max_tokens": _NO_LIMIT,
+        "max_chars": _NO_LIMIT,
+    },
     "const_string": {"value": _Field(_string)},
     "json_schema": {
         "json_schema": _Field(_schema),
@@ -286,8 +354,16 @@ _FIELDS: dict[str, dict[str, _Field]] = {
     "optional": {"content": _CONTENT},
     "plus": {"content": _CONTENT},
     "star": {"content": _CONTENT},
-    "repeat": {"min": _Field(_count), "max": _Field(_maximum), "content": _CONTENT},
-    "tag": {"begin": _Field(_begin), "content": _CONTENT, "end": _Field(_end)},
+    "repeat": {
+        "min": _Field(_count),
+        "max": _Field(_maximum),
+        "content": _CONTENT,
+    },
+    "tag": {
+        "begin": _Field(_begin),
+        "content": _CONTENT,
+        "end": _Field(_end),
+    },
     "triggered_tags": {
         "triggers": _Field(_some_texts),
         "tags": _Field(_tags),
@@ -301,6 +377,10 @@ _FIELDS: dict[str, dict[str, _Field]] = {
         "at_least_one": _FALSE,
         "stop_after_first": _FALSE,
     },
-    "dispatch": {"rules": _Field(_rules), "loop": _Field(_flag, True), "excludes": _NO_TEXTS},
+    "dispatch": {
+        "rules": _Field(_rules),
+        "loop": _Field(_flag, True),
+        "excludes": _NO_TEXTS,
+    },
     "token": {"token": _Field(_token)},
 }

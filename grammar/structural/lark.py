@@ -91,7 +91,11 @@ class _Lowering:
         # If all sequences begin with the same free text, a trigger or end tells them apart.
         is_free = bool(first.absent) and all(pieces[0] is first for pieces in alternatives)
         pieces = [self.joiner.sequence(pieces) for pieces in alternatives]
-        return self.joiner.alternatives(pieces, name, check=not is_free)
+        return self.joiner.alternatives(
+            pieces,
+            name,
+            check=not is_free,
+        )
 
     def _spread(self, form: Format, ends: Sequence[str] | None) -> list[list[Piece]]:
         """Return the alternatives of a format, each as pieces that follow each other.
@@ -140,15 +144,33 @@ class _Lowering:
         else:
             raise LoweringError(f"token {token!r}: LLGuidance names special tokens like <...>")
         starts = frozenset([f"\0{text}"])
-        return [Piece(text, "token", terminal=False, closed=True, starts=starts, special=True)]
+        return [
+            Piece(
+                text,
+                "token",
+                terminal=False,
+                closed=True,
+                starts=starts,
+                special=True,
+            )
+        ]
 
     def _any_text(self, form: Format, ends: Sequence[str] | None) -> list[Piece]:
         if form["max_tokens"] is not None:
             raise LoweringError("any_text.max_tokens is not supported")
-        return [self._free_text([*form["excludes"]], ends, form["max_chars"])]
+        return [
+            self._free_text(
+                [*form["excludes"]],
+                ends,
+                form["max_chars"],
+            )
+        ]
 
     def _free_text(
-        self, excluded: Sequence[str], ends: Sequence[str] | None, max_chars: int | None = None
+        self,
+        excluded: Sequence[str],
+        ends: Sequence[str] | None,
+        max_chars: int | None = None,
     ) -> Piece:
         """Return free text that contains neither the texts of `excluded` nor an end."""
         if ends is None:
@@ -176,7 +198,10 @@ class _Lowering:
         types = keywords.get("type", [])
         types = (types if isinstance(types, list) else [types]) or list(_JSON_STARTS)
         numeric = "number" in types or "integer" in types
-        options = {**keywords, "x-guidance": json_options(self._whitespace)}
+        options = {
+            **keywords,
+            "x-guidance": json_options(self._whitespace),
+        }
         text = self.joiner.define(f"%json {json.dumps(options)}", terminal=False)
         starts = frozenset("".join(_JSON_STARTS[name] for name in types))
         return [
@@ -204,7 +229,14 @@ class _Lowering:
         high = None if form["max"] == -1 else form["max"]
         if high == 0:
             return [constant("")]
-        return [self.joiner.repeat(content, form["min"], high, form["type"])]
+        return [
+            self.joiner.repeat(
+                content,
+                form["min"],
+                high,
+                form["type"],
+            )
+        ]
 
     def _tag(self, form: Format, _ends: Any) -> list[Piece]:
         begin = form["begin"]
@@ -228,10 +260,24 @@ class _Lowering:
         pieces = [tag]
         if not form["stop_after_first"]:
             more = self.joiner.sequence([constant(form["separator"]), tag])
-            pieces.append(self.joiner.repeat(more, 0, None, "tags_with_separator"))
+            pieces.append(
+                self.joiner.repeat(
+                    more,
+                    0,
+                    None,
+                    "tags_with_separator",
+                )
+            )
         if form["at_least_one"]:
             return pieces
-        return [self.joiner.repeat(self.joiner.sequence(pieces), 0, 1, "tags_with_separator")]
+        return [
+            self.joiner.repeat(
+                self.joiner.sequence(pieces),
+                0,
+                1,
+                "tags_with_separator",
+            )
+        ]
 
     def _dispatch(self, form: Format, ends: Sequence[str] | None) -> list[list[Piece]]:
         """Lower ``triggered_tags`` and ``dispatch``: free text in which triggers start a part."""
@@ -256,12 +302,27 @@ class _Lowering:
             return [first] if first else [*([free, *part] for part in parts), [free]]
         following = [self.joiner.sequence([free, *part]) for part in parts]
         # A part and the free text at the end start alike; the lexer tells them apart by a trigger.
-        either = self.joiner.alternatives(following, form["type"], check=False)
+        either = self.joiner.alternatives(
+            following,
+            form["type"],
+            check=False,
+        )
         if either.terminal:
-            return [[*first, Piece(f"({either.text})*", form["type"]), free]]
+            return [
+                [
+                    *first,
+                    Piece(f"({either.text})*", form["type"]),
+                    free,
+                ]
+            ]
         check_boundary(either, free)
         text = self.joiner.define(f"({either.text})*", terminal=False)
-        loop = Piece(text, form["type"], terminal=False, closed=either.closed)
+        loop = Piece(
+            text,
+            form["type"],
+            terminal=False,
+            closed=either.closed,
+        )
         return [[*first, loop, free]]
 
 

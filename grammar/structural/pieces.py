@@ -68,7 +68,12 @@ class Piece:
 def constant(text: str) -> Piece:
     """Return the piece that matches exactly a text."""
     starts = frozenset([text]) if text else None
-    return Piece(literal(text), "const_string", closed=True, starts=starts)
+    return Piece(
+        literal(text),
+        "const_string",
+        closed=True,
+        starts=starts,
+    )
 
 
 def overlap(texts: Iterable[str]) -> tuple[str, str] | None:
@@ -166,7 +171,13 @@ class Joiner:
                 groups += rules
         return groups
 
-    def alternatives(self, pieces: Sequence[Piece], name: str, *, check: bool = True) -> Piece:
+    def alternatives(
+        self,
+        pieces: Sequence[Piece],
+        name: str,
+        *,
+        check: bool = True,
+    ) -> Piece:
         """Return the piece that matches one of several pieces.
 
         Raises
@@ -195,7 +206,13 @@ class Joiner:
             more=_union(piece.more for piece in pieces),
         )
 
-    def repeat(self, piece: Piece, low: int, high: int | None, name: str) -> Piece:
+    def repeat(
+        self,
+        piece: Piece,
+        low: int,
+        high: int | None,
+        name: str,
+    ) -> Piece:
         """Return the piece that matches `low` to `high` repetitions of a piece."""
         count = f"{{{low},{'' if high is None else high}}}"
         rule = None
@@ -219,7 +236,12 @@ class Joiner:
             assert rule is not None
             return rule
         closed = piece.closed and low == high
-        return Piece(f"({piece.text}){count}", name, closed=closed, repeated=rule)
+        return Piece(
+            f"({piece.text}){count}",
+            name,
+            closed=closed,
+            repeated=rule,
+        )
 
 
 def _join_terminals(parts: Sequence[Piece]) -> Piece:

@@ -28,7 +28,9 @@ def check_xgrammar_format(form: Format) -> None:
 
 
 def xgrammar_format(
-    form: Format, schema_rules: Callable[[Format], str], regex_rules: Callable[[str], str]
+    form: Format,
+    schema_rules: Callable[[Format], str],
+    regex_rules: Callable[[str], str],
 ) -> dict[str, Any]:
     """Return a format in the JSON form that XGrammar reads.
 
@@ -57,7 +59,11 @@ def xgrammar_format(
 
 
 def _rules(form: Format, rules: str) -> Format:
-    return {"type": "grammar", "path": form["path"], "grammar": rules}
+    return {
+        "type": "grammar",
+        "path": form["path"],
+        "grammar": rules,
+    }
 
 
 def _check(form: Format) -> Format:
