@@ -412,7 +412,7 @@ def _check_forced_drafts(options: Options, drafter: Drafter | None, mode: DraftM
 def _may_check_tokens(options: Options, drafter: Drafter | None) -> bool:
     """Return whether some graphs are optimistic."""
     if options.draft_masking == "auto":
-        return not isinstance(drafter, Forced)
+        return options.mask_drafts and not isinstance(drafter, Forced)
     return options.draft_masking == "optimistic"
 
 

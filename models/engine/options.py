@@ -265,7 +265,7 @@ class Options:
         if not callable(self.grammar_backend) and self.grammar_backend not in backends:
             expected = f"one of {', '.join(backends)}, or a function that returns a GrammarBackend"
             raise _error("grammar_backend", expected, self.grammar_backend)
-        if self.draft_masking != "fill" and not self.mask_drafts:
+        if self.draft_masking not in ("fill", "auto") and not self.mask_drafts:
             raise OptionError(f"draft_masking={self.draft_masking!r} requires mask_drafts=True")
         if self.generation == "graph" and self.composition != "one":
             raise OptionError("generation='graph' requires composition='one'")

@@ -384,9 +384,13 @@ class SlotManager:
                 continue
             if sum(flight.contains(state) for flight in unread) > 1:
                 continue
+            served_matcher = state.matcher
             state.matcher = state.make_matcher()
             self._promote(state, len(unread))
             num_promoted += state.promoted
+            if not state.promoted:  # the grammar worker still serves the matcher of this slot
+                state.matcher = served_matcher
+                state.awaits_automaton = False
         return num_promoted
 
     def leave(self, state: RequestState, last_replay: int, *, ended_on_device: bool) -> None:

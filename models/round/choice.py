@@ -155,6 +155,18 @@ class _BucketChoice:
         estimate = (mode.tokens + prior) / (len(mode.samples) + PRIOR_ROUNDS)
         return max(estimate, _MIN_TOKENS)
 
+    def summary(self, name: str) -> dict[str, float]:
+        """Return the measurements of a mode."""
+        mode = self.modes[name]
+        if not mode.rounds:
+            return {"rounds": 0}
+        return {
+            "rounds": mode.rounds,
+            "round_us": 1e-3 * mode.mean_ns,
+            "tokens_per_round": mode.tokens / len(mode.samples),
+            "us_per_token": 1e-3 * self.cost(name),
+        }
+
     def reason(self) -> str:
         """Return one sentence that explains the choice."""
         if self.chosen is None:
@@ -230,15 +242,7 @@ class ModeChoice:
         """
         reports = []
         for bucket, choice in self._buckets.items():
-            modes = {}
-            for name, mode in choice.modes.items():
-                modes[name] = {"rounds": mode.rounds}
-                if mode.rounds:
-                    modes[name] |= {
-                        "round_us": 1e-3 * mode.mean_ns,
-                        "tokens_per_round": mode.tokens / len(mode.samples),
-                        "us_per_token": 1e-3 * choice.cost(name),
-                    }
+            modes = {name: choice.summary(name) for name in choice.modes}
             fields = bucket._asdict()
             chosen = {"chosen": choice.chosen, "reason": choice.reason()}
             reports.append(fields | chosen | {"modes": modes})

@@ -16,7 +16,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-from engine_util import FixedDraftLengths
+from engine_util import FixedDraftLengths, RandomChoice
 from guide_util import exchange_for
 from interleave_device import (
     PAGE,
@@ -69,8 +69,18 @@ class Interleaving:
     or ring entries are not freed.
     """
 
-    def __init__(self, device: Device, seed: int, *, loops: bool = False, automata: bool = False):
+    def __init__(
+        self,
+        device: Device,
+        seed: int,
+        *,
+        loops: bool = False,
+        automata: bool = False,
+        switches: bool = False,
+    ):
         rng = self.rng = random.Random(seed)
+        # Changes between rounds and loops at random.
+        self.choice = RandomChoice(seed) if switches else None
         self.max_in_flight = rng.choice((1, 2, 2, 2, 3))
         self.scarce = rng.random() < 0.4  # whether the KV cache has few pages
         self.k = rng.randrange(4)
@@ -174,7 +184,14 @@ class Interleaving:
         if self.has_loops:
             replays = LoopReplays(parts, toy, budget, toy.control)
             loops = Loops(manager, DraftMode.chain(k), has_all_pages=self.rng.random() < 0.5)
-        modes = LaunchModes(graphs)
+        modes = LaunchModes(
+            graphs,
+            chooses_loops=self.choice is not None,
+            chooses_promotion=self.choice is not None,
+        )
+        if self.choice is not None:
+            modes.choice = self.choice
+            manager.should_promote = lambda _: modes.should_promote(manager.num_assigned)
         modes.loops = loops
         for key in graphs:
             for place in GRAMMAR_STEPS:

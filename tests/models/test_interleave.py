@@ -65,6 +65,16 @@ def test_late_promotion_keeps_outputs_sequential(device, seeds, loops):
         raise error
 
 
+@pytest.mark.parametrize(
+    "seeds", [range(60), pytest.param(range(40_000, 46_000), marks=pytest.mark.full)]
+)
+def test_random_modes_keep_outputs_sequential(device, seeds):
+    """Launches change between rounds and loops, and requests with automata are promoted or not."""
+    error = first_failure(device, seeds, loops=True, automata=True, switches=True)
+    if error is not None:
+        raise error
+
+
 def test_interleaving_is_reproducible_from_its_seed(device):
     def run(seed):
         interleaving = Interleaving(device, seed)

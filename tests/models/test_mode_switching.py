@@ -5,7 +5,6 @@ checked. The expected outputs come from an engine without a drafter that fills e
 runs one request at a time.
 """
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -21,13 +20,12 @@ from engine_cases import (
     settled,
     workload,
 )
-from engine_util import demo_engine, mixed_requests
+from engine_util import RandomChoice, demo_engine, mixed_requests
 from test_device_automata_rounds import automaton_requests
 from test_engine_equality import check_disturbed
 from test_optimistic import GRAMMARS
 
 from graft.models.engine.options import Options
-from graft.models.round.choice import ModeChoice
 
 MODES = {
     "greedy": {},
@@ -60,22 +58,6 @@ SWITCHED_OPTIONS = {
 QUICK = ("eagle3", "dflash", "late", "some automata")
 #: Options without generation loops.
 WITHOUT_LOOPS = ("host", "host, tree", "two graphs")
-
-
-class RandomChoice(ModeChoice):
-    """Changes the mode at random."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self._rng = random.Random(seed)
-        self._current = None
-        self.modes = set()
-
-    def choose(self, bucket, modes):
-        self.modes.update(modes)
-        if self._current not in modes or self._rng.random() < 0.4:
-            self._current = self._rng.choice(modes)
-        return self._current
 
 
 def switching_engine(seed, **options):
