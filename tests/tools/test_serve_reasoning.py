@@ -87,6 +87,7 @@ def test_reasoning_is_left_out_or_part_of_the_content_on_request(engine, stream)
             else:
                 parts = [response.choices[0].message]
             reasoning = [getattr(part, "reasoning_content", None) or "" for part in parts]
+            assert reasoning == [getattr(part, "reasoning", None) or "" for part in parts]
             texts[name] = "".join(reasoning), "".join(part.content or "" for part in parts)
     reasoning, content = texts[""]
     assert reasoning and not content

@@ -91,7 +91,7 @@ class ResponseChoice:
             "role": self._api_request.role,
             "content": content,
             "refusal": None,
-            "reasoning_content": reasoning or None,
+            **_reasoning_fields(reasoning or None),
         }
         if self._tool_calls is not None:
             calls = self._tool_calls.calls
@@ -118,7 +118,7 @@ class ResponseChoice:
             return
         deltas: list[dict[str, Any]] = []
         if reasoning:
-            deltas.append({"reasoning_content": reasoning})
+            deltas.append(_reasoning_fields(reasoning))
         if content:
             deltas.append({"content": content})
         deltas += [{"tool_calls": [call]} for call in calls]
@@ -297,6 +297,11 @@ class ResponseChoice:
             "logprob": max(value, _MIN_LOGPROB),
             "bytes": list(self._parser.token_bytes(token)),
         }
+
+
+def _reasoning_fields(text: str | None) -> dict[str, str | None]:
+    """Return the reasoning section under the names of vLLM, and of SGLang and DeepSeek."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def without_output(event: Event) -> Event:
