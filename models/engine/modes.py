@@ -105,24 +105,32 @@ class LaunchModes:
         place = _grammar_place(states)
         is_guided = any(state.matcher is not None for state in states)
         bucket = Bucket(place if is_guided else "none", batch, drafts)
-        loops = self.loops
-        if loops is not None and not (may_loop and loops.possible):
-            loops = None
-        keys = []
-        for optimistic in (False, True) if self._may_be_optimistic(bucket, states) else (False,):
-            if loops is None or self._chooses_loops:
-                keys.append(GraphKey(batch, drafts, place, False, optimistic))
-            if loops is not None:
-                grammar = loops.grammar_place(place, is_guided=is_guided)
-                keys.append(GraphKey(batch, drafts, grammar, True, optimistic))
-        graphs = {graph.mode: graph for graph in map(self._graph, keys)}
+        keys = self._keys(GraphKey(batch, drafts, place), is_guided, may_loop)
+        if self._may_be_optimistic(bucket, states):
+            keys += [key._replace(optimistic=True) for key in keys]
+        graphs = {}
+        for key in keys:
+            graph = self._graph(key)
+            graphs[graph.mode] = graph
         modes = tuple(graphs)
         mode = self.choice.choose(bucket, modes)
         self._latest = bucket, modes, mode
         graph = graphs[mode]
-        if graph.repeats and loops is not None:
-            loops.reserve_pages(states)
+        if graph.repeats and self.loops is not None:
+            self.loops.reserve_pages(states)
         return graph, Launch(bucket, len(modes))
+
+    def _keys(self, key: GraphKey, is_guided: bool, may_loop: bool) -> list[GraphKey]:
+        """Return the keys of the round and of the loop that can run a batch.
+
+        `key` is that of the round.
+        """
+        loops = self.loops
+        if loops is None or not may_loop or not loops.possible:
+            return [key]
+        grammar = loops.grammar_place(key.grammar, is_guided=is_guided)
+        loop_key = key._replace(grammar=grammar, repeats=True)
+        return [key, loop_key] if self._chooses_loops else [loop_key]
 
     def _may_be_optimistic(self, bucket: Bucket, states: Sequence[RequestState]) -> bool:
         """Return whether an optimistic graph can run a batch, with the same outputs."""
@@ -168,12 +176,13 @@ class LaunchModes:
         """
         if not self._chooses_promotion:
             return True
-        batch = min(batch for batch, _ in self._round_graphs if batch >= num_requests)
-        place = self.choice.choose(self._promotion_bucket(batch), ("device", "host"))
-        return place == "device"
+        buckets = [batch for batch, _ in self._round_graphs if batch >= num_requests]
+        bucket = self._promotion_bucket(min(buckets))
+        return self.choice.choose(bucket, ("device", "host")) == "device"
 
     def _promotion_bucket(self, batch: int) -> Bucket:
-        return Bucket("promotion", batch, max(drafts for _, drafts in self._round_graphs))
+        lengths = [drafts for _, drafts in self._round_graphs]
+        return Bucket("promotion", batch, max(lengths))
 
 
 def _grammar_place(states: Sequence[RequestState]) -> str:

@@ -67,6 +67,8 @@ class _Mode:
         Number of rounds of the bucket when the mode was measured last.
     samples
         Time in nanoseconds and number of tokens of the latest rounds.
+    tokens
+        Number of tokens of these rounds.
     """
 
     def __init__(self) -> None:
@@ -76,10 +78,16 @@ class _Mode:
         self.tokens = 0
         self._mean_ns: float | None = None
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether there are enough rounds for a comparison."""
+        return self.rounds >= MEASURED_ROUNDS
+
     def add(self, ns: float, tokens: int) -> None:
         """Add a round."""
         if len(self.samples) == WINDOW:
-            self.tokens -= self.samples[0][1]
+            _, oldest_tokens = self.samples[0]
+            self.tokens -= oldest_tokens
         self.samples.append((ns, tokens))
         self.tokens += tokens
         self.rounds += 1
@@ -91,17 +99,27 @@ class _Mode:
         if self._mean_ns is None:
             times = [ns for ns, _ in self.samples]
             limit = MAX_RATIO * statistics.median(times)
-            self._mean_ns = statistics.fmean(min(ns, limit) for ns in times)
+            clamped = [min(ns, limit) for ns in times]
+            self._mean_ns = statistics.fmean(clamped)
         return self._mean_ns
 
 
 class _BucketChoice:
-    """Choice among the modes of one bucket; see `ModeChoice`."""
+    """Choice among the modes of one bucket; see `ModeChoice`.
+
+    Attributes
+    ----------
+    modes
+        Measurements of all modes that were possible so far, by name.
+    chosen
+        Mode with the lowest cost; None while modes are measured for the first time.
+    """
 
     def __init__(self) -> None:
         self.modes: dict[str, _Mode] = {}
-        self.rounds = 0
         self.chosen: str | None = None
+        self._rounds = 0
+        # Mode that is being measured again, and its number of rounds since then.
         self._explored: str | None = None
         self._explored_rounds = 0
         self._last_explored: str | None = None
@@ -109,33 +127,43 @@ class _BucketChoice:
         self._credit_ns = 0.0
 
     def choose(self, names: Sequence[str]) -> str:
-        modes = {name: self.modes.setdefault(name, _Mode()) for name in names}
-        for name, mode in modes.items():
-            if mode.rounds < MEASURED_ROUNDS:
+        for name in names:
+            mode = self.modes.setdefault(name, _Mode())
+            if not mode.is_measured:
                 return name
         if self._explored_rounds >= MEASURED_ROUNDS:
             self._explored = None
-        if self._explored in modes:
+        if self._explored is not None and self._explored in names:
             return self._explored
-        costs = {name: self.cost(name) for name in names}
-        best = min(names, key=costs.__getitem__)
-        if self.chosen not in modes or costs[best] * MIN_GAIN < costs[self.chosen]:
-            self.chosen = best
+        self.chosen = self._best(names)
         others = [name for name in names if name != self.chosen]
-        next_explored = min(others, key=lambda name: modes[name].last)
-        if self._credit_ns >= MEASURED_ROUNDS * modes[next_explored].mean_ns:
-            self._explored = self._last_explored = next_explored
-            self._explored_rounds = 0
-            return next_explored
-        return self.chosen
+        oldest = min(others, key=self._last_round)
+        needed_ns = MEASURED_ROUNDS * self.modes[oldest].mean_ns
+        if self._credit_ns < needed_ns:
+            return self.chosen
+        self._explored = oldest
+        self._last_explored = oldest
+        self._explored_rounds = 0
+        return oldest
+
+    def _best(self, names: Sequence[str]) -> str:
+        """Return the mode with the lowest cost, or the chosen one if it is nearly as good."""
+        best = min(names, key=self.cost)
+        if self.chosen is None or self.chosen not in names:
+            return best
+        is_better = MIN_GAIN * self.cost(best) < self.cost(self.chosen)
+        return best if is_better else self.chosen
+
+    def _last_round(self, name: str) -> int:
+        return self.modes[name].last
 
     def record(self, name: str, ns: float, tokens: int) -> None:
         mode = self.modes.get(name)
         if mode is None:
             return
         mode.add(ns, tokens)
-        self.rounds += 1
-        mode.last = self.rounds
+        self._rounds += 1
+        mode.last = self._rounds
         self._credit_ns += EXPLORED_SHARE * mode.mean_ns
         if name == self._explored:
             self._explored_rounds += 1
@@ -145,14 +173,18 @@ class _BucketChoice:
     def cost(self, name: str) -> float:
         """Return the time of a mode per token, in nanoseconds."""
         mode = self.modes[name]
-        return mode.mean_ns / self.tokens_per_round(mode)
+        return mode.mean_ns / self._tokens_per_round(mode)
 
-    def tokens_per_round(self, mode: _Mode) -> float:
+    def _tokens_per_round(self, mode: _Mode) -> float:
         """Return the estimated number of tokens per round of a mode."""
-        samples = sum(len(other.samples) for other in self.modes.values())
-        tokens = sum(other.tokens for other in self.modes.values())
-        prior = PRIOR_ROUNDS * tokens / samples
-        estimate = (mode.tokens + prior) / (len(mode.samples) + PRIOR_ROUNDS)
+        rounds = 0
+        tokens = 0
+        for other in self.modes.values():
+            rounds += len(other.samples)
+            tokens += other.tokens
+        prior_tokens = PRIOR_ROUNDS * tokens / rounds
+        own_rounds = len(mode.samples)
+        estimate = (mode.tokens + prior_tokens) / (own_rounds + PRIOR_ROUNDS)
         return max(estimate, _MIN_TOKENS)
 
     def summary(self, name: str) -> dict[str, float]:
@@ -170,9 +202,10 @@ class _BucketChoice:
     def reason(self) -> str:
         """Return one sentence that explains the choice."""
         if self.chosen is None:
-            missing = [name for name, m in self.modes.items() if m.rounds < MEASURED_ROUNDS]
+            missing = [name for name, mode in self.modes.items() if not mode.is_measured]
             return f"measuring {', '.join(missing or self.modes)}"
-        names = sorted(self.modes, key=lambda name: name != self.chosen)
+        names = [self.chosen]
+        names += [name for name in self.modes if name != self.chosen]
         texts = []
         for name in names:
             mode = self.modes[name]
@@ -242,8 +275,9 @@ class ModeChoice:
         """
         reports = []
         for bucket, choice in self._buckets.items():
-            modes = {name: choice.summary(name) for name in choice.modes}
-            fields = bucket._asdict()
-            chosen = {"chosen": choice.chosen, "reason": choice.reason()}
-            reports.append(fields | chosen | {"modes": modes})
+            report = bucket._asdict()
+            report["chosen"] = choice.chosen
+            report["reason"] = choice.reason()
+            report["modes"] = {name: choice.summary(name) for name in choice.modes}
+            reports.append(report)
         return reports
