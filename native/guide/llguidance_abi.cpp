@@ -24,7 +24,8 @@
 //    ended. `is_kept` detects such a mask by the tokens that it allows. If the result is uncertain,
 //    either mask may be cached.
 // 6. If no token is legal, LLGuidance refuses all further calls. A rollback then creates another
-//    copy of the start state, which consumes the accepted tokens again.
+//    copy of the start state, which consumes the accepted tokens again. It also does so if the
+//    grammar has lexemes that LLGuidance cannot roll back.
 #include <dlfcn.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -61,6 +62,8 @@ constexpr uint64_t kLexerFuel = 10'000'000;
 constexpr size_t kItems = 1'000'000;
 // Error of LLGuidance if no token is legal.
 constexpr char kDeadEnd[] = "NoExtensionBias";
+// Error of LLGuidance if a lexeme has an attribute that prevents rollback.
+constexpr char kNoRollback[] = "rollback not supported";
 
 // Options of a matcher; a zero in `limits` selects LLGuidance's default.
 struct Limits {
@@ -484,11 +487,19 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return valid == 0 ? Answer::kNo : Answer::kYes;
   }
 
+  // Whether the message of LLGuidance's error begins with `text`.
+  bool has_failed_with(const char* text) const noexcept {
+    const char* message = api.get_error(live_.get());
+    return message != nullptr && std::strncmp(message, text, std::strlen(text)) == 0;
+  }
+
   // Moves `live_` to the state after the first `size` tokens of the path.
   Answer move(size_t size, ErrorText* error) noexcept {
-    if (live_size_ > size) {
-      if (api.rollback(live_.get(), live_size_ - size) != 0) return failed(error);
+    if (live_size_ > size && api.rollback(live_.get(), live_size_ - size) == 0) {
       live_size_ = size;
+    } else if (live_size_ > size) {
+      if (!has_failed_with(kNoRollback)) return failed(error);
+      start_again();
     }
     for (; live_size_ < size; ++live_size_) {
       if (api.consume(live_.get(), path_[live_size_]) != 0) return failed(error);
@@ -540,8 +551,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
   // Computes the mask at the state of `live_`. LLGuidance may return a cached mask that is wrong.
   bool compute_once(Seen* seen) noexcept {
     if (api.compute_mask(live_.get()) != 0) {
-      const char* message = api.get_error(live_.get());
-      dead_ = message != nullptr && std::strncmp(message, kDeadEnd, sizeof(kDeadEnd) - 1) == 0;
+      dead_ = has_failed_with(kDeadEnd);
       return false;
     }
     const uint32_t* mask = api.get_mask(live_.get());

@@ -234,6 +234,24 @@ def test_llguidance_matcher_accepts_runs_under_limits_of_tokens():
         np.testing.assert_array_equal(other.legal(), matcher.legal())
 
 
+@pytest.mark.parametrize(
+    "word",
+    ["word[max_tokens=5]: /[a-c]+/", 'word[stop="x"]: /[a-c]*/'],
+    ids=["max_tokens", "stop"],
+)
+def test_llguidance_matcher_rolls_back_lexemes_with_limits(word):
+    """LLGuidance does not roll back such lexemes; the matcher accepts the tokens again instead."""
+    spec = GrammarSpec.lark(f'start: "a" word "d"*\n{word}')
+    grammar = LLGuidanceBackend(vocabulary()).compile(spec)
+    matcher = grammar.matcher()
+    for back in (1, 2, 3):
+        assert matcher.native.accept_all(list(b"abc")) == 3
+        matcher.rollback(back)
+        expected = grammar.matcher(tokens=b"abc"[: 3 - back])
+        np.testing.assert_array_equal(matcher.legal(), expected.legal())
+        matcher.rollback(3 - back)
+
+
 class SearchingMatcher(Matcher):
     """A reference matcher of free text, a marker and the grammar of another matcher.
 
