@@ -215,8 +215,8 @@ def test_roofline_counts_waves_and_dependent_round_trips():
     qkv = roofline.Product.of(32, 6144, 4096, epilogue="rotation")
     assert (qkv.waves, qkv.round_trips, qkv.overlaps) == (1, 1 + 2 + 2, True)
     assert qkv.filled == 48 * 4 / (2 * 132)
-    # The last block of a tile loads eight parts of 32 x 128 sums.
-    assert qkv.transfer == pytest.approx(8 * 4 * 32 * 128 / (64 * 1.755e9))
+    # The last block of a tile loads the total of the first two parts and the six other parts.
+    assert qkv.transfer == pytest.approx(7 * 4 * 32 * 128 / (64 * 1.755e9))
     out = roofline.Product.of(256, 4096, 4096, epilogue="residual")
     assert (out.waves, out.round_trips, out.transfer) == (1, 1 + 2, 0)
     gate_up = roofline.Product.of(256, 28672, 4096)
@@ -238,12 +238,15 @@ def test_roofline_counts_l1_accesses_of_main_loop(kernel, size):
 
 
 def test_roofline_of_8b_llama_reaches_its_targets():
-    """8 rows run at 85 % of the read ceiling, and 256 rows at 350 TFLOP/s."""
+    """8 rows run at 85 % of the read ceiling, and 256 rows at 350 TFLOP/s.
+
+    32 rows take at most 8 % longer than one row.
+    """
     seconds = {rows: roofline.forward_seconds(rows) for rows in (1, 8, 32, 256)}
     weights = 2 * (32 * (6144 * 4096 + 4096 * 4096 + 28672 * 4096 + 4096 * 14336) + 128256 * 4096)
     for rows in (1, 8):
         assert weights / 4.3e12 / seconds[rows] >= 0.85
-    assert seconds[32] <= 1.085 * seconds[1]
+    assert seconds[32] <= 1.08 * seconds[1]
     assert weights * 256 / seconds[256] >= 350e12
 
 

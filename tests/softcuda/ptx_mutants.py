@@ -95,7 +95,7 @@ MUTANTS = [
            "    commit_copies();\n", "", LONG, "result", ""),
     # Fragments, operands of instructions and shuffles.
     Mutant("linear_many: totals of a tall tile without the first part", LLM + "linear_many.cu",
-           "part == 0 ? value : before", "part <= 1 ? value : before", TALL, "result", "result"),
+           "begin == 0 && part > 0;", "begin == 0 && part > 1;", TALL, "result", "result"),
     Mutant("mma: operands a1 and a2 exchanged", LLM + "mma.cuh",
            '"r"(a[1]), "r"(a[2])', '"r"(a[2]), "r"(a[1])', FEW, "result", ""),
     Mutant("mma: sums d1 and d2 exchanged", LLM + "mma.cuh",

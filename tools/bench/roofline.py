@@ -21,8 +21,8 @@ determines the number of round trips, and ``tests/models/test_machine_code.py`` 
   trip. Without K splits the sums are in shared memory; then only residuals and rotations take
   round trips. With K splits two more: the partial sums must be visible before the counter of
   arrived blocks is read.
-* Transfers: with K splits the last block of a tile loads all its partial sums. Tiles of 256 rows
-  without K splits add the eight parts of a sum in shared memory.
+* Transfers: with K splits the last block of a tile loads all its partial sums. Blocks with 256 rows
+  add the parts of a sum in shared memory.
 
 The L2 traffic contains the weights and the activation rows, once per thread block that reads them.
 Two neighbouring thread blocks of the kernel `linear_few` read the same activation rows through one
@@ -61,10 +61,20 @@ MMA_MACS = 16 * 8 * 16
 PARTS = 8
 #: Pairs of outputs that a thread of linear_many stores, and pairs whose inputs it loads together,
 #: with and without K splits, by rows per tile.
-EPILOGUE_PAIRS = {32: (8, 4, 8), 64: (16, 4, 16), 128: (32, 4, 16), 256: (64, 8, 16)}
+EPILOGUE_PAIRS = {
+    32: (8, 4, 8),
+    64: (16, 4, 16),
+    128: (32, 4, 16),
+    256: (64, 8, 16),
+}
 #: Numbers of m16n8k16 instructions of a warp that use the same rows of x (16 columns each) and the
 #: same weights (8 rows each), by rows per tile.
-WARP_TILES = {32: (2, 2), 64: (2, 4), 128: (4, 4), 256: (4, 8)}
+WARP_TILES = {
+    32: (2, 2),
+    64: (2, 4),
+    128: (4, 4),
+    256: (4, 8),
+}
 TILE_COLUMNS = 128
 TALL_TILE = 256
 #: Output features, input features and epilogue of the matrices of an 8B Llama.
@@ -144,14 +154,16 @@ class Product:
             weight_bytes += 4 * columns
         if shape.kernel == "linear_few":
             padded_rows = 8 * shape.defines["TILES"]
-            l2_bytes = weight_bytes + shape.grid[0] // 2 * rows * inner * 2
+            row_readers = shape.grid[0] // 2
+            l2_bytes = weight_bytes + row_readers * rows * inner * 2
             round_trips, transfer = 1, 0.0
         else:
             row_blocks, column_blocks, splits = shape.grid
             padded_rows = row_blocks * shape.defines["ROW_BLOCK"]
-            l2_bytes = row_blocks * weight_bytes + column_blocks * rows * inner * 2
+            l2_bytes = row_blocks * weight_bytes
+            l2_bytes += column_blocks * rows * inner * 2
             if splits > 1:
-                l2_bytes += PARTS * 4 * rows * columns
+                l2_bytes += stored_sums(splits) * 4 * rows * columns
             round_trips = 1 + epilogue_round_trips(shape, epilogue)
             transfer = transfer_seconds(shape)
         mma_steps = columns * inner * padded_rows // MMA_MACS
@@ -209,21 +221,33 @@ def epilogue_round_trips(shape: MmaShape, epilogue: str) -> int:
     return 2 + max(trips, 1) * pairs // at_once_with_splits
 
 
+def stored_sums(splits: int) -> int:
+    """Return the number of sums that the blocks of a tile store per output.
+
+    The first block stores one total of its parts, and the others store each part.
+    """
+    return PARTS - PARTS // splits + 1
+
+
 def transfer_seconds(shape: MmaShape) -> float:
     """Return the seconds of the transfers of sums of linear_many, in all waves together."""
+    row_blocks, column_blocks, splits = shape.grid
     block = shape.defines["ROW_BLOCK"]
     tile_bytes = 4 * block * TILE_COLUMNS
-    if shape.grid[2] > 1:
-        tiles = shape.grid[0] * shape.grid[1]
-        of_multiprocessor = -(-tiles // MULTIPROCESSORS) * PARTS * tile_bytes
-        return max(
-            of_multiprocessor / (L2_BYTES_PER_CYCLE * CLOCK),
-            tiles * PARTS * tile_bytes / L2_BANDWIDTH,
+    seconds = 0.0
+    if block == TALL_TILE:
+        # The first part is stored. The totals of the others are loaded, added to and stored.
+        accesses = shape.waves * (2 * PARTS // splits - 1)
+        seconds += accesses * tile_bytes / (L1_BYTES_PER_CYCLE * CLOCK)
+    if splits > 1:
+        tiles = row_blocks * column_blocks
+        loaded_bytes = stored_sums(splits) * tile_bytes
+        tiles_per_multiprocessor = -(-tiles // MULTIPROCESSORS)
+        seconds += max(
+            tiles_per_multiprocessor * loaded_bytes / (L2_BYTES_PER_CYCLE * CLOCK),
+            tiles * loaded_bytes / L2_BANDWIDTH,
         )
-    if block < TALL_TILE:
-        return 0.0
-    # The first part is stored. The totals of the others are loaded, added to and stored.
-    return shape.waves * (2 * PARTS - 1) * tile_bytes / (L1_BYTES_PER_CYCLE * CLOCK)
+    return seconds
 
 
 def l1_bytes_per_mma(shape: MmaShape, nbytes: int) -> int:
@@ -233,11 +257,14 @@ def l1_bytes_per_mma(shape: MmaShape, nbytes: int) -> int:
     been copied to shared memory.
     """
     if shape.kernel == "linear_few":
-        return 256 * nbytes // shape.defines["TILES"] + 256
+        weights = 256 * nbytes // shape.defines["TILES"]
+        return weights + 256
     block = shape.defines["ROW_BLOCK"]
     column_tiles, row_tiles = WARP_TILES[block]
     copied = 16 * (TILE_COLUMNS * nbytes + 2 * block) // block
-    return 256 * nbytes // row_tiles + 256 // column_tiles + copied
+    weights = 256 * nbytes // row_tiles
+    inputs = 256 // column_tiles
+    return weights + inputs + copied
 
 
 def roofline() -> str:

@@ -11,8 +11,8 @@
 
 #define OUTPUTS 128
 // Tiles of 256 rows halve the traffic of the weights through the L2 cache. A thread has 128 sums of
-// such a tile, so its registers cannot hold the totals of the finished parts as well. Without split
-// K the totals are in shared memory. Inputs must have 16 bits.
+// such a tile, so its registers cannot hold the totals of the finished parts as well. The totals
+// are in shared memory. Inputs must have 16 bits.
 #define TALL (ROW_BLOCK == 256)
 #if TALL && !X16
 #error "ROW_BLOCK 256 requires inputs of 16 bits"
@@ -90,9 +90,10 @@ struct StageIterator {
 // Grid: (rows / ROW_BLOCK, columns / 128, splits). Blocks that run at the same time thus share
 // their weights, which are then read from memory only once. With SPLIT_X a row of x takes two rows
 // of B, so a block has half as many rows of x. With split K the blocks write their parts to
-// `partials` [tiles, PARTS, ROW_BLOCK, 128], and the last block of a tile to arrive adds them in
-// order. `arrived` [tiles] counts the blocks that have arrived; it must be zero and is left zero.
-// linear_mma.cuh documents the other operands.
+// `partials` [tiles, PARTS, ROW_BLOCK, 128], except that the first block of a tile writes only the
+// total of its parts. The last block of a tile to arrive adds them in order. `arrived` [tiles]
+// counts the blocks that have arrived; it must be zero and is left zero. linear_mma.cuh documents
+// the other operands.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESSOR)
     linear_many(const Weight* weight, const float* weight_scale, const Input* x,
                 const float* residual, OUT* out, float* copy, int rows, int columns, int inner,
@@ -114,6 +115,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   const int begin = blockIdx.z * (PARTS / splits), end = begin + PARTS / splits;
   StageIterator current = {begin, end < parts ? end : parts, inner / CHUNK, begin, 0};
   StageIterator next_copy = current;
+  const int own_end = current.end;
   Weights* const staged_weight = reinterpret_cast<Weights*>(staged);
   Pack16* const staged_x = reinterpret_cast<Pack16*>(staged_weight + STAGES * OUTPUTS * PACKS);
   // Sums of the tile, at exchange_index. They share the memory of the stages unless TALL.
@@ -181,11 +183,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   const long long tile = static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x;
   float* const tile_partials = partials + tile * PARTS * ROW_BLOCK * OUTPUTS;
   float sum[COLUMN_TILES][ROW_TILES][4] = {};
-  float total[COLUMN_TILES][ROW_TILES][4];  // of the finished parts, without split K, unless TALL
+  // Totals of the finished parts in the first block of a tile, unless TALL.
+  float total[COLUMN_TILES][ROW_TILES][4];
   // Returns the row and the column of sum i of a tile of a warp.
   const auto row_of = [&](int n, int i) { return own_row + n * 8 + 2 * t + i % 2 >> SPLIT_X; };
   const auto column_of = [&](int m, int i) { return own_column + m * 16 + g + i / 2 * 8; };
   const auto end_part = [&](int part) {
+    const bool stored = splits > 1 && (begin > 0 || part == own_end - 1);
 #pragma unroll
     for (int m = 0; m < COLUMN_TILES; ++m) {
       float before[ROW_TILES][4];  // totals in shared memory, which are all loaded before a store
@@ -193,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
       for (int n = 0; n < ROW_TILES && TALL; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const bool is_used = splits == 1 && part > 0;
+          const bool is_used = begin == 0 && part > 0;
           before[n][i] = is_used ? exchanged[exchange_index(row_of(n, i), column_of(m, i))] : 0.0f;
         }
       }
@@ -203,13 +207,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
         for (int i = 0; i < 4; ++i) {
           const float value = SPLIT_X ? sum[m][n][i & 2] + sum[m][n][i | 1] : sum[m][n][i];
           const int r = row_of(n, i), c = column_of(m, i);
-          if (splits == 1 && TALL) {
-            exchanged[exchange_index(r, c)] = part == 0 ? value : before[n][i] + value;
-          } else if (splits == 1) {
-            total[m][n][i] = part == 0 ? value : total[m][n][i] + value;
-          } else if (first + r < rows && (!SPLIT_X || i % 2 == 0)) {
-            tile_partials[(part * ROW_BLOCK + r) * OUTPUTS + c] = value;
-          }
+          // The first block of a tile adds its parts. The others store each part.
+          const float folded =
+              begin > 0 || part == 0 ? value : (TALL ? before[n][i] : total[m][n][i]) + value;
+          if (!TALL) total[m][n][i] = folded;
+          if (TALL && begin == 0) exchanged[exchange_index(r, c)] = folded;
+          if (!stored || first + r >= rows || (SPLIT_X && i % 2 == 1)) continue;
+          tile_partials[(part * ROW_BLOCK + r) * OUTPUTS + c] = folded;
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum[m][n][i] = 0.0f;
@@ -276,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   constexpr int ROW_STEP = ROWS / PAIRS;
   const int first_row = threadIdx.x / (OUTPUTS / 2);
   const int c = threadIdx.x % (OUTPUTS / 2) / 8 * 16 + threadIdx.x % 8;
-  const auto store_tile = [&](auto batch, int count, const auto& sum_at) {
+  const auto store_tile = [&](auto batch, int first_sum, int count, const auto& sum_at) {
     constexpr int AT_ONCE = batch.PAIRS, SUMS = batch.SUMS;
     static_assert(PAIRS % AT_ONCE == 0, "every batch is full");
     EpilogueInputs factors;
@@ -294,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
         if (!SHARES_STATES) states[u] = load_row_state(y, to, first + row);
 #pragma unroll
         for (int p = 0; p < SUMS; ++p) {
-          const bool is_used = first + row < rows && p < count;
+          const bool is_used = first + row < rows && p >= first_sum && p < count;
           top[u][p] = is_used ? sum_at(p, row, c) : 0.0f;
           low[u][p] = is_used ? sum_at(p, row, c + 8) : 0.0f;
         }
@@ -311,8 +315,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
 #pragma unroll
         for (int p = 1; p < SUMS; ++p) {
           // Unused parts are skipped: adding their 0 would change the sign of a sum of -0.
-          top[u][0] = p < count ? top[u][0] + top[u][p] : top[u][0];
-          low[u][0] = p < count ? low[u][0] + low[u][p] : low[u][0];
+          if (p >= count) break;
+          top[u][0] = p > first_sum ? top[u][0] + top[u][p] : top[u][p];
+          low[u][0] = p > first_sum ? low[u][0] + low[u][p] : low[u][p];
         }
         store_pair(y, inputs[u], to, first + row, column + c, top[u][0] * scale[row],
                    low[u][0] * scale[row]);
@@ -322,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   if (splits > 1) {
     if (!is_last_block(arrived + tile, splits, &last)) return;
     const volatile float* const of = tile_partials;
-    store_tile(Batch<SPLIT_PAIRS, PARTS>(), parts,
+    store_tile(Batch<SPLIT_PAIRS, PARTS>(), min(PARTS / splits, parts) - 1, parts,
                [=](int p, int row, int at) { return of[(p * ROW_BLOCK + row) * OUTPUTS + at]; });
     return;
   }
@@ -338,6 +343,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
     }
   }
   if (!TALL) __syncthreads();
-  store_tile(Batch<(PAIRS < 16 ? PAIRS : 16), 1>(), 1,
+  store_tile(Batch<(PAIRS < 16 ? PAIRS : 16), 1>(), 0, 1,
              [=](int, int row, int at) { return exchanged[exchange_index(row, at)]; });
 }
