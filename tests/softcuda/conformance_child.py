@@ -313,6 +313,10 @@ CREATE: dict[str, Callable[[Arguments], Any]] = {
     "pageable": lambda a: (a.buffer(bytes(3 * 4096)) + 4095) // 4096 * 4096,
     "array2d": lambda a: a.struct(a.array_descriptor()),
     "array": lambda a: a.soft.cuArrayCreate(a.array_descriptor()),
+    # A resource of 8 multiprocessors, in partitions of 2.
+    "sm": lambda a: a.array(1, *[0] * 11, 8 | 2 << 32, 2, *[0] * 4),
+    "desc": lambda a: a.soft.cuDevResourceGenerateDesc([a.d.CUdevResource(a.word("sm"))], 1),
+    "green": lambda a: a.soft.cuGreenCtxCreate(a.d.CUdevResourceDesc(a.word("desc")), 0, 1),
     "stream": lambda a: a.soft.stream(),
     "event": lambda a: a.soft.cuEventCreate(2),
     "module": lambda a: a.soft.cuModuleLoadData(a.image),

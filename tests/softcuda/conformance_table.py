@@ -81,6 +81,8 @@ KINDS = frozenset(
         "retained",
         "pageable",
         "array",
+        "desc",
+        "green",
     }
 )
 
@@ -122,6 +124,19 @@ cuKernelSetCacheConfig [] kernel 1|9 dev
 cuDeviceGetByPCIBusId [f] out in.bus
 cuDeviceGetP2PAttribute [] out 1|99 dev dev -> INVALID_DEVICE
 cuDeviceGetExecAffinitySupport [] out 0|1 dev
+cuDeviceGetDevResource [] dev out 1|7:INVALID_RESOURCE_TYPE
+cuCtxGetDevResource [] ctx out 1|7:INVALID_RESOURCE_TYPE
+cuGreenCtxGetDevResource [] green out 1|7:INVALID_RESOURCE_TYPE
+cuStreamGetDevResource [] stream out 1|7:INVALID_RESOURCE_TYPE
+cuDevSmResourceSplitByCount [] 0 in.ones in.sm out? 0|4 2|9:INVALID_RESOURCE_CONFIGURATION
+cuDevSmResourceSplit [] 0 1|0 in.sm out? 0|1 in.bytes
+cuDevResourceGenerateDesc [] out in.sm 1|0
+cuGreenCtxCreate [] out desc dev 1|2
+cuGreenCtxDestroy [] green
+cuCtxFromGreenCtx [] out green
+cuGreenCtxGetId [] green out
+cuStreamGetGreenCtx [] stream out
+cuGreenCtxStreamCreate [] out green 1|0 0
 cuProfilerStart,cuProfilerStop [c]
 cuCoredumpGetAttribute [c] 3|99 out? out
 cuCoredumpGetAttributeGlobal [] 3|99 out? out

@@ -286,7 +286,8 @@ def test_occupancy_follows_device_limits(soft, kernels):
     limited = soft.cuOccupancyMaxPotentialBlockSize(kernels.add, None, 0, 100)
     assert limited == (32 * workers, 64)  # 64 threads in 32 blocks, or 96 in 21
     shared = soft.cuOccupancyAvailableDynamicSMemPerBlock(kernels.add, 2, 128)
-    assert blocks(kernels.add, 128, 0) >= 2 and shared == 233472 // 2 - 1024
+    assert blocks(kernels.add, 128, 0) >= 2 and shared == 48 * 1024  # the kernel's limit
+    assert soft.cuOccupancyAvailableDynamicSMemPerBlock(kernels.add, 8, 128) == 233472 // 8 - 1024
     results = (
         d.cuOccupancyMaxActiveBlocksPerMultiprocessor(kernels.add, 0, 0),
         d.cuOccupancyMaxPotentialBlockSize(kernels.add, None, 0, -1),

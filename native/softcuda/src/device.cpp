@@ -165,7 +165,7 @@ SC_API(cuInit, 2000, kNoInit | kNoLock | kAfterFault, unsigned, flags) {
 
 SC_API(cuDriverGetVersion, 2020, kAlways, int*, version) {
   require(version != nullptr);
-  *version = 13020;
+  *version = 13050;
 }
 
 SC_API(cuDeviceGetCount, 2000, kNoLock | kAfterFault, int*, count) {
@@ -223,6 +223,30 @@ static void start_device() {
   start_watch();
 }
 
+namespace softcuda {
+
+// Returns the handle of a new context.
+CUcontext add_context() {
+  static auto next = reinterpret_cast<uintptr_t>(kPrimary);
+  std::lock_guard<std::mutex> lock(g_context_mutex);
+  start_device();
+  const auto context = reinterpret_cast<CUcontext>(next += 16);
+  g_created.insert(context);
+  live_add(Resource::context, 1);
+  return context;
+}
+
+// Removes a context that add_context() returned. Returns false if the handle is unknown.
+bool remove_context(CUcontext context) {
+  std::lock_guard<std::mutex> lock(g_context_mutex);
+  if (g_created.erase(context) == 0) return false;
+  live_add(Resource::context, -1);
+  if (current_context() == context) t_stack.pop_back();
+  return true;
+}
+
+}  // namespace softcuda
+
 SC_API(cuCtxCreate_v4, 12050, 0, CUcontext*, out, const void*, params, unsigned, flags, CUdevice,
        device) {
   require(device == 0, CUDA_ERROR_INVALID_DEVICE);
@@ -233,22 +257,14 @@ SC_API(cuCtxCreate_v4, 12050, 0, CUcontext*, out, const void*, params, unsigned,
   require(params == nullptr || std::memcmp(params, zeros, sizeof zeros) == 0,
           CUDA_ERROR_NOT_SUPPORTED,
           "contexts with execution affinity or CIG parameters are not implemented");
-  static auto next = reinterpret_cast<uintptr_t>(kPrimary);
-  std::lock_guard<std::mutex> lock(g_context_mutex);
-  start_device();
-  *out = reinterpret_cast<CUcontext>(next += 16);
-  g_created.insert(*out);
+  *out = add_context();
   t_stack.push_back(*out);
-  live_add(Resource::context, 1);
 }
 
 SC_API(cuCtxDestroy_v2, 4000, kAfterFault, CUcontext, context) {
   require(context != kPrimary && is_context(context), CUDA_ERROR_INVALID_CONTEXT);
   if (sticky() == CUDA_SUCCESS) wait_idle("cuCtxDestroy: all work to finish");
-  std::lock_guard<std::mutex> lock(g_context_mutex);
-  require(g_created.erase(context) != 0, CUDA_ERROR_INVALID_CONTEXT);
-  live_add(Resource::context, -1);
-  if (current_context() == context) t_stack.pop_back();
+  require(remove_context(context), CUDA_ERROR_INVALID_CONTEXT);
 }
 
 SC_API(cuDevicePrimaryCtxRetain, 7000, 0, CUcontext*, context, CUdevice, device) {

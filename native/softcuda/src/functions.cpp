@@ -6,6 +6,7 @@
 #include <iterator>
 
 #include "modules.h"
+#include "ptx/program.h"
 
 using namespace softcuda;
 
@@ -43,6 +44,10 @@ static int attribute_of(const Function& function, int attribute) {
     case CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED:
     case CU_FUNC_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE:
       return 0;
+    case CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES:
+      require(function.ptx != nullptr, CUDA_ERROR_NOT_SUPPORTED,
+              "the static shared memory of a kernel is known only if it was loaded from PTX");
+      return static_cast<int>(function.ptx->shared_bytes);
     case CU_FUNC_ATTRIBUTE_PTX_VERSION:
     case CU_FUNC_ATTRIBUTE_BINARY_VERSION:
       return 90;

@@ -126,6 +126,5 @@ SC_API(cuOccupancyAvailableDynamicSMemPerBlock, 10020, kNoLock, size_t*, out, CU
   const int share =
       device_attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR) / blocks -
       device_attribute(CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK);
-  *out = static_cast<size_t>(
-      std::min(share, device_attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)));
+  *out = static_cast<size_t>(std::min(share, f->max_dynamic_shared.load()));
 }

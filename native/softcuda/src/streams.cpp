@@ -69,20 +69,14 @@ SC_API(cuStreamWaitEvent, 3020, 0, CUstream, handle, CUevent, event_handle, unsi
   if (op) enqueue(*stream, Work(), op);  // an event that was never recorded is complete
 }
 
-SC_API(cuStreamGetCtx_v2, 12050, kNoLock, CUstream, handle, CUcontext*, out, void**, green) {
-  find_stream(handle);
-  require(out != nullptr && green != nullptr);
-  *out = primary_context();
-  *green = nullptr;
-}
-
 #define STREAM_GET(symbol, from, T, value)                    \
   SC_API(symbol, from, kNoLock, CUstream, handle, T*, out) {  \
     [[maybe_unused]] const auto stream = find_stream(handle); \
     require(out != nullptr);                                  \
     *out = value;                                             \
   }
-STREAM_GET(cuStreamGetCtx, 9020, CUcontext, primary_context())
+STREAM_GET(cuStreamGetCtx, 9020, CUcontext,
+           stream->context != nullptr ? stream->context : primary_context())
 STREAM_GET(cuStreamGetFlags, 5050, unsigned, stream->flags)
 STREAM_GET(cuStreamGetPriority, 5050, int, stream->priority)
 STREAM_GET(cuStreamGetId, 12000, unsigned long long, stream->id)
