@@ -427,6 +427,7 @@ def test_ptx_cp_async_copies_data(soft):
 
 RUN = """
 text = {text!r}
+if {stack}: s.cuCtxSetLimit(d.CUlimit.CU_LIMIT_STACK_SIZE, {stack})
 k = s.cuModuleGetFunction(s.cuModuleLoadData(text.encode() + b"\\0"), b"k")
 a = s.put(np.arange(1024, dtype=np.uint32))
 out = s.put(np.zeros(64, np.uint32))
@@ -439,10 +440,20 @@ if result == "SUCCESS": print(s.get(out, 64, np.uint32).tolist())
 """
 
 
-def outcome(body: str, block: int = 32, grid: int = 1, **env: str) -> str:
-    """Run a kernel in a child process and return its error code and the text of its fault."""
-    text = module(body, 2)
-    done = util.run_child(RUN.format(text=text, grid=grid, block=block), **env)
+def outcome(
+    body: str,
+    block: int = 32,
+    grid: int = 1,
+    declarations: str = "",
+    stack: int = 0,
+    **env: str,
+) -> str:
+    """Run a kernel in a child process and return its error code and the text of its fault.
+
+    A `stack` other than 0 is the limit CU_LIMIT_STACK_SIZE.
+    """
+    text = module(body, 2, declarations)
+    done = util.run_child(RUN.format(text=text, grid=grid, block=block, stack=stack), **env)
     assert done.returncode == 0, (done.stdout, done.stderr)
     return done.stdout
 

@@ -71,12 +71,78 @@ def test_ptx_indirect_call_of_other_address_is_a_fault():
     assert "0x1000 is not the address of a function" in text and "PTX line" in text
 
 
-def test_ptx_recursive_call_is_refused(soft):
-    declarations = ".func f (.reg .b32 %a) { call f, (%a); ret; }"
-    result = soft.d.cuModuleLoadData(
-        module("call f, (%r0);", declarations=declarations).encode() + b"\0"
-    )
-    assert result[0].name == "CUDA_ERROR_NOT_SUPPORTED"
+#: fib calls itself twice, and is_even and is_odd call each other.
+RECURSIVE = """
+.func (.param .b32 value) is_odd (.param .b32 count);
+.func (.param .b32 value) fib (.param .b32 count) {
+    .reg .b32 %a<6>;  .reg .pred %q;
+    ld.param.u32 %a1, [count];
+    mov.u32 %a2, %a1;
+    setp.lt.u32 %q, %a1, 2;
+    @%q bra DONE;
+    sub.u32 %a3, %a1, 1;
+    { .param .b32 p; .param .b32 r;
+    st.param.b32 [p], %a3;  call.uni (r), fib, (p);  ld.param.b32 %a2, [r]; }
+    sub.u32 %a3, %a1, 2;
+    { .param .b32 p; .param .b32 r;
+    st.param.b32 [p], %a3;  call.uni (r), fib, (p);  ld.param.b32 %a4, [r]; }
+    @%q bra DONE;
+    add.u32 %a2, %a2, %a4;
+DONE:
+    st.param.b32 [value], %a2;
+    ret;
+}
+""" + "".join(
+    f"""
+.func (.param .b32 value) {name} (.param .b32 count) {{
+    .reg .b32 %a<6>;  .reg .pred %q;  .param .b32 p;  .param .b32 r;
+    ld.param.u32 %a1, [count];
+    setp.eq.u32 %q, %a1, 0;
+    @%q st.param.b32 [value], {result};
+    @%q ret;
+    sub.u32 %a1, %a1, 1;
+    st.param.b32 [p], %a1;  call.uni (r), {other}, (p);  ld.param.b32 %a2, [r];
+    st.param.b32 [value], %a2;
+    ret;
+}}
+"""
+    for name, other, result in (("is_even", "is_odd", 1), ("is_odd", "is_even", 0))
+)
+CALL = """{{ .param .b32 p; .param .b32 r;
+    st.param.b32 [p], {}; call.uni (r), {}, (p); ld.param.b32 {}, [r]; }}
+"""
+
+
+@pytest.mark.parametrize("seed", ["", "1"])
+def test_ptx_recursive_calls_equal_python(seed):
+    """Lanes call functions to different depths, from two places."""
+    body = CALL.format("%r6", "fib", "%r7") + CALL.format("%r0", "is_even", "%r8")
+    body = f"rem.u32 %r6, %r0, 11; {body} mad.lo.u32 %r7, %r7, 10, %r8;" + STORE.format(1, "%r7")
+    text = outcome(body, declarations=RECURSIVE, stack=4096, SOFTCUDA_PTX_SEED=seed)
+    fib = [0, 1, 1, 2, 3, 5, 8, 13, 21, 34, 55]
+    assert str([10 * fib[i % 11] + (i % 2 == 0) for i in range(32)])[1:-1] in text, text
+
+
+def test_ptx_recursive_call_beyond_stack_limit_is_a_fault():
+    body = "mov.u32 %r6, 40;" + CALL.format("%r6", "is_even", "%r8")
+    text = outcome(body, declarations=RECURSIVE)
+    assert "HARDWARE_STACK_ERROR" in text and "stack overflow" in text
+    assert "CU_LIMIT_STACK_SIZE is 1024" in text and "PTX line" in text
+    assert outcome(body, declarations=RECURSIVE, stack=1 << 16).startswith("SUCCESS")
+
+
+UNSUPPORTED_RECURSION = {
+    "arguments in registers": ".func f (.reg .b32 %a) { call f, (%a); ret; }",
+    "local variables": ".func f (.param .b32 a) { .local .b32 x; call f, (a); ret; }",
+}
+
+
+@pytest.mark.parametrize("words", UNSUPPORTED_RECURSION)
+def test_ptx_recursive_call_is_refused(soft, words):
+    declarations = UNSUPPORTED_RECURSION[words]
+    call = "call f, (%r0);" if "reg" in declarations else ".param .b32 p; call f, (p);"
+    result = soft.d.cuModuleLoadData(module(call, declarations=declarations).encode() + b"\0")
+    assert result[0].name == "CUDA_ERROR_NOT_SUPPORTED" and words in soft.refusal()
 
 
 # ---- linking -----------------------------------------------------------------------------------

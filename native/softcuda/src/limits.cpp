@@ -40,6 +40,11 @@ void require_context() { require(current_context() != nullptr, CUDA_ERROR_INVALI
 
 }  // namespace
 
+size_t softcuda::stack_limit() {
+  std::lock_guard<std::mutex> lock(g_limits_mutex);
+  return g_limits[kStackSize];
+}
+
 SC_API(cuCtxGetLimit, 3010, kContext, size_t*, out, int, limit) {
   require(out != nullptr);
   check_limit(limit);

@@ -9,6 +9,8 @@ struct Module;
 namespace ptx {
 struct Kernel;
 }
+// Value of CU_LIMIT_STACK_SIZE: bytes per thread for recursive calls of PTX kernels.
+size_t stack_limit();
 
 // One kernel of a module. Each worker has its own copy of the kernel image (K1). The tables of the
 // image therefore exist once per worker.

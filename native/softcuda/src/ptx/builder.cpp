@@ -156,7 +156,10 @@ struct Builder::Instance {
   std::map<std::string, int> labels;
   std::map<std::string, uint64_t> locals;  // addresses of .local and .param variables
   std::map<std::string, uint64_t> params;  // offsets of kernel parameters
+  int begin = -1;                          // label of the inlined body
   int end = -1;                            // label behind the inlined body
+  int number = 0;                          // distinguishes the inlined copies
+  bool recursive = false;                  // a call inside of the body leads to its beginning
 };
 
 // A call instruction. A guarded call is a jump over the call, so that `statement` has no guard.
@@ -190,11 +193,13 @@ int32_t Builder::slot(const Operand& o) {
       lane_bytes_ += 64;
     }
     found = static_cast<int32_t>(predicate_bytes_);
+    kernel_->saved_registers.emplace_back(found, 0);
     predicate_bytes_ += 4;
     return found;
   }
   const size_t bytes = std::max<size_t>(2, size_of(r.type)) * kLanes;
   found = static_cast<int32_t>(lane_bytes_);
+  kernel_->saved_registers.emplace_back(found, static_cast<unsigned>(bytes / kLanes));
   lane_bytes_ += round_up(bytes, 64);
   if (lane_bytes_ > kMaxRegisterBytes) refuse_operand("the kernel has too many registers");
   return found;
@@ -336,6 +341,7 @@ bool Builder::is_formal(const std::string& name) const {
 int32_t Builder::carry_flag() {
   if (carry_flag_ == kNoRegister) {
     carry_flag_ = static_cast<int32_t>(lane_bytes_);
+    kernel_->saved_registers.emplace_back(carry_flag_, 0);
     lane_bytes_ += 64;
   }
   return carry_flag_;
@@ -586,11 +592,8 @@ void Builder::emit_call(Instance& instance, const Statement& s, unsigned depth) 
   statement_ = &s;
 }
 
-void Builder::check_inlining(const Function& f, unsigned depth) const {
+void Builder::check_inlining(unsigned depth) const {
   const unsigned line = statement_->line;
-  if (std::find(active_.begin(), active_.end(), &f) != active_.end()) {
-    unsupported(line, "the recursive function '" + f.name + "'");
-  }
   if (depth >= kMaxDepth) unsupported(line, "calls nested more than 32 deep");
   if (inlined_ >= kMaxInlined) unsupported(line, "a kernel with more than 20000 inlined calls");
 }
@@ -631,7 +634,12 @@ void Builder::emit_copies(Instance& instance, Instance& inner, const Call& call,
 
 // Inlines a function at its call.
 void Builder::emit_body(Instance& instance, const Call& call, const Function& f, unsigned depth) {
-  check_inlining(f, depth);
+  const auto active = std::find(active_.begin(), active_.end(), &f);
+  if (active != active_.end()) {
+    emit_recursive_call(instance, call, static_cast<size_t>(active - active_.begin()));
+    return;
+  }
+  check_inlining(depth);
   ++inlined_;
   if (call.arguments.size() != f.params.size() || call.results.size() != f.results.size()) {
     refuse_operand("the arguments of '" + f.name + "' do not match its declaration");
@@ -652,11 +660,73 @@ void Builder::emit_body(Instance& instance, const Call& call, const Function& f,
   for (size_t i = 0; i < f.params.size(); ++i) pass(f.params[i], call.arguments[i]);
   for (size_t i = 0; i < f.results.size(); ++i) pass(f.results[i], call.results[i]);
   emit_copies(instance, inner, call, false);
+  inner.number = static_cast<int>(inlined_);
+  inner.begin = static_cast<int>(labels_.size());
+  labels_.push_back(kernel_->code.size());
   emit_function(f, inner, depth + 1);
   labels_[static_cast<size_t>(inner.end)] = kernel_->code.size();
   instance_ = &instance;
   statement_ = &call.statement;
+  if (inner.recursive) {
+    Instr in;
+    in.run = in.guarded = handlers().recursive_return;
+    in.imm = inner.number;
+    finish(Opcode("ret", call.statement.line), in, call.statement);
+  }
   emit_copies(instance, inner, call, true);
+}
+
+// A call of a function that is being inlined: saves the state of the copies from the outer one to
+// the caller, and jumps to the beginning of the outer one (recursion.cpp).
+void Builder::emit_recursive_call(Instance& instance, const Call& call, size_t outer) {
+  constexpr int32_t kFrameBytes = 32;  // for the return address and registers
+  Instance& called = *instances_[outer];
+  const Function& f = *called.function;
+  const unsigned line = call.statement.line;
+  if (outer == 0) unsupported(line, "a call of a kernel");
+  if (call.arguments.size() != f.params.size() || call.results.size() != f.results.size()) {
+    refuse_operand("the arguments of '" + f.name + "' do not match its declaration");
+  }
+  std::vector<int32_t> pool = {0, called.number, 0};
+  std::vector<int32_t> ranges;
+  const auto add = [&](const std::vector<Variable>& formals, const std::vector<Operand>& actuals,
+                       bool results) {
+    pool.push_back(static_cast<int32_t>(formals.size()));
+    for (size_t i = 0; i < formals.size(); ++i) {
+      const auto actual = instance.locals.find(actuals[i].name);
+      if (formals[i].space != Space::param || actual == instance.locals.end()) {
+        unsupported(line, "the recursive function '" + f.name + "' with arguments in registers");
+      }
+      const auto formal = static_cast<int32_t>(called.locals.at(formals[i].name));
+      const auto given = static_cast<int32_t>(actual->second);
+      const auto bytes = static_cast<int32_t>(formals[i].bytes);
+      pool.insert(pool.end(), {results ? formal : given, results ? given : formal, bytes});
+      ranges.insert(ranges.end(), {formal, bytes});
+    }
+  };
+  add(f.params, call.arguments, false);
+  add(f.results, call.results, true);
+  for (size_t i = outer; i < active_.size(); ++i) {
+    pool[2] += kFrameBytes;
+    for (const Variable& v : active_[i]->variables) {
+      if (v.space == Space::local) {
+        unsupported(line, "the recursive function '" + f.name + "' with local variables in memory");
+      }
+      if (v.space != Space::param) continue;
+      pool[2] += static_cast<int32_t>(round_up(v.bytes, 8));
+      ranges.insert(ranges.end(), {static_cast<int32_t>(instances_[i]->locals.at(v.name)),
+                                   static_cast<int32_t>(v.bytes)});
+    }
+  }
+  pool.push_back(static_cast<int32_t>(ranges.size() / 2));
+  pool.insert(pool.end(), ranges.begin(), ranges.end());
+  called.recursive = kernel_->recursive = true;
+  Instr in;
+  in.run = in.guarded = handlers().recursive_call;
+  const size_t at = pool_operands(pool);
+  in.imm = static_cast<int64_t>(at);
+  pool_jumps_.push_back({kernel_->code.size(), at, called.begin});
+  finish(Opcode(call.statement.opcode, line), in, call.statement);
 }
 
 // Whether an indirect call with these arguments may reach a function.
@@ -743,6 +813,7 @@ bool Builder::emit_special_call(Instance& instance, const Call& call) {
 
 void Builder::emit_function(const Function& f, Instance& instance, unsigned depth) {
   active_.push_back(&f);
+  instances_.push_back(&instance);
   place_variables(f, instance);
   for (const Statement& s : f.body) {
     if (s.label.empty()) continue;
@@ -753,6 +824,7 @@ void Builder::emit_function(const Function& f, Instance& instance, unsigned dept
   }
   for (const Statement& s : f.body) emit(instance, s, depth);
   active_.pop_back();
+  instances_.pop_back();
 }
 
 namespace {
@@ -884,6 +956,7 @@ std::shared_ptr<Kernel> Builder::build(const Function& entry, bool linked) {
   statement_ = &end;
   finish(Opcode("exit", end.line), in, end);
   resolve_jumps();
+  if (!k.recursive) k.saved_registers.clear();
   k.register_bytes = lane_bytes_;
   k.local_bytes = local_at_ > kLocalBase ? static_cast<unsigned>(round_up(local_at_, 64)) : 0;
   for (const auto& item : special_slots_) k.specials.emplace_back(item.first, item.second);

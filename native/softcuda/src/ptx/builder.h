@@ -95,9 +95,10 @@ class Builder {
   void emit_call(Instance& instance, const Statement& s, unsigned depth);
   void emit_body(Instance& instance, const Call& call, const Function& f, unsigned depth);
   void emit_indirect_call(Instance& instance, const Call& call, unsigned depth);
+  void emit_recursive_call(Instance& instance, const Call& call, size_t outer);
   void emit_copies(Instance& instance, Instance& inner, const Call& call, bool results);
   void emit_jump(int label, const Statement& s);
-  void check_inlining(const Function& f, unsigned depth) const;
+  void check_inlining(unsigned depth) const;
   bool emit_special_call(Instance& instance, const Call& call);
   void finish(const Opcode& op, Instr in, const Statement& s);
   void branch_to(size_t instruction, int label);
@@ -142,6 +143,7 @@ class Builder {
   };
   std::vector<PoolJump> pool_jumps_;
   std::vector<const Function*> active_;  // functions that are being inlined
+  std::vector<Instance*> instances_;     // their copies
 };
 
 // Decoders of the instruction families. Each returns false if the opcode is not of its family, and
@@ -157,7 +159,8 @@ struct HandlerSet {
   std::vector<Decoder> decoders;
   Handler guard;
   // Handlers that the builder emits itself.
-  Handler move16, move32, move64, jump, exit, special_call, indirect_call;
+  Handler move16, move32, move64, jump, exit, special_call, indirect_call, recursive_call,
+      recursive_return;
 };
 // The handlers for the processor that runs this process.
 const HandlerSet& handlers();

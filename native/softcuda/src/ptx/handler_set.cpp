@@ -29,6 +29,8 @@ HandlerSet make_handlers() {
   set.exit = exit_lanes;
   set.special_call = special_call;
   set.indirect_call = indirect_call;
+  set.recursive_call = recursive_call;
+  set.recursive_return = recursive_return;
   return set;
 }
 

@@ -455,6 +455,22 @@ const Instr* indirect_call(Warp& w, const Instr* in) {
   });
 }
 
+// The operand pool at imm is described in recursion.cpp.
+const Instr* recursive_call(Warp& w, const Instr* in) {
+  for (uint32_t left = w.mask; left != 0; left &= left - 1) {
+    if (!push_frame(w, in, static_cast<unsigned>(__builtin_ctz(left)))) return in;
+  }
+  return in + w.block->kernel->operand_pool[static_cast<size_t>(in->imm)];
+}
+
+// The end of a function that is called recursively. imm: the number of the function instance.
+const Instr* recursive_return(Warp& w, const Instr* in) {
+  return branch_by_lane(w, in, [&](unsigned lane) -> const Instr* {
+    const Instr* to = pop_frame(w, lane, static_cast<int32_t>(in->imm));
+    return to != nullptr ? to : in + 1;
+  });
+}
+
 bool decode_control(Builder& b, Opcode& op, Instr& in) {
   if (op.base == "brx.idx") {
     in.run = in.guarded = indexed_branch;

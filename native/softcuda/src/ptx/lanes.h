@@ -188,6 +188,8 @@ const Instr* jump(Warp& w, const Instr* in);
 const Instr* exit_lanes(Warp& w, const Instr* in);
 const Instr* special_call(Warp& w, const Instr* in);
 const Instr* indirect_call(Warp& w, const Instr* in);
+const Instr* recursive_call(Warp& w, const Instr* in);
+const Instr* recursive_return(Warp& w, const Instr* in);
 const Instr* move_b16(Warp& w, const Instr* in);
 const Instr* move_b32(Warp& w, const Instr* in);
 const Instr* move_b64(Warp& w, const Instr* in);

@@ -149,6 +149,10 @@ struct Kernel {
   unsigned sites = 0;
   unsigned max_threads = 0;
   std::vector<int32_t> operand_pool;
+  // Set if a function calls itself: the registers of a thread, which such a call saves, by offset
+  // and bytes of a lane. A predicate has 0 bytes.
+  bool recursive = false;
+  std::vector<std::pair<int32_t, unsigned>> saved_registers;
   std::vector<std::string> strings;  // texts of refused or special calls
   std::vector<unsigned> param_sizes, param_offsets;
   std::vector<unsigned char> param_pointers;
@@ -214,6 +218,12 @@ struct AsyncCopy {
   const char* from[kLanes];
 };
 
+// A recursive call of one thread that has not returned.
+struct Frame {
+  const Instr* call;
+  std::vector<char> saved;  // registers, then parameter memory
+};
+
 // State of a block, which one worker executes.
 struct Block {
   const Kernel* kernel = nullptr;
@@ -234,6 +244,8 @@ struct Block {
   std::vector<Warp> warps;
   std::vector<std::vector<AsyncCopy>> copies;  // by warp
   std::vector<unsigned> commits;               // by warp: number of committed groups
+  std::vector<std::vector<Frame>> frames;      // by thread, in kernels with recursive calls
+  size_t stack_limit = 0;
   std::vector<char> registers, shared_memory, local_memory;
   bool failed = false;
   bool adversarial = false;
@@ -294,6 +306,10 @@ void publish_stores(Warp& w, uint32_t scope);
 void forward_stores(Warp& w, char** at, unsigned bytes);
 void begin_stores(Warp& w, char** at);
 void end_stores(Warp& w, unsigned bytes);
+// Recursive calls (recursion.cpp). push_frame returns false after a fault; pop_frame returns the
+// instruction after the call, or null if the function instance was not called recursively.
+bool push_frame(Warp& w, const Instr* in, unsigned lane);
+const Instr* pop_frame(Warp& w, unsigned lane, int32_t instance);
 // Race detection (races.cpp, global_races.cpp); only called if it is on. note_shared reports races
 // of an access to shared memory, note_strong_read is called after strong reads with the addresses
 // of the active lanes in host memory.

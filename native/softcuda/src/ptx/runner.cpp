@@ -609,6 +609,7 @@ void prepare_launch(Block& b, const KernelWork& work, unsigned worker) {
   b.warps.assign(warps, Warp());
   b.copies.resize(warps);
   b.commits.assign(warps, 0);
+  if (k.recursive) b.stack_limit = stack_limit();
   const size_t register_bytes = (k.register_bytes + 63) / 64 * 64;
   char* registers = aligned(&b.registers, register_bytes * warps);
   b.local = aligned(&b.local_memory, size_t{k.local_bytes} * warps * kLanes);
@@ -629,6 +630,7 @@ void prepare_launch(Block& b, const KernelWork& work, unsigned worker) {
 void prepare_block(Block& b) {
   const Kernel& k = *b.kernel;
   b.exited = 0;
+  if (k.recursive) b.frames.assign(b.warps.size() * kLanes, {});
   for (Barrier& barrier : b.barriers) barrier = Barrier();
   // Shared memory is not initialized on a GPU.
   std::memset(b.shared, b.adversarial || b.racecheck ? 0xff : 0, b.shared_end);
