@@ -53,6 +53,8 @@ _ALIGNMENT = 256
 _GPU_BLOCK = 128
 _CPU_BLOCK = 1
 _GPU_PARTS = 64
+#: Maximum number of batch rows for which the soft device fills rows without a kernel of its own.
+_FUSED_BATCH = 2
 
 
 @dataclass
@@ -331,7 +333,10 @@ class DeviceAutomata:
             row_slot,
             [num_rows, int(copied)],
         )
-        num_items = row_slot.shape[0] * num_rows
+        batch = row_slot.shape[0]
+        if self._is_fused(batch):
+            return
+        num_items = batch * num_rows
         self._add_fill(
             lane,
             "open",
@@ -355,9 +360,9 @@ class DeviceAutomata:
             lane,
             "commit",
             row_slot,
-            [int(fill), int(self._finds_forced), *self._results],
+            [int(fill), *self._results],
         )
-        if fill:
+        if fill and not self._is_fused(row_slot.shape[0]):
             self._add_fill(
                 lane,
                 "commit",
@@ -380,12 +385,13 @@ class DeviceAutomata:
                 row_slot,
                 args,
             )
-            self._add_fill(
-                lane,
-                "draft",
-                batch,
-                exchange.device_masks,
-            )
+            if not self._is_fused(batch):
+                self._add_fill(
+                    lane,
+                    "draft",
+                    batch,
+                    exchange.device_masks,
+                )
             return
         self._add_kernel(
             lane,
@@ -420,9 +426,10 @@ class DeviceAutomata:
     ) -> None:
         """Add the kernel that advances states in a step."""
         exchange = self._exchange
+        batch = row_slot.shape[0]
         common = [
             row_slot,
-            row_slot.shape[0],
+            batch,
             self._state.array,
             self.slots,
             exchange.memory,
@@ -433,6 +440,10 @@ class DeviceAutomata:
             self._cache,
             self._cached,
             self._num_cached,
+            exchange.device_masks,
+            self._cached_words,
+            int(self._finds_forced),
+            int(self._is_fused(batch)),
         ]
         lane.kernel(
             self._kernels[f"automaton_{step}"],
@@ -441,6 +452,10 @@ class DeviceAutomata:
             [*common, *args],
             name=f"{step}: automaton states",
         )
+
+    def _is_fused(self, batch: int) -> bool:
+        """Return whether the kernel that advances states also fills rows in device memory."""
+        return self._parts == 1 and batch <= _FUSED_BATCH
 
     def _add_fill(
         self,
