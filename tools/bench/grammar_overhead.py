@@ -191,7 +191,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m graft.tools.bench.grammar_overhead",
         description=(__doc__ or "").splitlines()[0],
     )
-    lists = {
+    lists: dict[str, tuple[Any, Any, list[Any], str]] = {
         "--slots": (int, None, [1, 8], "batch sizes"),
         "--drafts": (int, None, [3], "drafts per round"),
         "--shapes": (str, SHAPES, ["chain"], "shapes of the drafts"),
@@ -200,13 +200,14 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--hosts": (str, HOSTS, ["idle"], "with and without another Python thread"),
     }
     for name, (kind, choices, default, text) in lists.items():
+        values = " ".join(str(value) for value in default)
         parser.add_argument(
             name,
             type=kind,
             nargs="+",
             choices=choices,
             default=default,
-            help=f"{text} (default: {' '.join(map(str, default))})",
+            help=f"{text} (default: {values})",
         )
     parser.add_argument(
         "--minutes",
