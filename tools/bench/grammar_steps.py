@@ -37,19 +37,22 @@ from pathlib import Path
 
 import numpy as np
 
+from graft.cudagraph.cstruct import read_numbers
 from graft.cudagraph.device import open_device
 from graft.cudagraph.errors import GraftError
 from graft.cudagraph.hostwork import NativeWork
 from graft.grammar import CompiledGrammar, GrammarSpec, LLGuidanceBackend
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
-from graft.models.engine.options import Options
 from graft.sampling.exchange import Exchange
-from graft.sampling.mode import DraftMode
+from graft.sampling.mode import RECORDS_HEADER, DraftMode
 from graft.tools.bench.data import add_arguments, load_tokenizer, read_schemas
 from graft.tools.report import program, table
 
 #: Instances with fewer tokens are not used.
 MIN_TOKENS = 24
+_NUMBERS = read_numbers(RECORDS_HEADER)
+#: States of the mask rows under which verification accepts tokens.
+FINISHED = tuple(_NUMBERS[name] for name in ("ROW_READY", "ROW_FREE", "ROW_CHECKED"))
 #: Number of rounds that a decoder runs before the next decoder's turn.
 TURN = 5
 
@@ -175,11 +178,11 @@ class Simulation:
             for running in self._running:
                 self._sample(running)
             self._run(self._check)
-        for running in self._running:
-            self._verify(running)
+        took_part = [self._verify(running) for running in self._running]
         self._run(self._commit)
         for slot, running in enumerate(self._running):
-            self._draft(running)
+            if took_part[slot]:
+                self._draft(running)
             if running.done == len(running.text.tokens):
                 self._running[slot] = self._start(slot)
         self.decoder.retire(self._replay)
@@ -200,20 +203,28 @@ class Simulation:
                 token = self._random.randrange(self._vocab_size)
             sampled[j] = (self._replay, token)
 
-    def _verify(self, running: Running) -> None:
-        """Accept the drafts that equal the tokens of the instance, and one more token."""
+    def _verify(self, running: Running) -> bool:
+        """Accept the drafts that equal the tokens of the instance, and one more token.
+
+        As on the device, only tokens of finished rows are accepted. If the matcher is late, so that
+        no row is finished, the request is left out of the round. Return whether it took part.
+        """
         upcoming = running.text.tokens[running.done :]
-        accepted = 0
-        while accepted < len(running.drafts) and running.drafts[accepted] == upcoming[accepted]:
-            accepted += 1
-        tokens = upcoming[: accepted + 1]
+        states = self.exchange.stamps[running.request.slot]["state"]
+        count = 0
+        while count < len(upcoming) and states[count] in FINISHED:
+            count += 1
+            if running.drafts[count - 1 : count] != tuple(upcoming[count - 1 : count]):
+                break
+        tokens = upcoming[:count]
         words = self.exchange.committed[running.request.slot]
         words[: 2 + len(tokens)] = (self._replay, len(tokens), *tokens)
         running.done += len(tokens)
         self.num_tokens += len(tokens)
+        return bool(tokens)
 
     def _draft(self, running: Running) -> None:
-        """Write the drafts for the next round; the last ones may be wrong."""
+        """Write the drafts for the next round; some may be wrong."""
         upcoming = running.text.tokens[running.done : running.done + self._drafts]
         drafts = list(upcoming)
         for j in range(len(drafts)):
@@ -331,8 +342,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--budget-us",
         type=float,
-        default=Options.grammar_budget_us,
-        help="processor time per slot and step, as the engine's option grammar_budget_us",
+        help="processor time per slot and step, as the engine's option grammar_budget_us; the "
+        "work of grammars that are not trusted then runs on other threads and is not measured",
     )
     parser.add_argument("--automata", action="store_true", help="run regular schemas as automata")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
