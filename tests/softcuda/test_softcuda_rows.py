@@ -119,6 +119,8 @@ def test_rows_asynchronous_copy_reads_pageable_rows_before_it_returns(soft):
         ({}, (8, 9, 1), "past the end"),
         ({Y: 5}, (8, 4, 1), "past the end"),
         ({X: 2**63}, (8, 4, 1), "address space"),
+        ({X: 64}, (8, 1, 1), "past the end"),
+        ({PITCH: 0}, (8, 1, 2**40), "pitch"),
         ({PITCH: 2**40, HEIGHT: 2**40}, (8, 4, 2), "address space"),
     ],
 )
@@ -131,6 +133,17 @@ def test_rows_copy_checks_bounds(soft, changes, size, reason):
         parameters, _words = copy_3d(soft, source, target, size)
         assert code(soft.d.cuMemcpy3D(parameters)) == "INVALID_VALUE"
         assert reason in soft.refusal()
+
+
+def test_rows_copy_stays_inside_of_pinned_memory(soft):
+    """An offset may not lead from pinned memory to the pageable memory after it."""
+    pinned = int(soft.cuMemHostAlloc(4096, 3))
+    target = {DEVICE: soft.alloc(64), PITCH: 8, HEIGHT: 1}
+    for offset, expected in ((4088, "SUCCESS"), (4096, "INVALID_VALUE")):
+        source = {HOST: pinned, X: offset, PITCH: 4096, HEIGHT: 1}
+        parameters, _words = copy_3d(soft, source, target, (8, 1, 1))
+        assert code(soft.d.cuMemcpy3D(parameters)) == expected
+    assert "is outside of" in soft.refusal()
 
 
 def test_arrays_check_descriptors_and_bounds(soft):

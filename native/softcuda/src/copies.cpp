@@ -30,7 +30,7 @@ bool overflows(const CopyEnd& end, const CopyShape& shape) {
 std::string resolve_linear(const CopyEnd& end, const CopyShape& shape, CopySide* side) {
   side->row_pitch = end.pitch;
   side->slice_pitch = end.pitch * end.height;
-  if (shape.rows > 1 && end.pitch < end.x_in_bytes + shape.row_bytes) {
+  if ((shape.rows > 1 || shape.slices > 1) && end.pitch < end.x_in_bytes + shape.row_bytes) {
     return "the pitch of " + std::to_string(end.pitch) + " bytes is less than a row";
   }
   if (shape.slices > 1 && end.height < end.y + shape.rows) {
@@ -44,6 +44,11 @@ std::string resolve_linear(const CopyEnd& end, const CopyShape& shape, CopySide*
   std::string why;
   Target& target = side->target;
   if (!resolve(from, side->extent(shape), &target, &why)) return why;
+  Target start;
+  if (from != base && resolve(base, 1, &start, &why) && start.owner &&
+      start.owner != target.owner) {
+    return hex(from) + " is outside of " + start.owner->describe();
+  }
   const bool device = is_alias(from) || (target.owner && target.owner->unified());
   if (device || end.type != CU_MEMORYTYPE_DEVICE) return "";
   return hex(from) + " is not a device address";
@@ -52,6 +57,8 @@ std::string resolve_linear(const CopyEnd& end, const CopyShape& shape, CopySide*
 // Resolves one side of a copy. `name` is "source" or "destination" and appears in the error text.
 void resolve_side(const CopyEnd& end, const CopyShape& shape, CopySide* side, const char* name) {
   require(end.lod == 0, CUDA_ERROR_INVALID_VALUE, "the level of detail of a copy must be 0");
+  require(end.type >= CU_MEMORYTYPE_HOST && end.type <= CU_MEMORYTYPE_UNIFIED,
+          CUDA_ERROR_INVALID_VALUE, "unknown memory type of a copy");
   const std::string why = end.type == CU_MEMORYTYPE_ARRAY ? resolve_array(end, shape, side)
                                                           : resolve_linear(end, shape, side);
   if (!why.empty()) {
