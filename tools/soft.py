@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from graft.cudagraph.chooser import soft_library
@@ -55,7 +57,10 @@ def resolve_command(program: list[str]) -> list[str]:
 
 
 def soft_environment(
-    code: str = "", racecheck: bool = False, seed: int | None = None
+    code: str = "",
+    racecheck: bool = False,
+    seed: int | None = None,
+    report: str = "",
 ) -> Mapping[str, str]:
     """Return the environment variables that make a program use the soft device.
 
@@ -64,9 +69,11 @@ def soft_environment(
     code
         Code of graft's kernels: "host" or "ptx"; "" keeps the setting of the environment.
     racecheck
-        Whether races in shared memory are detected when PTX runs.
+        Whether races in shared and global memory are detected when PTX runs.
     seed
         Seed of the adversarial setting of PTX, or None.
+    report
+        File to which faults are appended as lines of JSON, or "".
 
     Raises
     ------
@@ -86,6 +93,8 @@ def soft_environment(
         variables["SOFTCUDA_RACECHECK"] = "1"
     if seed is not None:
         variables["SOFTCUDA_PTX_SEED"] = str(seed)
+    if report:
+        variables["SOFTCUDA_REPORT"] = os.path.abspath(report)
     return variables
 
 
@@ -100,12 +109,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--racecheck",
         action="store_true",
-        help="report races in shared memory of kernels that are loaded as PTX",
+        help="report races in shared and global memory of kernels that are loaded as PTX",
     )
     parser.add_argument(
         "--seed",
         type=int,
         help="run the warps of PTX kernels in a random order and poison data that is not ready",
+    )
+    parser.add_argument(
+        "--report",
+        metavar="FILE",
+        default="",
+        help="write faults to FILE, one JSON object per line",
+    )
+    parser.add_argument(
+        "--error-exitcode",
+        type=int,
+        metavar="N",
+        help="exit with status N if the program, or a process that it starts, had a fault",
     )
     parser.add_argument(
         "program",
@@ -118,7 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Replace this process by the program, which runs on the soft device."""
+    """Run the program, which replaces this process unless ``--error-exitcode`` is given."""
     command = resolve_command(options.program)
     sys.stdout.flush()
     if options.racecheck and options.code != "ptx" and os.environ.get("GRAFT_CODE") != "ptx":
@@ -127,8 +148,22 @@ def run(options: argparse.Namespace) -> int:
         reason = missing_compiler()
         if reason:
             raise OptionError(reason)
-    os.execve(
-        command[0],
-        command,
-        soft_environment(options.code, options.racecheck, options.seed),
-    )
+    if options.report:
+        Path(options.report).write_text("")
+    if options.error_exitcode is not None:
+        return _run_child(command, options)
+    settings = options.code, options.racecheck, options.seed, options.report
+    os.execve(command[0], command, soft_environment(*settings))
+
+
+def _run_child(command: Sequence[str], options: argparse.Namespace) -> int:
+    """Run the program in a child process and return its exit status or that of a fault."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(options.report or f"{folder}/faults.json")
+        settings = options.code, options.racecheck, options.seed, str(report)
+        status = subprocess.run(command, env=soft_environment(*settings), check=False).returncode
+        faults = report.read_text().splitlines() if report.exists() else []
+    if faults:
+        print(f"graft: {len(faults)} faults", file=sys.stderr)
+        return int(options.error_exitcode)
+    return status if status >= 0 else 128 - status

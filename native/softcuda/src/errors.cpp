@@ -1,6 +1,7 @@
 // Error names, the sticky error, and the texts of faults and refused calls (invariants E1-E3).
 #include <cctype>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include "runtime.h"
@@ -48,6 +49,24 @@ std::string name_or_number(CUresult code) {
   return error != nullptr ? error->name : "error " + std::to_string(code);
 }
 
+// Appends a fault to the file SOFTCUDA_REPORT as a JSON object on one line, with a single write.
+void report_fault_line(CUresult code, const std::string& text) {
+  const char* path = std::getenv("SOFTCUDA_REPORT");
+  if (path == nullptr || *path == '\0') return;
+  const char* kind = text.find(": race in ") != std::string::npos ? "race" : "fault";
+  std::string line = "{\"kind\": \"" + std::string(kind) + "\", \"error\": \"" +
+                     name_or_number(code) + "\", \"text\": \"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') line += '\\';
+    line += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
+  }
+  line += "\"}\n";
+  std::FILE* file = std::fopen(path, "a");
+  if (file == nullptr) return log_line(std::string("softcuda: cannot write to ") + path);
+  std::fwrite(line.data(), 1, line.size(), file);
+  std::fclose(file);
+}
+
 }  // namespace
 
 size_t copy_text(const std::string& text, char* buffer, size_t size) {
@@ -77,7 +96,10 @@ void fault(CUresult code, const std::string& text) {
     count_live_as_leaked();
     g_sticky.store(code, std::memory_order_release);
   }
-  if (settings().log) log_line("softcuda: " + name_or_number(code) + ": " + text);
+  const char* race = std::getenv("SOFTCUDA_RACECHECK");
+  const bool checked = race != nullptr && std::strcmp(race, "1") == 0;
+  if (settings().log || checked) log_line("softcuda: " + name_or_number(code) + ": " + text);
+  report_fault_line(code, text);
 }
 
 void refuse(CUresult code, const std::string& text) {
