@@ -163,8 +163,11 @@ class LaunchModes:
         if launch.num_modes > 1:
             self.choice.record(bucket, flight.graph.mode, ns, tokens)
         if self._chooses_promotion and bucket.grammar != "none":
-            place = "host" if bucket.grammar == "host" else "device"
-            self.choice.record(self._promotion_bucket(bucket.batch), place, ns, tokens)
+            promotion = self._promotion_bucket(bucket.batch)
+            if bucket.grammar == "mixed":
+                self.choice.record_change(promotion, ns)
+            else:
+                self.choice.record(promotion, bucket.grammar, ns, tokens)
 
     def should_promote(self, num_requests: int) -> bool:
         """Return whether a request with an automaton is promoted.

@@ -1,7 +1,8 @@
 """Choice of the mode of each launch from measured times.
 
 A *mode* is a way to run the rounds of a batch, such as one launch per round or a generation loop.
-All modes give the same outputs. A *bucket* contains the launches whose times are comparable.
+All modes give the same outputs, but the number of tokens per round may differ. A *bucket* contains
+the launches whose times are comparable.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ EXPLORED_SHARE = 0.02
 MIN_GAIN = 1.03
 #: Longer times are clamped to this multiple of the median, so that an outlier has little effect.
 MAX_RATIO = 3.0
+#: Number of rounds from which the tokens per round of a mode are computed.
+TOKENS_WINDOW = 512
 #: The mean number of tokens per round of the bucket counts as much as this number of rounds when
 #: the tokens per round of a mode are estimated.
-PRIOR_ROUNDS = 32
+PRIOR_ROUNDS = 16
+#: Maximum number of rounds of no mode while a mode is measured again.
+MAX_CHANGING_ROUNDS = 512
 _MIN_TOKENS = 1e-3
 
 
@@ -67,15 +72,15 @@ class _Mode:
         Number of rounds of the bucket when the mode was measured last.
     samples
         Time in nanoseconds and number of tokens of the latest rounds.
-    tokens
-        Number of tokens of these rounds.
+    tokens_per_round
+        Mean number of tokens of about `TOKENS_WINDOW` latest rounds.
     """
 
     def __init__(self) -> None:
         self.rounds = 0
         self.last = 0
         self.samples: deque[tuple[float, int]] = deque(maxlen=WINDOW)
-        self.tokens = 0
+        self.tokens_per_round = 0.0
         self._mean_ns: float | None = None
 
     @property
@@ -85,12 +90,10 @@ class _Mode:
 
     def add(self, ns: float, tokens: int) -> None:
         """Add a round."""
-        if len(self.samples) == WINDOW:
-            _, oldest_tokens = self.samples[0]
-            self.tokens -= oldest_tokens
         self.samples.append((ns, tokens))
-        self.tokens += tokens
         self.rounds += 1
+        weight = 1 / min(self.rounds, TOKENS_WINDOW)
+        self.tokens_per_round += weight * (tokens - self.tokens_per_round)
         self._mean_ns = None
 
     @property
@@ -119,9 +122,11 @@ class _BucketChoice:
         self.modes: dict[str, _Mode] = {}
         self.chosen: str | None = None
         self._rounds = 0
-        # Mode that is being measured again, and its number of rounds since then.
+        # Mode that is being measured again, its number of rounds since then, and the number of
+        # rounds of no mode.
         self._explored: str | None = None
         self._explored_rounds = 0
+        self._changing_rounds = 0
         self._last_explored: str | None = None
         # Time that other modes than the chosen one may take now; negative if they took too much.
         self._credit_ns = 0.0
@@ -144,6 +149,7 @@ class _BucketChoice:
         self._explored = oldest
         self._last_explored = oldest
         self._explored_rounds = 0
+        self._changing_rounds = 0
         return oldest
 
     def _best(self, names: Sequence[str]) -> str:
@@ -170,6 +176,14 @@ class _BucketChoice:
         if name == self._last_explored and name != self.chosen:
             self._credit_ns -= ns
 
+    def record_change(self, ns: float) -> None:
+        if self._explored is None:
+            return
+        self._credit_ns -= ns
+        self._changing_rounds += 1
+        if self._changing_rounds >= MAX_CHANGING_ROUNDS:
+            self._explored = None
+
     def cost(self, name: str) -> float:
         """Return the time of a mode per token, in nanoseconds."""
         mode = self.modes[name]
@@ -177,15 +191,10 @@ class _BucketChoice:
 
     def _tokens_per_round(self, mode: _Mode) -> float:
         """Return the estimated number of tokens per round of a mode."""
-        rounds = 0
-        tokens = 0
-        for other in self.modes.values():
-            rounds += len(other.samples)
-            tokens += other.tokens
-        prior_tokens = PRIOR_ROUNDS * tokens / rounds
-        own_rounds = len(mode.samples)
-        estimate = (mode.tokens + prior_tokens) / (own_rounds + PRIOR_ROUNDS)
-        return max(estimate, _MIN_TOKENS)
+        latest = [tokens for other in self.modes.values() for _, tokens in other.samples]
+        rounds = min(mode.rounds, TOKENS_WINDOW)
+        tokens = rounds * mode.tokens_per_round + PRIOR_ROUNDS * statistics.fmean(latest)
+        return max(tokens / (rounds + PRIOR_ROUNDS), _MIN_TOKENS)
 
     def summary(self, name: str) -> dict[str, float]:
         """Return the measurements of a mode."""
@@ -195,7 +204,7 @@ class _BucketChoice:
         return {
             "rounds": mode.rounds,
             "round_us": 1e-3 * mode.mean_ns,
-            "tokens_per_round": mode.tokens / len(mode.samples),
+            "tokens_per_round": mode.tokens_per_round,
             "us_per_token": 1e-3 * self.cost(name),
         }
 
@@ -224,9 +233,9 @@ class ModeChoice:
     `MEASURED_ROUNDS` rounds each, so that the choice follows the load. This takes at most
     `EXPLORED_SHARE` of the time.
 
-    The cost of a mode is the mean time of its latest rounds divided by its tokens per round. As all
-    modes give the same tokens, the number of tokens of a few rounds is mostly chance. It is
-    therefore averaged with the tokens per round of all modes of the bucket.
+    The cost of a mode is the mean time of its latest rounds divided by its tokens per round. The
+    number of tokens of a few rounds is mostly chance. It is therefore averaged over many rounds
+    and, while there are few, with the latest rounds of all modes of the bucket.
     """
 
     def __init__(self) -> None:
@@ -263,6 +272,20 @@ class ModeChoice:
         if choice is not None:
             choice.record(mode, ns, tokens)
 
+    def record_change(self, bucket: Bucket, ns: float) -> None:
+        """Record a round of no mode: only some requests run in the mode that was chosen last.
+
+        Parameters
+        ----------
+        bucket
+            Bucket of the launch.
+        ns
+            Time of the round in nanoseconds.
+        """
+        choice = self._buckets.get(bucket)
+        if choice is not None:
+            choice.record_change(ns)
+
     def report(self) -> list[dict[str, Any]]:
         """Return the measurements of all buckets, convertible to JSON.
 
@@ -271,7 +294,8 @@ class ModeChoice:
         list of dict
             For each bucket: the fields of `Bucket`; "chosen", the mode with the lowest cost, or
             None while modes are measured for the first time; "reason", a sentence; and "modes", for
-            each mode its number of rounds and the averages of its latest rounds.
+            each mode its number of rounds, the averages of its latest rounds, and as "us_per_token"
+            the estimated cost by which the modes are compared.
         """
         reports = []
         for bucket, choice in self._buckets.items():

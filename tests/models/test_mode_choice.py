@@ -2,15 +2,21 @@
 
 import itertools
 import random
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
+from graft.models.engine.modes import LaunchModes
 from graft.models.round.choice import (
     EXPLORED_SHARE,
     MEASURED_ROUNDS,
+    MAX_CHANGING_ROUNDS,
     MIN_GAIN,
+    PRIOR_ROUNDS,
     WINDOW,
     Bucket,
+    Launch,
     ModeChoice,
 )
 
@@ -65,6 +71,51 @@ def test_mode_choice_counts_tokens():
         mode = choice.choose(BUCKET, ("slow", "fast"))
         choice.record(BUCKET, mode, *((110.0, 6) if mode == "slow" else (100.0, 3)))
     assert choice.choose(BUCKET, ("slow", "fast")) == "slow"
+
+
+def test_mode_choice_learns_tokens_of_faster_rounds():
+    """A mode with faster rounds that commit too few tokens is not kept."""
+    choice = ModeChoice()
+    modes = []
+    for _ in range(10_000):
+        mode = choice.choose(BUCKET, ("many", "few"))
+        modes.append(mode)
+        choice.record(BUCKET, mode, *((150.0, 4) if mode == "many" else (100.0, 2)))
+    assert modes[5000:].count("many") > 4800
+
+
+def test_mode_choice_ends_measurement_that_never_happens():
+    """If no round is completely in the mode to be measured again, the attempt ends."""
+    choice = ModeChoice()
+    Clock(choice, lag=0).run(1000, {"a": 100.0, "b": 200.0})
+    while choice.choose(BUCKET, ("a", "b")) == "a":
+        choice.record(BUCKET, "a", 100.0, 4)
+    for _ in range(MAX_CHANGING_ROUNDS):
+        assert choice.choose(BUCKET, ("a", "b")) == "b"
+        choice.record_change(BUCKET, 150.0)
+    assert choice.choose(BUCKET, ("a", "b")) == "a"
+
+
+def test_promotion_is_not_judged_by_mixed_rounds():
+    """Joining requests change the place of a batch; rounds in between are slower than both."""
+    places = {"device": 50.0, "host": 100.0, "mixed": 110.0}
+    modes = LaunchModes({(8, 3): None}, chooses_promotion=True)
+    rng = random.Random(1)
+    running = []
+    rounds = Counter()
+    for number in range(40_000):
+        while len(running) < 8:
+            running.append([modes.should_promote(8), rng.randint(50, 400)])
+        promoted = sum(is_promoted for is_promoted, _ in running)
+        place = {0: "host", 8: "device"}.get(promoted, "mixed")
+        if number >= 20_000:
+            rounds[place] += 1
+        flight = SimpleNamespace(launch=Launch(Bucket(place, 8, 3), 1), graph=None)
+        modes.record(flight, places[place] * rng.uniform(0.95, 1.05), 8)
+        for request in running:
+            request[1] -= 1
+        running = [request for request in running if request[1]]
+    assert rounds["device"] > 0.9 * rounds.total()
 
 
 def test_mode_choice_follows_change():
@@ -145,11 +196,14 @@ def test_mode_choice_reports_averages_and_reason():
     assert report["chosen"] == "b"
     assert report["modes"]["a"]["round_us"] == pytest.approx(2.0)
     assert report["modes"]["a"]["tokens_per_round"] == pytest.approx(2.0)
-    # Half of the weight is that of the bucket's 3 tokens per round.
-    assert report["modes"]["a"]["us_per_token"] == pytest.approx(2.0 / 2.5)
-    assert report["modes"]["b"]["us_per_token"] == pytest.approx(1.0 / 3.5)
+    # The bucket's 3 tokens per round count as much as `PRIOR_ROUNDS` rounds.
+    rounds = 3 * WINDOW
+    tokens_a = (2 * rounds + 3 * PRIOR_ROUNDS) / (rounds + PRIOR_ROUNDS)
+    tokens_b = (4 * rounds + 3 * PRIOR_ROUNDS) / (rounds + PRIOR_ROUNDS)
+    assert report["modes"]["a"]["us_per_token"] == pytest.approx(2.0 / tokens_a)
+    assert report["modes"]["b"]["us_per_token"] == pytest.approx(1.0 / tokens_b)
     assert report["reason"] == (
-        f"b: 0.3 us per token ({3 * WINDOW} rounds); a: 0.8 us per token ({3 * WINDOW} rounds)"
+        f"b: 0.3 us per token ({rounds} rounds); a: 0.9 us per token ({rounds} rounds)"
     )
 
 
