@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -119,9 +119,12 @@ class CompiledGrammar:
         matcher = self.backend.matcher(self, stop_ids)
         if self.spec.marker is not None:
             matcher = _with_marker(matcher, self.spec.marker)
-        for index, token in enumerate(tokens):
-            if not matcher.accept(token):
-                raise GrammarError(f"matcher: token {token} at index {index} is illegal")
+        known_tokens = list(tokens)
+        accepted = matcher.accept_all(known_tokens)
+        if accepted < len(known_tokens):
+            raise GrammarError(
+                f"matcher: token {known_tokens[accepted]} at index {accepted} is illegal"
+            )
         return matcher
 
 
@@ -174,6 +177,19 @@ class Matcher(ABC):
             Whether the token was accepted. It is False if the token is illegal or outside the
             vocabulary, or if the matcher has terminated; the state then does not change.
         """
+
+    def accept_all(self, tokens: Sequence[int]) -> int:
+        """Advance by tokens until one is not accepted.
+
+        Returns
+        -------
+        int
+            Number of accepted tokens.
+        """
+        for index, token in enumerate(tokens):
+            if not self.accept(token):
+                return index
+        return len(tokens)
 
     @abstractmethod
     def fill(self, row: np.ndarray) -> bool:
@@ -268,6 +284,10 @@ class NativeBackedMatcher(Matcher):
         if not -(2**31) <= token < 2**31:
             return False
         return bool(self.native.accept(int(token)))
+
+    @_raises_grammar_error
+    def accept_all(self, tokens: Sequence[int]) -> int:
+        return int(self.native.accept_all([int(token) for token in tokens]))
 
     @_raises_grammar_error
     def fill(self, row: np.ndarray) -> bool:

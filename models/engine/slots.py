@@ -25,6 +25,7 @@ Invariants
 from __future__ import annotations
 
 import itertools
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -43,8 +44,13 @@ from graft.sampling.state import SlotRequest, SlotState
 
 __all__ = ["SlotManager"]
 
+LOG = logging.getLogger("graft")
+
 #: Number of free pages that are allocated in advance, so that few rounds have to allocate.
 PAGES_AHEAD = 4
+#: Maximum number of running requests that are promoted before a launch. A new matcher accepts the
+#: whole output of its request, so many promotions at once would delay the launch.
+MAX_PROMOTIONS = 4
 
 
 @dataclass(frozen=True)
@@ -371,27 +377,34 @@ class SlotManager:
         ----------
         unread
             Launched replays whose results are unknown. If several of them contain a request, the
-            request is promoted by a later call.
+            request is promoted by a later call. A call promotes at most `MAX_PROMOTIONS` requests.
 
         Returns
         -------
         int
             Number of promoted requests.
         """
-        num_promoted = 0
+        candidates = []
         for state in self.running.values():
             if not state.has_new_automaton:
                 continue
-            if sum(flight.contains(state) for flight in unread) > 1:
-                continue
-            served_matcher = state.matcher
+            if sum(flight.contains(state) for flight in unread) <= 1:
+                candidates.append(state)
+        for state in candidates[:MAX_PROMOTIONS]:
+            self._promote_running(state, len(unread))
+        return sum(state.promoted for state in candidates)
+
+    def _promote_running(self, state: RequestState, num_unread: int) -> None:
+        """Promote a running request. If this fails, the request stays on the host."""
+        served_matcher = state.matcher
+        try:
             state.matcher = state.make_matcher()
-            self._promote(state, len(unread))
-            num_promoted += state.promoted
-            if not state.promoted:  # the grammar worker still serves the matcher of this slot
-                state.matcher = served_matcher
-                state.awaits_automaton = False
-        return num_promoted
+            self._promote(state, num_unread)
+        except Exception as error:  # a grammar backend may raise anything
+            LOG.warning("request %s stays on the host: %s", state.id, error)
+        if not state.promoted:  # the grammar worker still serves the matcher of this slot
+            state.matcher = served_matcher
+            state.awaits_automaton = False
 
     def leave(self, state: RequestState, last_replay: int, *, ended_on_device: bool) -> None:
         """Remove a request from its slot.

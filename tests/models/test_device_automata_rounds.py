@@ -19,9 +19,10 @@ from engine_util import FREE, demo_engine
 from test_engine_equality import check_disturbed, expected_answers
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar import GrammarService, GrammarSpec
+from graft.grammar import GrammarError, GrammarService, GrammarSpec
 from graft.grammar.backends.llguidance import prepare_automaton
 from graft.models.drafters import Suffix
+from graft.models.engine.request_state import RequestState
 from graft.models.request import Request
 
 __all__ = ["expected_answers"]  # a fixture
@@ -166,6 +167,28 @@ def test_late_promotion_does_not_change_outputs(monkeypatch, expected_late, name
         outputs = generate_late(engine, held, late_requests(mode), rng)
         assert answers(outputs) == expected_late[mode]
         assert engine.stats.late_promotions > 1
+
+
+def test_late_promotion_that_fails_leaves_request_on_host(monkeypatch, expected_late):
+    """The matchers of promoted requests reject the output; other requests are not affected."""
+    held = HeldAutomata(monkeypatch)
+    make_matcher = RequestState.make_matcher
+    failures = []
+
+    def make_matcher_or_fail(state):
+        if state.awaits_automaton and len(failures) < 2:
+            failures.append(state.id)
+            raise GrammarError("token 1 at index 0 is illegal")
+        return make_matcher(state)
+
+    monkeypatch.setattr(RequestState, "make_matcher", make_matcher_or_fail)
+    with settled(
+        demo_engine(max_batch_size=4, device_automata=True, grammar_cache_bytes=1 << 27)
+    ) as engine:
+        outputs = generate_late(engine, held, late_requests("greedy"), random.Random(1))
+        assert answers(outputs) == expected_late["greedy"]
+        assert len(failures) == 2
+        assert engine.stats.late_promotions > 0
 
 
 #: Engine options for each draft mode; the first `NUM_QUICK_MODES` run in the quick suite.

@@ -10,8 +10,8 @@ import pytest
 from graft.models.engine.modes import LaunchModes
 from graft.models.round.choice import (
     EXPLORED_SHARE,
-    MEASURED_ROUNDS,
     MAX_CHANGING_ROUNDS,
+    MEASURED_ROUNDS,
     MIN_GAIN,
     PRIOR_ROUNDS,
     WINDOW,
