@@ -155,10 +155,6 @@ class GuidedDecoder:
     fill_hidden
         Whether the open step fills mask rows of optimistic requests if their tokens were often
         illegal, as far as the measured time of the target forward pass hides this.
-    fill_misses
-        Whether a draft step of a probed chain fills a mask row if no candidate is legal. If not, no
-        draft follows, unless the row contains a forced token. No row is filled for an optimistic
-        request.
     """
 
     def __init__(
@@ -173,7 +169,6 @@ class GuidedDecoder:
         threads: int | None = None,
         budget_us: float | None = None,
         fill_hidden: bool = False,
-        fill_misses: bool = True,
     ):
         if threads is None:
             threads = default_threads(exchange.slots)
@@ -220,7 +215,6 @@ class GuidedDecoder:
             forced=None if forced is None else forced.native,
             follow_forced=self._follows_forced,
             fill_hidden=fill_hidden,
-            fill_misses=fill_misses,
             ring=max_in_flight,
             threads=threads,
             budget_ns=0 if budget_us is None else int(budget_us * 1000),

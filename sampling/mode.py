@@ -15,8 +15,7 @@ __all__ = ["MASKINGS", "MAX_BRANCH", "MAX_CANDIDATES", "TREE_CANDIDATES", "Draft
 RECORDS_HEADER = INCLUDE_ROOT / "native" / "records" / "exchange.h"
 _NUMBERS = read_numbers(RECORDS_HEADER)
 
-#: Maximum number of candidates per node of a tree that is probed level by level: one per bit of a
-#: word.
+#: Number of candidates per node of a tree that is probed level by level: one per bit of a word.
 TREE_CANDIDATES = 32
 #: Maximum number of candidates per draft or level.
 MAX_CANDIDATES = 64
@@ -105,7 +104,7 @@ class DraftMode:
         if not self.probes:
             low, high = 0, 0
         elif self.kind == "tree" and not self.is_lattice:
-            low, high = 1, TREE_CANDIDATES
+            low, high = TREE_CANDIDATES, TREE_CANDIDATES
         else:
             low, high = 1, MAX_CANDIDATES
         check_range("candidates", self.candidates, low, high)

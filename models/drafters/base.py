@@ -128,9 +128,9 @@ class Drafter:
     vocab
         Vocabulary of the logits; None for a drafter that makes all drafts at once.
     num_candidates
-        Number of ids per position that the drafter offers as drafts; None for a drafter whose
-        logits rank all ids. With masking, the grammar tests the offered ids and fills no mask row
-        while drafting. If all of them are illegal, no draft follows.
+        Number of ids per position that the drafter scores as drafts; None for a drafter whose
+        logits rank all ids. The grammar tests these ids and, if there are fewer than 16, the most
+        likely of the others, with ``draft_masking="fill"`` as well.
     caches
         KV caches of the drafter. The engine allocates pages for every slot in each of these caches.
     reads_mask_rows

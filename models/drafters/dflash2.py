@@ -12,9 +12,9 @@ and h its final hidden state, the k most likely ids x of the row get the scores
     u(x) + sum over r of predecessor[previous token]_r (W h)_r successor[x]_r
 
 The drafts are sampled from the softmax of the scores, from left to right. All other ids get logits
-so low that they are not sampled, in their original order. The grammar tests the k candidates
-(`Drafter.num_candidates`). If it forbids all of them, no draft follows, because the selector does
-not define scores for other ids.
+so low that they are not sampled, in their original order. The grammar tests the k candidates first
+(`Drafter.num_candidates`), and then the most likely of the other ids. The published selector does
+not define scores for them.
 """
 
 from __future__ import annotations

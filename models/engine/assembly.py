@@ -389,10 +389,10 @@ def _num_candidates(masking: str, drafter: Drafter) -> int:
     """
     if masking not in ("probe", "lattice-probe") or drafter.vocab is None:
         return 0
-    is_tree = masking == "probe" and drafter.shape.branch > 1
-    if drafter.num_candidates is not None:
-        return min(drafter.num_candidates, TREE_CANDIDATES if is_tree else MAX_CANDIDATES)
-    return TREE_CANDIDATES if is_tree else min(CANDIDATES, drafter.vocab.size)
+    if masking == "probe" and drafter.shape.branch > 1:
+        return TREE_CANDIDATES
+    candidates = max(CANDIDATES, drafter.num_candidates or 0)
+    return min(candidates, MAX_CANDIDATES, drafter.vocab.size)
 
 
 def _check_forced_drafts(options: Options, drafter: Drafter | None, mode: DraftMode) -> None:
@@ -567,5 +567,4 @@ def _make_decoder(
         transport=options.grammar_transport,
         max_in_flight=2 * RING_ENTRIES,
         fill_hidden=True,
-        fill_misses=drafter is None or drafter.num_candidates is None,
     )

@@ -162,15 +162,15 @@ void bind_guide(nb::module_& module) {
           "__init__",
           [](Worker* self, uintptr_t exchange, const nb::bytes& layout, int vocab_size, int ring,
              int threads, int64_t budget_ns, uintptr_t clock, std::shared_ptr<const Forced> forced,
-             bool follow_forced, bool fill_hidden, bool fill_misses) {
+             bool follow_forced, bool fill_hidden) {
             new (self) Worker(exchange_of(exchange, layout, vocab_size), ring, threads,
                               {budget_ns, 0, reinterpret_cast<const int64_t*>(clock)},
-                              std::move(forced), follow_forced, fill_hidden, fill_misses);
+                              std::move(forced), follow_forced, fill_hidden);
           },
           nb::arg("exchange"), nb::arg("layout"), nb::arg("vocab_size"), nb::arg("ring"),
           nb::arg("threads") = 1, nb::arg("budget_ns") = 0, nb::arg("clock") = 0,
           nb::arg("forced").none() = nb::none(), nb::arg("follow_forced") = false,
-          nb::arg("fill_hidden") = false, nb::arg("fill_misses") = true)
+          nb::arg("fill_hidden") = false)
       .def("busy", &Worker::busy, nb::arg("slot"))
       .def("busy_slots", &Worker::busy_slots)
       .def("waiting", &Worker::waiting)

@@ -157,7 +157,8 @@ void SlotWork::commit(Slot& slot) const noexcept {
   slot.tally[count::commits] += in_sync;
   if (in_sync) {
     const int known = static_cast<int>(kept);
-    const int accepted = known + accept_all(slot, &commit.tokens[kept], commit.count - known);
+    const int accepted =
+        known + accept_all(slot, commit.tokens.data() + kept, commit.count - known);
     slot.tally[count::committed_tokens] += accepted;
     for (int i = 0; forced_ != nullptr && i < std::min(accepted, slot.tested); ++i) {
       slot.tally[count::forced_tokens] += commit.tokens[at(i)] == slot.forced[at(i)];
@@ -267,8 +268,8 @@ void SlotWork::follow_forced(Slot& slot) const noexcept {
   }
 }
 
-// Accepts the first legal candidate for draft j. If no candidate is legal, row j - 1 is filled, and
-// the device then samples draft j under this row. If the row is not to be filled, the chain ends.
+// Accepts the first legal candidate for draft j. If no candidate is legal, fills row j - 1, and the
+// device then samples draft j under this row.
 void SlotWork::probe_chain(Slot& slot) const noexcept {
   const Order& order = slot.order;
   if (!move_to(slot, order.j - 1)) return;
@@ -285,8 +286,8 @@ void SlotWork::probe_chain(Slot& slot) const noexcept {
     return;
   }
   slot.tally[count::probe_misses] += 1;
-  const bool fills = fill_misses_ && !slot.optimistic;
-  if (fills || forced_ != nullptr) fill_row(slot, order.j - 1);  // it may have a forced token
+  // An optimistic request needs the row only for its forced token. Without the row, the chain ends.
+  if (!slot.optimistic || forced_ != nullptr) fill_row(slot, order.j - 1);
   slot.answered = !slot.ended;
   slot.answer = -1;
 }
@@ -439,14 +440,13 @@ void SlotWork::check_path(Slot& slot, int j, Reached* reached) const noexcept {
     if (legal + 1 == size && has_accepted(slot, rows[at(size)])) ++legal;
   }
   const bool moved = legal < size && move_to(slot, rows[at(legal)]);
-  if (moved) {
-    legal += accept_all(slot, &tokens[at(legal)], size - legal);
-    if (rows[at(legal)] >= 0) {
-      arrive(slot, rows[at(legal)]);
-    } else {
-      slot.node = rows[at(legal - 1)];
-      slot.beyond = true;
-    }
+  if (moved) legal += accept_all(slot, &tokens[at(legal)], size - legal);
+  if (slot.ended) return;  // the state of row 0 is the error
+  if (moved && rows[at(legal)] >= 0) {
+    arrive(slot, rows[at(legal)]);
+  } else if (moved) {
+    slot.node = rows[at(legal - 1)];
+    slot.beyond = true;
   }
   for (int i = 0; i < legal; ++i) make(slot, rows[at(i)], ROW_CHECKED);
   slot.tally[count::checks] += legal;
@@ -455,7 +455,7 @@ void SlotWork::check_path(Slot& slot, int j, Reached* reached) const noexcept {
   } else if (moved && !slot.terminated) {
     slot.tally[count::checks] += 1;
     slot.tally[count::check_misses] += 1;
-    if (!slot.ended) fill_mask(slot, rows[at(legal)]);
+    fill_mask(slot, rows[at(legal)]);
     reach_next(order, rows[at(legal)], -1, reached);
   }
 }

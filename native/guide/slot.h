@@ -188,9 +188,9 @@ struct Slot {
   // end, or has failed with `error`.
   //
   // `forced` has the forced token of each row, or -1. `tested` is the number of drafts of the last
-  // kFillRows order, which is needed to count accepted forced tokens. `answer` is the result of a
-  // probe if `answered` is true. `legal` has a bitmask of the legal candidates of each node of a
-  // tree probe. The step adds `tally` to the worker's counters.
+  // kFillRows or kCheckRows order, which is needed to count accepted forced tokens. `answer` is the
+  // result of a probe if `answered` is true. `legal` has a bitmask of the legal candidates of each
+  // node of a tree probe. The step adds `tally` to the worker's counters.
   //
   // The order must end before `cpu_limit`, a time in ns on the processor-time clock of the thread
   // that serves it; 0 means no limit. Before `time_limit`, a time of monotonic_ns(), it cannot have
@@ -235,13 +235,9 @@ class SlotWork {
  public:
   // `forced` finds forced tokens; null if forced tokens are not drafted. With `follow_forced`,
   // which is used without a drafter, the commit step accepts forced tokens as drafts and fills the
-  // rows after them. With `fill_misses`, a probe of a chain fills the mask row if no candidate is
-  // legal, unless the request is optimistic.
-  SlotWork(const Exchange& exchange, const Forced* forced, bool follow_forced, bool fill_misses)
-      : exchange_(exchange),
-        forced_(forced),
-        follow_forced_(follow_forced),
-        fill_misses_(fill_misses) {}
+  // rows after them.
+  SlotWork(const Exchange& exchange, const Forced* forced, bool follow_forced)
+      : exchange_(exchange), forced_(forced), follow_forced_(follow_forced) {}
 
   void serve(Slot& slot) const noexcept;
   void fail(Slot& slot) const noexcept;
@@ -273,7 +269,6 @@ class SlotWork {
   Exchange exchange_;
   const Forced* forced_;
   bool follow_forced_;
-  bool fill_misses_;
 };
 
 }  // namespace graft::guide

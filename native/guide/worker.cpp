@@ -55,11 +55,10 @@ int64_t recent_cpu_ns(int64_t now, int64_t age) noexcept {
 }  // namespace
 
 Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
-               std::shared_ptr<const Forced> forced, bool follow_forced, bool fill_hidden,
-               bool fill_misses)
+               std::shared_ptr<const Forced> forced, bool follow_forced, bool fill_hidden)
     : exchange_(exchange),
       forced_(std::move(forced)),
-      work_(exchange, forced_.get(), follow_forced, fill_misses),
+      work_(exchange, forced_.get(), follow_forced),
       slots_(at(exchange.layout.slots)),
       snapshots_(at(ring)),
       timeline_(exchange.drafts() + 3),

@@ -200,11 +200,9 @@ class Worker {
   static constexpr float kMissDecay = 0.03125f;
 
   // `threads` is the number of threads that serve the slots of a step. If there is no budget, this
-  // number includes the thread that runs the step. SlotWork describes `forced`, `follow_forced`
-  // and `fill_misses`.
+  // number includes the thread that runs the step. SlotWork describes `forced` and `follow_forced`.
   Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
-         std::shared_ptr<const Forced> forced, bool follow_forced, bool fill_hidden = false,
-         bool fill_misses = true);
+         std::shared_ptr<const Forced> forced, bool follow_forced, bool fill_hidden = false);
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;

@@ -219,7 +219,6 @@ class Rig:
         mode=None,
         held=False,
         fill_hidden=False,
-        fill_misses=True,
         forced=None,
     ):
         mode = mode or DraftMode.chain(k)
@@ -230,7 +229,7 @@ class Rig:
         self.gate = np.zeros(16, np.int32)
         self.exchange = exchange_for(slots, backend.vocabulary.size, mode)
         options = {"masked_drafts": True, "max_in_flight": 4, "threads": 1}
-        options |= {"fill_hidden": fill_hidden, "fill_misses": fill_misses, "forced": forced}
+        options |= {"fill_hidden": fill_hidden, "forced": forced}
         with simulated_clock(self.clock) if held else contextlib.nullcontext():
             budget = BUDGET_NS / 1000 if held else None
             self.decoder = GuidedDecoder(self.exchange, budget_us=budget, **options)

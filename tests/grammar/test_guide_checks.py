@@ -7,13 +7,15 @@ from its root.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from guide_util import MATCHER_KINDS, SPECS, Rig, joined, oracle_row
+from guide_util import MATCHER_KINDS, SPECS, PythonMatcher, Rig, joined, oracle_row
 from reference_round import (
     CHECKED,
     DEAD_END,
+    ERROR,
     FREE,
     NOT_READY,
     READY,
@@ -414,3 +416,36 @@ def test_rows_are_filled_ahead_if_tokens_are_often_illegal(backend):
     assert counters["fills_ahead"] == len(states) - first > 4
     assert counters["check_misses"] == first
     assert counters["fills"] == len(states) and counters["desyncs"] == 0
+
+
+class FailingMatcher(PythonMatcher):
+    """A matcher that fails when it is to accept a token after `fails_at` has been set."""
+
+    fails_at: int | None = None
+
+    def accept(self, token: int) -> bool:
+        if token == self.fails_at:
+            raise RuntimeError("the backend failed")
+        return super().accept(token)
+
+
+def test_check_reports_failure_after_probed_draft(backend):
+    """If a check fails after a draft that was accepted by a probe, row 0 reports the error."""
+    rig = Rig(backend, "python", mode=DraftMode.chain(2, "probe", 4))
+    request = rig.request()
+    matcher = FailingMatcher(request.matcher.inner)
+    request = replace(request, matcher=matcher, optimistic=True)
+    rig.start(1, [request])
+    write_sampled(rig, 1, [ord("a")])
+    rig.run(rig.decoder.check_work())
+    rig.verify(1, ord("a"))
+    rig.exchange.candidates[0][:4] = (1, 1, 1, ord("b"))
+    rig.run(rig.drafts[0])
+    rig.drafted(1, ord("b"))
+    rig.decoder.retire(1)
+    rig.start(2, [request])
+    matcher.fails_at = ord("c")
+    write_sampled(rig, 2, [ord("b"), ord("c")])
+    rig.run(rig.decoder.check_work())
+    assert rig.states()[0][0] == ERROR
+    assert "the backend failed" in rig.decoder.error(0)

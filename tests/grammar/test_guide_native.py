@@ -10,6 +10,7 @@ import ctypes
 import gc
 import time
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -143,11 +144,11 @@ def test_guide_internal_error_fails_one_slot(backend):
         _native.guide.XGrammarMatcher(handle, ids, ids, ids, SIZE)
 
 
-@pytest.mark.parametrize("fill_misses", [False, True])
-def test_guide_fills_no_row_for_offered_candidates(backend, fill_misses):
-    """With ``fill_misses=False``, draft steps fill no mask row if all candidates are illegal."""
-    rig = Rig(backend, mode=DraftMode.chain(2, "probe", 3), fill_misses=fill_misses)
-    requests = [rig.request()]
+@pytest.mark.parametrize("optimistic", [False, True])
+def test_guide_fills_rows_while_drafting_only_if_all_candidates_are_illegal(backend, optimistic):
+    """Draft steps fill no mask row if a candidate is legal, and none for optimistic requests."""
+    rig = Rig(backend, mode=DraftMode.chain(2, "probe", 3))
+    requests = [replace(rig.request(), optimistic=optimistic)]
     rig.start(1, requests)
     rig.verify(1, *b"ab")
     before = rig.decoder.counters()
@@ -161,12 +162,8 @@ def test_guide_fills_no_row_for_offered_candidates(backend, fill_misses):
     after = rig.decoder.counters()
     assert after["probes"] - before["probes"] == 6
     assert after["probe_misses"] - before["probe_misses"] == 1
-    assert after["fills"] - before["fills"] == fill_misses
-    assert rig.rows() == ([(READY, 1, 13)] if fill_misses else [])
-    rig.decoder.retire(1)
-    rig.start(2, requests)
-    rig.expect_row(b"ab")
-    rig.expect_row(b"abc", j=1)
+    assert after["fills"] - before["fills"] == (not optimistic)
+    assert rig.rows() == ([] if optimistic else [(READY, 1, 13)])
 
 
 def test_guide_timeline_and_counters(backend):

@@ -296,11 +296,10 @@ def test_probe_masking_drafts_equal_fill_masking(mode: str) -> None:
 
 
 @pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])
-def test_grammar_tests_only_ids_that_dflash2_offers(tree) -> None:
-    """The drafts of DFlash2 are among the ids that its selector keeps, in all maskings.
+def test_grammar_tests_ids_that_dflash2_offers(tree) -> None:
+    """The ids that DFlash2 offers are tested, and others if these are illegal, in all maskings.
 
-    The selector keeps the best id of each level. DFlash has the same best ids, but the grammar
-    tests more of them.
+    The selector keeps the best id of each level, so the order of the ids equals that of DFlash.
     """
     options = {"max_batch_size": 4, "draft_length": 6, "draft_tree": tree}
     found = {}
@@ -317,11 +316,10 @@ def test_grammar_tests_only_ids_that_dflash2_offers(tree) -> None:
             accepted = sum(o.accepted for o in outputs)
             found[name] = ([answer(o) for o in outputs], accepted, grammar["probes"])
         assert grammar["refused_drafts"] == 0
-        assert grammar["probe_misses"] > 0 or drafter is DFLASH
+        assert grammar["probes"] > 0
     assert all(answers == found["dflash"][0] for answers, _, _ in found.values())
-    assert found["fill"][1:] == found["probe"][1:] == found["optimistic"][1:]
-    assert 20 < found["fill"][1] < found["dflash"][1]
-    assert found["fill"][2] < found["dflash"][2]
+    assert found["fill"] == found["probe"]
+    assert found["fill"][1] >= found["optimistic"][1] > 0.8 * found["dflash"][1]
 
 
 @pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])
