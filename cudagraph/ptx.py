@@ -74,6 +74,24 @@ def missing_compiler() -> str:
     return ""
 
 
+def nvrtc_library() -> Path:
+    """Return the path of the NVRTC library that compiles kernels to PTX.
+
+    Raises
+    ------
+    KernelError
+        NVRTC is missing, or its file is unknown.
+    """
+    _nvrtc()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        _, slash, name = line.partition("/")
+        path = Path(slash + name)
+        # Programs that `graft soft` runs have also loaded the library that forwards to NVRTC.
+        if path.name.startswith("libnvrtc.so.") and path.parent.name != "soft":
+            return path
+    raise KernelError("NVRTC is loaded, but its file is unknown")
+
+
 def compile_ptx(text: str, name: str, options: Sequence[str], cache: Path, key: str = "") -> bytes:
     """Compile CUDA C++ to PTX.
 

@@ -4,7 +4,9 @@ The soft device is a library that implements the CUDA driver API on the CPU. The
 preloaded into the program, so that cuda.bindings, cuda.core and graft use it in place of NVIDIA's
 ``libcuda.so.1``. ``native/softcuda/README.md`` describes what the soft device supports.
 
-With ``--code ptx``, graft compiles its kernels to PTX, which the soft device interprets.
+With ``--code ptx``, graft compiles its kernels to PTX, which the soft device interprets. Programs
+that compile kernels to cubins with NVRTC also get PTX: a library that forwards to NVRTC and returns
+PTX in place of cubins is preloaded.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from pathlib import Path
 
 from graft.cudagraph.chooser import soft_library
 from graft.cudagraph.errors import DeviceError, OptionError
-from graft.cudagraph.ptx import CODES, missing_compiler
+from graft.cudagraph.ptx import CODES, missing_compiler, nvrtc_library
 
 
 def resolve_command(program: list[str]) -> list[str]:
@@ -83,12 +85,16 @@ def soft_environment(
     library = soft_library()
     if not library.is_file():
         raise DeviceError(f"the soft device is not built: {library} does not exist (make native)")
-    preloaded = str(library)
-    if os.environ.get("LD_PRELOAD"):
-        preloaded += " " + os.environ["LD_PRELOAD"]
-    variables = {**os.environ, "GRAFT_DEVICE": "soft", "LD_PRELOAD": preloaded}
+    variables = {**os.environ, "GRAFT_DEVICE": "soft"}
+    preloaded = [str(library)]
     if code:
         variables["GRAFT_CODE"] = code
+    if code == "ptx":
+        variables["SOFTCUDA_NVRTC"] = str(nvrtc_library())
+        preloaded += _nvrtc_wrapper(library.parent, nvrtc_library())
+    if os.environ.get("LD_PRELOAD"):
+        preloaded.append(os.environ["LD_PRELOAD"])
+    variables["LD_PRELOAD"] = " ".join(preloaded)
     if racecheck:
         variables["SOFTCUDA_RACECHECK"] = "1"
     if seed is not None:
@@ -98,13 +104,20 @@ def soft_environment(
     return variables
 
 
+def _nvrtc_wrapper(folder: Path, nvrtc: Path) -> list[str]:
+    """Return the library with NVRTC's file name that returns PTX in place of cubins, if any."""
+    wrapper = folder / nvrtc.name
+    return [str(wrapper)] if wrapper.is_file() else []
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``graft soft``."""
     parser.add_argument(
         "--code",
         choices=CODES,
         default="",
-        help="code of graft's kernels: compiled for the CPU (host) or PTX of NVRTC (ptx)",
+        help="code of graft's kernels: compiled for the CPU (host) or PTX of NVRTC (ptx), which "
+        "other programs then also get in place of cubins",
     )
     parser.add_argument(
         "--racecheck",

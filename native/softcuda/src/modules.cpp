@@ -31,10 +31,12 @@ size_t image_size(const void* image) {
 #else
   constexpr unsigned kMachine = EM_AARCH64;
 #endif
-  require(header.e_machine == kMachine, CUDA_ERROR_NO_BINARY_FOR_GPU,
-          header.e_machine == kEmCuda
-              ? "the image contains NVIDIA GPU code, which the soft device cannot run"
-              : "the image was compiled for another processor");
+  require(
+      header.e_machine == kMachine, CUDA_ERROR_NO_BINARY_FOR_GPU,
+      header.e_machine == kEmCuda
+          ? "the image contains machine code of a GPU, which the soft device cannot run: compile "
+            "to PTX, or run the program with graft soft --code ptx"
+          : "the image was compiled for another processor");
   return header.e_shoff + static_cast<size_t>(header.e_shentsize) * header.e_shnum;
 }
 
