@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from graft.grammar import Vocabulary, make_backend
+from graft.models.request import Limits
+from graft.tools.serve.protocol import RequestParser
 from graft.tools.serve.reasoning import ReasoningParser, has_reasoning, starts_in_reasoning
 
 for package in ("starlette", "uvicorn", "prometheus_client"):
@@ -93,3 +96,22 @@ def test_reasoning_is_left_out_or_part_of_the_content_on_request(engine, stream)
     assert reasoning and not content
     assert texts["include_reasoning"] == ("", "")
     assert texts["separate_reasoning"] == ("", reasoning)
+
+
+def test_bad_words_of_several_tokens_apply_after_reasoning(engine):
+    """A matcher of the request's grammar tells which texts the model can generate."""
+    tokenizer = engine.tokenizer
+    parser = RequestParser(tokenizer, Limits(), "demo", 512, "deepseek_r1")
+    fields = {"messages": [{"role": "user", "content": "hi"}], "bad_words": ["Olga Novak"]}
+    [request] = parser.parse(fields, True, None).requests
+    vocabulary = Vocabulary.from_tokenizer(
+        tokenizer.backend, tokenizer.vocab_size, tokenizer.stop_ids
+    )
+    compiled = make_backend("llguidance", vocabulary).compile(request.grammar)
+
+    def allows(text):
+        matcher = compiled.matcher()
+        return all(map(matcher.accept, tokenizer.encode(text, special=False)))
+
+    assert allows("name: Olga Novak</think>name: Olga")
+    assert not allows("name: Olga</think>name: Olga Novak")

@@ -178,12 +178,13 @@ class RequestParser:
         reasoning_starts = [self._reasoning_start(prompt) if chat else None for prompt in prompts]
         prefix = "chatcmpl" if chat else "cmpl"
         suffix = secrets.token_hex(12)
-        request = Request(grammar=self._without_bad_words(fields, grammar), **options)
+        output_grammar = self._without_bad_words(fields, grammar)
+        request = Request(grammar=output_grammar, **options)
         requests: list[Request] = []
         for i, tokens in enumerate(prompts):
             one = replace(request, tokens=tokens, id=f"{prefix}-{suffix}/{i}")
-            if grammar is not None and reasoning_starts[i] is not None:
-                one = replace(one, grammar=grammar.after(reasoning.END))
+            if output_grammar is not None and reasoning_starts[i] is not None:
+                one = replace(one, grammar=output_grammar.after(reasoning.END))
             requests += one.samples()
         stream_options = _read_stream_options(fields)
         return ApiRequest(
