@@ -115,10 +115,13 @@ class _Lowering:
         if kind == "sequence":
             *front, last = form["elements"]
             before = [piece for part in front for piece in self.lower(part, ends)]
-            return [[*before, *pieces] for pieces in self._spread(last, ends)]
+            alternatives = self._spread(last, ends)
+            if len(alternatives) > 1:
+                before = [self.joiner.named(piece) for piece in before]
+            return [[*before, *pieces] for pieces in alternatives]
         if kind in ("triggered_tags", "dispatch"):
             return self._dispatch(form, ends)
-        if kind == "optional":
+        if kind == "optional" and ends is not None and _has_free_text(form["content"]):
             inner = self._spread(form["content"], ends)
             if any(piece.absent for pieces in inner for piece in pieces[-1:]):
                 return [*inner, [constant("")]]
@@ -257,6 +260,7 @@ class _Lowering:
 
     def _tags_with_separator(self, form: Format, _ends: Any) -> list[Piece]:
         tag = self._choose([self._tag(tag, None) for tag in form["tags"]], "tags_with_separator")
+        tag = self.joiner.named(tag)
         pieces = [tag]
         if not form["stop_after_first"]:
             more = self.joiner.sequence([constant(form["separator"]), tag])
@@ -297,33 +301,48 @@ class _Lowering:
         if pair is not None:
             raise LoweringError(f"LLGuidance cannot read the triggers {pair[0]!r} and {pair[1]!r}")
         free = self._free_text([*triggers, *form["excludes"]], ends)
-        first = [self._choose(parts, form["type"])] if at_least_one else []
+        first = []
+        if at_least_one:
+            parts = [[self.joiner.named(piece) for piece in part] for part in parts]
+            first = [self._choose(parts, form["type"])]
         if once:
             return [first] if first else [*([free, *part] for part in parts), [free]]
+        return [[*first, self._loop(parts, free, form["type"]), free]]
+
+    def _loop(
+        self,
+        parts: Sequence[Sequence[Piece]],
+        free: Piece,
+        name: str,
+    ) -> Piece:
+        """Return the piece that matches any number of parts, each preceded by free text."""
         following = [self.joiner.sequence([free, *part]) for part in parts]
         # A part and the free text at the end start alike; the lexer tells them apart by a trigger.
         either = self.joiner.alternatives(
             following,
-            form["type"],
+            name,
             check=False,
         )
         if either.terminal:
-            return [
-                [
-                    *first,
-                    Piece(f"({either.text})*", form["type"]),
-                    free,
-                ]
-            ]
+            return Piece(f"({either.text})*", name)
         check_boundary(either, free)
         text = self.joiner.define(f"({either.text})*", terminal=False)
-        loop = Piece(
+        return Piece(
             text,
-            form["type"],
+            name,
             terminal=False,
             closed=either.closed,
         )
-        return [[*first, loop, free]]
+
+
+def _has_free_text(form: Format) -> bool:
+    """Return whether a format has free text that ends where a tag around the format ends."""
+    kind = form["type"]
+    if kind in ("or", "sequence"):
+        return any(map(_has_free_text, form["elements"]))
+    if kind == "optional":
+        return _has_free_text(form["content"])
+    return kind in ("any_text", "triggered_tags", "dispatch")
 
 
 def _place(form: Format, error: LoweringError) -> GrammarError:

@@ -19,6 +19,8 @@ __all__ = ["Joiner", "Piece", "check_boundary", "constant", "overlap"]
 
 _UNSEEN = "LLGuidance cannot see where"
 _NUMBER_CHARACTERS = frozenset("0123456789.eE+-")
+#: Length up to which an expression is copied instead of being defined as a terminal or rule.
+_MAX_COPIED = 20
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,15 @@ class Joiner:
         """Return an expression for the piece that rules may contain."""
         return self.define(piece.text, terminal=True) if piece.terminal else piece.text
 
+    def named(self, piece: Piece) -> Piece:
+        """Return the same piece with a short expression, for a piece that is used several times.
+
+        Nested formats would otherwise double the size of the grammar at each level.
+        """
+        if len(piece.text) <= _MAX_COPIED:
+            return piece
+        return replace(piece, text=self.define(piece.text, terminal=piece.terminal))
+
     def sequence(self, pieces: Sequence[Piece]) -> Piece:
         """Return the piece that matches several pieces one after the other.
 
@@ -215,6 +226,7 @@ class Joiner:
     ) -> Piece:
         """Return the piece that matches `low` to `high` repetitions of a piece."""
         count = f"{{{low},{'' if high is None else high}}}"
+        piece = self.named(piece)
         rule = None
         if not piece.terminal or (piece.closed and piece.starts is not None):
             if high != 1:

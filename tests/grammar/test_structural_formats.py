@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from guide_util import THINK, accepts, byte_vocabulary
 from graft.grammar import GrammarError, GrammarService, GrammarSpec
 from graft.grammar.backends.llguidance import LLGuidanceBackend
 from graft.grammar.backends.xgrammar import XGrammarBackend
+from graft.grammar.structural.formats import parse_format
+from graft.grammar.structural.lark import lark_text
 
 pytest.importorskip("llguidance")
 if importlib.util.find_spec("xgrammar") is None:
@@ -263,6 +266,51 @@ def test_structural_format_limits_its_depth():
         nested = form("optional", content=nested)
     with pytest.raises(GrammarError, match="nested more than 64 levels"):
         GrammarSpec.structural_format(nested)
+
+
+#: Formats that contain another format in every place in which formats can be nested.
+NESTINGS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "optional": lambda inner: form("optional", content=inner),
+    "star": lambda inner: form("star", content=inner),
+    "repeat": lambda inner: form("repeat", min=1, max=2, content=inner),
+    "or": lambda inner: form("or", elements=[inner, const("a")]),
+    "sequence": lambda inner: sequence(inner, form("or", elements=[const("c"), const("d")])),
+    "tag": lambda inner: tag("<t>", inner, ["</t>", "</u>"]),
+    "optional in tag": lambda inner: tag("<t>", form("optional", content=inner), "</t>"),
+    "free text in tag": lambda inner: tag(
+        "<t>", form("optional", content=sequence(inner, FREE)), "</t>"
+    ),
+    "optional free text": lambda inner: tag(
+        "<t>", sequence(inner, form("optional", content=FREE)), "</t>"
+    ),
+    "triggered_tags": lambda inner: form(
+        "triggered_tags", triggers=["<f="], tags=[tag("<f=1>", inner, "</f>")], at_least_one=True
+    ),
+    "tags_with_separator": lambda inner: form(
+        "tags_with_separator", tags=[tag("<f=1>", inner, "</f>")], separator=","
+    ),
+}
+
+
+@pytest.mark.parametrize("nest", NESTINGS.values(), ids=NESTINGS)
+def test_size_of_nested_format_is_proportional_to_its_depth(nest):
+    sizes = {}
+    for depth in (4, 8, 16):
+        nested = const("b")
+        for _ in range(depth):
+            nested = nest(nested)
+        sizes[depth] = len(lark_text(parse_format(nested), "line"))
+    assert sizes[16] - sizes[8] < 3 * (sizes[8] - sizes[4])
+
+
+def test_deeply_nested_optional_format_is_checked_quickly(service):
+    """The time limit of a check is 30 seconds."""
+    nested = const("b")
+    for _ in range(60):
+        nested = form("optional", content=nested)
+    spec = GrammarSpec.structural_format(nested)
+    spec.check()
+    check(service.submit(spec).result(timeout=300), ["", "b"], ["bb"])
 
 
 # Random formats --------------------------------------------------------------------------------
