@@ -97,6 +97,20 @@ def test_memory_pinned_allocation_has_separate_device_address(soft, kernels):
     assert view[10:100].tolist() == list(range(90))
 
 
+def test_memory_copy_accepts_host_pointer_to_pinned_memory(soft):
+    """As with unified addressing; the address of registered memory is another one."""
+    source = soft.cuMemHostAlloc(64, 0)
+    target = soft.cuMemHostAlloc(64, 0)
+    ctypes.memset(source, 7, 64)
+    soft.cuMemcpyDtoH(target, source, 64)
+    assert ctypes.string_at(target, 64) == bytes([7]) * 64
+    soft.cuMemcpyDtoD(target + 32, source, 32)
+    soft.cuMemcpyHtoD(source, target, 64)
+    assert code(soft.d.cuMemcpyDtoH(target, source + 32, 64)) == "INVALID_VALUE"
+    pageable = np.zeros(64, np.uint8)
+    assert code(soft.d.cuMemcpyDtoH(target, pageable.ctypes.data, 64)) == "INVALID_VALUE"
+
+
 def test_memory_memset_writes_exact_range_for_each_element_size(soft):
     p = soft.put(np.zeros(64, np.uint8))
     soft.cuMemsetD8(p + 1, 0xAB, 3)

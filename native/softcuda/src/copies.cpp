@@ -49,7 +49,8 @@ std::string resolve_linear(const CopyEnd& end, const CopyShape& shape, CopySide*
       start.owner != target.owner) {
     return hex(from) + " is outside of " + start.owner->describe();
   }
-  const bool device = is_alias(from) || (target.owner && target.owner->unified());
+  // With unified addressing, kernels and copies accept host pointers to pinned memory.
+  const bool device = is_alias(from) || (target.owner && !target.owner->registered);
   if (device || end.type != CU_MEMORYTYPE_DEVICE) return "";
   return hex(from) + " is not a device address";
 }
