@@ -175,5 +175,51 @@ def test_block_sees_stores_of_another_block_only_after_a_fence(seed):
     assert not total("")
 
 
+#: Warp 1 stores 7, sets a flag in shared memory and stays alive until warp 0 has read the flag and
+#: then the 7.
+SHARED_FLAG = """
+    st.shared.u32 [flags], 0;  st.shared.u32 [flags+4], 0;
+    mov.u64 %rd5, flags;  cvta.shared.u64 %rd5, %rd5;
+    bar.sync 0;
+    setp.lt.u32 %p1, %r0, 32;  @%p1 bra TAKE;
+    st.global.u32 [%rd1], 7;
+    {}
+WAIT:
+    ld.acquire.cta.shared.u32 %r6, [flags+4];
+    setp.eq.u32 %p2, %r6, 0;  @%p2 bra WAIT;
+    bra DONE;
+TAKE:
+    ld.acquire.cta.shared.u32 %r6, [flags];
+    setp.eq.u32 %p2, %r6, 0;  @%p2 bra TAKE;
+    ld.global.u32 %r7, [%rd1];  st.global.u32 [%rd1+8], %r7;
+    st.relaxed.cta.shared.u32 [flags+4], 1;
+DONE:
+"""
+SHARED_RELEASES = [
+    "st.release.cta.shared.u32 [flags], 1;",
+    "st.release.cta.u32 [%rd5], 1;",
+    "atom.release.cta.shared.exch.b32 %r5, [flags], 1;",
+    "atom.acq_rel.cta.exch.b32 %r5, [%rd5], 1;",
+    "red.release.gpu.shared.or.b32 [flags], 1;",
+]
+SHARED_RELAXED = [
+    "st.relaxed.cta.shared.u32 [flags], 1;",
+    "red.relaxed.gpu.shared.or.b32 [flags], 1;",
+]
+
+
+@pytest.mark.parametrize("publish", SHARED_RELEASES + SHARED_RELAXED)
+def test_release_in_shared_memory_publishes_global_stores(publish):
+    for seed in ("1", "2"):
+        text = outcome(
+            SHARED_FLAG.format(publish),
+            block=64,
+            declarations=".shared .align 8 .b8 flags[8];",
+            SOFTCUDA_PTX_SEED=seed,
+        )
+        seen = 7 if publish in SHARED_RELEASES else 0
+        assert f"[7, 0, {seen}, 0," in text, text
+
+
 def test_host_sees_everything_in_order_without_a_seed():
     assert "[0, 400006," in outcome(TICKETS.format(""), grid=4)

@@ -132,6 +132,7 @@ const Instr* atomic(Warp& w, const Instr* in) {
   const int32_t* pool = block.kernel->operand_pool.data() + in->op[4];
   uint32_t left = w.mask;
   char* at[kLanes] = {};
+  if ((in->aux & kRelease) != 0) publish_stores(w, in->aux);
   // With a seed, the lanes' order is random too.
   const unsigned rotate = block.adversarial ? static_cast<unsigned>(block.next_random() & 31) : 0;
   for (unsigned n = 0; n < kLanes && left != 0; ++n) {

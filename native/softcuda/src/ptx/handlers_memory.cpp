@@ -166,6 +166,7 @@ const Instr* load(Warp& w, const Instr* in) {
 template <Space S, class M, class D>
 const Instr* store(Warp& w, const Instr* in) {
   alignas(64) char* at[kLanes];
+  if ((in->aux & kRelease) != 0) publish_stores(w, in->aux);
   if (!resolve<S>(w, in, 1, sizeof(M) * in->count, true, at)) return in;
   const int32_t* from = element_operands(w, in);
   const bool buffered = uses_stores<S>(w, in);

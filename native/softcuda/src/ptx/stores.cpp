@@ -250,7 +250,6 @@ void publish_stores(Warp& w, uint32_t scope) {
 }
 
 void order_stores(Warp& w, const Instr* in, char* storage, unsigned bytes, bool write) {
-  if (write && (in->aux & kStrong) != 0 && (in->aux & kRelease) != 0) publish_stores(w, in->aux);
   if ((in->aux & kBuffered) != 0) return;
   for (uint64_t word = word_at(storage); word <= word_at(storage + bytes - 1); ++word) {
     flush_word(w, word);
