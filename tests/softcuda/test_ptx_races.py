@@ -309,7 +309,16 @@ def stream_outcome(launches: str, waits: bool, **env: str) -> str:
     return done.stdout
 
 
-PROGRAMMATIC_LAUNCHES = {"serialization": SERIAL, "event": BY_EVENT, "captured": CAPTURED}
+#: The legacy copy precedes the producer, and does not wait for the non-blocking streams.
+EARLIER_COPY = f"stream = s.cuStreamCreate(0)\ns.get(out, 1, np.uint32)\n{SERIAL}"
+UNRELATED_COPY = SERIAL.replace("\n", "\ns.get(out, 1, np.uint32)\n")
+PROGRAMMATIC_LAUNCHES = {
+    "serialization": SERIAL,
+    "event": BY_EVENT,
+    "captured": CAPTURED,
+    "legacy copy before": EARLIER_COPY,
+    "legacy copy between, non-blocking": UNRELATED_COPY,
+}
 
 
 @pytest.mark.parametrize("launches", PROGRAMMATIC_LAUNCHES.values(), ids=PROGRAMMATIC_LAUNCHES)
@@ -331,6 +340,12 @@ FULL_ORDER = {
     "host waits for event": BY_EVENT.replace(
         "s.cuStreamWait", "s.cuEventSynchronize(event)\ns.cuStreamWait"
     ),
+    "legacy copy between": "stream = s.cuStreamCreate(0)\nlaunch(producer, stream)\n"
+    "s.get(out, 1, np.uint32)\nlaunch(consumer, stream, True)",
+    "copy between launches of the legacy stream": "launch(producer, 0)\n"
+    "s.cuMemsetD8Async(out, 0, 1, s.cuStreamCreate(0))\nlaunch(consumer, 0, True)",
+    "legacy copy after event": "stream = s.cuStreamCreate(0)\nother = s.cuStreamCreate(0)\n"
+    + BY_EVENT.replace("launch(consumer", "s.get(out, 1, np.uint32)\nlaunch(consumer"),
 }
 
 

@@ -20,6 +20,7 @@ namespace {
 std::mutex& g_mutex = *new std::mutex;
 std::condition_variable& g_done = *new std::condition_variable;
 int g_waiters = 0;
+uint64_t g_last_number = 0;
 Stream& g_legacy = *new Stream;
 std::shared_ptr<Stream>& g_legacy_ref = *new std::shared_ptr<Stream>(&g_legacy, [](Stream*) {});
 
@@ -90,12 +91,15 @@ std::shared_ptr<Stream> find_stream(CUstream handle) {
 
 // Notes which writes a kernel of a stream does not see before griddepcontrol.wait (P13): those of
 // the preceding kernel, if the launch is programmatic, and those of a kernel whose programmatic
-// event the stream waits for. The caller holds the mutex.
-static void note_programmatic_order(Op* op, const OpRef& tail, const OpRef& after) {
+// event the stream waits for. An operation of another stream that is enqueued between the two
+// kernels and waits for the first (S4) makes the order full: `between` is the number of the last
+// operation of another stream for which `op` waits. The caller holds the mutex.
+static void note_programmatic_order(Op* op, const OpRef& tail, const OpRef& after,
+                                    uint64_t between) {
   if (after) op->event_log = after.get()->log;
   if (op->work.kind != WorkKind::kernel) return;
   op->log = ptx::make_write_log(*op->work.kernel);
-  if (!tail) return;
+  if (!tail || between > tail.get()->number) return;
   const bool direct = op->work.programmatic && tail.get()->log != nullptr;
   const auto& preceding = direct ? tail.get()->log : tail.get()->event_log;
   if (preceding && !ptx::is_known(*preceding)) op->unordered.push_back(preceding);
@@ -110,16 +114,22 @@ OpRef enqueue(Stream& stream, Work work, const OpRef& after, OpRef* serial) {
   if (legacy) others = streams.all();
   {
     std::lock_guard<std::mutex> lock(g_mutex);
+    op->number = ++g_last_number;
     add_dependency(op, stream.tail);
-    note_programmatic_order(op, stream.tail, after);
     // The legacy stream and every blocking stream wait for each other (S4).
+    uint64_t between = 0;
+    const auto wait_for = [&](const OpRef& other) {
+      add_dependency(op, other);
+      if (other) between = std::max(between, other.get()->number);
+    };
     if (legacy) {
       for (auto& other : others) {
-        if ((other->flags & CU_STREAM_NON_BLOCKING) == 0) add_dependency(op, other->tail);
+        if ((other->flags & CU_STREAM_NON_BLOCKING) == 0) wait_for(other->tail);
       }
     } else if ((stream.flags & CU_STREAM_NON_BLOCKING) == 0) {
-      add_dependency(op, g_legacy.tail);
+      wait_for(g_legacy.tail);
     }
+    note_programmatic_order(op, stream.tail, after, between);
     add_dependency(op, after);
     if (serial != nullptr) {
       add_dependency(op, *serial);

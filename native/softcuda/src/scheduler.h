@@ -139,6 +139,7 @@ struct Op {
   std::atomic<int> pending{1};  // incomplete dependencies; the operation is ready at 0
   std::atomic<int> refs{1};
   // Stream operations only. The scheduler's mutex guards these fields.
+  uint64_t number = 0;  // ascends in the order of the calls of enqueue()
   std::vector<Op*> successors;
   bool done = false;
   uint64_t finished_ns = 0;
