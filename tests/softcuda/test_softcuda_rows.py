@@ -183,6 +183,22 @@ def test_rows_memset_fills_padded_rows(soft):
     assert (rows[:, :24].view(np.uint16) == 0x0102).all() and (rows[:, 24:] == 9).all()
 
 
+@pytest.mark.parametrize(
+    ("pitch", "width", "height"),
+    [
+        (512, 2**62 + 1, 2),  # 4 * width is 4 modulo 2**64
+        (2**32, 1, 2**32 + 1),  # pitch * (height - 1) is 0 modulo 2**64
+        (2**63, 1, 2**63),
+        (0, 2**62 + 1, 1),
+    ],
+)
+def test_rows_memset_refuses_sizes_that_exceed_64_bits(soft, pitch, width, height):
+    pointer = soft.put(np.full(256, 3, np.uint32))
+    assert code(soft.d.cuMemsetD2D32(pointer, pitch, 9, width, height)) == "INVALID_VALUE"
+    assert "exceeds the address space" in soft.refusal()
+    assert (soft.get(pointer, 256, np.uint32) == 3).all()
+
+
 def test_stream_attributes_are_stored_and_copied(soft):
     """cuStreamCopyAttributes copies attributes that were set; others have default values."""
     first, second = soft.stream(), soft.stream()

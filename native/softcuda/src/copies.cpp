@@ -10,12 +10,14 @@
 namespace softcuda {
 namespace {
 
+// Sizes are calculated with 128 bits. Memory has less than 2**62 bytes.
+using Wide = unsigned __int128;
+constexpr Wide kLimit = Wide{1} << 62;
+
 // Whether the distance between the first byte of the memory and the last byte of the copy exceeds
 // what 62 bits can represent.
 bool overflows(const CopyEnd& end, const CopyShape& shape) {
   if (end.type == CU_MEMORYTYPE_ARRAY) return false;  // resolve_array() checks the bounds
-  using Wide = unsigned __int128;
-  constexpr Wide kLimit = Wide{1} << 62;
   const Wide rows = Wide{end.y} + shape.rows;
   const Wide slices = Wide{end.z} + shape.slices;
   const Wide row = std::max<Wide>(end.pitch, Wide{end.x_in_bytes} + shape.row_bytes);
@@ -103,12 +105,16 @@ std::shared_ptr<FillWork> make_fill(const CUDA_MEMSET_NODE_PARAMS& p) {
   }
   auto f = std::make_shared<FillWork>();
   f->params = p;
-  f->row_bytes = p.width * p.elementSize;
+  const Wide row = Wide{p.width} * p.elementSize;
   f->rows = p.height == 0 ? 1 : p.height;
+  const Wide size = row == 0 ? 0 : Wide{f->rows - 1} * p.pitch + row;
+  require(row < kLimit && size < kLimit, CUDA_ERROR_INVALID_VALUE,
+          "the size of the memset exceeds the address space");
+  f->row_bytes = static_cast<size_t>(row);
   require(f->rows == 1 || (p.pitch >= f->row_bytes && p.pitch % p.elementSize == 0),
           CUDA_ERROR_INVALID_VALUE,
           "the memset pitch is less than a row, or not a multiple of the element size");
-  const size_t bytes = f->row_bytes == 0 ? 0 : (f->rows - 1) * p.pitch + f->row_bytes;
+  const auto bytes = static_cast<size_t>(size);
   require(p.dst % p.elementSize == 0, CUDA_ERROR_INVALID_VALUE,
           "the memset destination is not aligned to its element size");
   std::string why;
