@@ -287,3 +287,17 @@ def test_core_dump_settings_are_stored(soft):
     assert soft.cuCoredumpGetAttributeGlobal(settings.CU_COREDUMP_FILE) == b"dump"
     assert soft.cuCoredumpGetAttribute(settings.CU_COREDUMP_LIGHTWEIGHT) is True
     assert codes(d.cuStreamGetAttribute(0, d.CUstreamAttrID(2))) == {"INVALID_VALUE"}
+
+
+def test_old_graph_update_reports_error_for_unknown_handle(soft, graph):
+    """The result of an update that is refused early is CU_GRAPH_EXEC_UPDATE_ERROR (1)."""
+    update = old_function(soft, b"cuGraphExecUpdate", 10020)
+    node, result = number(7), ctypes.c_int(0)
+    handle = int(graph)
+    status = call(update, 1, handle, ctypes.addressof(node), ctypes.addressof(result))
+    assert status != 0
+    assert (node.value, result.value) == (0, 1)
+    executable = soft.cuGraphInstantiate(graph, 0)
+    arguments = (int(executable), handle, ctypes.addressof(node), ctypes.addressof(result))
+    assert call(update, *arguments) == 0
+    assert result.value == 0

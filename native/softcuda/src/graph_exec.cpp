@@ -414,7 +414,7 @@ SC_API(cuGraphExecUpdate_v2, 12000, 0, CUgraphExec, handle, CUgraph, graph_handl
   const auto graph = graphs.find(graph_handle);
   require(info != nullptr);
   require_standalone(*graph);
-  *info = CUgraphExecUpdateResultInfo{CU_GRAPH_EXEC_UPDATE_SUCCESS, nullptr, nullptr};
+  *info = CUgraphExecUpdateResultInfo{CU_GRAPH_EXEC_UPDATE_ERROR, nullptr, nullptr};
   auto references = std::make_shared<References>();
   std::vector<FlatNode> flat;
   std::shared_ptr<Program> old;

@@ -168,7 +168,8 @@ SC_API_CODE(cuGraphInstantiate_v2, 11000, kAlways, CUgraphExec*, out, CUgraph, g
 
 SC_API_CODE(cuGraphExecUpdate, 10020, kAlways, CUgraphExec, exec, CUgraph, graph, CUgraphNode*,
             error_node, int*, result) {
-  CUgraphExecUpdateResultInfo info{};
+  // A call that is refused before it compares the graphs leaves this result.
+  CUgraphExecUpdateResultInfo info{CU_GRAPH_EXEC_UPDATE_ERROR, nullptr, nullptr};
   const bool complete = error_node != nullptr && result != nullptr;
   const CUresult code = cuGraphExecUpdate_v2(exec, graph, complete ? &info : nullptr);
   if (complete) {
