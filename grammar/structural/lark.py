@@ -55,12 +55,11 @@ def lark_text(form: Format, whitespace: Whitespace) -> str:
 def lark_pattern(pattern: str) -> str:
     """Return a regular expression as a terminal. In Lark, a slash or a line feed would end it."""
     escaped = re.sub(
-        r"(\\.)|/",
-        lambda m: m[1] or r"\/",
+        r"(\\[^\n])|\\?\n|/",
+        lambda m: m[1] or (r"\/" if m[0] == "/" else r"\n"),
         pattern,
-        flags=re.DOTALL,
     )
-    return f"/{escaped}/".replace("\n", r"\n")
+    return f"/{escaped}/"
 
 
 class _Lowering:

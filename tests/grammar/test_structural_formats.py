@@ -127,6 +127,11 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["", "hi<g>ab"],
         ["<g>ab!", "<g>ab<g>ab"],
     ),
+    "escaped line feed": (
+        sequence(form("regex", pattern="a\\\n+/"), const("x")),
+        ["a\n/x", "a\n\n/x"],
+        ["a\\n/x", "a\\\n/x", "an/x", "a/x"],
+    ),
     "regex": (sequence(form("regex", pattern="[a-z]+/"), const("x")), ["ab/x"], ["ab/", "/x"]),
 }
 #: Formats that LLGuidance's greedy lexer would read differently, or cannot express.
