@@ -1,4 +1,4 @@
-"""Convert structural formats for XGrammar, which compiles all types except tokens."""
+"""Convert structural formats for XGrammar, which lacks tokens and limits of free text."""
 
 from __future__ import annotations
 
@@ -71,4 +71,6 @@ def _check(form: Format) -> Format:
         raise LoweringError("XGrammar's matcher does not allow special tokens here")
     if form.get("max_tokens") is not None:
         raise LoweringError("any_text.max_tokens is not supported")
+    if form.get("max_chars") is not None:
+        raise LoweringError("XGrammar does not count all characters of any_text.max_chars alike")
     return form

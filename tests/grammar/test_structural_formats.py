@@ -73,9 +73,9 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["<a><b>x</b></a>", "<a><b>x</b>!"],
     ),
     "free text before a tag": (
-        sequence(form("any_text", excludes=["<"], max_chars=3), THOUGHT),
+        sequence(form("any_text", excludes=["<"]), THOUGHT),
         ["<think>é</think>", "abc<think></think>"],
-        ["abcd<think></think>", "a<b<think></think>", "abc"],
+        ["a<b<think></think>", "abc"],
     ),
     "triggered_tags": (
         form("triggered_tags", triggers=["<f="], tags=CALLS, excludes=["stop"]),
@@ -222,6 +222,25 @@ def test_structural_format_routes_its_schemas(service):
     )
     with pytest.raises(GrammarError, match=r"format\.elements\[1\]: .*uniqueItems"):
         spec.check()
+
+
+def test_max_chars_counts_characters(service, backends):
+    """With excludes, XGrammar would refuse some characters of several bytes."""
+    limited = form("any_text", excludes=["<"], max_chars=2)
+    spec = GrammarSpec.structural_format(sequence(limited, THOUGHT))
+    compiled = service.submit(spec).result(timeout=300)
+    assert compiled.backend.name == "LLGuidance"
+    good = ["<think>", "é<think>", "é€<think>", "😀😀<think>"]
+    check(
+        compiled,
+        [f"{text}x</think>" for text in good],
+        ["abc<think></think>", "ééa<think></think>", "a<b<think></think>"],
+    )
+    with pytest.raises(GrammarError, match=r"format\.elements\[0\]: XGrammar.*max_chars"):
+        backends[1].compile(spec)
+    both = GrammarSpec.structural_format(sequence(limited, form("grammar", grammar="root ::= .")))
+    with pytest.raises(GrammarError, match=r"LLGuidance.*type grammar.*; .*XGrammar.*max_chars"):
+        both.check()
 
 
 def test_special_tokens_delimit_a_tag(service):
