@@ -59,12 +59,12 @@ struct FillItem {
   long long table;  // as in AutomatonSlot
   int action;       // FILL_*
   int slot;
-  int j;         // number of the mask row
-  int state;     // state of the automaton
-  int stamp;     // ROW_* to stamp with FILL_STAMP
-  int source;    // row of the cache to copy; -1: compute the row
-  int store;     // row of the cache to store the computed row in; -1: none
-  int position;  // position of the token before the masked one
+  int j;           // number of the mask row
+  int state;       // state of the automaton
+  int stamp;       // ROW_* to stamp with FILL_STAMP
+  int source;      // row of the cache to copy; -1: compute the row
+  int store;       // row of the cache to store the computed row in; -1: none
+  int position;    // position of the token before the masked one
   int num_legal;   // legal ids, counted by the blocks that share the row; without forced tokens,
                    // this is only 0 if no id is legal
   int last_legal;  // largest legal id
