@@ -1,7 +1,8 @@
 """Kernels that numba-cuda and Triton compile to PTX, for `test_ptx_foreign.py`.
 
 Usage: ``python foreign_kernels.py numba|triton``. Prints a JSON object with the PTX text, the name
-of the entry and the launch sizes of each kernel. The interpreter need not have graft.
+of the entry and the launch sizes of each kernel. The interpreter need not have graft. The outputs
+are stored in ``foreign_kernels/numba.json`` and ``foreign_kernels/triton.json``.
 """
 
 # The compilers read names and types from the kernels, which therefore have no annotations.
@@ -167,5 +168,14 @@ def triton_kernels() -> dict[str, dict]:
     return found
 
 
+def without_paths(text: str) -> str:
+    """Return PTX without debug sections, and without the folders of source files."""
+    code = re.split(r"\n\s*\.section\s+\.debug", text)[0]
+    return re.sub(r'(\.file\s+\d+\s+")[^"]*/', r"\1", code) + "\n"
+
+
 if __name__ == "__main__":
-    print(json.dumps({"numba": numba_kernels, "triton": triton_kernels}[sys.argv[1]]()))
+    kernels = {"numba": numba_kernels, "triton": triton_kernels}[sys.argv[1]]()
+    for kernel in kernels.values():
+        kernel["ptx"] = without_paths(kernel["ptx"])
+    print(json.dumps(kernels, indent=1))
