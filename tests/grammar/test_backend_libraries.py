@@ -27,6 +27,7 @@ SYMBOLS = [
     "matcher_get_error",
     "matcher_validate_tokens",
     "matcher_consume_token",
+    "matcher_consume_tokens",
     "clone_matcher",
     "matcher_rollback",
     "matcher_reset",

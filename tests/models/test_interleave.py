@@ -318,17 +318,17 @@ def test_interleaving_detects_fault_of_generation_loops(device, monkeypatch, mut
 PROMOTION_MUTANTS = {
     "state lacks the commit of a replay in flight": (
         SlotManager,
-        "promote",
-        "self._promote(state, len(unread))",
+        "_promote_running",
+        "self._promote(state, num_unread)",
         "self._promote(state)",
     ),
     "state lacks a known token": (
         SlotManager,
-        "promote",
+        "_promote_running",
         "state.make_matcher()",
         "state.grammar.result().matcher(state.stop_ids, state.output.tokens[:-1])",
     ),
-    "several commits in flight": (SlotManager, "promote", "> 1", "> 9"),
+    "several commits in flight": (SlotManager, "promote", "<= 1", "<= 9"),
     "wrong epoch": (SlotManager, "_promote", "state.epoch,", "state.epoch - 1,"),
     "promoted request served by the host": (
         Replays,
