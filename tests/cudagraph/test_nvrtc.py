@@ -25,13 +25,14 @@ def in_short_run(variant: Variant) -> bool:
     """Return whether the short test run compiles a variant.
 
     The short run compiles every file with default macros. It also compiles the matrix products with
-    16-bit inputs (macro X16) in all sizes, with either GATED or WEIGHT8 set but not both.
+    16-bit inputs (macro X16), with either GATED or WEIGHT8 set but not both. Of the sizes of
+    linear_many, it leaves out the largest one, which takes the longest to compile.
     """
     if not variant.defines:
         return True
     title = variant.title
     has_one_of_both = ("GATED" in title) != ("WEIGHT8" in title)
-    return "X16" in title and has_one_of_both
+    return "X16" in title and has_one_of_both and variant.defines.get("ROW_BLOCK") != "256"
 
 
 def make_cases() -> list:

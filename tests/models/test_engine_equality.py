@@ -295,7 +295,10 @@ def test_probe_masking_drafts_equal_fill_masking(mode: str) -> None:
     assert grammar["fills"] <= 4 * (grammar["commits"] + len(requests))
 
 
-@pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "tree",
+    [pytest.param(None, id="chain"), pytest.param((3, 4), id="tree", marks=pytest.mark.full)],
+)
 def test_grammar_tests_ids_that_dflash2_offers(tree) -> None:
     """The ids that DFlash2 offers are tested, and others if these are illegal, in all maskings.
 

@@ -94,7 +94,7 @@ def test_linear_few_computes_only_scales_that_exist(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("row_block", [32, 256, *(pytest.param(n, marks=FULL) for n in (64, 128))])
+@pytest.mark.parametrize("row_block", [32, *(pytest.param(n, marks=FULL) for n in (64, 128, 256))])
 def test_linear_many_issues_loads_of_epilogue_together(arch, row_block):
     """The first weights are copied before the wait, and no load waits for a sum of the epilogue.
 

@@ -55,7 +55,7 @@ SWITCHED_OPTIONS = {
     "one launch at a time": {"overlap": False},
     "forced": {"forced_drafts": True},
 }
-QUICK = ("eagle3", "dflash", "late", "some automata")
+QUICK = ("eagle3", "some automata")
 #: Options without generation loops.
 WITHOUT_LOOPS = ("host", "host, tree", "two graphs")
 
@@ -121,7 +121,13 @@ def test_many_random_modes_do_not_change_outputs(filled_answers, monkeypatch, na
             check_disturbed(engine, filled_answers, ("greedy", "coupled")[seed % 2], seed=seed)
 
 
-@pytest.mark.parametrize("verify", ["rejection", "per_token", "relaxed"])
+@pytest.mark.parametrize(
+    "verify",
+    [
+        "rejection",
+        *(pytest.param(mode, marks=pytest.mark.full) for mode in ("per_token", "relaxed")),
+    ],
+)
 def test_requests_that_depend_on_drafts_are_reproducible(verify):
     """Their drafts are always sampled under filled rows, whatever else runs."""
     sampled = workload(temperature=0.9, verify=verify)[::2]

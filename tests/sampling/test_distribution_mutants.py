@@ -105,7 +105,14 @@ MUTANTS = {
 
 
 #: Words in the names of mutants that are similar to others or need many samples.
-LONG = ("and residual", "position only", "end of the chain in", "instead of rejected")
+LONG = (
+    "forward",
+    "mask",
+    "and residual",
+    "position only",
+    "end of the chain in",
+    "instead of rejected",
+)
 
 
 @pytest.mark.parametrize(
