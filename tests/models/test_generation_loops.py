@@ -21,7 +21,7 @@ from engine_cases import (
     workload,
 )
 from engine_util import FREE, LONG, demo_engine, drain, patch_kernel_source
-from test_device_automata_rounds import automaton_requests
+from test_device_automata_rounds import automaton_requests, compile_automata
 from test_engine_equality import check_disturbed, expected_answers
 
 from graft.cudagraph.errors import DeviceError, OptionError
@@ -123,6 +123,7 @@ def test_loop_runs_requests_with_automata_on_device(options):
     with demo_engine(max_batch_size=4, **options) as engine:
         expected = answers(engine.generate(requests))
     with settled(loop_engine(max_batch_size=4, device_automata=True, **options)) as engine:
+        compile_automata(engine, requests)
         before = engine.counters()["grammar"]
         assert answers(engine.generate(requests)) == expected
         assert engine.counters()["grammar"] == before
