@@ -87,7 +87,7 @@ class _Lowering:
     def _choose(self, alternatives: Sequence[Sequence[Piece]], name: str) -> Piece:
         """Return the piece that matches one of several sequences of pieces."""
         first = alternatives[0][0]
-        # If all sequences begin with the same free text, a trigger or end tells them apart.
+        # If all sequences begin with the same free text, the text after it decides between them.
         is_free = bool(first.absent) and all(pieces[0] is first for pieces in alternatives)
         pieces = [self.joiner.sequence(pieces) for pieces in alternatives]
         return self.joiner.alternatives(
@@ -316,7 +316,7 @@ class _Lowering:
     ) -> Piece:
         """Return the piece that matches any number of parts, each preceded by free text."""
         following = [self.joiner.sequence([free, *part]) for part in parts]
-        # A part and the free text at the end start alike; the lexer tells them apart by a trigger.
+        # A part begins with free text, as the end does. The lexer decides by the trigger of a part.
         either = self.joiner.alternatives(
             following,
             name,

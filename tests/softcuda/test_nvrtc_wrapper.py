@@ -107,7 +107,7 @@ def run_soft(tmp_path, program: str, *options: str) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What the program printed without and with ``--code ptx``, and the log of the former."""
+    """Output of the program without and with ``--code ptx``, and its log without the option."""
     host = run_soft(tmp_path_factory.mktemp("host"), BINDINGS_PROGRAM)
     ptx = run_soft(tmp_path_factory.mktemp("ptx"), BINDINGS_PROGRAM, "--code", "ptx")
     return json.loads(host.stdout), json.loads(ptx.stdout), host.stderr

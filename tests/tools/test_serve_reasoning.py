@@ -99,7 +99,7 @@ def test_reasoning_is_left_out_or_part_of_the_content_on_request(engine, stream)
 
 
 def test_bad_words_of_several_tokens_apply_after_reasoning(engine):
-    """A matcher of the request's grammar tells which texts the model can generate."""
+    """The texts that the model can generate are those that the request's grammar accepts."""
     tokenizer = engine.tokenizer
     parser = RequestParser(tokenizer, Limits(), "demo", 512, "deepseek_r1")
     fields = {"messages": [{"role": "user", "content": "hi"}], "bad_words": ["Olga Novak"]}

@@ -73,7 +73,7 @@ class ApiRequest:
     include_reasoning
         Whether the response has the text of the reasoning section.
     separate_reasoning
-        Whether the reasoning section has a field of its own. If not, it is a part of the content.
+        Whether the reasoning section is a separate field. If not, it is part of the content.
     created
         Unix time of the request.
     """
@@ -213,7 +213,7 @@ class RequestParser:
     ) -> list[list[int]]:
         """Truncate prompts to ``truncate_prompt_tokens``.
 
-        The value -1 stands for the context length without the maximum length of the output.
+        The value -1 means the context length minus the maximum length of the output.
         """
         side = fields.get("truncation_side", "left")
         if side not in ("left", "right"):

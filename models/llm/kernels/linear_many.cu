@@ -32,8 +32,8 @@
 #define X_PACKS (ROW_BLOCK * PACKS)
 #define X_AT_ONCE ((ROW_BLOCK + 63) / 64)
 #define BLOCKS_PER_MULTIPROCESSOR (ROW_BLOCK == 32 ? 2 : 1)
-// Whether the positions of the rows are loaded to shared memory before the main loop. There is no
-// room for them beside the totals of tall tiles.
+// Whether the positions of the rows are loaded to shared memory before the main loop. With tall
+// tiles, the totals take up all shared memory.
 #define SHARES_STATES (ROPE_HEAD_DIM && !TALL)
 #define SPLIT_PAIRS (TALL ? 8 : 4)  // pairs per batch with split K
 

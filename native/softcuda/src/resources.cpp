@@ -1,4 +1,4 @@
-// Device resources and green contexts. A green context has streams of its own and remembers the
+// Device resources and green contexts. A green context has its own streams and records the
 // resources it was created with. They have no effect on where and how its work runs.
 #include <algorithm>
 #include <cstring>
