@@ -44,7 +44,6 @@ from graft.models.engine.migrate import (
     read_request,
     restore_output,
 )
-from graft.models.engine.modes import GraphKey, LaunchModes
 from graft.models.engine.options import Options
 from graft.models.engine.replay import Replays
 from graft.models.engine.scheduler import Scheduler
@@ -55,8 +54,9 @@ from graft.models.generation.graph import GenerationGraph
 from graft.models.generation.loops import Loops
 from graft.models.generation.replays import LoopReplays
 from graft.models.llm.config import LlamaConfig
+from graft.models.modes.automaton_steps import GRAMMAR_STEPS
+from graft.models.modes.launch import GraphKey, LaunchModes
 from graft.models.request import Event, Output, Request
-from graft.models.round.automaton_steps import GRAMMAR_STEPS
 from graft.models.round.prefill import PrefillScheduler
 from graft.models.round.round import RoundGraph
 from graft.models.tokenizer import Tokenizer

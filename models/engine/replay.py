@@ -29,9 +29,9 @@ from graft.grammar.decoder import GuidedRequest
 from graft.models.engine.interrupt import Shield
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.stats import EngineStats
+from graft.models.modes.choice import Launch
 from graft.models.request import Logprob
 from graft.models.round.budget import DraftBudget
-from graft.models.round.choice import Launch
 from graft.models.round.ema import Ema
 from graft.models.round.round import RoundGraph, RoundParts
 from graft.sampling.sampler import ROUND_ROW

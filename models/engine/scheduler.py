@@ -24,12 +24,12 @@ from collections.abc import Collection, Iterable, Mapping
 
 from graft.cudagraph.errors import GraftError
 from graft.models.engine.interrupt import Shield
-from graft.models.engine.modes import LaunchModes
 from graft.models.engine.replay import Replays, RowResult
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
 from graft.models.errors import RequestTimeoutError
+from graft.models.modes.launch import LaunchModes
 from graft.models.request import DEVICE_REASONS, Event, Output
 from graft.models.round.budget import DraftBudget
 from graft.models.round.round import RoundGraph

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from graft.models.round.choice import ModeChoice
+from graft.models.modes.choice import ModeChoice
 
 __all__ = ["EngineStats"]
 

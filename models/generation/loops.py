@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.slots import SlotManager
-from graft.models.round.automaton_steps import GRAMMAR_STEPS
+from graft.models.modes.automaton_steps import GRAMMAR_STEPS
 from graft.sampling.mode import DraftMode
 
 __all__ = ["Loops"]

@@ -10,8 +10,8 @@ from graft.models.engine.replay import ReplayInFlight, Replays
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.stats import EngineStats
 from graft.models.generation.control import LoopControl
+from graft.models.modes.choice import Launch
 from graft.models.round.budget import DraftBudget
-from graft.models.round.choice import Launch
 from graft.models.round.round import RoundGraph, RoundParts
 
 __all__ = ["LoopReplays"]

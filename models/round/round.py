@@ -38,7 +38,7 @@ from graft.models.drafters.base import Drafter
 from graft.models.drafters.feed import Feed, RoundScratch
 from graft.models.errors import DrafterError
 from graft.models.llm.llama import LlamaModel
-from graft.models.round.automaton_steps import make_grammar_steps
+from graft.models.modes.automaton_steps import make_grammar_steps
 from graft.models.round.grammar_steps import GrammarSteps
 from graft.models.round.masking import DraftMasking
 from graft.models.round.timing import Part, Stamps, timeline_args

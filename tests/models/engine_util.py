@@ -12,8 +12,8 @@ import pytest
 
 from graft.cudagraph.device import Device
 from graft.models.engine.engine import Engine
+from graft.models.modes.choice import ModeChoice
 from graft.models.request import Event, Output, Request
-from graft.models.round.choice import ModeChoice
 from graft.tools.bench.demo_evaluation import task_grammar
 from graft.tools.demo_tasks import Task, held_out_tasks, unseen_key_tasks
 

@@ -33,7 +33,6 @@ from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar
 from graft.models.cache.prefix import PrefixCache
 from graft.models.engine import migrate
-from graft.models.engine.modes import GraphKey, LaunchModes
 from graft.models.engine.replay import Replays
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.scheduler import Scheduler
@@ -41,8 +40,9 @@ from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
 from graft.models.generation.loops import Loops
 from graft.models.generation.replays import LoopReplays
+from graft.models.modes.automaton_steps import GRAMMAR_STEPS
+from graft.models.modes.launch import GraphKey, LaunchModes
 from graft.models.request import Output, Request
-from graft.models.round.automaton_steps import GRAMMAR_STEPS
 from graft.models.round.prefill import PrefillScheduler
 from graft.sampling.mode import DraftMode
 from graft.sampling.sampler import row_words

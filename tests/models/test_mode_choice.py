@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from graft.models.engine.modes import LaunchModes
-from graft.models.round.choice import (
+from graft.models.modes.choice import (
     EXPLORED_SHARE,
     MAX_CHANGING_ROUNDS,
     MEASURED_ROUNDS,
@@ -19,6 +18,7 @@ from graft.models.round.choice import (
     Launch,
     ModeChoice,
 )
+from graft.models.modes.launch import LaunchModes
 
 BUCKET = Bucket("host", 4, 3)
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from graft.models.engine.replay import ReplayInFlight
 from graft.models.engine.request_state import RequestState
 from graft.models.generation.loops import Loops
-from graft.models.round.choice import Bucket, Launch, ModeChoice
+from graft.models.modes.choice import Bucket, Launch, ModeChoice
 from graft.models.round.round import RoundGraph, RoundParts
 
 __all__ = ["GraphKey", "LaunchModes"]
