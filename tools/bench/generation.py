@@ -1,21 +1,28 @@
-"""Benchmark of generation loops: time between rounds with a busy and an idle Python interpreter.
+"""Benchmark of generation loops: time between rounds while Python bytecode is executed.
 
     python -m graft.tools.bench.generation [--tokens 200] [--runs 5] [--batch 1] [--kind free]
-        [--model FOLDER --draft FOLDER]
+        [--model FOLDER --draft FOLDER] [--out FILE]
 
 Two engines process the same requests alternately: one launches each round, the other runs many
 rounds per launch (``generation="graph"``). The time between rounds is the time between the
 beginnings of two consecutive rounds of a batch by the device's clock. It does not contain the
-time until a caller receives the tokens. In the busy runs, a thread executes Python bytecode without
-a pause. On the soft device, all threads share the processor, so its times say nothing about GPUs.
+time until a caller receives the tokens.
+
+The machine is idle otherwise, or a process or a thread executes Python bytecode without a pause.
+The process needs a processor, as the thread does, but has an interpreter of its own. The difference
+between the two is therefore the effect of the GIL. On the soft device, all threads share the
+processors, so its times say nothing about GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,10 +39,14 @@ from graft.tools.report import busy_python, program, table
 
 #: Grammars by kind. "device" runs as an automaton on the device, "host" on the host.
 KINDS = ("free", "device", "host")
-_REGEX = "([a-z]{1,9} ){400}"
+_REGEX = "([a-z]{1,9} )+"
 #: Values of the option `generation`.
 MODES = ("rounds", "graph")
-_INTERPRETERS = ("idle", "busy")
+#: What executes Python bytecode meanwhile: nothing, another process, or a thread of the process.
+LOADS = ("idle", "process", "thread")
+_PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
+#: Time to wait for the automaton of the grammar.
+_AUTOMATON_S = 30.0
 
 
 @dataclass
@@ -64,6 +75,28 @@ class Intervals:
         if flight.rows and self._last:
             self.times.append(stamps[0] - self._last)
         self._last = stamps[0] if flight.rows else 0
+
+    def percentiles(self) -> dict[str, float]:
+        """Return percentiles of the times, in microseconds."""
+        times = np.percentile(np.array(self.times) * 1e-3, list(_PERCENTILES.values()))
+        return dict(zip(_PERCENTILES, times.tolist(), strict=True))
+
+
+@contextmanager
+def _busy_process() -> Iterator[None]:
+    """Run another Python interpreter that never pauses until the context ends."""
+    with subprocess.Popen([sys.executable, "-S", "-c", "while True: sum(range(100))"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def _apply_load(load: str) -> AbstractContextManager[None]:
+    """Return the context in which a load, one of `LOADS`, is present."""
+    if load == "process":
+        return _busy_process()
+    return busy_python(lambda: sum(range(100))) if load == "thread" else nullcontext()
 
 
 def make_requests(options: argparse.Namespace) -> list[Request]:
@@ -101,8 +134,24 @@ def run(engine: Engine, requests: list[Request], intervals: Intervals) -> list[l
     return [output.tokens for output in outputs]
 
 
+def _warm_up(engine: Engine, requests: list[Request], kind: str) -> None:
+    """Compile the grammar and wait until it runs where `kind` says.
+
+    Raises
+    ------
+    GraftError
+        If the automaton is not built in time.
+    """
+    run(engine, requests, Intervals())
+    deadline = time.monotonic() + _AUTOMATON_S
+    while kind == "device" and set(engine.stats.rounds_by_grammar) != {"device"}:
+        if time.monotonic() > deadline:
+            raise GraftError("the automaton of the grammar was not built in time")
+        run(engine, requests, Intervals())
+
+
 def measure(options: argparse.Namespace) -> dict[tuple[str, str], Intervals]:
-    """Return the intervals by value of the option `generation` and the state of the interpreter.
+    """Return the intervals by value of the option `generation` and load.
 
     Raises
     ------
@@ -112,7 +161,7 @@ def measure(options: argparse.Namespace) -> dict[tuple[str, str], Intervals]:
     model, drafter = options.model, options.draft
     if model is None:
         model, drafter = demo_model()
-    found = {(mode, python): Intervals() for mode in MODES for python in _INTERPRETERS}
+    found = {(mode, load): Intervals() for mode in MODES for load in LOADS}
     requests = make_requests(options)
     with ExitStack() as stack:
         engines = {}
@@ -125,11 +174,11 @@ def measure(options: argparse.Namespace) -> dict[tuple[str, str], Intervals]:
                 device_automata=options.kind == "device",
             )
             engines[mode] = stack.enter_context(engine)
-            run(engine, requests, Intervals())  # compiles the grammar
+            _warm_up(engine, requests, options.kind)
         for _ in tqdm(range(options.runs), unit="run", disable=None):
-            for python in _INTERPRETERS:
-                with busy_python(lambda: sum(range(100))) if python == "busy" else nullcontext():
-                    tokens = [run(engines[mode], requests, found[mode, python]) for mode in MODES]
+            for load in LOADS:
+                with _apply_load(load):
+                    tokens = [run(engines[mode], requests, found[mode, load]) for mode in MODES]
                 if tokens[0] != tokens[1]:
                     raise GraftError("generation loops changed an output")
     return found
@@ -138,13 +187,23 @@ def measure(options: argparse.Namespace) -> dict[tuple[str, str], Intervals]:
 def make_report(found: dict[tuple[str, str], Intervals]) -> str:
     """Return a table of the times between rounds in microseconds."""
     rows: list[tuple[object, ...]] = [
-        ("generation", "Python", "p50 in us", "p90", "p99", "max", "rounds", "launches")
+        ("generation", "load", "p50 in us", "p90", "p99", "max", "rounds", "launches")
     ]
-    for (mode, python), intervals in found.items():
-        times = np.percentile(np.array(intervals.times) * 1e-3, [50, 90, 99, 100])
-        figures = (f"{time:.0f}" for time in times)
-        rows.append((mode, python, *figures, intervals.rounds, intervals.launches))
+    for (mode, load), intervals in found.items():
+        figures = [f"{time:.0f}" for time in intervals.percentiles().values()]
+        rows.append((mode, load, *figures, intervals.rounds, intervals.launches))
     return table(rows, left=2)
+
+
+def write_json(path: Path, found: dict[tuple[str, str], Intervals]) -> None:
+    """Write the percentiles and counts to a file."""
+    results = []
+    for (mode, load), intervals in found.items():
+        counts = {"rounds": intervals.rounds, "launches": intervals.launches}
+        times = {f"{name}_us": us for name, us in intervals.percentiles().items()}
+        results.append({"generation": mode, "load": load, **counts, **times})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"results": results}, indent=1) + "\n", encoding="utf-8")
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -154,7 +213,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     for name, default, text in (
         ("tokens", 200, "tokens per output"),
-        ("runs", 5, "runs of each engine per state of the interpreter"),
+        ("runs", 5, "runs of each engine per load"),
         ("batch", 1, "requests that run together"),
     ):
         parser.add_argument(
@@ -168,6 +227,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, help="target folder (default: the demo model)")
     parser.add_argument("--draft", type=Path, help="drafter folder")
+    parser.add_argument("--out", type=Path, help="JSON file for the percentiles")
     options = parser.parse_args(arguments)
     if min(options.tokens, options.runs, options.batch) < 1:
         parser.error("--tokens, --runs and --batch must be above 0")
@@ -176,9 +236,12 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark and print the report."""
+    """Run the benchmark, print the report and write the JSON file."""
     options = parse_options(arguments)
-    print(make_report(measure(options)))
+    found = measure(options)
+    print(make_report(found))
+    if options.out is not None:
+        write_json(options.out, found)
 
 
 if __name__ == "__main__":
