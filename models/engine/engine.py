@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import sys
-import weakref
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -56,6 +55,7 @@ from graft.models.generation.replays import LoopReplays
 from graft.models.llm.config import LlamaConfig
 from graft.models.modes.automaton_steps import GRAMMAR_STEPS
 from graft.models.modes.launch import GraphKey, LaunchModes
+from graft.models.modes.promotion import Promotion
 from graft.models.request import Event, Output, Request
 from graft.models.round.prefill import PrefillScheduler
 from graft.models.round.round import RoundGraph
@@ -238,6 +238,10 @@ class Engine:
         overlap = options.overlap and options.composition == "one"
         max_in_flight = 2 if overlap else 1
         prefill_rows = options.prefill_rows
+        lane = StreamLane(built.stream)
+        promotion = None
+        if built.parts.automata is not None:
+            promotion = Promotion(built.parts.automata, lane, self._modes.should_promote)
         slots = SlotManager(
             options.slots,
             options.max_batch_size,
@@ -245,17 +249,14 @@ class Engine:
             prefix_cache=built.prefixes,
             prefill=built.prefill,
             slot_state=built.parts.state,
-            lane=StreamLane(built.stream),
+            lane=lane,
             prefill_scheduler=PrefillScheduler(
                 None if prefill_rows == "auto" else int(prefill_rows)
             ),
             positions_ahead=(max_in_flight + 1) * built.parts.width,
             slack_positions=options.slack,
-            automata=built.parts.automata,
+            promotion=promotion,
         )
-        # Strong references to the engine or to `slots` would be cycles.
-        modes, weak_slots = self._modes, weakref.proxy(slots)
-        slots.should_promote = lambda _: modes.should_promote(weak_slots.num_assigned)
         if built.control is not None:
             self._modes.loops = Loops(slots, built.parts.mode, has_all_pages=options.has_all_pages)
         self._scheduler = Scheduler(

@@ -163,13 +163,6 @@ class RequestState:
         """
         return -self.request.priority, self.submitted_at
 
-    @property
-    def has_new_automaton(self) -> bool:
-        """Whether the automaton that the request awaits has been built."""
-        if not self.awaits_automaton or self.matcher is None:
-            return False
-        return self.matcher.compiled.automaton is not None
-
     def make_matcher(self) -> Matcher | None:
         """Return a matcher advanced to the end of the output; None without a grammar.
 

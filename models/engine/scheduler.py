@@ -346,8 +346,7 @@ class Scheduler:
         if self.replays.looping:
             # The slots and pages of requests that have left are free only after the loop.
             waits = self.slots.num_prefilling or (self._ready and self.slots.num_leaving)
-            can_promote = any(state.has_new_automaton for state in self.slots.running.values())
-            if waits or can_promote or self.modes.prefers_other:
+            if waits or self.slots.can_promote or self.modes.prefers_other:
                 self.replays.leave_loop()
             return False
         running = self.slots.running

@@ -25,32 +25,26 @@ Invariants
 from __future__ import annotations
 
 import itertools
-import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from graft.cudagraph.errors import GraftError
 from graft.cudagraph.lanes import StreamLane
-from graft.grammar.automaton.device import DeviceAutomata
 from graft.models.cache.kv import PagedKV
 from graft.models.cache.prefix import PageGroup, PrefixCache
 from graft.models.engine.replay import ReplayInFlight
 from graft.models.engine.request_state import RequestState
+from graft.models.modes.promotion import Promotion, has_new_automaton
 from graft.models.round.prefill import Prefill, PrefillChunk, PrefillScheduler
 from graft.sampling.params import SamplingParams
 from graft.sampling.state import SlotRequest, SlotState
 
 __all__ = ["SlotManager"]
 
-LOG = logging.getLogger("graft")
-
 #: Number of free pages that are allocated in advance, so that few rounds have to allocate.
 PAGES_AHEAD = 4
-#: Maximum number of running requests that are promoted before a launch. A new matcher accepts the
-#: whole output of its request, so many promotions at once would delay the launch.
-MAX_PROMOTIONS = 4
 
 
 @dataclass(frozen=True)
@@ -104,8 +98,8 @@ class SlotManager:
     slack_positions
         Number of additional positions that draft trees use. They get pages even after the last
         position that the request may generate.
-    automata
-        Runs grammar steps of promoted requests on the device; None promotes no request.
+    promotion
+        Promotes requests, whose grammar steps then run on the device; None promotes no request.
 
     Attributes
     ----------
@@ -114,8 +108,6 @@ class SlotManager:
         completed. A request that is being prefilled is not included.
     prefill_scheduler
         Parameter of the same name.
-    should_promote
-        Returns whether a request with a grammar may be promoted. By default, every request may.
     """
 
     def __init__(
@@ -131,7 +123,7 @@ class SlotManager:
         prefill_scheduler: PrefillScheduler,
         positions_ahead: int,
         slack_positions: int = 0,
-        automata: DeviceAutomata | None = None,
+        promotion: Promotion | None = None,
     ):
         self._max_batch_size = max_batch_size
         self._caches = caches
@@ -142,8 +134,7 @@ class SlotManager:
         self.prefill_scheduler = prefill_scheduler
         self._positions_ahead = positions_ahead
         self._slack_positions = slack_positions
-        self._automata = automata
-        self.should_promote: Callable[[RequestState], bool] = lambda state: True
+        self._promotion = promotion
         self.running: dict[int, RequestState] = {}
         self._prefilling: dict[int, _PrefillingRequest] = {}
         self._free = list(range(num_slots))
@@ -334,7 +325,8 @@ class SlotManager:
         self._prefix_cache.insert(state.slot, state.tokens)
         del self._prefilling[state.slot]
         self.running[state.slot] = state
-        self._promote(state)
+        if self._promotion is not None:
+            self._promotion.start(state, self.num_assigned)
         self._slot_state.join(
             self._lane,
             state.slot,
@@ -350,61 +342,16 @@ class SlotManager:
             ),
         )
 
-    def _promote(self, state: RequestState, num_unread: int = 0) -> None:
-        """Promote a request if it may be promoted; see `DeviceAutomata.join`."""
-        if self._automata is None:
-            return
-        allowed = self.should_promote(state)
-        state.promoted = self._automata.join(
-            self._lane,
-            state.slot,
-            state.epoch,
-            state.matcher,
-            allowed=allowed,
-            num_unread=num_unread,
-        )
-        state.awaits_automaton = False
-        if allowed and not state.promoted:
-            state.awaits_automaton = self._automata.may_promote_later(state.matcher)
+    @property
+    def can_promote(self) -> bool:
+        """Whether the automaton that a running request awaits has been built."""
+        return any(has_new_automaton(state) for state in self.running.values())
 
     def promote(self, unread: Collection[ReplayInFlight]) -> int:
-        """Promote the running requests whose automaton has been built since they joined.
-
-        The requests stay in their slots and keep their drafts. The state of a request's automaton
-        follows its known tokens. A replay in flight may commit more tokens, which the device adds.
-
-        Parameters
-        ----------
-        unread
-            Launched replays whose results are unknown. If several of them contain a request, the
-            request is promoted by a later call. A call promotes at most `MAX_PROMOTIONS` requests.
-
-        Returns
-        -------
-        int
-            Number of promoted requests.
-        """
-        candidates = []
-        for state in self.running.values():
-            if not state.has_new_automaton:
-                continue
-            if sum(flight.contains(state) for flight in unread) <= 1:
-                candidates.append(state)
-        for state in candidates[:MAX_PROMOTIONS]:
-            self._promote_running(state, len(unread))
-        return sum(state.promoted for state in candidates)
-
-    def _promote_running(self, state: RequestState, num_unread: int) -> None:
-        """Promote a running request. If this fails, the request stays on the host."""
-        served_matcher = state.matcher
-        try:
-            state.matcher = state.make_matcher()
-            self._promote(state, num_unread)
-        except Exception as error:  # a grammar backend may raise anything
-            LOG.warning("request %s stays on the host: %s", state.id, error)
-        if not state.promoted:  # the grammar worker still serves the matcher of this slot
-            state.matcher = served_matcher
-            state.awaits_automaton = False
+        """Promote running requests and return their number; see `Promotion.promote`."""
+        if self._promotion is None:
+            return 0
+        return self._promotion.promote(self.running.values(), self.num_assigned, unread)
 
     def leave(self, state: RequestState, last_replay: int, *, ended_on_device: bool) -> None:
         """Remove a request from its slot.
@@ -432,7 +379,8 @@ class SlotManager:
         self._leaving[slot] = last_replay
         state.slot = -1
         state.matcher = None
-        state.promoted = state.awaits_automaton = False
+        if self._promotion is not None:
+            self._promotion.leave(state)
         state.reserved_positions = 0
 
     def reclaim(self, retired: int) -> None:
@@ -445,8 +393,8 @@ class SlotManager:
             del self._leaving[slot]
             for cache in self._caches:
                 cache.release(slot)
-            if self._automata is not None:
-                self._automata.release(slot)
+            if self._promotion is not None:
+                self._promotion.release(slot)
             self._free.append(slot)
 
     def reclaim_all(self) -> None:
@@ -461,7 +409,7 @@ class SlotManager:
         """
         self._prefilling.clear()
         del self._caches, self._prefix_cache, self._prefill, self._slot_state, self._lane
-        del self._automata, self.should_promote
+        del self._promotion
 
     def _required_positions(self, state: RequestState) -> int:
         """Return the number of positions that need pages when the next round is launched."""

@@ -42,6 +42,7 @@ from graft.models.generation.loops import Loops
 from graft.models.generation.replays import LoopReplays
 from graft.models.modes.automaton_steps import GRAMMAR_STEPS
 from graft.models.modes.launch import GraphKey, LaunchModes
+from graft.models.modes.promotion import Promotion
 from graft.models.request import Output, Request
 from graft.models.round.prefill import PrefillScheduler
 from graft.sampling.mode import DraftMode
@@ -161,6 +162,21 @@ class Interleaving:
         budget: Any = FixedDraftLengths(lengths)
         toy: Any = self.toy
         lane: Any = None
+        graphs = {
+            (rows, drafts): self._graph(rows, drafts)
+            for rows in {1, self.rows}
+            for drafts in range(k + 1)
+        }
+        modes = LaunchModes(
+            graphs,
+            chooses_loops=self.choice is not None,
+            chooses_promotion=self.choice is not None,
+        )
+        if self.choice is not None:
+            modes.choice = self.choice
+        promotion = None
+        if self.has_automata:
+            promotion = Promotion(toy.automata, lane, modes.should_promote)
         manager = SlotManager(
             slots,
             self.rows,
@@ -172,26 +188,13 @@ class Interleaving:
             prefill_scheduler=PrefillScheduler(toy.max_prompt_rows),
             positions_ahead=(self.max_in_flight + 1) * (k + 1),
             slack_positions=slack,
-            automata=toy.automata if self.has_automata else None,
+            promotion=promotion,
         )
-        graphs = {
-            (rows, drafts): self._graph(rows, drafts)
-            for rows in {1, self.rows}
-            for drafts in range(k + 1)
-        }
         replays = Replays(parts, toy, budget)
         loops = None
         if self.has_loops:
             replays = LoopReplays(parts, toy, budget, toy.control)
             loops = Loops(manager, DraftMode.chain(k), has_all_pages=self.rng.random() < 0.5)
-        modes = LaunchModes(
-            graphs,
-            chooses_loops=self.choice is not None,
-            chooses_promotion=self.choice is not None,
-        )
-        if self.choice is not None:
-            modes.choice = self.choice
-            manager.should_promote = lambda _: modes.should_promote(manager.num_assigned)
         modes.loops = loops
         for key in graphs:
             for place in GRAMMAR_STEPS:

@@ -24,6 +24,7 @@ from graft.models.engine.scheduler import Scheduler
 from graft.models.engine.slots import SlotManager
 from graft.models.generation.control import LoopControl
 from graft.models.generation.replays import LoopReplays
+from graft.models.modes.promotion import Promotion
 
 
 def first_failure(device, seeds, **options):
@@ -317,19 +318,19 @@ def test_interleaving_detects_fault_of_generation_loops(device, monkeypatch, mut
 #: Faults in the promotion of running requests.
 PROMOTION_MUTANTS = {
     "state lacks the commit of a replay in flight": (
-        SlotManager,
+        Promotion,
         "_promote_running",
-        "self._promote(state, num_unread)",
-        "self._promote(state)",
+        "self.start(state, num_requests, num_unread)",
+        "self.start(state, num_requests)",
     ),
     "state lacks a known token": (
-        SlotManager,
+        Promotion,
         "_promote_running",
         "state.make_matcher()",
         "state.grammar.result().matcher(state.stop_ids, state.output.tokens[:-1])",
     ),
-    "several commits in flight": (SlotManager, "promote", "<= 1", "<= 9"),
-    "wrong epoch": (SlotManager, "_promote", "state.epoch,", "state.epoch - 1,"),
+    "several commits in flight": (Promotion, "promote", "<= 1", "<= 9"),
+    "wrong epoch": (Promotion, "start", "state.epoch,", "state.epoch - 1,"),
     "promoted request served by the host": (
         Replays,
         "launch",
