@@ -26,6 +26,7 @@ __all__ = [
     "VERIFY_MODES",
     "check_request",
     "check_size",
+    "check_timeout",
     "check_token_ids",
 ]
 
@@ -360,6 +361,18 @@ def check_size(
         raise RequestError(f"{description} is longer than {max_size} bytes (Limits.{limit})")
 
 
+def check_timeout(timeout_s: object) -> None:
+    """Check the value of `Request.timeout_s`.
+
+    Raises
+    ------
+    OptionError
+        If the value is neither None nor a number of seconds in the allowed range.
+    """
+    if timeout_s is not None:
+        check_real("timeout_s", timeout_s, 0.0, 1e9, open_low=True)
+
+
 def check_request(request: Request, vocab_size: int, limits: Limits) -> None:
     """Check the types and values of all fields of a request, and the limits.
 
@@ -452,14 +465,7 @@ def _check_ranges(request: Request) -> None:
         max_min_tokens,
     )
     check_integer("priority", request.priority, -(2**31), 2**31 - 1)
-    if request.timeout_s is not None:
-        check_real(
-            "timeout_s",
-            request.timeout_s,
-            0.0,
-            1e9,
-            open_low=True,
-        )
+    check_timeout(request.timeout_s)
     check_integer("n", request.n, 1, MAX_SAMPLES)
     if request.n > 1:
         raise RequestError(

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 import pytest
 
+from graft.cudagraph.errors import OptionError
 from graft.models.request import Event, Limits, Logprob, Output, Request
 from graft.tools.demo_model import demo_model
 from graft.tools.serve.actors import ReplicaActor, private_folder
@@ -287,6 +288,22 @@ def test_replicas_queue_requests_while_restarting_and_fail_them_if_restart_fails
             assert replicas.open_requests == 0
             assert {(await receive(stream))[3].error for stream in streams[:5]} == {"killed"}
             assert (await receive(submit(replicas, "late")))[3].error == "killed"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("timeout_s", ["5", [5], 10**400, -5, 0, float("nan"), True])
+def test_replicas_refuse_invalid_timeout_without_storing_the_request(timeout_s):
+    """A stored request with such a timeout could neither be started nor be removed."""
+
+    async def run():
+        async with fake_replicas(1) as (replicas, actors, _):
+            with pytest.raises(OptionError, match="timeout_s must be"):
+                submit(replicas, timeout_s=timeout_s)
+            assert not replicas.open_requests
+            actors[0].kill()
+            await settle()
+            assert replicas.alive == [True] and len(actors) == 2
 
     asyncio.run(run())
 

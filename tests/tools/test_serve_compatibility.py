@@ -441,6 +441,9 @@ def test_text_parts_and_names_of_messages_are_accepted(chat):
         ({"stream": "yes"}, "stream"),
         ({"suffix": "x"}, "suffix"),
         ({"bad_words": "x"}, "bad_words"),
+        ({"timeout_s": "5"}, "timeout_s"),
+        ({"timeout_s": -5}, "timeout_s"),
+        ({"timeout_s": True}, "timeout_s"),
         ({"detokenize": False}, "detokenize"),
         ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs"),
         (

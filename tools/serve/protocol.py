@@ -15,7 +15,7 @@ from typing import Any
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.errors import TokenizerError
-from graft.models.request import MAX_SAMPLES, Limits, Request, check_size
+from graft.models.request import MAX_SAMPLES, Limits, Request, check_size, check_timeout
 from graft.models.tokenizer import RESERVED_VARIABLES, Tokenizer
 from graft.sampling.checks import short_repr
 from graft.sampling.params import MAX_LOGPROBS
@@ -405,6 +405,8 @@ class RequestParser:
         for name, request_field in PLAIN_FIELDS.items():
             if name in fields:
                 options[request_field] = fields[name]
+        # Replicas subtract the elapsed time from timeout_s before an engine checks it.
+        check_timeout(fields.get("timeout_s"))
         # In the API, as in vLLM, requests with a lower value run first. In the engine, requests
         # with a higher value run first.
         priority = read_integer(fields, "priority", -_MAX_PRIORITY, _MAX_PRIORITY)

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 from graft.models.engine.engine import Engine
 from graft.models.errors import EngineError
-from graft.models.request import Event, Output, Request
+from graft.models.request import Event, Output, Request, check_timeout
 from graft.tools.serve.engine_driver import (
     COUNTERS_TIMEOUT_S,
     EngineInfo,
@@ -271,7 +271,13 @@ class Replicas:
 
         The events of the request are put into `sink`. The last event always has an output, even if
         the request fails.
+
+        Raises
+        ------
+        OptionError
+            If `timeout_s` is invalid. The engines check all other fields.
         """
+        check_timeout(request.timeout_s)  # otherwise, `_RoutedRequest.start` could raise an error
         request_id = str(request.id)
         if request.seed is None:
             request = replace(request, seed=secrets.randbits(64))
@@ -414,20 +420,18 @@ class Replicas:
         A request stays unassigned while no replica is alive, or while the request is a suspect and
         every living replica already runs another suspect.
         """
-        requests = self._unassigned
-        self._unassigned = []
-        for request in requests:
+        for request in list(self._unassigned):
             is_suspect = request.deaths >= SUSPECT_DEATHS
             loads = {}
             for replica in self._replicas:
                 if replica.alive and not (is_suspect and replica.has_suspect):
                     loads[replica.number] = len(replica.requests)
             if not loads:
-                self._unassigned.append(request)
                 continue
             replica = self._replicas[self._router.choose(request.keys, loads)]
-            replica.requests[str(request.request.id)] = request
             replica.jobs.put_nowait(request.start())
+            replica.requests[str(request.request.id)] = request
+            self._unassigned.remove(request)
 
     def _finish(self, request_id: str, event: Event) -> None:
         """End a request with an event, unless the request has already ended."""
