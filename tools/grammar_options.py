@@ -222,7 +222,7 @@ def make_grammar(fields: Mapping[str, Any], partial: bool) -> GrammarSpec | None
 def _grammar_key(fields: Mapping[str, Any]) -> str | None:
     """Return the key of `GRAMMARS` that defines the grammar; None if there is no grammar."""
     json_object = fields.get("json_object")
-    if json_object not in (None, True, False):
+    if json_object is not None and not isinstance(json_object, bool):
         raise OptionError(f"json_object must be true or false, got {json_object!r}")
     keys = [key for key in GRAMMARS if fields.get(key) is not None]
     if json_object is not None and not json_object:

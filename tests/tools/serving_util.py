@@ -28,6 +28,7 @@ EXTRA_FIELDS = (
     "top_k",
     "guided_regex",
     "guided_json",
+    "guided_json_object",
     "regex",
     "ebnf",
     "min_tokens",

@@ -199,6 +199,7 @@ def test_prompt_rows_accept_partial_schemas_and_json_object_false(parse_rows):
         ({"id": True}, "id must be a string, got True"),
         ({"id": "first"}, "id 'first' is already used in line 1"),
         ({"json_object": "no"}, "json_object must be true or false"),
+        ({"json_object": 0}, "json_object must be true or false, got 0"),
         ({"variables": 3}, "variables must be an object"),
         ({"variables": {"messages": []}}, "variables must not contain messages"),
         ({"raw": True, "tools": []}, "raw cannot be combined with tools"),

@@ -221,6 +221,10 @@ REPEATED = {
             lambda text: isinstance(json.loads(text), dict),
         ),
         (
+            {"response_format": {"type": "json_object", "schema": None}},
+            lambda text: isinstance(json.loads(text), dict),
+        ),
+        (
             {"response_format": {"type": "json_object", "schema": PERSON}},
             lambda text: {*json.loads(text)} == {"name", "age"},
         ),
@@ -500,6 +504,14 @@ def json_schema(**schema):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "must be text"),
         ({"response_format": {"type": "nothing"}}, 400, "response_format must be"),
         ({"response_format": {"schema": PERSON}}, 400, "response_format must be"),
+        ({"response_format": response_format(None)}, 400, "json_schema with a schema"),
+        (
+            {"structured_outputs": {"json_object": "no"}},
+            400,
+            "json_object must be true or false, got 'no'",
+        ),
+        ({"structured_outputs": {"json_object": 0}}, 400, "json_object must be true or false"),
+        ({"guided_json_object": "false"}, 400, "guided_json_object must be true or false"),
         ({"guided_json": {"schema": PERSON}}, 400, "this is OpenAI's response_format"),
         (
             {"response_format": response_format({"type": "array", "uniqueItems": True})},

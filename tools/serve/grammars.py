@@ -103,13 +103,13 @@ def _response_format(fields: Mapping[str, Any]) -> list[_FoundGrammar]:
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if kind == "text":
         return []
-    if kind == "json_object" and "schema" in response_format:  # as in llama.cpp
+    if kind == "json_object" and response_format.get("schema") is not None:  # as in llama.cpp
         return [_FoundGrammar("response_format", "json", response_format["schema"])]
     if kind in ("json_object", "structural_tag"):
         return [_FoundGrammar("response_format", kind, response_format)]
     if kind == "json_schema":
         definition = response_format.get("json_schema")
-        if isinstance(definition, dict) and "schema" in definition:
+        if isinstance(definition, dict) and definition.get("schema") is not None:
             return [_FoundGrammar("response_format", "json", definition["schema"])]
     raise ApiError(
         "response_format must be text, json_object, json_schema with a schema, or "
@@ -129,11 +129,19 @@ def _structured_outputs(fields: Mapping[str, Any]) -> list[_FoundGrammar]:
     for name, key in GRAMMAR_FIELDS.items():
         if name in fields:
             found.append(_FoundGrammar(name, key, fields[name]))
-    return [
-        grammar
-        for grammar in found
-        if grammar.value is not None and (grammar.key, grammar.value) != ("json_object", False)
-    ]
+    return [grammar for grammar in found if _is_enabled(grammar)]
+
+
+def _is_enabled(grammar: _FoundGrammar) -> bool:
+    """Return whether a grammar constrains the output: json_object can be switched off."""
+    if grammar.key == "json_object":
+        if not isinstance(grammar.value, bool):
+            raise ApiError(
+                f"{grammar.name} must be true or false, got {short_repr(grammar.value)}",
+                param=grammar.name if grammar.name in GRAMMAR_FIELDS else "structured_outputs",
+            )
+        return grammar.value
+    return grammar.value is not None
 
 
 def _read_structured_outputs(structured: Any) -> dict[str, Any]:
