@@ -15,7 +15,14 @@ from typing import Any
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.errors import TokenizerError
-from graft.models.request import MAX_SAMPLES, Limits, Request, check_size, check_timeout
+from graft.models.request import (
+    MAX_SAMPLES,
+    Limits,
+    Request,
+    check_size,
+    check_timeout,
+    check_token_ids,
+)
 from graft.models.tokenizer import RESERVED_VARIABLES, Tokenizer
 from graft.sampling.checks import short_repr
 from graft.sampling.params import MAX_LOGPROBS
@@ -394,7 +401,10 @@ class RequestParser:
         texts = []
         for i, tokens in enumerate(prompts):
             text = given[i] if isinstance(given, list) and len(given) == len(prompts) else given
-            texts.append(text if isinstance(text, str) else self.tokenizer.decode(tokens))
+            if not isinstance(text, str):
+                check_token_ids("prompt", tokens, self.tokenizer.vocab_size)
+                text = self.tokenizer.decode(tokens)
+            texts.append(text)
         return texts
 
     def _options(
@@ -473,7 +483,12 @@ class RequestParser:
         """
         if grammar is not None:
             return {"min_tokens": max_tokens or 2**31 - 1}
-        stop_ids = fields.get("stop_token_ids") or ()
+        stop_ids = fields.get("stop_token_ids", [])
+        if not isinstance(stop_ids, list):
+            raise ApiError(
+                f"stop_token_ids must be a list, got {short_repr(stop_ids)}",
+                param="stop_token_ids",
+            )
         return {"banned_ids": [token for token in self.tokenizer.stop_ids if token not in stop_ids]}
 
 
