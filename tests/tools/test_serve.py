@@ -13,7 +13,9 @@ import jsonschema
 import pytest
 
 from graft.grammar.grammar_spec import GrammarSpec
-from graft.models.request import Request
+from graft.models.request import Event, Output, Request
+from graft.tools.serve.protocol import ApiRequest
+from graft.tools.serve.responses import ResponseChoice
 from graft.tools.serve.tool_calls import ToolCallParser, ToolChoice, tool_grammar
 
 for package in ("starlette", "uvicorn", "prometheus_client"):
@@ -454,6 +456,77 @@ def test_tool_call_parser_limits_calls_and_reports_cut_call():
     assert (content, delta["function"]["arguments"]) == ("", '{"a')
     assert cut.cut_text == '[{"name": "f", "arguments": {"a'
     assert cut.feed("", True) == ("", [])
+    second = ToolCallParser(ToolChoice([{}], parallel=False))
+    second.feed(TAGGED_CALLS[:-20], True)
+    assert [call["function"]["name"] for call in second.calls] == ["f0"]
+    assert second.cut_text == ""
+
+
+def split_response(parser, pieces, reason, stream, **options):
+    """Return content, reasoning, calls and finish reason of a response to generated text.
+
+    The calls are a list of pairs of name and arguments. `options` are fields of `ApiRequest`.
+    """
+    request = ApiRequest("x", True, [Request(tokens=[1])], [[1]], stream=stream, **options)
+    choice = ResponseChoice(request, 0, parser)
+    output = Output("x", tokens=[0], text="".join(pieces), reason=reason)
+    if not stream:
+        body = choice.complete(output)
+        messages = [body["message"]]
+    else:
+        events = [Event("x", (), piece) for piece in pieces] + [Event("x", (), "", output)]
+        chunks = [chunk for event in events for chunk in choice.chunks(event)]
+        body = chunks[-1]
+        messages = [chunk["delta"] for chunk in chunks]
+    calls = {}
+    for i, call in enumerate(one for message in messages for one in message.get("tool_calls", [])):
+        name, arguments = calls.get(call.get("index", i), ("", ""))
+        function = call["function"]
+        calls[call.get("index", i)] = (
+            name + function.get("name", ""),
+            arguments + function["arguments"],
+        )
+    content = "".join(message.get("content") or "" for message in messages)
+    reasoning = "".join(message.get("reasoning") or "" for message in messages)
+    return content, reasoning, list(calls.values()), body["finish_reason"]
+
+
+TAGGED = [f"<tool_call>\n{call}\n</tool_call>" for call in (CALLS[1], CALLS[0])]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "reason", "options", "expected_calls", "finish_reason"),
+    [
+        (TAGGED[0] + TAGGED[1][:50], "length", {"parallel": False}, [("f1", "[1, {}]")], "length"),
+        (
+            TAGGED[0] + TAGGED[1][:50],
+            "stop_string",
+            {"parallel": False},
+            [("f1", "[1, {}]")],
+            "tool_calls",
+        ),
+        (TAGGED[0], "stop", {}, [("f1", "[1, {}]")], "tool_calls"),
+        (TAGGED[0][:45], "stop_string", {}, [], "stop"),
+        (TAGGED[0][:45], "length", {}, [], "length"),
+        (TAGGED[0] + TAGGED[1][:50], "stop_string", {}, [("f1", "[1, {}]")], "stop"),
+        (CALLS[1][:-4], "stop_string", {"required": True, "parallel": False}, [], "stop"),
+        (f"[{CALLS[1][:-4]}", "stop_string", {"required": True}, [], "stop"),
+    ],
+)
+def test_response_has_complete_calls_only(
+    server, text, reason, options, expected_calls, finish_reason, stream
+):
+    """A stream has also the beginning of a cut call, which has been sent when the output ends."""
+    tools = ToolChoice([{"name": "f1"}], **options)
+    pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
+    _, _, calls, found_reason = split_response(
+        server.service.parser, pieces, reason, stream, tools=tools, reasoning=[None]
+    )
+    if stream:
+        calls = calls[: len(expected_calls)]
+    assert calls == expected_calls
+    assert found_reason == finish_reason
 
 
 def json_schema(**schema):

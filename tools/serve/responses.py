@@ -202,8 +202,9 @@ class ResponseChoice:
         stop = None
         if event.output is not None:
             finish_reason = _FINISH_REASONS[event.output.reason]
-            has_calls = self._tool_calls is not None and self._tool_calls.calls
-            if finish_reason == "stop" and has_calls:
+            parser = self._tool_calls
+            has_complete_calls = parser is not None and parser.calls and not parser.cut_text
+            if finish_reason == "stop" and has_complete_calls:
                 finish_reason = "tool_calls"
             stop = self._matched_stop(event.output)
         fields: dict[str, Any] = {}

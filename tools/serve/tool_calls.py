@@ -284,10 +284,11 @@ class ToolCallParser:
     Attributes
     ----------
     calls
-        All calls that have been parsed so far, in OpenAI's format. The arguments of the last call
-        can be incomplete.
+        All calls that have been parsed so far, in OpenAI's format, without those that exceed the
+        maximum number of calls. The arguments of the last call can be incomplete.
     cut_text
-        Text of the last call if the output has ended within its arguments; otherwise empty.
+        Text of the last call of `calls` if the output has ended within its arguments; otherwise
+        empty.
     """
 
     def __init__(self, tools: ToolChoice):
@@ -334,7 +335,7 @@ class ToolCallParser:
                 content += before
             if not has_advanced:
                 break
-        if last and self._scanner is not None:
+        if last and self._scanner is not None and self._num_calls <= self._max_calls:
             self.cut_text = self._call_text
         return content, deltas
 
