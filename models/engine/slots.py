@@ -264,16 +264,18 @@ class SlotManager:
         state
             Running request.
         max_pages
-            Maximum number of pages to allocate; None: all that the request can ever need.
+            Maximum number of pages that the request has in addition to those of the next round;
+            None: all that it can ever need.
         """
         page_size = self._caches[0].page_size
         limit = state.position_limit + self._slack_positions
-        present = state.reserved_positions // page_size
-        wanted = -(-limit // page_size) - present
+        target = -(-limit // page_size)
         if max_pages is not None:
-            wanted = min(wanted, max_pages)
+            needed = -(-self._required_positions(state) // page_size)
+            target = min(target, needed + max_pages)
+        present = state.reserved_positions // page_size
         num_free = min(len(cache.free) for cache in self._caches)
-        pages = min(wanted, num_free + self._prefix_cache.num_unused)
+        pages = min(target - present, num_free + self._prefix_cache.num_unused)
         if pages <= 0:
             return
         self._prefix_cache.evict_until_free(pages, ())

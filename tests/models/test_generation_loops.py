@@ -29,6 +29,7 @@ from graft.grammar import GrammarSpec
 from graft.models.drafters import Suffix
 from graft.models.engine import assembly, replay
 from graft.models.generation.control import LOOP_ENTRIES, LoopControl
+from graft.models.generation.loops import PAGES_AHEAD
 
 __all__ = ["expected_answers"]  # a fixture
 
@@ -364,6 +365,24 @@ def test_loop_ends_before_pages_run_out(pages):
     with settled(demo_engine(**options, generation="graph")) as engine:
         assert answers(engine.generate(requests)) == expected
         assert engine._replays.loops > 2
+
+
+def test_loops_do_not_accumulate_reserved_pages():
+    """However many loops a request has run in, it has at most `PAGES_AHEAD` additional pages."""
+    options = {"pages": 60, "page_size": 4, "max_length": 200, "prefix_cache_bytes": 0}
+    with settled(loop_engine(max_batch_size=2, **options)) as engine:
+        start_loop(engine, replace(LONG, max_tokens=150))
+        [state] = engine._scheduler.slots.running.values()
+        loops = engine._replays.loops
+        excess = []
+        while engine.busy:
+            engine._replays.leave_loop()
+            engine.step()
+            if state.slot >= 0:
+                excess.append(state.reserved_positions - state.num_tokens)
+        assert engine._replays.loops > loops + 5
+        # A loop that is read now was launched with fewer tokens; a round commits at most four.
+        assert max(excess) <= 4 * (PAGES_AHEAD + 1) + 3 * 4 + 4
 
 
 def test_loop_evicts_prefix_cache_for_its_pages():
