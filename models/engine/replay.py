@@ -167,9 +167,9 @@ class Replays:
         the results of the row.
     on_time
         Function to call for each complete replay with requests, or None. Its arguments are the
-        replay, its time in nanoseconds and the number of tokens that it has committed. The time
-        includes the time until the next replay, if this replay has the same graph and was launched
-        without prefill in between.
+        replay, its time in nanoseconds, the time until the next replay, and the number of tokens
+        that it has committed. The time until the next replay is None unless the next replay has the
+        same graph and was launched without prefill in between.
     looping
         Whether a launched graph may run more replays than the host knows of. Nothing may be
         launched while it does. Always False, unless a subclass launches generation loops.
@@ -191,7 +191,7 @@ class Replays:
         self._launches: Counter[int] = Counter()
         self.on_parts: Callable[[ReplayInFlight, list[int]], None] | None = None
         self.on_row: Callable[[RowAssignment, RowResult], None] | None = None
-        self.on_time: Callable[[ReplayInFlight, float, int], None] | None = None
+        self.on_time: Callable[[ReplayInFlight, float, float | None, int], None] | None = None
         self._tokens: Counter[int] = Counter()  # committed tokens, by unretired replay
 
     @property
@@ -469,7 +469,7 @@ class Replays:
                 idle=is_idle,
             )
             if not is_idle and self.on_time is not None:
-                self.on_time(flight, ns + self._gap_ns(flight, max(stamps)), tokens)
+                self.on_time(flight, ns, self._gap_ns(flight, max(stamps)), tokens)
         if not self._parts.every_part:
             return
         for part, start, end in zip(parts, stamps, stamps[1:], strict=False):
@@ -478,17 +478,17 @@ class Replays:
             total = stats.part_ns.get(part.name, 0)
             stats.part_ns[part.name] = total + end - start
 
-    def _gap_ns(self, flight: ReplayInFlight, end: int) -> int:
+    def _gap_ns(self, flight: ReplayInFlight, end: int) -> int | None:
         """Return the time in nanoseconds between the end of a replay and the next replay.
 
-        Return 0 if the next replay has another graph or other requests, or follows prefill.
+        Return None if the next replay has another graph or other requests, or follows prefill.
         """
         following = next(iter(self._unretired or self.unread), None)
         if following is None or following.graph is not flight.graph or following.after_prefill:
-            return 0
+            return None
         epochs = {row.epoch for row in flight.rows}
         if epochs.isdisjoint(row.epoch for row in following.rows):
-            return 0
+            return None
         timeline = self._parts.timeline
         begin = int(timeline["ns"].array[following.number % timeline.slots][0])
         return max(begin - end, 0)

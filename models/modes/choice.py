@@ -30,7 +30,7 @@ TOKENS_WINDOW = 512
 #: The mean number of tokens per round of the bucket counts as much as this number of rounds when
 #: the tokens per round of a mode are estimated.
 PRIOR_ROUNDS = 16
-#: Maximum number of rounds of no mode while a mode is measured again.
+#: Maximum number of rounds of no mode while a mode is measured for the first time or again.
 MAX_CHANGING_ROUNDS = 512
 _MIN_TOKENS = 1e-3
 
@@ -47,18 +47,34 @@ class Bucket(NamedTuple):
         Number of batch rows.
     drafts
         Number of drafts per batch row.
+    loops
+        Whether a loop was possible. It is not while a prompt is being prefilled, and the times of
+        rounds do not contain the gaps between them then.
     """
 
     grammar: str
     batch: int
     drafts: int
+    loops: bool = False
 
 
 class Launch(NamedTuple):
-    """Bucket of a launch, and the number of modes that were possible."""
+    """How the mode of a launch was chosen.
+
+    Attributes
+    ----------
+    bucket
+        Bucket of the launch.
+    num_modes
+        Number of modes that were possible.
+    promotion
+        Place of the grammar steps by which promotion is judged: "host", "device" or "mixed"; None
+        if the launch says nothing about promotion.
+    """
 
     bucket: Bucket
     num_modes: int
+    promotion: str | None = None
 
 
 class _Mode:
@@ -122,6 +138,10 @@ class _BucketChoice:
         self.modes: dict[str, _Mode] = {}
         self.chosen: str | None = None
         self._rounds = 0
+        # Mode that is being measured for the first time.
+        self._measured: str | None = None
+        # Modes whose first measurement ended without enough rounds.
+        self._postponed: set[str] = set()
         # Mode that is being measured again, its number of rounds since then, and the number of
         # rounds of no mode.
         self._explored: str | None = None
@@ -134,16 +154,25 @@ class _BucketChoice:
     def choose(self, names: Sequence[str]) -> str:
         for name in names:
             mode = self.modes.setdefault(name, _Mode())
-            if not mode.is_measured:
+            if mode.is_measured:
+                self._postponed.discard(name)
+            elif name not in self._postponed:
+                self._measured = name
                 return name
+        self._measured = None
+        measured = [name for name in names if name not in self._postponed]
+        if not measured:
+            return names[0]
         if self._explored_rounds >= MEASURED_ROUNDS:
             self._explored = None
         if self._explored is not None and self._explored in names:
             return self._explored
-        self.chosen = self._best(names)
+        self.chosen = self._best(measured)
         others = [name for name in names if name != self.chosen]
         oldest = min(others, key=self._last_round)
-        needed_ns = MEASURED_ROUNDS * self.modes[oldest].mean_ns
+        # The time of a mode that has no rounds is unknown.
+        expected = self.modes[oldest if self.modes[oldest].rounds else self.chosen]
+        needed_ns = MEASURED_ROUNDS * expected.mean_ns
         if self._credit_ns < needed_ns:
             return self.chosen
         self._explored = oldest
@@ -168,6 +197,8 @@ class _BucketChoice:
         if mode is None:
             return
         mode.add(ns, tokens)
+        if name == self._measured:
+            self._changing_rounds = 0
         self._rounds += 1
         mode.last = self._rounds
         self._credit_ns += EXPLORED_SHARE * mode.mean_ns
@@ -177,12 +208,16 @@ class _BucketChoice:
             self._credit_ns -= ns
 
     def record_change(self, ns: float) -> None:
-        if self._explored is None:
+        if self._explored is None and self._measured is None:
             return
         self._credit_ns -= ns
         self._changing_rounds += 1
-        if self._changing_rounds >= MAX_CHANGING_ROUNDS:
-            self._explored = None
+        if self._changing_rounds < MAX_CHANGING_ROUNDS:
+            return
+        self._changing_rounds = 0
+        self._explored = None
+        if self._measured is not None:
+            self._postponed.add(self._measured)
 
     def cost(self, name: str) -> float:
         """Return the time of a mode per token, in nanoseconds."""
@@ -231,7 +266,8 @@ class ModeChoice:
     that, the mode with the lowest cost is chosen. The current mode is kept unless another one is
     better by `MIN_GAIN`. The other modes are measured again from time to time, for
     `MEASURED_ROUNDS` rounds each, so that the choice follows the load. This takes at most
-    `EXPLORED_SHARE` of the time.
+    `EXPLORED_SHARE` of the time. A measurement, also the first one, ends after
+    `MAX_CHANGING_ROUNDS` rounds of no mode.
 
     The cost of a mode is the mean time of its latest rounds divided by its tokens per round. The
     number of tokens of a few rounds is mostly chance. It is therefore averaged over many rounds

@@ -9,6 +9,7 @@ from graft.models.engine.replay import ReplayInFlight
 from graft.models.engine.request_state import RequestState
 from graft.models.generation.loops import Loops
 from graft.models.modes.choice import Bucket, Launch, ModeChoice
+from graft.models.modes.promotion import has_automaton
 from graft.models.round.round import RoundGraph, RoundParts
 
 __all__ = ["GraphKey", "LaunchModes"]
@@ -103,9 +104,13 @@ class LaunchModes:
             Whether the batch has all requests that are running.
         """
         place = _grammar_place(states)
-        is_guided = any(state.matcher is not None for state in states)
-        bucket = Bucket(place if is_guided else "none", batch, drafts)
-        keys = self._keys(GraphKey(batch, drafts, place), is_guided, may_loop)
+        guided = [state for state in states if state.matcher is not None]
+        key = GraphKey(batch, drafts, place)
+        loop_key = self._loop_key(key, bool(guided)) if may_loop else None
+        bucket = Bucket(place if guided else "none", batch, drafts, loop_key is not None)
+        keys = [key] if loop_key is None or self._chooses_loops else []
+        if loop_key is not None:
+            keys.append(loop_key)
         if self._may_be_optimistic(bucket, states):
             keys += [key._replace(optimistic=True) for key in keys]
         graphs = {}
@@ -118,19 +123,18 @@ class LaunchModes:
         graph = graphs[mode]
         if graph.repeats and self.loops is not None:
             self.loops.reserve_pages(states)
-        return graph, Launch(bucket, len(modes))
+        return graph, Launch(bucket, len(modes), _promotion_place(guided))
 
-    def _keys(self, key: GraphKey, is_guided: bool, may_loop: bool) -> list[GraphKey]:
-        """Return the keys of the round and of the loop that can run a batch.
+    def _loop_key(self, key: GraphKey, is_guided: bool) -> GraphKey | None:
+        """Return the key of the loop that can run a batch instead of the round of `key`.
 
-        `key` is that of the round.
+        Return None if no loop can be launched now.
         """
         loops = self.loops
-        if loops is None or not may_loop or not loops.possible:
-            return [key]
+        if loops is None or not loops.possible:
+            return None
         grammar = loops.grammar_place(key.grammar, is_guided=is_guided)
-        loop_key = key._replace(grammar=grammar, repeats=True)
-        return [key, loop_key] if self._chooses_loops else [loop_key]
+        return key._replace(grammar=grammar, repeats=True)
 
     def _may_be_optimistic(self, bucket: Bucket, states: Sequence[RequestState]) -> bool:
         """Return whether an optimistic graph can run a batch, with the same outputs."""
@@ -154,20 +158,34 @@ class LaunchModes:
         bucket, modes, mode = self._latest
         return self.choice.choose(bucket, modes) != mode
 
-    def record(self, flight: ReplayInFlight, ns: float, tokens: int) -> None:
-        """Record the time and the number of tokens of a complete replay."""
+    def record(self, flight: ReplayInFlight, ns: float, gap_ns: float | None, tokens: int) -> None:
+        """Record the times and the number of tokens of a complete replay.
+
+        Parameters
+        ----------
+        flight
+            The replay.
+        ns
+            Time of the replay, in nanoseconds.
+        gap_ns
+            Time between this replay and the next one, in nanoseconds; None if it is unknown. A
+            replay without it is not recorded where loops, which have no gaps, are possible.
+        tokens
+            Number of tokens committed to all requests.
+        """
         launch = flight.launch
-        if launch is None:
+        if launch is None or (gap_ns is None and launch.bucket.loops):
             return
         bucket = launch.bucket
+        ns += gap_ns or 0.0
         if launch.num_modes > 1:
             self.choice.record(bucket, flight.graph.mode, ns, tokens)
-        if self._chooses_promotion and bucket.grammar != "none":
+        if self._chooses_promotion and launch.promotion is not None:
             promotion = self._promotion_bucket(bucket.batch)
-            if bucket.grammar == "mixed":
+            if launch.promotion == "mixed":
                 self.choice.record_change(promotion, ns)
             else:
-                self.choice.record(promotion, bucket.grammar, ns, tokens)
+                self.choice.record(promotion, launch.promotion, ns, tokens)
 
     def should_promote(self, num_requests: int) -> bool:
         """Return whether a request with an automaton is promoted.
@@ -194,3 +212,20 @@ def _grammar_place(states: Sequence[RequestState]) -> str:
     if not num_promoted:
         return "host"
     return "device" if num_promoted == len(states) else "mixed"
+
+
+def _promotion_place(guided: Sequence[RequestState]) -> str | None:
+    """Return the place of the grammar steps of requests that can all be promoted.
+
+    Return None if there are no such requests, or others too: the times of the batch then say
+    little about promotion.
+
+    Parameters
+    ----------
+    guided
+        Requests of a batch that have a grammar.
+    """
+    for state in guided:
+        if not state.promoted and not has_automaton(state):
+            return None
+    return _grammar_place(guided) if guided else None

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from graft.models.modes.automaton_steps import GRAMMAR_STEPS
 from graft.models.modes.choice import (
     EXPLORED_SHARE,
     MAX_CHANGING_ROUNDS,
@@ -18,7 +19,7 @@ from graft.models.modes.choice import (
     Launch,
     ModeChoice,
 )
-from graft.models.modes.launch import LaunchModes
+from graft.models.modes.launch import GraphKey, LaunchModes
 
 BUCKET = Bucket("host", 4, 3)
 
@@ -96,6 +97,98 @@ def test_mode_choice_ends_measurement_that_never_happens():
     assert choice.choose(BUCKET, ("a", "b")) == "a"
 
 
+def test_mode_choice_ends_first_measurement_that_never_happens():
+    """A mode that has never been measured completely does not block the others forever."""
+    choice = ModeChoice()
+    for _ in range(MEASURED_ROUNDS):
+        assert choice.choose(BUCKET, ("a", "b")) == "a"
+        choice.record(BUCKET, "a", 100.0, 4)
+    for _ in range(MAX_CHANGING_ROUNDS):
+        assert choice.choose(BUCKET, ("a", "b")) == "b"
+        choice.record_change(BUCKET, 150.0)
+    assert choice.choose(BUCKET, ("a", "b")) == "a"
+    # When the time of the attempt has been repaid, there is another one.
+    rounds = 0
+    while choice.choose(BUCKET, ("a", "b")) == "a":
+        choice.record(BUCKET, "a", 100.0, 4)
+        rounds += 1
+    assert rounds > 0.9 * MAX_CHANGING_ROUNDS * 1.5 / EXPLORED_SHARE
+    for _ in range(MEASURED_ROUNDS):
+        choice.record(BUCKET, "b", 50.0, 4)
+    assert choice.choose(BUCKET, ("a", "b")) == "b"
+
+
+class Graph(SimpleNamespace):
+    """A graph for `LaunchModes`: its name is `mode`."""
+
+
+def launch_modes(*, loops=True, **options):
+    """Return modes with a round and a loop for one batch row and three drafts."""
+    modes = LaunchModes({(1, 3): Graph(mode="round", repeats=False)}, **options)
+    modes.graphs = {
+        GraphKey(1, 3, place, repeats): Graph(mode="loop" if repeats else place, repeats=repeats)
+        for place in GRAMMAR_STEPS
+        for repeats in (False, True)
+    }
+    if loops:
+        modes.loops = SimpleNamespace(
+            possible=True,
+            grammar_place=lambda place, is_guided: place,
+            reserve_pages=lambda states: None,
+        )
+    return modes
+
+
+def request_state(*, promoted=False, has_grammar=True, has_automaton=True):
+    """Return a request as `LaunchModes` sees it."""
+    compiled = SimpleNamespace(automaton=object() if has_automaton else None)
+    matcher = SimpleNamespace(compiled=compiled) if has_grammar else None
+    return SimpleNamespace(promoted=promoted, matcher=matcher, depends_on_drafts=False)
+
+
+FREE_STATE = request_state(promoted=True, has_grammar=False)
+HOST = request_state()
+PROMOTED = request_state(promoted=True)
+IRREGULAR = request_state(has_automaton=False)
+
+
+@pytest.mark.parametrize(
+    "states, place",
+    [
+        ([FREE_STATE], None),
+        ([FREE_STATE, HOST], "host"),
+        ([FREE_STATE, PROMOTED], "device"),
+        ([HOST, PROMOTED], "mixed"),
+        ([PROMOTED, IRREGULAR], None),
+        ([IRREGULAR], None),
+    ],
+)
+def test_promotion_is_judged_by_requests_with_automata(states, place):
+    """Requests without a grammar do not matter; other grammars make the times incomparable."""
+    modes = launch_modes(loops=False, chooses_promotion=True)
+    _, launch = modes.select(1, 3, states, may_loop=True)
+    assert launch.promotion == place
+
+
+def test_gap_of_rounds_must_be_known_to_compare_them_with_loops():
+    """Rounds during prefill, which are launched at once, do not count as rounds without a gap."""
+    modes = launch_modes(chooses_loops=True)
+    for _ in range(4 * MEASURED_ROUNDS):
+        graph, launch = modes.select(1, 3, [HOST], may_loop=True)
+        assert launch.bucket.loops
+        flight = SimpleNamespace(launch=launch, graph=graph)
+        modes.record(flight, 100.0, None, 4)
+        modes.record(flight, 100.0, 0.0 if graph.repeats else 50.0, 4)
+        modes.loops.possible = False
+        graph, prefill_launch = modes.select(1, 3, [HOST], may_loop=True)
+        assert not graph.repeats and not prefill_launch.bucket.loops
+        modes.record(SimpleNamespace(launch=prefill_launch, graph=graph), 100.0, None, 4)
+        modes.loops.possible = True
+    [report] = modes.choice.report()
+    assert report["modes"]["round"]["round_us"] == pytest.approx(0.15)
+    assert report["chosen"] == "loop"
+
+
 def test_promotion_is_not_judged_by_mixed_rounds():
     """Joining requests change the place of a batch; rounds in between are slower than both."""
     places = {"device": 50.0, "host": 100.0, "mixed": 110.0}
@@ -110,8 +203,8 @@ def test_promotion_is_not_judged_by_mixed_rounds():
         place = {0: "host", 8: "device"}.get(promoted, "mixed")
         if number >= 20_000:
             rounds[place] += 1
-        flight = SimpleNamespace(launch=Launch(Bucket(place, 8, 3), 1), graph=None)
-        modes.record(flight, places[place] * rng.uniform(0.95, 1.05), 8)
+        flight = SimpleNamespace(launch=Launch(Bucket(place, 8, 3), 1, place), graph=None)
+        modes.record(flight, places[place] * rng.uniform(0.95, 1.05), 0.0, 8)
         for request in running:
             request[1] -= 1
         running = [request for request in running if request[1]]
@@ -192,7 +285,7 @@ def test_mode_choice_reports_averages_and_reason():
             choice.record(BUCKET, mode, ns, tokens)
     choice.choose(BUCKET, ("a", "b"))
     [report] = choice.report()
-    assert (report["grammar"], report["batch"], report["drafts"]) == BUCKET
+    assert tuple(report[name] for name in BUCKET._fields) == BUCKET
     assert report["chosen"] == "b"
     assert report["modes"]["a"]["round_us"] == pytest.approx(2.0)
     assert report["modes"]["a"]["tokens_per_round"] == pytest.approx(2.0)
