@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable
 
+from graft.cudagraph.errors import DeviceError
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar.automaton.device import DeviceAutomata
 from graft.models.engine.replay import ReplayInFlight
 from graft.models.engine.request_state import RequestState
 
-__all__ = ["MAX_PROMOTIONS", "Promotion", "has_new_automaton"]
+__all__ = ["MAX_PROMOTIONS", "Promotion", "has_automaton", "has_new_automaton"]
 
 LOG = logging.getLogger("graft")
 
@@ -58,16 +59,22 @@ class Promotion:
         num_unread
             Number of launched replays whose results are unknown, see `DeviceAutomata.join`.
         """
-        allowed = self._should_promote(num_requests)
-        state.promoted = self._automata.join(
-            self._lane,
-            state.slot,
-            state.epoch,
-            state.matcher,
-            allowed=allowed,
-            num_unread=num_unread,
-        )
+        # Requests without a grammar are always promoted.
+        allowed = state.matcher is None or self._should_promote(num_requests)
+        state.promoted = False
         state.awaits_automaton = False
+        try:
+            state.promoted = self._automata.join(
+                self._lane,
+                state.slot,
+                state.epoch,
+                state.matcher,
+                allowed=allowed,
+                num_unread=num_unread,
+            )
+        except DeviceError as error:  # for example, no pinned memory is left
+            LOG.warning("request %s stays on the host: %s", state.id, error)
+            return
         if allowed and not state.promoted:
             state.awaits_automaton = self._automata.may_promote_later(state.matcher)
 
@@ -129,8 +136,11 @@ class Promotion:
         self._automata.release(slot)
 
 
+def has_automaton(state: RequestState) -> bool:
+    """Return whether the grammar of a request has an automaton that was built in time."""
+    return state.matcher is not None and state.matcher.compiled.automaton is not None
+
+
 def has_new_automaton(state: RequestState) -> bool:
     """Return whether the automaton that a running request awaits has been built."""
-    if not state.awaits_automaton or state.matcher is None:
-        return False
-    return state.matcher.compiled.automaton is not None
+    return state.awaits_automaton and has_automaton(state)

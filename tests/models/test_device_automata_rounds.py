@@ -18,8 +18,9 @@ from engine_cases import (
 from engine_util import FREE, demo_engine
 from test_engine_equality import check_disturbed, expected_answers
 
-from graft.cudagraph.errors import OptionError
+from graft.cudagraph.errors import DeviceError, OptionError
 from graft.grammar import GrammarError, GrammarService, GrammarSpec
+from graft.grammar.automaton.device import DeviceAutomata
 from graft.grammar.backends.llguidance import prepare_automaton
 from graft.models.drafters import Suffix
 from graft.models.engine.request_state import RequestState
@@ -345,3 +346,21 @@ def test_device_automata_keep_byte_bounds():
         compile_automata(engine, requests)
         assert answers(engine.generate(requests)) == expected
         assert engine.counters()["automata"]["row_bytes"] == 0
+
+
+def test_device_error_during_promotion_leaves_request_on_host(monkeypatch):
+    """If no pinned memory is left for a table, the request runs on the host."""
+    requests = automaton_requests()
+    with settled(demo_engine(max_batch_size=4)) as engine:
+        expected = answers(engine.generate(requests))
+    failures = []
+
+    def acquire(automata, lane, grammar):
+        failures.append(grammar)
+        raise DeviceError("out of pinned memory")
+
+    with settled(demo_engine(max_batch_size=4, device_automata=True)) as engine:
+        compile_automata(engine, requests)
+        monkeypatch.setattr(DeviceAutomata, "_acquire", acquire)
+        assert answers(engine.generate(requests)) == expected
+        assert failures and engine.failure is None
