@@ -95,7 +95,9 @@ class DraftBudget:
         self._idle_ns: dict[tuple[int, int], float] = {}  # by bucket and length
         self._round_ns: dict[tuple[int, int], Ema] = {}
         self._chosen: dict[int, int] = {}  # index into lengths, by bucket
-        self._num_rounds: Counter[int] = Counter()  # by bucket
+        # Numbers of launches and, since the last decision, of completed rounds, by bucket.
+        self._num_launches: Counter[int] = Counter()
+        self._undecided_rounds: Counter[int] = Counter()
         self._reported_zero = False
 
     def record_time(
@@ -128,6 +130,7 @@ class DraftBudget:
             return
         average = self._round_ns.setdefault(key, Ema(1 - DECAY))
         average.update(ns)
+        self._undecided_rounds[bucket] += 1
 
     def drafts_to_generate(self, bucket: int, length: int) -> int:
         """Return the maximum number of drafts that a round of this length generates per request.
@@ -187,13 +190,18 @@ class DraftBudget:
             probs[:accepted] += 1 - DECAY
 
     def choose(self, bucket: int, requests: Sequence[object]) -> int:
-        """Return the draft length of the next round of `requests` in a bucket."""
+        """Return the draft length of the next launch for `requests` in a bucket.
+
+        The launch is a round or a loop, which runs many rounds.
+        """
         if len(self.lengths) == 1:
             return self.lengths[0]
-        number = self._num_rounds[bucket]
-        self._num_rounds[bucket] += 1
-        if number % DECISION_INTERVAL == 0:
+        number = self._num_launches[bucket]
+        self._num_launches[bucket] += 1
+        is_due = self._undecided_rounds[bucket] >= DECISION_INTERVAL
+        if is_due or number % DECISION_INTERVAL == 0:
             self._decide(bucket, requests)
+            self._undecided_rounds[bucket] = 0
         index = self._chosen[bucket]
         period, position = divmod(number, EXPLORATION_PERIOD)
         if position >= EXPLORATION_PERIOD - EXPLORATION_ROUNDS:

@@ -214,10 +214,23 @@ def test_draft_budget_requires_minimum_gain():
     draft_budget.record_time(1, 1, 170 * 1.04, idle=False)
     draft_budget.record_time(1, 0, 100, idle=False)
     assert set(chosen(draft_budget, [one], DECISION_INTERVAL)) == {1}
+    changed = []
+    for _ in range(5 * DECISION_INTERVAL):
+        draft_budget.record_time(1, 1, 170 * 1.08, idle=False)
+        changed += chosen(draft_budget, [one], 1)
+    first = changed.index(0)
+    assert first % DECISION_INTERVAL == DECISION_INTERVAL - 1
+    assert set(changed[first:]) == {0}
+
+
+def test_draft_budget_counts_rounds_of_loops():
+    """A launch may run many rounds; the length is chosen anew after `DECISION_INTERVAL` of them."""
+    draft_budget, (one,) = budget({0: 100, 1: 170 / MIN_GAIN})
+    assert chosen(draft_budget, [one], 1) == [1]
+    draft_budget.record_time(1, 0, 100, idle=False)
     for _ in range(40):
         draft_budget.record_time(1, 1, 170 * 1.08, idle=False)
-    changed = chosen(draft_budget, [one], DECISION_INTERVAL)
-    assert changed == [1] * (DECISION_INTERVAL - 1) + [0]
+    assert chosen(draft_budget, [one], 1) == [0]
 
 
 def test_draft_budget_decides_per_bucket():
