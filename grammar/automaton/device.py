@@ -280,6 +280,8 @@ class DeviceAutomata:
 
     def _allocate(self, lane: Lane, nbytes: int) -> int | None:
         """Return the offset of free memory; None if too much memory is in use."""
+        if nbytes > self._memory.nbytes:  # evicting other tables would not help
+            return None
         while (offset := self._find_gap(nbytes)) is None:
             unused = next((t for t in self._tables.values() if not t.users), None)
             if unused is None:

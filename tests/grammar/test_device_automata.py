@@ -354,6 +354,19 @@ def test_automaton_table_stays_while_requests_use_it(device, stream, shape):
     assert rig.join(0, 3, None)
 
 
+def test_automaton_table_that_cannot_fit_evicts_no_other(device, stream, shape):
+    small, large = sorted((GRAMMARS["regex"], GRAMMARS["choice"]), key=table_nbytes)
+    table_bytes = table_nbytes(large) - 1
+    rig = AutomatonRig(
+        device, stream, VOCABULARY, 2, DraftMode(drafts=0), table_bytes=table_bytes, **shape
+    )
+    assert rig.join(0, 1, compiled(small).matcher())
+    rig.automata.release(0)
+    assert not rig.join(1, 1, compiled(large).matcher())
+    counters = rig.automata.counters()
+    assert (counters["tables"], counters["tables_evicted"]) == (1, 0)
+
+
 @pytest.mark.full
 def test_device_automata_of_real_schemas_have_rows_of_llguidance(device, stream, shared_data):
     rig = AutomatonRig(device, stream, VOCABULARY, 16, DraftMode(drafts=0))
