@@ -161,7 +161,10 @@ void Worker::run(const StepRecord& record) noexcept {
       current_ = next;
       replay_ = next->replay.load(std::memory_order_relaxed);
     } else {
-      if (current_ != nullptr && !current_->repeats) current_ = nullptr;
+      // The matchers of a retired snapshot may have been freed.
+      if (current_ != nullptr && (!current_->repeats || current_->replay.load() == 0)) {
+        current_ = nullptr;
+      }
       ++replay_;
     }
     counters_.of[count::replays].add();

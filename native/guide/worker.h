@@ -11,10 +11,11 @@
 //    draft 1 .. K. Edges of the graph order each step after the kernels that write the records
 //    `sampled`, `committed`, `drafted` and `candidates`, and before the kernels that read masks,
 //    stamps and answers.
-// 2. A step never allocates, throws, prints, takes the GIL, calls the driver or drops a Python
-//    reference. The same holds for the pool threads that serve its slots. Only a matcher that is
-//    written in Python takes the GIL. A thread must therefore release the GIL before it waits for a
-//    step or a pool thread.
+// 2. A step never throws, prints, takes the GIL, calls the driver or drops a Python reference. It
+//    allocates only when the output of a request exceeds a power of two from 1,024 tokens on, to
+//    lengthen the matcher's path. The same holds for the pool threads that serve its slots. Only a
+//    matcher that is written in Python takes the GIL. A thread must therefore release the GIL
+//    before it waits for a step or a pool thread.
 // 3. A step accesses only the slots of its replay's snapshot, the list of requests that the host
 //    publishes before the launch. A step of a replay without a snapshot writes nothing;
 //    verification then finds outdated stamps and commits nothing.

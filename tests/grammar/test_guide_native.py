@@ -325,10 +325,13 @@ def test_guide_publish_rejects_invalid_requests(decoder, backend):
     decoder.publish(2, [GuidedRequest(0, 1, shared, 0)])
 
 
-def test_guide_close(decoder, backend):
+@pytest.mark.parametrize("repeats", [False, True])
+def test_guide_close(decoder, backend, repeats):
     """close() raises while replays are in flight. After close(), steps do nothing."""
     work = decoder.open_work()
-    decoder.publish(1, [GuidedRequest(0, 1, matcher(backend), 0)])
+    decoder.publish(1, [GuidedRequest(0, 1, matcher(backend), 0)], repeats=repeats)
+    if repeats:
+        run_work(work)
     with pytest.raises(GuideError, match=r"replays \[1\] have not been retired"):
         decoder.close()
     decoder.retire(1)
