@@ -33,7 +33,7 @@ from graft.sampling.checks import short_repr
 
 __all__ = ["GrammarService"]
 
-_FAST_LANE_TIMEOUT_S = 1.0
+_FAST_QUEUE_TIMEOUT_S = 1.0
 _log = logging.getLogger("graft.grammar")
 
 
@@ -48,7 +48,7 @@ class _Job(NamedTuple):
     compiled: CompiledGrammar | None = None
 
 
-class _Lane:
+class _CompileQueue:
     """A queue of jobs and the threads that take jobs from the queue.
 
     Automata are built while no compilation is waiting.
@@ -148,17 +148,17 @@ class GrammarService:
     and rewriting a schema, and of parsing and compiling a grammar. If a grammar takes too long or
     crashes a library, only the compilation of this grammar fails.
 
-    The service has two lanes. A lane is a queue together with the threads that take jobs from the
-    queue. Each compilation starts in the fast lane with a time limit of one second. If the
-    compilation exceeds this limit, it is aborted and starts again in the slow lane with the limit
-    `timeout_s`. Slow grammars therefore delay only other slow grammars. The limits refer to the
-    time that the child process uses (see `graft.native.children.usage`), so that a busy machine
-    does not abort the compilation of a fast grammar.
+    The service has two queues. Each queue has threads that take jobs from it. Each compilation
+    starts in the fast queue with a time limit of one second. If the compilation exceeds this limit,
+    it is aborted and starts again in the slow queue with the limit `timeout_s`. Slow grammars
+    therefore delay only other slow grammars. The limits refer to the time that the child process
+    uses (see `graft.native.children.usage`), so that a busy machine does not abort the compilation
+    of a fast grammar.
 
     If a child process dies, the compilation is repeated in a new process.
 
     Some backends build an automaton for a grammar (see `AutomatonBackend`). With `late_automata`,
-    the automaton is built after the grammar has been compiled, in the fast lane while no grammar
+    the automaton is built after the grammar has been compiled, in the fast queue while no grammar
     waits there. If this fails, the grammar has no automaton.
 
     Services of a process with equal vocabularies and settings share their backends and compiled
@@ -175,7 +175,7 @@ class GrammarService:
         A backend that is not a `BoundedBackend` compiles in this process without limits of time
         and memory.
     threads
-        Number of threads per lane, that is, of concurrent compilations in a lane.
+        Number of threads per queue, that is, of concurrent compilations of the jobs of a queue.
     timeout_s
         Time limit of one compilation in seconds. The time in the queue, and the time in which the
         child process waits for a processor, do not count.
@@ -232,13 +232,13 @@ class GrammarService:
         self._pending: dict[Spec, Future[CompiledGrammar]] = {}
         self._counts: Counter[str] = Counter()
         self._closed = False
-        self._fast_lane = _Lane(min(_FAST_LANE_TIMEOUT_S, timeout_s))
-        self._slow_lane = _Lane(timeout_s)
+        self._fast_queue = _CompileQueue(min(_FAST_QUEUE_TIMEOUT_S, timeout_s))
+        self._slow_queue = _CompileQueue(timeout_s)
         self._children: list[ChildProcess] = []
         for _ in range(threads):
-            self._start_thread(self._fast_lane, POOL.acquire(memory_bytes))
+            self._start_thread(self._fast_queue, POOL.acquire(memory_bytes))
         for _ in range(threads):
-            self._start_thread(self._slow_lane, POOL.new(memory_bytes))
+            self._start_thread(self._slow_queue, POOL.new(memory_bytes))
 
     def submit(self, spec: Spec) -> Future[CompiledGrammar]:
         """Start compiling a grammar.
@@ -267,7 +267,7 @@ class GrammarService:
             # A running future cannot be cancelled. Several requests may wait for this one.
             future.set_running_or_notify_cancel()
             self._pending[spec] = future
-        self._fast_lane.put(_Job(spec, future))
+        self._fast_queue.put(_Job(spec, future))
         return future
 
     def counters(self) -> dict[str, int]:
@@ -288,47 +288,47 @@ class GrammarService:
             self._closed = True
         for child in self._children:
             POOL.release(child)
-        # The fast lane passes jobs on to the slow lane, so the slow lane must end last.
-        for lane in (self._fast_lane, self._slow_lane):
-            for _ in lane.threads:
-                lane.put(None)
-            for thread in lane.threads:
+        # The fast queue passes jobs on to the slow queue, so the slow queue must end last.
+        for jobs in (self._fast_queue, self._slow_queue):
+            for _ in jobs.threads:
+                jobs.put(None)
+            for thread in jobs.threads:
                 thread.join()
 
-    def _start_thread(self, lane: _Lane, child: ChildProcess) -> None:
+    def _start_thread(self, jobs: _CompileQueue, child: ChildProcess) -> None:
         thread = threading.Thread(
             target=self._run,
-            args=(lane, child),
+            args=(jobs, child),
             name="graft-compile",
             daemon=True,
         )
         self._children.append(child)
-        lane.threads.append(thread)
+        jobs.threads.append(thread)
         thread.start()
 
-    def _run(self, lane: _Lane, child: ChildProcess) -> None:
-        """Compile the jobs of a lane until the service is closed. Runs on a thread of the lane."""
-        if lane is self._fast_lane and isinstance(self.backend, BoundedBackend):
+    def _run(self, jobs: _CompileQueue, child: ChildProcess) -> None:
+        """Compile the jobs of a queue until the service is closed. Runs on a thread of its own."""
+        if jobs is self._fast_queue and isinstance(self.backend, BoundedBackend):
             child.start()  # the child process starts while the engine loads its models
         while True:
-            job = lane.get()
+            job = jobs.get()
             if job is None:
                 return
             if job.compiled is None:
-                self._run_job(job, lane, child)
+                self._run_job(job, jobs, child)
             elif not self._closed:
                 self._build_automaton(job, job.compiled, child)
 
-    def _run_job(self, job: _Job, lane: _Lane, child: ChildProcess) -> None:
+    def _run_job(self, job: _Job, jobs: _CompileQueue, child: ChildProcess) -> None:
         """Compile the grammar of a job and complete the job's future."""
         kind = job.spec.kind
         try:
             if self._closed:
                 raise ChildLost("the compile service was closed")
-            compiled = self._compile(job.spec, child, lane.timeout_s)
+            compiled = self._compile(job.spec, child, jobs.timeout_s)
             _require_output(compiled)
         except ChildLost as error:
-            self._handle_lost_child(job, lane, error)
+            self._handle_lost_child(job, jobs, error)
         except GrammarError as error:
             self._finish(job, error, "refused")
         except OptionError as error:
@@ -346,18 +346,18 @@ class GrammarService:
         else:
             self._finish(job, compiled, "compiled")
             if self._late_automata:
-                self._fast_lane.put(job._replace(compiled=compiled))
+                self._fast_queue.put(job._replace(compiled=compiled))
 
-    def _handle_lost_child(self, job: _Job, lane: _Lane, error: ChildLost) -> None:
-        """Move a job that the fast lane could not finish in time to the slow lane.
+    def _handle_lost_child(self, job: _Job, jobs: _CompileQueue, error: ChildLost) -> None:
+        """Move a job that the fast queue could not finish in time to the slow queue.
 
         Complete the futures of all other jobs with an error.
         """
         unavailable = isinstance(error, ChildUnavailable)
         timed_out = isinstance(error, ChildTimeout)
-        has_more_time = timed_out and lane.timeout_s < self._timeout_s
-        if lane is self._fast_lane and (unavailable or has_more_time) and not self._closed:
-            self._slow_lane.put(job)
+        has_more_time = timed_out and jobs.timeout_s < self._timeout_s
+        if jobs is self._fast_queue and (unavailable or has_more_time) and not self._closed:
+            self._slow_queue.put(job)
             return
         failure_type = GrammarError
         if self._closed:
@@ -366,7 +366,7 @@ class GrammarService:
             failure_type = GrammarUnavailableError
             reason = f"could not be compiled: {error}"
         elif timed_out:
-            reason = f"took longer than {lane.timeout_s:g} s to compile"
+            reason = f"took longer than {jobs.timeout_s:g} s to compile"
         else:
             reason = clean_message(error)
         failure = failure_type(f"{job.spec.kind}: {reason}")
@@ -398,9 +398,9 @@ class GrammarService:
         return compiled
 
     def _build_automaton(self, job: _Job, compiled: CompiledGrammar, child: ChildProcess) -> None:
-        """Build the automaton of a compiled grammar. Runs on a thread of the fast lane."""
+        """Build the automaton of a compiled grammar. Runs on a thread of the fast queue."""
         try:
-            if not _add_automaton(compiled, child, TimeLimit(self._fast_lane.timeout_s)):
+            if not _add_automaton(compiled, child, TimeLimit(self._fast_queue.timeout_s)):
                 return
             self._count("automata")
             if self._shared.cache.get(job.spec) is job.future:

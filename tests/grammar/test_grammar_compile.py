@@ -222,7 +222,7 @@ def test_compile_service_survives_failed_automaton(serve):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_compile_service_does_not_delay_fast_grammars(serve, count):
-    """A slow grammar moves to the slow lane after the time limit of the fast lane."""
+    """A slow grammar moves to the slow queue after the time limit of the fast queue."""
     service = serve(SlowBackend, timeout_s=3600)
     slow = [service.submit(sleeping(3600 + i)) for i in range(count)]
     quick = [service.submit(GrammarSpec.regex(f"b{i}+")) for i in range(20)]
@@ -268,7 +268,7 @@ def test_compile_service_caches_refusals_but_not_timeouts(serve, spec, kept):
 
 
 def busy_process_id(service: GrammarService) -> int:
-    """Wait until the slow lane's child process compiles a grammar, and return its process id."""
+    """Wait until the slow queue's child process compiles a grammar, and return its process id."""
     child = service._children[1]
     wait_until(lambda: child._process is not None and not child.idle)
     return child._process.pid
@@ -283,9 +283,9 @@ def test_compile_service_survives_killed_process(serve):
 
 
 def test_compile_service_reports_unavailable_processes(serve, monkeypatch):
-    """If no process is available for the fast lane, the compilation starts again in the slow lane.
+    """Without a process for the fast queue, the compilation starts again in the slow queue.
 
-    If no process is available for the slow lane either, the error does not blame the grammar.
+    If no process is available for the slow queue either, the error does not blame the grammar.
     """
     calls = []
 
@@ -319,7 +319,7 @@ def test_compile_service_close_fails_pending_grammars(serve):
     with pytest.raises(GrammarError, match="is closed"):
         service.submit(GrammarSpec.regex("b+"))
     assert not any(
-        thread.is_alive() for thread in (*service._fast_lane.threads, *service._slow_lane.threads)
+        thread.is_alive() for thread in (*service._fast_queue.threads, *service._slow_queue.threads)
     )
     assert not os.path.exists(f"/proc/{pid}")
 
