@@ -92,9 +92,9 @@ class Exec {
     return locked("cuEventQuery",
                   [&] { return launches_ == 0 ? kSuccess : driver().event_query(event()); });
   }
-  // Returns kNotReady and the event that was recorded after the last launch. If there is nothing to
-  // wait for, returns the result of the wait and null. Later launches record another event, so that
-  // a wait for this event does not include launches that other threads make during the wait.
+  // Returns kNotReady and the event recorded after the last launch. Returns null with kSuccess if
+  // no launch is in flight, and with kClosed if the executable is closed. Later launches record
+  // other events, so waiting for this event does not include them.
   std::pair<Result, std::shared_ptr<Resource>> last_launch() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (release_ == nullptr || launches_ == 0)

@@ -315,8 +315,9 @@ __device__ inline void fill_items(const Fill& fill, FillItem* items, int num_ite
   }
 }
 
-// Open step: requests the rows of the last token and of all drafts that are missing. With `copied`,
-// the host's mask rows have been copied over those of all slots, so that every row is missing.
+// Open step: requests the mask rows of the last token and of all drafts that are not filled yet. If
+// `copied` is set, the host's mask rows were copied over the rows of all slots, so all rows are
+// requested.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_open(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
                    int* exchange, const ExchangeLayout layout, unsigned char* memory,

@@ -11,8 +11,8 @@
 #include "conditional.cuh"
 #include "sampling/kernels/slot.cuh"
 
-// Numbers of replays in device memory. They are the input ring of the rounds of a loop: its single
-// entry has the stamp `next` and the slots of the batch rows.
+// Replay numbers of the running loop, in device memory. The rounds of a loop read them as an input
+// ring with one entry. The stamp of this entry is `next`.
 struct Loop {
   int first;  // first replay of the loop
   int next;   // replay that the body runs next; 0: none

@@ -40,9 +40,9 @@ size_t image_size(const void* image) {
   return header.e_shoff + static_cast<size_t>(header.e_shentsize) * header.e_shnum;
 }
 
-// Returns a path of an open file that was not used before. dlopen would return the library that is
-// already loaded under the same path, and descriptor numbers are reused. The path therefore encodes
-// a counter: each bit is written as "./" or ".//", which does not change the file.
+// Returns a path of an open file. No two calls return the same path: dlopen returns the loaded
+// library if it knows the path, and descriptor numbers are reused. The path therefore encodes a
+// counter: each bit is written as "./" or ".//", which does not change the file.
 std::string unique_path(int descriptor) {
   static std::atomic<unsigned> counter{1};
   std::string path = "/proc/self/fd/";

@@ -14,7 +14,7 @@ namespace ptx {
 
 namespace {
 
-// Words that a warp, a block and the ended blocks of a launch may have in their buffers.
+// Maximum number of buffered words per warp, per block, and of all ended blocks of a launch.
 constexpr size_t kWarpWords = 64;
 constexpr size_t kBlockWords = 1024;
 constexpr size_t kPendingWords = 1 << 16;

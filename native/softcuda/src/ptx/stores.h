@@ -13,7 +13,7 @@
 namespace softcuda {
 namespace ptx {
 
-// Bytes of an aligned word of 8 bytes. Bit i of `mask` is set if byte i was stored.
+// Stored bytes of one aligned 8-byte word. Bit i of `mask` is set if byte i was stored.
 struct StoredWord {
   uint64_t value = 0;
   uint8_t mask = 0;
