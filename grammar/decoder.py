@@ -493,7 +493,7 @@ class GuidedDecoder:
         Returns
         -------
         dict
-            The requests that were not in their slot in earlier replays, by slot.
+            New requests, by slot: those that did not own their slot in the previous replay.
         """
         seen: set[int] = set()
         new_owners: dict[int, GuidedRequest] = {}

@@ -29,9 +29,9 @@ _MODULE = __name__ + ":"
 def check_output(schema: Any, text: str) -> bool:
     """Return whether a finished text is JSON that satisfies the schema, including its formats.
 
-    The engine calls this function for outputs of partially enforced schemas and reports the result
-    with the output. The function requires the package ``jsonschema``. References to other
-    documents are never fetched.
+    Call this function for outputs of partially enforced schemas: the engine does not check finished
+    outputs. The function requires the package ``jsonschema``. References to other documents are
+    never fetched.
 
     Raises
     ------

@@ -120,7 +120,8 @@ def _is_map_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return is_map
 
 
-#: Forms of keyword values: the description of a form, its predicate, and the keywords that have it.
+#: Forms that keyword values must have: description for error messages, predicate, and keywords
+#: separated by spaces.
 _FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("a number", _is_number, "minimum maximum"),
     (

@@ -174,7 +174,7 @@ class _Lowering:
         ends: Sequence[str] | None,
         max_chars: int | None = None,
     ) -> Piece:
-        """Return free text that contains neither the texts of `excluded` nor an end."""
+        """Return a piece of free text that contains none of the texts in `excluded` and `ends`."""
         if ends is None:
             raise LoweringError("LLGuidance cannot repeat free text")
         text = _ANY if max_chars is None else f"/(?s:.){{0,{max_chars}}}/"

@@ -93,7 +93,10 @@ def overlap(texts: Iterable[str]) -> tuple[str, str] | None:
 
 
 def _comparable(a: frozenset[str] | None, b: frozenset[str] | None) -> bool:
-    """Return whether a match of one piece may start like a match of the other."""
+    """Return whether texts of two pieces may begin alike.
+
+    `a` and `b` are the known beginnings of the pieces' texts; None if they are unknown.
+    """
     if a is None or b is None:
         return a != frozenset() and b != frozenset()
     return any(x.startswith(y) or y.startswith(x) for x in a for y in b)

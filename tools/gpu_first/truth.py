@@ -270,7 +270,10 @@ def interleaved_pairs(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_epilogues(bench: Bench) -> Iterator[Case]:
-    """Check the products as a decoder layer calls them: gated, with folded norms and with RoPE."""
+    """Check matrix products with the epilogues of a decoder layer.
+
+    The epilogues are the gate, the folded norm, and RoPE with KV-cache writes.
+    """
     checker = Checker(bench)
     for rows in checker.rows:
         yield Case(f"gate, {rows} rows", partial(check_gate, checker, rows))

@@ -71,7 +71,7 @@ WARNING = "These are times of the soft device, a CPU. They do not apply to a GPU
 
 @dataclass
 class Measurement:
-    """Samples of one graph in one state of Python.
+    """Samples of one graph, measured while Python is idle or busy.
 
     Attributes
     ----------
