@@ -529,6 +529,37 @@ def test_response_has_complete_calls_only(
     assert found_reason == finish_reason
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        ({"required": True, "parallel": False}, CALLS[1]),
+        ({"required": True}, f"[{CALLS[1]}]"),
+        ({}, TAGGED[0]),
+    ],
+)
+@pytest.mark.parametrize("separate", [False, True])
+def test_tool_calls_are_parsed_after_reasoning(server, options, answer, separate, stream):
+    """Without ``separate_reasoning``, the reasoning section is content. Calls in it are text."""
+    section = f"<think>maybe {TAGGED[1]}</think>"
+    pieces = [(section + answer)[at : at + 3] for at in range(0, len(section + answer), 3)]
+    content, reasoning, calls, finish_reason = split_response(
+        server.service.parser,
+        pieces,
+        "stop",
+        stream,
+        tools=ToolChoice([{"name": "f1"}], **options),
+        reasoning=[False],
+        separate_reasoning=separate,
+    )
+    if separate:
+        assert (content, reasoning) == ("", f"maybe {TAGGED[1]}")
+    else:
+        assert (content, reasoning) == (section, "")
+    assert calls == [("f1", "[1, {}]")]
+    assert finish_reason == "tool_calls"
+
+
 def json_schema(**schema):
     return {"response_format": response_format(schema)}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from graft.grammar import Vocabulary, make_backend
+from graft.grammar import GrammarSpec, Vocabulary, make_backend
 from graft.models.request import Limits
 from graft.tools.serve.protocol import RequestParser
 from graft.tools.serve.reasoning import ReasoningParser, has_reasoning, starts_in_reasoning
@@ -41,12 +41,61 @@ def test_reasoning_parser_separates_reasoning_from_answer(text, starts, expected
     assert (reasoning, answer) == expected
 
 
+@pytest.mark.parametrize("size", [1, 4, 100])
+@pytest.mark.parametrize(
+    ("text", "starts", "expected"),
+    [
+        ("\n<think>a < b</think>so", False, ("\n<think>a < b</think>", "so")),
+        ("a</think>so", True, ("a</think>", "so")),
+        ("a</thi", True, ("a</thi", "")),
+        ("<thin", False, ("", "<thin")),
+    ],
+)
+def test_reasoning_parser_keeps_tags_on_request(text, starts, expected, size):
+    parser = ReasoningParser(starts, keep_tags=True)
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    fed = [parser.feed(piece, i == len(pieces) - 1) for i, piece in enumerate(pieces)]
+    assert tuple("".join(parts) for parts in zip(*fed, strict=True)) == expected
+
+
 def test_prompt_determines_whether_output_starts_in_reasoning():
     assert not has_reasoning("<think>\n\n</think>\n\n")
     assert has_reasoning("assistant\n")
     assert starts_in_reasoning("qwen3", "assistant\n<think>\n")
     assert not starts_in_reasoning("qwen3", "assistant\n")
     assert starts_in_reasoning("deepseek_r1", "assistant\n")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
+@pytest.mark.parametrize(
+    ("content", "starts"),
+    [
+        ('<think>a</think>{"name":', None),
+        ('a</think>{"name":', None),
+        ("<think>a</think>b<think>c", True),
+        ("<think>a", True),
+    ],
+)
+def test_continued_message_determines_whether_output_starts_in_reasoning(
+    engine, name, content, starts
+):
+    """The grammar applies to the output from its start if the message has closed the section.
+
+    Tags in other messages have no effect.
+    """
+    parser = RequestParser(engine.tokenizer, Limits(), "demo", 512, name)
+    messages = [
+        {"role": "user", "content": "<think></think>"},
+        {"role": "assistant", "content": content},
+    ]
+    grammar = GrammarSpec.regex("[0-9]")
+    fields = {"messages": messages, "continue_final_message": True}
+    request = parser.parse(fields, True, grammar)
+    assert request.reasoning == [starts]
+    [one] = request.requests
+    assert (one.grammar == grammar) == (starts is None)
+    plain = parser.parse({"messages": messages[:1]}, True, grammar)
+    assert plain.reasoning == [name == "deepseek_r1"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -182,7 +182,9 @@ class RequestParser:
         options = self._options(fields, chat, grammar)
         prompts = self._truncate(fields, prompts, options["max_tokens"])
         self._check_lengths(fields, prompts, options["max_tokens"])
-        reasoning_starts = [self._reasoning_start(prompt) if chat else None for prompt in prompts]
+        reasoning_starts: list[bool | None] = [None] * len(prompts)
+        if chat:
+            reasoning_starts = [self._reasoning_start(fields, prompt) for prompt in prompts]
         prefix = "chatcmpl" if chat else "cmpl"
         suffix = secrets.token_hex(12)
         output_grammar = self._without_bad_words(fields, grammar)
@@ -375,14 +377,17 @@ class RequestParser:
             tokens.append(one)
         return tokens
 
-    def _reasoning_start(self, prompt: Sequence[int]) -> bool | None:
+    def _reasoning_start(self, fields: Mapping[str, Any], prompt: Sequence[int]) -> bool | None:
         """Return whether the output starts within a reasoning section; None if it has none."""
         if self._reasoning_parser is None:
             return None
         text = self.tokenizer.decode(prompt[-64:], special=True)
-        if not reasoning.has_reasoning(text):
+        continued = ""
+        if read_bool(fields, "continue_final_message"):
+            continued = read_messages(fields["messages"])[-1]["content"]
+        if not reasoning.has_reasoning(text, continued):
             return None
-        return reasoning.starts_in_reasoning(self._reasoning_parser, text)
+        return reasoning.starts_in_reasoning(self._reasoning_parser, text, continued)
 
     def _echo(
         self, fields: Mapping[str, Any], chat: bool, prompts: Sequence[list[int]]

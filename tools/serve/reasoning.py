@@ -14,18 +14,30 @@ END = "</think>"
 REASONING_PARSERS = ("deepseek_r1", "qwen3")
 
 
-def has_reasoning(prompt: str) -> bool:
+def has_reasoning(prompt: str, continued: str = "") -> bool:
     """Return whether the output can have a reasoning section.
 
-    This is not the case if the chat template has closed the section at the end of the prompt, as
-    some templates do with ``enable_thinking=False``.
+    This is not the case if the message that the output continues has closed the section, or if the
+    chat template has closed it at the end of the prompt, as some templates do with
+    ``enable_thinking=False``.
+
+    Parameters
+    ----------
+    prompt
+        End of the prompt.
+    continued
+        Content of the message that the output continues; empty if the output is a new message.
     """
-    return not prompt.rstrip().endswith(END)
+    is_closed = continued.rfind(END) > continued.rfind(BEGIN)
+    return not is_closed and not prompt.rstrip().endswith(END)
 
 
-def starts_in_reasoning(parser: str, prompt: str) -> bool:
-    """Return whether the output starts within the reasoning section, without `BEGIN`."""
-    return parser == "deepseek_r1" or prompt.rstrip().endswith(BEGIN)
+def starts_in_reasoning(parser: str, prompt: str, continued: str = "") -> bool:
+    """Return whether the output starts within the reasoning section, without `BEGIN`.
+
+    The parameters are those of `has_reasoning`, which must be true.
+    """
+    return parser == "deepseek_r1" or BEGIN in continued or prompt.rstrip().endswith(BEGIN)
 
 
 class ReasoningParser:
@@ -36,10 +48,13 @@ class ReasoningParser:
     starts_in_reasoning
         Whether the output starts within the reasoning section. If not, only an output that begins
         with `BEGIN` has a reasoning section.
+    keep_tags
+        Whether the text of the reasoning section includes `BEGIN` and `END`.
     """
 
-    def __init__(self, starts_in_reasoning: bool):
+    def __init__(self, starts_in_reasoning: bool, keep_tags: bool = False):
         self._in_reasoning = starts_in_reasoning
+        self._keep_tags = keep_tags
         self._has_begun = False
         self._has_ended = False
         self._text = ""
@@ -73,12 +88,14 @@ class ReasoningParser:
             held = 0 if last else partial_tag_length(self._text, END)
             return self._take(len(self._text) - held), ""
         reasoning = self._take(end)
-        self._take(len(END))
+        tag = self._take(len(END))
+        if self._keep_tags:
+            reasoning += tag
         self._has_ended = True
         return reasoning, self._take(len(self._text))
 
     def _read_begin(self, last: bool) -> bool:
-        """Remove `BEGIN` from the beginning of the output.
+        """Find `BEGIN` at the beginning of the output, and remove it unless tags are kept.
 
         Returns
         -------
@@ -91,7 +108,8 @@ class ReasoningParser:
         self._has_begun = True
         if begun.startswith(BEGIN):
             self._in_reasoning = True
-            self._text = begun.removeprefix(BEGIN)
+            if not self._keep_tags:
+                self._text = begun.removeprefix(BEGIN)
         return True
 
     def _take(self, length: int) -> str:

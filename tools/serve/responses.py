@@ -59,8 +59,10 @@ class ResponseChoice:
         self._echo = "" if api_request.echo is None else api_request.echo[prompt_index]
         self._reasoning: ReasoningParser | None = None
         start = api_request.reasoning[prompt_index]
-        if start is not None and api_request.separate_reasoning:
-            self._reasoning = ReasoningParser(start)
+        if start is not None:
+            # Without separate_reasoning, the section is part of the content, with its tags. Tool
+            # calls are parsed in the text after the section in any case.
+            self._reasoning = ReasoningParser(start, keep_tags=not api_request.separate_reasoning)
         self._tool_calls: ToolCallParser | None = None
         if api_request.tools.functions:
             self._tool_calls = ToolCallParser(api_request.tools)
@@ -192,6 +194,9 @@ class ResponseChoice:
                 reasoning = ""
         if self._tool_calls is not None:
             text, calls = self._tool_calls.feed(text, event.finished)
+        if not self._api_request.separate_reasoning:
+            text = reasoning + text
+            reasoning = ""
         if not self._has_begun:
             text = self._echo + text
         return reasoning, text, calls
