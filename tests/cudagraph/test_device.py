@@ -154,7 +154,7 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("code", PROGRAMS, ids=["graph", "pinned"])
+@pytest.mark.parametrize("code", PROGRAMS, ids=["graph", "conditional", "pinned"])
 def test_readme_example_prints_documented_output(code: str) -> None:
     done = run_python(code)
     assert done.stdout.strip() == code.strip().rpartition("# ")[2], done.stderr
