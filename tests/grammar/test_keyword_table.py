@@ -159,13 +159,13 @@ EXAMPLES: list[tuple[Any, ...]] = [
     ),
     (
         "format",
-        "other formats, and all in schemas that declare 2019-09 or 2020-12: annotations",
+        "other formats, and all formats in schemas that declare 2019-09 or 2020-12",
         {"type": "string", "format": "colour"},
     ),
-    ("contentEncoding", "an annotation", {"type": "string", "contentEncoding": "base64"}),
+    ("contentEncoding", "any encoding", {"type": "string", "contentEncoding": "base64"}),
     (
         "contentMediaType",
-        "an annotation",
+        "any media type",
         {"type": "string", "contentMediaType": "application/json"},
         7,
     ),
@@ -274,6 +274,12 @@ EXAMPLES: list[tuple[Any, ...]] = [
     ),
 ]
 
+#: Reasons of refusals that replace messages of libraries, by keyword and description.
+REASONS = {
+    ("minimum", "beyond 64 bits"): "a bound does not fit into 64 bits",
+    ("$ref", "another document"): "references to other documents are not fetched",
+}
+
 HEAD = """# JSON schema keywords
 
 This page lists how graft enforces each JSON schema keyword in structured output.
@@ -281,8 +287,8 @@ This page lists how graft enforces each JSON schema keyword in structured output
 current.
 
 Each row of the table is an example of a JSON schema keyword. The column `with` describes the value
-of the keyword in the example. The column `auto` shows how graft treats the example with
-`backend="auto"` if LLGuidance is installed:
+of the keyword in the example. The column `why refused` summarizes the reason of a refusal. The
+column `auto` shows how graft treats the example with `backend="auto"` if LLGuidance is installed:
 
 * *exact*: The keyword is enforced as written.
 * *rewritten*: An equivalent schema is enforced.
@@ -291,13 +297,17 @@ of the keyword in the example. The column `auto` shows how graft treats the exam
 * *refused*: `GrammarSpec.check()` raises an error that names the JSON pointer and the keyword,
   and the engine ends a request with the same error. The given schema has the keyword at this place,
   and without the named keywords the schema would be accepted. If LLGuidance refuses the rewritten
-  schema, graft finds the keyword by removing keywords of the given schema. This search ends after 2
-  s of processor time, and a message names at most 5 keywords. If the search finds no keyword, the
-  error names only LLGuidance's error or limit. With `partial=True`, the schema is accepted, and all
-  parts of the schema except this keyword are enforced. The engine then checks every finished output
-  against the whole schema and reports the result with the output.
+  schema, graft finds the keyword by removing keywords of the given schema. This search ends after
+  two seconds of processor time, and a message names at most 5 keywords. If the search finds no
+  keyword, the error names only LLGuidance's error or limit. With `partial=True`, the schema is
+  accepted, and all parts of the schema except this keyword are enforced. Call
+  `graft.grammar.check_output(schema, text)` to check a finished output against the whole schema.
+  `graft generate --json` reports this check as `valid`.
+* *annotation*: The JSON Schema standard does not require the keyword to be enforced. It has no
+  effect.
 
-The last two columns show how XGrammar and LLGuidance treat the keyword without graft's router:
+The last two columns show how XGrammar and LLGuidance treat the keyword without graft's router. They
+describe the keyword as a whole, so they are the same in all rows of a keyword:
 
 * *exact*: The keyword is enforced.
 * *loose*: Outputs may violate the keyword, without an error.
@@ -314,9 +324,12 @@ def table() -> str:
         why = ""
         if not found.exact:
             outcome = "refused"
-            why = " ".join(found.reasons[0].why.replace("|", "\\|").split())[:110]
+            why = REASONS.get((keyword, description), found.reasons[0].why)
+            why = " ".join(why.replace("|", "\\|").split())
         elif set(found.narrowed) - set(found.ordered):
             outcome = "narrowed"
+        elif found.schema == {key: value for key, value in schema.items() if key != keyword}:
+            outcome = "annotation"
         elif found.schema != schema:
             outcome = "rewritten"
         else:
