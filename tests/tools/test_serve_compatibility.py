@@ -12,6 +12,8 @@ import math
 import pytest
 
 from graft.models.request import Request
+from graft.tools.serve.errors import ApiError
+from graft.tools.serve.messages import read_messages
 
 for package in ("starlette", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="the extra serve is not installed")
@@ -415,6 +417,31 @@ def test_text_parts_and_names_of_messages_are_accepted(chat):
     assert chat(messages=messages)["choices"] == chat()["choices"]
     chat(messages=[{"role": "developer", "content": "Be terse."}, *MESSAGES])
     chat(messages=[{"role": "user", "content": PROMPT, "name": "joe"}])
+
+
+@pytest.mark.parametrize("calls", [None, []])
+def test_null_and_empty_fields_of_messages_are_not_passed_to_the_template(engine, http, calls):
+    """The client's ``message.model_dump()`` has these fields, and templates test for them."""
+    template = "{% for m in messages %}{{ m | list | join(' ') }}: {{ m.content }};{% endfor %}"
+    answer = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": calls}
+    messages = [{"role": "user", "content": None}, answer | {"function_call": None}]
+    with run_server(engine, chat_template=template) as server:
+        body = http.post(server.url + "/tokenize", json={"messages": messages}).json()
+    assert engine.tokenizer.decode(body["tokens"]) == "role content: ;role content: x;"
+
+
+@pytest.mark.parametrize("arguments", ['{"x": 1}', {"x": 1}])
+def test_arguments_of_a_call_in_history_are_json_text_or_an_object(arguments):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    [message] = read_messages([{"role": "assistant", "tool_calls": [call]}])
+    [read] = message["tool_calls"]
+    assert read["function"]["arguments"] == {"x": 1}
+
+
+@pytest.mark.parametrize("content", [{}, 0, False, 5, [1]])
+def test_content_that_is_no_text_is_rejected(content):
+    with pytest.raises(ApiError, match="content must be text, got"):
+        read_messages([{"role": "user", "content": content}])
 
 
 # Errors and other endpoints -------------------------------------------------------------------

@@ -13,7 +13,8 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
     """Convert the messages of a request.
 
     The content parts of a message are joined into one text, the arguments of its tool calls are
-    parsed from JSON, and the role "developer" is replaced by "system".
+    parsed from JSON, and the role "developer" is replaced by "system". Fields that are null and
+    empty lists of tool calls are left out, because chat templates test whether a field is defined.
 
     Raises
     ------
@@ -30,13 +31,14 @@ def _read_message(message: Any) -> dict[str, Any]:
         raise ApiError(
             f"a message must be an object with a role, got {short_repr(message)}", param="messages"
         )
-    converted = dict(message)
-    converted["content"] = _read_content(message.get("content") or "")
+    converted = {key: value for key, value in message.items() if value is not None}
+    converted["content"] = _read_content(converted.get("content", ""))
     if message["role"] == "developer":
         converted["role"] = "system"
-    if message.get("tool_calls"):
+    tool_calls = converted.pop("tool_calls", None)
+    if tool_calls:
         try:
-            converted["tool_calls"] = [_read_tool_call(call) for call in message["tool_calls"]]
+            converted["tool_calls"] = [_read_tool_call(call) for call in tool_calls]
         except (TypeError, KeyError, ValueError) as error:
             raise ApiError(f"tool_calls cannot be read: {error}", param="messages") from error
     return converted
@@ -57,7 +59,12 @@ def _read_content(content: Any) -> str:
 
 
 def _read_tool_call(call: Any) -> dict[str, Any]:
-    """Return a tool call with its arguments parsed from JSON; empty arguments become ``{}``."""
+    """Return a tool call with its arguments parsed from JSON; empty arguments become ``{}``.
+
+    Arguments that are an object instead of JSON text are not changed, as in vLLM.
+    """
     function = call["function"]
-    arguments = json.loads(function["arguments"] or "{}")
+    arguments = function["arguments"]
+    if not isinstance(arguments, dict):
+        arguments = json.loads(arguments or "{}")
     return call | {"function": function | {"arguments": arguments}}
