@@ -110,7 +110,7 @@ test-ptx: setup ## run the tests of kernels on the PTX that NVRTC generates, on 
 test-cuda: setup ## run the tests on a GPU (on a machine without network: VENV=none)
 	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(RUN_TESTS) $(PYTEST)
 
-gpu: setup ## check and measure a GPU in 8.3 minutes; GPU="--sections suite" runs the tests instead
+gpu: setup ## check and measure a GPU in at most 8.3 minutes; GPU="--sections suite" runs the tests instead
 	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(PY) -m graft.tools.gpu_first $(GPU)
 
 lint: packages ## check the code with ruff, mypy and clang-format

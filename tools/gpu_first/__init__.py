@@ -1,1 +1,4 @@
-"""Check and measure a GPU in 8.3 minutes: ``python -m graft.tools.gpu_first`` or ``make gpu``."""
+"""Check and measure a GPU in at most 8.3 minutes (``--minutes``).
+
+Run it with ``python -m graft.tools.gpu_first`` or ``make gpu``.
+"""

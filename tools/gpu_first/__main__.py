@@ -1,4 +1,4 @@
-"""Check and measure a GPU in 8.3 minutes, and compare the measurements with predictions.
+"""Check and measure a GPU in at most 8.3 minutes; compare the measurements with predictions.
 
     python -m graft.tools.gpu_first [--out FOLDER] [--sections truth ceilings ...] [--small]
     python -m graft.tools.gpu_first --sections suite
