@@ -4,7 +4,7 @@ See README.md for an introduction. Importing this package loads no driver; :func
 
 Terms:
 
-* The *soft device* is graft's CPU implementation of the CUDA driver API.
+* The *soft device* is a CPU implementation of the part of the CUDA driver API that graft uses.
 * A *lane* is an in-order sequence of device and host work, on a stream or in a graph.
 * A *mark* is a point in a lane that other lanes can wait for.
 * A *host step* is CPU work that a graph runs: a Python callable or a native function.

@@ -1,8 +1,9 @@
 """Selection of ``libcuda.so.1`` for this process: NVIDIA's driver or the soft device.
 
-The soft device is graft's CPU implementation of the CUDA driver API. A process uses only one
-library per SONAME, namely the first one that it loads. NVIDIA's driver is therefore probed only in
-a child process, and the soft device is loaded before other code can load NVIDIA's driver.
+The soft device is a CPU implementation of the part of the CUDA driver API that graft uses. A
+process uses only one library per SONAME, namely the first one that it loads. NVIDIA's driver is
+therefore probed only in a child process, and the soft device is loaded before other code can load
+NVIDIA's driver.
 """
 
 from __future__ import annotations
