@@ -22,7 +22,8 @@ have been measured are never lost: all files in the output folder are written du
 The predictions follow from the machine code of the kernels and the data sheet of an H200. They were
 made before any kernel ran on this GPU. The column "ratio" is the measured value divided by the
 middle of the predicted range. ``--small`` selects sizes that the soft device can run. Values
-measured with ``--small`` say nothing about a GPU. The exit status is 1 if a check or a section failed.
+measured with ``--small`` say nothing about a GPU. The exit status is 1 if a check or a section
+failed.
 """
 
 from __future__ import annotations
