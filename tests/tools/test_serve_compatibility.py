@@ -468,6 +468,8 @@ def test_content_that_is_no_text_is_rejected(content):
         ({"stream": "yes"}, "stream"),
         ({"suffix": "x"}, "suffix"),
         ({"bad_words": "x"}, "bad_words"),
+        ({"bad_words": ["x"] * 1025}, "bad_words"),
+        ({"bad_words": ["x" * 8193] * 2}, "bad_words"),
         ({"stop_token_ids": 2}, "stop_token_ids"),
         ({"stop_token_ids": 2, "ignore_eos": True}, "stop_token_ids"),
         ({"stop_token_ids": "a", "ignore_eos": True}, "stop_token_ids"),

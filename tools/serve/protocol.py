@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
@@ -34,6 +34,25 @@ from graft.tools.serve.tool_calls import ToolChoice, read_tool_choice
 
 _MAX_PRIORITY = 2**31 - 1
 _STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
+#: Maximum number of bad_words, and of their characters in total. The single thread of the parser
+#: encodes them.
+_MAX_BAD_WORDS = 1024
+_MAX_BAD_WORD_CHARACTERS = 1 << 14
+
+
+class _BadWords(NamedTuple):
+    """The words of bad_words.
+
+    Attributes
+    ----------
+    ids
+        Tokens that spell a word or a word after a space.
+    texts
+        Words of several tokens.
+    """
+
+    ids: set[int]
+    texts: list[str]
 
 
 @dataclass(frozen=True)
@@ -179,7 +198,8 @@ class RequestParser:
         """
         _check_best_of(fields)
         prompts = [self.chat_prompt(fields, grammar)] if chat else self._prompts(fields)
-        options = self._options(fields, chat, grammar)
+        bad_words = self._read_bad_words(fields)
+        options = self._options(fields, chat, grammar, bad_words.ids)
         prompts = self._truncate(fields, prompts, options["max_tokens"])
         self._check_lengths(fields, prompts, options["max_tokens"])
         reasoning_starts: list[bool | None] = [None] * len(prompts)
@@ -187,7 +207,7 @@ class RequestParser:
             reasoning_starts = [self._reasoning_start(fields, prompt) for prompt in prompts]
         prefix = "chatcmpl" if chat else "cmpl"
         suffix = secrets.token_hex(12)
-        output_grammar = self._without_bad_words(fields, grammar)
+        output_grammar = _without_bad_words(bad_words.texts, grammar)
         request = Request(grammar=output_grammar, **options)
         requests: list[Request] = []
         for i, tokens in enumerate(prompts):
@@ -269,21 +289,6 @@ class RequestParser:
                 f"{length} tokens of the prompt and {name} {max_tokens}, but {limit}",
                 param=name,
             )
-
-    def _without_bad_words(
-        self, fields: Mapping[str, Any], grammar: GrammarSpec | None
-    ) -> GrammarSpec | None:
-        """Return the grammar of a request, or of text without the bad words of several tokens."""
-        words = [word for word in self._bad_words(fields) if len(self._word_ids(word)) > 1]
-        if not words:
-            return grammar
-        if grammar is not None:
-            raise ApiError(
-                f"bad_words of several tokens, such as {short_repr(words[0])}, cannot be combined "
-                "with a grammar or tools",
-                param="bad_words",
-            )
-        return GrammarSpec.structural_format({"type": "any_text", "excludes": words})
 
     def chat_prompt(
         self, fields: Mapping[str, Any], grammar: GrammarSpec | None = None
@@ -413,7 +418,11 @@ class RequestParser:
         return texts
 
     def _options(
-        self, fields: Mapping[str, Any], chat: bool, grammar: GrammarSpec | None
+        self,
+        fields: Mapping[str, Any],
+        chat: bool,
+        grammar: GrammarSpec | None,
+        bad_word_ids: set[int],
     ) -> dict[str, Any]:
         """Return the fields of `Request` except for prompt, grammar and id."""
         options: dict[str, Any] = {"temperature": 1.0, "max_tokens": None if chat else 16}
@@ -446,17 +455,24 @@ class RequestParser:
         options["logprobs"] = _read_logprobs(fields, chat)
         if read_bool(fields, "ignore_eos"):
             options |= self._ignore_stop_ids(fields, grammar, options["max_tokens"])
-        banned = {*options.get("banned_ids", ()), *self._bad_word_ids(fields)}
+        banned = {*options.get("banned_ids", ()), *bad_word_ids}
         if banned:
             options["banned_ids"] = sorted(banned)
         return options
 
-    def _bad_words(self, fields: Mapping[str, Any]) -> list[str]:
-        """Return bad_words without white space at their beginning."""
+    def _read_bad_words(self, fields: Mapping[str, Any]) -> _BadWords:
+        """Return bad_words, without white space at their beginning, by their number of tokens."""
         words = fields.get("bad_words", [])
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise ApiError(
                 f"bad_words must be a list of strings, got {short_repr(words)}", param="bad_words"
+            )
+        num_characters = sum(map(len, words))
+        if len(words) > _MAX_BAD_WORDS or num_characters > _MAX_BAD_WORD_CHARACTERS:
+            raise ApiError(
+                f"bad_words has {len(words)} words with {num_characters} characters, at most "
+                f"{_MAX_BAD_WORDS} words with {_MAX_BAD_WORD_CHARACTERS} characters are allowed",
+                param="bad_words",
             )
         stripped = [word.lstrip() for word in words]
         if not all(stripped):
@@ -464,20 +480,18 @@ class RequestParser:
                 f"bad_words must not contain an empty word, got {short_repr(words)}",
                 param="bad_words",
             )
-        return stripped
+        bad_words = _BadWords(set(), [])
+        for word in stripped:
+            tokens = self._word_ids(word)
+            if len(tokens) > 1:
+                bad_words.texts.append(word)
+            for ids in (tokens, self._word_ids(f" {word}")):
+                if len(ids) == 1:
+                    bad_words.ids.add(ids[0])
+        return bad_words
 
     def _word_ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, special=False, parse_special=False)
-
-    def _bad_word_ids(self, fields: Mapping[str, Any]) -> set[int]:
-        """Return the ids of bad words that are single tokens, also with a space before the word."""
-        ids = set()
-        for word in self._bad_words(fields):
-            for text in (word, f" {word}"):
-                tokens = self._word_ids(text)
-                if len(tokens) == 1:
-                    ids.add(tokens[0])
-        return ids
 
     def _ignore_stop_ids(
         self, fields: Mapping[str, Any], grammar: GrammarSpec | None, max_tokens: Any
@@ -495,6 +509,19 @@ class RequestParser:
                 param="stop_token_ids",
             )
         return {"banned_ids": [token for token in self.tokenizer.stop_ids if token not in stop_ids]}
+
+
+def _without_bad_words(texts: list[str], grammar: GrammarSpec | None) -> GrammarSpec | None:
+    """Return the grammar of a request, or of text without the bad words of several tokens."""
+    if not texts:
+        return grammar
+    if grammar is not None:
+        raise ApiError(
+            f"bad_words of several tokens, such as {short_repr(texts[0])}, cannot be combined "
+            "with a grammar or tools",
+            param="bad_words",
+        )
+    return GrammarSpec.structural_format({"type": "any_text", "excludes": texts})
 
 
 def _is_prompt_only(fields: Mapping[str, Any], chat: bool) -> bool:
