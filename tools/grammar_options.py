@@ -166,7 +166,9 @@ def _option_name(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def make_grammar(fields: Mapping[str, Any], partial: bool) -> GrammarSpec | None:
+def make_grammar(
+    fields: Mapping[str, Any], partial: bool, *, check: bool = True
+) -> GrammarSpec | None:
     """Return the grammar of a row; None if the row has no grammar.
 
     Parameters
@@ -175,6 +177,9 @@ def make_grammar(fields: Mapping[str, Any], partial: bool) -> GrammarSpec | None
         Values by keys of `GRAMMAR_KEYS`. A key that is not set is absent, or its value is None.
     partial
         Whether to accept a schema with keywords that cannot be enforced.
+    check
+        Whether to check that a backend can enforce the grammar, which can take long. Otherwise, the
+        engine finds such errors when it compiles the grammar of a request.
 
     Raises
     ------
@@ -210,10 +215,11 @@ def make_grammar(fields: Mapping[str, Any], partial: bool) -> GrammarSpec | None
         "ebnf": GrammarSpec.ebnf,
         "lark": GrammarSpec.lark,
         "choice": lambda value: GrammarSpec.choice(_read_choices(value)),
-        "structural_tag": functools.partial(_read_structural_tag, **options),
+        "structural_tag": functools.partial(_read_structural_tag, check=check, **options),
     }
     spec = constructors[key](fields[key])
-    spec.check()
+    if check:
+        spec.check()
     if backend in ("xgrammar", "llguidance"):
         spec = replace(spec, backend=backend)
     return spec if marker is None else spec.after(marker)
@@ -241,7 +247,7 @@ def _read_choices(value: object) -> list[str]:
     return value
 
 
-def _read_structural_tag(value: object, **options: Any) -> GrammarSpec:
+def _read_structural_tag(value: object, check: bool, **options: Any) -> GrammarSpec:
     """Return the grammar of a structural tag. `value` is an object, or JSON text of an object."""
     if isinstance(value, str):
         value = parse_json("structural tag", value)
@@ -265,7 +271,8 @@ def _read_structural_tag(value: object, **options: Any) -> GrammarSpec:
                 f"structural tag: a tag must have exactly begin, schema and end, got {tag!r}"
             )
         parsed_tag = StructuralTag.of(tag["begin"], tag["schema"], tag["end"])
-        parsed_tag.check()
+        if check:
+            parsed_tag.check()
         parsed_tags.append(parsed_tag)
     return GrammarSpec.structural_tag(
         parsed_tags,

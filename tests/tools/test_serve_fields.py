@@ -389,8 +389,7 @@ def test_lost_helper_process_is_reported_as_503(post, monkeypatch):
     def fail(*_arguments):
         raise ChildUnavailable("the process was killed")
 
-    monkeypatch.setattr("graft.models.text.chat._CHILD.call", fail)
-    monkeypatch.setattr("graft.grammar.grammar_spec.POOL.call", fail)
+    monkeypatch.setattr("graft.native.children.process.ChildProcess.call", fail)
     messages = [{"role": "user", "content": "hi"}]
     for path, fields in (
         ("/v1/chat/completions", {"messages": messages}),
@@ -400,6 +399,35 @@ def test_lost_helper_process_is_reported_as_503(post, monkeypatch):
         assert status == 503
         assert body["error"]["type"] == "server_error"
         assert "the process was killed" in body["error"]["message"]
+
+
+def test_grammars_are_checked_by_the_compilation_only(post, monkeypatch):
+    """A separate check of a slow grammar would delay other requests.
+
+    The engine compiles slow grammars in a queue of their own.
+    """
+
+    def fail(*_arguments):
+        raise AssertionError("the grammar was checked before its compilation")
+
+    monkeypatch.setattr("graft.grammar.grammar_spec.POOL.call", fail)
+    tag = {"begin": "<a>", "schema": {"const": 7}, "end": "</a>"}
+    for fields in (
+        {"regex": "[a-z]{4}"},
+        {"guided_json": {"const": 5}},
+        {"structured_outputs": {"json": {"const": 6}, "disable_additional_properties": True}},
+        {"structured_outputs": {"structural_tag": {"tags": [tag], "triggers": ["<a>"]}}},
+    ):
+        status, body = post("/v1/completions", prompt="a", **fields)
+        assert status == 200, body
+    tag["schema"] = {"type": "array", "uniqueItems": True}
+    for fields, words in (
+        ({"regex": "("}, "regex: invalid regex"),
+        ({"guided_json": tag["schema"]}, "JSON schema: cannot be enforced: #: uniqueItems"),
+        ({"structured_outputs": {"structural_tag": {"tags": [tag], "triggers": ["<"]}}}, "'<a>'"),
+    ):
+        status, body = post("/v1/completions", prompt="a", **fields)
+        assert status == 400 and words in body["error"]["message"]
 
 
 def test_template_error_does_not_contain_the_path_of_the_model(engine, http):

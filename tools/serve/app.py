@@ -131,7 +131,7 @@ class Service:
         self._created = int(time.time())
         self._max_api_requests = settings.max_waiting + info.max_batch_size
         # The parser has a single thread, because the tokenizer is not thread-safe. Grammars are
-        # checked in other threads, because a check can be slow and would delay other requests.
+        # read in other threads, because a large grammar would delay other requests.
         self._parser_thread = ThreadPoolExecutor(1, "graft parser")
         self._grammar_threads = ThreadPoolExecutor(2, "graft grammars")
         handlers: Any = {

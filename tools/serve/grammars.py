@@ -173,8 +173,9 @@ def _read_structured_outputs(structured: Any) -> dict[str, Any]:
 def make_grammar_spec(key: str, text: str) -> GrammarSpec | None:
     """Return the grammar that a key of structured_outputs, or the key ``"ebnf"``, defines.
 
-    Results are cached, because the check of a grammar can be slow, and clients often send the same
-    grammar in many requests.
+    Whether a backend can enforce the grammar is not checked: this can take long, and the engine
+    compiles slow grammars without delaying others. Results are cached, because clients often send
+    the same grammar in many requests.
 
     Parameters
     ----------
@@ -194,16 +195,14 @@ def make_grammar_spec(key: str, text: str) -> GrammarSpec | None:
         if value == {"format": {"type": "any_text"}}:
             return None
     if key == "strict_json":
-        spec = GrammarSpec.json_schema(value, strict=True)
-        spec.check()
-        return spec
+        return GrammarSpec.json_schema(value, strict=True)
     if key == "json":
         key = "schema"
     elif key == "json_object":
         value = True
     elif key == "grammar":  # only EBNF rules contain "::=", Lark rules do not
         key = "ebnf" if "::=" in str(value) else "lark"
-    return make_grammar({key: value}, partial=False)
+    return make_grammar({key: value}, partial=False, check=False)
 
 
 def _structural_tag(value: Any) -> Any:
