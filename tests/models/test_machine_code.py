@@ -67,7 +67,7 @@ def count(instructions: list[str], *names: str) -> int:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("weight8", [0, 1])
+@pytest.mark.parametrize("weight8", [pytest.param(0, marks=FULL), 1])
 @pytest.mark.parametrize("tiles", [1, 2])
 def test_linear_few_overlaps_loads_with_other_work(arch, tiles, weight8):
     """The first weights are loaded before the wait, and the residual before the main loop.
@@ -126,6 +126,7 @@ def test_linear_many_issues_loads_of_rotations_together(arch, row_block):
     assert row_block == 256 or loads < without_splits * 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_linear_many_loads_totals_of_tall_tiles_together(arch):
     """The totals of 32 sums are loaded from shared memory before the first is added and stored."""
@@ -155,8 +156,8 @@ def test_linear_many_with_tall_tiles_fits_into_multiprocessor(arch, nbytes):
     assert shape.shared + usage.shared_bytes <= 227 * 1024
 
 
-@pytest.mark.parametrize("arch", [80, *ARCHITECTURES])
-@pytest.mark.parametrize("x16", [0, 1])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=FULL), *ARCHITECTURES])
+@pytest.mark.parametrize("x16", [pytest.param(0, marks=FULL), 1])
 def test_linear_many_runs_two_blocks_per_multiprocessor_for_32_rows(arch, x16):
     variant = Variant(FOLDER / "linear_many.cu", (("ROW_BLOCK", "32"), ("X16", str(x16))))
     (usage,) = compile_variant(variant, arch)

@@ -8,12 +8,6 @@ from graft.sampling.loading import KERNELS
 from graft.tools.bench import kernel_report
 from graft.tools.bench.kernel_report import ARCHITECTURES, Variant
 
-SHORT_ARCHITECTURE = 90
-CASES = [
-    pytest.param(arch, marks=[] if arch == SHORT_ARCHITECTURE else pytest.mark.full)
-    for arch in ARCHITECTURES
-]
-
 
 def load_runs(instructions: list[str]) -> list[tuple[int, str]]:
     """Return the number of global loads before each shared atomic, store or barrier."""
@@ -29,7 +23,8 @@ def load_runs(instructions: list[str]) -> list[tuple[int, str]]:
     return runs
 
 
-@pytest.mark.parametrize("arch", CASES)
+@pytest.mark.full  # compilation takes 15 s per architecture
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_filters_load_eight_columns_before_first_use(arch):
     """A thread loads eight weights and eight logits at once.
 
