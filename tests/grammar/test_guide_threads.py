@@ -256,7 +256,7 @@ def test_guide_fails_runaway_matcher(xgrammar, slots, seconds, nbytes, message):
     assert longest_s < 1.1
     if slots == 2:
         assert decoder.error(1) == "" and exchange.stamps["state"][1, 0] == READY
-        assert done[1] > 10 * done[0]
+        assert done[1] > 0.8 * replay
     decoder.close()
 
 
