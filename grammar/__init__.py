@@ -5,7 +5,12 @@ from graft.grammar.backends.registry import BACKENDS, make_backend
 from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.grammar.compile.service import GrammarService
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
-from graft.grammar.errors import GrammarError, GrammarUnavailableError, GuideError
+from graft.grammar.errors import (
+    GrammarError,
+    GrammarUnavailableError,
+    GuideError,
+    MatcherError,
+)
 from graft.grammar.grammar_spec import GrammarSpec, StructuralTag
 from graft.grammar.matcher import CompiledGrammar, GrammarBackend, Matcher
 from graft.grammar.resolve import resolve_spec
@@ -29,6 +34,7 @@ __all__ = [
     "LLGuidanceBackend",
     "Marker",
     "Matcher",
+    "MatcherError",
     "Reason",
     "Route",
     "Spec",

@@ -7,7 +7,13 @@ import re
 from graft.cudagraph.errors import GraftError
 from graft.native.children.errors import Refusal
 
-__all__ = ["GrammarError", "GrammarUnavailableError", "GuideError", "clean_message"]
+__all__ = [
+    "GrammarError",
+    "GrammarUnavailableError",
+    "GuideError",
+    "MatcherError",
+    "clean_message",
+]
 
 _MAX_MESSAGE = 500
 #: Parts of the backends' error messages that are removed, in this order.
@@ -34,6 +40,13 @@ class GrammarUnavailableError(GrammarError):
 
     The child processes that work on grammars could not be started, were killed or got no processor
     time.
+    """
+
+
+class MatcherError(GrammarError):
+    """The matcher of a grammar failed during generation.
+
+    For example, it exceeded its limit of time or memory, because the grammar is too ambiguous.
     """
 
 

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 
 from graft.cudagraph.errors import GraftError
+from graft.grammar.errors import MatcherError
 from graft.models.engine.interrupt import Shield
 from graft.models.engine.replay import Replays, RowResult
 from graft.models.engine.request_state import RequestState
@@ -502,7 +503,7 @@ class Scheduler:
             return GraftError(invalid_logits)
         grammar_error = self.replays.grammar_error(state.slot)
         if grammar_error and not state.promoted:
-            return GraftError(grammar_error)
+            return MatcherError(grammar_error)
         return GraftError(f"{invalid_logits}, or the grammar rejected a verified token")
 
     def wait_idle(self, shield: Shield) -> None:

@@ -51,6 +51,7 @@ def test_engine_fails_request_with_ambiguous_grammar():
         [alone] = engine.generate([other])
         failed, served = engine.generate([runaway, other])
     assert failed.reason == "error" and "the grammar is too slow" in failed.error
+    assert failed.error_type == "MatcherError"
     assert served.reason == "stop" and served.tokens == alone.tokens
 
 

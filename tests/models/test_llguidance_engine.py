@@ -127,6 +127,7 @@ def test_python_grammar_backend_serves_requests(transport, threads, budget_us):
     ) as engine:
         one, failing, five, nine = engine.generate(requests)
     assert failing.reason == "error" and failing.error == "LookupError: failed on purpose"
+    assert failing.error_type == "MatcherError"
     for length, output in ((1, one), (5, five), (9, nine)):
         assert output.finished and output.text.isdigit() and len(output.text) == length
 

@@ -11,8 +11,8 @@ import math
 
 import pytest
 
-from graft.models.request import Request
-from graft.tools.serve.errors import ApiError
+from graft.models.request import Output, Request
+from graft.tools.serve.errors import ApiError, check_output
 from graft.tools.serve.messages import read_messages
 
 for package in ("starlette", "uvicorn", "prometheus_client"):
@@ -496,6 +496,26 @@ def test_invalid_value_is_reported_with_its_field(send, fields, param):
     assert {*error} == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error" and error["param"] == param, error
     assert error["message"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "error_type", "status", "kind"),
+    [
+        ("error", "MatcherError", 400, "invalid_request_error"),
+        ("error", "GraftError", 500, "server_error"),
+        ("error", "EngineError", 503, "server_error"),
+        ("refused", "GrammarError", 400, "invalid_request_error"),
+        ("refused", "GrammarUnavailableError", 503, "server_error"),
+        ("refused", "QueueFullError", 429, "rate_limit_error"),
+        ("dead_end", None, 400, "invalid_request_error"),
+        ("cancelled", None, 503, "server_error"),
+    ],
+)
+def test_status_of_failed_output_depends_on_its_cause(reason, error_type, status, kind):
+    """A grammar that is too slow is an error of the request, not of the server."""
+    with pytest.raises(ApiError, match="why") as caught:
+        check_output(Output("x", reason=reason, error="why", error_type=error_type))
+    assert (caught.value.status, caught.value.type) == (status, kind)
 
 
 def test_wrong_method_and_path_have_error_bodies(send):

@@ -14,6 +14,7 @@ _STATUS = {
     "EngineError": 503,
     "GrammarUnavailableError": 503,
     "TemplateUnavailableError": 503,
+    "MatcherError": 400,
     "refused": 400,
     "dead_end": 400,
     "cancelled": 503,
