@@ -49,9 +49,10 @@ _START_TIMEOUT_S = 120.0
 _MAX_SLOWDOWN = 20
 # Maximum time that a process may be stopped during a call, in seconds.
 _MAX_STOPPED_S = 0.5
-# Maximum time that sending a call may block, in seconds. An idle process waits for data, so sending
-# blocks only if the process is stopped by a signal.
-_SEND_TIMEOUT_S = 10
+# Maximum time that sending a part of a call, or receiving a part of a reply, may block, in seconds.
+# An idle process waits for data, and a process that has begun a reply sends the rest at once, so
+# the pipe blocks only if the process is stopped by a signal.
+_PIPE_TIMEOUT_S = 10
 # Maximum time between the end of the pipe and the end of the process, in seconds.
 _EXIT_TIMEOUT_S = 5.0
 # Seconds between two samples of the state of a process that runs a call.
@@ -246,7 +247,7 @@ class ChildProcess:
         try:
             self._pipe.send((function, arguments))
         except BlockingIOError as error:
-            raise _Interrupted(f"read no data for {_SEND_TIMEOUT_S} s") from error
+            raise _Interrupted(f"read no data for {_PIPE_TIMEOUT_S} s") from error
         outcome, value = self._read(limit)
         if outcome == "value":
             return value
@@ -271,7 +272,10 @@ class ChildProcess:
             if time.monotonic() - start > _MAX_SLOWDOWN * limit.seconds:
                 raise _Interrupted("got no processor time")
         limit.used_s += clock.sample()
-        return self._pipe.recv()
+        try:
+            return self._pipe.recv()
+        except BlockingIOError as error:
+            raise _Interrupted(f"sent no data for {_PIPE_TIMEOUT_S} s") from error
 
     def _memory_limit(self) -> str:
         return f"{self.memory_bytes / (1 << 30):.3g} GiB of memory"
@@ -338,8 +342,9 @@ def _spawn(
     parent_end, child_end = Pipe()
     pipe_fd = child_end.fileno()
     with socket.socket(fileno=os.dup(parent_end.fileno())) as parent_socket:
-        timeout = struct.pack("ll", _SEND_TIMEOUT_S, 0)  # struct timeval
+        timeout = struct.pack("ll", _PIPE_TIMEOUT_S, 0)  # struct timeval
         parent_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        parent_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
     numbers = map(str, (os.getpid(), memory_bytes, pipe_fd))
     command = [sys.executable, "-P", "-c", _COMMAND, *numbers, *preload]
     # With lazy binding, the dynamic linker would terminate the process if it had to resolve a

@@ -6,10 +6,12 @@ import os
 import random
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 
 import pytest
 from guide_util import output_of
@@ -135,9 +137,28 @@ def test_child_process_replaces_killed_or_stopped_process(child, number, state):
 
 def test_child_process_replaces_process_that_reads_no_data(child, monkeypatch):
     """If the process is stopped, sending a call that exceeds the socket's buffer would block."""
-    monkeypatch.setattr(process_module, "_SEND_TIMEOUT_S", 1)
+    monkeypatch.setattr(process_module, "_PIPE_TIMEOUT_S", 1)
     os.kill(running_process_id(child), signal.SIGSTOP)
     assert child.call(Call("builtins:len", (bytes(1 << 24),))) == 1 << 24
+
+
+def stop_within_reply():
+    """Make this process stop after it has sent the first bytes of its reply."""
+
+    def send(connection, data):
+        os.write(connection.fileno(), struct.pack("!i", len(data)) + data[:2])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    Connection._send_bytes = send
+
+
+def test_child_process_that_stops_within_a_reply_is_unavailable(child, monkeypatch):
+    monkeypatch.setattr(process_module, "_PIPE_TIMEOUT_S", 1)
+    monkeypatch.setattr(process_module, "_MAX_KILLS", 1)
+    timer = in_background(child.close, 20.0)  # ends the call if it has no limit
+    with pytest.raises(ChildUnavailable, match="the child process sent no data for 1 s"):
+        child.call(Call(f"{__name__}:stop_within_reply", ()))
+    timer.cancel()
 
 
 def test_child_process_that_is_killed_repeatedly_is_unavailable(child, monkeypatch):
