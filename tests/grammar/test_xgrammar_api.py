@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import array
+import inspect
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,6 +35,23 @@ def words(compiler):
     if compiler._service.backend.name == "xgrammar":
         return compiler.compile_grammar(f"root ::= {rules}")
     return compiler.compile_regex("|".join(WORDS))
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        (GrammarCompiler.compile_json_schema, "indent"),
+        (GrammarCompiler.compile_json_schema, "separators"),
+        (GrammarCompiler.compile_json_schema, "any_order"),
+        (GrammarMatcher.accept_token, "debug_print"),
+        (GrammarMatcher.fill_next_token_bitmask, "debug_print"),
+        (GrammarMatcher.__init__, "default_temperature"),
+    ],
+)
+def test_page_lists_parameters_that_are_missing(method, name):
+    assert name not in inspect.signature(method).parameters
+    page = Path(xgrammar_api.__file__).with_name("PLUGINS.md").read_text()
+    assert f"`{name}`" in page
 
 
 def bitmask():
