@@ -13,7 +13,9 @@ import jsonschema
 import pytest
 
 from graft.grammar.grammar_spec import GrammarSpec
+from graft.grammar.xgrammar_api import structural_tag_spec
 from graft.models.request import Event, Output, Request
+from graft.tools.serve.grammars import make_grammar_spec
 from graft.tools.serve.protocol import ApiRequest
 from graft.tools.serve.responses import ResponseChoice
 from graft.tools.serve.tool_calls import ToolCallParser, ToolChoice, tool_grammar
@@ -282,6 +284,18 @@ def test_structured_outputs_satisfy_every_kind_of_grammar(client, fields, is_val
     choice = chat(client, **fields).choices[0]
     assert choice.finish_reason == "stop"
     assert is_valid(choice.message.content)
+
+
+@pytest.mark.parametrize("key", ["structures", "tags"])
+def test_structural_tag_without_schema_allows_any_json(key):
+    """The plug-in for engines written for XGrammar has the same default."""
+    specs = []
+    for schema in ({"schema": {}}, {"schema": None}, {}):
+        tag = {"begin": "<a>", "end": "</a>"} | schema
+        specs.append(
+            make_grammar_spec("structural_tag", json.dumps({key: [tag], "triggers": ["<"]}))
+        )
+    assert specs == [structural_tag_spec({"structures": [tag], "triggers": ["<"]})] * 3
 
 
 TOWN = {

@@ -6,6 +6,7 @@ the response to an equivalent request.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 
@@ -139,6 +140,20 @@ def test_completion_logprobs_of_zero_report_the_sampled_tokens(complete):
     assert "".join(logprobs["tokens"]) == choice["text"]
     lengths = [len(token) for token in logprobs["tokens"]]
     assert logprobs["text_offset"] == [sum(lengths[:i]) for i in range(6)]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_echo_returns_the_truncated_prompt(engine, complete, side):
+    """The offsets of the log probabilities refer to the returned text."""
+    fields = {"truncate_prompt_tokens": 2, "truncation_side": side, "max_tokens": 1, "echo": True}
+    [choice] = complete(**fields, logprobs=0)["choices"]
+    logprobs = choice["logprobs"]
+    assert "".join(logprobs["tokens"]) == choice["text"] and len(logprobs["tokens"]) == 3
+    ids = engine.tokenizer.encode(TEXT)
+    kept = engine.tokenizer.decode(ids[:2] if side == "right" else ids[-2:])
+    assert choice["text"].startswith(kept) and len(kept) < len(TEXT)
+    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+        assert choice["text"][offset:].startswith(token)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -529,7 +544,43 @@ def test_wrong_method_and_path_have_error_bodies(send):
     assert send("/health", "HEAD").status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        ("Bearer key", 200),
+        ("bearer  key", 200),
+        ("BEARER other key", 200),
+        ("Basic key", 401),
+        ("key", 401),
+        ("Bearer", 401),
+        ("Bearer key2", 401),
+        (None, 401),
+    ],
+)
+def test_api_key_is_a_bearer_token(server, http, header, status):
+    """The name of the scheme is case-insensitive, and a refusal names the scheme."""
+    headers = {} if header is None else {"authorization": header}
+    response = http.get(f"{server.url}/models", headers=headers)
+    assert response.status_code == status
+    assert response.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/completions"])
+def test_disconnect_within_the_body_is_no_error(server, path):
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(_message):
+        pass
+
+    headers = [(b"authorization", b"Bearer key"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+    asyncio.run(server.service.app(scope | {"query_string": b""}, receive, send))
+    assert server.service.api_requests == 0
+
+
 def test_models_endpoint_lists_the_model(send):
+    assert send("/v1/models/", "GET").json() == send("/v1/models", "GET").json()
     body = send("/v1/models", "GET").json()
     assert body["object"] == "list" and [model["id"] for model in body["data"]] == ["demo"]
     assert body["data"][0] == send("/v1/models/demo", "GET").json()

@@ -137,6 +137,7 @@ class Service:
         handlers: Any = {
             kind: _handle_error for kind in (GraftError, HTTPException, RecursionError, Exception)
         }
+        handlers[ClientDisconnect] = _handle_disconnect
         middleware = []
         if settings.hosts is not None:
             middleware.append(Middleware(_HostCheck, hosts=settings.hosts))
@@ -193,9 +194,10 @@ class Service:
             If the key is missing or wrong.
         """
         keys = self.settings.api_keys
-        header = request.headers.get("authorization", "").encode()
-        matches = [hmac.compare_digest(header, f"Bearer {key}".encode()) for key in keys]
-        if keys and not any(matches):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        is_bearer = scheme.lower() == "bearer"  # names of schemes are case-insensitive (RFC 9110)
+        matches = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
+        if keys and not (is_bearer and any(matches)):
             raise ApiError("the API key is missing or wrong", 401, code="invalid_api_key")
 
     def check_capacity(self) -> None:
@@ -293,7 +295,7 @@ class Service:
             "max_model_len": self.driver.info.max_length,
         }
         name = request.path_params.get("name")
-        if name is None:
+        if not name:
             return _json_response({"object": "list", "data": [model]})
         if name != self.settings.name:
             raise ApiError(
@@ -526,6 +528,11 @@ def _run_in(
     pool: ThreadPoolExecutor, function: Callable[..., T], *arguments: Any
 ) -> asyncio.Future[T]:
     return asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
+
+
+async def _handle_disconnect(_request: HttpRequest, _error: Exception) -> Response:
+    """Return a response for a client that disconnected before it had sent its request."""
+    return Response(status_code=400)  # cannot be delivered
 
 
 async def _handle_error(_request: HttpRequest, error: Exception) -> Response:

@@ -96,7 +96,7 @@ def _add_endpoint_arguments(group: argparse._ArgumentGroup) -> None:
     _add_limit_arguments(group)
     group.add_argument(
         "--drain",
-        type=float,
+        type=parse_drain,
         default=30.0,
         metavar="SECONDS",
         help="time after SIGTERM or Ctrl-C in which running requests can complete; during this "
@@ -174,6 +174,17 @@ def parse_seconds(text: str) -> float:
         seconds = 0.0
     if not 1 <= seconds <= 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds of at least 1")
+    return seconds
+
+
+def parse_drain(text: str) -> float:
+    """Parse the value of ``--drain``."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds >= 0:  # also NaN
+        raise argparse.ArgumentTypeError(f"{text!r} is not a non-negative number of seconds")
     return seconds
 
 

@@ -78,7 +78,9 @@ class ApiError(GraftError):
     @property
     def headers(self) -> dict[str, str]:
         """Additional HTTP headers of the response."""
-        return {"Retry-After": "1"} if self.status in (429, 503) else {}
+        if self.status in (429, 503):
+            return {"Retry-After": "1"}
+        return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
 
 
 def to_api_error(error: Exception) -> ApiError:

@@ -206,7 +206,10 @@ def make_grammar_spec(key: str, text: str) -> GrammarSpec | None:
 
 
 def _structural_tag(value: Any) -> Any:
-    """Convert a structural tag from the format of OpenAI, or of XGrammar, for `make_grammar`."""
+    """Convert a structural tag from the format of OpenAI, or of XGrammar, for `make_grammar`.
+
+    A tag whose schema is missing or null allows any JSON.
+    """
     if isinstance(value, str):
         value = parse_json("structural tag", value)
     if not isinstance(value, dict) or value.get("type", "structural_tag") != "structural_tag":
@@ -217,7 +220,17 @@ def _structural_tag(value: Any) -> Any:
             converted["tags"] = entry
         elif key != "type":
             converted[key] = entry
+    tags = converted.get("tags")
+    if isinstance(tags, list):
+        converted["tags"] = [_with_schema(tag) for tag in tags]
     return converted
+
+
+def _with_schema(tag: Any) -> Any:
+    """Return a tag of a structural tag with the schema of any JSON if it has no schema."""
+    if isinstance(tag, dict) and tag.get("schema") is None:
+        return tag | {"schema": {}}
+    return tag
 
 
 def _as_format(grammar: _FoundGrammar) -> dict[str, Any]:

@@ -197,10 +197,10 @@ class RequestParser:
             If a field is invalid.
         """
         _check_best_of(fields)
-        prompts = [self.chat_prompt(fields, grammar)] if chat else self._prompts(fields)
+        whole_prompts = [self.chat_prompt(fields, grammar)] if chat else self._prompts(fields)
         bad_words = self._read_bad_words(fields)
         options = self._options(fields, chat, grammar, bad_words.ids)
-        prompts = self._truncate(fields, prompts, options["max_tokens"])
+        prompts = self._truncate(fields, whole_prompts, options["max_tokens"])
         self._check_lengths(fields, prompts, options["max_tokens"])
         reasoning_starts: list[bool | None] = [None] * len(prompts)
         if chat:
@@ -225,7 +225,7 @@ class RequestParser:
             include_usage=read_bool(stream_options, "include_usage"),
             continuous_usage=read_bool(stream_options, "continuous_usage_stats"),
             role=_response_role(fields) if chat else "assistant",
-            echo=self._echo(fields, chat, prompts),
+            echo=self._echo(fields, chat, prompts, whole_prompts),
             prompt_logprobs=_read_prompt_logprobs(fields, chat),
             include_stop=read_bool(fields, "include_stop_str_in_output"),
             return_token_ids=read_bool(fields, "return_token_ids"),
@@ -395,12 +395,16 @@ class RequestParser:
         return reasoning.starts_in_reasoning(self._reasoning_parser, text, continued)
 
     def _echo(
-        self, fields: Mapping[str, Any], chat: bool, prompts: Sequence[list[int]]
+        self,
+        fields: Mapping[str, Any],
+        chat: bool,
+        prompts: Sequence[list[int]],
+        whole_prompts: Sequence[list[int]],
     ) -> list[str] | None:
         """Return the value of `ApiRequest.echo`.
 
-        For a completion, this is the text of the prompt. For a chat, it is the content of the last
-        message, if this message has the same role as the response.
+        For a completion, this is the text of the truncated prompt. For a chat, it is the content of
+        the last message, if this message has the same role as the response.
         """
         if not read_bool(fields, "echo"):
             return None
@@ -411,7 +415,7 @@ class RequestParser:
         texts = []
         for i, tokens in enumerate(prompts):
             text = given[i] if isinstance(given, list) and len(given) == len(prompts) else given
-            if not isinstance(text, str):
+            if not isinstance(text, str) or len(tokens) < len(whole_prompts[i]):
                 check_token_ids("prompt", tokens, self.tokenizer.vocab_size)
                 text = self.tokenizer.decode(tokens)
             texts.append(text)
