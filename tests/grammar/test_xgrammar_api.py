@@ -50,7 +50,7 @@ def words(compiler):
 )
 def test_page_lists_parameters_that_are_missing(method, name):
     assert name not in inspect.signature(method).parameters
-    page = Path(xgrammar_api.__file__).with_name("PLUGINS.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "grammar" / "PLUGINS.md").read_text()
     assert f"`{name}`" in page
 
 
