@@ -21,7 +21,7 @@ from graft.grammar.resolve import check_backend, json_text, without_partial_hint
 from graft.grammar.schema.options import KeyOrder, Whitespace
 from graft.grammar.schema.wellformed import check_schema
 from graft.grammar.spec import Marker, Spec, check_text, parse_json
-from graft.grammar.structural.formats import parse_format
+from graft.grammar.structural.formats import TriggerLookup, parse_format
 from graft.grammar.structural.xgrammar import replace_dots
 from graft.native.children.errors import ChildLost, ChildUnavailable
 from graft.native.children.process import Call
@@ -332,19 +332,22 @@ def _check_tags(tags: Sequence[StructuralTag], triggers: Sequence[str]) -> None:
         raise GrammarError("structural tag: needs lists of at least one tag and one trigger")
     for trigger in triggers:
         check_text("structural tag trigger", trigger)
+    lookup = TriggerLookup(triggers)
+    used: set[str] = set()
     for tag in tags:
         if not isinstance(tag, StructuralTag):
             raise GrammarError(
                 f"structural tag: a tag is a {type(tag).__name__}, expected StructuralTag"
             )
-        count = sum(map(tag.begin.startswith, triggers))
-        if count != 1:
+        found = lookup.find(tag.begin)
+        if len(found) != 1:
             raise GrammarError(
-                f"structural tag: {tag.begin!r} begins with {count} of the triggers, "
+                f"structural tag: {tag.begin!r} begins with {len(found)} of the triggers, "
                 "must begin with exactly one trigger"
             )
+        used.update(found)
     for trigger in triggers:
-        if not any(tag.begin.startswith(trigger) for tag in tags):
+        if trigger not in used:
             raise GrammarError(f"structural tag: no tag begins with the trigger {trigger!r}")
 
 

@@ -6,12 +6,20 @@ checks every field and adds the default values, so that later code can index all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from graft.grammar.errors import GrammarError
 
-__all__ = ["Format", "LoweringError", "convert_format", "parse_format", "plain_format"]
+__all__ = [
+    "Format",
+    "LoweringError",
+    "TriggerLookup",
+    "convert_format",
+    "parse_format",
+    "plain_format",
+]
 
 #: A format whose fields have been checked. The field ``path`` is its place, for error messages.
 Format = dict[str, Any]
@@ -33,6 +41,33 @@ _MAX_DEPTH = 64
 
 class LoweringError(Exception):
     """A part of a format that a backend does not support. The message does not name its place."""
+
+
+class TriggerLookup:
+    """Finds the triggers that a text begins with.
+
+    The time does not depend on the number of triggers, only on the text's length and on the number
+    of different lengths of triggers.
+
+    Parameters
+    ----------
+    triggers
+        The triggers. Equal triggers count separately.
+    """
+
+    def __init__(self, triggers: Iterable[str]):
+        self._counts = Counter(triggers)
+        self._lengths = sorted({len(trigger) for trigger in self._counts})
+
+    def find(self, text: str) -> list[str]:
+        """Return the triggers that `text` begins with, the shortest first."""
+        found: list[str] = []
+        for length in self._lengths:
+            if length > len(text):
+                break
+            beginning = text[:length]
+            found += [beginning] * self._counts[beginning]
+        return found
 
 
 class _Field(NamedTuple):
@@ -127,11 +162,12 @@ def _check_combination(form: Format, path: str) -> None:
     if kind == "repeat" and form["max"] != -1 and form["min"] > form["max"]:
         raise _error(path, f"min {form['min']} is greater than max {form['max']}")
     if kind == "triggered_tags":
+        lookup = TriggerLookup(form["triggers"])
         for index, tag in enumerate(form["tags"]):
             place = f"{path}.tags[{index}].begin"
             if not isinstance(tag["begin"], str):
                 raise _error(place, "must be a string in triggered_tags")
-            count = sum(map(tag["begin"].startswith, form["triggers"]))
+            count = len(lookup.find(tag["begin"]))
             if count != 1:
                 raise _error(
                     place, f"{tag['begin']!r} starts with {count} of the triggers, must be 1"

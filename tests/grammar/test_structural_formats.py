@@ -6,15 +6,16 @@ import importlib.util
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from guide_util import THINK, accepts, byte_vocabulary
 
-from graft.grammar import GrammarError, GrammarService, GrammarSpec
+from graft.grammar import GrammarError, GrammarService, GrammarSpec, StructuralTag
 from graft.grammar.backends.llguidance import LLGuidanceBackend
 from graft.grammar.backends.xgrammar import XGrammarBackend
-from graft.grammar.structural.formats import parse_format
+from graft.grammar.structural.formats import TriggerLookup, parse_format
 from graft.grammar.structural.lark import lark_text
 
 pytest.importorskip("llguidance")
@@ -479,3 +480,22 @@ def test_masks_of_random_formats_agree_with_accepted_tokens():
                     matcher.rollback(1)
                 assert accepted == (candidate in legal), (seed, candidate)
             assert matcher.accept(generator.random.choice(legal))
+
+
+def test_trigger_lookup_finds_triggers_that_begin_a_text():
+    """Compared with `str.startswith`, for triggers of several lengths, some of them equal."""
+    rng = random.Random(1)
+    for _ in range(300):
+        triggers = ["".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(6)]
+        text = "".join(rng.choices("ab", k=rng.randint(0, 6)))
+        expected = sorted((t for t in triggers if text.startswith(t)), key=len)
+        assert TriggerLookup(triggers).find(text) == expected
+
+
+def test_structural_tag_with_many_triggers_is_read_quickly():
+    """Comparing each of 30,000 tags with each trigger would take minutes."""
+    names = [f"<{number}>" for number in range(30_000)]
+    tag = StructuralTag.of("<>", {"type": "object"}, "</>")
+    tags = [replace(tag, begin=name) for name in names]
+    spec = GrammarSpec.structural_tag(tags, names)
+    assert len(json.loads(spec.text)["tags"]) == len(tags)
