@@ -96,6 +96,7 @@ def test_device_automata_do_not_change_outputs(expected_answers, name):
     """Requests with and without automata join, are preempted and are cancelled at random times."""
     mode = ("greedy", "coupled")[len(name) % 2]
     with settled(demo_engine(device_automata=True, **OPTIONS[name])) as engine:
+        compile_automata(engine, workload(**MODES[mode]))
         check_disturbed(engine, expected_answers, mode, seed=len(name))
         rounds = engine.stats.rounds_by_grammar
         assert rounds["mixed"] > 0 and rounds["device"] > 0
