@@ -93,7 +93,7 @@ def overlap(texts: Iterable[str]) -> tuple[str, str] | None:
 
 
 def _comparable(a: frozenset[str] | None, b: frozenset[str] | None) -> bool:
-    """Return whether texts of two pieces may begin alike.
+    """Return whether texts of two pieces can begin with the same characters.
 
     `a` and `b` are the known beginnings of the pieces' texts; None if they are unknown.
     """

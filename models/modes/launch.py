@@ -215,10 +215,10 @@ def _grammar_place(states: Sequence[RequestState]) -> str:
 
 
 def _promotion_place(guided: Sequence[RequestState]) -> str | None:
-    """Return the place of the grammar steps of requests that can all be promoted.
+    """Return the place of the grammar steps of a batch by whose times promotion is judged.
 
-    Return None if there are no such requests, or others too: the times of the batch then say
-    little about promotion.
+    Return None if no request has a grammar, or if a grammar has no automaton. Promotion then has no
+    effect on the times of the batch, or not the usual one.
 
     Parameters
     ----------
