@@ -1,7 +1,7 @@
 """Benchmark of generation loops: time between rounds while Python bytecode is executed.
 
     python -m graft.tools.bench.generation [--tokens 200] [--runs 5] [--batch 1] [--kind free]
-        [--model FOLDER --draft FOLDER] [--out FILE]
+        [--device-core N] [--model FOLDER --draft FOLDER] [--out FILE]
 
 Two engines process the same requests alternately: one launches each round, the other runs many
 rounds per launch (``generation="graph"``). The time between rounds is the time between the
@@ -10,14 +10,18 @@ time until a caller receives the tokens.
 
 The machine is idle otherwise, or a process or a thread executes Python bytecode without a pause.
 The process needs a processor, as the thread does, but has an interpreter of its own. The difference
-between the two is therefore the effect of the GIL. On the soft device, all threads share the
-processors, so its times say nothing about GPUs.
+between the two is therefore the effect of the GIL.
+
+A GPU has processors of its own. The threads of the soft device share the CPU's cores with all other
+threads unless ``--device-core`` reserves a core for them. With this option, the times show how much
+the device waits for the host.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -29,7 +33,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from graft.cudagraph.errors import GraftError
+from graft.cudagraph.device import open_device
+from graft.cudagraph.errors import GraftError, OptionError
 from graft.grammar import GrammarSpec
 from graft.models.engine.engine import Engine
 from graft.models.engine.replay import ReplayInFlight
@@ -99,6 +104,33 @@ def _apply_load(load: str) -> AbstractContextManager[None]:
     return busy_python(lambda: sum(range(100))) if load == "thread" else nullcontext()
 
 
+def _reserve_core(core: int) -> None:
+    """Run the threads of the soft device on one core, and all other threads on other cores.
+
+    Call this function before a device is opened. The device starts its threads when it is opened,
+    and a thread runs on the cores of the thread that starts it.
+
+    Raises
+    ------
+    OptionError
+        If the core or another one is not usable, or the device is not the soft device.
+    """
+    cores = os.sched_getaffinity(0)
+    others = cores - {core}
+    if core not in cores or not others:
+        raise OptionError(
+            f"--device-core must be one of at least two usable cores, got {core}; usable are "
+            f"{sorted(cores)}"
+        )
+    os.sched_setaffinity(0, {core})
+    try:
+        device = open_device()
+    finally:
+        os.sched_setaffinity(0, others)
+    if device.kind != "soft":
+        raise OptionError(f"--device-core requires the soft device, but this is {device.kind}")
+
+
 def make_requests(options: argparse.Namespace) -> list[Request]:
     """Return the requests of a run. Their outputs have equal lengths."""
     grammar = None if options.kind == "free" else GrammarSpec.regex(_REGEX)
@@ -157,7 +189,11 @@ def measure(options: argparse.Namespace) -> dict[tuple[str, str], Intervals]:
     ------
     GraftError
         If a request fails, or the engines' outputs differ.
+    OptionError
+        If the core for the device cannot be reserved.
     """
+    if options.device_core is not None:
+        _reserve_core(options.device_core)
     model, drafter = options.model, options.draft
     if model is None:
         model, drafter = demo_model()
@@ -224,6 +260,12 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=KINDS,
         default="free",
         help="requests without grammar, or where their grammar runs (default %(default)s)",
+    )
+    parser.add_argument(
+        "--device-core",
+        type=int,
+        metavar="N",
+        help="core that only the threads of the soft device use",
     )
     parser.add_argument("--model", type=Path, help="target folder (default: the demo model)")
     parser.add_argument("--draft", type=Path, help="drafter folder")
