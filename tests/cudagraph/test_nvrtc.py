@@ -13,6 +13,8 @@ from graft.models.llm.kernel_library import mma_shape
 from graft.tools.bench import kernel_report, roofline
 from graft.tools.bench.kernel_report import ARCHITECTURES, Usage, Variant
 
+pytestmark = pytest.mark.usefixtures("cached_machine_code")
+
 VARIANTS = kernel_report.all_variants()
 
 #: Maximum shared memory of a thread block on sm_120, in bytes.

@@ -404,6 +404,7 @@ def test_attention_nan_key_gives_nan(device, stream, dim):
     "arch", [90, *(pytest.param(arch, marks=pytest.mark.full) for arch in (80, 100, 120))]
 )
 @pytest.mark.parametrize("dim", ["64", "128"])
+@pytest.mark.usefixtures("cached_machine_code")
 def test_split_attention_fits_two_blocks_per_multiprocessor(arch, dim):
     """The kernel spills no registers, and two blocks fit in the registers of a multiprocessor."""
     variant = Variant(FOLDER / "attention_split.cu", (("WIDE_HEAD", dim),))

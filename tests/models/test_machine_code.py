@@ -9,14 +9,11 @@ import functools
 import pytest
 
 from graft.models.llm.kernel_library import FOLDER, MULTIPROCESSORS, mma_shape
-from graft.tools.bench.kernel_report import (
-    Variant,
-    compile_cubin,
-    compile_variant,
-    disassemble,
-    kernel_instructions,
-)
+from graft.tools.bench import kernel_report
+from graft.tools.bench.kernel_report import Variant, compile_variant
 from graft.tools.bench.roofline import EPILOGUE_PAIRS
+
+pytestmark = pytest.mark.usefixtures("cached_machine_code")
 
 FULL = pytest.mark.full
 #: Architectures with programmatic dependent launch. The short run compiles only for the first one.
@@ -31,8 +28,8 @@ def compile_kernel(kernel: str, arch: int, **defines: object) -> list[str]:
     variant = Variant(FOLDER / f"{kernel}.cu", macros)
     (usage,) = compile_variant(variant, arch)
     assert usage.spilled_bytes == 0 and usage.loop["local"] == 0
-    cubin, _ = compile_cubin(variant, arch)
-    return kernel_instructions(disassemble(cubin))[kernel]
+    cubin, _ = kernel_report.compile_cubin(variant, arch)
+    return kernel_report.kernel_instructions(kernel_report.disassemble(cubin))[kernel]
 
 
 def index_of(instructions: list[str], name: str, start: int = 0) -> int:
