@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -156,7 +157,7 @@ class SamplingParams:
     logprobs: int | None = None
     logprobs_masked: bool = False
 
-    @property
+    @functools.cached_property
     def samples_unmasked(self) -> bool:
         """Whether a legal token that is sampled without a mask is the token sampled under the mask.
 
@@ -168,7 +169,7 @@ class SamplingParams:
         depends_on_mask = self.min_tokens > 0 or self.logprobs_masked or self.verify == "relaxed"
         return bool(greedy or not filtered) and not depends_on_mask
 
-    @property
+    @functools.cached_property
     def depends_on_drafts(self) -> bool:
         """Whether the tokens that verification commits depend on the drafts."""
         greedy = np.float32(self.temperature) < _GREEDY_TEMPERATURE

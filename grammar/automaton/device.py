@@ -227,7 +227,7 @@ class DeviceAutomata:
         record["epoch"] = epoch
         if matcher is None:
             record["kind"] = _NUMBERS["AUTOMATON_FREE"]
-        elif allowed and _can_promote(matcher):
+        elif allowed and self.can_promote(matcher):
             table = self._acquire(lane, matcher.native.grammar)
             if table is not None:
                 self._slot_tables[slot] = table
@@ -244,6 +244,12 @@ class DeviceAutomata:
             name=f"join automaton of slot {slot}",
         )
         return bool(record["kind"] != _NUMBERS["AUTOMATON_NONE"])
+
+    def can_promote(self, matcher: Matcher) -> bool:
+        """Return whether a matcher runs an automaton, and its stop ids fit into the slot."""
+        if not isinstance(matcher.native, _native.guide.AutomatonMatcher):
+            return False
+        return len(matcher.stop_ids) <= _MAX_STOPS and not matcher.is_terminated()
 
     def may_promote_later(self, matcher: Matcher | None) -> bool:
         """Return whether a request that is not promoted can be promoted with a new matcher.
@@ -488,13 +494,6 @@ class DeviceAutomata:
 
 def _as_bytes(array: NDArray) -> NDArray[np.uint8]:
     return np.ascontiguousarray(array).view(np.uint8)
-
-
-def _can_promote(matcher: Matcher) -> bool:
-    """Return whether the state of a matcher is that of an automaton, and its stop ids fit."""
-    if not isinstance(matcher.native, _native.guide.AutomatonMatcher):
-        return False
-    return len(matcher.stop_ids) <= _MAX_STOPS and not matcher.is_terminated()
 
 
 def table_data(serialized: bytes) -> NDArray[np.uint8]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import supports_programmatic_edges
-from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.pinned import Ring
 from graft.cudagraph.ranks import RankGroup
-from graft.grammar.automaton.device import DeviceAutomata
 from graft.grammar.compile.service import GrammarService
 from graft.grammar.decoder import CANDIDATES, GuidedDecoder, default_threads
 from graft.grammar.forced import ForcedTokens
@@ -25,12 +23,18 @@ from graft.models.drafters.base import Drafter, DrafterContext, TreeShape
 from graft.models.drafters.load import make_drafter
 from graft.models.engine.interrupt import Shield
 from graft.models.engine.options import Options
-from graft.models.generation.control import LOOP_ENTRIES, LoopControl
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
 from graft.models.llm.llama import LlamaModel
 from graft.models.llm.sharding import TensorParallelLeader
+from graft.models.modes.parts import (
+    ModeParts,
+    has_optimistic_graphs,
+    make_mode_parts,
+    num_output_entries,
+)
 from graft.models.round.budget import DraftBudget, draft_lengths
+from graft.models.round.grammar_steps import GrammarSteps
 from graft.models.round.masking import MASKING_CLASSES
 from graft.models.round.prefill import CHUNK, Prefill
 from graft.models.round.round import RoundGraph, RoundParts
@@ -58,10 +62,8 @@ class Assembly:
     ----------
     stream
         Stream of the rounds and of prefill.
-    parts
-        Parts that the graphs of all rounds share.
-    optimistic_parts
-        Parts of the optimistic graphs among which the engine chooses; None if it does not choose.
+    modes
+        Parts of the graphs of all modes.
     round_class
         Class of the graphs: `RoundGraph`, or `SplitRound` for ``composition="two"``.
     budget
@@ -74,23 +76,24 @@ class Assembly:
         Prefix cache over these caches.
     compiler
         Compiles grammars.
-    control
-        Words that the host shares with generation loops; None without the option.
     resources
         Closes the parts in reverse order of their creation.
     """
 
     stream: Stream
-    parts: RoundParts
-    optimistic_parts: RoundParts | None
+    modes: ModeParts
     round_class: type[RoundGraph]
     budget: DraftBudget
     prefill: Prefill
     caches: tuple[PagedKV, ...]
     prefixes: PrefixCache
     compiler: GrammarService
-    control: LoopControl | None
     resources: ExitStack
+
+    @property
+    def parts(self) -> RoundParts:
+        """Parts that the graphs of all rounds share."""
+        return self.modes.round
 
     def close(self) -> None:
         """Close all parts, even if closing one of them raises an error."""
@@ -148,6 +151,9 @@ def assemble(
         drafter = _load_drafter(device, options, drafter_choice, target, tokenizer)
         shield.check()
         mode = _draft_mode(options, drafter, options.draft_masking)
+        optimistic_mode = None
+        if has_optimistic_graphs(options, drafter):
+            optimistic_mode = _draft_mode(options, drafter, "optimistic")
         _check_forced_drafts(options, drafter, mode)
         stream = device.stream("rounds")
         resources.callback(stream.close)
@@ -157,14 +163,14 @@ def assemble(
             target,
             drafter,
             mode,
+            optimistic_mode or mode,
             tokenizer,
             vocabulary,
         )
         for part in (parts.inputs, parts.outputs, parts.timeline, parts.exchange, parts.decoder):
             resources.callback(part.close)
-        control = _make_control(device, options, ranks)
-        if control is not None:
-            resources.callback(control.close)
+        modes = make_mode_parts(device, options, ranks, parts, vocabulary, optimistic_mode)
+        resources.callback(modes.close)
         shield.check()
         prefill = Prefill(
             device,
@@ -178,15 +184,13 @@ def assemble(
         caches = (target.kv, *(drafter.caches if drafter else ()))
         return Assembly(
             stream,
-            parts,
-            _optimistic_parts(options, parts),
+            modes,
             SplitRound if options.composition == "two" else RoundGraph,
             _draft_budget(options, mode),
             prefill,
             caches,
             _prefix_cache(options, drafter, caches),
             compiler,
-            control,
             resources.pop_all(),
         )
 
@@ -409,31 +413,6 @@ def _check_forced_drafts(options: Options, drafter: Drafter | None, mode: DraftM
         )
 
 
-def _may_check_tokens(options: Options, drafter: Drafter | None) -> bool:
-    """Return whether some graphs are optimistic."""
-    if options.draft_masking == "auto":
-        return options.mask_drafts and not isinstance(drafter, Forced)
-    return options.draft_masking == "optimistic"
-
-
-def _optimistic_parts(options: Options, parts: RoundParts) -> RoundParts | None:
-    """Return the parts of optimistic graphs for an engine whose other graphs have `parts`."""
-    if options.draft_masking != "auto" or not _may_check_tokens(options, parts.drafter):
-        return None
-    mode = _draft_mode(options, parts.drafter, "optimistic")
-    if mode == parts.mode:
-        return replace(parts, optimistic=True)
-    exchange = parts.exchange.of(mode)
-    return replace(
-        parts,
-        mode=mode,
-        masking=MASKING_CLASSES[mode.masking],
-        sampler=parts.sampler.of(exchange),
-        exchange=exchange,
-        optimistic=True,
-    )
-
-
 def _draft_budget(options: Options, mode: DraftMode) -> DraftBudget:
     lengths = draft_lengths(mode.drafts) if options.draft_length == "auto" else [mode.drafts]
     return DraftBudget(lengths, mode.levels or mode.drafts, is_tree=mode.branch > 1)
@@ -445,16 +424,17 @@ def _round_parts(
     target: LlamaModel,
     drafter: Drafter | None,
     mode: DraftMode,
+    widest_mode: DraftMode,
     tokenizer: Tokenizer,
     vocabulary: Vocabulary,
 ) -> RoundParts:
-    """Allocate the parts that the graphs of all rounds share."""
+    """Allocate the parts that the graphs of all rounds share.
+
+    The records of the exchange have the size that `widest_mode` needs. Those of a mode that probes
+    are larger than those of a mode that fills.
+    """
     batch = options.max_batch_size
     vocab_size = target.config.vocab_size
-    # The records of a mode that probes are larger than those of a mode that fills.
-    widest_mode = mode
-    if _may_check_tokens(options, drafter):
-        widest_mode = _draft_mode(options, drafter, "optimistic")
     shared_exchange = Exchange(device, options.slots, vocab_size, widest_mode)
     exchange = shared_exchange.of(mode)
     state = SlotState(device, options.slots, vocab_size)
@@ -473,17 +453,20 @@ def _round_parts(
     programmatic = options.programmatic
     if programmatic is None:
         programmatic = supports_programmatic_edges(device)
-    entries = RING_ENTRIES if options.generation == "rounds" else LOOP_ENTRIES
+    entries = num_output_entries(options, RING_ENTRIES)
+    decoder = _make_decoder(options, shared_exchange, drafter, vocabulary)
     return RoundParts(
         device=device,
         target=target,
         drafter=drafter,
         mode=mode,
         masking=MASKING_CLASSES[mode.masking],
+        masking_name=mode.masking if mode.probes else "fill",
+        make_grammar_steps=lambda _place, _row_slot: GrammarSteps(decoder, exchange),
         sampler=sampler,
         tree=TreeSampler(sampler) if mode.grows_tree else None,
         state=state,
-        decoder=_make_decoder(options, shared_exchange, drafter, vocabulary),
+        decoder=decoder,
         exchange=exchange,
         inputs=Ring(device, RING_ENTRIES, {"slot": ("int32", (batch,))}),
         outputs=output_ring(device, entries, batch, mode.drafts),
@@ -492,54 +475,6 @@ def _round_parts(
         depth=max_depth,
         programmatic=programmatic,
         every_part=options.timeline,
-        optimistic=options.draft_masking == "optimistic",
-        automata=_make_automata(options, state, exchange, sampler, replay, vocabulary),
-    )
-
-
-def _make_control(
-    device: Device,
-    options: Options,
-    ranks: RankGroup | None,
-) -> LoopControl | None:
-    """Create the words of generation loops, if the option asks for them."""
-    if options.generation == "rounds":
-        return None
-    is_possible = ranks is None and options.composition == "one"
-    if options.generation == "auto" and not is_possible:
-        return None
-    if ranks is not None:
-        raise OptionError("generation='graph' cannot be combined with tensor parallelism")
-    return LoopControl(device, options.max_batch_size, options.slack, LOOP_ENTRIES)
-
-
-def _make_automata(
-    options: Options,
-    state: SlotState,
-    exchange: Exchange,
-    sampler: Sampler,
-    replay: DeviceArray,
-    vocabulary: Vocabulary,
-) -> DeviceAutomata | None:
-    """Return the device's automata if the option asks for them."""
-    if not options.device_automata:
-        return None
-    if options.forced_drafts and exchange.mode.masking != "fill":
-        if options.device_automata == "auto":
-            return None
-        raise OptionError(
-            "device_automata and forced_drafts can be combined only with a drafter whose shape is "
-            "a chain, mask_drafts=True and draft_masking='fill'"
-        )
-    return DeviceAutomata(
-        state,
-        exchange,
-        sampler,
-        replay,
-        vocabulary,
-        table_bytes=options.automaton_bytes,
-        row_bytes=options.mask_row_bytes,
-        finds_forced=options.forced_drafts,
     )
 
 

@@ -31,7 +31,6 @@ from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.ranks import RankGroup
 from graft.cudagraph.transports import choose_transport
 from graft.models.drafters import DrafterChoice
-from graft.models.drafters.feed import RoundScratch
 from graft.models.drafters.load import is_block_drafter
 from graft.models.engine.admission import Admission
 from graft.models.engine.assembly import assemble
@@ -44,45 +43,25 @@ from graft.models.engine.migrate import (
     restore_output,
 )
 from graft.models.engine.options import Options
-from graft.models.engine.replay import Replays
 from graft.models.engine.scheduler import Scheduler
 from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
 from graft.models.errors import EngineError, EngineUseError, RequestError
-from graft.models.generation.graph import GenerationGraph
-from graft.models.generation.loops import Loops
-from graft.models.generation.replays import LoopReplays
 from graft.models.llm.config import LlamaConfig
-from graft.models.modes.automaton_steps import GRAMMAR_STEPS
-from graft.models.modes.launch import GraphKey, LaunchModes
-from graft.models.modes.promotion import Promotion
+from graft.models.modes.build import EngineModes
 from graft.models.request import Event, Output, Request
 from graft.models.round.prefill import PrefillScheduler
 from graft.models.round.round import RoundGraph
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.checks import short_repr
 
-__all__ = ["Engine", "batch_buckets"]
+__all__ = ["Engine"]
 
 LOG = logging.getLogger("graft")
 LOG.addHandler(logging.NullHandler())
 
-#: Maximum number of rounds of a generation loop with ``draft_length="auto"``. The draft length is
-#: chosen for each loop.
-ROUNDS_PER_LENGTH = 32
-
 #: `Engine.close` stops waiting when no device resource has been freed for this many seconds.
 RELEASE_POLL_S = 0.25
-
-
-def batch_buckets(max_batch_size: int) -> list[int]:
-    """Return the batch sizes for which graphs are built: powers of two, and the maximum."""
-    sizes = []
-    size = 1
-    while size < max_batch_size:
-        sizes.append(size)
-        size *= 2
-    return [*sizes, max_batch_size]
 
 
 class Engine:
@@ -186,17 +165,11 @@ class Engine:
         """Create the parts that run rounds, and build the graphs; on an error, close all parts."""
         built = self._built
         self._parts = built.parts
-        if built.control is None:
-            self._replays = Replays(built.parts, built.stream, built.budget)
-        else:
-            self._replays = LoopReplays(built.parts, built.stream, built.budget, built.control)
-        self.round_graphs: dict[tuple[int, int], RoundGraph] = {}
-        self._modes = LaunchModes(
-            self.round_graphs,
-            chooses_loops=self.options.generation == "auto",
-            chooses_promotion=self.options.device_automata == "auto",
+        self._modes = EngineModes(
+            built.modes, self.options, built.stream, built.budget, built.round_class
         )
-        self._modes.optimistic_parts = built.optimistic_parts
+        self._replays = self._modes.replays
+        self.round_graphs = self._modes.round_graphs
         self.stats = EngineStats(draft_length=built.parts.depth, choice=self._modes.choice)
         self._forced_tokens_at_reset = 0
         try:
@@ -239,9 +212,6 @@ class Engine:
         max_in_flight = 2 if overlap else 1
         prefill_rows = options.prefill_rows
         lane = StreamLane(built.stream)
-        promotion = None
-        if built.parts.automata is not None:
-            promotion = Promotion(built.parts.automata, lane, self._modes.should_promote)
         slots = SlotManager(
             options.slots,
             options.max_batch_size,
@@ -255,109 +225,46 @@ class Engine:
             ),
             positions_ahead=(max_in_flight + 1) * built.parts.width,
             slack_positions=options.slack,
-            promotion=promotion,
+            observer=self._modes.observer,
         )
-        if built.control is not None:
-            self._modes.loops = Loops(slots, built.parts.mode, has_all_pages=options.has_all_pages)
         self._scheduler = Scheduler(
             self._replays,
             slots,
-            self.round_graphs,
+            self._modes,
             self.stats,
             built.budget,
             max_in_flight=max_in_flight,
             verify=options.verify,
-            modes=self._modes,
         )
 
     def _build_rounds(self, shield: Shield) -> None:
-        """Build the graph of each batch bucket and draft length, and run replays without requests.
+        """Build the graphs of all modes, and run replays without requests.
 
         The first replay of a graph makes the driver load its kernels, so that no request has to
         wait for this. The times of the other replays tell the draft budget the cost of each draft
         length. Prefill chunks without requests are run too, to load their kernels and to measure
         their times. On Ctrl-C, `shield` raises KeyboardInterrupt after each graph and replay.
         """
-        scratch = self._parts.scratch(self.options.max_batch_size)
         stats = EngineStats()
-        lengths = self._built.budget.lengths
-        num_replays = 1 if len(lengths) == 1 else 3
-        buckets = batch_buckets(self.options.max_batch_size)
-        for batch, drafts in itertools.product(buckets, lengths):
-            for key in self._round_keys(batch, drafts):
-                graph = self._make_graph(key, scratch)
-                if key == GraphKey(batch, drafts):
-                    self.round_graphs[batch, drafts] = graph
-                else:
-                    self._modes.graphs[key] = graph
-                self._run_empty(graph, num_replays, stats, shield)
-        try:
-            self._build_loops(scratch, num_replays, shield)
-        except OptionError as error:
-            if self.options.generation != "auto":
-                raise
-            LOG.info("no generation loops: %s", error)
-            self._modes.loops = None
+        num_replays = 1 if len(self._built.budget.lengths) == 1 else 3
+
+        def run_empty(graph: RoundGraph) -> None:
+            shield.check()
+            for _ in range(num_replays):
+                self._replays.launch(graph, [])
+                self._replays.wait(stats, shield)
+                self._replays.finish()
+
+        self._modes.build(self._scheduler.slots, run_empty)
         chunks = self._built.prefill.warm(StreamLane(self._built.stream))
         self._replays.wait_idle(stats)
         shield.check()
         for chunk in chunks:
             self._scheduler.slots.prefill_scheduler.record_time(chunk.rows, chunk.elapsed_s())
 
-    def _build_loops(self, scratch: RoundScratch, num_replays: int, shield: Shield) -> None:
-        """Build the generation loops for all round graphs, and run them without requests."""
-        loops = self._modes.loops
-        if loops is None:
-            return
-        stats = EngineStats()
-        has_automata = self._parts.automata is not None
-        for batch, drafts in self.round_graphs:
-            keys = [
-                GraphKey(batch, drafts, grammar, True)
-                for grammar in loops.grammar_places(has_automata)
-            ]
-            if self._built.optimistic_parts is not None:
-                keys.append(GraphKey(batch, drafts, repeats=True, optimistic=True))
-            for key in keys:
-                self._modes.graphs[key] = loop = self._make_graph(key, scratch)
-                self._run_empty(loop, num_replays, stats, shield)
-
-    def _round_keys(self, batch: int, drafts: int) -> list[GraphKey]:
-        """Return the keys of the graphs that run a single round of a bucket."""
-        places = GRAMMAR_STEPS if self._parts.automata is not None else GRAMMAR_STEPS[:1]
-        keys = [GraphKey(batch, drafts, grammar) for grammar in places]
-        if self._built.optimistic_parts is not None:
-            keys.append(GraphKey(batch, drafts, optimistic=True))
-        return keys
-
-    def _make_graph(self, key: GraphKey, scratch: RoundScratch) -> RoundGraph:
-        """Build the graph of a key."""
-        built = self._built
-        parts = self._parts
-        if key.optimistic and built.optimistic_parts is not None:
-            parts = built.optimistic_parts
-        generated = built.budget.drafts_to_generate(key.batch, key.drafts)
-        arguments = (parts, scratch, key.batch, key.drafts, generated)
-        if not key.repeats:
-            return built.round_class(*arguments, key.grammar)
-        if built.control is None:
-            raise GraftError("generation loops need a LoopControl")
-        max_rounds = None if len(built.budget.lengths) == 1 else ROUNDS_PER_LENGTH
-        return GenerationGraph(*arguments, built.control, key.grammar, max_rounds)
-
-    def _run_empty(
-        self, graph: RoundGraph, replays: int, stats: EngineStats, shield: Shield
-    ) -> None:
-        """Run replays of a graph without requests."""
-        shield.check()
-        for _ in range(replays):
-            self._replays.launch(graph, [])
-            self._replays.wait(stats, shield)
-            self._replays.finish()
-
     @property
     def graphs(self) -> list[RoundGraph]:
-        """All graphs of rounds and generation loops; `round_graphs` first."""
+        """Graphs of all modes; `round_graphs` first."""
         return [*self.round_graphs.values(), *self._modes.graphs.values()]
 
     # Requests ---------------------------------------------------------------------------------
@@ -402,7 +309,7 @@ class Engine:
                 raise RequestError(f"this engine has no unfinished request {request_id!r}")
             if state.slot in self._scheduler.slots.running:
                 self._built.prefixes.insert(state.slot, state.tokens)
-            self._replays.leave_loop()  # copying pages waits for the device
+            self._scheduler.finish_launch_soon()  # copying pages waits for the device
             migrated = self._migrator.pack(state, self.options.verify)
             self._scheduler.end(state, "moved")
             return migrated
@@ -659,16 +566,12 @@ class Engine:
 
     def _count_forced_tokens(self, counters: dict[str, int]) -> int:
         """Return the number of accepted forced drafts, given the counters of the decoder."""
-        automata = self._parts.automata
-        if automata is None or not self.options.forced_drafts:
-            return counters["forced_tokens"]
-        self._replays.leave_loop()  # reading the counters of the device waits for it
-        return counters["forced_tokens"] + automata.counters()["forced_tokens"]
+        return counters["forced_tokens"] + self._modes.num_forced_tokens
 
     def counters(self) -> dict[str, Any]:
         """Return the counters of engine, grammar, compiler, device and prefix cache.
 
-        With the option `device_automata`, this method waits for the device.
+        If grammar steps can run on the device, this method waits for it.
 
         The entry "held" counts the slots, pages and replays that are in use at the time of the
         call.
@@ -683,13 +586,10 @@ class Engine:
         used_pages = sum(
             cache.scratch_page - len(cache.free) - prefix_cache.num_unused for cache in caches
         )
-        automata = self._parts.automata
-        if automata is not None:
-            replays.leave_loop()  # reading the counters of the device waits for it
         return {
             "engine": self.stats.as_dict(),
             "grammar": grammar,
-            "automata": {} if automata is None else automata.counters(),
+            "automata": self._modes.device_counters(),
             "compile": self._built.compiler.counters(),
             "device": self.device.stats(),
             "prefixes": {

@@ -25,7 +25,6 @@ from graft.cudagraph.device import Stream
 from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError
 from graft.cudagraph.exec import GraphExec
 from graft.cudagraph.stacks import describe_running
-from graft.grammar.decoder import GuidedRequest
 from graft.models.engine.interrupt import Shield
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.stats import EngineStats
@@ -84,7 +83,7 @@ class ReplayInFlight:
     rows
         Requests of the batch rows, without padding rows.
     launch
-        Bucket of the times of the replay, see `ModeChoice`; None without requests.
+        Properties of the launch; None without requests.
     after_prefill
         Whether prefill chunks were enqueued between the previous replay and this one.
     """
@@ -170,12 +169,7 @@ class Replays:
         replay, its time in nanoseconds, the time until the next replay, and the number of tokens
         that it has committed. The time until the next replay is None unless the next replay has the
         same graph and was launched without prefill in between.
-    looping
-        Whether a launched graph may run more replays than the host knows of. Nothing may be
-        launched while it does. Always False, unless a subclass launches generation loops.
     """
-
-    looping = False
 
     def __init__(self, parts: RoundParts, stream: Stream, budget: DraftBudget):
         self._parts = parts
@@ -235,26 +229,17 @@ class Replays:
         timeline = parts.timeline
         timeline["ns"].array[number % timeline.slots] = 0
         slots[:] = -1
-        guided = []
         for row, state in enumerate(states):
             slots[row] = state.slot
-            if state.promoted:
-                continue
-            guided.append(
-                GuidedRequest(
-                    state.slot,
-                    state.epoch,
-                    state.matcher,
-                    state.start_position,
-                    graph.optimistic and state.samples_unmasked,
-                )
-            )
-        if graph.grammar == "device":
-            parts.decoder.skip(number)
-        else:
+        if graph.has_host_steps:
             parts.decoder.publish(
-                number, guided, repeats=graph.repeats, fills_drafts=graph.fills_drafts
+                number,
+                () if launch is None else launch.guided,
+                repeats=graph.repeats,
+                fills_drafts=graph.fills_drafts,
             )
+        else:
+            parts.decoder.skip(number)
         parts.inputs.publish(number)
         self.launched = number
         rows = tuple(RowAssignment(state, state.slot, state.epoch) for state in states)
@@ -266,9 +251,6 @@ class Replays:
         self.unread.append(flight)
         with self._engine_numbers(flight):
             graph.launch(self._stream)
-
-    def leave_loop(self) -> None:
-        """Ask a generation loop that is running to end soon. The base class launches no loops."""
 
     def wait(
         self,
@@ -313,9 +295,9 @@ class Replays:
             flight.graph.finish(self._stream, wait_for)
         return flight
 
-    def grammar_error(self, slot: int) -> str:
-        """Return the grammar backend's error message of a failed slot, or an empty string."""
-        return self._parts.decoder.error(slot)
+    def grammar_error(self, state: RequestState) -> str:
+        """Return the grammar backend's error message of a failed request, or an empty string."""
+        return self._parts.decoder.error(state.slot, state.epoch)
 
     def drafter_error(self, assignment: RowAssignment) -> GraftError | None:
         """Return the drafter's error if the drafter failed for the request of a row, or None."""

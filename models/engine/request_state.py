@@ -10,6 +10,7 @@ from graft.grammar.matcher import CompiledGrammar, Matcher
 from graft.models.request import Output, Request
 from graft.models.text.stop import StopFinder
 from graft.models.text.stream import IncrementalDecoder
+from graft.sampling.params import SamplingParams
 
 __all__ = ["RequestState"]
 
@@ -78,15 +79,9 @@ class RequestState:
     undrafted_tokens
         Number of tokens at the end of the output that the drafter has not processed. These are the
         tokens of the round in which the device ended the request.
-    promoted
-        Whether kernels do all grammar steps of the request, see `DeviceAutomata`.
-    awaits_automaton
-        Whether the request can be promoted when the automaton of its grammar has been built.
-    samples_unmasked
-        Whether the sampling parameters allow tokens to be sampled without masks and then checked,
-        see `SamplingParams.samples_unmasked`.
-    depends_on_drafts
-        Whether the tokens depend on the drafts, see `SamplingParams.depends_on_drafts`.
+    params
+        Sampling parameters of the current slot assignment, with seed, verification mode and all
+        stop ids.
     stalled_rounds
         Number of consecutive rounds, up to the last one read, in which no token was committed.
     stalled_since
@@ -113,10 +108,7 @@ class RequestState:
     reserved_positions: int = 0
     draft_capacity: int = 0
     undrafted_tokens: int = 0
-    promoted: bool = False
-    awaits_automaton: bool = False
-    samples_unmasked: bool = False
-    depends_on_drafts: bool = False
+    params: SamplingParams = field(default_factory=SamplingParams)
     stalled_rounds: int = 0
     stalled_since: float = 0.0
     submitted_at: float = field(default_factory=time.monotonic)

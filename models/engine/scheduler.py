@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from graft.cudagraph.errors import GraftError
 from graft.grammar.errors import MatcherError
@@ -131,8 +131,8 @@ class Scheduler:
         Launches rounds and reads their results.
     slots
         Assigns request slots and KV-cache pages.
-    round_graphs
-        Graph of a round for each (number of batch rows, number of drafts per batch row).
+    modes
+        Selects the graph of each launch.
     stats
         Counters to update. `Engine.reset_stats` replaces this attribute by a new object.
     budget
@@ -141,8 +141,6 @@ class Scheduler:
         Maximum number of replays in flight.
     verify
         Verification mode of requests that do not specify one.
-    modes
-        Selects the graph of each launch; None: always the one in `round_graphs`.
 
     Attributes
     ----------
@@ -158,22 +156,20 @@ class Scheduler:
         self,
         replays: Replays,
         slots: SlotManager,
-        round_graphs: Mapping[tuple[int, int], RoundGraph],
+        modes: LaunchModes,
         stats: EngineStats,
         budget: DraftBudget,
         *,
         max_in_flight: int,
         verify: str = "rejection",
-        modes: LaunchModes | None = None,
     ):
         self.replays = replays
         self.slots = slots
-        self.round_graphs = round_graphs
+        self.modes = modes
         self.stats = stats
         self.budget = budget
         self.max_in_flight = max_in_flight
-        self.modes = modes or LaunchModes(round_graphs)
-        replays.on_time = self.modes.record
+        replays.on_time = modes.record
         self._verify = verify
         self.unfinished: dict[str, RequestState] = {}
         self.waiting: dict[str, RequestState] = {}
@@ -230,7 +226,7 @@ class Scheduler:
         posted = self.outbox.posted
         self._expire()
         # While a loop is running, `launch` launches nothing but may ask the loop to end.
-        while self.replays.looping or len(self.replays.unread) < self.max_in_flight:
+        while self.modes.looping or len(self.replays.unread) < self.max_in_flight:
             self.admit()
             if not self.launch():
                 break
@@ -327,7 +323,6 @@ class Scheduler:
             verify=verify,
             stop_ids=state.stop_ids,
         )
-        state.depends_on_drafts = params.depends_on_drafts
         if not self.slots.join(state, params):
             return False
         self._dequeue(state)
@@ -344,13 +339,13 @@ class Scheduler:
         bool
             Whether a round was launched.
         """
-        if self.replays.looping:
+        running = self.slots.running
+        if self.modes.looping:
             # The slots and pages of requests that have left are free only after the loop.
             waits = self.slots.num_prefilling or (self._ready and self.slots.num_leaving)
-            if waits or self.slots.can_promote or self.modes.prefers_other:
-                self.replays.leave_loop()
+            if waits or self.modes.prefers_other(running.values()):
+                self.modes.leave_loop()
             return False
-        running = self.slots.running
         short = self._allocate_pages()
         while short and len(short) == len(running):
             if self.replays.unread:
@@ -366,21 +361,17 @@ class Scheduler:
         states = [state for state in running.values() if state not in short]
         if not states:
             return False
-        self.stats.late_promotions += self.slots.promote(self.replays.unread)
-        buckets = [batch for batch, _ in self.round_graphs if batch >= len(states)]
+        self.stats.late_promotions += self.modes.promote(
+            running.values(), self.slots.num_assigned, self.replays.unread
+        )
+        buckets = [batch for batch, _ in self.modes.round_graphs if batch >= len(states)]
         batch = min(buckets)
         drafts = self.budget.choose(batch, states)
         graph, launch = self.modes.select(batch, drafts, states, may_loop=not short)
         self.stats.launches += 1
-        self._count_round(graph)
+        self.stats.count_round(graph)
         self.replays.launch(graph, states, launch, after_prefill=prefills)
         return True
-
-    def _count_round(self, graph: RoundGraph) -> None:
-        self.stats.rounds += 1
-        self.stats.rounds_by_length[graph.drafts] += 1
-        self.stats.rounds_by_grammar[graph.grammar] += 1
-        self.stats.rounds_by_mode[graph.mode] += 1
 
     def _allocate_pages(self) -> list[RequestState]:
         """Allocate KV-cache pages for the next round; preempt a request if pages have run out.
@@ -428,8 +419,8 @@ class Scheduler:
                     )
                 self.end(assignment.state, "error", error, ended_on_device=True)
         self.replays.finish()
-        if self.replays.looping and flight.graph.repeats:  # another replay of the loop follows
-            self._count_round(flight.graph)
+        if self.modes.looping and flight.graph.repeats:  # another replay of the loop follows
+            self.stats.count_round(flight.graph)
 
     def _process_row(self, state: RequestState, row: RowResult, graph: RoundGraph) -> None:
         """Append the committed tokens of a batch row to its request. End a complete request."""
@@ -501,24 +492,28 @@ class Scheduler:
         invalid_logits = "the model's logits are NaN or infinite"
         if state.matcher is None:
             return GraftError(invalid_logits)
-        grammar_error = self.replays.grammar_error(state.slot)
-        if grammar_error and not state.promoted:
+        grammar_error = self.replays.grammar_error(state)
+        if grammar_error:
             return MatcherError(grammar_error)
         return GraftError(f"{invalid_logits}, or the grammar rejected a verified token")
 
     def wait_idle(self, shield: Shield) -> None:
         """Read all rounds in flight, wait for the device, and free the slots of ended requests."""
-        self.replays.leave_loop()
+        self.modes.leave_loop()
         while self.replays.unread:
             self.read(shield)
         self.replays.wait_idle(self.stats)
         self.slots.reclaim_all()
 
+    def finish_launch_soon(self) -> None:
+        """Ask a launch that runs many rounds to end after the current round."""
+        self.modes.leave_loop()
+
     def close(self) -> None:
         """Drop the references to device objects. Call this method after `Replays.drain`."""
         self.slots.close()
         self.replays.close()
-        del self.replays, self.slots, self.round_graphs, self.modes
+        del self.replays, self.slots, self.modes
 
     # Leaving a slot -----------------------------------------------------------------------------
 
@@ -536,7 +531,7 @@ class Scheduler:
         to_front
             Whether the request goes to the front of the queue of its priority instead of the end.
         """
-        self.replays.leave_loop()
+        self.modes.leave_loop()
         self.slots.leave(state, self.replays.launched, ended_on_device=False)
         state.output.preempted += 1
         self.stats.preemptions += 1
@@ -573,7 +568,7 @@ class Scheduler:
         self._dequeue(state)
         if state.slot >= 0:
             if not ended_on_device:
-                self.replays.leave_loop()
+                self.modes.leave_loop()
             self.slots.leave(state, self.replays.launched, ended_on_device=ended_on_device)
         self.deliver(
             output,

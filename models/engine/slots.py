@@ -27,21 +27,19 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from graft.cudagraph.errors import GraftError
 from graft.cudagraph.lanes import StreamLane
 from graft.models.cache.kv import PagedKV
 from graft.models.cache.prefix import PageGroup, PrefixCache
-from graft.models.engine.replay import ReplayInFlight
 from graft.models.engine.request_state import RequestState
-from graft.models.modes.promotion import Promotion, has_new_automaton
 from graft.models.round.prefill import Prefill, PrefillChunk, PrefillScheduler
 from graft.sampling.params import SamplingParams
 from graft.sampling.state import SlotRequest, SlotState
 
-__all__ = ["SlotManager"]
+__all__ = ["SlotManager", "SlotObserver"]
 
 #: Number of free pages that are allocated in advance, so that few rounds have to allocate.
 PAGES_AHEAD = 4
@@ -67,6 +65,19 @@ class _PrefillingRequest:
     chunks: Iterator[PrefillChunk]
     last_token: int
     params: SamplingParams
+
+
+class SlotObserver:
+    """Is told when requests start to use slots and stop using them; does nothing by default."""
+
+    def start(self, state: RequestState, num_requests: int) -> None:
+        """A request is about to take part in rounds. `num_requests` requests have a slot."""
+
+    def leave(self, state: RequestState) -> None:
+        """A request has left its slot. Replays in flight may still use the slot."""
+
+    def release(self, slot: int) -> None:
+        """A slot is free: no replay in flight uses it."""
 
 
 class SlotManager:
@@ -98,8 +109,8 @@ class SlotManager:
     slack_positions
         Number of additional positions that draft trees use. They get pages even after the last
         position that the request may generate.
-    promotion
-        Promotes requests, whose grammar steps then run on the device; None promotes no request.
+    observer
+        Is told about the use of slots.
 
     Attributes
     ----------
@@ -123,7 +134,7 @@ class SlotManager:
         prefill_scheduler: PrefillScheduler,
         positions_ahead: int,
         slack_positions: int = 0,
-        promotion: Promotion | None = None,
+        observer: SlotObserver | None = None,
     ):
         self._max_batch_size = max_batch_size
         self._caches = caches
@@ -134,7 +145,7 @@ class SlotManager:
         self.prefill_scheduler = prefill_scheduler
         self._positions_ahead = positions_ahead
         self._slack_positions = slack_positions
-        self._promotion = promotion
+        self._observer = observer or SlotObserver()
         self.running: dict[int, RequestState] = {}
         self._prefilling: dict[int, _PrefillingRequest] = {}
         self._free = list(range(num_slots))
@@ -221,7 +232,7 @@ class SlotManager:
         state.stalled_rounds = 0
         state.draft_capacity = 0
         state.start_position = len(tokens) - 1
-        state.samples_unmasked = params.samples_unmasked
+        state.params = params
         state.start_output = tuple(state.output.tokens)
         num_cached = len(shared) * self._caches[0].page_size
         self._prefix_cache.hit_tokens += num_cached
@@ -327,8 +338,7 @@ class SlotManager:
         self._prefix_cache.insert(state.slot, state.tokens)
         del self._prefilling[state.slot]
         self.running[state.slot] = state
-        if self._promotion is not None:
-            self._promotion.start(state, self.num_assigned)
+        self._observer.start(state, self.num_assigned)
         self._slot_state.join(
             self._lane,
             state.slot,
@@ -343,17 +353,6 @@ class SlotManager:
                 output=state.start_output,
             ),
         )
-
-    @property
-    def can_promote(self) -> bool:
-        """Whether the automaton that a running request awaits has been built."""
-        return any(has_new_automaton(state) for state in self.running.values())
-
-    def promote(self, unread: Collection[ReplayInFlight]) -> int:
-        """Promote running requests and return their number; see `Promotion.promote`."""
-        if self._promotion is None:
-            return 0
-        return self._promotion.promote(self.running.values(), self.num_assigned, unread)
 
     def leave(self, state: RequestState, last_replay: int, *, ended_on_device: bool) -> None:
         """Remove a request from its slot.
@@ -381,8 +380,7 @@ class SlotManager:
         self._leaving[slot] = last_replay
         state.slot = -1
         state.matcher = None
-        if self._promotion is not None:
-            self._promotion.leave(state)
+        self._observer.leave(state)
         state.reserved_positions = 0
 
     def reclaim(self, retired: int) -> None:
@@ -395,8 +393,7 @@ class SlotManager:
             del self._leaving[slot]
             for cache in self._caches:
                 cache.release(slot)
-            if self._promotion is not None:
-                self._promotion.release(slot)
+            self._observer.release(slot)
             self._free.append(slot)
 
     def reclaim_all(self) -> None:
@@ -411,7 +408,7 @@ class SlotManager:
         """
         self._prefilling.clear()
         del self._caches, self._prefix_cache, self._prefill, self._slot_state, self._lane
-        del self._promotion
+        del self._observer
 
     def _required_positions(self, state: RequestState) -> int:
         """Return the number of positions that need pages when the next round is launched."""

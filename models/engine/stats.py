@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from graft.models.modes.choice import ModeChoice
+from graft.models.modes.stats import ModeStats
 
 __all__ = ["EngineStats"]
 
 
 @dataclass
-class EngineStats:
+class EngineStats(ModeStats):
     """Counters since the engine was created or `Engine.reset_stats` was called.
+
+    The counters of modes are described in `ModeStats`.
 
     A *row round* is the part of a request in one round. A round with four requests counts as four
     row rounds.
@@ -25,32 +26,15 @@ class EngineStats:
 
     Attributes
     ----------
-    rounds
-        Number of rounds with at least one request.
-    rounds_by_length
-        Number of rounds for each number of drafts per batch row.
-    launches
-        Number of launches of graphs for these rounds. Without generation loops, it equals `rounds`.
-    rounds_by_grammar
-        Number of rounds for each kind of grammar steps, see `GRAMMAR_STEPS`.
-    rounds_by_mode
-        Number of rounds for each mode, see `RoundGraph.mode`.
-    choice
-        Chooses the modes from measured times. Its measurements are kept when the counters are
-        reset.
     joins
         Number of times a request got a slot.
-    late_promotions
-        Number of requests whose grammar steps moved to the device while they were running, see
-        `DeviceAutomata`.
     row_rounds
         Number of row rounds.
     stalls
         Number of row rounds in which no token was committed.
     stale_rows
         Number of batch rows whose request had left its slot before the host read the results of the
-        row. Such rows occur because a round is launched before the previous one has been read, and
-        in generation loops, whose rows stay the same when a request ends.
+        row. Such rows occur because rounds are launched before the host has read the previous one.
     surplus_tokens
         Number of tokens in stale rows. They were discarded.
     preemptions
@@ -73,13 +57,7 @@ class EngineStats:
     """
 
     draft_length: int = 0
-    rounds: int = 0
-    rounds_by_length: Counter[int] = field(default_factory=Counter)
-    launches: int = 0
-    rounds_by_grammar: Counter[str] = field(default_factory=Counter)
-    rounds_by_mode: Counter[str] = field(default_factory=Counter)
     joins: int = 0
-    late_promotions: int = 0
     row_rounds: int = 0
     stalls: int = 0
     stale_rows: int = 0
@@ -93,7 +71,6 @@ class EngineStats:
     accepted: list[int] = field(default_factory=list)
     round_ns: int = 0
     part_ns: dict[str, int] = field(default_factory=dict)
-    choice: ModeChoice = field(default_factory=ModeChoice, repr=False)
 
     def __post_init__(self) -> None:
         self.tested = [0] * self.draft_length
@@ -161,14 +138,6 @@ class EngineStats:
             if name.startswith("wait for"):
                 exposed += ns
         return _ratio(exposed, self.round_ns)
-
-    @property
-    def modes(self) -> list[dict[str, Any]]:
-        """Measured times of the modes among which the engine chooses, and the reasons.
-
-        See `ModeChoice.report`. The list is empty unless an option such as `generation` is "auto".
-        """
-        return self.choice.report()
 
     @property
     def part_share(self) -> dict[str, float]:

@@ -9,11 +9,20 @@ from graft.grammar.decoder import GuidedDecoder
 from graft.models.round.grammar_steps import GrammarSteps
 from graft.sampling.exchange import Exchange
 
-__all__ = ["GRAMMAR_STEPS", "AutomatonSteps", "MixedSteps", "make_grammar_steps"]
+__all__ = ["GRAMMAR_STEPS", "AutomatonSteps", "MixedSteps", "NoGrammarSteps"]
 
 #: Where the grammar steps of a round run: on the host for all requests; on the device for promoted
 #: requests and on the host for the others; on the device for all requests.
 GRAMMAR_STEPS = ("host", "mixed", "device")
+
+
+class NoGrammarSteps(GrammarSteps):
+    """Adds nothing: no request of the batch has a grammar."""
+
+    has_host_steps = False
+
+    def _add(self, *_: object) -> None:
+        pass
 
 
 class AutomatonSteps(GrammarSteps):
@@ -73,17 +82,3 @@ class MixedSteps(AutomatonSteps):
     def add_draft(self, lane: GraphLane, j: int, row: int | None, *, name: str) -> None:
         GrammarSteps.add_draft(self, lane, j, row, name=name)
         super().add_draft(lane, j, row, name=name)
-
-
-def make_grammar_steps(
-    kind: str,
-    decoder: GuidedDecoder,
-    exchange: Exchange,
-    automata: DeviceAutomata | None,
-    row_slot: DeviceArray,
-) -> GrammarSteps:
-    """Return the object that adds the grammar steps of a round, see `GRAMMAR_STEPS`."""
-    if kind == "host" or automata is None:
-        return GrammarSteps(decoder, exchange)
-    steps_class = MixedSteps if kind == "mixed" else AutomatonSteps
-    return steps_class(decoder, exchange, automata, row_slot)

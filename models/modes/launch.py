@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
+from graft.grammar.decoder import GuidedRequest
 from graft.models.engine.replay import ReplayInFlight
 from graft.models.engine.request_state import RequestState
-from graft.models.generation.loops import Loops
 from graft.models.modes.choice import Bucket, Launch, ModeChoice
-from graft.models.modes.promotion import has_automaton
-from graft.models.round.round import RoundGraph, RoundParts
+from graft.models.modes.loop.batches import Loops
+from graft.models.modes.promotion import Promotion, has_automaton
+from graft.models.round.round import RoundGraph
 
 __all__ = ["GraphKey", "LaunchModes"]
 
@@ -23,7 +24,8 @@ class GraphKey(NamedTuple):
     batch, drafts
         Number of batch rows, and number of drafts per batch row.
     grammar
-        Where the grammar steps run, one of `GRAMMAR_STEPS`.
+        Where the grammar steps run: one of `GRAMMAR_STEPS`, or "none" for a loop that has no
+        grammar steps.
     repeats
         Whether the graph is a generation loop.
     optimistic
@@ -38,7 +40,7 @@ class GraphKey(NamedTuple):
 
 
 class LaunchModes:
-    """Selects the graph of each launch.
+    """Selects the graph of each launch, and promotes requests.
 
     The requests of a batch determine where their grammar steps can run. If several graphs remain,
     `choice` selects one of them from measured times.
@@ -54,35 +56,52 @@ class LaunchModes:
     chooses_promotion
         Whether requests with automata are promoted if rounds with promoted requests take less time
         per token than others. Otherwise, all of them are.
+    is_optimistic
+        Whether all graphs are optimistic.
+    has_optimistic_choice
+        Whether there are optimistic graphs among which the engine chooses.
+    same_drafts
+        Whether the drafts of these graphs are the same as those of others. They differ if drafts
+        are probed in optimistic graphs only.
 
     Attributes
     ----------
-    loops
-        Prepares batches for generation loops; None: no batch runs in a loop.
+    round_graphs
+        Parameter of the same name.
     graphs
         All other graphs.
-    optimistic_parts
-        Parts of the optimistic graphs; None if there are none.
+    loops
+        Prepares batches for generation loops; None: no batch runs in a loop.
+    promotion
+        Promotes requests; None: all grammar steps run on the host.
     choice
         Chooses among modes.
     """
 
     def __init__(
         self,
-        round_graphs: Mapping[tuple[int, int], RoundGraph],
+        round_graphs: dict[tuple[int, int], RoundGraph],
         *,
         chooses_loops: bool = False,
         chooses_promotion: bool = False,
+        is_optimistic: bool = False,
+        has_optimistic_choice: bool = False,
+        same_drafts: bool = True,
     ):
-        self._round_graphs = round_graphs
+        self.round_graphs = round_graphs
+        self.graphs: dict[GraphKey, RoundGraph] = {}
         self.loops: Loops | None = None
-        self.optimistic_parts: RoundParts | None = None
+        self.promotion: Promotion | None = None
+        self.choice = ModeChoice()
         self._chooses_loops = chooses_loops
         self._chooses_promotion = chooses_promotion
-        self.graphs: dict[GraphKey, RoundGraph] = {}
-        self.choice = ModeChoice()
+        self._is_optimistic = is_optimistic
+        self._has_optimistic_choice = has_optimistic_choice
+        self._same_drafts = same_drafts
         # Modes among which that of the latest launch was chosen, and the mode.
         self._latest: tuple[Bucket, tuple[str, ...], str] | None = None
+
+    # Launches -----------------------------------------------------------------------------------
 
     def select(
         self,
@@ -92,7 +111,7 @@ class LaunchModes:
         *,
         may_loop: bool,
     ) -> tuple[RoundGraph, Launch]:
-        """Return the graph for a batch of requests, and the bucket of its times.
+        """Return the graph for a batch of requests, and the properties of its launch.
 
         Parameters
         ----------
@@ -103,7 +122,7 @@ class LaunchModes:
         may_loop
             Whether the batch has all requests that are running.
         """
-        place = _grammar_place(states)
+        place = self._grammar_place(states)
         guided = [state for state in states if state.matcher is not None]
         key = GraphKey(batch, drafts, place)
         loop_key = self._loop_key(key, bool(guided)) if may_loop else None
@@ -115,15 +134,38 @@ class LaunchModes:
             keys += [key._replace(optimistic=True) for key in keys]
         graphs = {}
         for key in keys:
-            graph = self._graph(key)
-            graphs[graph.mode] = graph
+            graphs[self._graph(key).mode] = key
         modes = tuple(graphs)
         mode = self.choice.choose(bucket, modes)
         self._latest = bucket, modes, mode
-        graph = graphs[mode]
-        if graph.repeats and self.loops is not None:
+        key = graphs[mode]
+        if key.repeats and self.loops is not None:
             self.loops.reserve_pages(states)
-        return graph, Launch(bucket, len(modes), _promotion_place(guided))
+        launch = Launch(
+            bucket,
+            len(modes),
+            self._promotion_place(guided),
+            self._served_by_worker(states, is_optimistic=key.optimistic or self._is_optimistic),
+        )
+        return self._graph(key), launch
+
+    def _served_by_worker(
+        self, states: Sequence[RequestState], *, is_optimistic: bool
+    ) -> tuple[GuidedRequest, ...]:
+        """Return the requests of a batch that are not promoted, for the grammar worker."""
+        requests = []
+        for state in states:
+            if self._is_promoted(state):
+                continue
+            request = GuidedRequest(
+                state.slot,
+                state.epoch,
+                state.matcher,
+                state.start_position,
+                optimistic=is_optimistic and state.params.samples_unmasked,
+            )
+            requests.append(request)
+        return tuple(requests)
 
     def _loop_key(self, key: GraphKey, is_guided: bool) -> GraphKey | None:
         """Return the key of the loop that can run a batch instead of the round of `key`.
@@ -138,25 +180,14 @@ class LaunchModes:
 
     def _may_be_optimistic(self, bucket: Bucket, states: Sequence[RequestState]) -> bool:
         """Return whether an optimistic graph can run a batch, with the same outputs."""
-        parts = self.optimistic_parts
-        if parts is None or bucket.grammar != "host":
+        if not self._has_optimistic_choice or bucket.grammar != "host":
             return False
-        # The drafts differ if they are probed in optimistic graphs only.
-        same_drafts = parts.mode == self._round_graphs[bucket.batch, bucket.drafts].parts.mode
-        return same_drafts or not any(state.depends_on_drafts for state in states)
+        return self._same_drafts or not any(state.params.depends_on_drafts for state in states)
 
     def _graph(self, key: GraphKey) -> RoundGraph:
         if key == GraphKey(key.batch, key.drafts):
-            return self._round_graphs[key.batch, key.drafts]
+            return self.round_graphs[key.batch, key.drafts]
         return self.graphs[key]
-
-    @property
-    def prefers_other(self) -> bool:
-        """Whether another mode than that of the latest launch would be chosen now."""
-        if self._latest is None:
-            return False
-        bucket, modes, mode = self._latest
-        return self.choice.choose(bucket, modes) != mode
 
     def record(self, flight: ReplayInFlight, ns: float, gap_ns: float | None, tokens: int) -> None:
         """Record the times and the number of tokens of a complete replay.
@@ -187,6 +218,46 @@ class LaunchModes:
             else:
                 self.choice.record(promotion, launch.promotion, ns, tokens)
 
+    # Loops --------------------------------------------------------------------------------------
+
+    @property
+    def looping(self) -> bool:
+        """Whether a loop is running. Nothing may be launched meanwhile."""
+        return self.loops is not None and self.loops.replays.looping
+
+    def leave_loop(self) -> None:
+        """Ask the loop that is running, if any, to end soon."""
+        if self.loops is not None:
+            self.loops.replays.leave_loop()
+
+    def prefers_other(self, running: Iterable[RequestState]) -> bool:
+        """Return whether another mode than that of the latest launch would be better now.
+
+        Parameters
+        ----------
+        running
+            Requests that take part in rounds.
+        """
+        if self.promotion is not None and self.promotion.can_promote(running):
+            return True
+        if self._latest is None:
+            return False
+        bucket, modes, mode = self._latest
+        return self.choice.choose(bucket, modes) != mode
+
+    # Promotion ----------------------------------------------------------------------------------
+
+    def promote(
+        self,
+        running: Iterable[RequestState],
+        num_requests: int,
+        unread: Collection[ReplayInFlight],
+    ) -> int:
+        """Promote running requests and return their number; see `Promotion.promote`."""
+        if self.promotion is None:
+            return 0
+        return self.promotion.promote(running, num_requests, unread)
+
     def should_promote(self, num_requests: int) -> bool:
         """Return whether a request with an automaton is promoted.
 
@@ -197,35 +268,36 @@ class LaunchModes:
         """
         if not self._chooses_promotion:
             return True
-        buckets = [batch for batch, _ in self._round_graphs if batch >= num_requests]
+        buckets = [batch for batch, _ in self.round_graphs if batch >= num_requests]
         bucket = self._promotion_bucket(min(buckets))
         return self.choice.choose(bucket, ("device", "host")) == "device"
 
     def _promotion_bucket(self, batch: int) -> Bucket:
-        lengths = [drafts for _, drafts in self._round_graphs]
+        lengths = [drafts for _, drafts in self.round_graphs]
         return Bucket("promotion", batch, max(lengths))
 
+    def _is_promoted(self, state: RequestState) -> bool:
+        return self.promotion is not None and self.promotion.is_promoted(state)
 
-def _grammar_place(states: Sequence[RequestState]) -> str:
-    """Return the place of the grammar steps of a batch, one of `GRAMMAR_STEPS`."""
-    num_promoted = sum(state.promoted for state in states)
-    if not num_promoted:
-        return "host"
-    return "device" if num_promoted == len(states) else "mixed"
+    def _grammar_place(self, states: Sequence[RequestState]) -> str:
+        """Return the place of the grammar steps of a batch, one of `GRAMMAR_STEPS`."""
+        num_promoted = sum(self._is_promoted(state) for state in states)
+        if not num_promoted:
+            return "host"
+        return "device" if num_promoted == len(states) else "mixed"
 
+    def _promotion_place(self, guided: Sequence[RequestState]) -> str | None:
+        """Return the place of the grammar steps of a batch by whose times promotion is judged.
 
-def _promotion_place(guided: Sequence[RequestState]) -> str | None:
-    """Return the place of the grammar steps of a batch by whose times promotion is judged.
+        Return None if no request has a grammar, or if a grammar has no automaton. Promotion then
+        has no effect on the times of the batch, or not the usual one.
 
-    Return None if no request has a grammar, or if a grammar has no automaton. Promotion then has no
-    effect on the times of the batch, or not the usual one.
-
-    Parameters
-    ----------
-    guided
-        Requests of a batch that have a grammar.
-    """
-    for state in guided:
-        if not state.promoted and not has_automaton(state):
-            return None
-    return _grammar_place(guided) if guided else None
+        Parameters
+        ----------
+        guided
+            Requests of a batch that have a grammar.
+        """
+        for state in guided:
+            if not self._is_promoted(state) and not has_automaton(state):
+                return None
+        return self._grammar_place(guided) if guided else None

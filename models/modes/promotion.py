@@ -10,8 +10,9 @@ from graft.cudagraph.lanes import StreamLane
 from graft.grammar.automaton.device import DeviceAutomata
 from graft.models.engine.replay import ReplayInFlight
 from graft.models.engine.request_state import RequestState
+from graft.models.engine.slots import SlotObserver
 
-__all__ = ["MAX_PROMOTIONS", "Promotion", "has_automaton", "has_new_automaton"]
+__all__ = ["MAX_PROMOTIONS", "Promotion", "has_automaton"]
 
 LOG = logging.getLogger("graft")
 
@@ -20,7 +21,7 @@ LOG = logging.getLogger("graft")
 MAX_PROMOTIONS = 4
 
 
-class Promotion:
+class Promotion(SlotObserver):
     """Promotes the requests whose grammar has an automaton, and those without a grammar.
 
     A request is promoted when it starts to take part in rounds or, if its automaton is built later,
@@ -33,8 +34,8 @@ class Promotion:
     lane
         In-order work queue of the replays.
     should_promote
-        Returns whether a request with a grammar may be promoted, given the number of requests that
-        have a slot. By default, every request may.
+        Returns whether a request whose grammar has an automaton may be promoted, given the number
+        of requests that have a slot. By default, every request may.
     """
 
     def __init__(
@@ -46,8 +47,18 @@ class Promotion:
         self._automata = automata
         self._lane = lane
         self._should_promote = should_promote
+        self._promoted: set[RequestState] = set()
+        self._awaiting: set[RequestState] = set()
 
-    def start(self, state: RequestState, num_requests: int, num_unread: int = 0) -> None:
+    def is_promoted(self, state: RequestState) -> bool:
+        """Return whether kernels do all grammar steps of a request that has a slot."""
+        return state in self._promoted
+
+    def awaits_automaton(self, state: RequestState) -> bool:
+        """Return whether a request can be promoted when its grammar's automaton has been built."""
+        return state in self._awaiting
+
+    def start(self, state: RequestState, num_requests: int) -> None:
         """Assign the slot of a request to it on the device, and promote the request if possible.
 
         Parameters
@@ -56,15 +67,22 @@ class Promotion:
             Request that has a slot.
         num_requests
             Number of requests that have a slot.
-        num_unread
-            Number of launched replays whose results are unknown, see `DeviceAutomata.join`.
         """
+        matcher = state.matcher
         # Requests without a grammar are always promoted.
-        allowed = state.matcher is None or self._should_promote(num_requests)
-        state.promoted = False
-        state.awaits_automaton = False
+        allowed = matcher is None or (
+            self._automata.can_promote(matcher) and self._should_promote(num_requests)
+        )
+        if self._join(state, allowed=allowed) and self._automata.may_promote_later(matcher):
+            self._awaiting.add(state)
+
+    def _join(self, state: RequestState, *, allowed: bool, num_unread: int = 0) -> bool:
+        """Assign the slot of a request, and promote the request if `allowed` and possible.
+
+        Return False if the device has failed to do so. The request is then not promoted.
+        """
         try:
-            state.promoted = self._automata.join(
+            promoted = self._automata.join(
                 self._lane,
                 state.slot,
                 state.epoch,
@@ -74,9 +92,17 @@ class Promotion:
             )
         except DeviceError as error:  # for example, no pinned memory is left
             LOG.warning("request %s stays on the host: %s", state.id, error)
-            return
-        if allowed and not state.promoted:
-            state.awaits_automaton = self._automata.may_promote_later(state.matcher)
+            return False
+        if promoted:
+            self._promoted.add(state)
+        return True
+
+    def can_promote(self, running: Iterable[RequestState]) -> bool:
+        """Return whether the automaton that a running request awaits has been built."""
+        return any(self._has_new_automaton(state) for state in running)
+
+    def _has_new_automaton(self, state: RequestState) -> bool:
+        return self.awaits_automaton(state) and has_automaton(state)
 
     def promote(
         self,
@@ -106,30 +132,31 @@ class Promotion:
         """
         candidates = []
         for state in running:
-            if not has_new_automaton(state):
+            if not self._has_new_automaton(state):
                 continue
             if sum(flight.contains(state) for flight in unread) <= 1:
                 candidates.append(state)
         for state in candidates[:MAX_PROMOTIONS]:
-            self._promote_running(state, num_requests, len(unread))
-        return sum(state.promoted for state in candidates)
+            self._awaiting.remove(state)
+            if self._should_promote(num_requests):
+                self._promote_running(state, len(unread))
+        return sum(state in self._promoted for state in candidates)
 
-    def _promote_running(self, state: RequestState, num_requests: int, num_unread: int) -> None:
+    def _promote_running(self, state: RequestState, num_unread: int) -> None:
         """Promote a running request. If this fails, the request stays on the host."""
         served_matcher = state.matcher
         try:
             state.matcher = state.make_matcher()
-            self.start(state, num_requests, num_unread)
+            self._join(state, allowed=True, num_unread=num_unread)
         except Exception as error:  # a grammar backend may raise anything
             LOG.warning("request %s stays on the host: %s", state.id, error)
-        if not state.promoted:  # the grammar worker still serves the matcher of this slot
+        if state not in self._promoted:  # the grammar worker still serves the slot's matcher
             state.matcher = served_matcher
-            state.awaits_automaton = False
 
     def leave(self, state: RequestState) -> None:
         """Forget the promotion of a request that leaves its slot."""
-        state.promoted = False
-        state.awaits_automaton = False
+        self._promoted.discard(state)
+        self._awaiting.discard(state)
 
     def release(self, slot: int) -> None:
         """Release the automaton of a slot. No replay that uses the slot may be in flight."""
@@ -139,8 +166,3 @@ class Promotion:
 def has_automaton(state: RequestState) -> bool:
     """Return whether the grammar of a request has an automaton that was built in time."""
     return state.matcher is not None and state.matcher.compiled.automaton is not None
-
-
-def has_new_automaton(state: RequestState) -> bool:
-    """Return whether the automaton that a running request awaits has been built."""
-    return state.awaits_automaton and has_automaton(state)

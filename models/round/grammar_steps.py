@@ -5,7 +5,10 @@ from __future__ import annotations
 from graft.cudagraph.graph import GraphLane, GraphMark
 from graft.cudagraph.hostwork import NativeWork
 from graft.grammar.decoder import GuidedDecoder
+from graft.models.drafters.feed import Feed
+from graft.models.round.timing import Stamps
 from graft.sampling.exchange import Exchange
+from graft.sampling.sampler import Sampler
 
 __all__ = ["GrammarSteps"]
 
@@ -52,20 +55,27 @@ class GrammarSteps:
         """
         self._add(lane, self._decoder.open_work(), 0, num_rows, name)
 
-    def add_check(self, lane: GraphLane, *, name: str) -> None:
-        """Add the step that checks the tokens that were sampled without masks.
-
-        The mask rows of rejected tokens are not copied to the device: few rows are rejected, and
-        kernels read these rows from host memory.
+    def add_before_verification(
+        self,
+        model_lane: GraphLane,
+        grammar_lane: GraphLane,
+        sampler: Sampler,
+        feed: Feed,
+        stamps: Stamps,
+    ) -> None:
+        """Add the nodes between the sampling of tokens and verification; by default none.
 
         Parameters
         ----------
-        lane
-            Grammar lane, ordered after the kernel that publishes the tokens.
-        name
-            Node name of the step.
+        model_lane, grammar_lane
+            Lanes of the round.
+        sampler
+            Sampler that has sampled the tokens.
+        feed
+            Row arrays of the batch bucket.
+        stamps
+            Timeline of the round.
         """
-        self._decoder.add(lane, self._decoder.check_work(), name=name)
 
     def add_commit(self, lane: GraphLane, row: int | None, *, name: str) -> None:
         """Add the step that advances the grammar by the committed tokens.

@@ -11,13 +11,8 @@ recorded::
 the round still needs, concurrently with the target forward pass. These are the row after the last
 draft or, if no row was filled while drafting, all rows. If the round has fewer forward rows than
 there may be drafts, ``begin`` cuts some drafts, and ``open`` waits for ``begin``. The nodes after
-verification are described in `graft.models.round.masking`.
-
-If the engine is optimistic, the rows of most requests have no masks. Their tokens are sampled
-without masks, and the grammar checks them before verification::
-
-    model    ... target forward - sample - publish -         - sample rejected tokens - verify ...
-    grammar                                         `- check -^
+verification are described in `graft.models.round.masking`. Some kinds of grammar steps add nodes
+between the sampling of tokens and verification (`GrammarSteps.add_before_verification`).
 
 A *replay* is one launch of the graph; replays are numbered from 1.
 """
@@ -32,13 +27,11 @@ from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.graph import Graph, GraphExec, GraphLane, GraphMark
 from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.pinned import PinnedSlots, Ring
-from graft.grammar.automaton.device import DeviceAutomata
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.drafters.base import Drafter
 from graft.models.drafters.feed import Feed, RoundScratch
 from graft.models.errors import DrafterError
 from graft.models.llm.llama import LlamaModel
-from graft.models.modes.automaton_steps import make_grammar_steps
 from graft.models.round.grammar_steps import GrammarSteps
 from graft.models.round.masking import DraftMasking
 from graft.models.round.timing import Part, Stamps, timeline_args
@@ -58,10 +51,6 @@ ROUND_KERNELS = Path(__file__).parent / "kernels" / "round.cu"
 class RoundParts:
     """Parts of a round that the graphs of all batch buckets share.
 
-    With ``draft_masking="auto"``, an engine has two of these objects, one for graphs that fill mask
-    rows and one for optimistic graphs. They differ in `mode`, `masking`, `optimistic`, and in the
-    draft mode of `sampler` and `exchange`.
-
     Attributes
     ----------
     device
@@ -73,7 +62,12 @@ class RoundParts:
     mode
         Draft mode.
     masking
-        Class that adds the grammar steps of the mode.
+        Class that decides where the grammar steps of the mode are.
+    masking_name
+        How mask rows are filled; part of the name of the graphs' mode.
+    make_grammar_steps
+        Returns the object that adds the grammar steps of a graph. The arguments are the place of
+        the steps and the slots of the batch rows.
     sampler
         Samples and verifies tokens, and samples the drafts of a chain.
     tree
@@ -97,10 +91,6 @@ class RoundParts:
         Whether kernels use programmatic dependent launch.
     every_part
         Whether every part of a round is timed, or only the whole round.
-    automata
-        Runs grammar steps on the device; None if all steps run on the host.
-    optimistic
-        Whether the tokens of requests that allow it are sampled without masks and then checked.
     """
 
     device: Device
@@ -108,6 +98,8 @@ class RoundParts:
     drafter: Drafter | None
     mode: DraftMode
     masking: type[DraftMasking]
+    masking_name: str
+    make_grammar_steps: Callable[[str, DeviceArray], GrammarSteps]
     sampler: Sampler
     tree: TreeSampler | None
     state: SlotState
@@ -120,15 +112,6 @@ class RoundParts:
     depth: int
     programmatic: bool
     every_part: bool
-    automata: DeviceAutomata | None = None
-    optimistic: bool = False
-
-    @property
-    def masking_name(self) -> str:
-        """How mask rows are filled: "fill", "probe", "lattice-probe" or "optimistic"."""
-        if self.optimistic:
-            return "optimistic"
-        return self.mode.masking if self.mode.probes else "fill"
 
     @property
     def draft_length(self) -> int:
@@ -185,7 +168,7 @@ class RoundGraph:
         Maximum number of drafts per request that this round generates for the next round. With 0,
         the drafter only processes the committed tokens.
     grammar
-        Where the grammar steps run, one of `GRAMMAR_STEPS`.
+        Where the grammar steps run: "host", or a place that `RoundParts.make_grammar_steps` knows.
 
     Attributes
     ----------
@@ -236,7 +219,7 @@ class RoundGraph:
             parts.sampler,
             scratch,
         )
-        self._grammar_steps = self._make_grammar_steps(feed)
+        self._grammar_steps = parts.make_grammar_steps(grammar, feed.row_slot)
         self._add_target_forward(feed)
         self._add_verification(feed)
         if parts.drafter is not None:
@@ -247,9 +230,9 @@ class RoundGraph:
         )
 
     @property
-    def optimistic(self) -> bool:
-        """Whether tokens are sampled without masks and then checked, see `RoundParts`."""
-        return self.parts.optimistic
+    def has_host_steps(self) -> bool:
+        """Whether grammar steps run on the host."""
+        return self._grammar_steps.has_host_steps
 
     @property
     def fills_drafts(self) -> bool:
@@ -258,8 +241,8 @@ class RoundGraph:
 
     @property
     def mode(self) -> str:
-        """How mask rows are filled, and whether a launch is one round or a loop."""
-        return f"{self.parts.masking_name} {'loop' if self.repeats else 'round'}"
+        """Name of the mode: how mask rows are filled, and what a launch runs."""
+        return f"{self.parts.masking_name} round"
 
     # Replays ------------------------------------------------------------------------------------
 
@@ -299,13 +282,6 @@ class RoundGraph:
         if self.graphs:
             name = f"{name} ({len(self.graphs)})"
         self.graphs.append(Graph(self.parts.device, name, programmatic=self.parts.programmatic))
-
-    def _make_grammar_steps(self, feed: Feed) -> GrammarSteps:
-        """Return the object that adds the steps of the grammar for the rows of the round."""
-        parts = self.parts
-        return make_grammar_steps(
-            self.grammar, parts.decoder, parts.exchange, parts.automata, feed.row_slot
-        )
 
     def _make_lanes(self) -> tuple[GraphLane, GraphLane]:
         """Return the model lane and the grammar lane of the round."""
@@ -382,8 +358,9 @@ class RoundGraph:
         parts = self.parts
         sampler = parts.sampler
         sampler.target(self._model, feed.scratch.logits[: feed.count], feed.rows)
-        if parts.optimistic and self._grammar_steps.has_host_steps:
-            self._add_check(feed)
+        self._grammar_steps.add_before_verification(
+            self._model, self._grammar, sampler, feed, self._stamps
+        )
         sampler.verify(
             self._model,
             feed.rows,
@@ -399,17 +376,6 @@ class RoundGraph:
                 feed.first,
             )
         self._stamps.end("verify", last=parts.drafter is None)
-
-    def _add_check(self, feed: Feed) -> None:
-        """Add the check of tokens that were sampled without masks, and the sampling of others."""
-        sampler = self.parts.sampler
-        sampler.publish_sampled(self._model, feed.rows)
-        self._stamps.end("sample")
-        self._grammar.wait(self._model.record("tokens are sampled"))
-        self._grammar_steps.add_check(self._grammar, name="check")
-        self._model.wait(self._grammar.record("check: done"))
-        self._stamps.end("wait for check", "check")
-        sampler.resample(self._model, feed.scratch.logits[: feed.count], feed.rows)
 
     def _add_drafting(self, feed: Feed, drafter: Drafter) -> None:
         """Add the processing of the committed tokens and the drafts of the next round."""

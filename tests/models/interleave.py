@@ -38,10 +38,10 @@ from graft.models.engine.request_state import RequestState
 from graft.models.engine.scheduler import Scheduler
 from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
-from graft.models.generation.loops import Loops
-from graft.models.generation.replays import LoopReplays
 from graft.models.modes.automaton_steps import GRAMMAR_STEPS
 from graft.models.modes.launch import GraphKey, LaunchModes
+from graft.models.modes.loop.batches import Loops
+from graft.models.modes.loop.replays import LoopReplays
 from graft.models.modes.promotion import Promotion
 from graft.models.request import Output, Request
 from graft.models.round.prefill import PrefillScheduler
@@ -152,7 +152,6 @@ class Interleaving:
             timeline=timeline,
             decoder=toy.decoder,
             every_part=True,
-            optimistic=False,
         )
 
     def _make_scheduler(self, parts: Any, slots: int, slack: int) -> Scheduler:
@@ -174,9 +173,8 @@ class Interleaving:
         )
         if self.choice is not None:
             modes.choice = self.choice
-        promotion = None
         if self.has_automata:
-            promotion = Promotion(toy.automata, lane, modes.should_promote)
+            modes.promotion = Promotion(toy.automata, lane, modes.should_promote)
         manager = SlotManager(
             slots,
             self.rows,
@@ -188,30 +186,33 @@ class Interleaving:
             prefill_scheduler=PrefillScheduler(toy.max_prompt_rows),
             positions_ahead=(self.max_in_flight + 1) * (k + 1),
             slack_positions=slack,
-            promotion=promotion,
+            observer=modes.promotion,
         )
         replays = Replays(parts, toy, budget)
-        loops = None
         if self.has_loops:
             replays = LoopReplays(parts, toy, budget, toy.control)
-            loops = Loops(manager, DraftMode.chain(k), has_all_pages=self.rng.random() < 0.5)
-        modes.loops = loops
+            modes.loops = Loops(
+                replays,
+                manager,
+                DraftMode.chain(k),
+                has_automata=self.has_automata,
+                has_all_pages=self.rng.random() < 0.5,
+            )
         for key in graphs:
-            for place in GRAMMAR_STEPS:
-                grammar = place if self.has_automata else "host"
-                if loops:
-                    graph = self._graph(*key, repeats=True, grammar=grammar)
-                    modes.graphs[GraphKey(*key, place, True)] = graph
-                if self.has_automata and place != "host":
-                    modes.graphs[GraphKey(*key, place)] = self._graph(*key, grammar=grammar)
+            for place in modes.loops.grammar_places if modes.loops else ():
+                # The simulated device needs the host's mask rows of requests without a grammar.
+                grammar = "host" if place == "none" else place
+                graph = self._graph(*key, repeats=True, grammar=grammar)
+                modes.graphs[GraphKey(*key, place, True)] = graph
+            for place in GRAMMAR_STEPS[1:] if self.has_automata else ():
+                modes.graphs[GraphKey(*key, place)] = self._graph(*key, grammar=place)
         return Scheduler(
             replays,
             manager,
-            graphs,
+            modes,
             EngineStats(draft_length=k),
             budget,
             max_in_flight=self.max_in_flight,
-            modes=modes,
         )
 
     def _graph(self, rows: int, k: int, *, repeats: bool = False, grammar: str = "host") -> Any:
@@ -226,7 +227,7 @@ class Interleaving:
             grammar=grammar,
             mode="loop" if repeats else "round",
             repeats=repeats,
-            optimistic=False,
+            has_host_steps=grammar != "device",
             fills_drafts=False,
         )
 

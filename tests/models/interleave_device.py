@@ -37,7 +37,7 @@ from round_simulator import (
 from graft.cudagraph.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.cache.kv import PagedKV
-from graft.models.generation.control import LoopControl
+from graft.models.modes.loop.control import LoopControl
 from graft.models.round.prefill import PrefillChunk
 from graft.sampling.exchange import Exchange
 from graft.sampling.state import SlotRequest
@@ -633,7 +633,7 @@ class SteppingAutomata:
         allowed: bool = True,
         num_unread: int = 0,
     ) -> bool:
-        promoted = matcher is None or (allowed and matcher.is_automaton)
+        promoted = matcher is None or (allowed and self.can_promote(matcher))
 
         def join() -> None:
             self._slots.pop(slot, None)
@@ -644,6 +644,9 @@ class SteppingAutomata:
         self._toy.prologue.append(join)
         self._toy.tick()
         return promoted
+
+    def can_promote(self, matcher: Any) -> bool:
+        return bool(matcher.is_automaton)
 
     def may_promote_later(self, matcher: Any) -> bool:
         return matcher is not None and not matcher.is_automaton

@@ -136,7 +136,7 @@ def generate_late(engine, held, requests, rng):
         running = [
             state
             for state in engine._scheduler.slots.running.values()
-            if state.awaits_automaton and state.output.tokens
+            if engine._modes.promotion.awaits_automaton(state) and state.output.tokens
         ]
         if running and rng.random() < 0.3:
             held.release(rng.choice(running).matcher.compiled)
@@ -178,7 +178,7 @@ def test_late_promotion_that_fails_leaves_request_on_host(monkeypatch, expected_
     failures = []
 
     def make_matcher_or_fail(state):
-        if state.awaits_automaton and len(failures) < 2:
+        if state.slot >= 0 and len(failures) < 2:  # the request is running
             failures.append(state.id)
             raise GrammarError("token 1 at index 0 is illegal")
         return make_matcher(state)

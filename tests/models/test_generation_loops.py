@@ -27,9 +27,10 @@ from test_engine_equality import check_disturbed, expected_answers
 from graft.cudagraph.errors import DeviceError, OptionError
 from graft.grammar import GrammarSpec
 from graft.models.drafters import Suffix
-from graft.models.engine import assembly, replay
-from graft.models.generation.control import LOOP_ENTRIES, LoopControl
-from graft.models.generation.loops import PAGES_AHEAD
+from graft.models.engine import replay
+from graft.models.modes import parts as mode_parts
+from graft.models.modes.loop.batches import PAGES_AHEAD
+from graft.models.modes.loop.control import LOOP_ENTRIES, LoopControl
 
 __all__ = ["expected_answers"]  # a fixture
 
@@ -59,7 +60,7 @@ GUIDED_OPTIONS = {
     "few pages": {"pages": 40, "page_size": 16, "max_length": 400},
 }
 QUICK_GUIDED = ("host", "device")
-LOOP_KERNELS = "models/generation/kernels/loop.cu"
+LOOP_KERNELS = "models/modes/loop/kernels/loop.cu"
 #: Modes of the tests with disturbances; the last one runs in the quick suite.
 QUICK_LAST = [pytest.param("greedy", marks=pytest.mark.full), "coupled"]
 LOOP_MODES = {**MODES, "rejection": {"temperature": 0.9, "verify": "rejection"}}
@@ -111,6 +112,8 @@ def test_loop_is_launched_once_if_nothing_joins(batch):
         assert engine._replays.loops == 1
         assert rounds_before < batch
         assert engine.stats.rounds > 5 + rounds_before
+        in_loop = engine.stats.rounds - rounds_before
+        assert engine.stats.rounds_by_grammar["none"] == in_loop
 
 
 @pytest.mark.parametrize(
@@ -254,7 +257,7 @@ def check_loop_ends(engine, end, request=LONG):
 @pytest.fixture
 def long_ring(monkeypatch):
     """Make the output ring so long that loops do not end because the host reads too slowly."""
-    monkeypatch.setattr(assembly, "LOOP_ENTRIES", 2048)
+    monkeypatch.setattr(mode_parts, "LOOP_ENTRIES", 2048)
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,9 @@ from graft.models.engine.replay import Replays, RowAssignment
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.scheduler import Scheduler
 from graft.models.engine.slots import SlotManager
-from graft.models.generation.control import LoopControl
-from graft.models.generation.replays import LoopReplays
+from graft.models.modes.launch import LaunchModes
+from graft.models.modes.loop.control import LoopControl
+from graft.models.modes.loop.replays import LoopReplays
 from graft.models.modes.promotion import Promotion
 
 
@@ -277,7 +278,7 @@ LOOP_MUTANTS = {
     "round launched during a loop": (
         Scheduler,
         "launch",
-        "if self.replays.looping:",
+        "if self.modes.looping:",
         "if False:",
     ),
     "end of a loop not noticed": (
@@ -320,8 +321,8 @@ PROMOTION_MUTANTS = {
     "state lacks the commit of a replay in flight": (
         Promotion,
         "_promote_running",
-        "self.start(state, num_requests, num_unread)",
-        "self.start(state, num_requests)",
+        "num_unread=num_unread",
+        "num_unread=0",
     ),
     "state lacks a known token": (
         Promotion,
@@ -330,11 +331,11 @@ PROMOTION_MUTANTS = {
         "state.grammar.result().matcher(state.stop_ids, state.output.tokens[:-1])",
     ),
     "several commits in flight": (Promotion, "promote", "<= 1", "<= 9"),
-    "wrong epoch": (Promotion, "start", "state.epoch,", "state.epoch - 1,"),
+    "wrong epoch": (Promotion, "_join", "state.epoch,", "state.epoch - 1,"),
     "promoted request served by the host": (
-        Replays,
-        "launch",
-        "if state.promoted:",
+        LaunchModes,
+        "_served_by_worker",
+        "if self._is_promoted(state):",
         "if False:",
     ),
     "host steps expected in device rounds": (

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections import Counter
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,8 @@ from graft.models.modes.choice import (
     ModeChoice,
 )
 from graft.models.modes.launch import GraphKey, LaunchModes
+from graft.models.modes.promotion import Promotion
+from graft.sampling.params import SamplingParams
 
 BUCKET = Bucket("host", 4, 3)
 
@@ -125,6 +128,7 @@ class Graph(SimpleNamespace):
 def launch_modes(*, loops=True, **options):
     """Return modes with a round and a loop for one batch row and three drafts."""
     modes = LaunchModes({(1, 3): Graph(mode="round", repeats=False)}, **options)
+    modes.promotion = SimpleNamespace(is_promoted=lambda state: state.promoted)
     modes.graphs = {
         GraphKey(1, 3, place, repeats): Graph(mode="loop" if repeats else place, repeats=repeats)
         for place in GRAMMAR_STEPS
@@ -143,7 +147,14 @@ def request_state(*, promoted=False, has_grammar=True, has_automaton=True):
     """Return a request as `LaunchModes` sees it."""
     compiled = SimpleNamespace(automaton=object() if has_automaton else None)
     matcher = SimpleNamespace(compiled=compiled) if has_grammar else None
-    return SimpleNamespace(promoted=promoted, matcher=matcher, depends_on_drafts=False)
+    return SimpleNamespace(
+        promoted=promoted,
+        matcher=matcher,
+        slot=0,
+        epoch=1,
+        start_position=0,
+        params=SamplingParams(),
+    )
 
 
 FREE_STATE = request_state(promoted=True, has_grammar=False)
@@ -168,6 +179,45 @@ def test_promotion_is_judged_by_requests_with_automata(states, place):
     modes = launch_modes(loops=False, chooses_promotion=True)
     _, launch = modes.select(1, 3, states, may_loop=True)
     assert launch.promotion == place
+
+
+@dataclass(eq=False)
+class JoiningRequest:
+    """A request as `Promotion` sees it. Its matcher runs an automaton, or has none yet."""
+
+    matcher: object
+    id: str = "a"
+    slot: int = 0
+    epoch: int = 1
+
+
+def test_promotion_is_decided_when_automaton_exists():
+    """Whether to promote is asked for each automaton once, however late it is built."""
+    asked = []
+
+    def should_promote(num_requests):
+        asked.append(num_requests)
+        return False
+
+    automata = SimpleNamespace(
+        can_promote=lambda matcher: matcher.compiled.automaton is not None,
+        may_promote_later=lambda matcher: matcher.compiled.automaton is None,
+        join=lambda *_, allowed, num_unread: allowed,
+    )
+    promotion = Promotion(automata, None, should_promote)
+    regular, late, irregular = (
+        JoiningRequest(SimpleNamespace(compiled=SimpleNamespace(automaton=automaton)))
+        for automaton in (object(), None, None)
+    )
+    for number, state in enumerate((regular, late, irregular), 1):
+        promotion.start(state, number)
+    assert asked == [1]
+    assert not promotion.can_promote([regular, late, irregular])
+    late.matcher.compiled.automaton = object()
+    for _ in range(3):
+        assert promotion.promote([regular, late, irregular], 3, []) == 0
+    assert asked == [1, 3]
+    assert not any(promotion.is_promoted(state) for state in (regular, late, irregular))
 
 
 def test_gap_of_rounds_must_be_known_to_compare_them_with_loops():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.slots import SlotManager
 from graft.models.modes.automaton_steps import GRAMMAR_STEPS
+from graft.models.modes.loop.replays import LoopReplays
 from graft.sampling.mode import DraftMode
 
 __all__ = ["Loops"]
@@ -21,28 +22,43 @@ class Loops:
 
     Parameters
     ----------
+    replays
+        Launches rounds and loops; also an attribute.
     slots
         Slot manager of the engine.
     mode
         Draft mode of the engine.
+    has_automata
+        Whether grammar steps can run on the device.
     has_all_pages
         Whether the KV caches have enough pages for a request of maximum length in every batch row.
     """
 
-    def __init__(self, slots: SlotManager, mode: DraftMode, *, has_all_pages: bool):
+    def __init__(
+        self,
+        replays: LoopReplays,
+        slots: SlotManager,
+        mode: DraftMode,
+        *,
+        has_automata: bool,
+        has_all_pages: bool,
+    ):
+        self.replays = replays
         self._slots = slots
+        self._has_automata = has_automata
         # With lattice probing, a grammar step chooses the drafts of all trees.
         self._has_lattice_trees = mode.is_lattice and mode.branch > 1
         self._max_pages = None if has_all_pages else PAGES_AHEAD
 
-    def grammar_places(self, has_automata: bool) -> tuple[str, ...]:
-        """Return the places of grammar steps for which loops are needed."""
-        if has_automata:
+    @property
+    def grammar_places(self) -> tuple[str, ...]:
+        """Places of grammar steps for which loops are needed, see `GraphKey.grammar`."""
+        if self._has_automata:
             return GRAMMAR_STEPS
-        return ("host",) if self._has_lattice_trees else ("host", "device")
+        return ("host",) if self._has_lattice_trees else ("host", "none")
 
     def grammar_place(self, place: str, *, is_guided: bool) -> str:
-        """Return the place of the grammar steps of a loop for a batch.
+        """Return the place of the grammar steps of a loop for a batch, see `GraphKey.grammar`.
 
         Parameters
         ----------
@@ -51,7 +67,9 @@ class Loops:
         is_guided
             Whether a request of the batch has a grammar. If not, a loop needs no grammar steps.
         """
-        return place if is_guided or self._has_lattice_trees else "device"
+        if is_guided or self._has_lattice_trees or self._has_automata:
+            return place
+        return "none"
 
     @property
     def possible(self) -> bool:

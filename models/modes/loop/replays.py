@@ -9,8 +9,8 @@ from graft.cudagraph.device import Stream
 from graft.models.engine.replay import ReplayInFlight, Replays
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.stats import EngineStats
-from graft.models.generation.control import LoopControl
 from graft.models.modes.choice import Launch
+from graft.models.modes.loop.control import LoopControl
 from graft.models.round.budget import DraftBudget
 from graft.models.round.round import RoundGraph, RoundParts
 
@@ -38,6 +38,9 @@ class LoopReplays(Replays):
     ----------
     loops
         Number of loops launched with requests.
+    looping
+        Whether a loop is running, which may run more replays than the host knows of. Nothing may be
+        launched meanwhile.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class LoopReplays(Replays):
         super().__init__(parts, stream, budget)
         self._control = control
         self.loops = 0
+        self.looping = False
         self._first = 0  # first replay of the loop that was launched last
 
     def launch(
@@ -92,10 +96,10 @@ class LoopReplays(Replays):
         """Add the replay that follows a replay of the running loop."""
         number = self.launched + 1
         self._parts.outputs.reserve(number)
-        if flight.graph.grammar == "device":
-            self._parts.decoder.skip(number)
-        else:
+        if flight.graph.has_host_steps:
             self._parts.decoder.repeat(number)
+        else:
+            self._parts.decoder.skip(number)
         self.launched = number
         self.unread.append(replace(flight, number=number, after_prefill=False))
 

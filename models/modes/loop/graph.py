@@ -18,9 +18,8 @@ from pathlib import Path
 from graft.cudagraph.conditional import Condition, condition, while_
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph import GraphLane
-from graft.models.drafters.feed import Feed, RoundScratch
-from graft.models.generation.control import LoopControl
-from graft.models.round.grammar_steps import GrammarSteps
+from graft.models.drafters.feed import RoundScratch
+from graft.models.modes.loop.control import LoopControl
 from graft.models.round.round import RoundGraph, RoundParts
 
 __all__ = ["GenerationGraph"]
@@ -28,15 +27,6 @@ __all__ = ["GenerationGraph"]
 _KERNELS = Path(__file__).parent / "kernels" / "loop.cu"
 _THREADS = 32
 _NO_LIMIT = 2**31 - 1
-
-
-class _NoGrammarSteps(GrammarSteps):
-    """Adds nothing: no request of the loop has a grammar."""
-
-    has_host_steps = False
-
-    def _add(self, *_: object) -> None:
-        pass
 
 
 class GenerationGraph(RoundGraph):
@@ -49,12 +39,17 @@ class GenerationGraph(RoundGraph):
     control
         Words that host and device share.
     grammar
-        Where the grammar steps run, one of `GRAMMAR_STEPS`.
+        Where the grammar steps run: one of `GRAMMAR_STEPS`, or "none" without grammar steps.
     max_rounds
         Maximum number of replays of a loop; None sets no limit.
     """
 
     repeats = True
+
+    @property
+    def mode(self) -> str:
+        """Name of the mode: how mask rows are filled, and what a launch runs."""
+        return f"{self.parts.masking_name} loop"
 
     def __init__(
         self,
@@ -64,7 +59,7 @@ class GenerationGraph(RoundGraph):
         drafts: int,
         made: int,
         control: LoopControl,
-        grammar: str = "device",
+        grammar: str = "none",
         max_rounds: int | None = None,
     ):
         self._control = control
@@ -77,12 +72,6 @@ class GenerationGraph(RoundGraph):
             raise OptionError(
                 f"generation='graph' requires a drafter that runs on the device: {error}"
             ) from error
-
-    def _make_grammar_steps(self, feed: Feed) -> GrammarSteps:
-        parts = self.parts
-        if self.grammar == "device" and parts.automata is None:
-            return _NoGrammarSteps(parts.decoder, parts.exchange)
-        return super()._make_grammar_steps(feed)
 
     def _make_lanes(self) -> tuple[GraphLane, GraphLane]:
         """Add the WHILE node and return the lanes of its body."""
@@ -104,7 +93,7 @@ class GenerationGraph(RoundGraph):
         lane.kernel(self._kernels["loop_begin"], 1, _THREADS, args, name="loop begin")
         self._goes_on = condition(graph, 1, name="another round")
         body = while_(lane, self._goes_on, name="rounds")
-        if self.grammar != "device":
+        if self.grammar in ("host", "mixed"):
             lane.count_completed()
         return body.lane("model"), body.lane("grammar")
 

@@ -1,0 +1,185 @@
+"""Modes of an engine: the graphs of all modes, and everything that launches them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+
+from graft.cudagraph.device import Stream
+from graft.cudagraph.errors import GraftError, OptionError
+from graft.cudagraph.lanes import StreamLane
+from graft.models.drafters.feed import RoundScratch
+from graft.models.engine.options import Options
+from graft.models.engine.replay import Replays
+from graft.models.engine.slots import SlotManager, SlotObserver
+from graft.models.modes.automaton_steps import GRAMMAR_STEPS
+from graft.models.modes.launch import GraphKey, LaunchModes
+from graft.models.modes.loop.batches import Loops
+from graft.models.modes.loop.graph import GenerationGraph
+from graft.models.modes.loop.replays import LoopReplays
+from graft.models.modes.parts import ModeParts
+from graft.models.modes.promotion import Promotion
+from graft.models.round.budget import DraftBudget
+from graft.models.round.round import RoundGraph
+
+__all__ = ["EngineModes", "batch_buckets"]
+
+LOG = logging.getLogger("graft")
+
+#: Maximum number of rounds of a generation loop with ``draft_length="auto"``. The draft length is
+#: chosen for each loop.
+ROUNDS_PER_LENGTH = 32
+
+
+def batch_buckets(max_batch_size: int) -> list[int]:
+    """Return the batch sizes for which graphs are built: powers of two, and the maximum."""
+    sizes = []
+    size = 1
+    while size < max_batch_size:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, max_batch_size]
+
+
+class EngineModes(LaunchModes):
+    """Builds the graphs of all modes of an engine, and selects the graph of each launch.
+
+    Parameters
+    ----------
+    parts
+        Parts of all graphs.
+    options
+        Options of the engine.
+    stream
+        Stream of the rounds.
+    budget
+        Chooses the draft length of each round.
+    round_class
+        Class of the graphs of single rounds.
+
+    Attributes
+    ----------
+    replays : Replays
+        Launches graphs and reads their results.
+    observer : SlotObserver
+        Must be told about the use of slots.
+    """
+
+    def __init__(
+        self,
+        parts: ModeParts,
+        options: Options,
+        stream: Stream,
+        budget: DraftBudget,
+        round_class: type[RoundGraph],
+    ):
+        super().__init__(
+            {},
+            chooses_loops=options.generation == "auto",
+            chooses_promotion=options.device_automata == "auto",
+            is_optimistic=options.draft_masking == "optimistic",
+            has_optimistic_choice=parts.optimistic is not None,
+            same_drafts=parts.optimistic is None or parts.optimistic.mode == parts.round.mode,
+        )
+        self._parts = parts
+        self._options = options
+        self._budget = budget
+        self._round_class = round_class
+        self.observer = SlotObserver()
+        if parts.automata is not None:
+            self.promotion = Promotion(parts.automata, StreamLane(stream), self.should_promote)
+            self.observer = self.promotion
+        self.replays = Replays(parts.round, stream, budget)
+        if parts.control is not None:
+            self.replays = LoopReplays(parts.round, stream, budget, parts.control)
+
+    def build(self, slots: SlotManager, run_empty: Callable[[RoundGraph], None]) -> None:
+        """Build the graphs of all modes for each batch bucket and draft length.
+
+        Parameters
+        ----------
+        slots
+            Slot manager of the engine.
+        run_empty
+            Is called with each graph, to run it without requests.
+
+        Raises
+        ------
+        OptionError
+            If ``generation="graph"`` is not possible.
+        """
+        scratch = self._parts.round.scratch(self._options.max_batch_size)
+        buckets = batch_buckets(self._options.max_batch_size)
+        places = GRAMMAR_STEPS if self._parts.automata is not None else GRAMMAR_STEPS[:1]
+        for batch, drafts in itertools.product(buckets, self._budget.lengths):
+            for key in self._keys(batch, drafts, places, repeats=False):
+                graph = self._make_graph(key, scratch)
+                if key == GraphKey(batch, drafts):
+                    self.round_graphs[batch, drafts] = graph
+                else:
+                    self.graphs[key] = graph
+                run_empty(graph)
+        if not isinstance(self.replays, LoopReplays):
+            return
+        self.loops = Loops(
+            self.replays,
+            slots,
+            self._parts.round.mode,
+            has_automata=self._parts.automata is not None,
+            has_all_pages=self._options.has_all_pages,
+        )
+        try:
+            self._build_loops(self.loops, scratch, run_empty)
+        except OptionError as error:
+            if self._options.generation != "auto":
+                raise
+            LOG.info("no generation loops: %s", error)
+            self.loops = None
+
+    def _build_loops(
+        self, loops: Loops, scratch: RoundScratch, run_empty: Callable[[RoundGraph], None]
+    ) -> None:
+        """Build the generation loops for all round graphs."""
+        for batch, drafts in self.round_graphs:
+            for key in self._keys(batch, drafts, loops.grammar_places, repeats=True):
+                self.graphs[key] = self._make_graph(key, scratch)
+                run_empty(self.graphs[key])
+
+    def _keys(
+        self, batch: int, drafts: int, places: tuple[str, ...], *, repeats: bool
+    ) -> list[GraphKey]:
+        """Return the keys of the rounds or loops of a bucket."""
+        keys = [GraphKey(batch, drafts, place, repeats) for place in places]
+        if self._parts.optimistic is not None:
+            keys.append(GraphKey(batch, drafts, repeats=repeats, optimistic=True))
+        return keys
+
+    def _make_graph(self, key: GraphKey, scratch: RoundScratch) -> RoundGraph:
+        """Build the graph of a key."""
+        parts = self._parts.round
+        if key.optimistic and self._parts.optimistic is not None:
+            parts = self._parts.optimistic
+        generated = self._budget.drafts_to_generate(key.batch, key.drafts)
+        arguments = (parts, scratch, key.batch, key.drafts, generated)
+        if not key.repeats:
+            return self._round_class(*arguments, key.grammar)
+        if self._parts.control is None:
+            raise GraftError("generation loops need a LoopControl")
+        max_rounds = None if len(self._budget.lengths) == 1 else ROUNDS_PER_LENGTH
+        return GenerationGraph(*arguments, self._parts.control, key.grammar, max_rounds)
+
+    def device_counters(self) -> dict[str, int]:
+        """Return the counters of grammar steps on the device. Waits for the device."""
+        automata = self._parts.automata
+        if automata is None:
+            return {}
+        self.leave_loop()
+        return automata.counters()
+
+    @property
+    def num_forced_tokens(self) -> int:
+        """Number of accepted drafts that grammar steps on the device forced."""
+        if not self._options.forced_drafts:
+            return 0
+        return self.device_counters().get("forced_tokens", 0)

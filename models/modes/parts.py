@@ -1,0 +1,196 @@
+"""Parts of an engine's modes, as the options select them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from graft.cudagraph.device import Device
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.memory import DeviceArray
+from graft.cudagraph.ranks import RankGroup
+from graft.grammar.automaton.device import DeviceAutomata
+from graft.grammar.decoder import GuidedDecoder
+from graft.grammar.vocabulary import Vocabulary
+from graft.models.drafters import Forced
+from graft.models.drafters.base import Drafter
+from graft.models.engine.options import Options
+from graft.models.modes.automaton_steps import AutomatonSteps, MixedSteps, NoGrammarSteps
+from graft.models.modes.loop.control import LOOP_ENTRIES, LoopControl
+from graft.models.modes.optimistic import OptimisticMixedSteps, OptimisticSteps
+from graft.models.round.grammar_steps import GrammarSteps
+from graft.models.round.masking import MASKING_CLASSES
+from graft.models.round.round import RoundParts
+from graft.sampling.exchange import Exchange
+from graft.sampling.mode import DraftMode
+
+__all__ = ["ModeParts", "has_optimistic_graphs", "make_mode_parts", "num_output_entries"]
+
+
+@dataclass(frozen=True)
+class ModeParts:
+    """Parts of the graphs of all modes.
+
+    Attributes
+    ----------
+    round
+        Parts of all graphs, except for those of `optimistic`.
+    optimistic
+        Parts of the optimistic graphs among which the engine chooses; None if it does not choose.
+        They differ from `round` in the draft mode, and in how mask rows are filled.
+    automata
+        Runs grammar steps on the device; None if all steps run on the host.
+    control
+        Words that the host shares with generation loops; None if there are no loops.
+    """
+
+    round: RoundParts
+    optimistic: RoundParts | None
+    automata: DeviceAutomata | None
+    control: LoopControl | None
+
+    def close(self) -> None:
+        """Release the pinned memory."""
+        if self.control is not None:
+            self.control.close()
+
+
+def has_optimistic_graphs(options: Options, drafter: Drafter | None) -> bool:
+    """Return whether some graphs are optimistic."""
+    if options.draft_masking == "auto":
+        return options.mask_drafts and not isinstance(drafter, Forced)
+    return options.draft_masking == "optimistic"
+
+
+def num_output_entries(options: Options, entries: int) -> int:
+    """Return the number of entries of the output ring, given that of an engine without loops."""
+    return entries if options.generation == "rounds" else LOOP_ENTRIES
+
+
+def make_mode_parts(
+    device: Device,
+    options: Options,
+    ranks: RankGroup | None,
+    parts: RoundParts,
+    vocabulary: Vocabulary,
+    optimistic_mode: DraftMode | None,
+) -> ModeParts:
+    """Return the parts of all modes.
+
+    Parameters
+    ----------
+    device
+        Device of the engine.
+    options
+        Options of the engine.
+    ranks
+        Tensor-parallel group; None for a single process.
+    parts
+        Parts of a round whose grammar steps run on the host.
+    vocabulary
+        Vocabulary of the grammars.
+    optimistic_mode
+        Draft mode of optimistic graphs; None if there are none.
+
+    Raises
+    ------
+    OptionError
+        If options of modes cannot be combined.
+    """
+    automata = _make_automata(options, parts, vocabulary)
+    chooses = options.draft_masking == "auto"
+    is_optimistic = optimistic_mode is not None and not chooses
+    optimistic = None
+    if optimistic_mode is not None and chooses:
+        optimistic = _with_mode(parts, optimistic_mode)
+        optimistic = _with_steps(optimistic, automata, is_optimistic=True)
+    return ModeParts(
+        _with_steps(parts, automata, is_optimistic=is_optimistic),
+        optimistic,
+        automata,
+        _make_control(device, options, ranks),
+    )
+
+
+def _with_mode(parts: RoundParts, mode: DraftMode) -> RoundParts:
+    """Return the same parts with another draft mode."""
+    if mode == parts.mode:
+        return parts
+    exchange = parts.exchange.of(mode)
+    return replace(
+        parts,
+        mode=mode,
+        masking=MASKING_CLASSES[mode.masking],
+        sampler=parts.sampler.of(exchange),
+        exchange=exchange,
+    )
+
+
+def _with_steps(
+    parts: RoundParts, automata: DeviceAutomata | None, *, is_optimistic: bool
+) -> RoundParts:
+    """Return the same parts with the grammar steps of all modes."""
+    return replace(
+        parts,
+        masking_name="optimistic" if is_optimistic else parts.masking_name,
+        make_grammar_steps=partial(
+            _make_grammar_steps, parts.decoder, parts.exchange, automata, is_optimistic
+        ),
+    )
+
+
+def _make_grammar_steps(
+    decoder: GuidedDecoder,
+    exchange: Exchange,
+    automata: DeviceAutomata | None,
+    is_optimistic: bool,
+    place: str,
+    row_slot: DeviceArray,
+) -> GrammarSteps:
+    """Return the object that adds the grammar steps of a graph, see `GraphKey.grammar`."""
+    if place == "none":
+        return NoGrammarSteps(decoder, exchange)
+    if place == "host" or automata is None:
+        steps_class = OptimisticSteps if is_optimistic else GrammarSteps
+        return steps_class(decoder, exchange)
+    if place == "device":
+        return AutomatonSteps(decoder, exchange, automata, row_slot)
+    mixed_class = OptimisticMixedSteps if is_optimistic else MixedSteps
+    return mixed_class(decoder, exchange, automata, row_slot)
+
+
+def _make_automata(
+    options: Options, parts: RoundParts, vocabulary: Vocabulary
+) -> DeviceAutomata | None:
+    """Return the device's automata if the option asks for them."""
+    if not options.device_automata:
+        return None
+    if options.forced_drafts and parts.mode.masking != "fill":
+        if options.device_automata == "auto":
+            return None
+        raise OptionError(
+            "device_automata and forced_drafts can be combined only with a drafter whose shape is "
+            "a chain, mask_drafts=True and draft_masking='fill'"
+        )
+    return DeviceAutomata(
+        parts.state,
+        parts.exchange,
+        parts.sampler,
+        parts.replay,
+        vocabulary,
+        table_bytes=options.automaton_bytes,
+        row_bytes=options.mask_row_bytes,
+        finds_forced=options.forced_drafts,
+    )
+
+
+def _make_control(device: Device, options: Options, ranks: RankGroup | None) -> LoopControl | None:
+    """Create the words of generation loops, if the option asks for them."""
+    if options.generation == "rounds":
+        return None
+    is_possible = ranks is None and options.composition == "one"
+    if options.generation == "auto" and not is_possible:
+        return None
+    if ranks is not None:
+        raise OptionError("generation='graph' cannot be combined with tensor parallelism")
+    return LoopControl(device, options.max_batch_size, options.slack, LOOP_ENTRIES)
