@@ -68,16 +68,19 @@ class _PrefillingRequest:
 
 
 class SlotObserver:
-    """Is told when requests start to use slots and stop using them; does nothing by default."""
+    """Receives a call when a request starts to use a slot or stops using it.
+
+    The methods of this class do nothing.
+    """
 
     def start(self, state: RequestState, num_requests: int) -> None:
-        """A request is about to take part in rounds. `num_requests` requests have a slot."""
+        """Called when a request starts to take part in rounds. `num_requests` have a slot."""
 
     def leave(self, state: RequestState) -> None:
-        """A request has left its slot. Replays in flight may still use the slot."""
+        """Called when a request has left its slot. Replays in flight may still use the slot."""
 
     def release(self, slot: int) -> None:
-        """A slot is free: no replay in flight uses it."""
+        """Called when a slot is free, which no replay in flight uses."""
 
 
 class SlotManager:
@@ -110,7 +113,7 @@ class SlotManager:
         Number of additional positions that draft trees use. They get pages even after the last
         position that the request may generate.
     observer
-        Is told about the use of slots.
+        Receives a call when the use of a slot changes.
 
     Attributes
     ----------

@@ -63,7 +63,7 @@ class EngineModes(LaunchModes):
     replays : Replays
         Launches graphs and reads their results.
     observer : SlotObserver
-        Must be told about the use of slots.
+        Must be the observer of the slot manager.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class ModeParts:
     automata
         Runs grammar steps on the device; None if all steps run on the host.
     control
-        Words that the host shares with generation loops; None if there are no loops.
+        Words that the host shares with generation loops; None without loops.
     """
 
     round: RoundParts

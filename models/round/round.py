@@ -241,7 +241,7 @@ class RoundGraph:
 
     @property
     def mode(self) -> str:
-        """Name of the mode: how mask rows are filled, and what a launch runs."""
+        """Name of the mode, which contains the way in which mask rows are filled."""
         return f"{self.parts.masking_name} round"
 
     # Replays ------------------------------------------------------------------------------------

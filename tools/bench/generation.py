@@ -12,9 +12,9 @@ The machine is idle otherwise, or a process or a thread executes Python bytecode
 The process needs a processor, as the thread does, but has an interpreter of its own. The difference
 between the two is therefore the effect of the GIL.
 
-A GPU has processors of its own. The threads of the soft device share the CPU's cores with all other
-threads unless ``--device-core`` reserves a core for them. With this option, the times show how much
-the device waits for the host.
+A GPU does not use the processors of the host. The threads of the soft device share them with all
+other threads unless ``--device-core`` reserves a core for the device. With this option, the times
+show how much the device waits for the host.
 """
 
 from __future__ import annotations

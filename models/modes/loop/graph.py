@@ -48,7 +48,7 @@ class GenerationGraph(RoundGraph):
 
     @property
     def mode(self) -> str:
-        """Name of the mode: how mask rows are filled, and what a launch runs."""
+        """Name of the mode, which contains the way in which mask rows are filled."""
         return f"{self.parts.masking_name} loop"
 
     def __init__(
