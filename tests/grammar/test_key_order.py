@@ -145,7 +145,7 @@ def exact_grammars(rng: random.Random, count: int) -> list[tuple[dict[str, Any],
     return found
 
 
-@pytest.mark.parametrize("count, seed", [(30, 1), pytest.param(2500, 2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count, seed", [(20, 1), pytest.param(2500, 2, marks=pytest.mark.full)])
 def test_any_order_accepts_exactly_valid_values(count, seed):
     """A text is accepted if and only if jsonschema accepts its value."""
     rng = random.Random(seed)
@@ -160,7 +160,8 @@ def test_any_order_accepts_exactly_valid_values(count, seed):
     assert min(outcomes.values()) > 2 * count, outcomes
 
 
-def test_any_order_has_no_dead_ends():
+@pytest.mark.parametrize("count", [15, pytest.param(30, marks=pytest.mark.full)])
+def test_any_order_has_no_dead_ends(count):
     """Random legal bytes never lead to a dead end, and complete texts have no duplicate keys."""
     rng = random.Random(3)
     ended = 0
@@ -175,7 +176,7 @@ def test_any_order_has_no_dead_ends():
         ends = [byte for byte in legal if byte in (*b'"}]', STOP)]
         return rng.choice(ends if ends and rng.random() < 0.5 else legal)
 
-    for schema, grammar in exact_grammars(rng, 30):
+    for schema, grammar in exact_grammars(rng, count):
         validator = jsonschema.Draft202012Validator(schema)
         for _ in range(3):
             text = grammar.generate(choose, 400)
@@ -183,7 +184,7 @@ def test_any_order_has_no_dead_ends():
                 value = json.loads(text, object_pairs_hook=without_duplicates)
                 assert validator.is_valid(value), (schema, text)
                 ended += 1
-    assert ended > 30
+    assert ended > count
 
 
 def test_any_order_keys_have_one_spelling():

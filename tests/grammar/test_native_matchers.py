@@ -126,10 +126,11 @@ def vocabulary() -> Vocabulary:
 @pytest.mark.parametrize(
     "specs, streams, seed, least",
     [
-        (SPECS, 1000, 11, (100, 4000)),
-        (FREE, 400, 5, (10, 1000)),
+        pytest.param(SPECS, 350, 11, (35, 1400), id="grammars"),
+        pytest.param(FREE, 150, 5, (4, 375), id="markers"),
+        pytest.param(SPECS, 1000, 11, (100, 4000), id="more grammars", marks=pytest.mark.full),
+        pytest.param(FREE, 400, 5, (10, 1000), id="more markers", marks=pytest.mark.full),
     ],
-    ids=["grammars", "markers"],
 )
 @pytest.mark.parametrize("name", BACKENDS)
 def test_native_matcher_equals_reference_matcher(
