@@ -124,30 +124,31 @@ class LaunchModes:
         """
         place = self._grammar_place(states)
         guided = [state for state in states if state.matcher is not None]
-        key = GraphKey(batch, drafts, place)
-        loop_key = self._loop_key(key, bool(guided)) if may_loop else None
+        round_key = GraphKey(batch, drafts, place)
+        loop_key = self._loop_key(round_key, bool(guided)) if may_loop else None
         bucket = Bucket(place if guided else "none", batch, drafts, loop_key is not None)
-        keys = [key] if loop_key is None or self._chooses_loops else []
+        possible = [round_key] if loop_key is None or self._chooses_loops else []
         if loop_key is not None:
-            keys.append(loop_key)
+            possible.append(loop_key)
         if self._may_be_optimistic(bucket, states):
-            keys += [key._replace(optimistic=True) for key in keys]
-        graphs = {}
-        for key in keys:
-            graphs[self._graph(key).mode] = key
-        modes = tuple(graphs)
-        mode = self.choice.choose(bucket, modes)
-        self._latest = bucket, modes, mode
-        key = graphs[mode]
+            possible += [key._replace(optimistic=True) for key in possible]
+        keys = {self._graph(key).mode: key for key in possible}
+        key = keys[self._choose(bucket, tuple(keys))]
         if key.repeats and self.loops is not None:
             self.loops.reserve_pages(states)
         launch = Launch(
             bucket,
-            len(modes),
+            len(keys),
             self._promotion_place(guided),
             self._served_by_worker(states, is_optimistic=key.optimistic or self._is_optimistic),
         )
         return self._graph(key), launch
+
+    def _choose(self, bucket: Bucket, modes: tuple[str, ...]) -> str:
+        """Return the mode of the next launch, and remember among which modes it was chosen."""
+        mode = self.choice.choose(bucket, modes)
+        self._latest = bucket, modes, mode
+        return mode
 
     def _served_by_worker(
         self, states: Sequence[RequestState], *, is_optimistic: bool
