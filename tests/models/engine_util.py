@@ -2,13 +2,12 @@
 
 import functools
 import random
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+from mutated_sources import write_sources
 
 from graft.cudagraph.device import Device
 from graft.models.engine.engine import Engine
@@ -47,7 +46,6 @@ def demo_engine(*, speculation: bool = True, drafter: Any = DRAFTER, **options: 
 
 def patch_kernel_source(
     monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
     path: str,
     old: str,
     new: str,
@@ -58,8 +56,6 @@ def patch_kernel_source(
     ----------
     monkeypatch
         Fixture of the test.
-    folder
-        Folder for copies of the sources.
     path
         Path of the file, relative to the package. A header affects all kernels of its folder.
     old, new
@@ -68,14 +64,14 @@ def patch_kernel_source(
     original_load = Device.load
     changed = Path(path)
 
-    @functools.cache  # one copy per test folder, so that each variant is compiled only once
+    @functools.cache
     def patched_copy(source_folder: Path) -> Path:
-        copy = shutil.copytree(source_folder, Path(mkdtemp(dir=folder), changed.parent))
-        file = copy / changed.name
-        text = file.read_text()
+        files = sorted(file for file in source_folder.iterdir() if file.is_file())
+        sources = {changed.parent / file.name: file.read_text() for file in files}
+        text = sources[changed]
         assert text.count(old) == 1, f"{path} contains {old!r} {text.count(old)} times"
-        file.write_text(text.replace(old, new))
-        return copy
+        sources[changed] = text.replace(old, new)
+        return write_sources(sources) / changed.parent
 
     def load(device: Device, source: Path, defines: Any = None) -> Any:
         same_folder = str(source.parent).endswith(str(changed.parent))

@@ -188,9 +188,9 @@ def test_round_begin_without_published_entry_is_padding(device, stream):
     np.testing.assert_array_equal(result.drafted[:, 1], slots["draft_len"])
 
 
-def test_cut_drafts_get_no_mask_rows(monkeypatch, tmp_path):
+def test_cut_drafts_get_no_mask_rows(monkeypatch):
     """If drafts are cut, the grammar worker fills mask rows for the verified rows only."""
-    patch_kernel_source(monkeypatch, tmp_path, ROUND, *UNEVEN_DRAFTS)
+    patch_kernel_source(monkeypatch, ROUND, *UNEVEN_DRAFTS)
     words = GrammarSpec.regex("([a-z]{1,5} )+")
     requests = [Request(tokens=[300 + i], grammar=words, max_tokens=30) for i in range(2)]
     with demo_engine(draft_length="auto", max_batch_size=2, mask_drafts=False) as engine:

@@ -110,7 +110,6 @@ def test_engine_output_is_unchanged_by_join_cancel_and_preemption(
     expected_answers,
     number,
     monkeypatch,
-    tmp_path,
 ):
     """Outputs do not change if requests are submitted, preempted and cancelled at random times.
 
@@ -121,7 +120,7 @@ def test_engine_output_is_unchanged_by_join_cancel_and_preemption(
     tested_when_cut = set()
     auto = options.get("draft_length") == "auto"
     if auto:
-        patch_kernel_source(monkeypatch, tmp_path, ROUND, *UNEVEN_DRAFTS)
+        patch_kernel_source(monkeypatch, ROUND, *UNEVEN_DRAFTS)
     with settled(demo_engine(**options)) as engine:
         if auto:
 

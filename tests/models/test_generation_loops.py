@@ -339,12 +339,12 @@ def test_loop_ends_when_output_ring_is_full(long_answer):
         assert engine._replays.loops > 1
 
 
-def test_loop_results_are_lost_without_check_of_ring(monkeypatch, tmp_path, long_answer):
+def test_loop_results_are_lost_without_check_of_ring(monkeypatch, long_answer):
     """Mutant: without the check, the device overwrites results that the host has not read."""
     monkeypatch.setattr(replay, "ROUND_DEADLINE_S", 1.0)
     check = "goes_on = active != 0 && unable == 0 && has_entry"
     without = check.removesuffix(" && has_entry")
-    patch_kernel_source(monkeypatch, tmp_path, LOOP_KERNELS, check, without)
+    patch_kernel_source(monkeypatch, LOOP_KERNELS, check, without)
     engine = loop_engine(max_batch_size=1)
     with engine, pytest.raises((AssertionError, DeviceError)):
         check_full_ring(engine, long_answer)

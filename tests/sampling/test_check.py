@@ -223,14 +223,12 @@ def test_close_race_is_sampled_under_the_mask(
 def test_checks_detect_broken_kernels(
     make_checked,
     monkeypatch,
-    tmp_path,
     old,
     new,
 ):
     """One of the tests of this file fails if a rule of the kernels is broken."""
     patch_kernel_source(
         monkeypatch,
-        tmp_path,
         "sampling/kernels/check.cu",
         old,
         new,

@@ -125,7 +125,6 @@ LONG = (
 def test_distribution_test_detects_broken_kernel(
     device,
     stream,
-    tmp_path,
     monkeypatch,
     name,
 ):
@@ -137,7 +136,6 @@ def test_distribution_test_detects_broken_kernel(
     assert case in COVERING
     patch_kernel_source(
         monkeypatch,
-        tmp_path,
         file if "/" in file else f"sampling/kernels/{file}",
         old,
         new,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from mutated_sources import write_sources
 
 from graft.cudagraph import compiler, kernels
 
@@ -66,12 +65,8 @@ def changed_sources(*changes: tuple[str, str, str]) -> Path:
     """Return a folder with copies of all kernel sources, in which texts have been replaced.
 
     Each change is a path, a text that occurs once in the file, and its replacement.
-
-    The folder depends only on its contents, so that the kernels need not be compiled again in the
-    next run.
     """
     root = compiler.INCLUDE_ROOT
-    digest = hashlib.sha256()
     sources = {}
     paths = [*(root / "native" / "records").glob("*.h")]
     for package in ("cudagraph", "models", "sampling"):
@@ -82,21 +77,7 @@ def changed_sources(*changes: tuple[str, str, str]) -> Path:
         text = sources[Path(file)]
         assert text.count(old) == 1, f"{file} contains {old!r} {text.count(old)} times"
         sources[Path(file)] = text.replace(old, new)
-    for path, text in sources.items():
-        digest.update(f"{path}\0{text}\0".encode())
-    folders = Path(tempfile.gettempdir()) / f"graft-mutants-{os.getuid()}"
-    copy = folders / digest.hexdigest()[:24]
-    if not copy.exists():
-        folders.mkdir(mode=0o700, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=folders))
-        for path, text in sources.items():
-            (scratch / path).parent.mkdir(parents=True, exist_ok=True)
-            (scratch / path).write_text(text)
-        try:
-            scratch.rename(copy)
-        except OSError:  # another process has created the folder
-            shutil.rmtree(scratch)
-    return copy
+    return write_sources(sources)
 
 
 def use_sources(folder: Path) -> None:
