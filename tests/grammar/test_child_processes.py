@@ -28,7 +28,7 @@ from graft.tools.serve.errors import to_api_error
 
 @pytest.fixture
 def child():
-    child = ChildProcess(preload=("graft.grammar",))
+    child = ChildProcess()
     yield child
     child.close()
 

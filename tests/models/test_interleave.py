@@ -44,7 +44,7 @@ def first_failure(device, seeds, **options):
 
 @pytest.mark.parametrize("loops", [False, True], ids=["rounds", "loops"])
 @pytest.mark.parametrize(
-    "seeds", [range(120), pytest.param(range(10_000, 22_000), marks=pytest.mark.full)]
+    "seeds", [range(50), pytest.param(range(10_000, 22_000), marks=pytest.mark.full)]
 )
 def test_scheduler_interleavings_give_sequential_outputs(device, seeds, loops):
     """Outputs equal those of sequential decoding, whatever the order of host and device steps.
@@ -68,7 +68,7 @@ def test_late_promotion_keeps_outputs_sequential(device, seeds, loops):
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(60), pytest.param(range(40_000, 46_000), marks=pytest.mark.full)]
+    "seeds", [range(30), pytest.param(range(40_000, 46_000), marks=pytest.mark.full)]
 )
 def test_random_modes_keep_outputs_sequential(device, seeds):
     """Launches change between rounds and loops, and requests with automata are promoted or not."""

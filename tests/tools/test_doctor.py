@@ -336,7 +336,7 @@ def test_watch_rejects_invalid_commands(program, capfd, tmp_path):
         watch.run_watched(["-c", "0"], 0)
 
 
-@pytest.mark.parametrize("status", [2, 3, 4])
+@pytest.mark.parametrize("status", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4))])
 def test_watch_reports_failure_for_any_exit_status_of_program(status, program, capfd):
     """If a program fails, the exit status of ``graft doctor --watch`` is `watch.FAILED`.
 
