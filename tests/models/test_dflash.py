@@ -151,8 +151,15 @@ def test_dspark_adds_markov_logits_of_previous_token(
         assert seen == 2 * (1 + (levels - 1) * rounds.branch)
 
 
-@pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])
-@pytest.mark.parametrize("form", model_util.FORMS)
+@pytest.mark.parametrize(
+    "form, tree",
+    [
+        pytest.param(form, tree, id=f"{form}-{name}", marks=pytest.mark.full if is_full else ())
+        for form in model_util.FORMS
+        for name, tree in (("chain", None), ("tree", (3, 4)))
+        for is_full in [form != model_util.FORMS[0] and tree is not None]
+    ],
+)
 def test_dflash2_selector_equals_published_code(
     device,
     stream,

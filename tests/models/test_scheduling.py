@@ -242,11 +242,11 @@ def test_scheduler_admits_by_priority_then_prefix_cache_hits():
     "options",
     [
         {},
-        {"draft_length": 6, "draft_tree": (2, 3)},
         {"speculation": False, "overlap": False},
         *(
             pytest.param(options, marks=pytest.mark.full)
             for options in (
+                {"draft_length": 6, "draft_tree": (2, 3)},
                 {"drafter": NGram},
                 {"drafter": TARGET},
                 {"drafter": DFLASH},
