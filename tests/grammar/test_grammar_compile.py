@@ -220,7 +220,7 @@ def test_compile_service_survives_failed_automaton(serve):
     wait_until(lambda: other.automaton is not None)
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_compile_service_does_not_delay_fast_grammars(serve, count):
     """A slow grammar moves to the slow queue after the time limit of the fast queue."""
     service = serve(SlowBackend, timeout_s=3600)

@@ -626,11 +626,13 @@ def run_program(*arguments: str, **options):
     )
 
 
-def test_command_prints_usage_and_version():
+def test_command_prints_usage_and_version(capsys):
     done = run_program("generate")
     assert done.returncode == 2 and "--prompt" in done.stderr
-    done = run_program("--version", stdout=subprocess.PIPE)
-    assert re.fullmatch(r"graft \d+\.\d+\.\d+\S*\n", done.stdout)
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["--version"])
+    assert exit_info.value.code == 0
+    assert re.fullmatch(r"graft \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
 
 
 def test_command_handles_write_errors_and_limited_encodings(tmp_path, monkeypatch):

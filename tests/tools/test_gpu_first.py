@@ -198,6 +198,7 @@ def test_gpu_first_exit_status_is_1_if_a_check_fails(tmp_path, monkeypatch, caps
         "output": "",
     }
     monkeypatch.setattr(gpu_first, "run_section", lambda *_: result)
+    monkeypatch.setattr(gpu_first, "write_doctor_report", lambda report: None)
     assert gpu_first.main(["--out", str(tmp_path), "--sections", "truth_hops"]) == 1
     assert "0 of 1 checks passed; 1 failures\n  truth_hops: x" in capsys.readouterr().out
 
