@@ -427,14 +427,8 @@ class GuidedDecoder:
         """
         return dict(self._worker.counters())
 
-    def error(self, slot: int, epoch: int | None = None) -> str:
-        """Return the error message of a slot's latest request; empty if it has not failed.
-
-        With `epoch`, the message is also empty if the latest request has another epoch.
-        """
-        owner = self._owners.get(slot)
-        if epoch is not None and (owner is None or owner.epoch != epoch):
-            return ""
+    def error(self, slot: int) -> str:
+        """Return the error message of a slot's latest request; empty if it has not failed."""
         return str(self._worker.error(slot))
 
     def timeline(self) -> list[StepSpan]:

@@ -62,7 +62,7 @@ class Assembly:
     ----------
     stream
         Stream of the rounds and of prefill.
-    modes
+    mode_parts
         Parts of the graphs of all modes.
     round_class
         Class of the graphs: `RoundGraph`, or `SplitRound` for ``composition="two"``.
@@ -81,7 +81,7 @@ class Assembly:
     """
 
     stream: Stream
-    modes: ModeParts
+    mode_parts: ModeParts
     round_class: type[RoundGraph]
     budget: DraftBudget
     prefill: Prefill
@@ -93,7 +93,7 @@ class Assembly:
     @property
     def parts(self) -> RoundParts:
         """Parts that the graphs of all rounds share."""
-        return self.modes.round
+        return self.mode_parts.round
 
     def close(self) -> None:
         """Close all parts, even if closing one of them raises an error."""
@@ -169,8 +169,8 @@ def assemble(
         )
         for part in (parts.inputs, parts.outputs, parts.timeline, parts.exchange, parts.decoder):
             resources.callback(part.close)
-        modes = make_mode_parts(device, options, ranks, parts, vocabulary, optimistic_mode)
-        resources.callback(modes.close)
+        mode_parts = make_mode_parts(device, options, ranks, parts, vocabulary, optimistic_mode)
+        resources.callback(mode_parts.close)
         shield.check()
         prefill = Prefill(
             device,
@@ -184,7 +184,7 @@ def assemble(
         caches = (target.kv, *(drafter.caches if drafter else ()))
         return Assembly(
             stream,
-            modes,
+            mode_parts,
             SplitRound if options.composition == "two" else RoundGraph,
             _draft_budget(options, mode),
             prefill,

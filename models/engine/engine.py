@@ -166,7 +166,7 @@ class Engine:
         built = self._built
         self._parts = built.parts
         self._modes = EngineModes(
-            built.modes, self.options, built.stream, built.budget, built.round_class
+            built.mode_parts, self.options, built.stream, built.budget, built.round_class
         )
         self._replays = self._modes.replays
         self.round_graphs = self._modes.round_graphs
@@ -184,6 +184,7 @@ class Engine:
             self._build_rounds(shield)
         except BaseException:
             self._close_parts()
+            self._modes.close()
             raise
         self._closed = False
 
@@ -251,7 +252,7 @@ class Engine:
         def run_empty(graph: RoundGraph) -> None:
             shield.check()
             for _ in range(num_replays):
-                self._replays.launch(graph, [])
+                self._replays.launch(graph, [], [])
                 self._replays.wait(stats, shield)
                 self._replays.finish()
 
@@ -309,7 +310,7 @@ class Engine:
                 raise RequestError(f"this engine has no unfinished request {request_id!r}")
             if state.slot in self._scheduler.slots.running:
                 self._built.prefixes.insert(state.slot, state.tokens)
-            self._scheduler.finish_launch_soon()  # copying pages waits for the device
+            self._modes.leave_loop()  # copying pages waits for the device
             migrated = self._migrator.pack(state, self.options.verify)
             self._scheduler.end(state, "moved")
             return migrated
@@ -566,7 +567,7 @@ class Engine:
 
     def _count_forced_tokens(self, counters: dict[str, int]) -> int:
         """Return the number of accepted forced drafts, given the counters of the decoder."""
-        return counters["forced_tokens"] + self._modes.num_forced_tokens
+        return counters["forced_tokens"] + self._modes.count_forced_tokens()
 
     def counters(self) -> dict[str, Any]:
         """Return the counters of engine, grammar, compiler, device and prefix cache.
@@ -649,6 +650,7 @@ class Engine:
                 # The frames of a traceback may keep the scheduler alive after this call. Drop the
                 # scheduler's references to device objects, so that they are freed nevertheless.
                 self._scheduler.close()
+                self._modes.close()
                 del self._built, self._parts, self._admission, self._replays, self._scheduler
                 del self._migrator, self._modes
                 # Free device memory now that objects in reference cycles own.

@@ -133,8 +133,9 @@ class Options:
         `DeviceAutomata`. A round whose requests all have an automaton or no grammar then needs no
         grammar step on the host. Outputs do not change. With `forced_drafts`, a drafter of chains
         and ``draft_masking="fill"`` are required. With "auto", the engine decides this for each
-        request when the request joins a batch: on the device if rounds with mask rows from the
-        device took less time per token than rounds without.
+        request when the request joins a batch or, if its automaton is built later, at that time: on
+        the device if rounds with mask rows from the device took less time per token than rounds
+        without.
     automaton_bytes
         With `device_automata`, device memory for automata, in bytes. Requests whose automaton does
         not fit stay on the host.

@@ -25,6 +25,7 @@ from graft.cudagraph.device import Stream
 from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError
 from graft.cudagraph.exec import GraphExec
 from graft.cudagraph.stacks import describe_running
+from graft.grammar.decoder import GuidedRequest
 from graft.models.engine.interrupt import Shield
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.stats import EngineStats
@@ -83,7 +84,7 @@ class ReplayInFlight:
     rows
         Requests of the batch rows, without padding rows.
     launch
-        Properties of the launch; None without requests.
+        How the mode of the launch was chosen; None without requests.
     after_prefill
         Whether prefill chunks were enqueued between the previous replay and this one.
     """
@@ -201,6 +202,7 @@ class Replays:
         self,
         graph: RoundGraph,
         states: Sequence[RequestState],
+        served: Sequence[GuidedRequest],
         launch: Launch | None = None,
         *,
         after_prefill: bool = False,
@@ -218,6 +220,8 @@ class Replays:
             Graph of the replay.
         states
             Requests of the batch rows.
+        served
+            Requests among them that the grammar worker serves if the graph has host steps.
         launch, after_prefill
             As in `ReplayInFlight`.
         """
@@ -233,10 +237,7 @@ class Replays:
             slots[row] = state.slot
         if graph.has_host_steps:
             parts.decoder.publish(
-                number,
-                () if launch is None else launch.guided,
-                repeats=graph.repeats,
-                fills_drafts=graph.fills_drafts,
+                number, served, repeats=graph.repeats, fills_drafts=graph.fills_drafts
             )
         else:
             parts.decoder.skip(number)
@@ -297,7 +298,7 @@ class Replays:
 
     def grammar_error(self, state: RequestState) -> str:
         """Return the grammar backend's error message of a failed request, or an empty string."""
-        return self._parts.decoder.error(state.slot, state.epoch)
+        return self._parts.decoder.error(state.slot)
 
     def drafter_error(self, assignment: RowAssignment) -> GraftError | None:
         """Return the drafter's error if the drafter failed for the request of a row, or None."""

@@ -80,8 +80,8 @@ class RequestState:
         Number of tokens at the end of the output that the drafter has not processed. These are the
         tokens of the round in which the device ended the request.
     params
-        Sampling parameters of the current slot assignment, with seed, verification mode and all
-        stop ids.
+        Sampling parameters of the latest slot assignment, with seed, verification mode and all stop
+        ids; default values before the first one.
     stalled_rounds
         Number of consecutive rounds, up to the last one read, in which no token was committed.
     stalled_since

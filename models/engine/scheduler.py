@@ -132,7 +132,7 @@ class Scheduler:
     slots
         Assigns request slots and KV-cache pages.
     modes
-        Selects the graph of each launch.
+        Selects the graph of each launch, promotes requests and ends generation loops.
     stats
         Counters to update. `Engine.reset_stats` replaces this attribute by a new object.
     budget
@@ -343,7 +343,8 @@ class Scheduler:
         if self.modes.looping:
             # The slots and pages of requests that have left are free only after the loop.
             waits = self.slots.num_prefilling or (self._ready and self.slots.num_leaving)
-            if waits or self.modes.prefers_other(running.values()):
+            num_requests = self.slots.num_assigned
+            if waits or self.modes.should_leave_loop(running.values(), num_requests):
                 self.modes.leave_loop()
             return False
         short = self._allocate_pages()
@@ -367,10 +368,10 @@ class Scheduler:
         buckets = [batch for batch, _ in self.modes.round_graphs if batch >= len(states)]
         batch = min(buckets)
         drafts = self.budget.choose(batch, states)
-        graph, launch = self.modes.select(batch, drafts, states, may_loop=not short)
+        graph, served, launch = self.modes.select(batch, drafts, states, may_loop=not short)
         self.stats.launches += 1
         self.stats.count_round(graph)
-        self.replays.launch(graph, states, launch, after_prefill=prefills)
+        self.replays.launch(graph, states, served, launch, after_prefill=prefills)
         return True
 
     def _allocate_pages(self) -> list[RequestState]:
@@ -493,7 +494,9 @@ class Scheduler:
         if state.matcher is None:
             return GraftError(invalid_logits)
         grammar_error = self.replays.grammar_error(state)
-        if grammar_error:
+        # The worker's error of a promoted request is that of an earlier request of the slot, or of
+        # a round before the promotion.
+        if grammar_error and not self.modes.is_promoted(state):
             return MatcherError(grammar_error)
         return GraftError(f"{invalid_logits}, or the grammar rejected a verified token")
 
@@ -504,10 +507,6 @@ class Scheduler:
             self.read(shield)
         self.replays.wait_idle(self.stats)
         self.slots.reclaim_all()
-
-    def finish_launch_soon(self) -> None:
-        """Ask a launch that runs many rounds to end after the current round."""
-        self.modes.leave_loop()
 
     def close(self) -> None:
         """Drop the references to device objects. Call this method after `Replays.drain`."""

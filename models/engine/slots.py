@@ -57,27 +57,27 @@ class _PrefillingRequest:
         Iterator that enqueues one prefill chunk per step.
     last_token
         Last token of the request. Its first round processes this token.
-    params
-        Sampling parameters, with seed, verification mode and all stop ids.
     """
 
     state: RequestState
     chunks: Iterator[PrefillChunk]
     last_token: int
-    params: SamplingParams
 
 
 class SlotObserver:
-    """Receives a call when a request starts to use a slot or stops using it.
-
-    The methods of this class do nothing.
-    """
+    """Receives a call when the use of a slot changes. The methods of this class do nothing."""
 
     def start(self, state: RequestState, num_requests: int) -> None:
-        """Called when a request starts to take part in rounds. `num_requests` have a slot."""
+        """Called when a request starts to take part in rounds, after its prefill.
+
+        `num_requests` requests have a slot.
+        """
 
     def leave(self, state: RequestState) -> None:
-        """Called when a request has left its slot. Replays in flight may still use the slot."""
+        """Called when a request has left its slot, which replays in flight may still use.
+
+        `start` has not been called for a request that leaves while it is prefilled.
+        """
 
     def release(self, slot: int) -> None:
         """Called when a slot is free, which no replay in flight uses."""
@@ -247,7 +247,7 @@ class SlotManager:
             num_cached,
             self._max_chunk_rows,
         )
-        self._prefilling[slot] = _PrefillingRequest(state, chunks, tokens[-1], params)
+        self._prefilling[slot] = _PrefillingRequest(state, chunks, tokens[-1])
         for cache in self._caches:
             cache.set_table(self._lane, slot)
         return True
@@ -346,7 +346,7 @@ class SlotManager:
             self._lane,
             state.slot,
             SlotRequest(
-                params=request.params,
+                params=state.params,
                 position=state.start_position,
                 last=request.last_token,
                 epoch=state.epoch,

@@ -10,7 +10,7 @@ from graft.models.modes.stats import ModeStats
 __all__ = ["EngineStats"]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class EngineStats(ModeStats):
     """Counters since the engine was created or `Engine.reset_stats` was called.
 

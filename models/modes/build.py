@@ -177,9 +177,25 @@ class EngineModes(LaunchModes):
         self.leave_loop()
         return automata.counters()
 
-    @property
-    def num_forced_tokens(self) -> int:
-        """Number of accepted drafts that grammar steps on the device forced."""
+    def count_forced_tokens(self) -> int:
+        """Return the number of accepted drafts that grammar steps on the device forced.
+
+        Waits for the device with the option `forced_drafts`.
+        """
         if not self._options.forced_drafts:
             return 0
         return self.device_counters().get("forced_tokens", 0)
+
+    def close(self) -> None:
+        """Drop the references to device objects. The graphs must have been closed.
+
+        The objects refer to one another in cycles, and frames of a traceback may refer to them.
+        Without this method, device memory would be freed only by the garbage collector.
+        """
+        self.round_graphs.clear()
+        self.graphs.clear()
+        self.replays.on_time = None
+        self.loops = None
+        self.promotion = None
+        self.observer = SlotObserver()
+        del self._parts, self.replays

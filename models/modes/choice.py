@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from graft.grammar.decoder import GuidedRequest
-
 __all__ = ["Bucket", "Launch", "ModeChoice"]
 
 #: Number of rounds for which a mode is measured before modes are compared, and for which it is
@@ -61,7 +59,7 @@ class Bucket(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A launch as its mode determines it.
+    """How the mode of a launch was chosen.
 
     Attributes
     ----------
@@ -72,14 +70,11 @@ class Launch(NamedTuple):
     promotion
         Place of the grammar steps by which promotion is judged: "host", "device" or "mixed"; None
         if the launch says nothing about promotion.
-    guided
-        Requests that the grammar worker serves.
     """
 
     bucket: Bucket
     num_modes: int
     promotion: str | None = None
-    guided: tuple[GuidedRequest, ...] = ()
 
 
 class _Mode:

@@ -13,7 +13,7 @@ from graft.models.modes.loop.batches import Loops
 from graft.models.modes.promotion import Promotion, has_automaton
 from graft.models.round.round import RoundGraph
 
-__all__ = ["GraphKey", "LaunchModes"]
+__all__ = ["GraphKey", "LaunchModes", "Selection"]
 
 
 class GraphKey(NamedTuple):
@@ -37,6 +37,24 @@ class GraphKey(NamedTuple):
     grammar: str = "host"
     repeats: bool = False
     optimistic: bool = False
+
+
+class Selection(NamedTuple):
+    """Graph that is launched next.
+
+    Attributes
+    ----------
+    graph
+        The graph.
+    served
+        Requests that the grammar worker serves if the graph has host steps.
+    launch
+        How the mode of the launch was chosen.
+    """
+
+    graph: RoundGraph
+    served: Sequence[GuidedRequest]
+    launch: Launch
 
 
 class LaunchModes:
@@ -110,8 +128,8 @@ class LaunchModes:
         states: Sequence[RequestState],
         *,
         may_loop: bool,
-    ) -> tuple[RoundGraph, Launch]:
-        """Return the graph for a batch of requests, and the properties of its launch.
+    ) -> Selection:
+        """Select the graph for a batch of requests.
 
         Parameters
         ----------
@@ -136,13 +154,12 @@ class LaunchModes:
         key = keys[self._choose(bucket, tuple(keys))]
         if key.repeats and self.loops is not None:
             self.loops.reserve_pages(states)
-        launch = Launch(
-            bucket,
-            len(keys),
-            self._promotion_place(guided),
-            self._served_by_worker(states, is_optimistic=key.optimistic or self._is_optimistic),
+        is_optimistic = key.optimistic or self._is_optimistic
+        return Selection(
+            self._graph(key),
+            self._served_by_worker(states, is_optimistic=is_optimistic),
+            Launch(bucket, len(keys), self._promotion_place(guided)),
         )
-        return self._graph(key), launch
 
     def _choose(self, bucket: Bucket, modes: tuple[str, ...]) -> str:
         """Return the mode of the next launch, and remember among which modes it was chosen."""
@@ -153,10 +170,10 @@ class LaunchModes:
     def _served_by_worker(
         self, states: Sequence[RequestState], *, is_optimistic: bool
     ) -> tuple[GuidedRequest, ...]:
-        """Return the requests of a batch that are not promoted, for the grammar worker."""
+        """Return the requests of a batch that are not promoted, as the grammar worker sees them."""
         requests = []
         for state in states:
-            if self._is_promoted(state):
+            if self.is_promoted(state):
                 continue
             request = GuidedRequest(
                 state.slot,
@@ -224,22 +241,24 @@ class LaunchModes:
     @property
     def looping(self) -> bool:
         """Whether a loop is running. Nothing may be launched meanwhile."""
-        return self.loops is not None and self.loops.replays.looping
+        return self.loops is not None and self.loops.running
 
     def leave_loop(self) -> None:
         """Ask the loop that is running, if any, to end soon."""
         if self.loops is not None:
-            self.loops.replays.leave_loop()
+            self.loops.leave()
 
-    def prefers_other(self, running: Iterable[RequestState]) -> bool:
+    def should_leave_loop(self, running: Iterable[RequestState], num_requests: int) -> bool:
         """Return whether another mode than that of the latest launch would be better now.
 
         Parameters
         ----------
         running
             Requests that take part in rounds.
+        num_requests
+            Number of requests that have a slot.
         """
-        if self.promotion is not None and self.promotion.can_promote(running):
+        if self.promotion is not None and self.promotion.has_candidates(running, num_requests):
             return True
         if self._latest is None:
             return False
@@ -250,7 +269,7 @@ class LaunchModes:
 
     def promote(
         self,
-        running: Iterable[RequestState],
+        running: Collection[RequestState],
         num_requests: int,
         unread: Collection[ReplayInFlight],
     ) -> int:
@@ -277,12 +296,13 @@ class LaunchModes:
         lengths = [drafts for _, drafts in self.round_graphs]
         return Bucket("promotion", batch, max(lengths))
 
-    def _is_promoted(self, state: RequestState) -> bool:
+    def is_promoted(self, state: RequestState) -> bool:
+        """Return whether kernels do all grammar steps of a request."""
         return self.promotion is not None and self.promotion.is_promoted(state)
 
     def _grammar_place(self, states: Sequence[RequestState]) -> str:
         """Return the place of the grammar steps of a batch, one of `GRAMMAR_STEPS`."""
-        num_promoted = sum(self._is_promoted(state) for state in states)
+        num_promoted = sum(self.is_promoted(state) for state in states)
         if not num_promoted:
             return "host"
         return "device" if num_promoted == len(states) else "mixed"
@@ -299,6 +319,6 @@ class LaunchModes:
             Requests of a batch that have a grammar.
         """
         for state in guided:
-            if not self._is_promoted(state) and not has_automaton(state):
+            if not self.is_promoted(state) and not has_automaton(state):
                 return None
         return self._grammar_place(guided) if guided else None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from graft.cudagraph.device import Device
-from graft.cudagraph.errors import OptionError
+from graft.cudagraph.errors import GraftError, OptionError
 from graft.cudagraph.memory import DeviceArray
 from graft.cudagraph.ranks import RankGroup
 from graft.grammar.automaton.device import DeviceAutomata
@@ -15,7 +15,12 @@ from graft.grammar.vocabulary import Vocabulary
 from graft.models.drafters import Forced
 from graft.models.drafters.base import Drafter
 from graft.models.engine.options import Options
-from graft.models.modes.automaton_steps import AutomatonSteps, MixedSteps, NoGrammarSteps
+from graft.models.modes.automaton_steps import (
+    GRAMMAR_STEPS,
+    AutomatonSteps,
+    MixedSteps,
+    NoGrammarSteps,
+)
 from graft.models.modes.loop.control import LOOP_ENTRIES, LoopControl
 from graft.models.modes.optimistic import OptimisticMixedSteps, OptimisticSteps
 from graft.models.round.grammar_steps import GrammarSteps
@@ -98,44 +103,41 @@ def make_mode_parts(
         If options of modes cannot be combined.
     """
     automata = _make_automata(options, parts, vocabulary)
-    chooses = options.draft_masking == "auto"
-    is_optimistic = optimistic_mode is not None and not chooses
     optimistic = None
-    if optimistic_mode is not None and chooses:
-        optimistic = _with_mode(parts, optimistic_mode)
-        optimistic = _with_steps(optimistic, automata, is_optimistic=True)
+    if optimistic_mode is not None:
+        optimistic = _variant(parts, optimistic_mode, automata, is_optimistic=True)
+    if optimistic is not None and options.draft_masking == "optimistic":
+        return ModeParts(optimistic, None, automata, _make_control(device, options, ranks))
     return ModeParts(
-        _with_steps(parts, automata, is_optimistic=is_optimistic),
+        _variant(parts, parts.mode, automata),
         optimistic,
         automata,
         _make_control(device, options, ranks),
     )
 
 
-def _with_mode(parts: RoundParts, mode: DraftMode) -> RoundParts:
-    """Return the same parts with another draft mode."""
-    if mode == parts.mode:
-        return parts
-    exchange = parts.exchange.of(mode)
+def _variant(
+    parts: RoundParts,
+    mode: DraftMode,
+    automata: DeviceAutomata | None,
+    *,
+    is_optimistic: bool = False,
+) -> RoundParts:
+    """Return parts with another draft mode and the grammar steps of all modes."""
+    exchange, sampler = parts.exchange, parts.sampler
+    if mode != parts.mode:
+        exchange = exchange.of(mode)
+        sampler = sampler.of(exchange)
     return replace(
         parts,
         mode=mode,
         masking=MASKING_CLASSES[mode.masking],
-        sampler=parts.sampler.of(exchange),
-        exchange=exchange,
-    )
-
-
-def _with_steps(
-    parts: RoundParts, automata: DeviceAutomata | None, *, is_optimistic: bool
-) -> RoundParts:
-    """Return the same parts with the grammar steps of all modes."""
-    return replace(
-        parts,
         masking_name="optimistic" if is_optimistic else parts.masking_name,
         make_grammar_steps=partial(
-            _make_grammar_steps, parts.decoder, parts.exchange, automata, is_optimistic
+            _make_grammar_steps, parts.decoder, exchange, automata, is_optimistic
         ),
+        sampler=sampler,
+        exchange=exchange,
     )
 
 
@@ -150,9 +152,11 @@ def _make_grammar_steps(
     """Return the object that adds the grammar steps of a graph, see `GraphKey.grammar`."""
     if place == "none":
         return NoGrammarSteps(decoder, exchange)
-    if place == "host" or automata is None:
-        steps_class = OptimisticSteps if is_optimistic else GrammarSteps
-        return steps_class(decoder, exchange)
+    if place == "host":
+        host_class = OptimisticSteps if is_optimistic else GrammarSteps
+        return host_class(decoder, exchange)
+    if automata is None or place not in GRAMMAR_STEPS:
+        raise GraftError(f"grammar steps cannot run at the place {place!r}")
     if place == "device":
         return AutomatonSteps(decoder, exchange, automata, row_slot)
     mixed_class = OptimisticMixedSteps if is_optimistic else MixedSteps

@@ -73,14 +73,12 @@ class Promotion(SlotObserver):
         allowed = matcher is None or (
             self._automata.can_promote(matcher) and self._should_promote(num_requests)
         )
-        if self._join(state, allowed=allowed) and self._automata.may_promote_later(matcher):
+        self._join(state, allowed=allowed)
+        if not self.is_promoted(state) and self._automata.may_promote_later(matcher):
             self._awaiting.add(state)
 
-    def _join(self, state: RequestState, *, allowed: bool, num_unread: int = 0) -> bool:
-        """Assign the slot of a request, and promote the request if `allowed` and possible.
-
-        Return False if the device has failed to do so. The request is then not promoted.
-        """
+    def _join(self, state: RequestState, *, allowed: bool, num_unread: int = 0) -> None:
+        """Assign the slot of a request, and promote the request if `allowed` and possible."""
         try:
             promoted = self._automata.join(
                 self._lane,
@@ -92,21 +90,34 @@ class Promotion(SlotObserver):
             )
         except DeviceError as error:  # for example, no pinned memory is left
             LOG.warning("request %s stays on the host: %s", state.id, error)
-            return False
+            return
         if promoted:
             self._promoted.add(state)
-        return True
 
-    def can_promote(self, running: Iterable[RequestState]) -> bool:
-        """Return whether the automaton that a running request awaits has been built."""
-        return any(self._has_new_automaton(state) for state in running)
+    def has_candidates(self, running: Iterable[RequestState], num_requests: int) -> bool:
+        """Return whether running requests should be promoted, because their automata are built.
 
-    def _has_new_automaton(self, state: RequestState) -> bool:
-        return self.awaits_automaton(state) and has_automaton(state)
+        If promotion does not save time, these requests await their automaton no longer.
+
+        Parameters
+        ----------
+        running
+            Requests that take part in rounds.
+        num_requests
+            Number of requests that have a slot.
+        """
+        candidates = self._find_candidates(running)
+        if candidates and not self._should_promote(num_requests):
+            self._awaiting.difference_update(candidates)
+            return False
+        return bool(candidates)
+
+    def _find_candidates(self, running: Iterable[RequestState]) -> list[RequestState]:
+        return [state for state in running if self.awaits_automaton(state) and has_automaton(state)]
 
     def promote(
         self,
-        running: Iterable[RequestState],
+        running: Collection[RequestState],
         num_requests: int,
         unread: Collection[ReplayInFlight],
     ) -> int:
@@ -117,10 +128,8 @@ class Promotion(SlotObserver):
 
         Parameters
         ----------
-        running
-            Requests that take part in rounds.
-        num_requests
-            Number of requests that have a slot.
+        running, num_requests
+            As in `has_candidates`.
         unread
             Launched replays whose results are unknown. If several of them contain a request, the
             request is promoted by a later call. A call promotes at most `MAX_PROMOTIONS` requests.
@@ -130,27 +139,26 @@ class Promotion(SlotObserver):
         int
             Number of promoted requests.
         """
-        candidates = []
-        for state in running:
-            if not self._has_new_automaton(state):
-                continue
+        if not self.has_candidates(running, num_requests):
+            return 0
+        ready = []
+        for state in self._find_candidates(running):
             if sum(flight.contains(state) for flight in unread) <= 1:
-                candidates.append(state)
-        for state in candidates[:MAX_PROMOTIONS]:
-            self._awaiting.remove(state)
-            if self._should_promote(num_requests):
-                self._promote_running(state, len(unread))
-        return sum(state in self._promoted for state in candidates)
+                ready.append(state)
+        for state in ready[:MAX_PROMOTIONS]:
+            self._promote_running(state, len(unread))
+        return sum(self.is_promoted(state) for state in ready)
 
     def _promote_running(self, state: RequestState, num_unread: int) -> None:
         """Promote a running request. If this fails, the request stays on the host."""
+        self._awaiting.remove(state)
         served_matcher = state.matcher
         try:
             state.matcher = state.make_matcher()
             self._join(state, allowed=True, num_unread=num_unread)
         except Exception as error:  # a grammar backend may raise anything
             LOG.warning("request %s stays on the host: %s", state.id, error)
-        if state not in self._promoted:  # the grammar worker still serves the slot's matcher
+        if not self.is_promoted(state):  # the grammar worker still serves the slot's matcher
             state.matcher = served_matcher
 
     def leave(self, state: RequestState) -> None:

@@ -12,7 +12,7 @@ from graft.models.round.round import RoundGraph
 __all__ = ["ModeStats"]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ModeStats:
     """Counters of the modes in which rounds were run, see `LaunchModes`.
 

@@ -31,9 +31,10 @@ from graft.models.request import Request
 from graft.models.round.prefill import Prefill
 
 
-def live_resources():
+def live_resources(*, collects=True):
     """Return the numbers of live device allocations, pinned allocations and graphs."""
-    gc.collect()  # unreachable objects must not be counted
+    if collects:
+        gc.collect()  # unreachable objects must not be counted
     live = open_device().stats()["live"]
     return {name: live[name] for name in ("device_memory", "pinned_memory", "graph_exec")}
 
@@ -347,7 +348,9 @@ LOAD_PHASES = [
     (assembly, "GrammarService"),
     (assembly, "_load_drafter"),
     (assembly, "_round_parts"),
+    (assembly, "make_mode_parts"),
     (assembly, "Prefill"),
+    (engine_module, "EngineModes"),
     (engine_module, "Migrator"),
     (engine_module, "Scheduler"),
     (assembly.RoundGraph, "_add_drafting"),
@@ -380,6 +383,26 @@ def test_engine_load_releases_resources_on_keyboard_interrupt(owner, name, engin
     wait_until_released(process_before, process_resources)
     with demo_engine(max_batch_size=2) as other:
         assert [output.tokens for output in other.generate(requests)] == expected
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"device_automata": True, "generation": "graph"}], ids=["default", "modes"]
+)
+def test_failed_engine_load_releases_resources_without_garbage_collector(options, monkeypatch):
+    """After an error, device memory is free at once, so that another engine can be created."""
+
+    def fail(*_):
+        raise DeviceError("out of memory")
+
+    monkeypatch.setattr(Prefill, "warm", fail)
+    before = live_resources()
+    gc.disable()
+    try:
+        with pytest.raises(DeviceError, match="out of memory"):
+            demo_engine(max_batch_size=2, **options)
+        wait_until_released(before, lambda: live_resources(collects=False))
+    finally:
+        gc.enable()
 
 
 def test_engine_close_after_keyboard_interrupt_releases_device_memory(monkeypatch):

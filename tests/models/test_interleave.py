@@ -335,7 +335,7 @@ PROMOTION_MUTANTS = {
     "promoted request served by the host": (
         LaunchModes,
         "_served_by_worker",
-        "if self._is_promoted(state):",
+        "if self.is_promoted(state):",
         "if False:",
     ),
     "host steps expected in device rounds": (

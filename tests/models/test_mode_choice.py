@@ -177,7 +177,7 @@ IRREGULAR = request_state(has_automaton=False)
 def test_promotion_is_judged_by_requests_with_automata(states, place):
     """Requests without a grammar do not matter; other grammars make the times incomparable."""
     modes = launch_modes(loops=False, chooses_promotion=True)
-    _, launch = modes.select(1, 3, states, may_loop=True)
+    launch = modes.select(1, 3, states, may_loop=True).launch
     assert launch.promotion == place
 
 
@@ -205,32 +205,35 @@ def test_promotion_is_decided_when_automaton_exists():
         join=lambda *_, allowed, num_unread: allowed,
     )
     promotion = Promotion(automata, None, should_promote)
-    regular, late, irregular = (
+    automata_of_requests = [object(), *[None] * 9]
+    requests = [
         JoiningRequest(SimpleNamespace(compiled=SimpleNamespace(automaton=automaton)))
-        for automaton in (object(), None, None)
-    )
-    for number, state in enumerate((regular, late, irregular), 1):
+        for automaton in automata_of_requests
+    ]
+    for number, state in enumerate(requests, 1):
         promotion.start(state, number)
     assert asked == [1]
-    assert not promotion.can_promote([regular, late, irregular])
-    late.matcher.compiled.automaton = object()
+    assert not promotion.has_candidates(requests, 10)
+    for state in requests[1:9]:  # more requests than are promoted at once
+        state.matcher.compiled.automaton = object()
+    assert not promotion.has_candidates(requests, 10)
     for _ in range(3):
-        assert promotion.promote([regular, late, irregular], 3, []) == 0
-    assert asked == [1, 3]
-    assert not any(promotion.is_promoted(state) for state in (regular, late, irregular))
+        assert promotion.promote(requests, 10, []) == 0
+    assert asked == [1, 10]
+    assert not any(promotion.is_promoted(state) for state in requests)
 
 
 def test_gap_of_rounds_must_be_known_to_compare_them_with_loops():
     """Rounds during prefill, which are launched at once, do not count as rounds without a gap."""
     modes = launch_modes(chooses_loops=True)
     for _ in range(4 * MEASURED_ROUNDS):
-        graph, launch = modes.select(1, 3, [HOST], may_loop=True)
+        graph, _, launch = modes.select(1, 3, [HOST], may_loop=True)
         assert launch.bucket.loops
         flight = SimpleNamespace(launch=launch, graph=graph)
         modes.record(flight, 100.0, None, 4)
         modes.record(flight, 100.0, 0.0 if graph.repeats else 50.0, 4)
         modes.loops.possible = False
-        graph, prefill_launch = modes.select(1, 3, [HOST], may_loop=True)
+        graph, _, prefill_launch = modes.select(1, 3, [HOST], may_loop=True)
         assert not graph.repeats and not prefill_launch.bucket.loops
         modes.record(SimpleNamespace(launch=prefill_launch, graph=graph), 100.0, None, 4)
         modes.loops.possible = True

@@ -23,7 +23,7 @@ class Loops:
     Parameters
     ----------
     replays
-        Launches rounds and loops; also an attribute.
+        Launches rounds and loops.
     slots
         Slot manager of the engine.
     mode
@@ -43,7 +43,7 @@ class Loops:
         has_automata: bool,
         has_all_pages: bool,
     ):
-        self.replays = replays
+        self._replays = replays
         self._slots = slots
         self._has_automata = has_automata
         # With lattice probing, a grammar step chooses the drafts of all trees.
@@ -70,6 +70,15 @@ class Loops:
         if is_guided or self._has_lattice_trees or self._has_automata:
             return place
         return "none"
+
+    @property
+    def running(self) -> bool:
+        """Whether a loop is running. Nothing may be launched meanwhile."""
+        return self._replays.looping
+
+    def leave(self) -> None:
+        """Ask the loop that is running, if any, to end after the current round."""
+        self._replays.leave_loop()
 
     @property
     def possible(self) -> bool:

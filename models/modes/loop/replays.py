@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graft.cudagraph.device import Stream
+from graft.grammar.decoder import GuidedRequest
 from graft.models.engine.replay import ReplayInFlight, Replays
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.stats import EngineStats
@@ -60,6 +61,7 @@ class LoopReplays(Replays):
         self,
         graph: RoundGraph,
         states: Sequence[RequestState],
+        served: Sequence[GuidedRequest],
         launch: Launch | None = None,
         *,
         after_prefill: bool = False,
@@ -70,7 +72,7 @@ class LoopReplays(Replays):
             self._first = self.launched + 1
             self.looping = True
             self.loops += bool(states)
-        super().launch(graph, states, launch, after_prefill=after_prefill)
+        super().launch(graph, states, served, launch, after_prefill=after_prefill)
 
     def leave_loop(self) -> None:
         """Ask the loop that is running, if any, to end.
