@@ -22,6 +22,7 @@ from graft.cudagraph.errors import DeviceError, HostWorkError, OptionError
 from graft.cudagraph.hostwork import PythonWork
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar.decoder import GuidedDecoder
+from graft.grammar.processes import POOL
 from graft.models.engine import assembly, replay
 from graft.models.engine import engine as engine_module
 from graft.models.engine.interrupt import Shield
@@ -40,8 +41,13 @@ def live_resources(*, collects=True):
 
 
 def process_resources():
-    """Return the numbers of threads and open file descriptors of this process."""
-    return {name: len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd")}
+    """Return the numbers of threads and open file descriptors of this process.
+
+    The pipes of idle child processes, which are kept for later engines, do not count.
+    """
+    resources = {name: len(os.listdir(f"/proc/self/{name}")) for name in ("task", "fd")}
+    resources["fd"] -= len(POOL._idle)
+    return resources
 
 
 def wait_until_released(before, count=live_resources):

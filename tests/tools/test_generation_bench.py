@@ -33,15 +33,22 @@ def test_generation_bench_counts_launches(kind, capsys, tmp_path):
 
 _PRINT_CORES = """
 import os
+import time
 from pathlib import Path
 from graft.tools.bench import generation
 
 generation._reserve_core(min(os.sched_getaffinity(0)))
-print("main", *os.sched_getaffinity(0))
-for task in Path("/proc/self/task").iterdir():
-    name = (task / "comm").read_text().strip()
-    if name.startswith("softcuda"):
-        print(name, *os.sched_getaffinity(int(task.name)))
+cores = {}
+deadline = time.monotonic() + 30
+while "softcuda-sm0" not in cores:  # a thread sets its name after it has started
+    assert time.monotonic() < deadline
+    for task in Path("/proc/self/task").iterdir():
+        name = (task / "comm").read_text().strip()
+        if name.startswith("softcuda"):
+            cores[name] = os.sched_getaffinity(int(task.name))
+cores["main"] = os.sched_getaffinity(0)
+for name, numbers in cores.items():
+    print(name, *numbers)
 """
 
 
