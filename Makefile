@@ -74,7 +74,7 @@ demo-llm: setup ## run the demo with SmolLM2-135M-Instruct (downloads 93 MB once
 docs: setup ## write the API reference as HTML to build/docs
 	@GRAFT_DEVICE=soft $(PY) -m graft.tools.docs
 
-test: setup ## run the tests of at most a minute each, on the soft device; 6 minutes on 2 cores
+test: setup ## run the tests of at most a minute each, on the soft device; 7 minutes on 2 cores, 10 the first time
 	@GRAFT_DEVICE=soft $(RUN_TESTS) $(PARALLEL) $(PYTEST)
 
 test-full: setup ## run all tests but the endurance tests, on the soft device
