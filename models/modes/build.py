@@ -23,7 +23,7 @@ from graft.models.modes.promotion import Promotion
 from graft.models.round.budget import DraftBudget
 from graft.models.round.round import RoundGraph
 
-__all__ = ["EngineModes", "batch_buckets"]
+__all__ = ["EngineModes"]
 
 LOG = logging.getLogger("graft")
 
@@ -32,7 +32,7 @@ LOG = logging.getLogger("graft")
 ROUNDS_PER_LENGTH = 32
 
 
-def batch_buckets(max_batch_size: int) -> list[int]:
+def _batch_buckets(max_batch_size: int) -> list[int]:
     """Return the batch sizes for which graphs are built: powers of two, and the maximum."""
     sizes = []
     size = 1
@@ -110,7 +110,7 @@ class EngineModes(LaunchModes):
             If ``generation="graph"`` is not possible.
         """
         scratch = self._parts.round.scratch(self._options.max_batch_size)
-        buckets = batch_buckets(self._options.max_batch_size)
+        buckets = _batch_buckets(self._options.max_batch_size)
         places = GRAMMAR_STEPS if self._parts.automata is not None else GRAMMAR_STEPS[:1]
         for batch, drafts in itertools.product(buckets, self._budget.lengths):
             for key in self._keys(batch, drafts, places, repeats=False):

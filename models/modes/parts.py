@@ -103,17 +103,13 @@ def make_mode_parts(
         If options of modes cannot be combined.
     """
     automata = _make_automata(options, parts, vocabulary)
+    control = _make_control(device, options, ranks)
     optimistic = None
     if optimistic_mode is not None:
         optimistic = _variant(parts, optimistic_mode, automata, is_optimistic=True)
-    if optimistic is not None and options.draft_masking == "optimistic":
-        return ModeParts(optimistic, None, automata, _make_control(device, options, ranks))
-    return ModeParts(
-        _variant(parts, parts.mode, automata),
-        optimistic,
-        automata,
-        _make_control(device, options, ranks),
-    )
+        if options.draft_masking == "optimistic":
+            return ModeParts(optimistic, None, automata, control)
+    return ModeParts(_variant(parts, parts.mode, automata), optimistic, automata, control)
 
 
 def _variant(

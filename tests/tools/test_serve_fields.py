@@ -404,7 +404,7 @@ def test_lost_helper_process_is_reported_as_503(post, monkeypatch):
 def test_grammars_are_checked_by_the_compilation_only(post, monkeypatch):
     """A separate check of a slow grammar would delay other requests.
 
-    The engine compiles slow grammars in a queue of their own.
+    The engine compiles slow grammars in a separate queue.
     """
 
     def fail(*_arguments):
