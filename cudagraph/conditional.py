@@ -6,7 +6,7 @@ A condition is a 32-bit value on the device. A kernel sets it with
 
 The driver allows kernels, copies, fills, child graphs and nested conditionals in a body. Adding a
 node of another kind, such as a host node, raises :class:`OptionError`. Host work can be added with
-:meth:`GraphLane.spinkernel`, which uses kernels only, after :meth:`GraphLane.count_completed`.
+:meth:`GraphLane.spinkernel`, which uses kernels only.
 """
 
 from __future__ import annotations

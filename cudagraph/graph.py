@@ -44,6 +44,12 @@ PROGRAMMATIC_MIN_CAPABILITY = 9
 PROGRAMMATIC_MIN_CUDA = 12030
 #: Kinds of nodes that the driver allows in the body of a conditional, at any depth.
 BODY_NODE_KINDS = frozenset({"kernel", "copy", "fill", "child", "if", "while"})
+#: Kinds of the two nodes of a mailbox. With `GraphLane.spinkernel`, both are kernels to the driver.
+_MAILBOX_NODE_KINDS = frozenset({"request", "wait"})
+#: Kinds of conditional nodes. The driver allows none in a child graph, at any depth.
+_CONDITIONAL_KINDS = frozenset({"if", "while"})
+#: Lane of the node that counts completed launches.
+_COUNTER_LANE = "completed launches"
 
 
 class Attached(NamedTuple):
@@ -335,6 +341,13 @@ class GraphBase(ABC):
         if not isinstance(child, Graph):
             raise OptionError(f"{child!r} is not a Graph")
         name = name or child.name
+        for node in child.nodes:
+            if node.kind in _CONDITIONAL_KINDS:
+                raise OptionError(
+                    f"graph {child.name!r} cannot be moved into {self.name!r}: it contains the "
+                    f"conditional node {node.name!r}, which CUDA does not allow in child graphs; "
+                    "add the conditional to the parent"
+                )
         self.check_node_kind("child", name, child)
         root = self.root
         reason = ""
@@ -347,6 +360,7 @@ class GraphBase(ABC):
         if reason:
             raise OptionError(f"graph {child.name!r} cannot be moved into {self.name!r}: {reason}")
         child.wait_for_earlier_launches()
+        child.place_launch_counter()
         with child.editing(), self.editing():
             # The child's kernels keep reading the child's status words. After the move, failures of
             # the parent are stored in these words as well.
@@ -447,6 +461,7 @@ class Graph(GraphBase):
         self.child_status: list[PinnedArray] = []
         self.unused_conditions: dict[int, str] = {}
         self.completed: PinnedArray | None = None
+        self._launch_counter: int | None = None  # index of the node that adds to `completed`
         self._resource: _native.Resource | None = None
         self._worker: MailboxWorker | None = None
         self._parent_name: str | None = None
@@ -529,6 +544,32 @@ class Graph(GraphBase):
                 self._worker = MailboxWorker(name="mailbox")
             return self._worker
 
+    def place_launch_counter(self) -> None:
+        """Make the node that counts completed launches, if there is one, depend on all other nodes.
+
+        A launch has completed only after the bodies of all conditionals. The node is therefore
+        placed when the definition is used, and again if nodes were added since.
+        """
+        if self.completed is None:
+            return
+        with self._lock:
+            counter = self._launch_counter
+            has_dependents = {before for before, _ in self.edges}
+            last = [i for i in range(len(self.nodes)) if i not in has_dependents and i != counter]
+            if counter is None:
+                kernel = load(self.context, MAILBOX_KERNELS)["mailbox_completed"]
+                lane = self.lane(_COUNTER_LANE)
+                self.add_dependencies(_COUNTER_LANE, last)
+                lane.kernel(kernel, 1, 1, [self.completed], name="count completed launch")
+                self._launch_counter = len(self.nodes) - 1
+            else:
+                nodes.add_dependencies(
+                    self.handle,
+                    [self._node_handles[i] for i in last],
+                    self._node_handles[counter],
+                )
+                self.edges.extend((i, counter) for i in last)
+
     def instantiate(self, *, priorities: bool = False) -> GraphExec:
         """Create the executable. A definition has at most one open executable.
 
@@ -556,6 +597,7 @@ class Graph(GraphBase):
                     f"condition {name!r} of graph {self.name!r} controls no conditional node; "
                     "use it in if_(), if_else() or while_()"
                 )
+            self.place_launch_counter()
             executable = GraphExec(self, priorities)
             self._exec = weakref.ref(executable)
             return executable
@@ -603,10 +645,9 @@ def _check_programmatic(context: Context, name: str) -> None:
 class GraphBody(GraphBase):
     """The body of a conditional node. Created by ``if_``, ``if_else`` and ``while_``.
 
-    A body has lanes like a graph. Only kernels, copies, fills, child graphs and further
-    conditionals can be added to it, and spinning mailboxes after
-    :meth:`GraphLane.count_completed`. The owners of its nodes' operands are kept alive by the graph
-    that contains the body.
+    A body has lanes like a graph. Only kernels, copies, fills, child graphs, further conditionals
+    and host work through :meth:`GraphLane.spinkernel` can be added to it. The owners of its nodes'
+    operands are kept alive by the graph that contains the body.
 
     Parameters
     ----------
@@ -636,22 +677,27 @@ class GraphBody(GraphBase):
 
     def check_node_kind(self, kind: str, name: str, child: Graph | None = None) -> None:
         """Raise OptionError if the node, or a node of ``child``, is not allowed in a body."""
-        self._check_kind(kind, name, child, self._root.completed is not None)
-
-    def _check_kind(
-        self, kind: str, name: str, child: Graph | None, allows_mailboxes: bool
-    ) -> None:
-        is_mailbox = kind in ("request", "wait")
-        if kind not in BODY_NODE_KINDS and not (is_mailbox and allows_mailboxes):
+        if kind not in BODY_NODE_KINDS and not (child is None and kind in _MAILBOX_NODE_KINDS):
             raise OptionError(
                 f"{kind} node {name!r} is not allowed in the body of conditional {self.name!r}: "
-                "the driver allows kernels, copies, fills, child graphs and conditionals there"
+                "the driver allows kernels, copies, fills, child graphs and conditionals there; "
+                "use spinkernel() for host work"
             )
-        if child is None:
-            return
+        if child is not None:
+            self._check_child(child, name)
+
+    def _check_child(self, child: Graph, path: str) -> None:
+        """Raise OptionError if a graph to be moved into this body has a forbidden node."""
         for node in child.nodes:
+            name = f"{path}/{node.name}"
+            if node.kind not in BODY_NODE_KINDS:
+                raise OptionError(
+                    f"{node.kind} node {name!r} is not allowed in the body of conditional "
+                    f"{self.name!r}, not even in a child graph"
+                )
             nested = child.child_graphs.get(node.index)
-            self._check_kind(node.kind, f"{name}/{node.name}", nested, False)
+            if nested is not None:
+                self._check_child(nested, name)
 
 
 @dataclass(frozen=True)
@@ -895,20 +941,15 @@ class GraphLane:
         )
 
     def count_completed(self) -> None:
-        """Add a node that counts completed launches of the graph.
+        """Count the completed launches of the graph in ``Graph.completed``.
 
-        Afterwards, :meth:`spinkernel` can be used in the bodies of conditionals, whose runs are not
-        known at the launch. The node must run after these bodies, so add it to the same lane as the
-        conditionals, before their bodies are filled.
+        :meth:`spinkernel` in the body of a conditional needs this count and calls this method
+        itself. The node that counts is added when the graph is instantiated, after all other nodes,
+        so the method may be called before or after the conditionals are added.
         """
-        graph = self.graph
-        root = graph.root
-        if graph is not root:
-            raise OptionError(f"completed launches of {root.name!r} cannot be counted in a body")
+        root = self.graph.root
         if root.completed is None:
-            root.completed = PinnedArray(graph.context, (1,), "uint32")
-        kernel = load(graph.context, MAILBOX_KERNELS)["mailbox_completed"]
-        self.kernel(kernel, 1, 1, [root.completed], name="count completed launch")
+            root.completed = PinnedArray(root.context, (1,), "uint32")
 
     def _add_mailbox(
         self,
@@ -923,12 +964,13 @@ class GraphLane:
         graph = self.graph
         completed = None
         if isinstance(graph, GraphBody):
-            completed = graph.root.completed
-            if completed is not None and not spinkernel:
+            if not spinkernel:
                 raise OptionError(
                     f"mailbox {name!r} is not allowed in the body of conditional {graph.name!r}: "
                     "use spinkernel()"
                 )
+            self.count_completed()
+            completed = graph.root.completed
         thread = graph.root.worker if worker is None else worker
         box = Mailbox(
             graph.context,

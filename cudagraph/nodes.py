@@ -57,6 +57,11 @@ class KernelLaunch(NamedTuple):
     packed: PackedArgs
 
 
+def add_dependencies(graph: int, before: list[Any], node: Any) -> None:
+    """Make an existing node depend on other nodes that exist as well."""
+    call(cu.cuGraphAddDependencies, graph, before, [node] * len(before), None, len(before))
+
+
 def add_kernel(
     graph: int,
     dependencies: list[Any],

@@ -18,6 +18,7 @@ from cudagraph_util import (
 from graft.cudagraph import (
     Device,
     Graph,
+    GraphLane,
     HostWorkError,
     MailboxWorker,
     OptionError,
@@ -111,13 +112,15 @@ def test_conditional_body_rejects_host_work(device: Device) -> None:
     child = Graph(device, "child")
     middle = Graph(device, "middle")
     child.lane("x").host(print, name="fill")
+    spinning = Graph(device, "spinning")
+    spinning.lane("x").spinkernel(print, name="spun")
     assert_raises(
         OptionError,
         {
             r"host node 'masks'.*'loop'": lambda: lane.host(print, name="masks"),
-            r"request node 'request: ask'.*'loop'": lambda: lane.mailbox(print, name="ask"),
-            r"request node 'request: spun'.*'loop'": lambda: lane.spinkernel(print, name="spun"),
+            r"mailbox 'ask'.*'loop'.*spinkernel": lambda: lane.mailbox(print, name="ask"),
             r"host node 'child/fill'.*'loop'": lambda: lane.child(child),
+            r"request node 'spinning/request: spun'.*'loop'": lambda: lane.child(spinning),
         },
     )
     middle.lane("x").child(child, name="deep")
@@ -197,7 +200,6 @@ def test_while_body_runs_host_work_through_spinning_kernel(
     lane = graph.lane("main")
     more = condition(graph, 1, name="more")
     body = while_(lane, more, name="rounds").lane("inside")
-    lane.count_completed()
     body.kernel(module["add"], 1, 1, [data, 1])
 
     def work() -> None:
@@ -216,6 +218,45 @@ def test_while_body_runs_host_work_through_spinning_kernel(
     wait_until(lambda: worker.native.parked)
 
 
+def test_host_work_in_body_runs_in_graph_that_is_extended_later(
+    device: Device, stream: Stream, module
+) -> None:
+    """Launches are counted after all nodes, wherever `count_completed` is called.
+
+    The graph has a second lane with a second conditional, which is added after the first
+    executable.
+    """
+    calls = []
+    data = [device.pinned((1,), "int32") for _ in range(2)]
+    graph = Graph(device, "loops")
+    lane = graph.lane("main")
+    lane.count_completed()
+
+    def add_loop(lane: GraphLane, index: int) -> None:
+        more = condition(graph, 1, name=f"more {index}")
+        body = while_(lane, more, name=f"rounds {index}").lane("inside")
+        body.kernel(module["add"], 1, 1, [data[index], 1])
+        body.spinkernel(lambda: calls.append(index), name=f"ask {index}", deadline_s=LIMIT_S)
+        body.kernel(module["below"], 1, 1, [more, data[index], 3])
+
+    add_loop(lane, 0)
+    executable = replay(graph, stream)
+    executable.close()
+    assert calls == [0] * 3
+    add_loop(graph.lane("other"), 1)
+    for count in data:
+        count.array[0] = 0
+    executable = replay(graph, stream, 2)
+    assert sorted(calls[3:]) == [0] * 4 + [1] * 4
+    assert graph.completed is not None and graph.completed.array[0] == 3
+    counters = [node for node in graph.nodes if node.name == "count completed launch"]
+    assert len(counters) == 1
+    dependencies = {before for before, after in graph.edges if after == counters[0].index}
+    loops = [node.index for node in graph.nodes if node.kind == "while"]
+    assert set(loops) <= dependencies
+    executable.close()
+
+
 def test_while_body_fails_replay_if_answer_is_late(device: Device, stream: Stream, module) -> None:
     """A step that misses its deadline ends the waits of all later runs of the body."""
     data = device.zeros((1,), "int32")
@@ -223,7 +264,6 @@ def test_while_body_fails_replay_if_answer_is_late(device: Device, stream: Strea
     lane = graph.lane("main")
     more = condition(graph, 1, name="more")
     body = while_(lane, more, name="rounds").lane("inside")
-    lane.count_completed()
     body.spinkernel(lambda: time.sleep(0.3), deadline_s=0.05, name="slow")
     body.kernel(module["add"], 1, 1, [data, 1])
     body.kernel(module["below"], 1, 1, [more, data, 3])
@@ -232,23 +272,3 @@ def test_while_body_fails_replay_if_answer_is_late(device: Device, stream: Strea
     with pytest.raises(HostWorkError, match=r"slow.*no answer within 0\.05 s"):
         executable.synchronize(LIMIT_S)
     assert data.to_host()[0] == 3
-
-
-def test_while_body_rejects_batch_memory_operations(device: Device, module) -> None:
-    graph = Graph(device, "loop")
-    lane = graph.lane("main")
-    loop = while_(lane, condition(graph, 0), name="rounds")
-    child = Graph(device, "child")
-    child.lane("x").spinkernel(print, name="spun")
-    lane.count_completed()
-    body = loop.lane("inside")
-    assert_raises(
-        OptionError,
-        {
-            r"mailbox 'ask'.*'rounds'": lambda: body.mailbox(print, name="ask"),
-            r"host node 'masks'.*'rounds'": lambda: body.host(print, name="masks"),
-            r"request node 'child/request: spun'.*'rounds'": lambda: body.child(child),
-            r"cannot be counted in a body": body.count_completed,
-        },
-    )
-    assert loop.nodes == []

@@ -93,8 +93,6 @@ class GenerationGraph(RoundGraph):
         lane.kernel(self._kernels["loop_begin"], 1, _THREADS, args, name="loop begin")
         self._goes_on = condition(graph, 1, name="another round")
         body = while_(lane, self._goes_on, name="rounds")
-        if self.grammar in ("host", "mixed"):
-            lane.count_completed()
         return body.lane("model"), body.lane("grammar")
 
     def _input_args(self) -> list[object]:
