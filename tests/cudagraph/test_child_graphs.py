@@ -26,9 +26,7 @@ extern "C" __global__ void unless(const int* status, int* data) { if (!status[0]
 """
 
 
-def test_child_graph_runs_mailboxes_and_conditionals_in_parent(
-    device: Device, stream: Stream
-) -> None:
+def test_child_graph_runs_mailboxes_in_parent(device: Device, stream: Stream) -> None:
     answers = [0]
 
     def work(out: np.ndarray) -> None:
@@ -41,7 +39,6 @@ def test_child_graph_runs_mailboxes_and_conditionals_in_parent(
     child = Graph(device, "child")
     lane = child.lane("grammar")
     lane.mailbox(work, output=output, worker=MailboxWorker())
-    if_(lane, condition(child, 1), name="always").lane("inside").fill(result, 0)
     lane.copy(result, output)
     parent = Graph(device, "parent")
     before = Step()
@@ -89,6 +86,16 @@ def test_child_graph_cannot_be_edited_or_moved_again(device: Device, stream: Str
         },
     )
     run.close()
+
+
+def test_child_graph_with_conditional_is_refused(device: Device) -> None:
+    """CUDA allows no conditional nodes in child graphs, so the error comes before the driver's."""
+    child = Graph(device, "child")
+    if_(child.lane("x"), condition(child, 1), name="maybe")
+    parent = Graph(device, "parent")
+    with pytest.raises(OptionError, match=r"'child'.*'parent'.*conditional node 'maybe'"):
+        parent.lane("main").child(child)
+    assert parent.nodes == []
 
 
 def test_child_graph_failure_fails_replay_of_parent(device: Device, stream: Stream, module) -> None:

@@ -279,17 +279,14 @@ def move_child(
 def test_child_graph_moved_into_parent_belongs_to_it(soft, stream) -> None:
     """A child graph that was moved into a parent cannot be used separately.
 
-    It is destroyed with its parent. It may contain conditional nodes.
+    It is destroyed with its parent.
     """
     d = soft.d
     before = soft.live()
     parent = soft.cuGraphCreate(0)
     child = soft.cuGraphCreate(0)
     a = soft.ints(0)
-    handle = soft.cuGraphConditionalHandleCreate(child, soft.context, 1, 1)
-    _, node, (body,) = soft.conditional(child, [], handle, 0)
-    soft.add_fill(body, [], a, 3)
-    assert move_child(soft, parent, child, 0) == "NOT_SUPPORTED"
+    node = soft.add_fill(child, [], a, 3)
     assert move_child(soft, parent, parent) == "INVALID_VALUE"
     assert move_child(soft, parent, child) == "SUCCESS"
     assert move_child(soft, parent, child) == "INVALID_VALUE"
@@ -308,6 +305,23 @@ def test_child_graph_moved_into_parent_belongs_to_it(soft, stream) -> None:
     assert code(d.cuGraphDestroy(child)) == "INVALID_HANDLE"
     soft.cuMemFree(a)
     assert soft.live() == before
+
+
+def test_child_graph_with_conditional_node_is_refused(soft) -> None:
+    """A conditional node is refused in a child graph, and at instantiation if added to it later."""
+    d = soft.d
+    parent = soft.cuGraphCreate(0)
+    child = soft.cuGraphCreate(0)
+    handle = soft.cuGraphConditionalHandleCreate(child, soft.context, 1, 1)
+    _, node, _ = soft.conditional(child, [], handle, 0)
+    assert move_child(soft, parent, child, 0) == "NOT_SUPPORTED"
+    assert move_child(soft, parent, child, 1) == "NOT_SUPPORTED"
+    soft.cuGraphDestroyNode(node)
+    assert move_child(soft, parent, child, 1) == "SUCCESS"
+    later = soft.cuGraphConditionalHandleCreate(child, soft.context, 1, 1)
+    soft.conditional(child, [], later, 0)
+    assert code(d.cuGraphInstantiate(parent, 0)) == "NOT_SUPPORTED"
+    soft.cuGraphDestroy(parent)
 
 
 def test_graph_ids_differ_and_nodes_name_their_graph(soft, graph):

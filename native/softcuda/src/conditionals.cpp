@@ -79,7 +79,11 @@ void check_conditions(const Graph& graph, bool in_body) {
   }
   for (auto& node : graph.nodes) {
     if (in_body) check_node_in_body(*node);
-    if (node->child) check_conditions(*node->child, in_body);
+    if (node->child) {
+      require(!has_conditional(*node->child), CUDA_ERROR_NOT_SUPPORTED,
+              "a conditional node was added to a child graph");
+      check_conditions(*node->child, in_body);
+    }
     for (auto& body : node->bodies) check_conditions(*body, true);
   }
 }

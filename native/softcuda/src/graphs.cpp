@@ -129,7 +129,7 @@ static std::shared_ptr<Graph> clone_child(CUgraph child) {
           "the child graph was moved into another graph");
   std::lock_guard<std::mutex> lock(graph_mutex);
   require(!has_conditional(*original), CUDA_ERROR_NOT_SUPPORTED,
-          "a graph with conditional nodes cannot be cloned as a child graph; move it instead");
+          "a graph with conditional nodes cannot be a child graph");
   require_no_memory_node(*original,
                          "a graph with memory nodes cannot be cloned as a child graph; move it "
                          "instead");
@@ -178,6 +178,8 @@ static void move_child(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
       CUDA_ERROR_INVALID_VALUE,
       "the child graph cannot be moved: it belongs to or contains the other graph, or a stream is "
       "capturing into it");
+  require(!has_conditional(*moving), CUDA_ERROR_NOT_SUPPORTED,
+          "a graph with conditional nodes cannot be a child graph");
   auto node = std::make_shared<Node>();
   node->type = CU_GRAPH_NODE_TYPE_GRAPH;
   node->child = moving;
