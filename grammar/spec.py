@@ -52,7 +52,7 @@ class Marker:
             An id is outside the vocabulary or is a stop id.
         """
         ids = [] if self.token is None else [self.token]
-        if self.text in vocabulary.names:
+        if self.text and self.text in vocabulary.names:
             ids.append(vocabulary.names[self.text])
         for token in ids:
             if not 0 <= token < vocabulary.size:

@@ -23,20 +23,22 @@ class Vocabulary:
     Parameters
     ----------
     tokens
-        Bytes of each token, by id; empty for ids without text (special tokens, unused ids).
+        Bytes of each token, by id; empty for ids without text (special tokens, unused ids). Several
+        ids may have the same bytes.
     size
         Number of logit columns of the model, at least ``len(tokens)``. Ids that are not in `tokens`
         are never legal.
     stop_ids
         Ids that end a sequence. Their bytes in `tokens` are ignored, so they are never text.
     names
-        Ids of named tokens without text, such as ``<|tool|>``, by name.
+        Ids of the tokens that a grammar may name, such as ``<|tool|>``, by name. A named token may
+        have text.
 
     Raises
     ------
     GrammarError
-        `size` is too small, there is no stop id, an id is out of range, a token is not bytes, a
-        named token has text, or no token has text.
+        `size` is too small, there is no stop id, an id is out of range, a token is not bytes, or no
+        token has text.
     """
 
     def __init__(
@@ -72,10 +74,6 @@ class Vocabulary:
             if not 0 <= token < self.size:
                 raise GrammarError(
                     f"vocabulary: token {name!r} has id {token}, outside [0, {self.size})"
-                )
-            if self.is_text(token):
-                raise GrammarError(
-                    f"vocabulary: named token {name!r} (id {token}) must not have text"
                 )
         if not any(self.tokens):
             raise GrammarError("vocabulary: no token has text")
@@ -116,8 +114,11 @@ class Vocabulary:
 
         Two kinds of tokenizers are supported. Byte-level BPE tokenizers write their pieces (the
         strings of the tokens in ``tokenizer.json``) in GPT-2's byte alphabet. Byte-fallback
-        tokenizers have pieces such as ``<0x0A>`` and write a space as U+2581. Added tokens have no
-        text in the vocabulary, even if the tokenizer does not mark them as special.
+        tokenizers have pieces such as ``<0x0A>`` and write a space as U+2581.
+
+        Grammars can name all added tokens. An added token that the tokenizer marks as special has
+        no text in the vocabulary, because the decoded output omits it. Other added tokens, for
+        example ``<tool_call>`` in many tokenizers, are text.
 
         Parameters
         ----------
@@ -136,17 +137,17 @@ class Vocabulary:
         if not isinstance(vocab, dict):  # unigram models list pairs [piece, score]
             vocab = {piece: token for token, (piece, _) in enumerate(vocab)}
         to_bytes = _piece_conversion(description)
-        names = {}
-        for added_token in description.get("added_tokens") or []:
-            names[added_token["content"]] = added_token["id"]
-        added = set(names.values())
-        last = max([-1, *vocab.values(), *added])
+        added_tokens = description.get("added_tokens") or []
+        names = {added["content"]: added["id"] for added in added_tokens}
+        last = max([-1, *vocab.values(), *names.values()])
         if last >= size:
             raise GrammarError(f"tokenizer: has id {last} but the model has {size} logit columns")
         tokens = [b""] * (last + 1)
         for piece, token in vocab.items():
-            if token not in added:
-                tokens[token] = to_bytes(piece)
+            tokens[token] = to_bytes(piece)
+        for added in added_tokens:
+            # The tokenizer decodes an added token like any other piece.
+            tokens[added["id"]] = b"" if added.get("special") else to_bytes(added["content"])
         return cls(tokens, size, stop_ids, names)
 
 

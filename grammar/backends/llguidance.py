@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -37,6 +38,13 @@ __all__ = [
 # LLGuidance does not report the size of a grammar. This value is the measured growth of the process
 # per JSON schema, after a request has used the grammar.
 _MATCHER_BYTES = 180_000
+#: Maximum number of tokenizers that a backend keeps, see `LLGuidanceBackend`.
+_MAX_TOKENIZERS = 4
+#: A string, comment, regular expression or special token of a Lark grammar. Only the special tokens
+#: are captured.
+_LARK_TOKEN = re.compile(
+    r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\])+/|(<\[[^\]]*\]>|<[^<>\s]+>)', re.DOTALL
+)
 #: Memory for the mask rows of automaton states, in bytes. The grammars of a vocabulary share it.
 _ROW_BYTES = 64 << 20
 
@@ -251,6 +259,10 @@ class LLGuidanceBackend:
     matcher takes microseconds, because it is a deep copy of a matcher at the start of the grammar.
     Matchers share neither state nor locks. They allow every tokenization of a legal text.
 
+    In a grammar that names a token with text, this token is a special token without text, so that
+    it is legal exactly where the grammar names it. LLGuidance gets such a grammar with a tokenizer
+    of its own. The backend keeps the tokenizers for the last few sets of named tokens.
+
     Parameters
     ----------
     vocabulary
@@ -266,21 +278,54 @@ class LLGuidanceBackend:
         self.vocabulary = vocabulary
         self._automata = automata
         load_native()
-        tokens = list(vocabulary.tokens)
-        tokens += [b""] * (vocabulary.size - len(tokens))
-        for name, token in vocabulary.names.items():
-            # LLGuidance recognizes a special token by the byte 0xff before the token's name.
-            tokens[token] = b"\xff" + name.encode("utf-8")
-        lengths = [len(token) for token in tokens]
-        try:
-            self._tokenizer = _native.guide.LLGuidanceTokenizer(
-                lengths,
-                b"".join(tokens),
-                vocabulary.stop_ids,
-            )
-        except RuntimeError as error:
-            raise GrammarError(f"LLGuidance refuses the vocabulary: {error}") from error
+        # Ids of the named tokens that have text.
+        self._named_text = {
+            name: token for name, token in vocabulary.names.items() if vocabulary.is_text(token)
+        }
+        self._lock = threading.Lock()
+        self._tokenizers: dict[frozenset[int], Any] = {}
+        self._tokenizer(frozenset())
         self._row_pool = _native.guide.RowPool(vocabulary.words, _ROW_BYTES)
+
+    def _tokenizer(self, named: frozenset[int]) -> Any:
+        """Return LLGuidance's tokenizer in which the tokens `named` are special tokens."""
+        vocabulary = self.vocabulary
+        with self._lock:
+            if named in self._tokenizers:
+                return self._tokenizers[named]
+            tokens = list(vocabulary.tokens)
+            tokens += [b""] * (vocabulary.size - len(tokens))
+            for name, token in vocabulary.names.items():
+                if token in named or not vocabulary.is_text(token):
+                    # LLGuidance recognizes a special token by the byte 0xff before its name.
+                    tokens[token] = b"\xff" + name.encode("utf-8")
+            lengths = [len(token) for token in tokens]
+            try:
+                made = _native.guide.LLGuidanceTokenizer(
+                    lengths, b"".join(tokens), vocabulary.stop_ids
+                )
+            except RuntimeError as error:
+                raise GrammarError(f"LLGuidance refuses the vocabulary: {error}") from error
+            if len(self._tokenizers) == _MAX_TOKENIZERS:
+                del self._tokenizers[next(key for key in self._tokenizers if key)]
+            self._tokenizers[named] = made
+            return made
+
+    def _named_tokens(self, grammar: str) -> frozenset[int]:
+        """Return the ids of the tokens with text that a grammar in LLGuidance's format names."""
+        if not self._named_text or '"lark_grammar"' not in grammar:
+            return frozenset()
+        references: set[str] = set()
+        for part in json.loads(grammar)["grammars"]:
+            references.update(filter(None, _LARK_TOKEN.findall(part.get("lark_grammar", ""))))
+        named = {self._named_text[name] for name in references & self._named_text.keys()}
+        for reference in references:
+            if not reference.startswith("<[") or reference.startswith("<[^"):
+                continue
+            for low, high in re.findall(r"(\d+)(?:-(\d+))?", reference):
+                ids = range(int(low), int(high or low) + 1)
+                named.update(token for token in self._named_text.values() if token in ids)
+        return frozenset(named)
 
     @functools.cached_property
     def _trie(self) -> Any:
@@ -307,7 +352,8 @@ class LLGuidanceBackend:
     def load(self, spec: Spec, result: str) -> CompiledGrammar:
         """Create the compiled grammar from the result of `prepare`. Releases the GIL."""
         try:
-            native = _native.guide.LLGuidanceGrammar(self._tokenizer, result)
+            tokenizer = self._tokenizer(self._named_tokens(result))
+            native = _native.guide.LLGuidanceGrammar(tokenizer, result)
         except RuntimeError as error:
             message = _error_message(str(error), spec.kind)
             if "removal index" in message:  # the panic that an unknown special token causes

@@ -60,8 +60,9 @@ def reference_tokenizer(vocabulary: Vocabulary) -> Any:
         # because it requires a tokenizer.
         def __init__(self) -> None:
             self.tokens = [*v.tokens, *[b""] * (v.size - len(v.tokens))]
-            self.special_token_ids = sorted({*v.stop_ids, *v.names.values()})
-            for name, token in v.names.items():
+            special = {name: token for name, token in v.names.items() if not v.is_text(token)}
+            self.special_token_ids = sorted({*v.stop_ids, *special.values()})
+            for name, token in special.items():
                 self.tokens[token] = name.encode("utf-8")
             for token in v.stop_ids:
                 self.tokens[token] = self.tokens[token] or b"<stop%d>" % token

@@ -1,0 +1,173 @@
+"""Tests of added tokens in masks: they are text unless they are special.
+
+The oracle is the text of each token: an id with text is legal if and only if the text so far and
+the token's bytes begin a text of the grammar.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models
+
+from graft.grammar import GrammarSpec, StructuralTag, Vocabulary, make_backend
+from graft.grammar.forced import ForcedTokens
+from graft.grammar.matcher import GrammarBackend
+
+TEXT_TOKENS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "é\n", "   "]
+SPECIAL_TOKENS = ["<stop>", "[CALL]", "<|end_call|>"]
+BEGIN = '<tool_call>\n{"name": "f", "arguments": '
+END = "}\n</tool_call>"
+SCHEMA = {"type": "object", "properties": {"s": {"type": "string"}}, "required": ["s"]}
+
+
+def small_tokenizer() -> tokenizers.Tokenizer:
+    """Return a byte-level tokenizer of single bytes and a few longer tokens."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    pieces = [*alphabet, "<t", 'Ġ"', "e>", '{"']
+    tokenizer = tokenizers.Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def real_tokenizer(name: str, folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizers" / f"{name}.json.gz"
+    if not path.is_file():
+        pytest.skip(f"no tokenizer at {path}")
+    return tokenizers.Tokenizer.from_str(gzip.decompress(path.read_bytes()).decode())
+
+
+@pytest.fixture(scope="module", params=["small", "deepseek-128k", "cl100k-llama3-like"])
+def tokenizer(request) -> tokenizers.Tokenizer:
+    """A tokenizer to which `TEXT_TOKENS` and `SPECIAL_TOKENS` have been added."""
+    if request.param == "small":
+        tokenizer = small_tokenizer()
+    else:
+        tokenizer = real_tokenizer(request.param, request.getfixturevalue("shared_data"))
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in TEXT_TOKENS])
+    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer) -> Vocabulary:
+    size = tokenizer.get_vocab_size() + 40
+    return Vocabulary.from_tokenizer(tokenizer, size, [tokenizer.token_to_id("<stop>")])
+
+
+@pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
+def backend(request, vocabulary) -> GrammarBackend:
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
+    return make_backend(request.param, vocabulary)
+
+
+def legal_ids(vocabulary: Vocabulary, text: bytes, texts: Iterable[bytes]) -> set[int]:
+    """Return the ids with text that continue `text` to a beginning of one of `texts`."""
+    left = [full[len(text) :] for full in texts if full.startswith(text)]
+    tokens = enumerate(vocabulary.tokens)
+    return {token for token, t in tokens if t and any(rest.startswith(t) for rest in left)}
+
+
+def test_added_token_has_text_unless_special(tokenizer, vocabulary):
+    """Added tokens have the bytes to which the tokenizer decodes them, special tokens have none."""
+    for text in TEXT_TOKENS:
+        token = tokenizer.token_to_id(text)
+        assert vocabulary.names[text] == token
+        assert vocabulary.tokens[token] == tokenizer.decode([token]).encode() == text.encode()
+    for text in SPECIAL_TOKENS:
+        token = tokenizer.token_to_id(text)
+        assert vocabulary.names[text] == token and not vocabulary.is_text(token)
+        assert tokenizer.decode([token]) == ""
+
+
+def test_added_tokens_are_legal_where_text_is(tokenizer, vocabulary, backend):
+    """In a choice, exactly the ids that continue an option are legal, at each position."""
+    options = ["<think>é\n</think>", "<tool_call>   <think>", "x[CALL]<|end_call|>"]
+    matcher = backend.compile(GrammarSpec.choice(options)).matcher()
+    texts = [option.encode() for option in options]
+    names = ("<think>", "<tool_call>")
+    assert {tokenizer.token_to_id(name) for name in names} <= set(matcher.legal().tolist())
+    for option in texts:
+        done = b""
+        path = tokenizer.encode(option.decode(), add_special_tokens=False).ids
+        if not all(map(vocabulary.is_text, path)):
+            path = [vocabulary.tokens.index(bytes([byte])) for byte in option]
+        for token in path:
+            assert set(matcher.legal().tolist()) == legal_ids(vocabulary, done, texts)
+            assert matcher.accept(token)
+            done += vocabulary.tokens[token]
+        assert done == option and matcher.legal().tolist() == list(vocabulary.stop_ids)
+        matcher.rollback(len(path))
+
+
+def test_added_token_opens_and_closes_tool_call(tokenizer, vocabulary, backend):
+    """The tokens that the tokenizer gives for a call are legal and forced in a structural tag."""
+    tag = StructuralTag.of(BEGIN, SCHEMA, END)
+    matcher = backend.compile(GrammarSpec.structural_tag([tag], ["<tool_call>"])).matcher()
+    forced = ForcedTokens(vocabulary)
+    text = f'I call. {BEGIN}{{"s": "<think>"}}{END} Done.'
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert {tokenizer.token_to_id(name) for name in ("<tool_call>", "</tool_call>")} <= set(ids)
+    row = matcher.legal()
+    for token in ids:
+        assert token in row and matcher.accept(token)
+        row = matcher.legal()
+    matcher.rollback(len(ids) - ids.index(tokenizer.token_to_id("</tool_call>")))
+    mask = np.zeros(matcher.words, np.int32)
+    assert matcher.fill(mask)
+    assert forced.token(mask) == tokenizer.token_to_id("</tool_call>")
+
+
+def test_special_token_is_illegal_in_free_text(tokenizer, vocabulary, backend):
+    """No bytes of a string or of free text reach a special token that the grammar does not name."""
+    special = {tokenizer.token_to_id(text) for text in SPECIAL_TOKENS} - set(vocabulary.stop_ids)
+    grammars = [
+        (GrammarSpec.regex(r"(.|\n)*"), "a [CA"),
+        (GrammarSpec.json_schema({"type": "string"}), '"a [CA'),
+        (GrammarSpec.json_schema({"type": "string", "minLength": 3}), '"[C'),
+    ]
+    for grammar, text in grammars:
+        matcher = backend.compile(grammar).matcher()
+        for byte in text.encode():
+            assert not special & set(matcher.legal().tolist())
+            assert not any(map(matcher.accept, special))
+            assert matcher.accept(vocabulary.tokens.index(bytes([byte])))
+
+
+def test_named_text_token_ends_free_text(tokenizer, vocabulary):
+    """In a grammar that names a token with text, only this id is legal where the token is named.
+
+    The spelling of the token is then free text, also as a part of a longer token. Other added
+    tokens stay text.
+    """
+    pytest.importorskip("llguidance")
+    backend = make_backend("llguidance", vocabulary)
+    think, end = (tokenizer.token_to_id(name) for name in ("<think>", "</think>"))
+    call = tokenizer.token_to_id("<tool_call>")
+    thought = {
+        "type": "tag",
+        "begin": {"type": "token", "token": "<think>"},
+        "content": {"type": "any_text"},
+        "end": {"type": "token", "token": "</think>"},
+    }
+    form = {"type": "sequence", "elements": [thought, {"type": "const_string", "value": "yes"}]}
+    by_id = f'start: <think> FREE <[{end}]> "yes"\nFREE: /(?s:.*)/ // <tool_call>'
+    for spec in (GrammarSpec.structural_format(form), GrammarSpec.lark(by_id)):
+        matcher = backend.compile(spec).matcher()
+        assert matcher.legal().tolist() == [think] and matcher.accept(think)
+        for token in [*(vocabulary.tokens.index(bytes([b])) for b in b"</think>"), call]:
+            assert {end, call} <= set(matcher.legal().tolist()) and matcher.accept(token)
+            assert think not in matcher.legal()
+        assert matcher.accept(end)
+        assert set(matcher.legal().tolist()) == legal_ids(vocabulary, b"", [b"yes"])
+    # A grammar that names no token with text is not affected.
+    matcher = backend.compile(GrammarSpec.choice(["<think>"])).matcher()
+    assert think in matcher.legal()
