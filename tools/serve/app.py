@@ -110,6 +110,8 @@ class Service:
         Parser of API requests. It is not thread-safe, so a single worker thread calls it.
     api_requests
         Number of API requests in progress.
+    max_api_requests
+        Maximum value of `api_requests`.
     draining
         Whether the server is shutting down and therefore refuses new requests.
     """
@@ -129,7 +131,7 @@ class Service:
         self.api_requests = 0
         self.draining = False
         self._created = int(time.time())
-        self._max_api_requests = settings.max_waiting + info.max_batch_size
+        self.max_api_requests = settings.max_waiting + info.max_batch_size
         # The parser has a single thread, because the tokenizer is not thread-safe. Grammars are
         # read in other threads, because a large grammar would delay other requests.
         self._parser_thread = ThreadPoolExecutor(1, "graft parser")
@@ -212,7 +214,7 @@ class Service:
             raise ApiError("the server is shutting down", 503)
         if self.driver.failure is not None:
             raise ApiError(f"the engine has failed: {self.driver.failure}", 503)
-        if self.api_requests >= self._max_api_requests:
+        if self.api_requests >= self.max_api_requests:
             raise ApiError(
                 f"the server has {self.api_requests} requests in progress, which is its limit; "
                 "retry later",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import time
@@ -10,9 +11,22 @@ from types import FrameType
 import uvicorn
 
 from graft.tools.serve.app import Service
+from graft.tools.serve.connections import (
+    ACCEPT_BATCH,
+    KEEP_ALIVE_S,
+    Connection,
+    Connections,
+    RepeatFilter,
+    handle_loop_error,
+    is_no_send_warning,
+    max_connections,
+)
 
 #: Time limit in seconds for clients to read the rest of their responses at shutdown.
 SHUTDOWN_TIMEOUT_S = 5
+#: Maximum number of connections that the operating system holds until the server accepts them.
+BACKLOG = 1024
+_repeat_filter = RepeatFilter()
 
 
 class Server(uvicorn.Server):
@@ -44,12 +58,22 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 service.app,
+                http=Connection,
+                ws="none",
                 log_level="warning",
                 access_log=access_log,
                 server_header=False,
+                backlog=ACCEPT_BATCH,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
             )
         )
+        self.server_state: Connections = Connections(
+            max_connections(service.max_api_requests), service.settings.io_timeout_s
+        )
+        for name in ("uvicorn.error", "asyncio"):
+            logging.getLogger(name).addFilter(_repeat_filter)
+        logging.getLogger("asyncio").addFilter(is_no_send_warning)
         if access_log:
             logging.getLogger("uvicorn.access").setLevel(logging.INFO)
         self.service = service
@@ -74,6 +98,8 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Exit if draining is complete. uvicorn calls this method ten times per second."""
+        if counter % 10 == 0:
+            self.server_state.close_unused()
         if self.service.draining:
             timed_out = time.monotonic() > self._drain_end
             if not self.service.api_requests or timed_out:
@@ -84,7 +110,9 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start listening and print the URL."""
+        asyncio.get_running_loop().set_exception_handler(handle_loop_error)
         await super().startup(sockets)
+        self._listener.listen(BACKLOG)  # uvicorn uses the same number for both
         print(f"graft: serving {self.service.settings.name} at {self.url}", flush=True)
 
     def start(self) -> None:
