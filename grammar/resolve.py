@@ -252,13 +252,13 @@ def _resolve_format(spec: AnySpec, backend: str) -> AnySpec:
 
 
 def _with_routed_schema(spec: Spec, backend: str, form: Format) -> Format:
-    """Return a format with the JSON schema that the backend compiles. Schemas are strict."""
+    """Return a format with the JSON schema that the backend compiles."""
     if form["type"] != "json_schema":
         return form
     content = Spec(
         "json_schema",
         json_text(form["json_schema"]),
-        strict=True,
+        strict=form["strict"],
         whitespace=spec.whitespace,
     )
     try:

@@ -119,7 +119,7 @@ def parse_format(
         else:
             parsed[name] = field.read(found, f"{path}.{name}", depth + 1)
     if kind == "qwen_xml_parameter":  # the former name of this style
-        return parsed | {"type": "json_schema", "style": "qwen_xml"}
+        return parsed | {"type": "json_schema", "style": "qwen_xml", "strict": True}
     _check_combination(parsed, path)
     return parsed
 
@@ -360,6 +360,7 @@ def _end(
 _CONTENT = _Field(parse_format)
 _ELEMENTS = _Field(_formats)
 _FALSE = _Field(_flag, False)
+_TRUE = _Field(_flag, True)
 _NO_TEXTS = _Field(_texts, [])
 _NO_LIMIT = _Field(_count, None)
 #: Fields by type. `parse_format` reports types that are not in this table.
@@ -373,6 +374,7 @@ _FIELDS: dict[str, dict[str, _Field]] = {
     "json_schema": {
         "json_schema": _Field(_schema),
         "style": _Field(_style, "json"),
+        "strict": _TRUE,
         "any_order": _FALSE,
         "max_whitespace_cnt": _NO_LIMIT,
         "excludes": _NO_TEXTS,
@@ -415,7 +417,7 @@ _FIELDS: dict[str, dict[str, _Field]] = {
     },
     "dispatch": {
         "rules": _Field(_rules),
-        "loop": _Field(_flag, True),
+        "loop": _TRUE,
         "excludes": _NO_TEXTS,
     },
     "token": {"token": _Field(_token)},

@@ -50,9 +50,10 @@ def xgrammar_format(
             return _rules(part, regex_rules(part["pattern"]))
         if part["type"] == "json_schema" and part["style"] == "json" and not part["excludes"]:
             return _rules(part, schema_rules(part))
-        if part["type"] == "json_schema" and part["max_whitespace_cnt"] is None:
-            # Otherwise, a model could generate white space without end.
-            return {**part, "max_whitespace_cnt": 1}
+        if part["type"] == "json_schema":
+            # Without a maximum, a model could generate white space without end.
+            most = part["max_whitespace_cnt"]
+            return {**part, "strict": None, "max_whitespace_cnt": 1 if most is None else most}
         return part
 
     return plain_format(convert_format(form, convert))

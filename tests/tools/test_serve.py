@@ -18,7 +18,7 @@ from graft.models.request import Event, Output, Request
 from graft.tools.serve.grammars import make_grammar_spec
 from graft.tools.serve.protocol import ApiRequest
 from graft.tools.serve.responses import ResponseChoice
-from graft.tools.serve.tool_calls import ToolCallParser, ToolChoice, tool_grammar
+from graft.tools.serve.tool_calls import ToolCallParser, ToolChoice
 
 for package in ("starlette", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="the extra serve is not installed")
@@ -400,26 +400,6 @@ def test_tool_calls_satisfy_function_schemas(
     answer = chat(client, tools=TOOLS, messages=history).choices[0]
     assert answer.finish_reason == "stop"
     assert answer.message.content and not answer.message.tool_calls
-
-
-def test_required_tool_grammar_is_an_array_of_calls():
-    """References of the schemas are adapted to their position in the schema of the array."""
-    functions = [tool["function"] for tool in TOOLS]
-    calls = [
-        {"name": "town", "arguments": {"city": "Rome"}},
-        {"name": "person", "arguments": {"name": "Olga", "age": 3}},
-    ]
-    for count in (1, 2):
-        key, schema = tool_grammar(ToolChoice(functions[:count], required=True))
-        assert key == "json"
-        GrammarSpec.json_schema(schema).check()
-        jsonschema.validate(calls[:count], schema)
-        wrong = [{"name": "town", "arguments": {"city": "rome"}}]
-        for document in ([], wrong, calls[0]):
-            with pytest.raises(jsonschema.ValidationError):
-                jsonschema.validate(document, schema)
-    key, schema = tool_grammar(ToolChoice(functions, required=True, parallel=False))
-    jsonschema.validate(calls[0], schema)
 
 
 ARGUMENTS = ['{"x": "</tool_call> \\"}"}', "[1, {}]", "12", '"a}"']

@@ -14,7 +14,7 @@ from graft.sampling.checks import short_repr
 from graft.tools.grammar_options import make_grammar
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.fields import GRAMMAR_FIELDS
-from graft.tools.serve.tool_calls import calls_format, read_tool_choice, tool_grammar
+from graft.tools.serve.tool_calls import calls_format, read_tool_choice, tool_format
 
 _STRUCTURED_KEYS = {
     "json",
@@ -76,15 +76,14 @@ def find_grammar(fields: Mapping[str, Any], limits: Limits) -> tuple[str, str] |
     tools = read_tool_choice(fields)
     if tools.functions:
         check_size("tools", tools.functions, "grammar_bytes", limits)
+        form = tool_format(tools)
         if len(found) == 1 and not tools.required:
             check_size(found[0].name, found[0].value, "grammar_bytes", limits)
             form = {"type": "or", "elements": [calls_format(tools), _as_format(found[0])]}
-            found = [_FoundGrammar("tools", "structural_tag", {"format": form})]
+            found = []
         elif tools.required and [grammar.name for grammar in found] == ["response_format"]:
-            # The output is a call, so there is no content to which response_format applies.
-            found = [_FoundGrammar("tools", *tool_grammar(tools))]
-        else:
-            found.append(_FoundGrammar("tools", *tool_grammar(tools)))
+            found = []  # the output is a call: response_format has no content to apply to
+        found.append(_FoundGrammar("tools", "structural_tag", {"format": form}))
     if len(found) > 1:
         names = " and ".join(grammar.name for grammar in found)
         second = found[1].name

@@ -30,7 +30,7 @@ from graft.tools.serve import reasoning
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.fields import PLAIN_FIELDS, read_bool, read_integer
 from graft.tools.serve.messages import read_messages
-from graft.tools.serve.tool_calls import ToolChoice, read_tool_choice
+from graft.tools.serve.tool_calls import ToolChoice, read_tool_choice, template_tools
 
 _MAX_PRIORITY = 2**31 - 1
 _STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
@@ -357,7 +357,7 @@ class RequestParser:
                 )
             variables = {"reasoning_effort": effort} | variables
         if fields.get("tools") and fields.get("tool_choice") != "none":
-            variables = variables | {"tools": fields["tools"]}
+            variables = variables | {"tools": template_tools(fields["tools"])}
         return variables
 
     def _prompts(self, fields: Mapping[str, Any]) -> list[list[int]]:

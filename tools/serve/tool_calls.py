@@ -26,6 +26,8 @@ from graft.tools.serve.reasoning import partial_tag_length
 
 BEGIN = "<tool_call>"
 END = "</tool_call>"
+#: Texts around a call in tags.
+_TAG_TEXTS = (f"{BEGIN}\n", f"\n{END}")
 #: Maximum number of tool calls in one response choice, if parallel calls are allowed.
 MAX_TOOL_CALLS = 128
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*')
@@ -33,8 +35,13 @@ _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"arg
 _REQUIRED_HEAD = re.compile(rf"\s*[\[,]?{_HEAD.pattern}")
 _TAIL = re.compile(rf"\s*\}}\s*{END}")
 _REQUIRED_TAIL = re.compile(r"\s*\}")
-#: Schema keywords whose values are data, so that "$ref" in them is not a reference.
-_DATA_KEYWORDS = ("const", "enum", "default", "examples")
+#: Fields of a function's definition, with their types.
+_FUNCTION_FIELDS: dict[str, tuple[type, str]] = {
+    "name": (str, "a string"),
+    "description": (str, "a string"),
+    "parameters": (dict, "a JSON schema, which is an object"),
+    "strict": (bool, "true or false"),
+}
 _NO_ARGUMENTS = {
     "type": "object",
     "properties": {},
@@ -109,124 +116,112 @@ def _read_functions(tools: Any) -> dict[str, dict[str, Any]]:
     if not isinstance(tools, list):
         tools = [tools]
     for tool in tools:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if function is None or not name or not isinstance(name, str):
-            raise ApiError("each tool must be a function with a name", param="tools")
+        function = _read_function(tool)
+        name = function["name"]
         if name in functions:
             raise ApiError(f"two functions are named {name!r}", param="tools")
         functions[name] = function
     return functions
 
 
-def tool_grammar(tools: ToolChoice) -> tuple[str, Any]:
-    """Return the grammar of calls to functions, as a key and a value of structured_outputs."""
-    schemas = _argument_schemas(tools)
-    if not tools.required:
-        tags = []
-        for name, schema in schemas.items():
-            begin, end = _call_tag(name)
-            tags.append({"begin": begin, "schema": schema, "end": end})
-        return "structural_tag", {"tags": tags, "triggers": [BEGIN]}
-    call = _any_call_schema(schemas, "/items" if tools.is_array else "")
-    if tools.is_array:
-        call = {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": MAX_TOOL_CALLS,
-            "items": call,
-        }
-    return "json", call
+def _read_function(tool: Any) -> dict[str, Any]:
+    """Return the fields of a function's definition that graft knows and that are not null."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict):
+        function = {}
+    name = function.get("name")
+    if not name or not isinstance(name, str):
+        raise ApiError("each tool must be a function with a name", param="tools")
+    read = {}
+    for field, (kind, kind_name) in _FUNCTION_FIELDS.items():
+        value = function.get(field)
+        if value is None:
+            continue
+        if not isinstance(value, kind):
+            raise ApiError(
+                f"function {name!r}: {field} must be {kind_name}, got {short_repr(value)}",
+                param="tools",
+            )
+        read[field] = value
+    return read
+
+
+def template_tools(tools: Any) -> list[dict[str, Any]]:
+    """Return ``tools`` as chat templates expect them: without nulls, and without other fields.
+
+    A field such as ``strict``, which concerns the grammar only, would change the prompt.
+    """
+    described = []
+    for function in _read_functions(tools).values():
+        described.append({key: value for key, value in function.items() if key != "strict"})
+    return [{"type": "function", "function": function} for function in described]
+
+
+def tool_format(tools: ToolChoice) -> dict[str, Any]:
+    """Return the structural format of an output in which the model may or must call functions."""
+    if tools.required:
+        return _required_format(tools)
+    tags = [_call_tag(function, *_TAG_TEXTS, strict=True) for function in tools.functions]
+    return {"type": "triggered_tags", "triggers": [BEGIN], "tags": tags}
 
 
 def calls_format(tools: ToolChoice) -> dict[str, Any]:
-    """Return the format of structural tags for an output that consists of calls in tags."""
-    tags = []
-    for name, schema in _argument_schemas(tools).items():
-        begin, end = _call_tag(name)
-        content = {"type": "json_schema", "json_schema": schema}
-        tags.append({"type": "tag", "begin": begin, "content": content, "end": end})
+    """Return the structural format of an output that consists of calls in tags."""
+    tags = [_call_tag(function, *_TAG_TEXTS, strict=True) for function in tools.functions]
+    return _some_calls(tags, "\n", tools)
+
+
+def _required_format(tools: ToolChoice) -> dict[str, Any]:
+    """Return the structural format of a call, or of a JSON array of calls."""
+    tags = [_call_tag(function, "", "", strict=False) for function in tools.functions]
+    calls = _some_calls(tags, ", ", tools)
+    if not tools.is_array:
+        return calls
+    brackets = [{"type": "const_string", "value": text} for text in "[]"]
+    return {"type": "sequence", "elements": [brackets[0], calls, brackets[1]]}
+
+
+def _some_calls(tags: list[dict[str, Any]], separator: str, tools: ToolChoice) -> dict[str, Any]:
+    """Return the structural format of at least one call."""
     return {
         "type": "tags_with_separator",
         "tags": tags,
-        "separator": "\n",
+        "separator": separator,
         "at_least_one": True,
         "stop_after_first": not tools.parallel,
     }
 
 
-def _argument_schemas(tools: ToolChoice) -> dict[str, Any]:
-    """Return the JSON schemas of the arguments by function name."""
-    return {
-        function["name"]: function.get("parameters") or _NO_ARGUMENTS
-        for function in tools.functions
-    }
+def _call_tag(
+    function: Mapping[str, Any], before: str, after: str, *, strict: bool
+) -> dict[str, Any]:
+    """Return the tag of a call. Its content is the JSON of the arguments.
 
-
-def _call_tag(name: str) -> tuple[str, str]:
-    """Return the text before and after the arguments of a call in a tag."""
-    return f'{BEGIN}\n{{"name": {json.dumps(name)}, "arguments": ', f"}}\n{END}"
-
-
-def _any_call_schema(schemas: Mapping[str, Any], pointer: str) -> dict[str, Any]:
-    """Return the JSON schema of a call to any function.
+    The schema of the arguments stays a document of its own, so that its references keep their
+    meaning.
 
     Parameters
     ----------
-    schemas
-        Schemas of the arguments by function name.
-    pointer
-        JSON pointer at which the caller embeds the result into a larger schema.
+    function
+        Definition of the function.
+    before, after
+        Texts around the JSON object of the call.
+    strict
+        Value of ``strict`` if the definition has none: whether objects of the arguments allow no
+        properties that the schema does not mention.
     """
-    if len(schemas) == 1:
-        [(name, schema)] = schemas.items()
-        return _call_schema(name, schema, pointer)
-    calls: list[dict[str, Any]] = []
-    for name, schema in schemas.items():
-        calls.append(_call_schema(name, schema, f"{pointer}/anyOf/{len(calls)}"))
-    return {"anyOf": calls}
-
-
-def _call_schema(name: str, schema: Any, pointer: str) -> dict[str, Any]:
-    """Return the JSON schema of a call to a function.
-
-    Parameters
-    ----------
-    name
-        Name of the function.
-    schema
-        JSON schema of the arguments.
-    pointer
-        JSON pointer at which the caller embeds the result into a larger schema.
-    """
-    return {
-        "type": "object",
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-        "properties": {
-            "name": {"const": name},
-            "arguments": _rebase_references(schema, f"{pointer}/properties/arguments"),
-        },
+    name = json.dumps(function["name"], ensure_ascii=False)
+    content = {
+        "type": "json_schema",
+        "json_schema": function.get("parameters") or _NO_ARGUMENTS,
+        "strict": function.get("strict", strict),
     }
-
-
-def _rebase_references(schema: Any, pointer: str) -> Any:
-    """Adapt the references of a schema that will be embedded into a larger schema.
-
-    A reference such as ``{"$ref": "#/$defs/x"}`` starts at the root of the document. `pointer` is
-    the JSON pointer at which the schema is embedded, and is inserted into each reference.
-    """
-    if isinstance(schema, list):
-        return [_rebase_references(part, pointer) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    rebased = {}
-    for key, part in schema.items():
-        rebased[key] = part if key in _DATA_KEYWORDS else _rebase_references(part, pointer)
-    target = schema.get("$ref")
-    if isinstance(target, str) and (target == "#" or target.startswith("#/")):
-        rebased["$ref"] = f"#{pointer}{target[1:]}"
-    return rebased
+    return {
+        "type": "tag",
+        "begin": f'{before}{{"name": {name}, "arguments": ',
+        "content": content,
+        "end": f"}}{after}",
+    }
 
 
 class _ValueScanner:

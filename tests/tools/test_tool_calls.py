@@ -1,0 +1,192 @@
+"""Tests of tool calls: their grammars, compared with jsonschema, and the tools of a prompt."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+
+from graft.grammar import GrammarSpec, Vocabulary, make_backend
+from graft.tools.serve.errors import ApiError
+from graft.tools.serve.tool_calls import read_tool_choice, template_tools, tool_format
+
+STOP = 256
+BYTES = Vocabulary([bytes([byte]) for byte in range(256)] + [b""], 257, [STOP])
+
+
+@pytest.fixture(scope="module")
+def backend():
+    return make_backend("llguidance", BYTES)
+
+
+def tool(name, parameters=None, **fields):
+    return {"type": "function", "function": {"name": name, "parameters": parameters, **fields}}
+
+
+def accepts(backend, tools, text, **fields):
+    """Return whether the grammar of a request with tools allows a text."""
+    form = tool_format(read_tool_choice({"tools": tools, **fields}))
+    matcher = backend.compile(GrammarSpec.structural_format(form)).matcher()
+    return all(map(matcher.accept, text.encode())) and matcher.accept(STOP)
+
+
+TOWN = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/c"}},
+    "required": ["city"],
+    "$defs": {"c": {"type": "string", "pattern": "^[A-Z][a-z]{2,7}$"}},
+    "additionalProperties": False,
+}
+TOWN_VALUES = [{"city": "Rome"}, {"city": "rome"}, {}]
+#: Schemas whose references or key names are easily confused, with arguments.
+REFERENCE_SCHEMAS = {
+    "definition": (TOWN, TOWN_VALUES),
+    "property called default": (
+        {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string", "maxLength": 2},
+                "default": {"$ref": "#/properties/name"},
+            },
+            "required": ["default"],
+        },
+        [{"default": "ab"}, {"default": "abc"}, {"default": 1}],
+    ),
+    "definitions called as keywords": (
+        {
+            "type": "object",
+            "properties": {
+                name: {"$ref": f"#/$defs/{name}"} for name in ("const", "enum", "examples")
+            },
+            "required": ["const", "enum", "examples"],
+            "$defs": {
+                "const": {"$ref": "#/$defs/default"},
+                "enum": {"enum": [{"$ref": "#/$defs/none"}]},
+                "examples": {"const": {"$ref": "#"}},
+                "default": {"type": "boolean"},
+            },
+        },
+        [
+            {"const": True, "enum": {"$ref": "#/$defs/none"}, "examples": {"$ref": "#"}},
+            {"const": 1, "enum": {"$ref": "#/$defs/none"}, "examples": {"$ref": "#"}},
+            {"const": True, "enum": {"$ref": "#/$defs/none"}, "examples": {"$ref": "#/items"}},
+        ],
+    ),
+    "reference to the root": (
+        {
+            "type": "object",
+            "properties": {"size": {"type": "integer"}, "next": {"$ref": "#"}},
+            "required": ["size"],
+        },
+        [{"size": 1, "next": {"size": 2}}, {"size": 1, "next": {}}, {"size": 1, "next": 2}],
+    ),
+    "anchor": (
+        {
+            "type": "object",
+            "properties": {"size": {"$ref": "#s"}},
+            "required": ["size"],
+            "$defs": {"size": {"$anchor": "s", "type": "integer"}},
+        },
+        [{"size": 2}, {"size": "3"}],
+    ),
+    "dynamic reference": (
+        {
+            "type": "object",
+            "properties": {"size": {"$dynamicRef": "#s"}},
+            "required": ["size"],
+            "$defs": {"size": {"$dynamicAnchor": "s", "type": "integer"}},
+        },
+        [{"size": 2}, {"size": "3"}],
+    ),
+    "identifier": (
+        {
+            "$id": "https://example.com/town",
+            "type": "object",
+            "properties": {"size": {"$ref": "#/$defs/size"}},
+            "required": ["size"],
+            "$defs": {"size": {"enum": [1, 2]}},
+        },
+        [{"size": 2}, {"size": 3}],
+    ),
+}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "named"])
+@pytest.mark.parametrize("schema, values", REFERENCE_SCHEMAS.values(), ids=REFERENCE_SCHEMAS)
+def test_references_of_parameters_keep_their_meaning(backend, schema, values, choice):
+    tools = [tool("person", TOWN), tool("f", schema)]
+    validator = jsonschema.Draft202012Validator(schema)
+    found = []
+    for value in values:
+        call = f'{{"name": "f", "arguments": {json.dumps(value)}}}'
+        if choice == "auto":
+            call = f"so <tool_call>\n{call}\n</tool_call>."
+        elif choice == "required":
+            call = f"[{call}, {call}]"
+        name = {"type": "function", "function": {"name": "f"}}
+        found.append(
+            accepts(backend, tools, call, tool_choice=name if choice == "named" else choice)
+        )
+    assert found == [validator.is_valid(value) for value in values]
+    assert set(found) == {True, False}
+
+
+def test_required_output_is_an_array_of_calls(backend):
+    tools = [tool("town", TOWN), tool("名", {"type": "object", "properties": {"a": {}}})]
+    town = '{"name": "town", "arguments": {"city": "Rome"}}'
+    other = '{"name": "名", "arguments": {"a": [1, {"b": "}"}]}}'
+    for text in (f"[{town}]", f"[{town}, {other}, {town}]"):
+        assert accepts(backend, tools, text, tool_choice="required")
+        assert not accepts(backend, tools, text, tool_choice="required", parallel_tool_calls=False)
+    for text in ("[]", town, f"[{town},{other}]", f"[{town}", f"[{town}] ", "[1]"):
+        assert not accepts(backend, tools, text, tool_choice="required")
+    for text in (town, other):
+        assert accepts(backend, tools, text, tool_choice="required", parallel_tool_calls=False)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("strict", [None, True, False])
+def test_strict_determines_whether_arguments_have_additional_properties(backend, choice, strict):
+    """Without the field, they are allowed only in calls that are required."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    plain, extra = (f'{{"name": "f", "arguments": {{"a": 1{more}}}}}' for more in ("", ', "b": 2'))
+    if choice == "required":
+        texts = [f"[{plain}]", f"[{extra}]"]
+    else:
+        texts = [f"<tool_call>\n{call}\n</tool_call>" for call in (plain, extra)]
+    tools = [tool("f", schema, strict=strict)]
+    is_open = choice == "required" if strict is None else not strict
+    found = [accepts(backend, tools, text, tool_choice=choice) for text in texts]
+    assert found == [True, is_open]
+
+
+def test_prompt_has_only_name_description_and_parameters_of_tools():
+    tools = [
+        {
+            **tool("f", {"type": "object"}, description="d", strict=True, other=1),
+            "cache_control": 2,
+        },
+        tool("g", None, description=None, strict=None),
+    ]
+    assert template_tools(tools) == [
+        {
+            "type": "function",
+            "function": {"name": "f", "description": "d", "parameters": {"type": "object"}},
+        },
+        {"type": "function", "function": {"name": "g"}},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"strict": 1}, "function 'f': strict must be true or false, got 1"),
+        ({"strict": "true"}, "function 'f': strict must be true or false, got 'true'"),
+        ({"description": 1}, "function 'f': description must be a string, got 1"),
+        ({"parameters": [1]}, r"function 'f': parameters must be a JSON schema.*got \[1\]"),
+    ],
+)
+def test_function_with_invalid_field_is_refused(fields, message):
+    with pytest.raises(ApiError, match=message):
+        read_tool_choice({"tools": [tool("f", **fields)]})
