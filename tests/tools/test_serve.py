@@ -584,6 +584,24 @@ def json_schema(**schema):
             400,
             "regex and tools",
         ),
+        (
+            {
+                "response_format": response_format({"type": "nothing"}),
+                "tools": TOOLS,
+                "tool_choice": "required",
+            },
+            400,
+            "type: must be a type of JSON",
+        ),
+        (
+            {
+                "response_format": response_format({"description": "x" * 5000}),
+                "tools": TOOLS,
+                "tool_choice": {"type": "function", "function": {"name": "town"}},
+            },
+            400,
+            "Limits.grammar_bytes",
+        ),
         ({"temperature": -1}, 400, "temperature must be a number"),
         ({"priority": "high"}, 400, "priority must be an integer"),
         ({"n": 1000}, 400, "n must be an integer"),

@@ -29,7 +29,7 @@ from graft.sampling.checks import short_repr
 from graft.tools.serve.engine_driver import EngineDriver
 from graft.tools.serve.errors import ApiError, check_output, to_api_error
 from graft.tools.serve.fields import check_fields, find_param, use_api_names
-from graft.tools.serve.grammars import find_grammar, make_grammar_spec
+from graft.tools.serve.grammars import find_grammars, make_grammar_spec
 from graft.tools.serve.metrics import Metrics
 from graft.tools.serve.prompt_logprobs import score_prompts
 from graft.tools.serve.protocol import ApiRequest, RequestParser
@@ -271,10 +271,11 @@ class Service:
             If a field is invalid.
         """
         fields = check_fields(fields, chat, self.settings.name)
-        grammar = None
-        found = find_grammar(fields, self.parser.limits)
-        if found is not None:
-            grammar = await _run_in(self._grammar_threads, make_grammar_spec, *found)
+        grammars = [
+            await _run_in(self._grammar_threads, make_grammar_spec, *found)
+            for found in find_grammars(fields, self.parser.limits)
+        ]
+        grammar = grammars[0] if grammars else None
         return await _run_in(
             self._parser_thread,
             self.parser.parse,

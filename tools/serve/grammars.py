@@ -49,11 +49,12 @@ class _FoundGrammar(NamedTuple):
     value: Any
 
 
-def find_grammar(fields: Mapping[str, Any], limits: Limits) -> tuple[str, str] | None:
-    """Return the grammar that response_format, structured_outputs or tools define.
+def find_grammars(fields: Mapping[str, Any], limits: Limits) -> list[tuple[str, str]]:
+    """Return the grammars that response_format, structured_outputs or tools define.
 
     If the model may call tools, a request can also have one other grammar. The output is then
-    either a sequence of calls or text of this grammar.
+    either a sequence of calls or text of this grammar. If the model must call a tool, the request
+    can also have a response_format, which must be valid and has no effect.
 
     Parameters
     ----------
@@ -64,8 +65,9 @@ def find_grammar(fields: Mapping[str, Any], limits: Limits) -> tuple[str, str] |
 
     Returns
     -------
-    (str, str) or None
-        Arguments for `make_grammar_spec`; None if the request has no grammar.
+    list of (str, str)
+        Arguments for `make_grammar_spec`: first the grammar of the output, then grammars that
+        must only be valid. The list is empty if the output is free text.
 
     Raises
     ------
@@ -73,6 +75,7 @@ def find_grammar(fields: Mapping[str, Any], limits: Limits) -> tuple[str, str] |
         If the request has more than one grammar, or the grammar is too large.
     """
     found = [*_response_format(fields), *_structured_outputs(fields)]
+    unused: list[_FoundGrammar] = []
     tools = read_tool_choice(fields)
     if tools.functions:
         check_size("tools", tools.functions, "grammar_bytes", limits)
@@ -82,18 +85,17 @@ def find_grammar(fields: Mapping[str, Any], limits: Limits) -> tuple[str, str] |
             form = {"type": "or", "elements": [calls_format(tools), _as_format(found[0])]}
             found = []
         elif tools.required and [grammar.name for grammar in found] == ["response_format"]:
-            found = []  # the output is a call: response_format has no content to apply to
+            # The output is a call, so there is no content to which response_format applies.
+            unused, found = found, []
         found.append(_FoundGrammar("tools", "structural_tag", {"format": form}))
     if len(found) > 1:
         names = " and ".join(grammar.name for grammar in found)
         second = found[1].name
         param = second if second in fields else "structured_outputs"
         raise ApiError(f"give at most one grammar, got {names}", param=param)
-    if not found:
-        return None
-    [grammar] = found
-    check_size(grammar.name, grammar.value, "grammar_bytes", limits)
-    return grammar.key, json.dumps(grammar.value)
+    for grammar in found + unused:
+        check_size(grammar.name, grammar.value, "grammar_bytes", limits)
+    return [(grammar.key, json.dumps(grammar.value)) for grammar in found + unused]
 
 
 def _response_format(fields: Mapping[str, Any]) -> list[_FoundGrammar]:
