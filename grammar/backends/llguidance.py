@@ -8,7 +8,7 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from graft.grammar.schema.llguidance_errors import explain_assertion, validate
 from graft.grammar.schema.options import Whitespace, json_options, literal
 from graft.grammar.spec import Spec
 from graft.grammar.structural.formats import parse_format
-from graft.grammar.structural.lark import lark_pattern, lark_text
+from graft.grammar.structural.lark import NO_TOKENS, lark_pattern, lark_text, split_names
 from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native
 from graft.native.children.process import Call
@@ -49,7 +49,7 @@ _LARK_TOKEN = re.compile(
 _ROW_BYTES = 64 << 20
 
 
-def prepare(spec: Spec, validated: bool) -> str:
+def prepare(spec: Spec, validated: bool, special: Mapping[str, int] = NO_TOKENS) -> str:
     """Check a grammar and return it in LLGuidance's JSON format.
 
     Parameters
@@ -58,6 +58,8 @@ def prepare(spec: Spec, validated: bool) -> str:
         The grammar.
     validated
         Whether LLGuidance is known to accept the grammar.
+    special
+        Ids of the special tokens that may stand for their names in tags, by name.
 
     Raises
     ------
@@ -65,7 +67,9 @@ def prepare(spec: Spec, validated: bool) -> str:
         As `validated_grammar_text`.
     """
     resolved = resolve_spec(spec, "llguidance")
-    return grammar_text(resolved) if validated else validated_grammar_text(resolved)
+    if validated:
+        return grammar_text(resolved, special)
+    return validated_grammar_text(resolved, special)
 
 
 def prepare_automaton(spec: Spec) -> bytes | None:
@@ -103,15 +107,16 @@ def load_native() -> str:
         ) from error
 
 
-def grammar_text(spec: Spec) -> str:
+def grammar_text(spec: Spec, special: Mapping[str, int] = NO_TOKENS) -> str:
     """Return a grammar in the JSON format that LLGuidance's parser reads.
 
-    The grammar allows every sequence of tokens that spells a legal text.
+    The grammar allows every sequence of tokens that spells a legal text. `special` is as in
+    `prepare`.
     """
-    return json.dumps({"grammars": [_grammar(spec)]})
+    return json.dumps({"grammars": [_grammar(spec, special)]})
 
 
-def validated_grammar_text(spec: Spec) -> str:
+def validated_grammar_text(spec: Spec, special: Mapping[str, int] = NO_TOKENS) -> str:
     """Check a grammar with LLGuidance and return the grammar in LLGuidance's JSON format.
 
     Raises
@@ -120,7 +125,7 @@ def validated_grammar_text(spec: Spec) -> str:
         LLGuidance refuses the grammar, or LLGuidance warns that it cannot enforce a part of the
         grammar and the specification is not `partial`.
     """
-    grammar = _grammar(spec)
+    grammar = _grammar(spec, special)
     refused, lines = validate(grammar)
     # Without the vocabulary, LLGuidance cannot look up the special tokens that a grammar names, and
     # prints a warning. `load` has the vocabulary and refuses unknown special tokens.
@@ -145,17 +150,17 @@ def syntax_error(spec: Spec) -> str:
     return ""
 
 
-def _grammar(spec: Spec) -> dict[str, Any]:
+def _grammar(spec: Spec, special: Mapping[str, int]) -> dict[str, Any]:
     """Return a grammar in the form of an element of LLGuidance's ``grammars`` list."""
     spec = resolve_spec(spec, "llguidance")
     if spec.kind == "json_schema" and not spec.rules:
         # LLGuidance reads a schema faster than a Lark grammar, which takes about 1 ms.
         return {"json_schema": _schema_with_options(json.loads(spec.text), spec.whitespace)}
     header = '%llguidance {"no_forcing": true}'
-    return {"lark_grammar": f"{header}\n{spec.rules or _lark_text(spec)}"}
+    return {"lark_grammar": f"{header}\n{spec.rules or _lark_text(spec, special)}"}
 
 
-def _lark_text(spec: Spec) -> str:
+def _lark_text(spec: Spec, special: Mapping[str, int]) -> str:
     """Return a grammar other than a JSON schema in LLGuidance's Lark dialect."""
     if spec.kind == "regex":
         return f"start: {lark_pattern(spec.text)}"
@@ -167,9 +172,9 @@ def _lark_text(spec: Spec) -> str:
         # slow and could exceed the parser's limit of items.
         return "start: CHOICE\nCHOICE: " + " | ".join(options)
     if spec.kind == "structural_tag":
-        return _structural_tag(json.loads(spec.text), spec.whitespace)
+        return _structural_tag(json.loads(spec.text), spec.whitespace, special)
     if spec.kind == "structural_format":
-        return lark_text(parse_format(json.loads(spec.text)), spec.whitespace)
+        return lark_text(parse_format(json.loads(spec.text)), spec.whitespace, special)
     if spec.root != "root":
         raise GrammarError(
             f"ebnf: with LLGuidance, the start rule must have the name 'root', not {spec.root!r}"
@@ -182,11 +187,14 @@ def _lark_text(spec: Spec) -> str:
         raise GrammarError(f"ebnf: {clean_message(error)}") from error
 
 
-def _structural_tag(document: dict[str, Any], whitespace: Whitespace) -> str:
+def _structural_tag(
+    document: dict[str, Any], whitespace: Whitespace, special: Mapping[str, int]
+) -> str:
     """Return a structural tag in the Lark dialect.
 
     Free text is a lazy lexeme (terminal) that ends with a trigger. The trigger is followed by the
-    rest of the tag's begin text, by the content of the tag, and by the tag's end text.
+    rest of the tag's begin text, by the content of the tag, and by the tag's end text. If the
+    trigger begins with a special token, free text can also end before this token.
     """
     tags = document["tags"]
     indices = range(len(tags))
@@ -202,15 +210,25 @@ def _structural_tag(document: dict[str, Any], whitespace: Whitespace) -> str:
     for i, tag in enumerate(tags):
         begin = tag["begin"]
         trigger = next(t for t in document["triggers"] if begin.startswith(t))
-        rest_of_begin = literal(begin[len(trigger) :]) if begin != trigger else ""
-        end = literal(tag["end"]) if tag["end"] else ""
         rules.append(f"open_{i}[lazy]: FREE {literal(trigger)}")
         schema = json.dumps(_schema_with_options(tag["schema"], whitespace))
-        rules.append(f"body_{i}: %json {schema} {end}")
-        rules.append(f"free_{i}: open_{i} {rest_of_begin} body_{i}")
+        rules.append(f"body_{i}: %json {schema} {_spelled(tag['end'], special)}")
+        rules.append(f"free_{i}: open_{i} {_spelled(begin[len(trigger) :], special)} body_{i}")
+        name = next((part for part, is_name in split_names(trigger, special) if is_name), "")
+        if name and trigger.startswith(name):
+            rest = _spelled(begin[len(name) :], special)
+            rules[-1] += f" | FREE <[{special[name]}]> {rest} body_{i}"
         if document["at_once"]:
-            rules.append(f"tag_{i}: {literal(begin)} body_{i}")
+            rules.append(f"tag_{i}: {_spelled(begin, special)} body_{i}")
     return "\n".join(rules)
+
+
+def _spelled(text: str, special: Mapping[str, int]) -> str:
+    """Return the expression of a text in which special tokens may stand for their names."""
+    parts = []
+    for part, is_name in split_names(text, special):
+        parts.append(f"({literal(part)} | <[{special[part]}]>)" if is_name else literal(part))
+    return " ".join(parts)
 
 
 def _schema_with_options(schema: Any, whitespace: Whitespace) -> dict[str, Any]:
@@ -340,14 +358,29 @@ class LLGuidanceBackend:
         LLGuidance limits the size of the grammar and of its lexer.
         """
         resolved = resolve_spec(spec, "llguidance")
-        compiled = self.load(spec, prepare(resolved, _was_validated(resolved)))
+        prepared = prepare(resolved, _was_validated(resolved), self._special_tokens(spec))
+        compiled = self.load(spec, prepared)
         if self._automata:
             self.add_automaton(compiled, compile_automaton(resolved))
         return compiled
 
     def compile_call(self, spec: Spec, routed: bool) -> Call:
         """Return the call that prepares a grammar in a child process; see `BoundedBackend`."""
-        return Call(f"{__name__}:prepare", (spec, routed and _was_validated(spec)))
+        validated = routed and _was_validated(spec)
+        return Call(f"{__name__}:prepare", (spec, validated, self._special_tokens(spec)))
+
+    def _special_tokens(self, spec: Spec) -> dict[str, int]:
+        """Return the ids of the special tokens whose names occur in a grammar with tags."""
+        if spec.kind not in ("structural_tag", "structural_format"):
+            return {}
+        vocabulary = self.vocabulary
+        found = {}
+        for name, token in vocabulary.names.items():
+            if vocabulary.is_text(token) or token in vocabulary.stop_ids or not name:
+                continue
+            if json.dumps(name, ensure_ascii=False)[1:-1] in spec.text:
+                found[name] = token
+        return found
 
     def load(self, spec: Spec, result: str) -> CompiledGrammar:
         """Create the compiled grammar from the result of `prepare`. Releases the GIL."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from graft.grammar.errors import GrammarError
@@ -12,7 +13,9 @@ from graft.grammar.schema.options import Whitespace, json_options
 from graft.grammar.structural.formats import Format, LoweringError
 from graft.grammar.structural.pieces import Joiner, Piece, check_boundary, constant, overlap
 
-__all__ = ["lark_pattern", "lark_text"]
+__all__ = ["NO_TOKENS", "lark_pattern", "lark_text", "split_names"]
+
+NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
 #: Characters with which JSON of a type can start.
 _JSON_STARTS = {
@@ -28,7 +31,7 @@ _SPECIAL_TOKEN = re.compile(r"<[^<>\s\[\]]+>")
 _ANY = "/(?s:.*)/"
 
 
-def lark_text(form: Format, whitespace: Whitespace) -> str:
+def lark_text(form: Format, whitespace: Whitespace, special: Mapping[str, int] = NO_TOKENS) -> str:
     """Return the Lark grammar of exactly the texts of a structural format.
 
     Parameters
@@ -37,13 +40,39 @@ def lark_text(form: Format, whitespace: Whitespace) -> str:
         The format, as `parse_format` returns it. Its schemas have been routed for LLGuidance.
     whitespace
         White space between JSON tokens, as in `graft.grammar.spec.Spec`.
+    special
+        Ids of special tokens by name. In the begin, end and trigger texts of tags, a special token
+        may stand for its name. If no exact grammar is known then, the texts are spelled.
 
     Raises
     ------
     GrammarError
         The format has a part for which no exact grammar is known.
     """
-    lowering = _Lowering(whitespace)
+    if special:
+        try:
+            return _lark_text(form, _Lowering(whitespace, special))
+        except GrammarError:
+            pass
+    return _lark_text(form, _Lowering(whitespace, NO_TOKENS))
+
+
+def split_names(text: str, names: Mapping[str, int]) -> list[tuple[str, bool]]:
+    """Split a text into names of tokens, of which the longest are found first, and other parts.
+
+    Returns
+    -------
+    list of tuple
+        Parts of the text in order. Each tuple is a part that is not empty and whether it is a name.
+    """
+    if not names:
+        return [(text, False)] if text else []
+    longest_first = sorted(names, key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
+    return [(part, index % 2 == 1) for index, part in enumerate(parts) if part]
+
+
+def _lark_text(form: Format, lowering: _Lowering) -> str:
     try:
         start = lowering.joiner.sequence(lowering.lower(form, ()))
     except LoweringError as error:
@@ -70,9 +99,10 @@ class _Lowering:
     `ends` is None where free text cannot be lowered.
     """
 
-    def __init__(self, whitespace: Whitespace):
+    def __init__(self, whitespace: Whitespace, special: Mapping[str, int]):
         self.joiner = Joiner()
         self._whitespace = whitespace
+        self._special = special
 
     def lower(self, form: Format, ends: Sequence[str] | None) -> list[Piece]:
         """Return the pieces of a format, which follow each other."""
@@ -120,6 +150,8 @@ class _Lowering:
             return [[*before, *pieces] for pieces in alternatives]
         if kind in ("triggered_tags", "dispatch"):
             return self._dispatch(form, ends)
+        if kind == "tag":
+            return self._tag(form)
         if kind == "optional" and ends is not None and _has_free_text(form["content"]):
             inner = self._spread(form["content"], ends)
             if any(piece.absent for pieces in inner for piece in pieces[-1:]):
@@ -145,17 +177,7 @@ class _Lowering:
             text = token
         else:
             raise LoweringError(f"token {token!r}: LLGuidance names special tokens like <...>")
-        starts = frozenset([f"\0{text}"])
-        return [
-            Piece(
-                text,
-                "token",
-                terminal=False,
-                closed=True,
-                starts=starts,
-                special=True,
-            )
-        ]
+        return [_special_piece(text)]
 
     def _any_text(self, form: Format, ends: Sequence[str] | None) -> list[Piece]:
         if form["max_tokens"] is not None:
@@ -240,25 +262,66 @@ class _Lowering:
             )
         ]
 
-    def _tag(self, form: Format, _ends: Any) -> list[Piece]:
+    def _tag(self, form: Format) -> list[list[Piece]]:
+        """Return the alternatives of a tag, one for each way to write the beginning of its begin.
+
+        Free text before the tag and the begin can so become one terminal.
+        """
         begin = form["begin"]
         end = form["end"]
-        first = constant(begin) if isinstance(begin, str) else self._token(begin, None)[0]
+        begins = self._spellings(begin) if isinstance(begin, str) else [self._token(begin, None)]
+        texts: Sequence[str] = ()
         if isinstance(end, dict):
-            last = self._token(end, None)[0]
-            texts: Sequence[str] = ()
+            ends = [self._token(end, None)]
         else:
-            last = self.joiner.alternatives([constant(text) for text in end], "tag.end")
             texts = end
-        alternatives = self._spread(form["content"], texts)
-        sequences = [[first, *pieces, last] for pieces in alternatives]
-        if len(sequences) == 1:
-            return sequences[0]
-        # The alternatives begin with the same text, which therefore comes before them.
-        return [first, self._choose([pieces[1:] for pieces in sequences], "tag.content")]
+            ends = [pieces for text in end for pieces in self._spellings(text)]
+        if all(len(pieces) == 1 and pieces[0].terminal for pieces in ends):
+            ends = [[self.joiner.alternatives([piece for [piece] in ends], "tag.end")]]
+        alternatives = []
+        for pieces in self._spread(form["content"], texts):
+            *front, last = pieces
+            if len(ends) == 1:
+                alternatives.append([*pieces, *ends[0]])
+            elif last.absent:
+                alternatives.append([*front, self._choose([[last, *e] for e in ends], "tag.end")])
+            else:
+                alternatives.append([*pieces, self._choose(ends, "tag.end")])
+        rest = alternatives[0]
+        if len(alternatives) > 1:
+            # The alternatives begin with the same text, which therefore comes before them.
+            rest = [self._choose(alternatives, "tag.content")]
+        if len(begins) > 1:
+            rest = [self.joiner.named(self.joiner.sequence(rest))]
+        return [[*pieces, *rest] for pieces in begins]
+
+    def _spellings(self, text: str) -> list[list[Piece]]:
+        """Return the ways to write a text of a tag, as pieces.
+
+        A text that begins with the name of a special token is one way as text, and another way with
+        the token. Later special tokens are pieces with two alternatives.
+        """
+        parts = split_names(text, self._special)
+        if not any(is_name for _, is_name in parts):
+            return [[constant(text)]]
+        pieces = [self._name(part) if is_name else constant(part) for part, is_name in parts]
+        if not parts[0][1]:
+            return [pieces]
+        name = parts[0][0]
+        token = _special_piece(f"<[{self._special[name]}]>")
+        if len(parts) > 1 and not parts[1][1]:
+            # Free text before the tag excludes its trigger, which may be longer than the name.
+            return [[constant(name + parts[1][0]), *pieces[2:]], [token, *pieces[1:]]]
+        return [[constant(name), *pieces[1:]], [token, *pieces[1:]]]
+
+    def _name(self, name: str) -> Piece:
+        """Return the piece that matches the name of a special token, as text or as the token."""
+        token = _special_piece(f"<[{self._special[name]}]>")
+        return self.joiner.alternatives([constant(name), token], "token")
 
     def _tags_with_separator(self, form: Format, _ends: Any) -> list[Piece]:
-        tag = self._choose([self._tag(tag, None) for tag in form["tags"]], "tags_with_separator")
+        tags = [pieces for tag in form["tags"] for pieces in self._tag(tag)]
+        tag = self._choose(tags, "tags_with_separator")
         tag = self.joiner.named(tag)
         pieces = [tag]
         if not form["stop_after_first"]:
@@ -286,14 +349,20 @@ class _Lowering:
         """Lower ``triggered_tags`` and ``dispatch``: free text in which triggers start a part."""
         if form["type"] == "dispatch":
             triggers = [pattern for pattern, _ in form["rules"]]
-            parts = [[constant(text), *self.lower(part, None)] for text, part in form["rules"]]
+            parts = []
+            for text, part in form["rules"]:
+                begins = self._spellings(text)
+                lowered = self.lower(part, None)
+                if len(begins) > 1:
+                    lowered = [self.joiner.named(piece) for piece in lowered]
+                parts += [[*pieces, *lowered] for pieces in begins]
             once = not form["loop"]
             at_least_one = False
             if not set(ends or ()) <= set(form["excludes"]):
                 raise LoweringError(f"LLGuidance needs the ends {list(ends or ())} in excludes")
         else:
             triggers = form["triggers"]
-            parts = [self._tag(tag, None) for tag in form["tags"]]
+            parts = [pieces for tag in form["tags"] for pieces in self._tag(tag)]
             once = form["stop_after_first"]
             at_least_one = form["at_least_one"]
         pair = overlap([*triggers, *(ends or ())])
@@ -332,6 +401,12 @@ class _Lowering:
             terminal=False,
             closed=either.closed,
         )
+
+
+def _special_piece(text: str) -> Piece:
+    """Return the piece that matches a special token, given as a name or an id in Lark."""
+    starts = frozenset([f"\0{text}"])
+    return Piece(text, "token", terminal=False, closed=True, starts=starts, special=True)
 
 
 def _has_free_text(form: Format) -> bool:

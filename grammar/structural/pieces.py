@@ -156,12 +156,16 @@ class Joiner:
         text = " ".join(map(self.reference, groups))
         first = groups[0]
         last = groups[-1]
+        starts = None if first.empty else first.starts
+        if first.special and starts and not groups[1].empty and groups[1].starts is not None:
+            # Several tags can begin with the same token. The text after it tells them apart.
+            starts = frozenset(a + b for a in starts for b in groups[1].starts)
         return Piece(
             self.define(text, terminal=False),
             "sequence",
             terminal=False,
             closed=last.closed,
-            starts=None if first.empty else first.starts,
+            starts=starts,
             numeric=any(piece.numeric for piece in groups),
             empty=all(piece.empty for piece in groups),
             more=_union(piece.more for piece in groups),

@@ -10,6 +10,7 @@ import gzip
 import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,11 +63,19 @@ def vocabulary(tokenizer) -> Vocabulary:
     return Vocabulary.from_tokenizer(tokenizer, size, [tokenizer.token_to_id("<stop>")])
 
 
+@pytest.fixture(scope="module")
+def llguidance(vocabulary) -> GrammarBackend:
+    pytest.importorskip("llguidance")
+    return make_backend("llguidance", vocabulary)
+
+
 @pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
-def backend(request, vocabulary) -> GrammarBackend:
-    if importlib.util.find_spec(request.param) is None:
-        pytest.skip(f"{request.param} is not installed")
-    return make_backend(request.param, vocabulary)
+def backend(request, vocabulary, llguidance) -> GrammarBackend:
+    if request.param == "llguidance":
+        return llguidance
+    if importlib.util.find_spec("xgrammar") is None:
+        pytest.skip("xgrammar is not installed")
+    return make_backend("xgrammar", vocabulary)
 
 
 def legal_ids(vocabulary: Vocabulary, text: bytes, texts: Iterable[bytes]) -> set[int]:
@@ -142,14 +151,12 @@ def test_special_token_is_illegal_in_free_text(tokenizer, vocabulary, backend):
             assert matcher.accept(vocabulary.tokens.index(bytes([byte])))
 
 
-def test_named_text_token_ends_free_text(tokenizer, vocabulary):
+def test_named_text_token_ends_free_text(tokenizer, vocabulary, llguidance):
     """In a grammar that names a token with text, only this id is legal where the token is named.
 
     The spelling of the token is then free text, also as a part of a longer token. Other added
     tokens stay text.
     """
-    pytest.importorskip("llguidance")
-    backend = make_backend("llguidance", vocabulary)
     think, end = (tokenizer.token_to_id(name) for name in ("<think>", "</think>"))
     call = tokenizer.token_to_id("<tool_call>")
     thought = {
@@ -161,7 +168,7 @@ def test_named_text_token_ends_free_text(tokenizer, vocabulary):
     form = {"type": "sequence", "elements": [thought, {"type": "const_string", "value": "yes"}]}
     by_id = f'start: <think> FREE <[{end}]> "yes"\nFREE: /(?s:.*)/ // <tool_call>'
     for spec in (GrammarSpec.structural_format(form), GrammarSpec.lark(by_id)):
-        matcher = backend.compile(spec).matcher()
+        matcher = llguidance.compile(spec).matcher()
         assert matcher.legal().tolist() == [think] and matcher.accept(think)
         for token in [*(vocabulary.tokens.index(bytes([b])) for b in b"</think>"), call]:
             assert {end, call} <= set(matcher.legal().tolist()) and matcher.accept(token)
@@ -169,5 +176,101 @@ def test_named_text_token_ends_free_text(tokenizer, vocabulary):
         assert matcher.accept(end)
         assert set(matcher.legal().tolist()) == legal_ids(vocabulary, b"", [b"yes"])
     # A grammar that names no token with text is not affected.
-    matcher = backend.compile(GrammarSpec.choice(["<think>"])).matcher()
+    matcher = llguidance.compile(GrammarSpec.choice(["<think>"])).matcher()
     assert think in matcher.legal()
+
+
+def tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+FREE = {"type": "any_text"}
+JSON = {"type": "json_schema", "json_schema": SCHEMA}
+CALLS = [tag("[CALL]f", JSON, "<|end_call|>"), tag("[CALL]g", JSON, "}<|end_call|>!")]
+#: Grammars with special tokens in the texts of tags. In the texts that fit and in those that do
+#: not, "@" stands for the token [CALL], and "$" for <|end_call|>.
+SPECIAL_TAGS = {
+    "structural_tag": (
+        GrammarSpec.structural_tag(
+            [StructuralTag.of(begin, SCHEMA, "<|end_call|>") for begin in ("[CALL]f", "[CALL]g")],
+            ["[CALL]"],
+        ),
+        ["", "a", '@f{"s": ""}$', 'a[CALf@g{"s": "[CALL]"}$b[CALL]f{"s": ""}<|end_call|>'],
+        ["$", "@h", '@f{"s": "@', '@f{"s": "$', '@f{"s": ""}b', '@f{"s": ""}$$', "[CALL]a"],
+    ),
+    "at once": (
+        GrammarSpec.structural_tag(
+            [StructuralTag.of("[CALL]f", SCHEMA, "<|end_call|>")], ["[CALL]f"], at_once=True
+        ),
+        ['@f{"s": ""}$', '@f{"s": ""}$ @f{"s": ""}$', '[CALL]f{"s": ""}$'],
+        ["", "a", "@[CALL]", "@g", '@f{"s": ""}$$'],
+    ),
+    "triggered_tags": (
+        {"type": "triggered_tags", "triggers": ["[CALL]"], "tags": CALLS},
+        ["", "a", '@f{"s": ""}$', 'a[CALf@g{"s": ""}}$!b[CALL]f{"s": ""}<|end_call|>'],
+        ["$", "@h", '@f{"s": "@', '@f{"s": ""}b', '@f{"s": ""}$$', '@g{"s": ""}$'],
+    ),
+    "stop after first": (
+        {
+            "type": "triggered_tags",
+            "triggers": ["[CALL]"],
+            "tags": CALLS,
+            "stop_after_first": True,
+            "at_least_one": True,
+        },
+        ['@f{"s": ""}$', '[CALL]g{"s": ""}}$!'],
+        ["", "a", '@f{"s": ""}$a', '@f{"s": ""}$@'],
+    ),
+    "tags_with_separator": (
+        {"type": "tags_with_separator", "tags": CALLS, "separator": ",", "at_least_one": True},
+        ['@f{"s": ""}$', '@f{"s": ""}$,@g{"s": ""}}$!', '[CALL]f{"s": ""}<|end_call|>'],
+        ["", "a", '@f{"s": ""}$@', '@f{"s": ""}$,f', '@f{"s": ""}$,$'],
+    ),
+    "free text in a tag": (
+        {"type": "sequence", "elements": [tag("[CALL]", FREE, "<|end_call|>"), JSON]},
+        ['@${"s": ""}', '@a<|end${"s": ""}', '[CALL]<|end_call|>{"s": ""}'],
+        ["", "a", "@@", "@$$", "@a<|end_call|>b"],
+    ),
+    "free text before a tag": (
+        {
+            "type": "sequence",
+            "elements": [{"type": "any_text", "excludes": ["[CALL]"]}, tag("[CALL]f", JSON, "")],
+        },
+        ['@f{"s": ""}', 'a[CAL@f{"s": ""}', 'a[CALL]f{"s": ""}'],
+        ["", "a", "a@@", "a$"],
+    ),
+    "dispatch": (
+        {"type": "dispatch", "rules": [["[CALL]", JSON], ["<|end_call|>", JSON]]},
+        ["", '@{"s": ""}', 'a${"s": ""}b[CALL]{"s": ""}'],
+        ["@a", "$$", '@{"s": "@"}'],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL_TAGS)
+def test_special_token_may_stand_for_its_name_in_tags(tokenizer, vocabulary, llguidance, name):
+    """A special token is legal where its name begins or ends a tag, and nowhere else."""
+    grammar, fits, differs = SPECIAL_TAGS[name]
+    spec = grammar
+    if isinstance(grammar, dict):
+        spec = GrammarSpec.structural_format(grammar)
+    compiled = llguidance.compile(spec)
+    named = {"@": tokenizer.token_to_id("[CALL]"), "$": tokenizer.token_to_id("<|end_call|>")}
+
+    def ids(text: str) -> list[int]:
+        return [named.get(c) or vocabulary.tokens.index(c.encode()) for c in text]
+
+    for text in fits:
+        matcher = compiled.matcher()
+        for token in ids(text):
+            assert token in matcher.legal() and matcher.accept(token), text
+        assert matcher.accept(vocabulary.stop_ids[0]), text
+        # The spelled text fits as well.
+        spelled = text.replace("@", "[CALL]").replace("$", "<|end_call|>")
+        compiled.matcher(tokens=[*ids(spelled), vocabulary.stop_ids[0]])
+    for text in differs:
+        matcher = compiled.matcher()
+        path = [*ids(text), vocabulary.stop_ids[0]]
+        wrong = matcher.accept_all(path)
+        assert wrong < len(path), text
+        assert path[wrong] not in matcher.legal(), text
