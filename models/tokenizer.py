@@ -36,8 +36,9 @@ class Tokenizer:
         Number of rows of the model's embedding. By default, it is read from ``config.json`` if the
         file exists.
     chat_template
-        Jinja template that replaces the chat template of the checkpoint; None to use the template
-        of the checkpoint.
+        Jinja template that replaces the chat templates of the checkpoint; None to use those of the
+        checkpoint. A conversation with tools is rendered with the template named ``tool_use`` if
+        the checkpoint has one, and with its default template otherwise.
 
     Attributes
     ----------
@@ -96,10 +97,12 @@ class Tokenizer:
         if bos is not None:
             self._id_of("bos_token", bos)
         self.stop_ids = self._stop_ids(vocab_size)
-        if chat_template is None:
-            self._template = self._chat_template()
-        else:
-            self._template = ChatTemplate(chat_template, str(self.path))
+        sources = self._chat_templates() if chat_template is None else {"default": chat_template}
+        #: Source of the template of conversations with tools; None if there is no template.
+        self.tool_template = sources.get("tool_use", sources.get("default"))
+        self._templates: dict[str, ChatTemplate] = {}
+        for name in sources.keys() & {"default", "tool_use"}:
+            self._templates[name] = ChatTemplate(sources[name], str(self.path))
 
     def _model_vocab_size(self) -> int:
         """Return `vocab_size` of config.json, or the size of the tokenizer's vocabulary."""
@@ -114,7 +117,7 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether the checkpoint has a chat template."""
-        return self._template is not None
+        return bool(self._templates)
 
     def encode(self, text: str, *, special: bool = True, parse_special: bool = True) -> list[int]:
         """Return the token ids of a text.
@@ -219,11 +222,16 @@ class Tokenizer:
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Return the text of a conversation, rendered with the chat template."""
-        if self._template is None:
+        if not self._templates:
             raise TokenizerError(f"{self.path}: the tokenizer has no chat template")
         special = {name: text for name, text in self._special.items() if text is not None}
-        all_variables = {"messages": list(messages), **special, **variables}
-        return self._template.render(all_variables)
+        # Templates test whether tools and documents are None, which differs from undefined.
+        absent = {"tools": None, "documents": None}
+        all_variables = {"messages": list(messages), **absent, **special, **variables}
+        template = self._templates["default"]
+        if all_variables["tools"] is not None:
+            template = self._templates.get("tool_use", template)
+        return template.render(all_variables)
 
     def _content(self, name: str) -> str | None:
         """Return the text of a special token of tokenizer_config.json, or None if it is absent.
@@ -261,26 +269,46 @@ class Tokenizer:
         eos = self._special["eos_token"]
         return () if eos is None else (self._id_of("eos_token", eos),)
 
-    def _chat_template(self) -> ChatTemplate | None:
-        """Return the template of chat_template.jinja or tokenizer_config.json, if there is one."""
+    def _chat_templates(self) -> dict[str, str]:
+        """Return the sources of the checkpoint's chat templates by name.
+
+        The template in chat_template.jinja, which is named "default", replaces those in
+        tokenizer_config.json. The files in additional_chat_templates are named templates.
+        """
+        sources = {}
         file = self.path / "chat_template.jinja"
         if file.is_file():
-            try:
-                text = file.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise TokenizerError(f"{file}: cannot be read ({error})") from error
-            return ChatTemplate(text, str(self.path))
-        source = self._config.get("chat_template")
-        if isinstance(source, list):
-            source = _default_template(source)
-        if source is None:
-            return None
-        if not isinstance(source, str):
+            sources["default"] = _read_template(file)
+        else:
+            sources = self._configured_templates()
+        for file in sorted(self.path.glob("additional_chat_templates/*.jinja")):
+            sources[file.stem] = _read_template(file)
+        if sources and "default" not in sources:
             raise TokenizerError(
-                f"{self._config.where}: chat_template must be a string or a list with a template "
-                "named 'default'"
+                f"{self.path}: has the chat templates {', '.join(sorted(sources))}, but none that "
+                "is named 'default'"
             )
-        return ChatTemplate(source, str(self.path))
+        return sources
+
+    def _configured_templates(self) -> dict[str, str]:
+        """Return the chat templates of tokenizer_config.json: one, or a list of named ones."""
+        value = self._config.get("chat_template")
+        if value is None:
+            return {}
+        if isinstance(value, str):
+            return {"default": value}
+        sources = {}
+        for entry in value if isinstance(value, list) else [value]:
+            name, source = None, None
+            if isinstance(entry, dict):
+                name, source = entry.get("name"), entry.get("template")
+            if not isinstance(name, str) or not isinstance(source, str):
+                raise TokenizerError(
+                    f"{self._config.where}: chat_template must be a string or a list of objects "
+                    f"with a name and a template, got {value!r:.80}"
+                )
+            sources[name] = source
+        return sources
 
 
 class _SpecialNameEscaper:
@@ -338,12 +366,11 @@ class _SpecialNameEscaper:
         return result
 
 
-def _default_template(templates: list[Any]) -> Any:
-    """Return the template "default" of a list of named templates, or the list if it has none."""
-    for entry in templates:
-        if isinstance(entry, dict) and entry.get("name") == "default":
-            return entry.get("template")
-    return templates
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{file}: cannot be read ({error})") from error
 
 
 def _load_backend(file: Path) -> tokenizers.Tokenizer:

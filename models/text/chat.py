@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from graft.models.errors import TemplateUnavailableError, TokenizerError
@@ -123,12 +125,27 @@ def _compile(source: str) -> jinja2.Template:
 def _make_environment() -> ImmutableSandboxedEnvironment:
     """Return a Jinja environment with the settings and helper functions that templates expect."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+class _GenerationBlock(Extension):
+    """The block ``{% generation %}``, which marks the text of the assistant for training.
+
+    It renders its content. Variables that are set in the block do not exist after it.
+    """
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares the type
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Parse a block whose first tag is the current token."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
 
 
 def _strftime_now(form: str) -> str:

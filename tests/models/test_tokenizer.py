@@ -71,7 +71,7 @@ INVALID_FILES = [
             ('"{% for %}"', "the chat template is invalid"),
             ("7", "chat_template"),
             ("[7]", "chat_template"),
-            ('[{"name": "tool", "template": "T"}]', "chat_template"),
+            ('[{"name": "tool", "template": "T"}]', "chat template"),
         )
     ),
     ("chat_template.jinja", b"\xff\xfe", r"chat_template\.jinja: cannot be read"),
@@ -281,12 +281,48 @@ def test_chat_template_has_expected_helpers(folder):
 def test_chat_template_precedence(folder):
     """chat_template.jinja takes precedence over the templates in tokenizer_config.json.
 
-    Of several templates in tokenizer_config.json, the one named "default" is used.
+    Of several templates, "tool_use" is used if there are tools, and otherwise "default".
     """
-    named = [{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}]
-    assert set_template(folder, named).render([]) == "D"
+    named = [
+        {"name": "rag", "template": "{{ documents | length }}"},
+        {"name": "tool_use", "template": "T"},
+        {"name": "default", "template": "D"},
+    ]
+    tokenizer = set_template(folder, named)
+    assert [tokenizer.render([], tools=tools) for tools in (None, [], [{}])] == ["D", "T", "T"]
+    assert tokenizer.tool_template == "T"
     (folder / "chat_template.jinja").write_text("F")
-    assert Tokenizer(folder, vocab_size=300).render([]) == "F"
+    tokenizer = Tokenizer(folder, vocab_size=300)
+    assert (
+        tokenizer.render([]) == tokenizer.render([], tools=[{}]) == tokenizer.tool_template == "F"
+    )
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("A")
+    tokenizer = Tokenizer(folder, vocab_size=300)
+    assert [tokenizer.render([]), tokenizer.render([], tools=[{}])] == ["F", "A"]
+    replaced = Tokenizer(folder, vocab_size=300, chat_template="R")
+    assert replaced.render([], tools=[{}]) == replaced.tool_template == "R"
+
+
+def test_chat_template_variables_are_none_if_absent(folder):
+    """Templates compare tools and documents with None, which differs from undefined."""
+    template = "{{ tools is none }} {{ documents is none }} {{ tools is defined }}"
+    tokenizer = set_template(folder, template)
+    assert tokenizer.render([]) == "True True True"
+    assert tokenizer.render([], tools=[], documents=[]) == "False False True"
+
+
+def test_chat_template_renders_generation_blocks(folder):
+    """The expected text is that of transformers, in which the block is a scope of its own."""
+    template = (
+        "{% set x = 1 %}\n{% for m in messages %}\n  {% generation %}\n{{ loop.index }}"
+        "{{ m.content }}{% set x = 2 %}{{ x }}\n  {% endgeneration %}\n{{ x }}{% endfor %}\n"
+        "{%- generation -%} end {%- endgeneration %}!"
+    )
+    messages = [{"content": "a"}, {"content": "b"}]
+    assert set_template(folder, template).render(messages) == "1a2\n12b2\n1end!"
+    with pytest.raises(TokenizerError, match="endgeneration"):
+        set_template(folder, "{% generation %}a")
 
 
 @pytest.fixture(scope="module")
