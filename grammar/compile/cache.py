@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import OrderedDict
-from concurrent.futures import Future
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar.matcher import CompiledGrammar
@@ -14,17 +14,23 @@ __all__ = ["CACHE_BYTES", "GrammarCache"]
 
 #: Default size limit in bytes.
 CACHE_BYTES = 1 << 29
-_ENTRY_BYTES = 1024  # estimated overhead of an entry, besides its specification and its grammar
+#: Estimated size of the Python objects of an entry, besides its texts and its grammar.
+_ENTRY_BYTES = 1024
+
+#: Result of a compilation: the compiled grammar, or the message with which it was refused.
+Outcome = CompiledGrammar | str
 
 
 class GrammarCache:
-    """LRU cache of completed compilations, by grammar specification. Thread-safe.
+    """LRU cache of the outcomes of compilations, by grammar specification. Thread-safe.
 
-    An entry is the completed future of a compilation. The future contains either the compiled
-    grammar or the error with which the grammar was refused. The size of an entry is the sum of
-    `CompiledGrammar.nbytes`, the length of the specification and 1 KiB. An entry that is larger
-    than the cache's limit is not stored. Existing matchers remain valid when their grammar is
-    evicted, because each matcher holds a reference to its grammar.
+    An outcome is either the compiled grammar or the message of the error with which the grammar was
+    refused. The cache stores neither futures nor exceptions, because callbacks and tracebacks refer
+    to the requests that wait for a grammar. The size of an entry is the sum of
+    `CompiledGrammar.nbytes`, the size of the texts of the specification as submitted and as
+    compiled, and 1 KiB. An entry that is larger than the cache's limit is not stored. Existing
+    matchers remain valid when their grammar is evicted, because each matcher holds a reference to
+    its grammar.
 
     Parameters
     ----------
@@ -37,35 +43,44 @@ class GrammarCache:
             raise OptionError(f"grammar_cache_bytes is {limit_bytes}, must be positive")
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Spec, tuple[Future[CompiledGrammar], int]] = OrderedDict()
+        self._entries: OrderedDict[Spec, tuple[Outcome, int]] = OrderedDict()
         self._nbytes = 0
 
-    def get(self, spec: Spec) -> Future[CompiledGrammar] | None:
-        """Return the completed future that is stored for an equal specification, or None."""
+    def get(self, spec: Spec) -> Outcome | None:
+        """Return the outcome that is stored for an equal specification, or None."""
         with self._lock:
             if spec not in self._entries:
                 return None
             self._entries.move_to_end(spec)
-            future, _ = self._entries[spec]
-            return future
+            outcome, _ = self._entries[spec]
+            return outcome
 
-    def put(self, spec: Spec, future: Future[CompiledGrammar]) -> None:
-        """Store a completed future.
+    def put(self, spec: Spec, outcome: Outcome) -> None:
+        """Store an outcome.
 
         The least recently used entries are evicted until the total size is within the limit.
         """
-        size = len(spec.text) + len(spec.source) + _ENTRY_BYTES
-        if not future.exception():
-            size += future.result().nbytes
-        if size > self._limit_bytes:
-            return
+        size = _entry_bytes(spec, outcome)
         with self._lock:
-            _, previous_size = self._entries.pop(spec, (None, 0))
-            self._entries[spec] = (future, size)
-            self._nbytes += size - previous_size
+            self._remove(spec)
+            if size > self._limit_bytes:
+                return
+            self._entries[spec] = (outcome, size)
+            self._nbytes += size
             while self._nbytes > self._limit_bytes:
-                _, (_, evicted_size) = self._entries.popitem(last=False)
-                self._nbytes -= evicted_size
+                self._remove(next(iter(self._entries)))
+
+    def discard(self, spec: Spec, outcome: Outcome) -> None:
+        """Remove the entry of a specification if it has this outcome."""
+        with self._lock:
+            stored, _ = self._entries.get(spec, (None, 0))
+            if stored is outcome:
+                self._remove(spec)
+
+    def _remove(self, spec: Spec) -> None:
+        """Remove the entry of a specification, if there is one. The caller must hold the lock."""
+        _, size = self._entries.pop(spec, (None, 0))
+        self._nbytes -= size
 
     def counters(self) -> dict[str, int]:
         """Return the number of entries and their total size in bytes."""
@@ -74,3 +89,19 @@ class GrammarCache:
                 "cache_entries": len(self._entries),
                 "cache_bytes": self._nbytes,
             }
+
+
+def _entry_bytes(spec: Spec, outcome: Outcome) -> int:
+    """Return the size of an entry. A text that both specifications contain is counted once."""
+    specs = [spec]
+    texts = []
+    size = _ENTRY_BYTES
+    if isinstance(outcome, CompiledGrammar):
+        specs.append(outcome.spec)
+        size += outcome.nbytes
+    else:
+        texts.append(outcome)
+    for part in specs:
+        texts += [part.text, part.source, part.rules]
+    distinct = {id(text): text for text in texts}
+    return size + sum(sys.getsizeof(text) for text in distinct.values())

@@ -9,8 +9,9 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import numpy as np
 from graft.cudagraph.errors import OptionError
 from graft.grammar.backends.base import AutomatonBackend, BoundedBackend
 from graft.grammar.backends.registry import make_backend
-from graft.grammar.compile.cache import CACHE_BYTES, GrammarCache
+from graft.grammar.compile.cache import CACHE_BYTES, GrammarCache, Outcome
 from graft.grammar.errors import GrammarError, GrammarUnavailableError, clean_message
 from graft.grammar.matcher import CompiledGrammar, GrammarBackend
 from graft.grammar.processes import POOL
@@ -40,12 +41,21 @@ _log = logging.getLogger("graft.grammar")
 BackendChoice = str | Callable[[Vocabulary], GrammarBackend]
 
 
-class _Job(NamedTuple):
-    """A grammar to compile or, if `compiled` is set, a grammar whose automaton is to be built."""
+class _Compilation(NamedTuple):
+    """A grammar to compile, and the future of the result."""
 
     spec: Spec
     future: Future[CompiledGrammar]
-    compiled: CompiledGrammar | None = None
+
+
+class _AutomatonJob(NamedTuple):
+    """A compiled grammar whose automaton is to be built, and its specification as submitted."""
+
+    spec: Spec
+    compiled: CompiledGrammar
+
+
+_Job = _Compilation | _AutomatonJob
 
 
 class _CompileQueue:
@@ -67,7 +77,7 @@ class _CompileQueue:
 
     def put(self, job: _Job | None) -> None:
         """Add a job, or None to end a thread."""
-        priority = 2 if job is None else int(job.compiled is not None)
+        priority = 2 if job is None else int(isinstance(job, _AutomatonJob))
         self._jobs.put((priority, next(self._numbers), job))
 
     def get(self) -> _Job | None:
@@ -246,11 +256,12 @@ class GrammarService:
         Returns
         -------
         Future
-            Result of the compilation. All submissions of an equal `spec` share one future, so it
-            cannot be cancelled. Its exception is a `GrammarError` with a message of one sentence if
-            the backend is not available, refuses the grammar or cannot enforce a part of it, or if
-            the compilation crashes or exceeds its limit of time or memory. Its exception is a
-            `GrammarUnavailableError` if no child process could finish the compilation.
+            Result of the compilation. Submissions of an equal `spec` share one future while the
+            compilation runs, so the future cannot be cancelled. Its exception is a `GrammarError`
+            with a message of one sentence if the backend is not available, refuses the grammar or
+            cannot enforce a part of it, or if the compilation crashes or exceeds its limit of time
+            or memory. Its exception is a `GrammarUnavailableError` if no child process could finish
+            the compilation.
 
         Raises
         ------
@@ -260,14 +271,16 @@ class GrammarService:
         with self._lock:
             if self._closed:
                 raise GrammarError("compile service: is closed")
-            future = self._shared.cache.get(spec) or self._pending.get(spec)
-            if future is not None:
-                return future
-            future = Future()
+            outcome = self._shared.cache.get(spec)
+            if outcome is not None:
+                return _completed(outcome)
+            if spec in self._pending:
+                return self._pending[spec]
+            future: Future[CompiledGrammar] = Future()
             # A running future cannot be cancelled. Several requests may wait for this one.
             future.set_running_or_notify_cancel()
             self._pending[spec] = future
-        self._fast_queue.put(_Job(spec, future))
+        self._fast_queue.put(_Compilation(spec, future))
         return future
 
     def counters(self) -> dict[str, int]:
@@ -309,17 +322,20 @@ class GrammarService:
     def _run(self, jobs: _CompileQueue, child: ChildProcess) -> None:
         """Compile the jobs of a queue until the service is closed. Runs on a thread of its own."""
         if jobs is self._fast_queue and isinstance(self.backend, BoundedBackend):
-            child.start()  # the child process starts while the engine loads its models
+            with _log_errors("start of a child process"):
+                child.start()  # the child process starts while the engine loads its models
         while True:
             job = jobs.get()
             if job is None:
                 return
-            if job.compiled is None:
-                self._run_job(job, jobs, child)
-            elif not self._closed:
-                self._build_automaton(job, job.compiled, child)
+            with _log_errors("compile thread"):
+                if isinstance(job, _AutomatonJob):
+                    self._build_automaton(job, child)
+                else:
+                    self._run_job(job, jobs, child)
+            del job  # otherwise, a waiting thread keeps the last grammar alive
 
-    def _run_job(self, job: _Job, jobs: _CompileQueue, child: ChildProcess) -> None:
+    def _run_job(self, job: _Compilation, jobs: _CompileQueue, child: ChildProcess) -> None:
         """Compile the grammar of a job and complete the job's future."""
         kind = job.spec.kind
         try:
@@ -346,9 +362,9 @@ class GrammarService:
         else:
             self._finish(job, compiled, "compiled")
             if self._late_automata:
-                self._fast_queue.put(job._replace(compiled=compiled))
+                self._fast_queue.put(_AutomatonJob(job.spec, compiled))
 
-    def _handle_lost_child(self, job: _Job, jobs: _CompileQueue, error: ChildLost) -> None:
+    def _handle_lost_child(self, job: _Compilation, jobs: _CompileQueue, error: ChildLost) -> None:
         """Move a job that the fast queue could not finish in time to the slow queue.
 
         Complete the futures of all other jobs with an error.
@@ -397,16 +413,26 @@ class GrammarService:
             _add_automaton(compiled, child, limit)
         return compiled
 
-    def _build_automaton(self, job: _Job, compiled: CompiledGrammar, child: ChildProcess) -> None:
-        """Build the automaton of a compiled grammar. Runs on a thread of the fast queue."""
+    def _build_automaton(self, job: _AutomatonJob, child: ChildProcess) -> None:
+        """Build the automaton of a compiled grammar. Runs on a thread of the fast queue.
+
+        When the service is closed, a grammar without its automaton leaves the cache, so that other
+        services that share the cache compile the grammar again and build the automaton.
+        """
+        cache = self._shared.cache
         try:
-            if not _add_automaton(compiled, child, TimeLimit(self._fast_queue.timeout_s)):
+            if self._closed:
+                cache.discard(job.spec, job.compiled)
+                return
+            if not _add_automaton(job.compiled, child, TimeLimit(self._fast_queue.timeout_s)):
                 return
             self._count("automata")
-            if self._shared.cache.get(job.spec) is job.future:
-                self._shared.cache.put(job.spec, job.future)  # the grammar's size has changed
-        except Exception as error:
-            if not self._closed:
+            if cache.get(job.spec) is job.compiled:
+                cache.put(job.spec, job.compiled)  # the grammar's size has changed
+        except BaseException as error:  # a user-defined backend may raise anything
+            if self._closed:
+                cache.discard(job.spec, job.compiled)
+            else:
                 self._count("automata_failed")
                 _log.warning("automaton of a grammar not built: %s", clean_message(error))
 
@@ -416,7 +442,7 @@ class GrammarService:
 
     def _finish(
         self,
-        job: _Job,
+        job: _Compilation,
         result: CompiledGrammar | GrammarError,
         outcome: str,
         *,
@@ -435,26 +461,49 @@ class GrammarService:
         keep
             Whether to cache the result. Pass False if another attempt may have another result.
         """
+        if keep:
+            self._keep(job.spec, str(result) if isinstance(result, GrammarError) else result)
         with self._lock:
             self._counts[outcome] += 1
-            if not keep:
-                del self._pending[job.spec]
+            del self._pending[job.spec]
         if isinstance(result, GrammarError):
             job.future.set_exception(result)
         else:
             job.future.set_result(result)
-        if not keep:
-            return
+
+    def _keep(self, spec: Spec, outcome: Outcome) -> None:
         try:
-            self._shared.cache.put(job.spec, job.future)
-        except Exception as error:  # a user-defined backend may return an invalid `nbytes`
-            _log.warning(
-                "compiled grammar not kept: %s: %s",
-                type(error).__name__,
-                error,
-            )
-        with self._lock:
-            del self._pending[job.spec]
+            self._shared.cache.put(spec, outcome)
+        except BaseException as error:  # the `nbytes` of a user-defined backend may be invalid
+            _log.warning("compiled grammar not kept: %s: %s", type(error).__name__, error)
+
+
+@contextmanager
+def _log_errors(subject: str) -> Iterator[None]:
+    """Log an exception instead of raising it.
+
+    A compile thread must survive every exception, also a SystemExit of a done callback or of a
+    user-defined backend. Otherwise, later grammars would wait for ever.
+    """
+    try:
+        yield
+    except BaseException as error:
+        _log.error("%s: %s: %s", subject, type(error).__name__, clean_message(error))
+
+
+def _completed(outcome: Outcome) -> Future[CompiledGrammar]:
+    """Return a new completed future.
+
+    A future that callers shared would keep alive what their callbacks and the tracebacks of its
+    exception refer to.
+    """
+    future: Future[CompiledGrammar] = Future()
+    future.set_running_or_notify_cancel()
+    if isinstance(outcome, CompiledGrammar):
+        future.set_result(outcome)
+    else:
+        future.set_exception(GrammarError(outcome))
+    return future
 
 
 def _add_automaton(compiled: CompiledGrammar, child: ChildProcess, limit: TimeLimit) -> bool:

@@ -21,9 +21,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable
+from concurrent.futures import Future
+from functools import partial
 
 from graft.cudagraph.errors import GraftError
 from graft.grammar.errors import MatcherError
+from graft.grammar.matcher import CompiledGrammar
 from graft.models.engine.interrupt import Shield
 from graft.models.engine.replay import Replays, RowResult
 from graft.models.engine.request_state import RequestState
@@ -179,8 +182,11 @@ class Scheduler:
         self._front_numbers = itertools.count(-2, -1)
         # Requests with a compiled grammar or none, sorted by `_sort_key`.
         self._ready: list[_QueueEntry] = []
-        # Requests whose grammar has just been compiled. Compiler threads append to this queue.
-        self._compiled: deque[tuple[int, RequestState]] = deque()
+        # Requests whose grammar is being compiled, by queue number. A grammar's future refers only
+        # to the queue numbers, so that it does not keep requests alive.
+        self._compiling: dict[int, RequestState] = {}
+        # Queue numbers whose grammar has just been compiled. Compiler threads append to this queue.
+        self._compiled: deque[int] = deque()
         self._woken = threading.Event()
         # Heap of (deadline, sequence number, request).
         self._deadlines: list[tuple[float, int, weakref.ref[RequestState]]] = []
@@ -208,11 +214,8 @@ class Scheduler:
         if state.grammar is None or state.grammar.done():
             self._insert_ready(number, state)
             return
-
-        def on_compiled(_: object) -> None:
-            self._compiled.append((number, state))
-            self._woken.set()
-
+        self._compiling[number] = state
+        on_compiled = partial(_report_compiled, number, self._compiled, self._woken)
         state.grammar.add_done_callback(on_compiled)
 
     def _insert_ready(self, number: int, state: RequestState) -> None:
@@ -256,9 +259,10 @@ class Scheduler:
     def admit(self) -> None:
         """Assign slots to ready requests in order, until a request cannot be admitted."""
         while self._compiled:
-            number, state = self._compiled.popleft()
-            if state.queue_number == number:  # otherwise the request has left the queue meanwhile
-                self._insert_ready(number, state)
+            number = self._compiled.popleft()
+            compiled = self._compiling.pop(number, None)
+            if compiled is not None:  # otherwise, the request has left the queue meanwhile
+                self._insert_ready(number, compiled)
         self.slots.reclaim(self.replays.retired)
         while self._ready:
             first = self._ready[0][2]
@@ -283,6 +287,7 @@ class Scheduler:
 
     def _dequeue(self, state: RequestState) -> None:
         self.waiting.pop(state.id, None)
+        self._compiling.pop(state.queue_number, None)
         entry = (-state.request.priority, state.queue_number)
         index = bisect.bisect_left(self._ready, entry, key=_sort_key)
         if index < len(self._ready):
@@ -565,6 +570,7 @@ class Scheduler:
         text += state.finish_text()
         del self.unfinished[state.id]
         self._dequeue(state)
+        state.grammar = None
         if state.slot >= 0:
             if not ended_on_device:
                 self.modes.leave_loop()
@@ -597,6 +603,17 @@ class Scheduler:
                 output.error,
             )
         self.outbox.post(_make_event(output, tokens, text, finished=True))
+
+
+def _report_compiled(
+    number: int, compiled: deque[int], woken: threading.Event, _: Future[CompiledGrammar]
+) -> None:
+    """Report to a scheduler that the grammar of a queue number has been compiled.
+
+    The parameters before the future are attributes of the scheduler.
+    """
+    compiled.append(number)
+    woken.set()
 
 
 def _make_event(

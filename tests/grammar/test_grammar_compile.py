@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import signal
+import sys
 import threading
 import time
-from concurrent.futures import wait
+import weakref
 
 import pytest
 from guide_util import BYTES, accepts, byte_vocabulary, output_of
@@ -61,7 +63,7 @@ def test_compile_service_gives_same_masks_as_backend(xgrammar, serve):
 
 
 def test_compile_service_shares_results(serve):
-    """Submissions of equal specifications return the same future, which cannot be cancelled.
+    """Submissions of equal specifications share one compilation, which cannot be cancelled.
 
     Services with equal settings share compiled grammars. A service with other settings does not.
     """
@@ -71,11 +73,13 @@ def test_compile_service_shares_results(serve):
     other = serve(cache_bytes=1 << 20)
     # Services of earlier tests may still be alive and share the cache.
     known = first.counters()["cache_entries"]
-    future = first.submit(spec)
-    assert first.submit(GrammarSpec.regex("shared+")) is future and not future.cancel()
-    compiled = future.result()
-    wait_until(lambda: first.counters()["cache_entries"] > known)
+    futures = [first.submit(spec), first.submit(GrammarSpec.regex("shared+"))]
+    assert not any(future.cancel() for future in futures)
+    compiled = futures[0].result()
+    assert futures[1].result() is compiled
+    assert first.counters()["cache_entries"] == known + 1
     assert second.submit(spec).result() is compiled is first.submit(spec).result()
+    assert not first.submit(spec).cancel()
     assert other.submit(spec).result() is not compiled
     assert "compiled" not in second.counters()
 
@@ -135,6 +139,10 @@ def test_compile_service_reports_xgrammar_errors_and_warnings(
         assert not any(text in str(caught.value) for text in (".cc", "Traceback", "\n"))
     printed = capfd.readouterr()
     assert printed.out == printed.err == ""
+
+
+#: Counters of finished compilations.
+OUTCOMES = ("compiled", "refused", "failed", "killed_or_crashed")
 
 
 class SlowBackend(LLGuidanceBackend):
@@ -220,6 +228,67 @@ def test_compile_service_survives_failed_automaton(serve):
     wait_until(lambda: other.automaton is not None)
 
 
+def test_compile_service_builds_automata_of_closed_services(serve, monkeypatch):
+    """A grammar whose automaton a closed service has not built gets it in another service."""
+    spec = GrammarSpec.regex("shared[0-9]+")
+    first, second = [serve("llguidance", late_automata=True) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        slow = Call("time:sleep", (3600.0,))
+        patch.setattr(LLGuidanceBackend, "automaton_call", lambda *_: slow)
+        compiled = first.submit(spec).result(timeout=60)
+        assert second.submit(spec).result() is compiled
+        wait_until(lambda: first._fast_queue._jobs.empty())
+        first.close()
+    assert compiled.automaton is None
+    wait_until(lambda: second.submit(spec).result(timeout=60).automaton is not None)
+
+
+class ExitingBackend(GatedBackend):
+    """A backend that raises SystemExit when a grammar is compiled, measured or gets an automaton.
+
+    The pattern of the grammar says when: "exit_load", "exit_nbytes" or "exit_automaton".
+    """
+
+    class Grammar(CompiledGrammar):
+        """A compiled grammar without a size."""
+
+        @property
+        def nbytes(self):
+            sys.exit("no size")
+
+        @nbytes.setter
+        def nbytes(self, size):
+            pass
+
+    def load(self, spec, result):
+        compiled = super().load(spec, result)
+        if "exit_load" in spec.text:
+            sys.exit("no grammar")
+        if "exit_nbytes" in spec.text:
+            compiled.__class__ = self.Grammar
+        return compiled
+
+    def automaton_call(self, compiled):
+        if "exit_automaton" in compiled.spec.text:
+            sys.exit("no automaton")
+        return super().automaton_call(compiled)
+
+
+@pytest.mark.parametrize("when", ["load", "nbytes", "automaton", "callback"])
+def test_compile_thread_survives_system_exit(serve, when):
+    """SystemExit in a backend or in a done callback does not end a compile thread."""
+    service = serve(ExitingBackend, late_automata=True)
+    service.backend.gate.set()
+    future = service.submit(GrammarSpec.regex(f"exit_{when}[0-9]"))
+    if when == "callback":
+        future.add_done_callback(lambda _: sys.exit("no"))
+    error = future.exception(timeout=60)
+    assert (error is not None) == (when == "load")
+    assert service.submit(GrammarSpec.regex("next+")).result(timeout=60) is not None
+    wait_until(lambda: service._fast_queue._jobs.empty())
+    assert all(thread.is_alive() for thread in service._fast_queue.threads)
+
+
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_compile_service_does_not_delay_fast_grammars(serve, count):
     """A slow grammar moves to the slow queue after the time limit of the fast queue."""
@@ -261,10 +330,13 @@ def test_compile_service_memory_limit_fails_one_grammar(serve):
 @pytest.mark.parametrize("spec, kept", [(sleeping(60), False), (GrammarSpec("regex", "(a"), True)])
 def test_compile_service_caches_refusals_but_not_timeouts(serve, spec, kept):
     service = serve(SlowBackend, timeout_s=1)
-    first = service.submit(spec)
-    assert isinstance(first.exception(timeout=300), GrammarError)
-    wait_until(lambda: not service._pending)
-    assert (service.submit(spec) is first) == kept
+    first = service.submit(spec).exception(timeout=300)
+    assert isinstance(first, GrammarError)
+    assert service.counters()["cache_entries"] == int(kept)
+    second = service.submit(spec).exception(timeout=300)
+    assert isinstance(second, GrammarError) and str(second) == str(first)
+    counters = service.counters()
+    assert sum(counters.get(outcome, 0) for outcome in OUTCOMES) == (1 if kept else 2)
 
 
 def busy_process_id(service: GrammarService) -> int:
@@ -354,18 +426,91 @@ def test_xgrammar_load_returns_memory():
 def test_grammar_cache_evicts_least_recently_used(serve):
     probe = serve(cache_bytes=(1 << 20) + 1)
     probe.submit(GrammarSpec.regex("x0")).result()
-    wait_until(lambda: probe.counters()["cache_entries"] == 1)
     one = probe.counters()["cache_bytes"]
     probe.close()
     service = serve(cache_bytes=3 * one + one // 2)
     specs = [GrammarSpec.regex(f"x{i}") for i in range(5)]
-    futures = [service.submit(spec) for spec in specs]
-    wait(futures)
-    wait_until(lambda: not service._pending)
+    compiled = [service.submit(spec).result() for spec in specs]
     assert service.counters()["cache_entries"] == 3
-    assert service.submit(specs[4]) is futures[4]
-    assert service.submit(specs[0]) is not futures[0]
+    assert service.submit(specs[4]).result() is compiled[4]
+    assert service.submit(specs[0]).result() is not compiled[0]
     assert service.counters()["cache_bytes"] <= 3 * one + one // 2
+
+
+def test_grammar_cache_counts_everything_it_holds(serve):
+    """The size includes texts in wide characters, routed schemas, rules and refusals.
+
+    It is right after evictions and after an automaton has been built.
+    """
+    service = serve("auto", cache_bytes=1 << 20, late_automata=True)
+    wide = "\N{SNOWMAN}" * 4_000  # 2 bytes per character
+    specs = [
+        GrammarSpec.json_schema({"const": wide}),
+        GrammarSpec.json_schema({"enum": ["é", wide]}, key_order="any"),
+        GrammarSpec("regex", "(" + wide),
+        *(GrammarSpec.json_schema({"enum": [i, wide]}) for i in range(40)),
+        GrammarSpec.regex("late[0-9]+"),
+    ]
+    for spec in specs:
+        service.submit(spec).exception(timeout=300)
+    wait_until(lambda: service._fast_queue._jobs.empty())
+    wait_until(lambda: service.counters().get("automata", 0) >= 1)
+    service.close()  # waits for the queue's threads
+    entries = service._shared.cache._entries
+    assert 2 < len(entries) < len(specs)
+    sizes = []
+    for spec, (outcome, size) in entries.items():
+        sizes.append(size)
+        texts = [spec.text, spec.source, spec.rules]
+        held = 0
+        if isinstance(outcome, CompiledGrammar):
+            texts += [outcome.spec.text, outcome.spec.source, outcome.spec.rules]
+            held = outcome.nbytes
+        else:
+            texts.append(outcome)
+        distinct = {id(text): text for text in texts}
+        held += sum(map(sys.getsizeof, distinct.values()))
+        assert held <= size <= held + 4096
+    assert service.counters()["cache_bytes"] == sum(sizes) <= 1 << 20
+
+
+@pytest.mark.parametrize("pattern", ["kept+", "(refused"])
+def test_compile_service_drops_callbacks(serve, pattern):
+    """A cached grammar or refusal keeps alive neither callbacks nor the frames of its waiters.
+
+    The futures of waiters are dead once the waiters drop them.
+    """
+
+    class Waiter:
+        """Waits for a grammar, as a request does."""
+
+        def __init__(self):
+            self.future = service.submit(GrammarSpec("regex", pattern))
+            self.future.add_done_callback(self.on_compiled)
+
+        def on_compiled(self, future):
+            with contextlib.suppress(GrammarError):
+                future.result()
+
+        def wait(self):
+            with contextlib.suppress(GrammarError):
+                self.future.result(300)
+
+    service = serve()
+    references = []
+    for _ in range(3):  # the first waiter compiles, the others find the result in the cache
+        waiter = Waiter()
+        waiter.wait()
+        references += [weakref.ref(waiter), weakref.ref(waiter.future)]
+        del waiter
+    assert service.counters()["cache_entries"] >= 1  # services of other tests may share the cache
+    wait_until(lambda: collected(references))
+
+
+def collected(references) -> bool:
+    """Return whether all objects are dead, after a garbage collection."""
+    gc.collect()
+    return all(reference() is None for reference in references)
 
 
 def wait_until(condition):
