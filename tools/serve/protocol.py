@@ -30,7 +30,12 @@ from graft.tools.serve import reasoning
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.fields import PLAIN_FIELDS, read_bool, read_integer
 from graft.tools.serve.messages import read_messages
-from graft.tools.serve.tool_calls import ToolChoice, read_tool_choice, template_tools
+from graft.tools.serve.tool_calls import (
+    ToolChoice,
+    read_tool_choice,
+    shown_schema,
+    template_tools,
+)
 
 _MAX_PRIORITY = 2**31 - 1
 _STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
@@ -313,13 +318,17 @@ class RequestParser:
                 param="continue_final_message",
             )
         options = {"add_generation_prompt": adds_prompt} | options
+        schema = None if grammar is None else grammar.schema
+        tools = read_tool_choice(fields)
+        if tools.required:
+            schema = shown_schema(tools)
         try:
             tokens = self.tokenizer.chat(
                 messages,
                 continue_final_message=continues,
                 parse_special=False,
                 max_bytes=self.limits.prompt_bytes,
-                schema=None if grammar is None else grammar.schema,
+                schema=schema,
                 **options,
             )
         except TokenizerError as error:

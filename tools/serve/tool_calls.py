@@ -157,6 +157,22 @@ def template_tools(tools: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": function} for function in described]
 
 
+def shown_schema(tools: ToolChoice) -> dict[str, Any]:
+    """Return a JSON schema of required calls, for chat templates that show the output's schema.
+
+    It is no grammar: references in the parameters are not adapted to their place.
+    """
+    calls = []
+    for function in tools.functions:
+        properties = {
+            "name": {"const": function["name"]},
+            "arguments": function.get("parameters") or _NO_ARGUMENTS,
+        }
+        calls.append({"type": "object", "properties": properties, "required": list(properties)})
+    call = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return {"type": "array", "items": call} if tools.is_array else call
+
+
 def tool_format(tools: ToolChoice) -> dict[str, Any]:
     """Return the structural format of an output in which the model may or must call functions."""
     if tools.required:
