@@ -181,7 +181,7 @@ def _compile_cuda(context: Context, source: KernelSource) -> LoadedModule:
         import cupy
     except ImportError as error:
         raise KernelError(
-            f"{name}: compiling for CUDA needs CuPy (pip install graft-cuda[cuda13])"
+            f"{name}: compiling for CUDA needs CuPy: pip install cupy-cuda13x, or cupy-cuda12x"
         ) from error
     # CuPy's cache key covers the source but not the files that it includes. A digest of these files
     # in the source makes CuPy compile the kernel again when a header has changed.

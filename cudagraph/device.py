@@ -111,6 +111,8 @@ class Device(Context):
         count = self.multiprocessor_count
         if self.kind == "soft":
             line = f"soft device on {count} CPU workers (no GPU; its timings are not GPU timings)"
+            if soft_device_runs_ptx():
+                line += ", kernels run as PTX"
             if self.fallback_reason:
                 line += f", because CUDA is not available: {self.fallback_reason}"
             return line

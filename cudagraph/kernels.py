@@ -24,7 +24,8 @@ from graft.cudagraph.signature import (
     INT,
     OTHER,
     POINTER,
-    parameter_kinds,
+    Parameter,
+    kernel_parameters,
     waiting_kernels,
 )
 
@@ -100,10 +101,11 @@ class Kernel:
         self._layout = _parameter_layout(function)
         self.param_sizes = tuple(size for _, size in self._layout)
         self.waits_for_previous = name in module.waiting
-        kinds = module.kinds.get(name, ())
-        if len(kinds) != len(self._layout):
-            kinds = (OTHER,) * len(self._layout)
-        self._kinds = kinds
+        parameters = module.parameters.get(name, ())
+        if len(parameters) != len(self._layout):
+            parameters = (Parameter("", OTHER),) * len(self._layout)
+        self._names = tuple(parameter.name for parameter in parameters)
+        self._kinds = tuple(parameter.kind for parameter in parameters)
         self._offsets = tuple(offset for offset, _ in self._layout)
         self._nbytes = max((offset + size for offset, size in self._layout), default=0)
         self._shared_limit = DEFAULT_SHARED_LIMIT
@@ -128,8 +130,10 @@ class Kernel:
         """
         values = tuple(args)
         if len(values) != len(self.param_sizes):
+            names = ", ".join(filter(None, self._names))
             raise KernelError(
-                f"kernel {self.name!r} takes {len(self.param_sizes)} arguments, not {len(values)}"
+                f"kernel {self.name!r} takes {len(self.param_sizes)} arguments"
+                f"{f' ({names})' if names else ''}, not {len(values)}"
             )
         data = bytearray(self._nbytes)
         owners: list[object] = [self.module]
@@ -206,7 +210,8 @@ class Kernel:
         return f"{article} {kind} of {size} bytes"
 
     def _error(self, i: int, problem: str) -> KernelError:
-        return KernelError(f"kernel {self.name!r}: argument {i} {problem}")
+        name = f" {self._names[i]!r}" if self._names[i] else ""
+        return KernelError(f"kernel {self.name!r}: argument {i}{name} {problem}")
 
     def allow_shared(self, nbytes: int) -> None:
         """Raise the kernel's limit of dynamic shared memory to ``nbytes`` if necessary."""
@@ -245,8 +250,8 @@ class KernelModule:
         Name of the source in error messages.
     loaded
         CUmodule and its owner.
-    kinds
-        Kinds of the parameters, by kernel name; see :mod:`graft.cudagraph.signature`.
+    parameters
+        Parameters by kernel name; see :mod:`graft.cudagraph.signature`.
     waiting
         Names of the kernels that call ``wait_for_previous_kernel()``.
     """
@@ -255,11 +260,11 @@ class KernelModule:
         self,
         name: str,
         loaded: LoadedModule,
-        kinds: Mapping[str, tuple[str, ...]],
+        parameters: Mapping[str, tuple[Parameter, ...]],
         waiting: frozenset[str],
     ) -> None:
         self.name = name
-        self.kinds = kinds
+        self.parameters = parameters
         self.waiting = waiting
         self._loaded = loaded
         # The references are weak, because a kernel holds its module and strong references would
@@ -362,7 +367,7 @@ def load_text(
     return KernelModule(
         name,
         loaded,
-        parameter_kinds(text),
+        kernel_parameters(text),
         waiting_kernels(text),
     )
 

@@ -44,8 +44,8 @@ class NcclAllGather(AllGather):
             from nccl import core
         except ImportError as error:
             raise OptionError(
-                "tensor parallelism on CUDA devices needs nccl4py: pip install "
-                f"'graft-cuda[nccl]' ({error})"
+                "tensor parallelism on CUDA devices needs NCCL: pip install 'nccl4py[cu13]' "
+                f"({error})"
             ) from error
         self.forward_limit_s = ranks.deadline_s
         self._core: Any = core

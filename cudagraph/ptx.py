@@ -60,7 +60,7 @@ def _nvrtc() -> tuple[Any, str]:
         # If the library is missing, cuda.bindings raises exceptions of various types.
         raise KernelError(
             "GRAFT_CODE=ptx needs NVRTC, which cannot be loaded "
-            f"(pip install graft-cuda[ptx]): {error}"
+            f"(pip install nvidia-cuda-nvrtc): {error}"
         ) from error
     return nvrtc, f"{int(status)} {major}.{minor}"
 

@@ -129,8 +129,8 @@ class RankGroup:
             from mpi4py import MPI
         except ImportError as error:
             raise OptionError(
-                "tensor parallelism needs mpi4py and an MPI library: pip install "
-                f"'graft-cuda[parallel]' ({error})"
+                "tensor parallelism needs mpi4py and an MPI library: pip install mpi4py mpich "
+                f"({error})"
             ) from error
         return RankGroup(MPI.COMM_WORLD, deadline_s)
 

@@ -1,14 +1,15 @@
-"""Kinds of kernel parameters (pointer, int, float or other), parsed from the kernel source.
+"""Names and kinds (pointer, int, float or other) of kernel parameters, parsed from the source.
 
 The driver reports the sizes of a kernel's parameters but not their types. The type is needed to
 convert Python arguments: an int argument of a float parameter must be converted to a float and not
-be passed as the bits of the int.
+be passed as the bits of the int. Error messages name the parameter.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 POINTER = "pointer"
 INT = "int"
@@ -30,25 +31,43 @@ _INT_NAMES = re.compile(r"bool|size_t|u?int(8|16|32|64|ptr)_t|cudaGraphCondition
 _QUALIFIERS = frozenset({"const", "volatile", "__restrict__", "__grid_constant__"})
 
 
-def parameter_kinds(text: str) -> Mapping[str, tuple[str, ...]]:
-    """Return the kinds of each kernel's parameters, by kernel name.
+class Parameter(NamedTuple):
+    """A parameter of a kernel.
+
+    Attributes
+    ----------
+    name
+        Name; empty if the source does not name the parameter.
+    kind
+        ``POINTER``, ``INT``, ``FLOAT`` or ``OTHER``. ``OTHER`` means that the type is neither built
+        in nor a pointer, or that the kind is unknown.
+    """
+
+    name: str
+    kind: str
+
+
+def kernel_parameters(text: str) -> Mapping[str, tuple[Parameter, ...]]:
+    """Return the parameters of each kernel, by kernel name.
 
     Kernels are ``extern "C" __global__`` functions. Kernels that a macro expands to are not found.
 
-    A kind is ``POINTER``, ``INT``, ``FLOAT`` or ``OTHER``. ``OTHER`` means that the type is neither
-    built in nor a pointer. It also means that the kind is unknown, because the source defines
-    several kernels with the same name (in branches of ``#if``) and the kind differs between them.
+    If the source defines several kernels with the same name (in branches of ``#if``), a parameter
+    that differs between them has no name, or the kind ``OTHER``.
     """
-    found: dict[str, tuple[str, ...]] = {}
-    for name, parameters, _ in _entries(text):
-        kinds: tuple[str, ...] = ()
-        if parameters.strip() not in ("", "void"):
-            kinds = tuple(_kind(parameter) for parameter in parameters.split(","))
-        earlier = found.get(name, kinds)
-        if len(earlier) == len(kinds):
-            pairs = zip(earlier, kinds, strict=True)
-            kinds = tuple(a if a == b else OTHER for a, b in pairs)
-        found[name] = kinds
+    found: dict[str, tuple[Parameter, ...]] = {}
+    for kernel, text_between, _ in _entries(text):
+        parameters: tuple[Parameter, ...] = ()
+        if text_between.strip() not in ("", "void"):
+            parameters = tuple(_parameter(part) for part in text_between.split(","))
+        earlier = found.get(kernel, parameters)
+        if len(earlier) == len(parameters):
+            pairs = zip(earlier, parameters, strict=True)
+            parameters = tuple(
+                Parameter(a.name if a.name == b.name else "", a.kind if a.kind == b.kind else OTHER)
+                for a, b in pairs
+            )
+        found[kernel] = parameters
     return found
 
 
@@ -101,12 +120,16 @@ def _entries(text: str) -> Iterator[tuple[str, str, str]]:
     return zip(names, parameters, following, strict=True)
 
 
-def _kind(parameter: str) -> str:
-    if "*" in parameter:
-        return POINTER
-    words = [word for word in parameter.split() if word not in _QUALIFIERS]
+def _parameter(text: str) -> Parameter:
+    words = [word for word in text.replace("*", " ").split() if word not in _QUALIFIERS]
+    name = ""
     if len(words) > 1 and words[-1] not in _INT_WORDS:
-        words.pop()  # the parameter's name
+        name = words.pop()
+    return Parameter(name, POINTER if "*" in text else _kind(words))
+
+
+def _kind(words: list[str]) -> str:
+    """Return the kind of a type that is not a pointer."""
     if words and all(word in _INT_WORDS for word in words):
         return INT
     if words in (["float"], ["double"]):

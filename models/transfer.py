@@ -224,8 +224,8 @@ class Mooncake(Transfer):
             from mooncake.engine import TransferEngine
         except ImportError as error:
             raise OptionError(
-                "KV transfer between machines requires the package mooncake-transfer-engine "
-                f"({error}): pip install 'graft-cuda[transfer]', and install libibverbs1"
+                f"KV transfer between machines requires Mooncake ({error}): pip install "
+                "mooncake-transfer-engine-non-cuda, and install libibverbs1"
             ) from error
         self._engine = TransferEngine()
         self._check(

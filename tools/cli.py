@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     for name, module, text in (
         ("generate", generate, "generate text, optionally under a schema, regex or grammar"),
-        ("serve", serve, "run an OpenAI-compatible HTTP server (requires graft-cuda[serve])"),
+        ("serve", serve, "run an OpenAI-compatible HTTP server (requires starlette and uvicorn)"),
         ("doctor", doctor, "check this machine and suggest fixes"),
         ("soft", soft, "run a program on the soft device"),
         ("import", gguf_import, "convert a GGUF file of a Llama model to a model folder"),

@@ -190,7 +190,7 @@ def check_cupy() -> Finding:
         "cupy",
         "absent",
         "not installed",
-        "CuPy is required to use a GPU: pip install 'graft-cuda[cuda13]' (or [cuda12])",
+        "CuPy is required to use a GPU: pip install cupy-cuda13x, or cupy-cuda12x",
     )
 
 
@@ -204,7 +204,7 @@ def check_nvrtc() -> Finding:
         "nvrtc",
         "absent",
         "not installed",
-        "NVRTC is required for GRAFT_CODE=ptx: pip install 'graft-cuda[ptx]'",
+        "NVRTC is required for GRAFT_CODE=ptx: pip install nvidia-cuda-nvrtc",
     )
 
 

@@ -110,7 +110,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--parallel",
         action="store_true",
-        help="tensor parallelism over the processes of mpiexec (requires graft-cuda[parallel])",
+        help="tensor parallelism over the processes of mpiexec (requires mpi4py and MPI)",
     )
     models.set_defaults(ranks=None)
     models.add_argument(

@@ -80,7 +80,7 @@ def import_gguf() -> Any:
         import gguf
     except ImportError as error:
         raise GgufError(
-            f"reading GGUF needs the package gguf ({error}): pip install 'graft-cuda[gguf]'"
+            f"reading GGUF needs the package gguf ({error}): pip install gguf"
         ) from error
     return gguf
 

@@ -52,12 +52,19 @@ def make_backend(
         if not isinstance(backend, GrammarBackend):
             raise OptionError(
                 f"grammar_backend: the factory returned {type(backend).__name__}, which is not a "
-                "GrammarBackend"
+                f"GrammarBackend: it has no {' and no '.join(_missing_members(backend))}"
             )
         return backend
     if choice not in BACKENDS:
         raise OptionError(f"grammar_backend must be one of {tuple(BACKENDS)}, got {choice!r}")
     return BACKENDS[choice](vocabulary)
+
+
+def _missing_members(backend: object) -> list[str]:
+    """Return the attributes and methods of `GrammarBackend` that an object lacks."""
+    members = {"name": "`name`", "vocabulary": "`vocabulary`"}
+    members |= {"compile": "method `compile`", "matcher": "method `matcher`"}
+    return [text for name, text in members.items() if not hasattr(backend, name)]
 
 
 def check_syntax(spec: Spec) -> None:

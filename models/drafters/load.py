@@ -21,6 +21,11 @@ __all__ = ["is_block_drafter", "make_drafter"]
 
 LOG = logging.getLogger("graft")
 _BLOCK_DRAFTER_TENSOR = "hidden_norm.weight"
+#: End of the errors about a callable that creates no drafter.
+_EXPECTED = (
+    "a callable given as drafter must take a DrafterContext and return a Drafter. For a function "
+    "that takes token ids and returns drafts, give UserDrafter.of(function)"
+)
 
 
 def make_drafter(choice: DrafterChoice, context: DrafterContext) -> Drafter:
@@ -51,12 +56,13 @@ def make_drafter(choice: DrafterChoice, context: DrafterContext) -> Drafter:
         except GraftError:
             raise
         except Exception as error:  # user code: importing or calling it may raise anything
-            raise OptionError(f"drafter {choice!r}: {error}") from error
+            problem = f"raised {type(error).__name__}: {error}"
+            raise OptionError(f"drafter {_name(choice)} {problem}; {_EXPECTED}") from error
     else:
         drafter = _from_folder(Path(choice), context)
     if not isinstance(drafter, Drafter):
         raise OptionError(
-            f"drafter {choice}: returned a {type(drafter).__name__}, expected a Drafter"
+            f"drafter {_name(choice)} returned {type(drafter).__name__}, not a Drafter; {_EXPECTED}"
         )
     if drafter.feeds_blocks and not is_block_drafter(choice):
         LOG.warning(
@@ -65,6 +71,11 @@ def make_drafter(choice: DrafterChoice, context: DrafterContext) -> Drafter:
             choice,
         )
     return drafter
+
+
+def _name(choice: object) -> str:
+    """Return the name of a choice for error messages."""
+    return getattr(choice, "__qualname__", None) or str(choice)
 
 
 def _import_attribute(name: str) -> Any:

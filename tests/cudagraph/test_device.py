@@ -154,7 +154,9 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("code", PROGRAMS, ids=["graph", "conditional", "pinned"])
+@pytest.mark.parametrize(
+    "code", PROGRAMS, ids=["graph", "conditional", "host-step-in-body", "pinned"]
+)
 def test_readme_example_prints_documented_output(code: str) -> None:
     done = run_python(code)
     assert done.stdout.strip() == code.strip().rpartition("# ")[2], done.stderr

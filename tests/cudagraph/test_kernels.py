@@ -24,7 +24,7 @@ from graft.cudagraph import (
     progress,
 )
 from graft.cudagraph.pinned import PinnedSlots
-from graft.cudagraph.signature import parameter_kinds, waiting_kernels
+from graft.cudagraph.signature import kernel_parameters, waiting_kernels
 
 TEXT = """
 extern "C" __global__ void saxpy(float* y, const float* x, float a, int n) {
@@ -163,14 +163,14 @@ def test_kernel_uses_dynamic_shared_memory(device: Device, stream: Stream, modul
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ([None, None, 1.0], "4 arguments, not 3"),
+        ([None, None, 1.0], r"4 arguments \(y, x, a, n\), not 3"),
         ([None, None, 1.0, 1 << 32], "argument 3"),
         ([None, None, 1.0, -(1 << 31) - 1], "argument 3"),
         ([None, None, 1e40, 1], "argument 2"),
         ([None, 1.0, 1.0, 1], "argument 1"),
         ([None, None, None, 1], "argument 2"),
         ([None, None, np.float64(1), 1], "float64"),
-        ([None, None, "1", 1], "str"),
+        ([None, None, "1", 1], "argument 2 'a' cannot be a str"),
         ([None, None, 10**400, 1], "argument 2"),
         ([None, None, np.int32(1), 1], "a float of 4 bytes, but int32"),
         ([None, None, 1.0, 1.5], "an int of 4 bytes, but a float was given"),
@@ -189,14 +189,14 @@ def test_kernel_pack_rejects_invalid_arguments(module, args, words: str) -> None
 
 @pytest.mark.parametrize("value", [bytes(15), 3, 1.5, np.array((1,), [("a", "i4")])[()], None])
 def test_kernel_pack_rejects_values_for_struct(module, value) -> None:
-    with pytest.raises(KernelError, match="'by_value': argument 0 is of a type that is not"):
+    with pytest.raises(KernelError, match="'by_value': argument 0 's' is of a type that is not"):
         module["by_value"].pack([value, None])
 
 
-def test_parameter_kinds_are_parsed_from_source() -> None:
+def test_kernel_parameters_are_parsed_from_source() -> None:
     """The parser handles comments, qualifiers, launch bounds and unnamed parameters.
 
-    A parameter has the kind "other" if its kind differs between definitions with the same name.
+    A parameter has the kind "other", or no name, if definitions with the same name differ in it.
     """
     text = """
     // extern "C" __global__ void commented(int a) {}
@@ -209,10 +209,12 @@ def test_parameter_kinds_are_parsed_from_source() -> None:
     extern "C" __global__ void more(const float* const __restrict__ a, /* b */ const volatile
         size_t b, Pair c, uint8_t d, const double e, bool, signed char) {}
     """
-    assert parameter_kinds(text) == {
-        "twice": ("other", "int"),
+    names = ["a", "b", "c", "d", "e", "", ""]
+    kinds = ["pointer", "int", "other", "int", "float", "int", "int"]
+    assert kernel_parameters(text) == {
+        "twice": (("a", "other"), ("", "int")),
         "none": (),
-        "more": ("pointer", "int", "other", "int", "float", "int", "int"),
+        "more": tuple(zip(names, kinds, strict=True)),
     }
 
 

@@ -115,7 +115,7 @@ def invalid_drafter(**attributes):
             "no logits for level 0",
         ),
         (invalid_drafter(feature_layers=(1, 0)), OptionError, "feature layers"),
-        (lambda context: object(), OptionError, "expected a Drafter"),
+        (lambda context: object(), OptionError, r"returned object, not a Drafter.*UserDrafter\.of"),
         (
             partial(CascadeDrafter, first=NGram, then=NGram),
             OptionError,

@@ -47,7 +47,7 @@ def _load_both(
     """Load a module, and as its attribute `for_cpu` the same source compiled for the CPU."""
     module = _original_load(context, text, name, defines, folder)
     loaded = compiler._compile_soft(compiler.KernelSource(text, name, defines or {}, folder))
-    module.for_cpu = kernels.KernelModule(name, loaded, module.kinds, module.waiting)
+    module.for_cpu = kernels.KernelModule(name, loaded, module.parameters, module.waiting)
     return module
 
 

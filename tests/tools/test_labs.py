@@ -229,3 +229,21 @@ def test_gil_deadlock_exit_status_is_1_for_unexpected_outcome(monkeypatch, capsy
     assert deadlock.main(["--case", "alloc:native:1"]) == 0
     assert deadlock.main(["--case", "alloc:python:1"]) == 1
     assert "EXPECTED hangs" in capsys.readouterr().out
+
+
+def test_gil_deadlock_lab_prints_progress_and_keeps_results_after_interrupt(monkeypatch, capsys):
+    """Without a terminal, each case prints a line. Ctrl-C does not lose the completed cases."""
+    cases = [Case("alloc", "native", model) for model in range(4)]
+
+    def run(case: Case, soft: bool) -> deadlock.Result:
+        if case.model == 2:
+            raise KeyboardInterrupt
+        return deadlock.Result(case, deadlock.COMPLETES, deadlock.COMPLETES, 0.0, "")
+
+    results = deadlock.run_all(cases, True, 1, run)
+    assert [result.case.model for result in results] == [0, 1]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["1/4 alloc:native:0: completes", "2/4 alloc:native:1: completes"]
+    monkeypatch.setattr(deadlock, "run_all", lambda cases, soft, jobs: results)
+    assert deadlock.main([]) == 130
+    assert "interrupted: " in capsys.readouterr().out

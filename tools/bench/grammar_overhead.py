@@ -330,7 +330,7 @@ def prepare(engine: Engine, setup: Setup, kind: str) -> GrammarSpec:
 
 
 def measure(
-    setup: Setup, options: argparse.Namespace, seconds: float, progress: tqdm[Any]
+    setup: Setup, options: argparse.Namespace, seconds: float, progress: tqdm
 ) -> Iterator[Result]:
     """Yield the results of a configuration for each kind of grammar.
 

@@ -32,7 +32,9 @@ def main() -> None:
                 output.text,
                 f"({output.reason}, {len(output.tokens)} tokens in {output.rounds} rounds)",
             )
-        for event in engine.stream([Request(prompt=PROMPT, grammar=GrammarSpec.json_object())]):
+        for event in engine.stream(
+            [Request(prompt=PROMPT, grammar=GrammarSpec.json_schema(SCHEMA))]
+        ):
             print(event.text, end="", flush=True)
         print(f"\n{engine.stats.tokens_per_round:.2f} tokens per round")
 

@@ -28,7 +28,7 @@ def propose(tokens: list[int]) -> list[int]:
 
 def main() -> None:
     """Generate the same text with and without the drafter, and print the number of rounds."""
-    request = Request(prompt="serial: AAAA-1111\nGive only the serial.", max_tokens=40)
+    request = Request(prompt="code: AA-1111\nGive only the code.", max_tokens=40)
     for drafter in (UserDrafter.of(propose, deadline_s=0.5), None):
         with Engine(demo_model()[0], drafter, draft_length=3) as engine:
             [output] = engine.generate([request])

@@ -49,7 +49,7 @@ class LastToken(Drafter):
 def main() -> None:
     """Generate the same text with and without the drafter, and print the accepted drafts."""
     target, _ = demo_model()
-    request = Request(prompt="serial: AAAA-1111\nGive only the serial.", max_tokens=40)
+    request = Request(prompt="code: AA-1111\nGive only the code.", max_tokens=40)
     texts = []
     for drafter in (LastToken, None):
         with Engine(target, drafter, draft_length=2) as engine:

@@ -183,9 +183,7 @@ def _import_ray() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise OptionError(
-            "--replicas needs the package ray: pip install 'graft-cuda[replicas]'"
-        ) from error
+        raise OptionError("--replicas needs the package ray: pip install ray") from error
     return ray
 
 

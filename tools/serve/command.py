@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from graft.tools.serve.replicas import Replicas
 
 API_KEY_VARIABLE = "GRAFT_API_KEY"
-#: Modules that the optional dependencies ``graft-cuda[serve]`` install.
+#: Modules of the packages that the extra ``serve`` installs.
 EXTRA_MODULES = ("starlette", "uvicorn", "prometheus_client")
 DEFAULT_NAME = "graft-demo"
 
@@ -132,7 +132,7 @@ def _add_replica_arguments(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="data parallel: run N engines in separate processes, one GPU each if there are GPUs; "
-        "requests of a replica that dies are restarted (requires graft-cuda[replicas])",
+        "requests of a replica that dies are restarted (requires the package ray)",
     )
     group.add_argument(
         "--replica-timeout",
@@ -194,7 +194,7 @@ def run(options: argparse.Namespace) -> int:
     Raises
     ------
     OptionError
-        If ``graft-cuda[serve]`` is not installed, or the address cannot be bound.
+        If a package that serving requires is not installed, or the address cannot be bound.
     """
     try:
         from graft.tools.serve.app import Service, Settings
@@ -204,7 +204,7 @@ def run(options: argparse.Namespace) -> int:
         if module not in EXTRA_MODULES:
             raise
         raise OptionError(
-            f"serving needs the package {module}: pip install 'graft-cuda[serve]'"
+            f"serving needs the module {module}: pip install starlette uvicorn prometheus-client"
         ) from error
     name = options.name
     if not name:

@@ -24,8 +24,8 @@ released    the case deadlocked until the mailbox's deadline passed; then the de
             graft reported an error
 
 On the soft device, the outcome of every case is compared with the expected outcome, which follows
-from the lock model. The exit status is 0 if all outcomes are as expected, and 1 otherwise. CUDA
-hardware has neither lock models nor a detector, so no outcome is expected there.
+from the lock model. The exit status is 0 if all outcomes are as expected, 130 after Ctrl-C, and 1
+otherwise. CUDA hardware has neither lock models nor a detector, so no outcome is expected there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -215,11 +215,32 @@ def _child_environment(case: Case, soft: bool, edges: Path) -> dict[str, str]:
     return environment
 
 
-def run_all(cases: Sequence[Case], soft: bool, jobs: int) -> list[Result]:
-    """Run cases in child processes, at most `jobs` of them concurrently."""
-    with ThreadPoolExecutor(jobs) as pool:
-        results = pool.map(lambda case: run_case(case, soft), cases)
-        return list(tqdm(results, total=len(cases), unit="case", disable=None))
+def run_all(
+    cases: Sequence[Case], soft: bool, jobs: int, run: Callable[[Case, bool], Result] = run_case
+) -> list[Result]:
+    """Run cases in child processes, at most `jobs` of them concurrently.
+
+    A progress bar or, if the error output is not a terminal, a line per case shows the progress.
+    After Ctrl-C, return the results of the cases that have completed.
+    """
+    results: list[Result] = []
+    lines = not sys.stderr.isatty()
+    with (
+        ThreadPoolExecutor(jobs) as pool,
+        tqdm(total=len(cases), unit="case", disable=lines) as progress,
+    ):
+        pending = [pool.submit(run, case, soft) for case in cases]
+        try:
+            for future in pending:
+                result = future.result()
+                results.append(result)
+                progress.update()
+                if lines:
+                    count = f"{len(results)}/{len(cases)}"
+                    print(f"{count} {result.case.name}: {result.outcome}", file=sys.stderr)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+    return results
 
 
 # Report -------------------------------------------------------------------------------------------
@@ -325,6 +346,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unexpected:
             print(f"\n{details(unexpected)}")
     print(f"{len(results)} cases, {len(unexpected)} unexpected")
+    if len(results) < len(cases):
+        print(f"interrupted: {len(cases) - len(results)} cases were not completed")
+        return 130
     return 1 if unexpected else 0
 
 
