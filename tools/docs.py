@@ -35,6 +35,9 @@ PACKAGES = ("native", "cudagraph", "sampling", "grammar", "models", "tools")
 #: torch.
 _EXCLUDED = re.compile(r"^graft\.tools\.train$|\._")
 
+#: Warnings about annotations of other packages, such as those of a base class from uvicorn.
+_FOREIGN_ANNOTATION = re.compile(r" annotation.* for (?!graft\.)[\w.]+[:.]")
+
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -87,7 +90,8 @@ def add_readme(package: str, output: Path) -> None:
     Parameters
     ----------
     package
-        Name of the package without ``graft.``.
+        Name of the package without ``graft.``; empty for ``graft`` itself, whose README.md is that
+        of the repository.
     output
         Folder of the HTML pages.
     """
@@ -102,7 +106,7 @@ def add_readme(package: str, output: Path) -> None:
             return match[0]
         file = (page.parent / path).resolve()
         if is_image:
-            folder = output / "graft"
+            folder = output / ("graft" if package else "")
             folder.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, folder)
             return f"![{text}]({file.name})"
@@ -111,13 +115,14 @@ def add_readme(package: str, output: Path) -> None:
         if not is_readme or other not in PACKAGES:
             return text
         suffix = f"#{anchor}" if anchor else ""
-        return f"[{text}]({other}.html{suffix})"
+        page_of_other = f"{other}.html" if package else f"graft/{other}.html"
+        return f"[{text}]({page_of_other}{suffix})"
 
     text = page.read_text(encoding="utf-8")
     # Remove the title, because pdoc shows the name of the package as the title.
     text = re.sub(r"\A# .*\n", "", text)
     text = _LINK.sub(replace_link, text)
-    module = importlib.import_module(f"graft.{package}")
+    module = importlib.import_module(f"graft.{package}".rstrip("."))
     docstring = module.__doc__ or ""
     module.__doc__ = f"{docstring}\n\n{text}"
 
@@ -156,8 +161,12 @@ def write_docs(packages: Sequence[str], output: Path) -> list[str]:
         modules: dict[str, pdoc.doc.Module] = {}
         for package in packages:
             modules |= _import_package(package, output)
+        # The index page leads to the page of ``graft``, because it contains all other modules.
+        add_readme("", output)
+        modules["graft"] = PackageModule.from_name("graft")
         _write_pages(modules, output)
-    return [f"{warning.category.__name__}: {warning.message}" for warning in caught]
+    texts = [f"{warning.category.__name__}: {warning.message}" for warning in caught]
+    return [text for text in texts if not _FOREIGN_ANNOTATION.search(text)]
 
 
 def _import_package(package: str, output: Path) -> dict[str, pdoc.doc.Module]:

@@ -13,7 +13,10 @@ from graft.tools import docs
 
 
 def test_docs_write_page_with_docstrings_and_readme(tmp_path):
-    """The HTML page of a package contains the package's docstring, README.md and public classes."""
+    """The HTML page of a package contains the package's docstring, README.md and public classes.
+
+    The index leads to a page with the repository's README.md.
+    """
     assert docs.main(["sampling", "--output", str(tmp_path)]) == 0
     page = (tmp_path / "graft" / "sampling.html").read_text(encoding="utf-8")
     assert 'id="MaskApply"' in page
@@ -22,8 +25,14 @@ def test_docs_write_page_with_docstrings_and_readme(tmp_path):
     title = next(line for line in readme.splitlines() if line.startswith("## "))
     assert title.removeprefix("## ") in page
     assert (tmp_path / "graft" / "sampling" / "mask.html").is_file()
-    assert (tmp_path / "index.html").is_file()
+    assert "graft.html" in (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert "CUDA-Python runtime toolkit" in (tmp_path / "graft.html").read_text(encoding="utf-8")
     assert (tmp_path / "search.js").is_file()
+
+
+@pytest.mark.full
+def test_docs_of_all_packages_have_no_warnings(tmp_path):
+    assert docs.write_docs(docs.PACKAGES, tmp_path) == []
 
 
 def test_docs_fail_on_warning(tmp_path, monkeypatch, capsys):

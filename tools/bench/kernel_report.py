@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from graft.cudagraph.compiler import nvrtc_options
-from graft.cudagraph.signature import parameter_kinds
+from graft.cudagraph.signature import kernel_parameters
 from graft.tools.report import table
 
 #: Compute capabilities times 10, such as 90 for sm_90.
@@ -229,7 +229,7 @@ def all_variants(packages: Iterable[str] = PACKAGES) -> list[Variant]:
 
 def entry_names(path: Path) -> list[str]:
     """Return the names of the ``extern "C" __global__`` functions of a file, in order."""
-    return list(parameter_kinds(path.read_text()))
+    return list(kernel_parameters(path.read_text()))
 
 
 # Compilation --------------------------------------------------------------------------------------
