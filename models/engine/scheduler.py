@@ -437,14 +437,15 @@ class Scheduler:
         elif row.cut:
             # No token was committed, so the next round verifies the drafts that were not cut.
             state.draft_capacity = row.tested
-        state.undrafted_tokens = len(row.tokens) if row.reason else 0
-        text, stopped = state.append_tokens(row.tokens)
         output = state.output
+        num_before = len(output.tokens)
+        text, stopped = state.append_tokens(row.tokens)
+        # If a stop string ended the request, the row's tokens after it were not appended.
+        num_new = len(output.tokens) - num_before
+        state.undrafted_tokens = num_new if row.reason else 0
         if row.relaxed:
             output.exact = False
         if output.logprobs is not None:
-            # If a stop string ended the request, the row's tokens after it were not appended.
-            num_new = len(output.tokens) - len(output.logprobs)
             output.logprobs += row.logprobs[:num_new]
         if stopped:
             self.end(state, "stop_string", text=text)
