@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from bigram_model import Script, make_bigram_model
 from engine_cases import settled
-from scripted_model import Script, make_scripted_model
 
 from graft.grammar import GrammarSpec
 from graft.models import Engine, Request
@@ -51,7 +51,7 @@ def parameters(quick):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    return make_scripted_model(tmp_path_factory.mktemp("scripted"), SCRIPT)
+    return make_bigram_model(tmp_path_factory.mktemp("bigram"), SCRIPT)
 
 
 def make_engine(models, mode):

@@ -1,4 +1,4 @@
-"""A model that writes a given text: each token determines the next one.
+"""A bigram model that writes a given text, and an EAGLE-3 head for it.
 
 The decoder layers of the model add nothing to the embeddings, and the LM head of each id is the
 embedding of the id before it in the script. Greedy decoding therefore continues the script after
@@ -29,7 +29,7 @@ BOS = 1
 
 @dataclass(frozen=True)
 class Script:
-    """Text of a scripted model and the tokens in which the model writes it.
+    """Text of a bigram model and the tokens in which the model writes it.
 
     Attributes
     ----------
@@ -93,7 +93,7 @@ def byte_alphabet() -> dict[int, str]:
     return {byte_level_bytes(char)[0]: char for char in pre_tokenizers.ByteLevel.alphabet()}
 
 
-def make_scripted_model(folder: Path, script: Script) -> dict:
+def make_bigram_model(folder: Path, script: Script) -> dict:
     """Write a target to ``folder/target`` and an EAGLE-3 head to ``folder/eagle3``."""
     alphabet = byte_alphabet()
     pieces = ["<eos>", "<bos>", *(alphabet[byte] for byte in range(256))]
