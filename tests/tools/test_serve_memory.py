@@ -1,0 +1,98 @@
+"""Resident memory of the server over thousands of requests, each with a schema of its own."""
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+SERVER = """
+from graft.models.engine.engine import Engine
+from graft.tools.demo_model import demo_model
+from graft.tools.serve.app import Service, Settings
+from graft.tools.serve.command import bind_socket
+from graft.tools.serve.engine_driver import EngineDriver
+from graft.tools.serve.server import Server
+
+target, drafter = demo_model()
+engine = Engine(target, drafter, max_batch_size=8, grammar_cache_bytes=4 << 20)
+listener = bind_socket("127.0.0.1", 0)
+print(listener.getsockname()[1], flush=True)
+Server(Service(EngineDriver(engine), Settings("demo")), listener, 10.0).start()
+engine.close()
+"""
+CLIENTS = 8
+#: Requests per measurement, and the number of measurements until all caches are full.
+STEP = 1000
+WARM_STEPS = 2
+
+
+@contextmanager
+def server_process() -> Iterator[tuple[int, int]]:
+    """Run a server of the demo model in a child process; yield its process id and its port."""
+    child = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        port = int(child.stdout.readline())
+        assert "serving" in child.stdout.readline()
+        yield child.pid, port
+    finally:
+        child.terminate()
+        assert child.wait(60) == 0
+
+
+def resident_bytes(process_id: int) -> int:
+    """Return the resident memory of a process."""
+    with open(f"/proc/{process_id}/status", encoding="ascii") as status:
+        fields = dict(line.split(":", 1) for line in status)
+    return int(fields["VmRSS"].split()[0]) << 10
+
+
+def send(port: int, number: int) -> str:
+    """Send a chat completion whose prompt and schema only this number has; return the reason."""
+    properties = {f"field_{number}_{i}": {"type": "integer"} for i in range(40)}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": f"Extract number {number} of the fields. " * 8}],
+        "max_tokens": 6,
+        "stream": number % 2 == 0,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    }
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    try:
+        headers = {"content-type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        text = response.read().decode()
+    finally:
+        connection.close()
+    assert response.status == 200, text
+    return "length" if '"length"' in text else text
+
+
+def measure(steps: int) -> list[int]:
+    """Send `STEP` requests per step; return the resident memory in bytes after each step."""
+    sizes = []
+    with server_process() as (process_id, port), ThreadPoolExecutor(CLIENTS) as clients:
+        for step in range(steps):
+            numbers = range(step * STEP, (step + 1) * STEP)
+            reasons = list(clients.map(lambda number: send(port, number), numbers))
+            assert set(reasons) == {"length"}
+            sizes.append(resident_bytes(process_id))
+            print(f"{numbers.stop} requests: {sizes[-1] / 2**20:.1f} MiB", flush=True)
+    return sizes
+
+
+@pytest.mark.soak
+def test_resident_memory_of_server_stays_flat():
+    """After all caches are full, the memory grows by at most 2 MB per 1,000 requests."""
+    sizes = measure(int(os.environ.get("GRAFT_SOAK_STEPS", "6")))
+    warm = sizes[WARM_STEPS - 1]
+    growth = (sizes[-1] - warm) / (len(sizes) - WARM_STEPS)
+    assert growth <= 2e6, [f"{size / 2**20:.1f} MiB" for size in sizes]
