@@ -3,7 +3,8 @@
 A *slot* is the index of a running request on the device. Row ``s`` of the page table lists the
 pages of slot ``s`` in the order of their positions.
 
-Pages are reference-counted. A page is free again when its last reference is dropped.
+A page counts the slots that have it. The prefix cache retains pages. A page is free again when no
+slot has it and the prefix cache does not retain it. A retained page that no slot has is *idle*.
 
 Rejected drafts need no cleanup on the device. Keys and values are addressed by position, so the
 next token at this position overwrites the keys and values of a rejected draft.
@@ -20,6 +21,7 @@ Invariants
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -63,7 +65,9 @@ class PagedKV:
     scratch_page
         Index of the scratch page. It equals the parameter `pages`.
     free
-        Pages without a reference, used as a stack: the last one is allocated first.
+        Free pages, used as a stack: the last one is allocated first.
+    idle
+        Idle pages as the keys of an ordered dictionary, least recently used first.
 
     Raises
     ------
@@ -116,7 +120,9 @@ class PagedKV:
         empty = np.full((slots, self.max_pages), self.scratch_page, dtype=np.int32)
         self.page_table: DeviceArray = device.from_host(empty)
         self.free = list(range(pages - 1, -1, -1))
-        self._references = [0] * pages
+        self.idle: OrderedDict[int, None] = OrderedDict()
+        self._num_slots = [0] * pages
+        self._retained = bytearray(pages)
         self._owned: list[list[int]] = [[] for _ in range(slots)]
         self._staged = []  # rows of the page table in pinned memory
         for _ in range(slots):
@@ -151,8 +157,8 @@ class PagedKV:
         positions
             Number of positions that the slot must have.
         shared
-            Pages to use for the slot's first positions. They already have other references, for
-            example as prefix-cache pages. Allowed only if the slot has no pages yet.
+            Retained pages to use for the slot's first positions. Allowed only if the slot has no
+            pages yet.
 
         Returns
         -------
@@ -173,32 +179,44 @@ class PagedKV:
         for _ in range(num_new):
             pages.append(self.free.pop())
         for page in pages:
-            self.add_reference(page)
+            self._num_slots[page] += 1
+        for page in shared:
+            self.idle.pop(page, None)
         self._staged[slot].array[len(owned) : total] = pages
         owned.extend(pages)
         return True
 
-    def add_reference(self, page: int) -> None:
-        """Add a reference to a page that is in use or has just been removed from `free`."""
-        self._references[page] += 1
-
-    def drop_reference(self, page: int) -> None:
-        """Drop a reference. The page becomes free if this was its last reference."""
-        self._references[page] -= 1
-        if self._references[page] == 0:
-            self.free.append(page)
-
-    def references(self, page: int) -> int:
-        """Return the reference count of a page."""
-        return self._references[page]
-
     def release(self, slot: int) -> None:
-        """Drop a slot's references to all its pages."""
+        """Take all its pages from a slot. Later pages become idle or free before earlier ones."""
         owned = self._owned[self._checked(slot)]
         self._staged[slot].array[: len(owned)] = self.scratch_page
         for page in reversed(owned):
-            self.drop_reference(page)
+            self._num_slots[page] -= 1
+            self._update_idle_or_free(page)
         owned.clear()
+
+    def retain(self, page: int) -> None:
+        """Keep a page when no slot has it any more, or although no slot has it.
+
+        The page must have a slot, or must have been removed from `free` by the caller.
+        """
+        self._retained[page] = True
+        self._update_idle_or_free(page)
+
+    def drop(self, page: int) -> None:
+        """Retain a page no longer. The page becomes free if no slot has it."""
+        self._retained[page] = False
+        self.idle.pop(page, None)
+        self._update_idle_or_free(page)
+
+    def _update_idle_or_free(self, page: int) -> None:
+        """Make a page idle or free if no slot has it."""
+        if self._num_slots[page]:
+            return
+        if self._retained[page]:
+            self.idle[page] = None
+        else:
+            self.free.append(page)
 
     def set_table(self, lane: Lane, slot: int) -> None:
         """Enqueue a copy of a slot's row of the page table from pinned memory to the device."""

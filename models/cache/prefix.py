@@ -15,8 +15,10 @@ Invariants
    from the cache.
 2. A page is cached only after its writes have been enqueued on the stream of the rounds. Work that
    reads the cached page is enqueued on the same stream later, so it runs after the writes.
-3. The cache owns one reference to each of its pages. A page may be evicted only while no slot has
-   another reference to it.
+3. The cache retains its pages (`PagedKV.retain`). To make pages free, it evicts idle pages, which
+   no slot has.
+4. A page is idle in all caches or in none. The order of the idle pages in the first cache decides
+   which are evicted first. No operation visits all cached pages, except for `clear`.
 """
 
 from __future__ import annotations
@@ -91,6 +93,8 @@ class PrefixCache:
         Number of tokens that were not prefilled because their pages were cached.
     evictions
         Number of pages evicted.
+    version
+        Number that changes whenever the set of cached pages changes.
     """
 
     def __init__(self, caches: Sequence[PagedKV], lookahead: int, max_pages: int) -> None:
@@ -98,8 +102,10 @@ class PrefixCache:
         self._lookahead = lookahead
         self.max_pages = max_pages
         self._cached: OrderedDict[bytes, PageGroup] = OrderedDict()  # least recently used first
+        self._key_by_page: dict[int, bytes] = {}  # keys by page of the first cache
         self.hit_tokens = 0
         self.evictions = 0
+        self.version = 0
 
     def __len__(self) -> int:
         return len(self._cached)
@@ -107,11 +113,7 @@ class PrefixCache:
     @property
     def num_unused(self) -> int:
         """Number of cached pages that no slot uses."""
-        count = 0
-        for group in self._cached.values():
-            if not self._in_use(group):
-                count += 1
-        return count
+        return len(self._caches[0].idle)
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
         """Return the keys of the full pages of `tokens`, or none if the cache is disabled."""
@@ -129,7 +131,7 @@ class PrefixCache:
         # The first page becomes the most recently used page and is evicted last, because the pages
         # after it cannot be found without it.
         for key in reversed(found):
-            self._cached.move_to_end(key)
+            self._mark_used(key)
         return [self._cached[key] for key in found]
 
     def insert(self, slot: int, tokens: Sequence[int]) -> None:
@@ -210,22 +212,15 @@ class PrefixCache:
         """
         num_free = min(len(cache.free) for cache in self._caches)
         num_evictions = pages - num_free
-        kept = set(keep)
-        in_use: list[bytes] = []
-        unused: list[bytes] = []
-        for key, group in self._cached.items():
-            if len(unused) >= num_evictions:
-                break
-            if group in kept or self._in_use(group):
-                in_use.append(key)
-            else:
-                unused.append(key)
-        # Mark the pages in use as recently used. The next call then finds unused pages after fewer
-        # iterations.
-        for key in in_use:
-            self._cached.move_to_end(key)
-        if len(unused) >= num_evictions:
-            self._evict(unused)
+        if num_evictions <= 0:
+            return
+        idle = self._caches[0].idle
+        kept = {group[0] for group in keep if group[0] in idle}
+        if num_evictions > len(idle) - len(kept):
+            return
+        candidates = (page for page in idle if page not in kept)
+        evicted = list(itertools.islice(candidates, num_evictions))
+        self._evict([self._key_by_page[page] for page in evicted])
 
     def clear(self) -> None:
         """Evict all pages."""
@@ -248,21 +243,28 @@ class PrefixCache:
         for key, group in reversed(pages):
             if key not in self._cached:
                 for cache, page in zip(self._caches, group, strict=True):
-                    cache.add_reference(page)
+                    cache.retain(page)
                 self._cached[key] = group
-            self._cached.move_to_end(key)
+                self.version += 1
+                self._key_by_page[group[0]] = key
+            self._mark_used(key)
         surplus = max(0, len(self._cached) - self.max_pages)
         oldest = itertools.islice(self._cached, surplus)
         self._evict(list(oldest))
 
-    def _in_use(self, group: PageGroup) -> bool:
-        """Return whether a slot has a reference to the page, in addition to the prefix cache."""
-        first_cache = self._caches[0]
-        return first_cache.references(group[0]) > 1
+    def _mark_used(self, key: bytes) -> None:
+        """Mark a cached page as recently used."""
+        self._cached.move_to_end(key)
+        first_page = self._cached[key][0]
+        idle = self._caches[0].idle
+        if first_page in idle:
+            idle.move_to_end(first_page)
 
     def _evict(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             group = self._cached.pop(key)
+            del self._key_by_page[group[0]]
             for cache, page in zip(self._caches, group, strict=True):
-                cache.drop_reference(page)
+                cache.drop(page)
             self.evictions += 1
+            self.version += 1

@@ -386,12 +386,6 @@ class Options:
         pages = sized._all_pages(length) if self.pages is None else self.pages
         return replace(sized, pages=pages)
 
-    @property
-    def has_all_pages(self) -> bool:
-        """Whether a request of maximum length fits into every row, once the options are sized."""
-        length, pages = self.sizes
-        return pages >= self._all_pages(length)
-
     def _all_pages(self, length: int) -> int:
         return self.max_batch_size * -(-(length + self.slack) // self.page_size)
 

@@ -63,6 +63,10 @@ class RequestState:
         Number of times another request was given a slot while this one was first in the queue.
     prefix_keys
         Prefix-cache keys of the full pages; None until first computed.
+    prefix_hits
+        Number of these pages that the prefix cache had at its version `prefix_version`.
+    prefix_version
+        See `prefix_hits`; -1 if the number is unknown.
     slot
         Request slot; -1 while the request has none.
     epoch
@@ -101,6 +105,8 @@ class RequestState:
     queue_number: int = -1
     bypass_count: int = 0
     prefix_keys: list[bytes] | None = None
+    prefix_hits: int = 0
+    prefix_version: int = -1
     slot: int = -1
     epoch: int = 0
     start_position: int = 0
@@ -200,10 +206,15 @@ class RequestState:
         """Return the rest of the text and set ``output.text``.
 
         ``output.reason`` must be set. With reason "moved" nothing is emitted, because another
-        engine continues the text. In all other cases, only an incomplete last character is omitted.
+        engine continues the text.
         """
-        is_moved = self.output.reason == "moved"
-        held = len(self._pending_text) if is_moved else 0
+        reason = self.output.reason
+        held = 0
+        if reason == "moved":
+            held = len(self._pending_text)
+        elif reason != "stop_string":
+            was_cut = reason != "stop"
+            self._pending_text += self.decoder.finish(cut=was_cut)
         text = self._emit(held)
         self.output.text = "".join(self._emitted_text)
         return text

@@ -52,9 +52,11 @@ IDLE_WAIT_S = 0.1
 #: Number of requests at the front of the queue that are compared by prefix-cache hits.
 PREFIX_LOOKAHEAD = 16
 
-#: Maximum number of times that the first request in the queue is bypassed, because another request
-#: has more cache hits or because the first one does not fit.
+#: Maximum number of times that the first request in the queue is bypassed for more cache hits.
 MAX_BYPASSES = 16
+
+#: Number of deadlines of finished requests that are kept until they have elapsed.
+MIN_DEADLINES = 64
 
 #: Entry of the ready queue: (-priority, sequence number, request).
 _QueueEntry = tuple[int, int, RequestState]
@@ -126,8 +128,8 @@ class Scheduler:
 
     A request can get a slot once its grammar is compiled. The next slot goes to a request of the
     highest priority in the queue. Among the first `PREFIX_LOOKAHEAD` requests of this priority, the
-    scheduler selects the request with the most prefix-cache hits for which there are enough pages.
-    To prevent starvation, it bypasses the first request in the queue at most `MAX_BYPASSES` times.
+    scheduler selects the request with the most prefix-cache hits. To prevent starvation, it
+    bypasses the first request in the queue at most `MAX_BYPASSES` times.
 
     Parameters
     ----------
@@ -205,6 +207,7 @@ class Scheduler:
             deadline = state.submitted_at + state.request.timeout_s
             entry = (deadline, state.queue_number, weakref.ref(state))
             heapq.heappush(self._deadlines, entry)
+            self._drop_deadlines()
 
     def _enqueue(self, state: RequestState, to_front: bool = False) -> None:
         """Add a request to the queue, at the front of its priority if `to_front` is true."""
@@ -257,6 +260,18 @@ class Scheduler:
                 )
                 self.end(state, "timeout", error)
 
+    def _drop_deadlines(self) -> None:
+        """Drop the deadlines of finished requests if most deadlines are theirs."""
+        if len(self._deadlines) <= 2 * len(self.unfinished) + MIN_DEADLINES:
+            return
+        kept = []
+        for entry in self._deadlines:
+            state = entry[2]()
+            if state is not None and self.unfinished.get(state.id) is state:
+                kept.append(entry)
+        heapq.heapify(kept)
+        self._deadlines = kept
+
     def admit(self) -> None:
         """Assign slots to ready requests in order, until a request cannot be admitted."""
         while self._compiled:
@@ -265,32 +280,26 @@ class Scheduler:
             if compiled is not None:  # otherwise, the request has left the queue meanwhile
                 self._insert_ready(number, compiled)
         self.slots.reclaim(self.replays.retired)
-        while self._ready and self._admit_next():
-            pass
+        while self._ready:
+            first = self._ready[0][2]
+            chosen = self._choose()
+            if not self._admit(chosen):
+                break
+            if chosen is not first:
+                first.bypass_count += 1
 
-    def _admit_next(self) -> bool:
-        """Admit the preferred ready request that fits; return False if there is none."""
-        first = self._ready[0][2]
-        for state in self._candidates():
-            if self._admit(state):
-                if state is not first and state.slot >= 0:
-                    first.bypass_count += 1
-                return True
-        return False
-
-    def _candidates(self) -> list[RequestState]:
-        """Return the ready requests that may get the next slot, the preferred one first."""
+    def _choose(self) -> RequestState:
+        """Return the ready request that gets the next slot."""
         priority, number, first = self._ready[0]
         # Requests that were preempted because pages ran out have negative numbers. They go first.
         at_front = number < 0
         if at_front or first.bypass_count >= MAX_BYPASSES or not self.slots.has_free_slot:
-            return [first]
+            return first
         candidates = []
         for entry_priority, _, state in self._ready[:PREFIX_LOOKAHEAD]:
             if entry_priority == priority:
                 candidates.append(state)
-        candidates.sort(key=self.slots.cached_pages, reverse=True)  # stable
-        return candidates
+        return max(candidates, key=self.slots.cached_pages)  # the first one if several are equal
 
     def _dequeue(self, state: RequestState) -> None:
         self.waiting.pop(state.id, None)
@@ -324,6 +333,8 @@ class Scheduler:
 
     def _join(self, state: RequestState) -> bool:
         """Give a ready request a slot if one is available, and record the time in the queue."""
+        if not self.slots.may_join(state):
+            return False
         request = state.request
         output = state.output
         verify = request.verify or self._verify
@@ -377,8 +388,7 @@ class Scheduler:
         self.stats.late_promotions += self.modes.promote(
             running.values(), self.slots.num_assigned, self.replays.unread
         )
-        buckets = [batch for batch, _ in self.modes.round_graphs if batch >= len(states)]
-        batch = min(buckets)
+        batch = self.modes.batch_bucket(len(states))
         drafts = self.budget.choose(batch, states)
         graph, served, launch = self.modes.select(batch, drafts, states, may_loop=not short)
         self.stats.launches += 1
@@ -444,15 +454,14 @@ class Scheduler:
         elif row.cut:
             # No token was committed, so the next round verifies the drafts that were not cut.
             state.draft_capacity = row.tested
-        output = state.output
-        num_before = len(output.tokens)
+        state.undrafted_tokens = len(row.tokens) if row.reason else 0
         text, stopped = state.append_tokens(row.tokens)
-        # If a stop string ended the request, the row's tokens after it were not appended.
-        num_new = len(output.tokens) - num_before
-        state.undrafted_tokens = num_new if row.reason else 0
+        output = state.output
         if row.relaxed:
             output.exact = False
         if output.logprobs is not None:
+            # If a stop string ended the request, the row's tokens after it were not appended.
+            num_new = len(output.tokens) - len(output.logprobs)
             output.logprobs += row.logprobs[:num_new]
         if stopped:
             self.end(state, "stop_string", text=text)

@@ -183,6 +183,11 @@ class SlotManager:
         return self.num_assigned < self._max_batch_size and bool(self._free)
 
     @property
+    def num_free_pages(self) -> int:
+        """Number of pages that are free in all caches."""
+        return min(len(cache.free) for cache in self._caches)
+
+    @property
     def preemption_candidate(self) -> RequestState:
         """The request that would be preempted first among the requests with a slot."""
         prefilling = (request.state for request in self._prefilling.values())
@@ -195,7 +200,25 @@ class SlotManager:
             return 0
         if state.prefix_keys is None:
             state.prefix_keys = self._prefix_cache.keys(state.tokens)
-        return self._prefix_cache.count_hits(state.prefix_keys)
+            state.prefix_version = -1
+        if state.prefix_version != self._prefix_cache.version:
+            state.prefix_hits = self._prefix_cache.count_hits(state.prefix_keys)
+            state.prefix_version = self._prefix_cache.version
+        return state.prefix_hits
+
+    def may_join(self, state: RequestState) -> bool:
+        """Return False if a waiting request certainly cannot join now.
+
+        The work of this method does not depend on the length of the prompt, unless the contents of
+        the prefix cache have changed since the last call. A request may wait for many rounds.
+        """
+        if not self.has_free_slot:
+            return False
+        page_size = self._caches[0].page_size
+        needed = -(-self._required_positions(state) // page_size) - self.cached_pages(state)
+        return (
+            needed + self._num_spare_pages() <= self.num_free_pages + self._prefix_cache.num_unused
+        )
 
     def join(self, state: RequestState, params: SamplingParams) -> bool:
         """Give a request a slot and the pages for its first rounds.
@@ -226,8 +249,7 @@ class SlotManager:
         if state.prefix_keys is None:
             state.prefix_keys = self._prefix_cache.keys(tokens)
         shared = self._prefix_cache.match(state.prefix_keys)
-        spare = len(self._prefilling) + self._pages_for_next_round()
-        if not self._allocate(state, slot, shared, spare):
+        if not self._allocate(state, slot, shared, self._num_spare_pages()):
             return False
         self._free.pop(0)
         state.slot = slot
@@ -268,34 +290,39 @@ class SlotManager:
             cache.set_table(self._lane, state.slot)
         return True
 
-    def reserve_ahead(self, state: RequestState, max_pages: int | None) -> None:
-        """Allocate pages for rounds after the next one, as far as pages are free or unused.
+    def reserve_ahead(self, states: Sequence[RequestState], max_pages: int) -> None:
+        """Allocate pages for rounds after the next one.
 
-        Unused pages of the prefix cache are evicted.
+        The free pages are divided among the requests. If a request gets fewer than `PAGES_AHEAD` of
+        them, idle pages of the prefix cache are evicted to make up for the difference. The prefix
+        cache thus loses only a few pages per request, because the request may end long before it
+        uses the pages.
 
         Parameters
         ----------
-        state
-            Running request.
+        states
+            Running requests.
         max_pages
-            Maximum number of pages that the request has in addition to those of the next round;
-            None: all that it can ever need.
+            Maximum number of pages that a request has in addition to those of the next round.
         """
         page_size = self._caches[0].page_size
-        limit = state.position_limit + self._slack_positions
-        target = -(-limit // page_size)
-        if max_pages is not None:
+        for index, state in enumerate(states):
+            limit = -(-(state.position_limit + self._slack_positions) // page_size)
             needed = -(-self._required_positions(state) // page_size)
-            target = min(target, needed + max_pages)
-        present = state.reserved_positions // page_size
-        num_free = min(len(cache.free) for cache in self._caches)
-        pages = min(target - present, num_free + self._prefix_cache.num_unused)
-        if pages <= 0:
-            return
-        self._prefix_cache.evict_until_free(pages, ())
-        self._set_pages(state, state.slot, present + pages)
-        for cache in self._caches:
-            cache.set_table(self._lane, state.slot)
+            present = state.reserved_positions // page_size
+            num_wanted = min(limit, needed + max_pages) - present
+            num_shared = self.num_free_pages // (len(states) - index)
+            num_ahead = needed + PAGES_AHEAD - present
+            pages = min(num_wanted, max(num_shared, num_ahead))
+            if pages <= 0:
+                continue
+            self._prefix_cache.evict_until_free(pages, ())
+            pages = min(pages, self.num_free_pages)
+            if pages <= 0:
+                continue
+            self._set_pages(state, state.slot, present + pages)
+            for cache in self._caches:
+                cache.set_table(self._lane, state.slot)
 
     def prefill(self, round_s: float) -> None:
         """Enqueue prefill chunks and start the requests whose prompts are enqueued completely.
@@ -418,6 +445,10 @@ class SlotManager:
         end = min(state.num_tokens + self._positions_ahead, state.position_limit)
         return end + self._slack_positions
 
+    def _num_spare_pages(self) -> int:
+        """Return how many pages must remain free when a request joins."""
+        return len(self._prefilling) + self._pages_for_next_round()
+
     def _pages_for_next_round(self) -> int:
         """Return how many free pages the running requests may need for the next round.
 
@@ -489,4 +520,4 @@ class SlotManager:
         state.reserved_positions = positions
 
     def _has_free_pages(self, pages: int) -> bool:
-        return all(len(cache.free) >= pages for cache in self._caches)
+        return self.num_free_pages >= pages

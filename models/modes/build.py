@@ -127,7 +127,6 @@ class EngineModes(LaunchModes):
             slots,
             self._parts.round.mode,
             has_automata=self._parts.automata is not None,
-            has_all_pages=self._options.has_all_pages,
         )
         try:
             self._build_loops(self.loops, scratch, run_empty)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from graft.grammar.decoder import GuidedRequest
@@ -118,8 +118,13 @@ class LaunchModes:
         self._same_drafts = same_drafts
         # Modes among which that of the latest launch was chosen, and the mode.
         self._latest: tuple[Bucket, tuple[str, ...], str] | None = None
+        self._launched_loop: GraphKey | None = None  # key of the loop that was launched last
 
     # Launches -----------------------------------------------------------------------------------
+
+    def batch_bucket(self, num_requests: int) -> int:
+        """Return the number of batch rows of the smallest graph that can run this many requests."""
+        return min(batch for batch, _ in self.round_graphs if batch >= num_requests)
 
     def select(
         self,
@@ -154,6 +159,7 @@ class LaunchModes:
         key = keys[self._choose(bucket, tuple(keys))]
         if key.repeats and self.loops is not None:
             self.loops.reserve_pages(states)
+            self._launched_loop = key
         is_optimistic = key.optimistic or self._is_optimistic
         return Selection(
             self._graph(key),
@@ -248,8 +254,8 @@ class LaunchModes:
         if self.loops is not None:
             self.loops.leave()
 
-    def should_leave_loop(self, running: Iterable[RequestState], num_requests: int) -> bool:
-        """Return whether another mode than that of the latest launch would be better now.
+    def should_leave_loop(self, running: Collection[RequestState], num_requests: int) -> bool:
+        """Return whether another graph than that of the running loop would be selected now.
 
         Parameters
         ----------
@@ -258,12 +264,27 @@ class LaunchModes:
         num_requests
             Number of requests that have a slot.
         """
+        if running and self._has_other_loop(running):
+            return True
         if self.promotion is not None and self.promotion.has_candidates(running, num_requests):
             return True
         if self._latest is None:
             return False
         bucket, modes, mode = self._latest
         return self.choice.choose(bucket, modes) != mode
+
+    def _has_other_loop(self, states: Collection[RequestState]) -> bool:
+        """Return whether a loop with fewer batch rows or other grammar steps can run the requests.
+
+        The requests of a loop end one after another, and its batch rows and grammar steps remain.
+        """
+        key = self._launched_loop
+        if key is None or self.loops is None:
+            return False
+        batch = self.batch_bucket(len(states))
+        is_guided = any(state.matcher is not None for state in states)
+        place = self.loops.grammar_place(self._grammar_place(states), is_guided=is_guided)
+        return (batch, place) != (key.batch, key.grammar)
 
     # Promotion ----------------------------------------------------------------------------------
 
@@ -288,8 +309,7 @@ class LaunchModes:
         """
         if not self._chooses_promotion:
             return True
-        buckets = [batch for batch, _ in self.round_graphs if batch >= num_requests]
-        bucket = self._promotion_bucket(min(buckets))
+        bucket = self._promotion_bucket(self.batch_bucket(num_requests))
         return self.choice.choose(bucket, ("device", "host")) == "device"
 
     def _promotion_bucket(self, batch: int) -> Bucket:
@@ -300,7 +320,7 @@ class LaunchModes:
         """Return whether kernels do all grammar steps of a request."""
         return self.promotion is not None and self.promotion.is_promoted(state)
 
-    def _grammar_place(self, states: Sequence[RequestState]) -> str:
+    def _grammar_place(self, states: Collection[RequestState]) -> str:
         """Return the place of the grammar steps of a batch, one of `GRAMMAR_STEPS`."""
         num_promoted = sum(self.is_promoted(state) for state in states)
         if not num_promoted:

@@ -118,7 +118,7 @@ class Interleaving:
         self.tokens: dict[str, list[int]] = {}
         self.text: dict[str, str] = {}
         self.outputs: dict[str, Output] = {}
-        self.compiling: list[tuple[RequestState, CompiledGrammar]] = []
+        self.compiling: list[tuple[str, Future[CompiledGrammar], CompiledGrammar]] = []
         self.building: list[CompiledGrammar] = []  # grammars whose automaton is not built yet
         self.cancelled: set[str] = set()
         # Probabilities per action.
@@ -196,7 +196,6 @@ class Interleaving:
                 manager,
                 DraftMode.chain(k),
                 has_automata=self.has_automata,
-                has_all_pages=self.rng.random() < 0.5,
             )
         for key in graphs:
             for place in modes.loops.grammar_places if modes.loops else ():
@@ -257,7 +256,7 @@ class Interleaving:
         )
         if grammar is not None:
             state.grammar = Future()
-            self.compiling.append((state, grammar))
+            self.compiling.append((state.id, state.grammar, grammar))
         self.expected[state.id] = decode_sequentially(state, grammar)
         self.tokens[state.id] = []
         self.text[state.id] = ""
@@ -265,13 +264,12 @@ class Interleaving:
 
     def _compile(self) -> None:
         """Complete the compilation of a randomly chosen grammar. In 5 % of the cases, it fails."""
-        state, grammar = self.compiling.pop(self.rng.randrange(len(self.compiling)))
-        assert state.grammar is not None
+        name, future, grammar = self.compiling.pop(self.rng.randrange(len(self.compiling)))
         if self.rng.random() < 0.05:
-            state.grammar.set_exception(GrammarError("invalid"))
-            self.expected[state.id] = ([], "refused")
+            future.set_exception(GrammarError("invalid"))
+            self.expected[name] = ([], "refused")
         else:
-            state.grammar.set_result(grammar)
+            future.set_result(grammar)
             if self.has_automata and self.rng.random() < 0.8:
                 self.building.append(grammar)
 
@@ -310,6 +308,7 @@ class Interleaving:
     def _migrate(self, state: RequestState) -> None:
         """Migrate a request out of the engine and into the same engine again."""
         description = migrate.describe_request(state, "coupled")
+        grammar = state.grammar
         self.scheduler.end(state, "moved")
         migrated = RequestState(
             request=migrate.read_request(description),
@@ -318,11 +317,8 @@ class Interleaving:
             max_tokens=state.max_tokens,
             stop_ids=state.stop_ids,
             decoder=ToyText(),
-            grammar=state.grammar,
+            grammar=grammar,
         )
-        self.compiling = [
-            (migrated if other is state else other, grammar) for other, grammar in self.compiling
-        ]
         migrate.restore_output(migrated, description)
         self.scheduler.submit(migrated)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -179,7 +179,9 @@ class SteppingCache(PagedKV):
         self.max_pages = -(-length // PAGE)
         self.scratch_page = pages
         self.free = list(range(pages))
-        self._references = [0] * pages
+        self.idle = OrderedDict()
+        self._num_slots = [0] * pages
+        self._retained = bytearray(pages)
         self._owned = [[] for _ in range(slots)]
         self.table = np.full((slots, self.max_pages), pages)
         self.enqueued = self.table.copy()  # each row as of its last copy

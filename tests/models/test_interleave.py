@@ -194,7 +194,13 @@ MUTANTS = {
         "if chunk is None:",
         "if chunk is None or not chunk.is_done():",
     ),
-    "page freed while it has a reference": (PagedKV, "drop_reference", "== 0", "<= 1"),
+    "page freed while a slot has it": (
+        PagedKV,
+        "_update_idle_or_free",
+        "if self._num_slots[page]",
+        "if False",
+    ),
+    "retained page freed": (PagedKV, "_update_idle_or_free", "if self._retained[page]", "if False"),
     "page of the last token shared": (
         prefix,
         "page_keys",
@@ -204,8 +210,8 @@ MUTANTS = {
     "matched pages evicted": (
         PrefixCache,
         "evict_until_free",
-        "group in kept or ",
-        "",
+        "for group in keep",
+        "for group in ()",
     ),
     "pages cached before their prefill is complete": (
         SlotManager,

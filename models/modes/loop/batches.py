@@ -12,8 +12,7 @@ from graft.sampling.mode import DraftMode
 
 __all__ = ["Loops"]
 
-#: If the KV caches are too small for all batch rows, a request gets at most this number of pages
-#: for the rounds of a loop after the first one.
+#: Maximum number of pages that a request gets for the rounds of a loop after the first one.
 PAGES_AHEAD = 16
 
 
@@ -30,8 +29,6 @@ class Loops:
         Draft mode of the engine.
     has_automata
         Whether grammar steps can run on the device.
-    has_all_pages
-        Whether the KV caches have enough pages for a request of maximum length in every batch row.
     """
 
     def __init__(
@@ -41,14 +38,12 @@ class Loops:
         mode: DraftMode,
         *,
         has_automata: bool,
-        has_all_pages: bool,
     ):
         self._replays = replays
         self._slots = slots
         self._has_automata = has_automata
         # With lattice probing, a grammar step chooses the drafts of all trees.
         self._has_lattice_trees = mode.is_lattice and mode.branch > 1
-        self._max_pages = None if has_all_pages else PAGES_AHEAD
 
     @property
     def grammar_places(self) -> tuple[str, ...]:
@@ -87,5 +82,4 @@ class Loops:
 
     def reserve_pages(self, states: Sequence[RequestState]) -> None:
         """Reserve pages for the requests of a loop."""
-        for state in states:
-            self._slots.reserve_ahead(state, self._max_pages)
+        self._slots.reserve_ahead(states, PAGES_AHEAD)
