@@ -26,7 +26,7 @@ class ExecRelease final : public Reapable {
   explicit ExecRelease(Handle exec) : exec_(exec) {}
   void reap(std::vector<PyObject*>& references) noexcept override {
     constexpr unsigned kPollMicroseconds = 200;
-    if (owners != nullptr) {
+    if (owners != nullptr && event != nullptr) {
       const auto handle = reinterpret_cast<Handle>(event->handle());
       while (driver().event_query(handle) == kNotReady) usleep(kPollMicroseconds);
       references.push_back(owners);
@@ -35,8 +35,10 @@ class ExecRelease final : public Reapable {
   }
 
   // Exec sets these members before it retires this object.
-  PyObject* owners = nullptr;       // owners of the operands of changed nodes
-  std::shared_ptr<Resource> event;  // event that was recorded after the last launch
+  PyObject* owners = nullptr;  // owners of the operands of changed nodes
+  // Event that was recorded after the last launch. Null if that failed: nothing shows when the
+  // launch ends, so the owners are then never released.
+  std::shared_ptr<Resource> event;
 
  private:
   const Handle exec_;
@@ -54,13 +56,15 @@ class Exec {
         event_(std::make_shared<Resource>(ResourceKind::kEvent, event)) {
     use_state(std::move(state));
   }
+  // In a forked child, the mutex is free: a thread that holds it also has a reference to this
+  // object.
   ~Exec() { close(); }
   Exec(const Exec&) = delete;
   Exec& operator=(const Exec&) = delete;
 
   void close() {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (release_ != nullptr) release_->event = std::move(event_);
+    if (release_ != nullptr && record_failure_ == kSuccess) release_->event = std::move(event_);
     release_.reset();
   }
 
@@ -81,24 +85,30 @@ class Exec {
     if (result != kSuccess) return {result, "cuGraphLaunch"};
     ++launches_;
     state_->count_launch();
-    return {driver().event_record(event(), target), "cuEventRecord"};
+    record_failure_ = driver().event_record(event(), target);
+    return {record_failure_, "cuEventRecord"};
   }
   std::int64_t launches() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return launches_;
   }
-  // Returns kSuccess if no launch is in flight, kNotReady otherwise.
+  // Returns kSuccess if no launch is in flight, kNotReady otherwise. If the event of the last
+  // launch could not be recorded, returns the error of that call.
   Outcome query() {
-    return locked("cuEventQuery",
-                  [&] { return launches_ == 0 ? kSuccess : driver().event_query(event()); });
+    return locked("cuEventQuery", [&] {
+      if (launches_ == 0 || record_failure_ != kSuccess) return record_failure_;
+      return driver().event_query(event());
+    });
   }
   // Returns kNotReady and the event recorded after the last launch. Returns null with kSuccess if
-  // no launch is in flight, and with kClosed if the executable is closed. Later launches record
+  // no launch is in flight, with kClosed if the executable is closed, and with the error of
+  // cuEventRecord if the event of the last launch could not be recorded. Later launches record
   // other events, so waiting for this event does not include them.
   std::pair<Result, std::shared_ptr<Resource>> last_launch() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (release_ == nullptr || launches_ == 0)
       return {release_ == nullptr ? kClosed : kSuccess, nullptr};
+    if (record_failure_ != kSuccess) return {record_failure_, nullptr};
     event_in_use_ = true;
     return {kNotReady, event_};
   }
@@ -168,8 +178,9 @@ class Exec {
   std::mutex mutex_;
   const Handle exec_;
   std::unique_ptr<ExecRelease, Retire> release_;  // null after close()
-  std::shared_ptr<Resource> event_;  // event recorded after the last launch; null after close()
-  bool event_in_use_ = false;        // whether a thread may be waiting for `event_`
+  std::shared_ptr<Resource> event_;   // event recorded after the last launch; null after close()
+  bool event_in_use_ = false;         // whether a thread may be waiting for `event_`
+  Result record_failure_ = kSuccess;  // result of recording the event of the last launch
   std::shared_ptr<GraphState> state_;
   std::int64_t launches_ = 0;
 };

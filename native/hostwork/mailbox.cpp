@@ -112,10 +112,13 @@ bool Port::try_claim(std::uint32_t seq, Claimant claimant) noexcept {
 
 // Stores the answer to a request. Called once per request, by the thread that claimed it. The
 // request word is cleared first, because the device may post the next request as soon as it sees
-// the answer.
+// the answer. A spinning kernel whose own deadline has passed does not wait for the answer, so the
+// word may contain the next request already and is then left unchanged.
 void Port::acknowledge(std::uint32_t seq) noexcept {
   if (expecting(seq)) due_since_ns_.store(monotonic_ns(), std::memory_order_relaxed);
-  __atomic_store_n(words_.request, 0u, __ATOMIC_RELAXED);
+  std::uint32_t posted = seq;
+  __atomic_compare_exchange_n(words_.request, &posted, 0u, false, __ATOMIC_RELAXED,
+                              __ATOMIC_RELAXED);
   __atomic_store_n(words_.ack, words_.timed_out == nullptr ? 1u : seq, __ATOMIC_RELEASE);
 }
 

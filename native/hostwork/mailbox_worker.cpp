@@ -9,6 +9,7 @@
 #include <mutex>
 #include <thread>
 
+#include "hostwork/gate.h"
 #include "hostwork/mailbox.h"
 #include "threads.h"
 
@@ -121,6 +122,9 @@ Worker::Worker(WorkerOptions options) : core_(std::make_shared<Core>(std::move(o
 }
 
 Worker::~Worker() {
+  // In a forked child, the worker's thread does not exist, and it may have held the mutex at the
+  // time of the fork (L10).
+  if (!gate_open()) return;
   update_and_wake(*core_, [this] {
     core_->stop = true;
     core_->version.fetch_add(1);

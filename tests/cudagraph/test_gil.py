@@ -21,7 +21,7 @@ from graft.cudagraph import (
     load_text,
     softstats,
 )
-from graft.native import _native
+from graft.native import _native, check_gil
 
 TEXT = 'extern "C" __global__ void one(int* p) { p[0] += 1; }'
 
@@ -202,3 +202,10 @@ except interpreters.RunFailedError as error:
 print(outcome)
 """)
     assert "main interpreter" in done.stdout or "subinterpreters" in done.stdout, done
+
+
+def test_import_without_gil_is_refused() -> None:
+    """On a free-threaded interpreter whose GIL is disabled, the import says what to change."""
+    check_gil(True)
+    with pytest.raises(ImportError, match=r"needs the GIL.*-X gil=0"):
+        check_gil(False)

@@ -240,6 +240,40 @@ def test_forked_child_raises_and_exits_while_parent_continues() -> None:
     assert "parent: 7 8" in done.stdout and done.stderr == ""
 
 
+UNRECORDED = """
+graph = Graph(device, "unrecorded")
+data = device.zeros((1,), "int32")
+text = 'extern "C" __global__ void add(int* p, int by) { *p += by; }'
+add = load_text(device, text, "add.cu")["add"]
+graph.lane("main").kernel(add, 1, 1, [data, 1], name="add")
+executable = graph.instantiate()
+executable.launch(stream)
+executable.synchronize(60)
+other = device.zeros((1,), "int32")
+executable.update_kernel("add", add, 1, 1, [other, 2])
+for attempt in (lambda: executable.launch(stream), lambda: executable.synchronize(60)):
+    try:
+        attempt()
+    except DeviceError as error:
+        print(error.api, error.code)
+executable.launch(stream)
+executable.synchronize(60)
+print(data.to_host()[0], other.to_host()[0])
+"""
+
+
+def test_launch_without_recorded_event_does_not_count_as_complete() -> None:
+    """If the event after a launch cannot be recorded, waiting for the launch raises the error.
+
+    The event of the launch before would say that the executable is idle. The next launch records
+    an event that covers both.
+    """
+    done = run_program(UNRECORDED, GRAFT_DEVICE="soft", SOFTCUDA_FAIL="cuEventRecord:2:999")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "cuEventRecord 999", done.stderr
+    assert lines[1].endswith(" 999") and lines[2] == "1 4"
+
+
 LEAVING = """
 data = device.zeros((1024,), "int32")
 graph = Graph(device, "leaving")

@@ -20,6 +20,7 @@ from graft.cudagraph import (
     GraphExec,
     HostWorkError,
     MailboxWorker,
+    hostwork,
     mailbox,
     nodes,
 )
@@ -330,6 +331,41 @@ def test_spinkernel_ends_at_device_deadline(device, stream):
     assert result.to_host().tolist() == [0] * 4
     replay_in_time(run, stream)
     assert result.to_host().tolist() == [1] * 4
+
+
+def test_late_answer_leaves_next_request_in_place(device, stream):
+    """The device posts its next request although the worker still runs the work of the last one.
+
+    The test plays the device: it writes the words that kernels of `spinkernel` in a body write.
+    """
+    words = np.zeros((4, mailbox.LINE_WORDS), np.uint32)
+    request, answer, timed_out, completed = words[:, 0:1]
+    graph = Graph(device, "late")
+    graph.lane("main").fill(device.zeros((1,), "int32"))
+
+    def work() -> None:
+        timed_out[:] = request[0]  # the waiting kernel has reached its own deadline,
+        request[0] += 1  # and the body runs again
+
+    code, api, _ = _native.attach_mailbox(
+        graph.handle,
+        graph.state,
+        graph.worker.native,
+        "step",
+        hostwork.as_work(work).native,
+        tuple(word.ctypes.data for word in (request, answer, timed_out, completed)),
+        (0, 0, 0),
+        (LIMIT_S, 0.0),
+        words,
+    )
+    assert code == 0, api
+    run = graph.instantiate()
+    request[0] = 1
+    run.launch(stream)
+    wait_until(lambda: answer[0] == 2 and request[0] == 0)
+    completed[0] = 1
+    with pytest.raises(HostWorkError, match="reached its deadline before the answer"):
+        run.synchronize(LIMIT_S)
 
 
 def test_mailbox_replay_deadline_counts_from_launch(device, stream):
