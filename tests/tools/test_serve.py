@@ -102,7 +102,7 @@ def test_server_responses_equal_engine_outputs(
     ):
         for c in chunk.choices:
             texts[c.index] += c.delta.content or ""
-            logprobs[c.index] += c.logprobs.content
+            logprobs[c.index] += c.logprobs.content if c.logprobs else []
             streamed_reasons[c.index] = c.finish_reason
     assert texts == [o.text for o in outputs]
     assert streamed_reasons == finish_reasons

@@ -127,7 +127,7 @@ def test_stop_string_ends_output_with_grammar(client, stream):
     response = chat(client, response_format=response_format(PERSON), stop=[" Novak"], stream=stream)
     if stream:
         choices = [chunk.choices[0] for chunk in response]
-        text = "".join(choice.delta.content for choice in choices)
+        text = "".join(choice.delta.content or "" for choice in choices)
     else:
         choices = response.choices
         text = choices[0].message.content

@@ -7,11 +7,11 @@ import hmac
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -35,12 +35,8 @@ from graft.tools.serve.prompt_logprobs import score_prompts
 from graft.tools.serve.protocol import ApiRequest, RequestParser
 from graft.tools.serve.replicas import Replicas
 from graft.tools.serve.request_stream import RequestStream
-from graft.tools.serve.responses import (
-    ResponseChoice,
-    response_body,
-    token_usage,
-    without_output,
-)
+from graft.tools.serve.responses import CompletionWriter, ResponseChoice, without_output
+from graft.tools.serve.responses_api import ResponsesWriter, chat_fields, rename_error
 from graft.tools.serve.tokenization import detokenize, tokenize
 from graft.tools.version import version
 
@@ -154,6 +150,12 @@ class Service:
         return [
             Route("/v1/chat/completions", _GenerateEndpoint(self, chat=True), methods=["POST"]),
             Route("/v1/completions", _GenerateEndpoint(self, chat=False), methods=["POST"]),
+            Route("/v1/responses", _ResponsesEndpoint(self), methods=["POST"]),
+            Route(
+                "/v1/responses/{path:path}",
+                self._stored_response,
+                methods=["GET", "POST", "DELETE"],
+            ),
             Route("/invocations", _GenerateEndpoint(self, chat=None), methods=["POST"]),
             *(
                 Route(f"{prefix}/{name}", endpoint, methods=["POST"])
@@ -309,6 +311,10 @@ class Service:
             )
         return _json_response(model)
 
+    async def _stored_response(self, request: HttpRequest) -> Response:
+        self.check_key(request)
+        raise ApiError("the server stores no responses", 404)
+
     async def _tokenize(self, request: HttpRequest) -> Response:
         self.check_key(request)
         fields = await self.read_body(request)
@@ -375,6 +381,18 @@ class _HostCheck:
         await self._app(scope, receive, send)
 
 
+class _Writer(Protocol):
+    """Writes the response of a request, or the server-sent events of its stream."""
+
+    def body(self, outputs: Sequence[Output]) -> dict[str, Any]: ...
+
+    def messages(self, index: int, event: Event) -> Iterator[str]: ...
+
+    def last_messages(self) -> Iterator[str]: ...
+
+    def error_messages(self, error: ApiError) -> Iterator[str]: ...
+
+
 class _GenerateEndpoint:
     """The endpoint that generates text: chat completions if `chat`, otherwise completions.
 
@@ -394,12 +412,12 @@ class _GenerateEndpoint:
         service.api_requests += 1
         fields: dict[str, Any] = {}
         try:
-            fields = await service.read_body(request)
+            given = await service.read_body(request)
             header = request.headers.get("x-request-id")
-            if header and fields.get("request_id") is None:
-                fields["request_id"] = header
-            chat = "messages" in fields if self._chat is None else self._chat
-            api_request = await service.parse(fields, chat)
+            if header and given.get("request_id") is None:
+                given["request_id"] = header
+            fields = self._convert(given)
+            api_request = await self._parse(fields, given)
             stream = RequestStream(service.driver, api_request.requests)
             respond = self._stream if api_request.stream else self._respond
             response = asyncio.ensure_future(respond(api_request, stream, send))
@@ -415,21 +433,30 @@ class _GenerateEndpoint:
                 disconnect.cancel()
                 await asyncio.gather(response, disconnect, return_exceptions=True)
         except GraftError as error:
-            api_error = to_api_error(error)
-            param = api_error.param
-            if param is None and api_error.status < 500:
-                param = find_param(str(api_error), fields)
-            message = use_api_names(str(api_error))
-            raise ApiError(
-                message,
-                api_error.status,
-                param=param,
-                code=api_error.code,
-            ) from error
+            raise self._locate(to_api_error(error), fields) from error
         except (ClientDisconnect, TimeoutError):
             pass  # no response: the client disconnected, or did not read the stream in time
         finally:
             service.api_requests -= 1
+
+    def _convert(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Convert the fields of a request to those of a completion."""
+        return fields
+
+    async def _parse(self, fields: dict[str, Any], _given: dict[str, Any]) -> ApiRequest:
+        """Convert the fields of a completion to an API request."""
+        chat = "messages" in fields if self._chat is None else self._chat
+        return await self._service.parse(fields, chat)
+
+    def _make_writer(self, api_request: ApiRequest, choices: list[ResponseChoice]) -> _Writer:
+        return CompletionWriter(api_request, self._service.parser.name, choices)
+
+    def _locate(self, error: ApiError, fields: Mapping[str, Any]) -> ApiError:
+        """Return an error with the name of the field that caused it."""
+        param = error.param
+        if param is None and error.status < 500:
+            param = find_param(str(error), fields)
+        return ApiError(use_api_names(str(error)), error.status, param=param, code=error.code)
 
     async def _respond(
         self, api_request: ApiRequest, stream: RequestStream, _send: Send
@@ -439,18 +466,11 @@ class _GenerateEndpoint:
         async for index, event in _events(api_request, stream):
             if event.output is not None:
                 outputs[index] = event.output
-        ordered = [outputs[i] for i in range(len(outputs))]
-        builders = await self._choices(api_request)
-        choices = [
-            choice.complete(output) for choice, output in zip(builders, ordered, strict=True)
-        ]
-        body = response_body(api_request, self._service.parser.name, choices)
-        if api_request.chat:
-            body["prompt_logprobs"] = builders[0].prompt_logprobs()
-        return _json_response(body | {"usage": token_usage(ordered)})
+        writer = await self._writer(api_request)
+        return _json_response(writer.body([outputs[i] for i in range(len(outputs))]))
 
-    async def _choices(self, api_request: ApiRequest) -> list[ResponseChoice]:
-        """Return a builder for each choice, with the log probabilities of its prompt."""
+    async def _writer(self, api_request: ApiRequest) -> _Writer:
+        """Return a writer whose choices have the log probabilities of their prompts."""
         service = self._service
         logprobs = None
         if api_request.prompt_logprobs is not None:
@@ -461,7 +481,7 @@ class _GenerateEndpoint:
         for i in range(len(api_request.requests)):
             scores = None if logprobs is None else logprobs[api_request.prompt_index(i)]
             choices.append(ResponseChoice(api_request, i, service.parser, scores))
-        return choices
+        return self._make_writer(api_request, choices)
 
     async def _stream(self, api_request: ApiRequest, stream: RequestStream, send: Send) -> None:
         """Send the response as server-sent events.
@@ -469,41 +489,54 @@ class _GenerateEndpoint:
         An error before the first event is raised, so that the client gets its HTTP status. A later
         error is sent as an event, because the status has already been sent.
         """
-        name = self._service.parser.name
         started = False
-        outputs = []
 
-        async def send_event(data: str) -> None:
-            async with asyncio.timeout(self._service.settings.io_timeout_s):
-                body = f"data: {data}\n\n".encode()
-                await send({"type": "http.response.body", "more_body": True, "body": body})
+        async def send_all(messages: Iterator[str]) -> None:
+            for message in messages:
+                async with asyncio.timeout(self._service.settings.io_timeout_s):
+                    body = message.encode()
+                    await send({"type": "http.response.body", "more_body": True, "body": body})
 
-        async def send_json(value: dict[str, Any]) -> None:
-            await send_event(json.dumps(value))
-
+        writer = await self._writer(api_request)
         try:
-            choices = await self._choices(api_request)
             async for index, event in _events(api_request, stream):
-                if event.output is not None:
-                    outputs.append(event.output)
                 if not started:
                     started = True
                     await send(_STREAM_START)
-                for chunk in choices[index].chunks(event):
-                    body = response_body(api_request, name, [chunk])
-                    if api_request.include_usage:
-                        continuous = api_request.continuous_usage
-                        body["usage"] = choices[index].usage() if continuous else None
-                    await send_json(body)
-            if api_request.include_usage:
-                body = response_body(api_request, name, [])
-                await send_json(body | {"usage": token_usage(outputs)})
+                await send_all(writer.messages(index, event))
+            await send_all(writer.last_messages())
         except GraftError as error:
             if not started:
                 raise
-            await send_json(to_api_error(error).body)
-        await send_event("[DONE]")
+            await send_all(writer.error_messages(to_api_error(error)))
         await send({"type": "http.response.body", "body": b""})
+
+
+class _ResponsesEndpoint(_GenerateEndpoint):
+    """The endpoint ``/v1/responses``, which converts its requests to chat completions."""
+
+    def __init__(self, service: Service):
+        super().__init__(service, chat=True)
+
+    def _convert(self, fields: dict[str, Any]) -> dict[str, Any]:
+        return chat_fields(fields)
+
+    async def _parse(self, fields: dict[str, Any], given: dict[str, Any]) -> ApiRequest:
+        api_request = await super()._parse(fields, given)
+        has_logprobs = api_request.requests[0].logprobs is not None
+        if has_logprobs and (api_request.tools.functions or api_request.reasoning[0] is not None):
+            raise ApiError(
+                "log probabilities cannot be combined with tools or reasoning",
+                param="top_logprobs" if "top_logprobs" in given else "include",
+            )
+        return replace(api_request, fields=given)
+
+    def _make_writer(self, api_request: ApiRequest, choices: list[ResponseChoice]) -> _Writer:
+        [choice] = choices
+        return ResponsesWriter(api_request, self._service.parser.name, choice)
+
+    def _locate(self, error: ApiError, fields: Mapping[str, Any]) -> ApiError:
+        return rename_error(super()._locate(error, fields))
 
 
 async def _events(

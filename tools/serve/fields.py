@@ -78,24 +78,30 @@ _CHAT_FIELDS = {
     "parallel_tool_calls",
     "chat_template_kwargs",
     "reasoning_effort",
+    "verbosity",
     "documents",
     "add_generation_prompt",
     "continue_final_message",
 }
 _COMPLETION_FIELDS = {"prompt"}
-#: Fields that are accepted and ignored, because they do not affect the output. Fast tokenizers have
-#: no option for spaces between special tokens, and all grammar backends enforce the same grammar.
-_IGNORED_FIELDS = {
-    "spaces_between_special_tokens",
-    "guided_decoding_backend",
-    "user",
-    "metadata",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "store",
-    "rid",
+#: Fields that are accepted and ignored, because they do not affect the output, with the type of
+#: their values. Fast tokenizers have no option for spaces between special tokens, and all grammar
+#: backends enforce the same grammar.
+_IGNORED_FIELDS: dict[str, type] = {
+    "spaces_between_special_tokens": bool,
+    "guided_decoding_backend": str,
+    "user": str,
+    "metadata": dict,
+    "service_tier": str,
+    "safety_identifier": str,
+    "prompt_cache_key": str,
+    "prompt_cache_options": dict,
+    "prompt_cache_retention": str,
+    "store": bool,
+    "rid": str,
 }
+_TYPE_NAMES = {bool: "true or false", str: "a string", dict: "an object"}
+_VERBOSITIES = ("low", "medium", "high")
 #: Fields that define grammars, and the beginning of an error message about a grammar.
 _GRAMMAR_PARAMS = ("response_format", "structured_outputs", *GRAMMAR_FIELDS, "tools")
 _GRAMMAR_ERROR = re.compile(
@@ -127,6 +133,8 @@ _CONSTANT_FIELDS: dict[str, Any] = {
     "thinking_token_budget": -1,
     "return_hidden_states": False,
 }
+#: The same for chat completions. Functions are given in the field tools.
+_CONSTANT_CHAT_FIELDS: dict[str, Any] = {"functions": [], "function_call": "none"}
 
 
 def check_fields(fields: Mapping[str, Any], chat: bool, model: str) -> dict[str, Any]:
@@ -154,12 +162,22 @@ def check_fields(fields: Mapping[str, Any], chat: bool, model: str) -> dict[str,
         *_IGNORED_FIELDS,
         *_CONSTANT_FIELDS,
     }
-    known |= _CHAT_FIELDS if chat else _COMPLETION_FIELDS
+    known |= _CHAT_FIELDS | set(_CONSTANT_CHAT_FIELDS) if chat else _COMPLETION_FIELDS
     present = select_fields(fields, known, model)
-    for key, expected in _CONSTANT_FIELDS.items():
+    for key, expected in (_CONSTANT_FIELDS | _CONSTANT_CHAT_FIELDS).items():
         value = present.get(key, expected)
         if value != expected or isinstance(value, bool) != isinstance(expected, bool):
             raise ApiError(f"{key} can only be {expected!r}, got {short_repr(value)}", param=key)
+    for key, kind in _IGNORED_FIELDS.items():
+        if key in present and not isinstance(present[key], kind):
+            raise ApiError(
+                f"{key} must be {_TYPE_NAMES[kind]}, got {short_repr(present[key])}", param=key
+            )
+    if present.get("verbosity", "medium") not in _VERBOSITIES:
+        raise ApiError(
+            f"verbosity must be {', '.join(_VERBOSITIES)}, got {short_repr(present['verbosity'])}",
+            param="verbosity",
+        )
     if "stream_options" in present and not read_bool(present, "stream"):
         raise ApiError("stream_options requires stream: true", param="stream_options")
     return present

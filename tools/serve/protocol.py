@@ -105,6 +105,8 @@ class ApiRequest:
         Whether the response has the text of the reasoning section.
     separate_reasoning
         Whether the reasoning section is a separate field. If not, it is part of the content.
+    fields
+        Fields of the request that a response of ``/v1/responses`` repeats.
     created
         Unix time of the request.
     """
@@ -127,6 +129,7 @@ class ApiRequest:
     reasoning: Sequence[bool | None] = ()
     include_reasoning: bool = True
     separate_reasoning: bool = True
+    fields: Mapping[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def prompt_index(self, index: int) -> int:

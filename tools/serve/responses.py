@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from graft.models.request import Event, Logprob, Output
+from graft.tools.serve.errors import ApiError
 from graft.tools.serve.protocol import ApiRequest, RequestParser
-from graft.tools.serve.reasoning import ReasoningParser
+from graft.tools.serve.reasoning import END, ReasoningParser
 from graft.tools.serve.tool_calls import ToolCallParser
 
 #: OpenAI's finish reasons by the engine's finish reasons. An output with any other reason is an
@@ -63,6 +65,7 @@ class ResponseChoice:
             # Without separate_reasoning, the section is part of the content, with its tags. Tool
             # calls are parsed in the text after the section in any case.
             self._reasoning = ReasoningParser(start, keep_tags=not api_request.separate_reasoning)
+        self._has_reasoning = False
         self._tool_calls: ToolCallParser | None = None
         if api_request.tools.functions:
             self._tool_calls = ToolCallParser(api_request.tools)
@@ -72,14 +75,7 @@ class ResponseChoice:
 
     def complete(self, output: Output) -> dict[str, Any]:
         """Return the choice for a response that is not streamed."""
-        logprobs = None if output.logprobs is None else tuple(output.logprobs)
-        event = Event(
-            output.id,
-            tuple(output.tokens),
-            output.text,
-            output,
-            logprobs,
-        )
+        event = output_event(output)
         reasoning, content, _ = self._split(event)
         choice = {"token_ids": None, **self._choice(event)}
         if not self._api_request.chat:
@@ -108,7 +104,10 @@ class ResponseChoice:
         return choice | {"message": message}
 
     def chunks(self, event: Event) -> Iterator[dict[str, Any]]:
-        """Yield the choices for the next chunks of a stream, at most one tool call in each."""
+        """Yield the choices for the next chunks of a stream, at most one tool call in each.
+
+        In a chat, the last chunk has the finish reason and no text.
+        """
         reasoning, content, calls = self._split(event)
         self._num_tokens += len(event.tokens)
         choice = self._choice(event)
@@ -124,9 +123,10 @@ class ResponseChoice:
         if content:
             deltas.append({"content": content})
         deltas += [{"tool_calls": [call]} for call in calls]
-        ends_with_call = event.finished and calls
-        if ends_with_call or (is_needed and not deltas):
+        if is_needed and not deltas and not (event.finished and self._has_begun):
             deltas.append({"content": ""})
+        if event.finished:
+            deltas.append({})
         for position, delta in enumerate(deltas):
             yield self._chat_chunk(
                 choice,
@@ -152,6 +152,22 @@ class ResponseChoice:
             delta = {"role": self._api_request.role} | delta
         self._has_begun = True
         return chunk | {"delta": delta}
+
+    @property
+    def has_cut_call(self) -> bool:
+        """Whether the output has ended within the arguments of a tool call."""
+        return self._tool_calls is not None and bool(self._tool_calls.cut_text)
+
+    def reasoning_tokens(self, output: Output) -> int:
+        """Return the number of tokens of the reasoning section, including its end."""
+        if not self._has_reasoning:
+            return 0
+        text = b""
+        for count, token in enumerate(output.tokens, 1):
+            text += self._parser.token_bytes(token)
+            if END.encode() in text:
+                return count
+        return len(output.tokens)
 
     def usage(self) -> dict[str, int]:
         """Return the token usage of the chunks so far."""
@@ -190,6 +206,7 @@ class ResponseChoice:
         calls: list[dict[str, Any]] = []
         if self._reasoning is not None:
             reasoning, text = self._reasoning.feed(text, event.finished)
+            self._has_reasoning |= bool(reasoning)
             if not self._api_request.include_reasoning:
                 reasoning = ""
         if self._tool_calls is not None:
@@ -303,6 +320,69 @@ class ResponseChoice:
             "logprob": max(value, _MIN_LOGPROB),
             "bytes": list(self._parser.token_bytes(token)),
         }
+
+
+class CompletionWriter:
+    """Writes the response of a chat completion or completion, or the events of its stream.
+
+    Parameters
+    ----------
+    api_request
+        The request.
+    model
+        Name of the model.
+    choices
+        Builders of the choices.
+    """
+
+    def __init__(self, api_request: ApiRequest, model: str, choices: Sequence[ResponseChoice]):
+        self._api_request = api_request
+        self._model = model
+        self._choices = choices
+        self._outputs: list[Output] = []
+
+    def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Return the response that is not streamed."""
+        choices = [
+            choice.complete(output) for choice, output in zip(self._choices, outputs, strict=True)
+        ]
+        body = response_body(self._api_request, self._model, choices)
+        if self._api_request.chat:
+            body["prompt_logprobs"] = self._choices[0].prompt_logprobs()
+        return body | {"usage": token_usage(outputs)}
+
+    def messages(self, index: int, event: Event) -> Iterator[str]:
+        """Yield the server-sent events for an event of the engine."""
+        if event.output is not None:
+            self._outputs.append(event.output)
+        for chunk in self._choices[index].chunks(event):
+            body = response_body(self._api_request, self._model, [chunk])
+            if self._api_request.include_usage:
+                continuous = self._api_request.continuous_usage
+                body["usage"] = self._choices[index].usage() if continuous else None
+            yield _data_message(json.dumps(body))
+
+    def last_messages(self) -> Iterator[str]:
+        """Yield the last server-sent events."""
+        if self._api_request.include_usage:
+            body = response_body(self._api_request, self._model, [])
+            yield _data_message(json.dumps(body | {"usage": token_usage(self._outputs)}))
+        yield _data_message("[DONE]")
+
+    def error_messages(self, error: ApiError) -> Iterator[str]:
+        """Yield the server-sent events of an error that ended the stream."""
+        yield _data_message(json.dumps(error.body))
+        yield _data_message("[DONE]")
+
+
+def _data_message(data: str) -> str:
+    return f"data: {data}\n\n"
+
+
+def output_event(output: Output) -> Event:
+    """Return an event that has all tokens and the text of an output."""
+    logprobs = None if output.logprobs is None else tuple(output.logprobs)
+    return Event(output.id, tuple(output.tokens), output.text, output, logprobs)
 
 
 def _reasoning_fields(text: str | None) -> dict[str, str | None]:

@@ -90,17 +90,24 @@ def read_tool_choice(fields: Mapping[str, Any]) -> ToolChoice:
     choice = fields.get("tool_choice", "auto")
     parallel = read_bool(fields, "parallel_tool_calls", True)
     if isinstance(choice, dict) and choice.get("type") == "function":
-        named = choice.get("function")
-        name = named.get("name") if isinstance(named, dict) else None
-        if not isinstance(name, str) or name not in functions:
+        return ToolChoice([_named_function(functions, choice)], required=True, parallel=False)
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools")
+        mode = allowed.get("mode") if isinstance(allowed, dict) else None
+        tools = allowed.get("tools") if isinstance(allowed, dict) else None
+        if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
             raise ApiError(
-                f"tool_choice names {short_repr(name)}, which is not a function in tools",
+                "allowed_tools must have the mode auto or required, and tools, got "
+                f"{short_repr(allowed)}",
                 param="tool_choice",
             )
-        return ToolChoice([functions[name]], required=True, parallel=False)
+        names = {_named_function(functions, tool)["name"] for tool in tools}
+        allowed_functions = [function for name, function in functions.items() if name in names]
+        return ToolChoice(allowed_functions, mode == "required", parallel)
     if choice not in ("none", "auto", "required"):
         raise ApiError(
-            f"tool_choice must be none, auto, required or a function, got {short_repr(choice)}",
+            "tool_choice must be none, auto, required, a function or allowed_tools, got "
+            f"{short_repr(choice)}",
             param="tool_choice",
         )
     if choice == "none":
@@ -108,6 +115,18 @@ def read_tool_choice(fields: Mapping[str, Any]) -> ToolChoice:
     if "tool_choice" in fields and not functions:
         raise ApiError(f"tool_choice {choice!r} requires tools", param="tool_choice")
     return ToolChoice(list(functions.values()), choice == "required", parallel)
+
+
+def _named_function(functions: Mapping[str, dict[str, Any]], tool: Any) -> dict[str, Any]:
+    """Return the definition of a function that ``tool_choice`` names."""
+    named = tool.get("function") if isinstance(tool, dict) else None
+    name = named.get("name") if isinstance(named, dict) else None
+    if not isinstance(name, str) or name not in functions:
+        raise ApiError(
+            f"tool_choice names {short_repr(name)}, which is not a function in tools",
+            param="tool_choice",
+        )
+    return functions[name]
 
 
 def _read_functions(tools: Any) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,586 @@
+"""The endpoint ``/v1/responses``: conversion from and to chat completions.
+
+A request is converted to the fields of a chat completion, so that prompts, grammars and tools work
+in the same way. The chunks of the streamed chat completion are converted to the output items of the
+response and to the events of its stream. The server stores no responses.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from graft.models.request import Event, Output
+from graft.sampling.checks import short_repr
+from graft.tools.serve.errors import ApiError
+from graft.tools.serve.fields import (
+    GRAMMAR_FIELDS,
+    PLAIN_FIELDS,
+    read_bool,
+    read_integer,
+)
+from graft.tools.serve.protocol import ApiRequest
+from graft.tools.serve.responses import ResponseChoice, output_event, token_usage
+
+#: Fields that a request shares with chat completions. Their names and meanings are the same.
+_SHARED_FIELDS = {
+    "model",
+    "stream",
+    *(set(PLAIN_FIELDS) - {"n", "max_tokens"}),
+    *GRAMMAR_FIELDS,
+    "structured_outputs",
+    "seed",
+    "top_k",
+    "logit_bias",
+    "stop",
+    "ignore_eos",
+    "bad_words",
+    "priority",
+    "request_id",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "documents",
+    "truncate_prompt_tokens",
+    "truncation_side",
+    "user",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+}
+_CONVERTED_FIELDS = {
+    "input",
+    "instructions",
+    "max_output_tokens",
+    "text",
+    "tools",
+    "tool_choice",
+    "reasoning",
+    "include",
+    "top_logprobs",
+    "stream_options",
+}
+#: Fields of which only one value is supported, with this value.
+_CONSTANT_FIELDS = {"background": False, "store": False, "truncation": "disabled"}
+#: Fields that need stored responses.
+_STORAGE_FIELDS = ("previous_response_id", "conversation", "prompt")
+_INCLUDE_LOGPROBS = "message.output_text.logprobs"
+#: Reasoning is always included as plain text, so that an encrypted form is not needed.
+_INCLUDE = (_INCLUDE_LOGPROBS, "reasoning.encrypted_content")
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_FIELD_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text",
+    "verbosity": "text",
+    "reasoning_effort": "reasoning",
+}
+_NAMES_IN_MESSAGES = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+_RENAMED = re.compile(rf"\b({'|'.join(_NAMES_IN_MESSAGES)})\b")
+
+
+def chat_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the fields of a request to the fields of a chat completion.
+
+    Raises
+    ------
+    ApiError
+        If a field is unknown, not supported or has an invalid value.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    for name, expected in _CONSTANT_FIELDS.items():
+        value = given.pop(name, expected)
+        if value != expected or type(value) is not type(expected):
+            raise ApiError(f"{name} can only be {expected!r}, got {short_repr(value)}", param=name)
+    for name in given:
+        if name in _STORAGE_FIELDS:
+            raise ApiError(
+                f"{name} is not supported, because the server stores no responses; send the whole "
+                "conversation in input",
+                param=name,
+            )
+    read_integer(given, "max_tool_calls", 0, 2**63 - 1)  # limits OpenAI's own tools only
+    given.pop("max_tool_calls", None)
+    for name in given:
+        if name not in _SHARED_FIELDS and name not in _CONVERTED_FIELDS:
+            raise ApiError(f"the field {short_repr(name)} is unknown, or not supported", param=name)
+    chat = {name: value for name, value in given.items() if name in _SHARED_FIELDS}
+    chat["messages"] = _read_input(given.get("input"), given.get("instructions"))
+    if "max_output_tokens" in given:
+        chat["max_completion_tokens"] = given["max_output_tokens"]
+    chat |= _read_text(given.get("text", {}))
+    if "tools" in given:
+        chat["tools"] = [_read_tool(tool) for tool in _as_list(given, "tools")]
+    if "tool_choice" in given:
+        chat["tool_choice"] = _read_tool_choice(given["tool_choice"])
+    effort = _read_object(given, "reasoning", {"effort", "summary", "generate_summary"})
+    if "effort" in effort:
+        chat["reasoning_effort"] = effort["effort"]
+    options = _read_object(given, "stream_options", {"include_obfuscation"})
+    read_bool(options, "include_obfuscation")
+    included = _as_list(given, "include")
+    for value in included:
+        if value not in _INCLUDE:
+            raise ApiError(
+                f"include can have {' and '.join(_INCLUDE)}, got {short_repr(value)}",
+                param="include",
+            )
+    if _INCLUDE_LOGPROBS in included or given.get("top_logprobs"):
+        chat |= {"logprobs": True, "top_logprobs": given.get("top_logprobs", 0)}
+    return chat
+
+
+def rename_error(error: ApiError) -> ApiError:
+    """Return an error about chat fields with the names of the corresponding fields."""
+    message = _RENAMED.sub(lambda match: _NAMES_IN_MESSAGES[match[0]], str(error))
+    param = None if error.param is None else _FIELD_NAMES.get(error.param, error.param)
+    return ApiError(message, error.status, param=param, code=error.code)
+
+
+def _as_list(fields: Mapping[str, Any], name: str) -> list[Any]:
+    value = fields.get(name, [])
+    if not isinstance(value, list):
+        raise ApiError(f"{name} must be a list, got {short_repr(value)}", param=name)
+    return value
+
+
+def _read_object(fields: Mapping[str, Any], name: str, keys: set[str]) -> dict[str, Any]:
+    """Return the values of a field that is an object with certain keys, without nulls."""
+    value = fields.get(name, {})
+    if not isinstance(value, dict) or set(value) - keys:
+        raise ApiError(
+            f"{name} must be an object with {' or '.join(sorted(keys))}, got {short_repr(value)}",
+            param=name,
+        )
+    return {key: part for key, part in value.items() if part is not None}
+
+
+def _read_text(text: Any) -> dict[str, Any]:
+    """Convert the field ``text`` to ``response_format`` and ``verbosity``."""
+    text = _read_object({"text": text}, "text", {"format", "verbosity"})
+    chat = {}
+    if "verbosity" in text:
+        chat["verbosity"] = text["verbosity"]
+    form = text.get("format", {"type": "text"})
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind == "json_schema":
+        definition = {key: value for key, value in form.items() if key != "type"}
+        chat["response_format"] = {"type": kind, "json_schema": definition}
+    elif kind in ("text", "json_object"):
+        chat["response_format"] = {"type": kind}
+    else:
+        raise ApiError(
+            f"text.format must be text, json_object or json_schema, got {short_repr(form)}",
+            param="text",
+        )
+    return chat
+
+
+def _read_tool(tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        raise ApiError(f"tools can only be functions, got {short_repr(tool)}", param="tools")
+    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+
+
+def _read_tool_choice(choice: Any) -> Any:
+    """Convert ``tool_choice``, whose functions have no object of their own here."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        if isinstance(tools, list):
+            tools = [_read_tool_choice(tool) for tool in tools]
+        allowed = {"mode": choice.get("mode"), "tools": tools}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return choice
+
+
+# Input items --------------------------------------------------------------------------------------
+
+
+def _read_input(items: Any, instructions: Any) -> list[dict[str, Any]]:
+    """Return the messages of a chat for the fields ``input`` and ``instructions``."""
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        if not isinstance(instructions, str):
+            raise ApiError(
+                f"instructions must be a string, got {short_repr(instructions)}",
+                param="instructions",
+            )
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
+        raise ApiError(
+            f"input must be a string or a list of items, got {short_repr(items)}", param="input"
+        )
+    reasoning = ""
+    for item in items:
+        if not isinstance(item, dict):
+            raise ApiError(
+                f"an input item must be an object, got {short_repr(item)}", param="input"
+            )
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            reasoning += _read_reasoning(item)
+            continue
+        if kind == "function_call":
+            _append_call(messages, item, reasoning)
+        elif kind == "function_call_output":
+            output = _read_texts(item.get("output"))
+            tool = {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
+            messages.append(tool)
+        elif kind == "message":
+            message = {"role": item.get("role"), "content": _read_texts(item.get("content"))}
+            if item.get("role") == "assistant" and reasoning:
+                message["reasoning_content"] = reasoning
+            messages.append(message)
+        else:
+            raise ApiError(
+                "an input item must be a message, function_call, function_call_output or "
+                f"reasoning, got {short_repr(kind)}",
+                param="input",
+            )
+        reasoning = ""
+    return messages
+
+
+def _append_call(messages: list[dict[str, Any]], item: Mapping[str, Any], reasoning: str) -> None:
+    """Add a function call to the message of the assistant that precedes it, or to a new message."""
+    for key in ("call_id", "name", "arguments"):
+        if not isinstance(item.get(key), str):
+            raise ApiError(
+                f"a function_call must have the string {key}, got {short_repr(dict(item))}",
+                param="input",
+            )
+    if reasoning or not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+        if reasoning:
+            messages[-1]["reasoning_content"] = reasoning
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    call = {"id": item["call_id"], "type": "function", "function": function}
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _read_reasoning(item: Mapping[str, Any]) -> str:
+    """Return the text of a reasoning item: its content, or its summary if it has no content."""
+    for key in ("content", "summary"):
+        if item.get(key):
+            return _read_texts(item[key])
+    return ""
+
+
+def _read_texts(content: Any) -> str:
+    """Return the text of a content that may be a list of parts."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = None
+        if kind in _TEXT_PARTS:
+            text = part.get("text")
+        elif kind == "refusal":
+            text = part.get("refusal")
+        if not isinstance(text, str):
+            raise ApiError(f"content must be text, got {short_repr(part)}", param="input")
+        texts.append(text)
+    return "".join(texts)
+
+
+# Responses ----------------------------------------------------------------------------------------
+
+
+class ResponsesWriter:
+    """Writes a response, or the events of its stream, from the chunks of a chat completion.
+
+    Parameters
+    ----------
+    api_request
+        The request, whose `fields` are those of the client.
+    model
+        Name of the model.
+    choice
+        Builder of the chunks.
+    """
+
+    def __init__(self, api_request: ApiRequest, model: str, choice: ResponseChoice):
+        self._api_request = api_request
+        self._choice = choice
+        self._items: list[dict[str, Any]] = []
+        self._spaces = ""  # white space that becomes text only if other text follows it
+        self._call_index = -1
+        self._sequence_number = 0
+        self._has_begun = False
+        self._output: Output | None = None
+        given = {name: value for name, value in api_request.fields.items() if value is not None}
+        self._response: dict[str, Any] = {
+            "id": "resp_" + api_request.id.removeprefix("chatcmpl-"),
+            "object": "response",
+            "created_at": api_request.created,
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": given.get("instructions"),
+            "max_output_tokens": given.get("max_output_tokens"),
+            "max_tool_calls": given.get("max_tool_calls"),
+            "metadata": given.get("metadata", {}),
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": given.get("parallel_tool_calls", True),
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None} | given.get("reasoning", {}),
+            "service_tier": "default",
+            "store": False,
+            "temperature": given.get("temperature", 1.0),
+            "text": {"format": {"type": "text"}} | given.get("text", {}),
+            "tool_choice": given.get("tool_choice", "auto"),
+            "tools": given.get("tools", []),
+            "top_logprobs": given.get("top_logprobs", 0),
+            "top_p": given.get("top_p", 1.0),
+            "truncation": "disabled",
+            "usage": None,
+            "user": given.get("user"),
+        }
+
+    def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """Return the response that is not streamed."""
+        [output] = outputs
+        for _ in self._convert(output_event(output)):
+            pass
+        self._finish()
+        return self._response
+
+    def messages(self, _index: int, event: Event) -> Iterator[str]:
+        """Yield the server-sent events for an event of the engine."""
+        if not self._has_begun:
+            self._has_begun = True
+            yield self._event("response.created", response=self._response)
+            yield self._event("response.in_progress", response=self._response)
+        yield from self._convert(event)
+
+    def last_messages(self) -> Iterator[str]:
+        """Yield the last server-sent event."""
+        self._finish()
+        yield self._event(f"response.{self._response['status']}", response=self._response)
+
+    def error_messages(self, error: ApiError) -> Iterator[str]:
+        """Yield the server-sent event of an error that ended the stream."""
+        self._response["status"] = "failed"
+        self._response["error"] = {"code": "server_error", "message": str(error)}
+        self._response["output"] = self._items
+        yield self._event("response.failed", response=self._response)
+
+    def _finish(self) -> None:
+        """Complete the response with its output items, status and usage."""
+        output = self._output
+        assert output is not None
+        response = self._response
+        response["status"] = "completed"
+        if output.reason in ("length", "timeout"):
+            response["status"] = "incomplete"
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        response["output"] = self._items
+        usage = token_usage([output])
+        response["usage"] = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {
+                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._choice.reasoning_tokens(output)},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        event = {"type": kind, "sequence_number": self._sequence_number, **fields}
+        self._sequence_number += 1
+        return f"event: {kind}\ndata: {json.dumps(event)}\n\n"
+
+    def _convert(self, event: Event) -> Iterator[str]:
+        """Convert an event of the engine to output items, and yield the events of the stream."""
+        for kind, part, tokens in self._parts(event):
+            if kind == "reasoning":
+                yield from self._add_text("reasoning", part, [])
+            elif kind == "call":
+                yield from self._add_call(part)
+            else:
+                yield from self._add_content(part, tokens)
+        if event.output is not None:
+            self._output = event.output
+            yield from self._end(event.output)
+
+    def _parts(self, event: Event) -> list[tuple[str, Any, list[dict[str, Any]]]]:
+        """Return the new parts of the output, in their order, with the log probabilities of text.
+
+        A chunk does not tell whether its content precedes or follows a call. If the model may call
+        tools, the text is therefore processed character by character, and the parts are joined.
+        """
+        pieces = [event]
+        if self._api_request.tools.functions and event.text:
+            pieces = [Event(event.id, (), char) for char in event.text[:-1]]
+            pieces.append(replace(event, text=event.text[-1]))
+        parts: list[tuple[str, Any, list[dict[str, Any]]]] = []
+        for piece in pieces:
+            for chunk in self._choice.chunks(piece):
+                delta = chunk["delta"]
+                tokens = [] if chunk["logprobs"] is None else chunk["logprobs"]["content"]
+                if delta.get("reasoning"):
+                    _join(parts, "reasoning", delta["reasoning"], [])
+                if delta.get("content") or tokens:
+                    _join(parts, "content", delta.get("content") or "", tokens)
+                for call in delta.get("tool_calls", ()):
+                    _join(parts, "call", call, [])
+        return parts
+
+    def _end(self, output: Output) -> Iterator[str]:
+        """Close the last item. If there is none, the response has an empty message."""
+        if not self._items:
+            yield from self._add_text("message", self._spaces, [])
+        is_cut = output.reason in ("length", "timeout") or self._choice.has_cut_call
+        yield from self._close("incomplete" if is_cut else "completed")
+
+    def _add_content(self, text: str, tokens: list[dict[str, Any]]) -> Iterator[str]:
+        if not tokens and not self._is_open("message"):
+            text = self._spaces + text
+            if not text.strip():
+                self._spaces = text
+                return
+        self._spaces = ""
+        yield from self._add_text("message", text, tokens)
+
+    def _is_open(self, kind: str) -> bool:
+        """Return whether the last item is of a kind and not closed."""
+        last = self._items[-1] if self._items else {}
+        return last.get("type") == kind and last["status"] == "in_progress"
+
+    def _place(self) -> dict[str, Any]:
+        """Return the fields of an event that name the last item."""
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _open(self, item: dict[str, Any]) -> Iterator[str]:
+        """Close the last item and begin another one."""
+        yield from self._close("completed")
+        self._items.append(item)
+        index = len(self._items) - 1
+        yield self._event("response.output_item.added", output_index=index, item=item)
+
+    def _add_text(self, kind: str, text: str, tokens: list[dict[str, Any]]) -> Iterator[str]:
+        """Add text to a message or to a reasoning item."""
+        is_message = kind == "message"
+        if not self._is_open(kind):
+            item: dict[str, Any] = {
+                "id": _make_id("msg" if is_message else "rs"),
+                "type": kind,
+                "status": "in_progress",
+                "content": [],
+            }
+            item |= {"role": "assistant"} if is_message else {"summary": []}
+            yield from self._open(item)
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+            if is_message:
+                part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            yield self._event(
+                "response.content_part.added", **self._place(), content_index=0, part=part
+            )
+            item["content"].append(part)
+        part = self._items[-1]["content"][0]
+        part["text"] += text
+        if is_message:
+            part["logprobs"] += tokens
+        logprobs = {"logprobs": tokens} if is_message else {}
+        if text or tokens:
+            yield self._event(
+                f"response.{part['type']}.delta",
+                **self._place(),
+                content_index=0,
+                delta=text,
+                **logprobs,
+            )
+
+    def _add_call(self, call: Mapping[str, Any]) -> Iterator[str]:
+        """Add a part of a tool call."""
+        function = call["function"]
+        if call["index"] != self._call_index:
+            self._call_index = call["index"]
+            self._spaces = ""
+            item = {
+                "id": _make_id("fc"),
+                "type": "function_call",
+                "status": "in_progress",
+                "call_id": call["id"],
+                "name": function["name"],
+                "arguments": "",
+            }
+            yield from self._open(item)
+        arguments = function["arguments"]
+        self._items[-1]["arguments"] += arguments
+        if arguments:
+            yield self._event(
+                "response.function_call_arguments.delta", **self._place(), delta=arguments
+            )
+
+    def _close(self, status: str) -> Iterator[str]:
+        """Close the last item if it is open."""
+        if not self._items or self._items[-1]["status"] != "in_progress":
+            return
+        item = self._items[-1]
+        item["status"] = status
+        place = self._place()
+        if item["type"] == "function_call":
+            yield self._event(
+                "response.function_call_arguments.done",
+                **place,
+                name=item["name"],
+                arguments=item["arguments"],
+            )
+        else:
+            [part] = item["content"]
+            is_message = item["type"] == "message"
+            logprobs: dict[str, Any] = {"logprobs": part["logprobs"]} if is_message else {}
+            yield self._event(
+                f"response.{part['type']}.done",
+                **place,
+                content_index=0,
+                text=part["text"],
+                **logprobs,
+            )
+            yield self._event("response.content_part.done", **place, content_index=0, part=part)
+        index = place["output_index"]
+        yield self._event("response.output_item.done", output_index=index, item=item)
+
+
+def _join(
+    parts: list[tuple[str, Any, list[dict[str, Any]]]],
+    kind: str,
+    part: Any,
+    tokens: list[dict[str, Any]],
+) -> None:
+    """Append a part to parts of an output, or join it with the last one."""
+    last_kind, last_part, last_tokens = parts[-1] if parts else ("", "", [])
+    if last_kind != kind or (kind == "call" and last_part["index"] != part["index"]):
+        parts.append((kind, part, tokens))
+    elif kind == "call":
+        last_part["function"]["arguments"] += part["function"]["arguments"]
+    else:
+        parts[-1] = (kind, last_part + part, last_tokens + tokens)
+
+
+def _make_id(prefix: str) -> str:
+    return f"{prefix}_{secrets.token_hex(16)}"
