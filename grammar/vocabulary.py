@@ -14,7 +14,7 @@ import tokenizers
 
 from graft.grammar.errors import GrammarError
 
-__all__ = ["Vocabulary"]
+__all__ = ["Vocabulary", "byte_level_bytes"]
 
 
 class Vocabulary:
@@ -188,7 +188,7 @@ def _piece_conversion(description: dict[str, Any]) -> Callable[[str], bytes]:
     decoder_steps = _pipeline_steps(description.get("decoder"))
     pre_tokenizer_steps = _pipeline_steps(description.get("pre_tokenizer"))
     if "ByteLevel" in decoder_steps or "ByteLevel" in pre_tokenizer_steps:
-        return _byte_level
+        return byte_level_bytes
     if "ByteFallback" not in decoder_steps and not description["model"].get("byte_fallback"):
         raise GrammarError(
             "tokenizer: neither byte-level nor byte-fallback (decoder steps: "
@@ -224,7 +224,7 @@ _ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {
 }
 
 
-def _byte_level(piece: str) -> bytes:
+def byte_level_bytes(piece: str) -> bytes:
     """Return the bytes of a piece that is written in GPT-2's byte alphabet."""
     try:
         return bytes(_ALPHABET[char] for char in piece)

@@ -13,7 +13,7 @@ import tokenizers
 from graft.models.errors import ConfigError, TokenizerError
 from graft.models.json_fields import Fields
 from graft.models.text.chat import ChatTemplate
-from graft.models.text.stream import IncrementalDecoder, call_tokenizer, decode
+from graft.models.text.stream import Detokenizer, IncrementalDecoder, call_tokenizer
 
 __all__ = ["RESERVED_VARIABLES", "Tokenizer"]
 
@@ -76,6 +76,7 @@ class Tokenizer:
         if not self._ids:
             raise TokenizerError(f"{file}: the vocabulary is empty")
         self.vocab_size = max(self._ids.values()) + 1
+        self._detokenizer = Detokenizer(self.backend, self.vocab_size, str(file))
         special_names = []
         for token in self.backend.get_added_tokens_decoder().values():
             if token.special and token.content:
@@ -149,16 +150,18 @@ class Tokenizer:
             self.backend.encode_special_tokens = False
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of token ids, including special tokens only if `special` is true."""
-        return decode(self.backend, self.vocab_size, ids, special)
+        """Return the text of token ids, including special tokens only if `special` is true.
+
+        The text is that of the tokenizers library, with one exception: if a sequence of byte tokens
+        such as ``<0xE3>`` is not valid UTF-8 as a whole, the library replaces all its bytes by
+        U+FFFD. This method keeps the valid characters and replaces the other bytes only.
+        """
+        decoder = self.incremental(special=special)
+        return decoder.push(ids) + decoder.finish()
 
     def incremental(self, *, special: bool = False) -> IncrementalDecoder:
         """Return an incremental decoder for one output, with the arguments of `decode`."""
-        return IncrementalDecoder(
-            self.backend,
-            self.vocab_size,
-            special=special,
-        )
+        return IncrementalDecoder(self._detokenizer, special=special)
 
     def chat(
         self,

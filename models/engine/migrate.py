@@ -229,6 +229,7 @@ def restore_output(state: RequestState, description: Mapping[str, Any]) -> None:
     _, stopped = state.append_tokens(tokens)
     state.take_new_tokens()
     if stopped or len(tokens) >= state.max_tokens:
+        state.finish_text()
         raise RequestError(f"request {state.id!r} was migrated after its output was complete")
 
 

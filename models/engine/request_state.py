@@ -206,15 +206,10 @@ class RequestState:
         """Return the rest of the text and set ``output.text``.
 
         ``output.reason`` must be set. With reason "moved" nothing is emitted, because another
-        engine continues the text.
+        engine continues the text. In all other cases, only an incomplete last character is omitted.
         """
-        reason = self.output.reason
-        held = 0
-        if reason == "moved":
-            held = len(self._pending_text)
-        elif reason != "stop_string":
-            was_cut = reason != "stop"
-            self._pending_text += self.decoder.finish(cut=was_cut)
+        is_moved = self.output.reason == "moved"
+        held = len(self._pending_text) if is_moved else 0
         text = self._emit(held)
         self.output.text = "".join(self._emitted_text)
         return text

@@ -52,7 +52,8 @@ IDLE_WAIT_S = 0.1
 #: Number of requests at the front of the queue that are compared by prefix-cache hits.
 PREFIX_LOOKAHEAD = 16
 
-#: Maximum number of times that the first request in the queue is bypassed for more cache hits.
+#: Maximum number of times that the first request in the queue is bypassed, because another request
+#: has more cache hits or because the first one does not fit.
 MAX_BYPASSES = 16
 
 #: Number of deadlines of finished requests that are kept until they have elapsed.
@@ -128,8 +129,8 @@ class Scheduler:
 
     A request can get a slot once its grammar is compiled. The next slot goes to a request of the
     highest priority in the queue. Among the first `PREFIX_LOOKAHEAD` requests of this priority, the
-    scheduler selects the request with the most prefix-cache hits. To prevent starvation, it
-    bypasses the first request in the queue at most `MAX_BYPASSES` times.
+    scheduler selects the request with the most prefix-cache hits for which there are enough pages.
+    To prevent starvation, it bypasses the first request in the queue at most `MAX_BYPASSES` times.
 
     Parameters
     ----------
@@ -280,26 +281,32 @@ class Scheduler:
             if compiled is not None:  # otherwise, the request has left the queue meanwhile
                 self._insert_ready(number, compiled)
         self.slots.reclaim(self.replays.retired)
-        while self._ready:
-            first = self._ready[0][2]
-            chosen = self._choose()
-            if not self._admit(chosen):
-                break
-            if chosen is not first:
-                first.bypass_count += 1
+        while self._ready and self._admit_next():
+            pass
 
-    def _choose(self) -> RequestState:
-        """Return the ready request that gets the next slot."""
+    def _admit_next(self) -> bool:
+        """Admit the preferred ready request that fits; return False if there is none."""
+        first = self._ready[0][2]
+        for state in self._candidates():
+            if self._admit(state):
+                if state is not first and state.slot >= 0:
+                    first.bypass_count += 1
+                return True
+        return False
+
+    def _candidates(self) -> list[RequestState]:
+        """Return the ready requests that may get the next slot, the preferred one first."""
         priority, number, first = self._ready[0]
         # Requests that were preempted because pages ran out have negative numbers. They go first.
         at_front = number < 0
         if at_front or first.bypass_count >= MAX_BYPASSES or not self.slots.has_free_slot:
-            return first
+            return [first]
         candidates = []
         for entry_priority, _, state in self._ready[:PREFIX_LOOKAHEAD]:
             if entry_priority == priority:
                 candidates.append(state)
-        return max(candidates, key=self.slots.cached_pages)  # the first one if several are equal
+        candidates.sort(key=self.slots.cached_pages, reverse=True)  # stable
+        return candidates
 
     def _dequeue(self, state: RequestState) -> None:
         self.waiting.pop(state.id, None)
@@ -454,14 +461,15 @@ class Scheduler:
         elif row.cut:
             # No token was committed, so the next round verifies the drafts that were not cut.
             state.draft_capacity = row.tested
-        state.undrafted_tokens = len(row.tokens) if row.reason else 0
-        text, stopped = state.append_tokens(row.tokens)
         output = state.output
+        num_before = len(output.tokens)
+        text, stopped = state.append_tokens(row.tokens)
+        # If a stop string ended the request, the row's tokens after it were not appended.
+        num_new = len(output.tokens) - num_before
+        state.undrafted_tokens = num_new if row.reason else 0
         if row.relaxed:
             output.exact = False
         if output.logprobs is not None:
-            # If a stop string ended the request, the row's tokens after it were not appended.
-            num_new = len(output.tokens) - len(output.logprobs)
             output.logprobs += row.logprobs[:num_new]
         if stopped:
             self.end(state, "stop_string", text=text)

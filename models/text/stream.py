@@ -1,20 +1,22 @@
-"""Incremental detokenization of generated token ids."""
+"""Conversion of token ids to text, all at once or while they are generated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
 
 import tokenizers
 
+from graft.grammar.vocabulary import byte_level_bytes
 from graft.models.errors import TokenizerError
 
-__all__ = ["IncrementalDecoder", "call_tokenizer", "decode"]
+__all__ = ["Detokenizer", "IncrementalDecoder", "call_tokenizer"]
 
 T = TypeVar("T")
-
-#: Maximum number of ids whose text is held back because it ends with an incomplete character.
-_MAX_HELD_IDS = 16
 
 
 def call_tokenizer(work: Callable[[], T]) -> T:
@@ -36,13 +38,24 @@ def call_tokenizer(work: Callable[[], T]) -> T:
         raise TokenizerError(f"the tokenizer failed: {error}") from error
 
 
-def decode(
-    backend: tokenizers.Tokenizer,
-    size: int,
-    ids: Sequence[int],
-    special: bool = False,
-) -> str:
-    """Return the text of token ids.
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    """Handle a decoding error: replace each invalid byte by one U+FFFD."""
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error("graft.replace_each_byte", _replace_each_byte)
+
+
+class Detokenizer:
+    """Decoding rules of a tokenizer, shared by all its incremental decoders.
+
+    A token is converted to text in one of two ways. The first way applies to all tokens of a
+    byte-level tokenizer, and to the tokens ``<0x80>`` to ``<0xFF>`` of a byte-fallback tokenizer:
+    the token stands for bytes, and the text is the bytes of consecutive tokens, decoded as UTF-8.
+    The second way applies to all other tokens: the tokenizers library converts the token. Its text
+    then depends on the token before it only in whether that token exists (a leading space is
+    stripped at the beginning of a text) and how it ends.
 
     Parameters
     ----------
@@ -50,64 +63,127 @@ def decode(
         Tokenizer of the model.
     size
         Exclusive upper bound of the ids.
-    ids
-        Token ids.
-    special
-        Whether to include special tokens.
+    where
+        Path of the tokenizer, for error messages.
+
+    Attributes
+    ----------
+    utf8_errors
+        Name of the error handler for bytes that are not valid UTF-8. The handlers yield the same
+        number of U+FFFD as the library: for a byte-level tokenizer, one for each maximal prefix of
+        a character; for a byte-fallback tokenizer, one for each byte.
+    special_ids
+        Ids of special tokens.
 
     Raises
     ------
     TokenizerError
-        If an id is out of range or the library fails.
+        If the decoder combines the step ByteLevel with steps that change the text.
     """
-    for i in ids:
-        if not 0 <= i < size:
-            raise TokenizerError(f"token id {i} is outside 0..{size - 1}")
-    id_list = list(ids)
-    return call_tokenizer(lambda: backend.decode(id_list, skip_special_tokens=not special))
+
+    def __init__(self, backend: tokenizers.Tokenizer, size: int, where: str) -> None:
+        self._backend = backend
+        self._size = size
+        steps = _decoder_steps(backend)
+        self._is_byte_level = "ByteLevel" in steps
+        self._has_byte_tokens = "ByteFallback" in steps
+        others = steps - {"Sequence", "ByteLevel", "Fuse"}
+        if self._is_byte_level and others:
+            raise TokenizerError(
+                f"{where}: the decoder combines ByteLevel with {', '.join(sorted(others))}; "
+                "ByteLevel is supported alone or with Fuse"
+            )
+        self.utf8_errors = "replace" if self._is_byte_level else "graft.replace_each_byte"
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._bytes: dict[int, bytes | None] = {}
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """Return the bytes that an id stands for; None if the library converts the id.
+
+        Ids without a token stand for no bytes.
+
+        Raises
+        ------
+        TokenizerError
+            If the id is out of range.
+        """
+        if token not in self._bytes:
+            if not 0 <= token < self._size:
+                raise TokenizerError(f"token id {token} is outside 0..{self._size - 1}")
+            self._bytes[token] = self._read_token(self._backend.id_to_token(token))
+        return self._bytes[token]
+
+    def _read_token(self, piece: str | None) -> bytes | None:
+        if not piece:
+            return b""
+        if self._is_byte_level:
+            return byte_level_bytes(piece)
+        # The library converts ASCII bytes, because it may strip a leading space.
+        if self._has_byte_tokens and re.fullmatch("<0x[89A-Fa-f][0-9A-Fa-f]>", piece):
+            return bytes.fromhex(piece[3:5])
+        return None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the library's text of ids that it converts, including special tokens."""
+        id_list = list(ids)
+        return call_tokenizer(lambda: self._backend.decode(id_list, skip_special_tokens=False))
+
+    @cached_property
+    def anchor(self) -> list[int]:
+        """An id that the library converts to a text that is not empty; empty if there is none."""
+        if self._is_byte_level:
+            return []
+        ids = (token for token in range(self._size) if self.token_bytes(token) is None)
+        return next(([token] for token in ids if self.decode([token])), [])
 
 
 class IncrementalDecoder:
     """Converts a growing sequence of ids to text.
 
-    The concatenation of the returned pieces is the result of `Tokenizer.decode`. If a token ends
-    inside a UTF-8 character, its text is held back until the character is complete, or until more
-    than `_MAX_HELD_IDS` ids are pending.
-
-    Each call decodes only a window of ids: the pending ids and the ids of the last returned piece.
-    The ids of the last piece are included because the tokenizer may decode the same id with or
-    without a leading space, depending on the ids before it.
+    The text depends on the ids only, not on how the caller groups them into calls: after each call,
+    the strings returned so far concatenate to the longest text that no later id can change. If the
+    ids end inside a UTF-8 character, the bytes of this character are held back.
 
     Parameters
     ----------
-    backend
-        Tokenizer of the model.
-    size
-        Exclusive upper bound of the ids.
+    detokenizer
+        Decoding rules of the model's tokenizer.
     special
         Whether to include special tokens.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, size: int, *, special: bool = False) -> None:
-        self._backend = backend
-        self._size = size
-        self._special = special
-        self._ids: list[int] = []
-        self._window_begin = 0
-        self._num_emitted = 0  # number of ids whose text has been returned
+    def __init__(self, detokenizer: Detokenizer, *, special: bool = False) -> None:
+        self._detokenizer = detokenizer
+        self._hidden = frozenset() if special else detokenizer.special_ids
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(detokenizer.utf8_errors)
+        # Ids before the next one, as far as the library's text of the next one depends on them.
+        self._context: list[int] = []
 
-    def push(self, ids: Sequence[int]) -> str:
-        """Append ids and return the text that became complete, possibly empty."""
-        self._ids.extend(ids)
-        text = self._pending_text()
-        num_pending = len(self._ids) - self._num_emitted
-        is_incomplete = not text or text.endswith("\ufffd")
-        if is_incomplete and num_pending <= _MAX_HELD_IDS:
-            return ""
-        del self._ids[: self._window_begin]
-        self._window_begin = self._num_emitted - self._window_begin
-        self._num_emitted = len(self._ids)
-        return text
+    def push(self, ids: Iterable[int]) -> str:
+        """Append ids and return the text that became complete, possibly empty.
+
+        Raises
+        ------
+        TokenizerError
+            If an id is out of range or the library fails.
+        """
+        pieces = []
+        run: list[int] = []  # consecutive ids that the library converts
+        for token in ids:
+            data = self._detokenizer.token_bytes(token)
+            if data == b"" or token in self._hidden:
+                continue
+            if data is None:
+                run.append(token)
+                continue
+            if run:
+                pieces.append(self._push_run(run))
+                run = []
+            pieces.append(self._push_bytes(data))
+        if run:
+            pieces.append(self._push_run(run))
+        return "".join(pieces)
 
     def finish(self, *, cut: bool = False) -> str:
         """Return the rest of the text and reset the decoder.
@@ -115,20 +191,38 @@ class IncrementalDecoder:
         Parameters
         ----------
         cut
-            Whether the sequence was cut off, for example by a length limit. If True, an incomplete
-            last character is omitted. If False, the replacement character U+FFFD is returned for
-            it.
+            Whether to omit an incomplete last character. If not, its bytes are replaced by U+FFFD.
         """
-        text = self._pending_text()
-        self._ids = []
-        self._window_begin = 0
-        self._num_emitted = 0
-        return text.rstrip("\ufffd") if cut else text
+        rest = "" if cut else self._utf8.decode(b"", final=True)
+        self._utf8.reset()
+        self._context = []
+        return rest
 
-    def _pending_text(self) -> str:
-        """Return the text of the ids that have not been emitted."""
-        emitted = self._ids[self._window_begin : self._num_emitted]
-        window = self._ids[self._window_begin :]
-        emitted_text = decode(self._backend, self._size, emitted, self._special)
-        window_text = decode(self._backend, self._size, window, self._special)
-        return window_text[len(emitted_text) :]
+    def _push_bytes(self, data: bytes, final: bool = False) -> str:
+        """Append bytes and return the text that became complete."""
+        text = self._utf8.decode(data, final)
+        if text:
+            self._context = self._detokenizer.anchor
+        return text
+
+    def _push_run(self, run: list[int]) -> str:
+        """Append ids that the library converts, and return their text."""
+        rest = self._push_bytes(b"", final=True)
+        context = self._context
+        before = self._detokenizer.decode(context) if context else ""
+        text = self._detokenizer.decode([*context, *run])
+        self._context = [*self._detokenizer.anchor, run[-1]]
+        return rest + text[len(before) :]
+
+
+def _decoder_steps(backend: tokenizers.Tokenizer) -> set[str]:
+    """Return the types of the steps of a tokenizer's decoder, including nested steps."""
+    steps = set()
+    pending: list[Any] = []
+    if backend.decoder is not None:
+        pending.append(json.loads(backend.decoder.__getstate__()))
+    while pending:
+        step = pending.pop()
+        steps.add(step["type"])
+        pending += step.get("decoders", ())
+    return steps

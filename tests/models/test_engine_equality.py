@@ -243,7 +243,9 @@ def test_drafter_continues_after_rounds_without_drafts(options):
     tokens.
     """
     always = drafts_by_position([3] * 60, **options)
-    paused = drafts_by_position([3] * 3 + [0] * 4 + [3] * 60, **options)
+    # If all drafts are accepted, a round commits four tokens. The pause commits eight tokens one by
+    # one, so that both runs have rounds at the same positions again.
+    paused = drafts_by_position([3] * 3 + [0] * 7 + [3] * 60, **options)
     assert sum(not ids for ids, _ in paused.values()) >= 4
     both = [n for n in always if n in paused and paused[n][0]]
     assert max(both) - min(both) > 40 and len(both) > 8

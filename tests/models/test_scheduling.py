@@ -238,6 +238,28 @@ def test_scheduler_admits_by_priority_then_prefix_cache_hits():
         assert order == [*map(str, range(16)), "cold", *map(str, range(16, 20))]
 
 
+def test_scheduler_admits_requests_that_fit_before_those_that_do_not():
+    """A waiting request for which there are too few pages does not block smaller requests.
+
+    The first request of the queue is bypassed at most 16 times, whether it is the one that does not
+    fit or not.
+    """
+    running = Request(tokens=[60] * 20, min_tokens=100, max_tokens=100, id="running", priority=1)
+    shared = list(range(70, 90))
+    options = {"speculation": False, "max_batch_size": 2, "page_size": 4, "pages": 40}
+    with settled(demo_engine(**options)) as engine:
+        engine.warm(Request(tokens=shared))
+        small = Request(tokens=[61] * 8, max_tokens=1, id="small")
+        cached = Request(tokens=[*shared, *[62] * 130], max_tokens=1, id="cached")
+        order = finish_order(engine, [running, cached, small])
+        assert order == ["small", "running", "cached"]
+        large = Request(tokens=[63] * 150, max_tokens=1, id="large")
+        several = [replace(small, tokens=[61, *[64 + i] * 7], id=str(i)) for i in range(24)]
+        order = finish_order(engine, [running, large, *several])
+        assert order[:17] == [*map(str, range(16)), "running"]
+        assert "large" in order[17:20]
+
+
 @pytest.mark.parametrize(
     "options",
     [
