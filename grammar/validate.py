@@ -6,6 +6,7 @@ that could take unbounded time therefore runs in a child process that can be kil
 
 from __future__ import annotations
 
+import decimal
 import json
 import math
 import re
@@ -23,11 +24,15 @@ __all__ = ["CHECK_TIMEOUT_S", "SEARCH_TIMEOUT_S", "check_output", "search_patter
 CHECK_TIMEOUT_S = 5.0
 SEARCH_TIMEOUT_S = 1.0
 _MAX_STEPS = 1e5  # maximum number of steps of a search in this process
+_MAX_DIGITS = 1000  # maximum number of digits of calculations with decimal fractions
+_EXACT = decimal.Context(prec=2 * _MAX_DIGITS, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
 _MODULE = __name__ + ":"
 
 
 def check_output(schema: Any, text: str) -> bool:
     """Return whether a finished text is JSON that satisfies the schema, including its formats.
+
+    Numbers are compared exactly. If an object repeats a name, the last value counts.
 
     Call this function for outputs of partially enforced schemas: the engine does not check finished
     outputs. The function requires the package ``jsonschema``. References to other documents are
@@ -115,11 +120,11 @@ def satisfies_schema(schema: str, text: str) -> bool:
     from jsonschema_specifications import REGISTRY  # without it, jsonschema fetches references
 
     try:
-        value = json.loads(text, parse_constant=_reject_constant)
-    except (ValueError, RecursionError):
+        value = _parse(text)
+    except (ValueError, ArithmeticError, RecursionError):
         return False
     try:
-        document = json.loads(schema)
+        document = _parse(schema)
         latest = jsonschema.validators.Draft202012Validator
         validator = jsonschema.validators.validator_for(document, default=latest)
         checker = validator(
@@ -127,11 +132,28 @@ def satisfies_schema(schema: str, text: str) -> bool:
             registry=REGISTRY,
             format_checker=validator.FORMAT_CHECKER,
         )
-        return bool(checker.is_valid(value))
+        with decimal.localcontext(_EXACT):
+            return bool(checker.is_valid(value))
     except MemoryError:
         raise
     except Exception as error:  # jsonschema raises exceptions of many types for a bad schema
         raise GrammarError(str(error)) from error
+
+
+def _parse(text: str) -> Any:
+    """Return a parsed JSON text, in which numbers are integers or decimal fractions."""
+    return json.loads(text, parse_float=_exact_number, parse_constant=_reject_constant)
+
+
+def _exact_number(text: str) -> Any:
+    """Return a number with a fraction or exponent, as an integer if it is one.
+
+    jsonschema recognizes only integers and floats as integers.
+    """
+    value = decimal.Decimal(text)
+    if value.adjusted() < _MAX_DIGITS and value == value.to_integral_value():
+        return int(value)
+    return value
 
 
 def _reject_constant(name: str) -> None:

@@ -6,6 +6,8 @@ operations). The functions of this module build expressions from smaller ones.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Sequence
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "repeat",
     "text",
     "union",
+    "words",
 ]
 
 Expression = list[int]
@@ -92,6 +95,55 @@ def repeat(part: Expression, low: int, high: int | None) -> Expression:
 def optional(part: Expression) -> Expression:
     """Return the expression of `part` or the empty text."""
     return repeat(part, 0, 1)
+
+
+def words(expression: Expression, max_words: int) -> list[str] | None:
+    """Return the texts of an expression; None if there are more than `max_words`."""
+    stack: list[list[str]] = []
+    at = 0
+    while at < len(expression):
+        operation, *rest = expression[at : at + 3]
+        at += 1
+        if operation == EMPTY[0]:
+            stack.append([""])
+        elif operation == _SET:
+            bounds = expression[at + 1 : at + 1 + 2 * rest[0]]
+            pairs = list(zip(bounds[::2], bounds[1::2], strict=True))
+            if sum(high - low + 1 for low, high in pairs) > max_words:
+                return None
+            stack.append([chr(code) for low, high in pairs for code in range(low, high + 1)])
+            at += 1 + 2 * rest[0]
+        elif operation == _REPEAT:
+            low, high = rest
+            at += 2
+            part = stack.pop()
+            if high < 0 or high > max_words:
+                return None
+            found: list[str] = []
+            for count in range(low, high + 1):
+                power = _products([part] * count, max_words - len(found))
+                if power is None:
+                    return None
+                found += power
+            stack.append(found)
+        else:
+            parts = stack[len(stack) - rest[0] :]
+            del stack[len(stack) - rest[0] :]
+            at += 1
+            joined: list[str] | None = [text for part in parts for text in part]
+            if operation == _CONCAT:
+                joined = _products(parts, max_words)
+            if joined is None or len(joined) > max_words:
+                return None
+            stack.append(joined)
+    return list(dict.fromkeys(stack[0]))
+
+
+def _products(parts: list[list[str]], max_words: int) -> list[str] | None:
+    """Return the texts that consist of one text of each part."""
+    if math.prod(map(len, parts)) > max_words:
+        return None
+    return ["".join(texts) for texts in itertools.product(*parts)]
 
 
 def _combine(operation: int, parts: list[Expression]) -> Expression:

@@ -7,6 +7,7 @@ matcher remains the one of the grammar library.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 from graft.grammar.automaton.expression import (
@@ -20,7 +21,7 @@ from graft.grammar.automaton.expression import (
     union,
 )
 
-__all__ = ["NotRegular", "lower_regex"]
+__all__ = ["NotRegular", "has_alternatives", "lower_regex"]
 
 #: Maximum nesting of groups.
 MAX_NESTING = 100
@@ -60,6 +61,17 @@ def lower_regex(
         The pattern has syntax outside the supported part.
     """
     return _Parser(pattern, one_of, classes or {}).parse()
+
+
+def has_alternatives(pattern: str) -> bool:
+    """Return whether a pattern has a ``|`` outside groups, escapes and classes."""
+    outside_classes = re.sub(r"\\.|\[(\\.|[^\]\\])*\]", "", pattern, flags=re.DOTALL)
+    nesting = 0
+    for character in outside_classes:
+        if character == "|" and nesting == 0:
+            return True
+        nesting += (character == "(") - (character == ")")
+    return False
 
 
 class _Parser:

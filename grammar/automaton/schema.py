@@ -25,7 +25,7 @@ from graft.grammar.automaton.expression import (
     text,
     union,
 )
-from graft.grammar.automaton.regex import NotRegular, lower_regex
+from graft.grammar.automaton.regex import NotRegular, has_alternatives, lower_regex
 from graft.grammar.schema.enforcement import KEYWORDS
 
 __all__ = ["lower_schema"]
@@ -247,7 +247,7 @@ def _lower_string(schema: dict[str, Any]) -> Expression:
     starts = pattern.startswith("^")
     ends = pattern.endswith("$") and not pattern.endswith("\\$")
     body = pattern[starts : len(pattern) - ends]
-    if (starts or ends) and _has_alternatives(body):
+    if (starts or ends) and has_alternatives(body):
         raise NotRegular("an anchor of one alternative is not supported")
     anything = repeat(_ANY_CHARACTER, 0, None)
     parts = [lower_regex(body, _json_character, _CLASSES)]
@@ -256,17 +256,6 @@ def _lower_string(schema: dict[str, Any]) -> Expression:
     if not ends:
         parts.append(anything)
     return concat(parts)
-
-
-def _has_alternatives(pattern: str) -> bool:
-    """Return whether a pattern has a ``|`` outside groups, escapes and classes."""
-    outside_classes = re.sub(r"\\.|\[(\\.|[^\]\\])*\]", "", pattern, flags=re.DOTALL)
-    nesting = 0
-    for character in outside_classes:
-        if character == "|" and nesting == 0:
-            return True
-        nesting += (character == "(") - (character == ")")
-    return False
 
 
 def _json_character(ranges: Ranges) -> Expression:

@@ -19,7 +19,7 @@ from graft.grammar.errors import GrammarError, clean_message
 from graft.grammar.matcher import CompiledGrammar, Matcher, NativeBackedMatcher
 from graft.grammar.resolve import resolve_spec
 from graft.grammar.schema.llguidance_errors import explain_assertion, validate
-from graft.grammar.schema.options import Whitespace, json_options, literal
+from graft.grammar.schema.options import Whitespace, literal, with_options
 from graft.grammar.spec import Spec
 from graft.grammar.structural.formats import parse_format
 from graft.grammar.structural.lark import NO_TOKENS, lark_pattern, lark_text, split_names
@@ -155,7 +155,7 @@ def _grammar(spec: Spec, special: Mapping[str, int]) -> dict[str, Any]:
     spec = resolve_spec(spec, "llguidance")
     if spec.kind == "json_schema" and not spec.rules:
         # LLGuidance reads a schema faster than a Lark grammar, which takes about 1 ms.
-        return {"json_schema": _schema_with_options(json.loads(spec.text), spec.whitespace)}
+        return {"json_schema": with_options(json.loads(spec.text), spec.whitespace)}
     header = '%llguidance {"no_forcing": true}'
     return {"lark_grammar": f"{header}\n{spec.rules or _lark_text(spec, special)}"}
 
@@ -211,7 +211,7 @@ def _structural_tag(
         begin = tag["begin"]
         trigger = next(t for t in document["triggers"] if begin.startswith(t))
         rules.append(f"open_{i}[lazy]: FREE {literal(trigger)}")
-        schema = json.dumps(_schema_with_options(tag["schema"], whitespace))
+        schema = json.dumps(with_options(tag["schema"], whitespace))
         rules.append(f"body_{i}: %json {schema} {_spelled(tag['end'], special)}")
         rules.append(f"free_{i}: open_{i} {_spelled(begin[len(trigger) :], special)} body_{i}")
         name = next((part for part, is_name in split_names(trigger, special) if is_name), "")
@@ -229,14 +229,6 @@ def _spelled(text: str, special: Mapping[str, int]) -> str:
     for part, is_name in split_names(text, special):
         parts.append(f"({literal(part)} | <[{special[part]}]>)" if is_name else literal(part))
     return " ".join(parts)
-
-
-def _schema_with_options(schema: Any, whitespace: Whitespace) -> dict[str, Any]:
-    keywords = schema if isinstance(schema, dict) else {}
-    return {
-        **keywords,
-        "x-guidance": json_options(whitespace),
-    }
 
 
 def _was_validated(spec: Spec) -> bool:

@@ -189,5 +189,10 @@ def _ignored_of_object(schema: SchemaObject) -> Iterator[str]:
             matched = sorted(names)
         if matched:
             yield f"patternProperties {pattern!r} for the property {matched[0]!r}"
+    is_open = schema.get("additionalProperties", False) is not False
+    if is_open and (names or schema.get("patternProperties")):
+        yield "additionalProperties for a listed name that is spelled with escape sequences"
+    if schema.get("minProperties", 0) > 1 and (is_open or schema.get("patternProperties")):
+        yield "minProperties for a name that occurs twice"
     if "unevaluatedProperties" in schema and "additionalProperties" not in schema:
         yield "unevaluatedProperties"

@@ -1,4 +1,4 @@
-"""Find definitions that no value satisfies.
+"""Find definitions that no finite value satisfies.
 
 LLGuidance refuses a schema if any definition that it reaches is unsatisfiable, even if values exist
 that need no value of this definition. An example is a definition that only an optional property
@@ -17,8 +17,9 @@ from graft.grammar.schema.terms import (
     replace_references,
     subschemas,
 )
+from graft.grammar.schema.wellformed import finite_values
 
-__all__ = ["impossible_definitions"]
+__all__ = ["endless_definitions", "impossible_definitions"]
 
 _MAX_DEFINITIONS = 200  # maximum number of definitions that are checked
 _SHARED = ("$schema", "$id", "id", "$defs", "definitions")
@@ -59,6 +60,28 @@ def impossible_definitions(document: SchemaObject) -> frozenset[str]:
             impossible = weakened is False
         if impossible:
             found.add(pointer)
+    return frozenset(found)
+
+
+def endless_definitions(document: Any) -> frozenset[str]:
+    """Return the JSON pointers of definitions that only endless values satisfy.
+
+    LLGuidance would begin such a value and never end it. An example is a definition that requires
+    a property with the same definition.
+    """
+    parts = subschemas(document)
+    if not any("$ref" in part for _, part in parts):
+        return frozenset()
+    references = References(document)
+    found = set()
+    try:
+        is_finite = finite_values(parts, references)
+        for _, part in parts:
+            pointer = references.pointer(part.get("$ref"))
+            if pointer and not is_finite(references.resolve(f"#{pointer}")):
+                found.add(pointer)
+    except NoExactForm:  # a reference without a target, which LLGuidance reports
+        return frozenset()
     return frozenset(found)
 
 

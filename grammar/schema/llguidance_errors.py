@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any
 
+from graft.grammar.schema.names import with_one_spelling
+from graft.grammar.schema.options import OPTIONS
 from graft.grammar.schema.terms import Reason, SchemaObject, subschemas
 
 __all__ = [
@@ -88,7 +90,9 @@ def schema_error(schema: Any, *, lenient: bool = False) -> str:
         "lenient": lenient,
         "coerce_one_of": lenient,
     }
-    grammar = {"json_schema": {**document, "x-guidance": options}}
+    if not lenient:
+        document = with_one_spelling(document).schema
+    grammar = {"json_schema": {**document, OPTIONS: {**document.get(OPTIONS, {}), **options}}}
     limits = _SMALL_LIMITS if lenient else _LIMITS
     return _first_error(*validate(grammar, limits))
 

@@ -8,12 +8,26 @@ from typing import Any, Literal, get_args
 
 from graft.grammar.errors import GrammarError
 
-__all__ = ["KEY_ORDERS", "KeyOrder", "Whitespace", "check_options", "json_options", "literal"]
+__all__ = [
+    "KEY_ORDERS",
+    "OPTIONS",
+    "PLAIN_ESCAPES",
+    "KeyOrder",
+    "Whitespace",
+    "check_options",
+    "json_options",
+    "literal",
+    "with_options",
+]
 
 KeyOrder = Literal["schema", "any"]
 KEY_ORDERS = get_args(KeyOrder)
 Whitespace = Literal["line", "compact", "any"] | int
 
+#: Keyword of a schema document that holds LLGuidance's options.
+OPTIONS = "x-guidance"
+#: Options that forbid ``\u`` escapes in all strings.
+PLAIN_ESCAPES = {"json_allowed_escapes": 'nrbtf"\\'}
 _MAX_WHITESPACE = 1000
 
 
@@ -49,6 +63,15 @@ def json_options(whitespace: Whitespace) -> dict[str, Any]:
         "item_separator": comma,
         "key_separator": colon,
     }
+
+
+def with_options(schema: Any, whitespace: Whitespace) -> dict[str, Any]:
+    """Return the document that LLGuidance compiles for a routed schema.
+
+    The options that the router has added to the schema are kept.
+    """
+    keywords = schema if isinstance(schema, dict) else {}
+    return {**keywords, OPTIONS: {**keywords.get(OPTIONS, {}), **json_options(whitespace)}}
 
 
 def literal(text: str) -> str:

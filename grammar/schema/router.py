@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from typing import Any
 
 from graft.grammar.schema.any_order.rules import any_order_grammar
 from graft.grammar.schema.causes import find_causes
-from graft.grammar.schema.impossible import impossible_definitions
-from graft.grammar.schema.llguidance_errors import schema_errors
+from graft.grammar.schema.impossible import endless_definitions, impossible_definitions
+from graft.grammar.schema.llguidance_errors import is_unsatisfiable, schema_errors
+from graft.grammar.schema.names import CONTROL, NO_CONTROL, with_one_spelling
 from graft.grammar.schema.options import KeyOrder, Whitespace, check_options
 from graft.grammar.schema.rewrite import Rewritten, rewrite
 from graft.grammar.schema.terms import Reason, has_orders, subschemas, word_set
@@ -29,6 +31,8 @@ _MAX_REASONS_IN_MESSAGE = 5
 #: Processor time in which the keywords of a rewritten schema that LLGuidance refuses are searched
 #: for, and again for those of the given schema.
 _SEARCH_SECONDS = 2.0
+#: Parts of a pattern that may stand for a character of `CONTROL`.
+_CONTROL_IN_PATTERN = re.compile(r"\\(?:x[017]|u00[017]|U000000[017]|v)|[\x00-\x1f\x7f]")
 _BOUNDS = word_set("minimum maximum exclusiveMinimum exclusiveMaximum")
 
 
@@ -118,11 +122,15 @@ def route(
     check_schema(schema)
     rewritten, reasons, accepted = _closest_form(schema, draft, assert_formats)
     closest = rewritten.schema
+    spelled = with_one_spelling(closest)
+    if spelled.narrowed:
+        reasons = [*reasons, *_only_control(closest)]
     rules = ""
     ordered: tuple[Reason, ...] = ()
-    excluded_keys: tuple[Reason, ...] = ()
+    excluded: tuple[Reason, ...] = spelled.narrowed
     if key_order == "any" and accepted:
         rules, ordered, excluded_keys = any_order_grammar(closest, whitespace)
+        excluded = excluded_keys if rules else excluded
     elif accepted and any(has_orders(part) for _, part in subschemas(closest)):
         ordered = (
             Reason(
@@ -133,11 +141,11 @@ def route(
         )
     return Route(
         backend="llguidance" if accepted else None,
-        schema=closest,
+        schema=spelled.schema,
         exact=accepted and not reasons,
         rules=rules,
         reasons=tuple(reasons[:_MAX_REASONS]),
-        narrowed=rewritten.narrowed + excluded_keys + ordered,
+        narrowed=rewritten.narrowed + excluded + ordered,
         ordered=ordered,
         spelling=tuple(itertools.islice(_restricted_spellings(schema), _MAX_REASONS)),
     )
@@ -148,8 +156,9 @@ def _closest_form(
 ) -> tuple[Rewritten, list[Reason], bool]:
     """Return the closest form of a schema that LLGuidance accepts.
 
-    If LLGuidance refuses the schema because of unsatisfiable definitions, the references to these
-    definitions are replaced by ``false``. The pointers of the reasons refer to the given schema.
+    References to definitions that no finite value satisfies are replaced by ``false`` if LLGuidance
+    refuses the definitions or would begin an endless value. The pointers of the reasons refer to
+    the given schema.
 
     Returns
     -------
@@ -172,10 +181,10 @@ def _closest_form(
         rewritten = rewritten_form(schema)
         narrowed += rewritten.narrowed
         closest, accepted = _closest_accepted(rewritten.schema, deadline)
-        found: set[str] = set()
+        pointers = endless_definitions(rewritten.schema)
         if not accepted and isinstance(rewritten.schema, dict):
-            for pointer in impossible_definitions(rewritten.schema):
-                found.add(rewritten.origins.get(pointer, pointer))
+            pointers |= impossible_definitions(rewritten.schema)
+        found = {rewritten.origins.get(pointer, pointer) for pointer in pointers}
         if found <= impossible:
             break
         impossible |= found
@@ -231,6 +240,28 @@ def _closest_accepted(schema: Any, deadline: float) -> tuple[Any, bool]:
             parts[reason.pointer].pop(reason.keyword)
 
 
+def _only_control(schema: Any) -> Iterator[Reason]:
+    """Yield a reason for each keyword that allows a string only with certain characters."""
+    why = "control characters cannot be enforced next to compared names of additional properties"
+    for pointer, part in subschemas(schema):
+        for keyword in ("enum", "const"):
+            if keyword in part and _has_control(part[keyword]):
+                yield Reason(pointer, keyword, why)
+        pattern = part.get("pattern", "")
+        if _CONTROL_IN_PATTERN.search(pattern):
+            both = [{"pattern": pattern}, {"pattern": NO_CONTROL}]
+            if is_unsatisfiable({"type": "string", "allOf": both}):
+                yield Reason(pointer, "pattern", why)
+
+
+def _has_control(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_control, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_control, value))
+    return isinstance(value, str) and CONTROL.search(value) is not None
+
+
 def _restricted_spellings(schema: Any) -> Iterator[Reason]:
     """Yield a reason for each subschema whose numbers have only some of the spellings of JSON."""
     for pointer, part in subschemas(schema):
@@ -247,13 +278,14 @@ def _restricted_spellings(schema: Any) -> Iterator[Reason]:
             yield Reason(
                 pointer,
                 keyword,
-                "numbers have no exponent, and zero has no minus sign",
+                "numbers have no exponent and no zeros at the end, but near a bound as many digits "
+                "as the bound: 16.80 next to 16.87",
             )
-        if isinstance(part.get("multipleOf"), float):
+        if "multipleOf" in part and types != ["integer"]:
             yield Reason(
                 pointer,
                 "multipleOf",
-                "multiples have as many digits as the divisor",
+                "multiples have no exponent, and no more digits than the divisor",
             )
         for keyword in ("const", "enum"):
             if keyword in part and _contains_number(part[keyword]):

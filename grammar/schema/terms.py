@@ -16,6 +16,7 @@ __all__ = [
     "References",
     "SchemaObject",
     "any_of",
+    "can_combine",
     "common_types",
     "dialect",
     "escape",
@@ -27,6 +28,7 @@ __all__ = [
     "type_of_value",
     "types_of",
     "values_of",
+    "without_duplicates",
     "word_set",
 ]
 
@@ -151,6 +153,18 @@ def subschemas(schema: Any, at: str = "#") -> list[tuple[str, SchemaObject]]:
     return found
 
 
+#: Keywords of schemas that hold in addition to the schema that contains them.
+_COMBINING = word_set(
+    """allOf anyOf oneOf not if $ref dependencies dependentSchemas contains unevaluatedProperties
+    unevaluatedItems"""
+)
+
+
+def can_combine(root: Any) -> bool:
+    """Return whether several subschemas of a document may have to hold for the same value."""
+    return any(_COMBINING & part.keys() for _, part in subschemas(root))
+
+
 def common_types(one: JsonTypes, other: JsonTypes) -> JsonTypes:
     """Return the types that two sets have in common.
 
@@ -243,15 +257,29 @@ def _contains_several_keys(value: Any) -> bool:
 
 def any_of(options: list[Any]) -> Any:
     """Return the union of schemas. Duplicates and ``false`` are removed."""
-    kept: list[Any] = []
-    for option in options:
-        if option is True:
-            return True
-        if option is not False and option not in kept:
-            kept.append(option)
+    if any(option is True for option in options):
+        return True
+    kept = without_duplicates([option for option in options if option is not False])
     if not kept:
         return False
     return kept[0] if len(kept) == 1 else {"anyOf": kept}
+
+
+def without_duplicates(values: list[Any]) -> list[Any]:
+    """Return the values without those that equal an earlier one according to JSON Schema."""
+    return list({_equality_key(value): value for value in reversed(values)}.values())[::-1]
+
+
+def _equality_key(value: Any) -> Any:
+    """Return a key that two JSON values share if and only if they are equal.
+
+    In JSON Schema, 1 equals 1.0, but in contrast to Python, 1 does not equal true.
+    """
+    if isinstance(value, dict):
+        return dict, frozenset((name, _equality_key(part)) for name, part in value.items())
+    if isinstance(value, list):
+        return list, tuple(map(_equality_key, value))
+    return isinstance(value, bool), value
 
 
 class References:

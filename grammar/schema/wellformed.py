@@ -15,7 +15,7 @@ from graft.grammar.schema.terms import (
     word_set,
 )
 
-__all__ = ["check_schema"]
+__all__ = ["check_schema", "finite_values"]
 
 _TYPES = word_set("null boolean integer number string array object any")
 #: Keywords that identify a document as a schema.
@@ -251,20 +251,27 @@ def _resolve(
     return target
 
 
-def _check_finite(
-    schema: SchemaObject, parts: list[tuple[str, SchemaObject]], references: References
-) -> None:
-    """Raise `GrammarError` if recursive references exclude every finite value.
+def finite_values(
+    parts: list[tuple[str, SchemaObject]], references: References
+) -> Callable[[Any], bool]:
+    """Return a function that returns whether a finite value satisfies a schema of a document.
 
     The function computes a least fixed point. A subschema has a finite value if everything that it
     requires has a finite value: the target of its reference, the required properties and items,
     every part of ``allOf``, and at least one part of ``anyOf`` and of ``oneOf``. All other keywords
     are assumed to be satisfied.
+
+    Parameters
+    ----------
+    parts
+        All subschemas of the document, with their pointers. Parents precede children.
+    references
+        References of the document.
     """
     finite = {id(part): False for _, part in parts}
 
     def is_finite(part: Any) -> bool:
-        return finite[id(part)] if isinstance(part, dict) else part is not False
+        return finite.get(id(part), True) if isinstance(part, dict) else part is not False
 
     changed = True
     while changed:
@@ -275,6 +282,14 @@ def _check_finite(
             if _endless_keyword(part, is_finite, references) is None:
                 finite[id(part)] = True
                 changed = True
+    return is_finite
+
+
+def _check_finite(
+    schema: SchemaObject, parts: list[tuple[str, SchemaObject]], references: References
+) -> None:
+    """Raise `GrammarError` if recursive references exclude every finite value."""
+    is_finite = finite_values(parts, references)
     pointers = {id(part): pointer for pointer, part in parts}
     visited: set[int] = set()
     endless: Any = schema

@@ -12,7 +12,7 @@ from typing import Any
 
 from guide_util import BYTES, STOP, accepts
 
-from graft.grammar import GrammarSpec, LLGuidanceBackend, Route
+from graft.grammar import GrammarSpec, LLGuidanceBackend, Matcher, Route
 
 _backend = functools.cache(lambda: LLGuidanceBackend(BYTES))
 
@@ -46,6 +46,10 @@ class Grammar:
     def routed(cls, found: Route) -> Grammar:
         """Return the grammar that a route compiles."""
         return cls(found.schema, found.rules)
+
+    def matcher(self) -> Matcher:
+        """Return a matcher at the start of the grammar."""
+        return self._compiled.matcher()
 
     def generate(self, choose: Callable[[list[int]], int], max_bytes: int) -> bytes | None:
         """Generate a text that the grammar accepts.

@@ -54,7 +54,7 @@ VALUES: list[dict[str, Any]] = [
     {"$dynamicRef": "other.json"},
     # numbers and strings
     {"type": "integer", "minimum": 1e20},
-    {"type": "number", "exclusiveMaximum": 1e308},
+    {"type": "number", "exclusiveMinimum": 1e308},
     {"type": "number", "multipleOf": 1e-30},
     {"type": "string", "pattern": "("},
     {"type": "string", "pattern": "[z-a]"},

@@ -53,3 +53,20 @@ def test_check_output_applies_formats_and_rejects_non_json_numbers():
         assert not check_output(schema, text)
     for text in ("NaN", "-Infinity"):
         assert not check_output({"type": "number"}, text)
+
+
+@pytest.mark.parametrize(
+    "schema, valid, invalid",
+    [
+        ({"multipleOf": 0.1}, ["0.3", "1e2"], ["0.35"]),
+        ({"minimum": 2**53 + 1}, [str(2**53 + 1)], [str(2**53), f"{2**53}.0"]),
+        ({"type": "integer"}, ["1.0", "1e2"], ["1.5", "1e-1"]),
+        ({"uniqueItems": True}, ["[0, false]"], ["[1, 1.0]", "[0.1, 0.10]"]),
+        ({"properties": {"a": {"type": "null"}}}, ['{"a": 1, "a": null}'], ['{"a": null, "a": 1}']),
+        ({}, ["1e400"], ["1e99999999999999999999"]),
+    ],
+    ids=str,
+)
+def test_check_output_calculates_exactly(schema: object, valid: list[str], invalid: list[str]):
+    assert all(check_output(schema, text) for text in valid)
+    assert not any(check_output(schema, text) for text in invalid)

@@ -13,7 +13,15 @@ from typing import Any
 
 from graft.grammar.schema.any_order.shape import ARRAYS, OBJECTS, Conjuncts
 from graft.grammar.schema.llguidance_errors import schema_error
-from graft.grammar.schema.terms import References, SchemaObject, has_orders, word_set
+from graft.grammar.schema.names import with_one_spelling
+from graft.grammar.schema.options import Whitespace, with_options
+from graft.grammar.schema.terms import (
+    NoExactForm,
+    References,
+    SchemaObject,
+    has_orders,
+    word_set,
+)
 
 __all__ = ["KNOWN", "Leaves"]
 
@@ -41,16 +49,22 @@ class Leaves:
     ----------
     root
         The document.
-    options
-        LLGuidance's options of ``%json``.
+    whitespace
+        As in `Spec`.
     check_satisfiable
         Whether the method `leaf` checks with LLGuidance that each leaf is satisfiable. The checks
         take time.
+
+    Attributes
+    ----------
+    excluded
+        Errors that name the valid values that the leaves exclude.
     """
 
-    def __init__(self, root: Any, options: dict[str, Any], check_satisfiable: bool):
+    def __init__(self, root: Any, whitespace: Whitespace, check_satisfiable: bool):
+        self.excluded: list[NoExactForm] = []
         self._root = root
-        self._options = options
+        self._whitespace = whitespace
         self._check_satisfiable = check_satisfiable
         self._references = References(root)
         self._references.nested &= _has_reference_below_id(root)
@@ -141,7 +155,9 @@ class Leaves:
             document = {"$schema": self._root["$schema"], **document}
         if self._check_satisfiable and schema_error(document).startswith("Unsatisfiable"):
             return None
-        return "%json " + json.dumps({**document, "x-guidance": self._options})
+        spelled = with_one_spelling(document)
+        self.excluded += [NoExactForm(reason.keyword, reason.why) for reason in spelled.narrowed]
+        return "%json " + json.dumps(with_options(spelled.schema, self._whitespace))
 
     def _inner(self, part: SchemaObject) -> Iterator[Any]:
         """Yield the direct subschemas of a schema, and the target of its reference."""

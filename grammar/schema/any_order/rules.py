@@ -77,13 +77,13 @@ def any_order_grammar(schema: Any, whitespace: Whitespace) -> tuple[str, Reasons
         # leaves. The leaves are therefore checked only if LLGuidance refuses the first grammar
         # because a leaf is unsatisfiable.
         for check_satisfiable in (False, True):
-            leaves = Leaves(schema, json_options(whitespace), check_satisfiable)
+            leaves = Leaves(schema, whitespace, check_satisfiable)
             builder = _RuleBuilder(leaves)
             rules = builder.grammar(schema, whitespace)
             message = lark_error(rules) if rules else ""
             if not message:
                 ordered = _locate(schema, builder.ordered, _KEPT_ORDER)
-                excluded = _locate(schema, builder.excluded, "")
+                excluded = _locate(schema, builder.excluded + leaves.excluded, "")
                 return rules, ordered, excluded
             error = NoExactForm("schema", message)
             if "Unsatisfiable" not in message:

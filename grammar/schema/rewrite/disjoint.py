@@ -82,7 +82,7 @@ class Disjointness:
         typed = True if types == JSON_TYPES else {"type": sorted(types)}
         document = self._intersection([base, one, other, typed])
         small = len(json.dumps(document)) <= _MAX_QUERY_CHARACTERS
-        return small and is_unsatisfiable(document)
+        return small and not _has_inexact_numbers(document) and is_unsatisfiable(document)
 
     def _intersection(self, parts: list[Any]) -> SchemaObject:
         """Return the intersection of schemas, with the definitions that the schemas refer to."""
@@ -177,6 +177,17 @@ class Disjointness:
 def _references_in(schemas: Any) -> set[str]:
     """Return the values of all ``$ref`` in schemas."""
     return set(_REFERENCE.findall(json.dumps(schemas)))
+
+
+def _has_inexact_numbers(part: Any, keyword: str = "") -> bool:
+    """Return whether a part of a schema has numbers with which LLGuidance calculates inexactly."""
+    if isinstance(part, dict):
+        return any(_has_inexact_numbers(value, key) for key, value in part.items())
+    if isinstance(part, list):
+        return any(map(_has_inexact_numbers, part))
+    if isinstance(part, float) and keyword == "multipleOf":
+        return not part.is_integer()
+    return isinstance(part, (int, float)) and abs(part) >= 1 << 53
 
 
 def _have_common_value(values: list[Any], others: list[Any]) -> bool:

@@ -15,6 +15,7 @@ __all__ = ["contains", "dependencies", "distinct", "property_count", "property_n
 _MAX_OPTIONS = 64  # maximum number of options of a union that replaces a keyword
 _MAX_CONDITIONS = 7  # maximum number of unions that replace dependencies
 _MAX_ORDERS = 400  # maximum number of arrays that are listed to replace uniqueItems
+_REPEATED_NAMES = "a name that is not listed could occur twice and would count twice"
 _ANNOTATIONS = word_set("type title description $comment examples default")
 
 
@@ -160,10 +161,12 @@ def _name_pattern(names: Any) -> str:
     raise NoExactForm("propertyNames", f"a schema with {listed} cannot be enforced for names")
 
 
-def property_count(schema: SchemaObject) -> list[Any] | None:
+def property_count(schema: SchemaObject) -> tuple[list[Any] | None, bool]:
     """Return schemas whose union is equivalent to ``minProperties`` and ``maxProperties``.
 
-    The union has one option for each set of optional properties that may be present together.
+    The union has one option for each set of optional properties that may be present together. The
+    name of a property that is not listed may occur twice. At most one of these properties therefore
+    counts.
 
     Parameters
     ----------
@@ -172,14 +175,14 @@ def property_count(schema: SchemaObject) -> list[Any] | None:
 
     Returns
     -------
-    list or None
-        The schemas. The list is empty if the bounds always hold. The result is None if no listed
-        property is optional. The two keywords can then be kept.
+    tuple
+        The schemas, and whether they exclude valid objects. The list is empty if the bounds always
+        hold. It is None if no listed property is optional. The two keywords can then be kept.
 
     Raises
     ------
     NoExactForm
-        There are too many combinations.
+        There are too many combinations, or several properties without a listed name are necessary.
     """
     low = int(schema.get("minProperties", 0))
     high = schema.get("maxProperties")
@@ -190,23 +193,25 @@ def property_count(schema: SchemaObject) -> list[Any] | None:
         if part is not False and name not in required:
             optional.append(name)
     closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    missing = low - len(required)
+    if not closed and missing - len(optional) > 1:
+        raise NoExactForm("minProperties", _REPEATED_NAMES)
     if not optional:
-        return None
+        return None, False
     if closed and high is not None and high >= len(optional) + len(required):
         high = None
-    if len(required) >= low:
+    if missing <= 0:
         low = 0
     if low == 0 and high is None:
-        return []
+        return [], False
     if closed and high is None:
-        missing = low - len(required)
         _check_combinations(math.comb(len(optional), missing))
         combinations = itertools.combinations(optional, missing)
-        return [{"required": list(present)} for present in combinations]
-    if low - len(required) == 1 and high is None:
+        return [{"required": list(present)} for present in combinations], False
+    if missing == 1 and high is None:
         one_present: list[Any] = [{"required": [name]} for name in optional]
         all_absent = dict.fromkeys(optional, False)
-        return [*one_present, {"properties": all_absent, "minProperties": low}]
+        return [*one_present, {"properties": all_absent, "minProperties": low}], False
     max_present = len(optional)
     bounds: dict[str, int] = {}
     if low:
@@ -214,18 +219,19 @@ def property_count(schema: SchemaObject) -> list[Any] | None:
     if high is not None:
         bounds["maxProperties"] = int(high)
         max_present = min(max_present, int(high) - len(required))
-    return _presence_options(optional, max_present, bounds)
+    min_present = 0 if closed else max(0, missing - 1)
+    options = _presence_options(optional, range(min_present, max_present + 1), bounds)
+    return options, min_present > 0
 
 
 def _presence_options(
-    optional: list[str], max_present: int, bounds: dict[str, int]
+    optional: list[str], sizes: range, bounds: dict[str, int]
 ) -> list[SchemaObject]:
-    """Return a schema for each set of at most `max_present` optional properties.
+    """Return a schema for each set of optional properties of the given sizes.
 
     The schema requires the properties of the set, forbids the other optional properties, and has
     the keywords `bounds`.
     """
-    sizes = range(max_present + 1)
     _check_combinations(sum(math.comb(len(optional), size) for size in sizes))
     options = []
     for size in sizes:

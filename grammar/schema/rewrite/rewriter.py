@@ -8,6 +8,7 @@ from typing import Any
 
 from graft.grammar.schema.rewrite.disjoint import Disjointness
 from graft.grammar.schema.rewrite.negate import Negation
+from graft.grammar.schema.rewrite.numbers import BOUNDS, Numbers
 from graft.grammar.schema.rewrite.strings import ecma_pattern, literals
 from graft.grammar.schema.terms import (
     JSON_TYPES,
@@ -16,8 +17,11 @@ from graft.grammar.schema.terms import (
     Reason,
     References,
     SchemaObject,
+    can_combine,
     common_types,
     escape,
+    required_of,
+    subschemas,
     types_of,
     word_set,
 )
@@ -32,6 +36,7 @@ _UNSUPPORTED = word_set(
     """unevaluatedProperties unevaluatedItems $dynamicRef $recursiveRef extends disallow
     divisibleBy"""
 )
+_NUMERIC = word_set("number integer")
 _DRAFT_3 = frozenset(("extends", "disallow", "divisibleBy"))
 #: Keywords that are removed, because they are annotations. ``x-guidance`` would change LLGuidance's
 #: options.
@@ -121,6 +126,11 @@ class Rewriter:
         self.references = References(root)
         self.negation = Negation(self.references, draft)
         self.disjoint = Disjointness(root, self.references)
+        self._numbers = Numbers(root)
+        self._combines = can_combine(root)
+        self._names: set[str] = set()  # names of properties in all subschemas
+        for _, part in subschemas(root):
+            self._names.update(part.get("properties", ()), required_of(part))
         self._definitions_keyword = "definitions" if draft <= 7 else "$defs"
         # Rewriting may move or remove the target of a reference if the target is not a definition.
         # Such a target is copied to the definitions. This dict maps the pointer of the target to
@@ -173,7 +183,9 @@ class Rewriter:
                 )
             except NoExactForm as error:
                 self.report_lost(at, keyword, error.why)
-        _fold_pattern_properties(site.out)
+        if site.types & _NUMERIC:
+            self._restrict_numbers(site)
+        self._fold_pattern_properties(site.out)
         return _add_conjuncts(site.out, [part for part in site.extra if part is not True])
 
     def rewrite_exactly(self, schema: Any, at: str, types: JsonTypes) -> Any:
@@ -248,6 +260,67 @@ class Rewriter:
             return int(value)
         return value
 
+    def _restrict_numbers(self, site: Site) -> None:
+        """Replace bounds, multiples and listed values that LLGuidance would enforce inexactly."""
+        out = site.out
+        for keyword in ("const", "enum"):
+            if keyword not in out:
+                continue
+            values = [out[keyword]] if keyword == "const" else out[keyword]
+            written = self._numbers.values(values)
+            if not written and values:
+                self.report_lost(site.at, keyword, "LLGuidance cannot write the number exactly")
+                del out[keyword]
+            elif len(written) < len(values):
+                out[keyword] = written
+                why = "numbers that are not doubles are not produced"
+                self.narrowed.append(Reason(site.at, keyword, why))
+        old = {key: out[key] for key in (*BOUNDS, "multipleOf") if key in out}
+        try:
+            numbers = self._numbers.restrict(out, site.types)
+        except NoExactForm as error:
+            self.report_lost(site.at, error.keyword, error.why)
+            for keyword in old:
+                del out[keyword]
+            return
+        for keyword, why in numbers.narrowed.items():
+            self.narrowed.append(Reason(site.at, keyword, why))
+        if numbers.keywords == old and not numbers.empty:
+            return
+        for keyword in old:
+            del out[keyword]
+        others = sorted(site.types - _NUMERIC)
+        if not numbers.empty and "enum" not in numbers.keywords:
+            out.update(numbers.keywords)
+        elif numbers.empty:
+            site.extra.append({"type": others} if others else False)
+        elif others:
+            site.extra.append({"anyOf": [numbers.keywords, {"type": others}]})
+        else:
+            site.extra.append(numbers.keywords)
+
+    def _fold_pattern_properties(self, out: SchemaObject) -> None:
+        """Move patterns that match only listed names from ``patternProperties`` to ``properties``.
+
+        LLGuidance would otherwise allow a comma for a further property, although each name that
+        matches the pattern is in use.
+        """
+        patterns = out.get("patternProperties", {})
+        for pattern in list(patterns):
+            words = literals(pattern)
+            names = {*out.get("properties", ()), *required_of(out)}
+            if self._combines:  # LLGuidance may combine the subschema with others
+                names |= self._names
+            if not words or not names.issuperset(words):
+                continue
+            part = patterns.pop(pattern)
+            listed = out.setdefault("properties", {})
+            for word in words:
+                if word not in listed:
+                    listed[word] = part
+                elif part is not True and part != {}:
+                    listed[word] = {"allOf": [listed[word], part]}
+
     def _rewritten_reference(self, reference: Any) -> Any:
         """Return a reference that stays valid if rewriting moves the target.
 
@@ -270,24 +343,6 @@ class Rewriter:
 
 
 Rule = Callable[[Rewriter, Any, Site], None]
-
-
-def _fold_pattern_properties(out: SchemaObject) -> None:
-    """Move patterns that match only listed names from ``patternProperties`` to ``properties``.
-
-    Otherwise, LLGuidance would allow a second property with the same name.
-    """
-    listed = out.get("properties", {})
-    patterns = out.get("patternProperties", {})
-    for pattern in list(patterns):
-        words = literals(pattern)
-        if not words or not listed.keys() >= set(words):
-            continue
-        part = patterns.pop(pattern)
-        if part is True or part == {}:
-            continue
-        for word in words:
-            listed[word] = {"allOf": [listed[word], part]}
 
 
 def _add_conjuncts(out: SchemaObject, extra: list[Any]) -> SchemaObject:

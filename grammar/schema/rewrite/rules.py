@@ -28,6 +28,7 @@ from graft.grammar.schema.terms import (
     common_types,
     required_of,
     types_of,
+    without_duplicates,
     word_set,
 )
 
@@ -338,7 +339,10 @@ def _property_counts(rewriter: Rewriter, value: Any, site: Site) -> None:
     bounds = {key: int(site.schema[key]) for key in _COUNTS if key in site.schema}
     required_count = len(set(required_of(site.schema)))
     new_keywords = {key: site.out[key] for key in _OBJECT_KEYWORDS if key in site.out}
-    options = property_count({**site.schema, **new_keywords})
+    options, narrowed = property_count({**site.schema, **new_keywords})
+    if narrowed:
+        why = "objects with several properties that are not listed are not always produced"
+        rewriter.narrowed.append(Reason(site.at, "minProperties", why))
     if options is None:
         site.out.update(bounds)
     elif options:
@@ -362,7 +366,7 @@ def _unique_items(rewriter: Rewriter, value: Any, site: Site) -> None:
     options = distinct(site.schema, values)
     if options is not None:
         options += _other_than_arrays(site)
-        site.extra.append({"anyOf": options} if options else False)
+        _require(rewriter, {"anyOf": options} if options else False, site, "uniqueItems")
 
 
 def _contains(rewriter: Rewriter, value: Any, site: Site) -> None:
@@ -420,11 +424,7 @@ def _listed_values(rewriter: Rewriter, items: Any) -> list[Any] | None:
     types = types_of({"type": items["type"]}) if "type" in items else JSON_TYPES
     if any(not types & types_of({"const": value}) for value in items["enum"]):
         return None
-    distinct_values: list[Any] = []
-    for value in items["enum"]:
-        if value not in distinct_values:
-            distinct_values.append(value)
-    return distinct_values
+    return without_duplicates(items["enum"])
 
 
 def _closed_names(rewriter: Rewriter, schema: Any) -> frozenset[str] | None:

@@ -7,10 +7,13 @@ import functools
 import re
 from collections.abc import Iterable
 
+from graft.grammar.automaton.expression import words
+from graft.grammar.automaton.regex import NotRegular, has_alternatives, lower_regex
 from graft.grammar.schema.terms import NoExactForm
 
 __all__ = ["FORMATS", "HOSTNAME", "ecma_pattern", "literals", "none_of", "quote"]
 
+_MAX_WORDS = 1000  # maximum number of words that a pattern is replaced by
 ANY = r"[\x00-\U0010FFFF]"
 _SPACE = r"\t-\r \xA0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
 _NOT_LINE_END = r"[^\n\r\u2028\u2029]"
@@ -206,16 +209,20 @@ def _not_space(in_class: bool) -> str:
 
 def literals(pattern: str) -> list[str] | None:
     """Return the words that a pattern such as ``^(a|b)$`` allows; None for other patterns."""
-    body = re.fullmatch(r"\^\(?(?:\?:)?([A-Za-z0-9 _:,@%#|-]*)\)?\$", pattern)
-    if body is None or ("|" in body[1] and "(" not in pattern):
+    body = pattern[1:-1]
+    anchored = pattern.startswith("^") and pattern.endswith("$") and not pattern.endswith("\\$")
+    if not anchored or has_alternatives(body):
         return None
-    return body[1].split("|")
+    try:
+        return words(lower_regex(body), _MAX_WORDS)
+    except (NotRegular, RecursionError):
+        return None
 
 
-def none_of(words: Iterable[str]) -> str:
+def none_of(excluded: Iterable[str]) -> str:
     """Return a pattern of all strings except some words, built from the words' prefix tree."""
     tree: dict = {}
-    for word in words:
+    for word in excluded:
         node = tree
         for char in word:
             node = node.setdefault(char, {})

@@ -1,0 +1,110 @@
+"""Make LLGuidance compare property names independently of their spelling.
+
+LLGuidance reads the name of an additional property as any JSON string except the literal texts of
+the listed names, such as ``"id"``. JSON can spell a character as an escape sequence, so that
+``"\\u0069d"`` evades the comparison with ``"id"``. `with_one_spelling` returns an equivalent schema
+in which each character of a compared name has only one spelling.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from graft.grammar.schema.options import OPTIONS, PLAIN_ESCAPES
+from graft.grammar.schema.terms import Reason, SchemaObject, required_of, subschemas, types_of
+
+__all__ = ["CONTROL", "NO_CONTROL", "OneSpelling", "with_one_spelling"]
+
+#: Control characters without a short escape sequence such as ``\n``.
+CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
+#: Pattern of the strings without these characters.
+NO_CONTROL = r"^[^\x00-\x07\x0B\x0E-\x1F\x7F]*$"
+_ESCAPED = re.compile("[\x00-\x1f\x7f]")
+
+
+class OneSpelling(NamedTuple):
+    """A schema whose compared names have one spelling.
+
+    Attributes
+    ----------
+    schema
+        The schema.
+    narrowed
+        Valid values that the schema excludes.
+    """
+
+    schema: Any
+    narrowed: tuple[Reason, ...] = ()
+
+
+def with_one_spelling(schema: Any) -> OneSpelling:
+    r"""Return the form of a routed schema in which LLGuidance compares names correctly.
+
+    If additional properties may have any value, they become properties with a pattern that every
+    name matches. LLGuidance spells names that match a pattern without needless escape sequences.
+    If additional properties have a schema or the schema has patterns, a second pattern is not
+    possible, because LLGuidance accepts disjoint patterns only. ``\u`` escapes are then disabled in
+    all strings, which excludes the control characters that have no other escape sequence.
+
+    Parameters
+    ----------
+    schema
+        A schema that consists of keywords that LLGuidance enforces.
+    """
+    found = list(_comparing(schema))
+    if not found:
+        return OneSpelling(schema)
+    if all(_allows_any_addition(part) for _, part in found) and not _limits_patterns(schema):
+        new = copy.deepcopy(schema)
+        for _, part in _comparing(new):
+            part.pop("additionalProperties", None)
+            # LLGuidance reads the two keywords together only if they are adjacent.
+            part["patternProperties"] = {"": {}}
+            part["additionalProperties"] = False
+        return OneSpelling(new)
+    pointer, part = found[0]
+    keyword = "patternProperties" if part.get("patternProperties") else "additionalProperties"
+    why = "strings contain no control characters except those that JSON writes as \\b\\t\\n\\f\\r"
+    narrowed = Reason(pointer, keyword, why)
+    new = {**schema, OPTIONS: PLAIN_ESCAPES}
+    return OneSpelling(new, (narrowed,))
+
+
+def _comparing(schema: Any) -> Iterator[tuple[str, SchemaObject]]:
+    """Yield the subschemas of objects whose names are compared with names in another spelling."""
+    for pointer, part in subschemas(schema):
+        if "object" not in types_of(part):
+            continue
+        names = [*part.get("properties", ()), *required_of(part)]
+        patterns = part.get("patternProperties")
+        if part.get("additionalProperties") is False:
+            compares = bool(patterns) and any(map(_ESCAPED.search, names))
+        else:
+            compares = bool(names or patterns)
+        if compares:
+            yield pointer, part
+
+
+def _allows_any_addition(part: SchemaObject) -> bool:
+    """Return whether additional properties may have any value, and all names are plain."""
+    if part.get("additionalProperties", True) not in (True, {}):
+        return False
+    names = [*part.get("properties", ()), *required_of(part)]
+    return not any(map(_ESCAPED.search, names))
+
+
+def _limits_patterns(schema: Any) -> bool:
+    """Return whether LLGuidance may refuse an additional pattern in objects of the schema.
+
+    This is the case if the schema has patterns, or counts the properties of a closed object.
+    """
+    counts = closed = False
+    for _, part in subschemas(schema):
+        if part.get("patternProperties"):
+            return True
+        counts |= "minProperties" in part or "maxProperties" in part
+        closed |= part.get("additionalProperties") is False
+    return counts and closed

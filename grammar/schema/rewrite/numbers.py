@@ -1,0 +1,367 @@
+"""Bounds, multiples and values of numbers in forms that LLGuidance enforces exactly.
+
+LLGuidance 1.9 reads all numbers of a schema as doubles. It converts bounds to 64-bit integers, and
+bounds of ``integer`` that exclude their value by adding or subtracting 1. A bound beyond 2**53 can
+therefore allow a number outside. LLGuidance also ignores that a whole bound excludes its value if
+the other bound has the same whole part, for example 0 and 0.5.
+"""
+
+from __future__ import annotations
+
+import math
+from decimal import Decimal, localcontext
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from graft.grammar.schema.terms import (
+    JsonTypes,
+    NoExactForm,
+    SchemaObject,
+    can_combine,
+    subschemas,
+)
+
+__all__ = ["BOUNDS", "Numbers", "Restricted"]
+
+BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+#: All integers up to this one are doubles.
+_MAX_EXACT = 1 << 53
+_MAX_INTEGER = (1 << 63) - 1  # largest number that LLGuidance's patterns of numbers can have
+_LARGEST_DOUBLE = (1 << 63) - 1024  # largest double below 2**63
+_LARGEST = "9.22e18"
+#: LLGuidance needs an upper bound if the lower bound has this many digits.
+_MANY_DIGITS = 10**18
+_MAX_COEFFICIENT = (1 << 32) - 1  # of a multipleOf
+_MAX_MULTIPLES = 16  # maximum number of multiples that are listed
+
+
+class _Bound(NamedTuple):
+    """A lower or upper bound."""
+
+    value: Fraction
+    strict: bool  # whether the bound itself is excluded
+    keyword: str
+
+
+class Restricted(NamedTuple):
+    """Numbers of one subschema in a form that LLGuidance enforces exactly.
+
+    Attributes
+    ----------
+    keywords
+        New values of the subschema's keywords for numbers. All old ones are to be removed.
+    narrowed
+        For each keyword that excludes valid numbers, the explanation.
+    empty
+        Whether no number is valid.
+    """
+
+    keywords: SchemaObject
+    narrowed: dict[str, str]
+    empty: bool = False
+
+
+class Numbers:
+    """Numbers of one schema document.
+
+    Parameters
+    ----------
+    root
+        The document.
+    """
+
+    def __init__(self, root: Any):
+        self._has_integers = False
+        #: Bounds of the subschemas that LLGuidance may combine with the current subschema.
+        self._bounds: set[Fraction] = set()
+        self._multiples: list[Fraction] = []
+        parts = subschemas(root)
+        self._combines = can_combine(root)
+        for _, part in parts:
+            json_type = part.get("type")
+            self._has_integers |= json_type == "integer" or (
+                isinstance(json_type, list) and "integer" in json_type
+            )
+            if self._combines:
+                self._bounds |= _named_numbers(part)
+
+    def values(self, values: list[Any]) -> list[Any]:
+        """Return the values of an ``enum`` that LLGuidance writes as they are."""
+        return [value for value in values if self._is_written(value)]
+
+    def restrict(self, schema: SchemaObject, types: JsonTypes) -> Restricted:
+        """Return the bounds and the ``multipleOf`` of a schema in an exact form.
+
+        Parameters
+        ----------
+        schema
+            The schema, of any draft.
+        types
+            JSON types of the schema's values.
+
+        Raises
+        ------
+        NoExactForm
+            There is no such form.
+        """
+        keywords = {key: schema[key] for key in (*BOUNDS, "multipleOf") if key in schema}
+        step = None
+        if "multipleOf" in schema:
+            step = self._step(schema["multipleOf"])
+        low, high = _bounds(schema)
+        if self._combines:
+            self._bounds |= _named_numbers(schema)
+        else:
+            self._bounds = _named_numbers(schema)
+        is_integer = "integer" in types
+        narrowed: dict[str, str] = {}
+        if step is not None and (low or high):
+            return self._multiples_between(keywords, step, low, high, is_integer)
+        large = any(bound and abs(bound.value) >= _MAX_EXACT for bound in (low, high))
+        if not large and (is_integer or not (self._is_ignored(low) or self._is_ignored(high, -1))):
+            return Restricted(keywords, {})
+        if is_integer:
+            low = _whole(low, 1)
+            high = _whole(high, -1)
+        if low and high and (low.value > high.value or (low.value == high.value and low.strict)):
+            return Restricted({}, {}, empty=True)
+        low, high = _within_64_bits(low, high, is_integer, narrowed)
+        low = self._representable(low, 1, is_integer, narrowed)
+        high = self._representable(high, -1, is_integer, narrowed)
+        if low and high and low.value > high.value:
+            raise NoExactForm(low.keyword, "LLGuidance reads no such number exactly")
+        return Restricted(_keywords(low, high), narrowed)
+
+    def _step(self, value: Any) -> Fraction:
+        """Return ``multipleOf`` if LLGuidance reads it exactly."""
+        step = _exact(value)
+        if _read_multiple(float(value)) != step:
+            raise NoExactForm("multipleOf", f"LLGuidance cannot read {value} exactly")
+        for other in self._multiples:
+            scale = max(step.denominator, other.denominator)
+            if step != other and step * other * scale * scale > _MAX_COEFFICIENT:
+                why = f"LLGuidance cannot combine it with the multiples of {float(other)}"
+                raise NoExactForm("multipleOf", why)
+        if self._combines:
+            self._multiples.append(step)
+        return step
+
+    def _multiples_between(
+        self,
+        keywords: SchemaObject,
+        step: Fraction,
+        low: _Bound | None,
+        high: _Bound | None,
+        is_integer: bool,
+    ) -> Restricted:
+        """Return the form of a ``multipleOf`` with bounds: the bounds become multiples."""
+        if is_integer:
+            step = Fraction(step.numerator)  # least common multiple with 1
+        narrowed: dict[str, str] = {}
+        low = _multiple(low, step, 1)
+        high = _multiple(high, step, -1)
+        if low and high and low.value > high.value:
+            return Restricted({}, {}, empty=True)
+        low, high = _within_64_bits(low, high, is_integer, narrowed)
+        low = self._representable(low, 1, is_integer, narrowed)
+        high = self._representable(high, -1, is_integer, narrowed)
+        if low and high:
+            count = high.value // step - math.ceil(low.value / step) + 1
+            if count < 1:
+                raise NoExactForm("multipleOf", "LLGuidance reads no multiple exactly")
+            if not _finds_multiple(low, high, float(keywords["multipleOf"]), is_integer):
+                if count > _MAX_MULTIPLES:
+                    raise NoExactForm("multipleOf", "LLGuidance finds no multiple between bounds")
+                first = math.ceil(low.value / step)
+                listed = [_json((first + index) * step) for index in range(count)]
+                return Restricted({"enum": listed}, narrowed)
+        return Restricted({"multipleOf": keywords["multipleOf"], **_keywords(low, high)}, narrowed)
+
+    def _is_ignored(self, bound: _Bound | None, sign: int = 1) -> bool:
+        """Return whether LLGuidance may ignore that a bound excludes its value.
+
+        `sign` is 1 for lower bounds and -1 for upper bounds.
+        """
+        if bound is None or not bound.strict or bound.value.denominator > 1:
+            return False
+        return sign * bound.value >= 0 and self._gap(bound, sign) < 1
+
+    def _gap(self, bound: _Bound, sign: int) -> Fraction:
+        """Return the distance from a bound to the next bound inside."""
+        distances = [sign * (value - bound.value) for value in self._bounds]
+        return min((distance for distance in distances if distance > 0), default=Fraction(1))
+
+    def _representable(
+        self, bound: _Bound | None, sign: int, is_integer: bool, narrowed: dict[str, str]
+    ) -> _Bound | None:
+        """Return the next bound inside that LLGuidance reads exactly.
+
+        `sign` is 1 for lower bounds and -1 for upper bounds.
+        """
+        if bound is None:
+            return None
+        if abs(bound.value) < _MAX_EXACT:
+            if is_integer or not self._is_ignored(bound, sign):
+                return bound
+            return self._above(bound, sign, narrowed)
+        if is_integer and bound.value == _MAX_INTEGER and sign < 0:
+            return bound  # LLGuidance reads it as 2**63, and reduces it again
+        found = float(bound.value)
+        while True:
+            # LLGuidance's patterns of integers have the value of the double, those of other numbers
+            # have its shortest decimal form.
+            read = [Fraction(found)] if is_integer else [Fraction(found), _exact(found)]
+            inside = [sign * (value - bound.value) for value in read]
+            if min(inside) > 0 or (min(inside) == 0 and not bound.strict):
+                break
+            found = math.nextafter(found, sign * math.inf)
+        value = Fraction(found)
+        if max(inside) > 0:
+            narrowed.setdefault(bound.keyword, _not_produced(bound.value, value))
+        return _Bound(value, False, bound.keyword)
+
+    def _above(self, bound: _Bound, sign: int, narrowed: dict[str, str]) -> _Bound:
+        """Return a bound next to a strict whole bound that is not whole."""
+        digits = max(1, 15 - len(str(abs(bound.value.numerator)).lstrip("0")))
+        gap = self._gap(bound, sign)
+        while Fraction(1, 10**digits) * 10 > gap:
+            digits += 1
+        value = bound.value + sign * Fraction(1, 10**digits)
+        if _exact(float(value)) != value:
+            raise NoExactForm(bound.keyword, f"LLGuidance allows {bound.value}")
+        narrowed[bound.keyword] = _not_produced(bound.value, value)
+        return _Bound(value, False, bound.keyword)
+
+    def _is_written(self, value: Any) -> bool:
+        """Return whether LLGuidance writes a value of an ``enum`` as it is."""
+        if isinstance(value, list):
+            return all(map(self._is_written, value))
+        if isinstance(value, dict):
+            return all(map(self._is_written, value.values()))
+        if not _is_number(value) or abs(value) < _MAX_EXACT:
+            return True
+        if isinstance(value, int) and value in (_MAX_INTEGER, -_MAX_INTEGER - 1):
+            return value > 0  # the smallest integer of 64 bits makes LLGuidance crash
+        if abs(value) > _MAX_INTEGER and self._has_integers:
+            return False
+        try:
+            number = float(value)
+        except OverflowError:
+            return False
+        if isinstance(value, int) and abs(value) <= _MAX_INTEGER:
+            return int(number) == value
+        return _exact(number) == _exact(value)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _exact(value: Any) -> Fraction:
+    """Return the number that the JSON text of a value denotes."""
+    return Fraction(value) if isinstance(value, int) else Fraction(repr(value))
+
+
+def _named_numbers(schema: SchemaObject) -> set[Fraction]:
+    return {_exact(schema[key]) for key in BOUNDS if _is_number(schema.get(key))}
+
+
+def _json(value: Fraction) -> int | float:
+    """Return a number as JSON value."""
+    return value.numerator if value.denominator == 1 else float(value)
+
+
+def _bounds(schema: SchemaObject) -> tuple[_Bound | None, _Bound | None]:
+    """Return the lower and the upper bound of a schema of any draft."""
+    found: list[_Bound | None] = []
+    for name, sign in (("inimum", 1), ("aximum", -1)):
+        bounds = []
+        strict = schema.get(f"exclusiveM{name}")
+        if _is_number(schema.get(f"m{name}")):
+            value = _exact(schema[f"m{name}"])
+            bounds.append(_Bound(value, strict is True, f"m{name}"))
+        if _is_number(strict):
+            bounds.append(_Bound(_exact(strict), True, f"exclusiveM{name}"))
+        key = {bound: (sign * bound.value, bound.strict) for bound in bounds}
+        found.append(max(bounds, key=key.__getitem__) if bounds else None)
+    return found[0], found[1]
+
+
+def _keywords(low: _Bound | None, high: _Bound | None) -> SchemaObject:
+    """Return the keywords of bounds."""
+    keywords: SchemaObject = {}
+    for bound, name in ((low, "inimum"), (high, "aximum")):
+        if bound:
+            prefix = "exclusiveM" if bound.strict else "m"
+            keywords[prefix + name] = _json(bound.value)
+    return keywords
+
+
+def _whole(bound: _Bound | None, sign: int) -> _Bound | None:
+    """Return the bound of integers that is equivalent to a bound."""
+    return _multiple(bound, Fraction(1), sign)
+
+
+def _multiple(bound: _Bound | None, step: Fraction, sign: int) -> _Bound | None:
+    """Return the first multiple inside a bound, as a bound."""
+    if bound is None:
+        return None
+    count = sign * math.ceil(sign * bound.value / step)
+    if bound.strict and count * step == bound.value:
+        count += sign
+    return _Bound(count * step, False, bound.keyword)
+
+
+def _within_64_bits(
+    low: _Bound | None, high: _Bound | None, is_integer: bool, narrowed: dict[str, str]
+) -> tuple[_Bound | None, _Bound | None]:
+    """Return bounds that fit into 64 bits as far as LLGuidance requires it."""
+    largest = Fraction(_MAX_INTEGER if is_integer else _LARGEST_DOUBLE)
+    smallest = Fraction(-_LARGEST_DOUBLE)
+    if high and high.value > _MAX_INTEGER:
+        high = _Bound(largest, False, high.keyword)
+        narrowed[high.keyword] = f"numbers above {_LARGEST} are not produced"
+    elif low and not high and low.value >= _MANY_DIGITS:
+        high = _Bound(largest, False, low.keyword)
+        narrowed[low.keyword] = f"numbers above {_LARGEST} are not produced"
+    if low and low.value < smallest:
+        low = _Bound(smallest, False, low.keyword)
+        narrowed[low.keyword] = f"numbers below -{_LARGEST} are not produced"
+    elif high and not low and high.value <= -_MANY_DIGITS:
+        low = _Bound(smallest, False, high.keyword)
+        narrowed[high.keyword] = f"numbers below -{_LARGEST} are not produced"
+    return low, high
+
+
+def _not_produced(bound: Fraction, value: Fraction) -> str:
+    low, high = sorted((_text(bound), _text(value)), key=Decimal)
+    return f"numbers between {low} and {high} are not produced"
+
+
+def _text(value: Fraction) -> str:
+    with localcontext() as context:
+        context.prec = 30
+        return str(Decimal(value.numerator) / Decimal(value.denominator))
+
+
+def _read_multiple(value: float) -> Fraction | None:
+    """Return ``multipleOf`` as LLGuidance reads it; None if LLGuidance refuses it."""
+    digits = 0
+    while value != math.floor(value):
+        value *= 10
+        digits += 1
+    if value > _MAX_COEFFICIENT:
+        return None
+    return Fraction(int(value), 10**digits)
+
+
+def _finds_multiple(low: _Bound, high: _Bound, step: float, is_integer: bool) -> bool:
+    """Return whether LLGuidance, which calculates with doubles, finds a multiple between bounds."""
+    first = math.ceil(float(low.value) / step) * step
+    last = math.floor(float(high.value) / step) * step
+    if is_integer:
+        first = math.ceil(first)
+        last = math.floor(last)
+    return first <= last

@@ -1,0 +1,142 @@
+"""Tests of bounds and multiples of numbers, compared with exact fractions."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from router_util import Grammar
+
+from graft.grammar.schema.router import route
+
+pytest.importorskip("llguidance")
+
+#: Whole parts and fractions near which random bounds lie.
+WHOLE = (0, 1, 5, 9, 10, 99, 100, 2**31, 2**53 - 1, 2**53, 2**53 + 1, 2**60, 10**18, 2**63 - 1)
+PARTS = ("", ".5", ".05", ".87", ".999", ".000001")
+
+
+def exact(text: str) -> Fraction:
+    return Fraction(text)
+
+
+def satisfies(schema: dict[str, Any], text: str) -> bool:
+    """Return whether a JSON number satisfies a schema of draft 6 or later."""
+    value = exact(text)
+    numbers = {key: exact(repr(schema[key])) for key in schema if key != "type"}
+    return (
+        (schema["type"] == "number" or value.denominator == 1)
+        and value >= numbers.get("minimum", value)
+        and value <= numbers.get("maximum", value)
+        and not ("exclusiveMinimum" in numbers and value <= numbers["exclusiveMinimum"])
+        and not ("exclusiveMaximum" in numbers and value >= numbers["exclusiveMaximum"])
+        and (value / numbers.get("multipleOf", value or 1)).denominator == 1
+    )
+
+
+def spellings(value: Fraction) -> set[str]:
+    """Return decimal texts of a number, with up to four zeros at the end."""
+    digits = 0
+    while (value * 10**digits).denominator > 1:
+        digits += 1
+    whole = str(abs(value.numerator * 10**digits // value.denominator)).rjust(digits + 1, "0")
+    sign = "-" if value < 0 else ""
+    found = set()
+    for zeros in range(5):
+        places = digits + zeros
+        padded = whole + "0" * zeros
+        found.add(sign + (f"{padded[:-places]}.{padded[-places:]}" if places else padded))
+    return found
+
+
+def candidates(schema: dict[str, Any]) -> set[Fraction]:
+    """Return numbers at and near the bounds of a schema."""
+    bounds = [exact(repr(schema[key])) for key in schema if key not in ("type", "multipleOf")]
+    step = exact(repr(schema.get("multipleOf", 1)))
+    near = {Fraction(0), Fraction(1), Fraction(-1)}
+    offsets = (0, 1, 2, "0.1", "0.5", "0.05", "0.001", "0.00000001")
+    for bound, offset, sign in itertools.product(bounds, map(Fraction, offsets), (1, -1)):
+        near |= {bound + sign * offset, Fraction(round(bound) + sign * int(offset))}
+        near.add(bound // step * step + sign * int(offset) * step)
+    return near
+
+
+@pytest.mark.parametrize(
+    "schema, text",
+    [
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "0"),
+        ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, "-0"),
+        ({"type": "number", "exclusiveMinimum": 7, "exclusiveMaximum": 7.25}, "7"),
+        ({"type": "number", "allOf": [{"exclusiveMinimum": 1}, {"maximum": 1.5}]}, "1"),
+        ({"type": "integer", "minimum": 2**53 + 1}, str(2**53)),
+        ({"type": "integer", "exclusiveMinimum": 2**53}, str(2**53)),
+        ({"type": "number", "maximum": 2**60}, str(2**60 + 1)),
+        ({"enum": [2**53 + 1, 1]}, str(2**53)),
+        ({"type": "integer", "enum": [10**19, 1]}, str(2**63 - 1)),
+    ],
+    ids=str,
+)
+def test_number_outside_bounds_is_not_produced(schema: dict[str, Any], text: str):
+    found = route(schema)
+    assert found.exact and not Grammar.routed(found).accepts(text)
+
+
+def test_number_between_close_multiples_has_no_dead_end():
+    """LLGuidance calculates that 0.3 is in this range, and then allows no digit."""
+    none = {"multipleOf": 0.1, "exclusiveMinimum": 0.3, "maximum": 0.35}
+    grammar = Grammar.routed(route({**none, "type": ["number", "null"]}))
+    assert grammar.generate(lambda legal: legal[0], 10) == b"null"
+    one = {"type": "number", "multipleOf": 0.1, "minimum": 0.3, "maximum": 0.3}
+    assert Grammar.routed(route(one)).accepts("0.3")
+
+
+def random_bounds(rng: random.Random) -> dict[str, Any]:
+    """Return a schema of numbers or integers with at least one bound."""
+
+    def number(text: str) -> int | float:
+        return float(text) if "." in text else int(text)
+
+    schema: dict[str, Any] = {"type": rng.choice(("number", "number", "integer"))}
+    base = rng.choice(WHOLE) + rng.choice((0, 0, 1))
+    part = rng.choice(PARTS) if base < 1000 else ""
+    sign = rng.choice(("", "-"))
+    schema[rng.choice(("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"))] = number(
+        f"{sign}{base}{part}"
+    )
+    if rng.random() < 0.7:
+        keyword = rng.choice(("maximum", "exclusiveMaximum", "minimum"))
+        other = base + rng.choice((0, 0, 0, 1, 10, -1))
+        part = rng.choice(PARTS) if abs(other) < 1000 else ""
+        schema[keyword] = number(f"{sign}{max(other, 0)}{part}")
+    if rng.random() < 0.3:
+        schema["multipleOf"] = rng.choice((1, 2, 3, 7, 0.5, 0.1, 0.05, 0.01))
+    return schema
+
+
+@pytest.mark.parametrize("seed, count", [(1, 250), pytest.param(2, 8000, marks=pytest.mark.full)])
+def test_random_bounds_are_exact(seed: int, count: int):
+    """Outside numbers are refused in each spelling, inside ones accepted in at least one.
+
+    Numbers that `Route.narrowed` names may be missing.
+    """
+    rng = random.Random(seed)
+    checked = 0
+    for _ in range(count):
+        schema = random_bounds(rng)
+        found = route({"anyOf": [schema, {"type": "null"}]})
+        if not found.exact:
+            assert found.reasons[0].keyword in schema, (schema, found.reasons)
+            continue
+        grammar = Grammar.routed(found)
+        for value in candidates(schema):
+            texts = spellings(value)
+            accepted = [text for text in texts if grammar.accepts(text)]
+            assert all(satisfies(schema, text) for text in accepted), (schema, accepted)
+            if satisfies(schema, min(texts, key=len)) and not found.narrowed:
+                assert accepted, (schema, texts)
+                assert found.spelling or accepted == list(texts)
+        checked += 1
+    assert checked > 0.8 * count

@@ -1,0 +1,180 @@
+"""Tests of property names: their spelling in JSON, their number, and names that are used up."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from guide_util import STOP
+from router_util import Grammar
+
+from graft.grammar import GrammarError
+from graft.grammar.schema.enforcement import ignored_keywords
+from graft.grammar.schema.router import route
+
+pytest.importorskip("llguidance")
+
+
+def escaped(text: str) -> str:
+    r"""Return a JSON text in which letters and digits inside strings are ``\u`` escapes."""
+    pieces = text.split('"')
+    for i in range(1, len(pieces), 2):
+        pieces[i] = "".join(f"\\u{ord(c):04x}" if c.isalnum() else c for c in pieces[i])
+    return '"'.join(pieces)
+
+
+@pytest.mark.parametrize("key_order", ["schema", "any"])
+@pytest.mark.parametrize(
+    "schema, text",
+    [
+        ({"properties": {"id": {"type": "integer"}}}, '{"id": "x"}'),
+        ({"properties": {"id": {"type": "integer"}}, "required": ["b"]}, '{"b": 1, "id": "x"}'),
+        (
+            {"properties": {"id": {"type": "integer"}}, "additionalProperties": {"type": "string"}},
+            '{"id": "x"}',
+        ),
+        ({"patternProperties": {"^A": {"type": "integer"}}}, '{"A": "x"}'),
+        ({"properties": {"a": False}}, '{"a": 1}'),
+        ({"not": {"required": ["a"]}}, '{"a": 1}'),
+        ({"propertyNames": {"enum": ["b"]}}, '{"a": 1}'),
+        ({"dependentRequired": {"a": ["b"]}}, '{"a": 1}'),
+        ({"required": ["a"]}, "{}"),
+        ({"allOf": [{"properties": {"a": {"type": "null"}}}, {"required": ["a"]}]}, '{"a": 1}'),
+    ],
+    ids=str,
+)
+def test_escaped_name_does_not_evade_schema(schema: dict[str, Any], text: str, key_order: Any):
+    assert not jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+    found = route({"type": "object", **schema}, key_order=key_order)
+    grammar = Grammar.routed(found)
+    assert found.exact and not grammar.accepts(text) and not grammar.accepts(escaped(text))
+    # The escape sequence of one character may be the short one.
+    named = {"type": "object", "properties": {"a\n": {"type": "integer"}}}
+    grammar = Grammar.routed(route(named, key_order=key_order))
+    assert grammar.accepts('{"a\\n": 1}') and not grammar.accepts('{"a\\u000a": "x"}')
+
+
+def test_values_next_to_compared_names_keep_control_characters():
+    """Strings lose control characters only next to patterns, and the route says so."""
+    found = route({"type": "object", "properties": {"a": {"type": "string"}}})
+    assert Grammar.routed(found).accepts('{"a": "\\u001b\\u000a", "\\u001b": 1}')
+    assert set(found.narrowed) == set(found.ordered)
+    found = route({"properties": {"a": {"type": "string"}}, "patternProperties": {"^x": True}})
+    assert not Grammar.routed(found).accepts('{"a": "\\u001b"}')
+    assert any("control characters" in reason.why for reason in found.narrowed)
+
+
+@pytest.mark.parametrize(
+    "listed, keyword",
+    [({"enum": ["\x1b"]}, "enum"), ({"pattern": "^[\\x00-\\x07]$", "type": "string"}, "pattern")],
+)
+def test_control_characters_next_to_patterns_are_refused(listed: dict[str, Any], keyword: str):
+    found = route({"properties": {"a": listed}, "patternProperties": {"^x": True}})
+    assert [reason.keyword for reason in found.reasons] == [keyword]
+    assert route({"properties": {"a": listed}}).exact
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"patternProperties": {"^id$": {"type": "integer", "maximum": 3}}, "required": ["id"]},
+        {"patternProperties": {"^[ab]$": {"type": "null"}}, "required": ["a", "b"]},
+        {"patternProperties": {"^x{2}$": {}}, "properties": {"xx": {"type": "null"}}},
+        {
+            "allOf": [
+                {"patternProperties": {"^a$": {}}, "additionalProperties": False},
+                {"properties": {"a": {"type": "null"}}},
+            ]
+        },
+    ],
+    ids=str,
+)
+def test_no_comma_is_legal_when_all_names_are_used(schema: dict[str, Any]):
+    """A matcher never reaches a state without a legal token."""
+    closed = {"additionalProperties": False} if "allOf" not in schema else {}
+    grammar = Grammar.routed(route({"type": "object", **schema, **closed}))
+    rng = random.Random(1)
+    for _ in range(40):
+
+        def choose(legal: list[int]) -> int:
+            assert legal
+            return STOP if STOP in legal else rng.choice(legal)
+
+        text = grammar.generate(choose, 200)
+        assert text is not None
+
+
+def test_reference_to_endless_value_is_not_produced():
+    """A definition that only endless values satisfy is as ``false``."""
+    endless = {
+        "type": "object",
+        "required": ["n"],
+        "properties": {"n": {"$ref": "#/$defs/a"}},
+        "additionalProperties": False,
+    }
+    schema = {
+        "$defs": {"a": endless},
+        "type": "object",
+        "properties": {"x": {"$ref": "#/$defs/a"}, "y": {"type": "integer"}},
+        "additionalProperties": False,
+    }
+    grammar = Grammar.routed(route(schema))
+    assert grammar.accepts('{"y": 1}')
+    matcher = grammar.matcher()
+    assert all(map(matcher.accept, b'{"')) and matcher.legal().tolist() == [ord("y")]
+
+
+@pytest.mark.parametrize(
+    "schema, narrowed",
+    [
+        ({"properties": {"a": {}, "b": {}}, "minProperties": 2}, True),
+        ({"properties": {"a": {}}, "required": ["a"], "minProperties": 2}, False),
+        ({"properties": {"a": {}, "b": {}}, "minProperties": 2, "maxProperties": 3}, True),
+    ],
+)
+def test_repeated_name_does_not_count_twice(schema: dict[str, Any], narrowed: bool):
+    found = route({"type": "object", **schema})
+    grammar = Grammar.routed(found)
+    assert found.exact and (set(found.narrowed) > set(found.ordered)) == narrowed
+    assert grammar.accepts('{"a": 1, "c": 2}')
+    assert not grammar.accepts('{"c": 1, "c": 2}') and not grammar.accepts('{"a": 1, "a": 2}')
+
+
+def test_several_names_that_are_not_listed_are_refused():
+    """LLGuidance cannot require that two names differ."""
+    schema = {"type": "object", "minProperties": 2}
+    [reason] = route(schema).reasons
+    assert reason.keyword == "minProperties" and "twice" in reason.why
+    assert route({**schema, "minProperties": 1}).exact
+
+
+def test_xgrammar_refuses_names_that_escapes_evade():
+    listed = {"type": "object", "properties": {"id": {"type": "integer"}}}
+    assert not ignored_keywords(listed)
+    for extra in ({"additionalProperties": True}, {"additionalProperties": {"type": "string"}}):
+        [reason] = ignored_keywords({**listed, **extra})
+        assert reason.keyword == "additionalProperties"
+    assert not ignored_keywords({**listed, "additionalProperties": False})
+    assert ignored_keywords({"type": "object", "minProperties": 2, "additionalProperties": {}})
+
+
+def test_union_keeps_values_that_only_python_considers_equal():
+    found = route({"enum": [False, 0, 1, True, 1.0]})
+    grammar = Grammar.routed(found)
+    assert all(map(grammar.accepts, ("false", "0", "1", "true")))
+    items = {"type": "array", "items": {"enum": [0, False, 1]}, "uniqueItems": True}
+    grammar = Grammar.routed(route(items))
+    assert grammar.accepts("[0, false]") and not grammar.accepts("[0, 0]")
+    twice = {"type": "array", "items": {"enum": [1, 1.0]}, "uniqueItems": True}
+    assert not Grammar.routed(route(twice)).accepts("[1, 1]")
+    for order in ([0, False], [False, 0]):
+        grammar = Grammar.routed(route({"not": {"not": {"enum": order}}}))
+        assert grammar.accepts("0") and grammar.accepts("false")
+
+
+def test_endless_schema_is_refused():
+    with pytest.raises(GrammarError, match="allows no output"):
+        route({"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}})
