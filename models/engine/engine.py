@@ -20,7 +20,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -62,6 +62,16 @@ LOG.addHandler(logging.NullHandler())
 
 #: `Engine.close` stops waiting when no device resource has been freed for this many seconds.
 RELEASE_POLL_S = 0.25
+
+
+class _Submission(NamedTuple):
+    """A submitted request: its id, and a number that is unique within the engine.
+
+    The id may be used again after the request has finished.
+    """
+
+    id: str
+    number: int
 
 
 class Engine:
@@ -132,9 +142,10 @@ class Engine:
         )
         self._ids = itertools.count()
         self._guard = ReentrancyGuard()
+        self._submissions = itertools.count()
         # Work for `_end_abandoned`, which `cancel` and each ending stream append. An entry has the
-        # ids whose events the stream no longer claims, and the ids of the requests to cancel.
-        self._abandoned: deque[tuple[Sequence[str], set[str]]] = deque()
+        # requests whose events the stream no longer claims, and the requests to cancel.
+        self._abandoned: deque[tuple[Iterable[_Submission], Iterable[_Submission]]] = deque()
         self.failure: str | None = None
         self._device_failed = False
         with Shield() as shield:
@@ -286,7 +297,7 @@ class Engine:
             self._require_working()
             if _has_id(request) and request.id in self._scheduler.unfinished:
                 raise RequestError(f"a request with id {request.id!r} is already running")
-            return self._submit(request, ())
+            return self._submit(request, ()).id
 
     def migrate_out(self, request_id: str) -> MigratedRequest:
         """Remove an unfinished request so that another engine can continue it (`migrate_in`).
@@ -336,28 +347,30 @@ class Engine:
             request = read_request(migrated.description)
             if request.id in self._scheduler.unfinished:
                 raise RequestError(f"a request with id {request.id!r} is already running")
-            return self._submit(request, (), migrated)
+            return self._submit(request, (), migrated).id
 
     def _submit(
         self,
         request: Request,
         reserved_ids: Container[str],
         migrated: MigratedRequest | None = None,
-    ) -> str:
+    ) -> _Submission:
         """Submit a request. If it has no id, assign one that is unused and not reserved."""
         scheduler = self._scheduler
         request_id = str(request.id) if _has_id(request) else self._unused_id(reserved_ids)
+        submission = _Submission(request_id, next(self._submissions))
         output = Output(id=request_id)
         try:
             state = self._admission.admit(request, output, scheduler.waiting.values())
+            state.submission = submission.number
             if migrated is not None:
                 restore_output(state, migrated.description)
                 self._migrator.insert_pages(migrated)
             scheduler.submit(state)
         except GraftError as error:
             output.reason = "refused"
-            scheduler.deliver(output, error)
-        return request_id
+            scheduler.deliver(submission.number, output, error)
+        return submission
 
     def _unused_id(self, reserved_ids: Container[str]) -> str:
         while True:
@@ -376,9 +389,12 @@ class Engine:
         bool
             False if no unfinished request has this id.
         """
-        if self._closed or request_id not in self._scheduler.unfinished:
+        if self._closed:
             return False
-        self._abandoned.append(((), {request_id}))
+        state = self._scheduler.unfinished.get(request_id)
+        if state is None:
+            return False
+        self._abandoned.append(((), [_Submission(request_id, state.submission)]))
         self._try_end_abandoned()
         return True
 
@@ -472,27 +488,45 @@ class Engine:
 
     def _stream(self, requests: list[Request], ids: list[str]) -> Iterator[Event]:
         """Implement `stream` and append the ids of the requests to `ids`."""
-        unfinished: set[str] = set()
+        claimed: list[_Submission] = []
+        unfinished: dict[int, _Submission] = {}
         try:
             with self._guard:
                 self._require_working()
                 outbox = self._scheduler.outbox
                 explicit_ids = _explicit_ids(requests, self._scheduler.unfinished)
                 for request in requests:
-                    ids.append(self._submit(request, explicit_ids))
-                    unfinished.add(ids[-1])
-                    outbox.claim(ids[-1])
+                    submission = self._submit(request, explicit_ids)
+                    ids.append(submission.id)
+                    claimed.append(submission)
+                    unfinished[submission.number] = submission
+                    outbox.claim(submission.number)
             while unfinished:
                 events = outbox.fetch(unfinished)
                 if not events:
+                    self._require_scheduled(unfinished.values())
                     self._advance()
-                for event in events:
+                for number, event in events:
                     if event.finished:
-                        unfinished.discard(event.id)
+                        del unfinished[number]
                     yield event
         finally:
-            self._abandoned.append((ids, unfinished))
+            self._abandoned.append((claimed, unfinished.values()))
             self._try_end_abandoned()
+
+    def _require_scheduled(self, submissions: Iterable[_Submission]) -> None:
+        """Raise an error if none of the requests, which have no events, is unfinished.
+
+        Further steps would then never produce an event.
+        """
+        if self._closed:
+            return  # the next step raises the error
+        for submission in submissions:
+            state = self._scheduler.unfinished.get(submission.id)
+            if state is not None and state.submission == submission.number:
+                return
+        names = ", ".join(submission.id for submission in submissions)
+        raise EngineError(f"requests {names} have ended without a last event")
 
     def _try_end_abandoned(self) -> None:
         """End cancelled and abandoned requests now, or in the next step if another call runs."""
@@ -504,11 +538,12 @@ class Engine:
             claimed, to_cancel = self._abandoned.popleft()
             if self._closed:
                 continue
-            for request_id in to_cancel & self._scheduler.unfinished.keys():
-                state = self._scheduler.unfinished[request_id]
-                device_unusable = self.failure is not None
-                self._scheduler.end(state, "cancelled", ended_on_device=device_unusable)
-            self._scheduler.outbox.release(claimed)
+            for submission in to_cancel:
+                state = self._scheduler.unfinished.get(submission.id)
+                if state is not None and state.submission == submission.number:
+                    device_unusable = self.failure is not None
+                    self._scheduler.end(state, "cancelled", ended_on_device=device_unusable)
+            self._scheduler.outbox.release(submission.number for submission in claimed)
 
     def generate(self, requests: Iterable[Request], progress: bool = False) -> list[Output]:
         """Run requests together and return their outputs in the same order.

@@ -47,6 +47,8 @@ class RequestState:
         Token ids that end the output.
     decoder
         Converts output tokens to text incrementally.
+    submission
+        Number of the submission, unique within an engine. It identifies the request's events.
     grammar
         Future of the compiled grammar; None for an unconstrained request.
 
@@ -100,6 +102,7 @@ class RequestState:
     max_tokens: int
     stop_ids: tuple[int, ...]
     decoder: IncrementalDecoder
+    submission: int = -1
     grammar: Future[CompiledGrammar] | None = None
     matcher: Matcher | None = None
     queue_number: int = -1

@@ -76,6 +76,9 @@ class Outbox:
     receives their events. `Engine.step` fetches the events of all other requests. Several streams
     of one engine can therefore be interleaved or nested without receiving each other's events.
 
+    Requests are identified by their submission numbers, because the id of a finished request may be
+    used again before its events have been fetched.
+
     Attributes
     ----------
     posted
@@ -83,8 +86,8 @@ class Outbox:
     """
 
     def __init__(self) -> None:
-        self._events: dict[str, list[Event]] = {}
-        self._claimed: set[str] = set()
+        self._events: dict[int, list[Event]] = {}
+        self._claimed: set[int] = set()
         self.posted = 0
 
     @property
@@ -92,36 +95,37 @@ class Outbox:
         """Whether there are events of unclaimed requests."""
         return not self._claimed.issuperset(self._events)
 
-    def post(self, event: Event) -> None:
-        """Add an event."""
-        self._events.setdefault(event.id, []).append(event)
+    def post(self, submission: int, event: Event) -> None:
+        """Add an event of a request."""
+        self._events.setdefault(submission, []).append(event)
         self.posted += 1
 
-    def claim(self, request_id: str) -> None:
+    def claim(self, submission: int) -> None:
         """Reserve the events of a request for the caller; `Engine.step` does not return them."""
-        self._claimed.add(request_id)
+        self._claimed.add(submission)
 
-    def release(self, ids: Iterable[str]) -> None:
+    def release(self, submissions: Iterable[int]) -> None:
         """Give up the claims of requests and drop their events that have not been fetched."""
-        for request_id in ids:
-            self._claimed.discard(request_id)
-            self._events.pop(request_id, None)
+        for submission in submissions:
+            self._claimed.discard(submission)
+            self._events.pop(submission, None)
 
-    def fetch(self, claimed: Collection[str]) -> list[Event]:
-        """Return and remove the events of requests that the caller has claimed."""
-        ids = [request_id for request_id in self._events if request_id in claimed]
-        return self._take(ids)
+    def fetch(self, claimed: Collection[int]) -> list[tuple[int, Event]]:
+        """Return and remove the events of requests that the caller has claimed.
+
+        Each event is returned with the submission number of its request.
+        """
+        found = []
+        for submission in [key for key in self._events if key in claimed]:
+            found += [(submission, event) for event in self._events.pop(submission)]
+        return found
 
     def fetch_rest(self) -> list[Event]:
         """Return and remove the events of unclaimed requests."""
-        ids = [request_id for request_id in self._events if request_id not in self._claimed]
-        return self._take(ids)
-
-    def _take(self, ids: list[str]) -> list[Event]:
-        events = []
-        for request_id in ids:
-            events += self._events.pop(request_id)
-        return events
+        found = []
+        for submission in [key for key in self._events if key not in self._claimed]:
+            found += self._events.pop(submission)
+        return found
 
 
 class Scheduler:
@@ -483,7 +487,7 @@ class Scheduler:
             stuck = GraftError(f"no mask row was filled for {state.stalled_rounds} rounds")
             self.end(state, "error", stuck)
         elif row.tokens:
-            self.outbox.post(_make_event(output, state.take_new_tokens(), text))
+            self.outbox.post(state.submission, _make_event(output, state.take_new_tokens(), text))
 
     def _update_stall(self, state: RequestState, row: RowResult) -> None:
         """Update the number of consecutive rounds in which the request committed no token."""
@@ -601,6 +605,7 @@ class Scheduler:
                 self.modes.leave_loop()
             self.slots.leave(state, self.replays.launched, ended_on_device=ended_on_device)
         self.deliver(
+            state.submission,
             output,
             error,
             state.take_new_tokens(),
@@ -610,6 +615,7 @@ class Scheduler:
 
     def deliver(
         self,
+        submission: int,
         output: Output,
         error: Exception | None,
         tokens: tuple[int, ...] = (),
@@ -627,7 +633,7 @@ class Scheduler:
                 output.reason,
                 output.error,
             )
-        self.outbox.post(_make_event(output, tokens, text, finished=True))
+        self.outbox.post(submission, _make_event(output, tokens, text, finished=True))
 
 
 def _report_compiled(

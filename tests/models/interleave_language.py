@@ -141,11 +141,6 @@ class ToyText:
         self._held = text[-1:] if text and ord(text[-1]) % 2 else ""
         return text.removesuffix(self._held)
 
-    def finish(self, *, cut: bool) -> str:
-        text = self._held
-        self._held = ""
-        return text
-
 
 def decode_sequentially(
     state: RequestState, compiled: CompiledGrammar | None

@@ -10,7 +10,7 @@ import pytest
 from engine_util import FREE, LONG, drain, mixed_requests, outputs
 
 from graft.models.engine.scheduler import Scheduler
-from graft.models.errors import EngineUseError, RequestError
+from graft.models.errors import EngineError, EngineUseError, RequestError
 from graft.models.request import Request
 
 
@@ -77,6 +77,69 @@ def test_engine_streams_get_exactly_their_own_events(engine):
         assert output.tokens == expected[request_id]
     streamed = [token for event in events if event.id == "r0" for token in event.tokens]
     assert streamed == expected["r0"] and not engine.busy
+
+
+def test_engine_ids_can_be_used_again_before_events_are_fetched(engine):
+    """A finished request and a new one with the same id have separate events."""
+    expected = engine.generate([FREE])[0].tokens
+    good = replace(FREE, id="a")
+    refused = replace(FREE, id="a", max_tokens=0)
+
+    engine.submit(refused)
+    assert engine.generate([good])[0].tokens == expected
+    assert drain(engine)["a"].reason == "refused"
+
+    first = engine.stream([refused, replace(FREE, id="b")])
+    assert next(first).id in "ab"
+    second = engine.stream([good])
+    found = [next(second)]
+    engine.submit(replace(LONG, id="c", max_tokens=200))
+    found += list(second)
+    assert outputs(found)["a"].tokens == expected
+    assert {event.id for event in first} <= {"a", "b"}
+    assert drain(engine).keys() == {"c"}
+
+    # The claim of the first stream ends after the second stream has begun.
+    first = engine.stream([refused])
+    next(first)
+    second = engine.stream([good])
+    found = [next(second)]
+    assert list(first) == []
+    found += list(second)
+    assert [token for event in found for token in event.tokens] == expected
+
+
+def test_deferred_cancel_does_not_end_later_request_with_same_id(engine, monkeypatch):
+    """`cancel` during a step ends the request in the next step, if it is unfinished then."""
+    expected = engine.generate([FREE])[0].tokens
+    original_end = Scheduler.end
+    cancelled = []
+
+    def cancelling_end(self, *args, **options):
+        cancelled.append(engine.cancel("a"))
+        original_end(self, *args, **options)
+
+    engine.submit(replace(FREE, id="a", max_tokens=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "end", cancelling_end)
+        found = {}
+        while not found:
+            found |= outputs(engine.step())
+    assert cancelled == [True] and found["a"].reason == "length"
+    engine.submit(replace(FREE, id="a"))
+    assert drain(engine)["a"].tokens == expected
+
+
+def test_engine_stream_raises_if_its_requests_are_lost(engine):
+    """A stream without events and unfinished requests raises an error instead of waiting."""
+    stream = engine.stream([replace(LONG, id="lost")])
+    next(stream)
+    state = engine._scheduler.unfinished["lost"]
+    engine._scheduler.end(state, "cancelled")
+    engine._scheduler.outbox.release([state.submission])
+    with pytest.raises(EngineError, match="requests lost have ended without a last event"):
+        next(stream)
+    assert engine.generate([FREE])[0].finished
 
 
 def test_engine_stream_cancels_its_requests_when_left(engine):
