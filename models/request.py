@@ -226,6 +226,9 @@ class Output:
         Seed and sample number with which the request can be reproduced.
     logprobs
         Log probabilities of the tokens in order; None unless requested.
+    satisfies_grammar
+        False if a stop id that has text ended the output before the text satisfied its grammar. For
+        an output that did not end with a stop id, this field has no meaning.
     exact
         Whether exact verification would have accepted the same drafts. False only if
         ``verify="relaxed"`` has accepted a draft that the target did not sample.
@@ -256,6 +259,7 @@ class Output:
     seed: int = 0
     sample: int = 0
     logprobs: list[Logprob] | None = None
+    satisfies_grammar: bool = True
     exact: bool = True
     rounds: int = 0
     drafted: int = 0
@@ -269,7 +273,7 @@ class Output:
     @property
     def finished(self) -> bool:
         """Whether the output is complete: it ended with a stop id and satisfies its grammar."""
-        return self.reason == "stop"
+        return self.reason == "stop" and self.satisfies_grammar
 
 
 @dataclass(frozen=True)

@@ -177,6 +177,20 @@ class RequestState:
         compiled = self.grammar.result()
         return compiled.matcher(self.stop_ids, self.output.tokens)
 
+    def satisfies_grammar(self) -> bool:
+        """Return whether the output without its last token, a stop id, satisfies the grammar.
+
+        A matcher accepts a stop id without text only at the end of the grammar. A stop id with text
+        may stand anywhere in the output, because the grammar takes it as text.
+        """
+        if self.grammar is None or self.matcher is None:
+            return True
+        *tokens, last = self.output.tokens
+        if last in self.matcher.stop_ids:
+            return True
+        matcher = self.grammar.result().matcher(self.stop_ids, tokens)
+        return any(matcher.accept(stop_id) for stop_id in matcher.stop_ids)
+
     def append_tokens(self, tokens: list[int]) -> tuple[str, bool]:
         """Append the tokens that a round committed, up to the end of the first stop string.
 

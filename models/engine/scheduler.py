@@ -479,9 +479,14 @@ class Scheduler:
             self.end(state, "stop_string", text=text)
         elif row.reason:
             reason = DEVICE_REASONS[row.reason]
-            error = None
+            error: Exception | None = None
             if reason == "error":
                 error = self._device_error(state)
+            elif reason == "stop":
+                try:
+                    output.satisfies_grammar = state.satisfies_grammar()
+                except Exception as failure:  # a grammar backend may raise anything
+                    reason, error = "error", failure
             self.end(state, reason, error, text=text, ended_on_device=True)
         elif self._is_stuck(state):
             stuck = GraftError(f"no mask row was filled for {state.stalled_rounds} rounds")

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from engine_util import mixed_requests, outputs
 
+from graft.grammar import GrammarSpec
 from graft.models.errors import MigrationError, RequestError
 from graft.models.request import Relaxed, Request
 from graft.sampling.params import MAX_STOP_IDS
@@ -209,6 +210,29 @@ def test_stop_string_ends_output_with_grammar(engine):
     (cut,) = engine.generate([replace(request, stop=['":'])])
     assert whole.finished and cut.reason == "stop_string" and not cut.finished
     assert cut.text == whole.text[: whole.text.index('":')]
+
+
+def test_stop_id_with_text_ends_output_that_is_finished_only_if_grammar_is_satisfied(engine):
+    """A stop id with text, which a grammar takes as text, may end an incomplete output."""
+    request = Request(prompt="a", grammar=GrammarSpec.regex("[ab]{4}(c[ab]{4})?"), max_tokens=20)
+    c, a = (engine.tokenizer.encode(char, special=False)[-1] for char in "ca")
+    banned = {token: -1e3 for token in engine.tokenizer.stop_ids}
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    json_request = Request(prompt="a", grammar=GrammarSpec.json_schema(schema))
+    (object_output,) = engine.generate([json_request])
+    whole, inside, after, cut = engine.generate(
+        [
+            request,
+            replace(request, stop_ids=[a], logit_bias={a: 1e3}),
+            replace(request, stop_ids=[c], logit_bias=banned | {c: 1e3}),
+            replace(json_request, stop_ids=object_output.tokens[2:3]),
+        ]
+    )
+    assert whole.reason == "stop" and whole.finished
+    assert (inside.reason, inside.text, inside.finished) == ("stop", "", False)
+    assert after.reason == "stop" and len(after.text) == 4 and after.finished
+    assert object_output.finished
+    assert (cut.reason, cut.tokens) == ("stop", object_output.tokens[:3]) and not cut.finished
 
 
 def test_json_schema_outputs_parse_at_high_temperature(engine):

@@ -263,7 +263,7 @@ class ResponseChoice:
         if event.logprobs is None:
             return None
         pairs = list(zip(event.tokens, event.logprobs, strict=True))
-        if event.output is not None and event.output.finished:
+        if event.output is not None and event.output.reason == "stop":
             pairs = pairs[:-1]  # remove the stop token, which is not part of the text
         if not self._api_request.chat:
             return self._completion_logprobs(pairs)
