@@ -15,15 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graft.grammar.errors import GrammarError, GrammarUnavailableError, clean_message
-from graft.grammar.processes import POOL
+from graft.grammar.errors import GrammarError
+from graft.grammar.processes import run_call
 from graft.grammar.resolve import check_backend, json_text, without_partial_hint
 from graft.grammar.schema.options import KeyOrder, Whitespace
 from graft.grammar.schema.wellformed import check_schema
 from graft.grammar.spec import Marker, Spec, check_text, parse_json
 from graft.grammar.structural.formats import TriggerLookup, parse_format
 from graft.grammar.structural.xgrammar import replace_dots
-from graft.native.children.errors import ChildLost, ChildUnavailable
 from graft.native.children.process import Call
 
 __all__ = ["GrammarSpec", "StructuralTag"]
@@ -107,7 +106,7 @@ class GrammarSpec(Spec):
             Name of the backend that compiles the schema; empty for the engine's backend.
             ``"llguidance"`` rewrites keywords that it does not support where an equivalent schema
             is known. ``"xgrammar"`` compiles the schema unchanged. ``"auto"`` selects LLGuidance
-            if it is installed.
+            if it can be used.
         whitespace, strict, partial, key_order, assert_formats
             As in `Spec`. ``key_order="any"`` is supported neither by XGrammar nor for objects with
             more than 64 named properties.
@@ -285,41 +284,32 @@ class GrammarSpec(Spec):
             raise GrammarError(f"marker: token {marker!r} is negative or not an integer")
         return replace(self, marker=Marker(token=marker, required=bool(required)))
 
-    def check(self) -> None:
-        """Check in a child process whether the installed backends accept the grammar.
+    def check(self, backend: str = "auto") -> None:
+        """Check in a child process whether an engine accepts the grammar.
 
-        A JSON schema or structural format is routed for its `backend`, or for the backend that
-        ``"auto"`` selects if it names no backend. A grammar of another kind is accepted if at least
-        one installed backend can parse the grammar. The check needs no vocabulary and compiles
-        nothing.
+        The grammar is routed and parsed by the backend that compiles it in an engine. The check
+        needs no vocabulary and compiles nothing.
 
-        The call blocks until the result is known. The time limit of the child process is 30 s,
-        without the time in which the process waits for a processor. Calling `check` is optional,
-        because an engine finds the same errors when it compiles the grammar of a submitted request.
+        The call blocks until the result is known. The child process has a time limit of 30 s.
+        Calling `check` is optional, because an engine finds the same errors when it compiles the
+        grammar of a submitted request.
+
+        Parameters
+        ----------
+        backend
+            The engine's option `grammar_backend`. It is used if the grammar names no backend.
 
         Raises
         ------
         GrammarError
-            No backend can read or enforce the grammar, or the check exceeded its limit of time or
-            memory.
+            The backend cannot be used, cannot read or enforce the grammar, or the check exceeded
+            its limit of time or memory.
         GrammarUnavailableError
             No child process could finish the check.
         """
         if self.kind == "choice":  # every backend accepts a list of strings
             return
-        if self.kind == "json_schema":
-            subject = "JSON schema"
-            arguments: tuple[object, ...] = (self, self.backend or "auto")
-            request = Call("graft.grammar.resolve:resolve_spec", arguments)
-        else:
-            subject = self.kind
-            request = Call("graft.grammar.backends.registry:check_syntax", (self,))
-        try:
-            POOL.call(request)
-        except ChildUnavailable as error:
-            raise GrammarUnavailableError(f"{subject}: could not be checked: {error}") from error
-        except ChildLost as error:
-            raise GrammarError(f"{subject}: {clean_message(error)}") from error
+        run_call(self.kind, Call("graft.grammar.backends.registry:check_syntax", (self, backend)))
 
 
 def _check_tags(tags: Sequence[StructuralTag], triggers: Sequence[str]) -> None:

@@ -2,9 +2,37 @@
 
 from __future__ import annotations
 
-from graft.native.children.process import ProcessPool
+from typing import Any
 
-__all__ = ["POOL"]
+from graft.grammar.errors import GrammarError, GrammarUnavailableError, clean_message
+from graft.native.children.errors import ChildLost, ChildUnavailable
+from graft.native.children.process import Call, ProcessPool
+
+__all__ = ["POOL", "call_error", "run_call"]
 
 #: Each process of the pool imports the grammar package when it starts.
 POOL = ProcessPool(preload=("graft.grammar",))
+
+
+def run_call(kind: str, call: Call) -> Any:
+    """Run a call on a grammar of a kind in a process of the pool and return its result.
+
+    Raises
+    ------
+    GrammarError
+        The function refused the grammar, or exceeded the limit of time or memory.
+    GrammarUnavailableError
+        No child process could finish the call.
+    """
+    try:
+        return POOL.call(call)
+    except ChildLost as error:
+        raise call_error(kind, error) from error
+
+
+def call_error(kind: str, error: ChildLost) -> GrammarError:
+    """Return the error of a grammar whose call in a child process had no answer."""
+    subject = "JSON schema" if kind == "json_schema" else kind
+    if isinstance(error, ChildUnavailable):
+        return GrammarUnavailableError(f"{subject}: could not be compiled: {error}")
+    return GrammarError(f"{subject}: {clean_message(error)}")

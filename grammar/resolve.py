@@ -7,8 +7,9 @@ import json
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from graft.grammar.backends.usable import require_usable, unusable_reason, usable_backends
 from graft.grammar.errors import GrammarError
-from graft.grammar.schema.enforcement import BACKENDS, available_backends, ignored_keywords
+from graft.grammar.schema.enforcement import BACKENDS, ignored_keywords
 from graft.grammar.schema.router import refusal, route
 from graft.grammar.schema.terms import word_set
 from graft.grammar.schema.wellformed import check_schema
@@ -23,7 +24,7 @@ from graft.grammar.structural.formats import (
 from graft.grammar.structural.lark import lark_text
 from graft.grammar.structural.xgrammar import check_xgrammar_format
 
-__all__ = ["check_backend", "json_text", "resolve_spec", "without_partial_hint"]
+__all__ = ["check_backend", "json_text", "resolve_spec", "select_backend", "without_partial_hint"]
 
 AnySpec = TypeVar("AnySpec", bound=Spec)
 _PARTIAL_HINT = " (pass partial=True to enforce the rest of the schema)"
@@ -35,8 +36,8 @@ def resolve_spec(spec: AnySpec, backend: str) -> AnySpec:
     JSON schemas and the schemas of structural tags are converted as follows. For LLGuidance, the
     router rewrites a schema into an equivalent schema where necessary. For XGrammar, a schema is
     left unchanged, and a schema with a keyword that XGrammar would ignore is refused. ``"auto"``
-    selects LLGuidance if it is installed. The schemas of a structural format are converted in the
-    same way; ``"auto"`` then selects the first installed backend that supports the whole format.
+    selects LLGuidance if it can be used. The schemas of a structural format are converted in the
+    same way; ``"auto"`` then selects the first usable backend that supports the whole format.
     Grammars of other kinds, and grammars that have already been routed, are returned unchanged.
 
     The running time of this function depends on the schema and is not bounded. Untrusted schemas
@@ -69,6 +70,33 @@ def resolve_spec(spec: AnySpec, backend: str) -> AnySpec:
     else:
         return spec
     return replace(resolved, marker=spec.marker)
+
+
+def select_backend(spec: Spec, backend: str) -> str:
+    """Return the name of the backend that compiles a grammar in an engine.
+
+    Parameters
+    ----------
+    spec
+        A grammar other than a structural format, for which `resolve_spec` selects the backend.
+    backend
+        Backend of the engine: ``"auto"``, ``"llguidance"`` or ``"xgrammar"``.
+
+    Raises
+    ------
+    GrammarError
+        The name is unknown, or no backend can be used.
+    """
+    name = spec.backend or backend
+    check_backend(name)
+    if name != "auto":
+        return name
+    # EBNF is XGrammar's own notation.
+    if spec.kind == "ebnf" and not unusable_reason("xgrammar"):
+        return "xgrammar"
+    for found in usable_backends():
+        return found
+    raise GrammarError(f"no grammar backend can be used: {unusable_reason(BACKENDS[0])}")
 
 
 def without_partial_hint(message: str) -> str:
@@ -108,7 +136,9 @@ def _resolve_schema(spec: AnySpec, backend: str) -> AnySpec:
     """Resolve a JSON schema that names no backend."""
     value = parse_json("JSON schema", spec.text)
     try:
-        if _installed_backend(backend) == "xgrammar":
+        name = select_backend(spec, backend)
+        require_usable(name)
+        if name == "xgrammar":
             check_schema(value)
             return _resolve_for_xgrammar(spec, value)
         # additionalProperties=false in one schema of an allOf would forbid the properties that only
@@ -170,23 +200,6 @@ def _close_objects(schema: Any) -> Any:
     return out
 
 
-def _installed_backend(backend: str) -> str:
-    """Return the name of the backend that `backend` (a name or ``"auto"``) selects.
-
-    Raises
-    ------
-    GrammarError
-        The name is unknown or the backend is not installed.
-    """
-    check_backend(backend)
-    available = available_backends()
-    if backend == "auto" and available:
-        return available[0]
-    if backend not in available:
-        raise GrammarError(f"grammar backend {backend!r} is not installed")
-    return backend
-
-
 def _resolve_for_xgrammar(spec: AnySpec, value: Any) -> AnySpec:
     """Resolve a JSON schema that XGrammar compiles unchanged."""
     if spec.key_order == "any":
@@ -233,11 +246,12 @@ def _resolve_tags(spec: AnySpec, backend: str) -> AnySpec:
 def _resolve_format(spec: AnySpec, backend: str) -> AnySpec:
     """Resolve a structural format for a backend, or for the first one that supports the format."""
     check_backend(backend)
-    names = available_backends() if backend == "auto" else (_installed_backend(backend),)
+    names = BACKENDS if backend == "auto" else (backend,)
     form = parse_format(parse_json("structural format", spec.text))
     reasons = []
     for name in names:
         try:
+            require_usable(name)
             resolved = convert_format(form, functools.partial(_with_routed_schema, spec, name))
             if name == "llguidance":
                 lark_text(resolved, spec.whitespace)

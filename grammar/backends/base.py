@@ -59,13 +59,8 @@ class AutomatonBackend(BoundedBackend, Protocol):
         """
 
 
-def require_release(
-    name: str,
-    package: str,
-    release: str,
-    install: str,
-) -> None:
-    """Raise `OptionError` unless a supported release of a grammar library is installed.
+def require_release(name: str, package: str, releases: tuple[str, ...], install: str) -> str:
+    """Return the version of a grammar library.
 
     Parameters
     ----------
@@ -73,10 +68,15 @@ def require_release(
         Name of the library in messages.
     package
         Name of the library's distribution package.
-    release
-        Prefix of the supported versions, such as ``"1.9."``.
+    releases
+        The supported versions. ``"1.9.x"`` stands for all versions that begin with ``"1.9."``.
     install
         Arguments of ``pip install`` for a supported version.
+
+    Raises
+    ------
+    OptionError
+        The library is not installed, or its version is not supported.
     """
     try:
         found = importlib.metadata.version(package)
@@ -84,11 +84,12 @@ def require_release(
         raise OptionError(
             f"grammar_backend: {name} is not installed; install it with: pip install {install}"
         ) from error
-    if not found.startswith(release):
+    if found not in releases and f"{found.rpartition('.')[0]}.x" not in releases:
         raise OptionError(
-            f"grammar_backend: {name} {found} is installed, graft needs {release}x; "
+            f"grammar_backend: {name} {found} is installed, graft needs {' or '.join(releases)}; "
             f"install it with: pip install {install}"
         )
+    return found
 
 
 def ending_ids(

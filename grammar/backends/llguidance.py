@@ -9,7 +9,6 @@ import json
 import re
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from graft.cudagraph.errors import OptionError
@@ -29,9 +28,9 @@ from graft.native.children.process import Call
 
 __all__ = [
     "LLGuidanceBackend",
+    "check_syntax",
     "grammar_text",
     "load_native",
-    "syntax_error",
     "validated_grammar_text",
 ]
 
@@ -86,12 +85,7 @@ def load_native() -> str:
     OptionError
         LLGuidance is not installed, or the native worker does not support this release.
     """
-    require_release(
-        "LLGuidance",
-        "llguidance",
-        "1.9.",
-        "llguidance==1.9.1",
-    )
+    require_release("LLGuidance", "llguidance", ("1.9.x",), "llguidance==1.9.1")
     try:
         import llguidance
 
@@ -138,16 +132,10 @@ def validated_grammar_text(spec: Spec, special: Mapping[str, int] = NO_TOKENS) -
     return json.dumps({"grammars": [grammar]})
 
 
-def syntax_error(spec: Spec) -> str:
-    """Return LLGuidance's error for a grammar, or an empty string if there is none.
-
-    LLGuidance parses the grammar but does not compile it.
-    """
-    try:
-        validated_grammar_text(replace(spec, partial=True))
-    except GrammarError as error:
-        return str(error).removeprefix(f"{spec.kind}: ")
-    return ""
+def check_syntax(spec: Spec) -> None:
+    """Raise `GrammarError` if LLGuidance refuses a grammar. LLGuidance parses it only."""
+    if not _was_validated(spec):
+        validated_grammar_text(spec)
 
 
 def _grammar(spec: Spec, special: Mapping[str, int]) -> dict[str, Any]:

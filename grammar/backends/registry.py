@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.grammar.backends import llguidance, xgrammar
-from graft.grammar.errors import GrammarError
+from graft.grammar.backends.usable import require_usable
 from graft.grammar.matcher import GrammarBackend
-from graft.grammar.resolve import resolve_spec
+from graft.grammar.resolve import resolve_spec, select_backend
 from graft.grammar.spec import Spec
 from graft.grammar.vocabulary import Vocabulary
 
@@ -67,34 +66,18 @@ def _missing_members(backend: object) -> list[str]:
     return [text for name, text in members.items() if not hasattr(backend, name)]
 
 
-def check_syntax(spec: Spec) -> None:
-    """Raise `GrammarError` if no installed backend can parse a grammar.
+def check_syntax(spec: Spec, backend: str) -> None:
+    """Raise `GrammarError` if an engine with the option `grammar_backend` refuses a grammar.
 
-    The function needs no vocabulary. Its running time depends on the grammar and is not bounded, so
-    the function should run in a child process.
+    The function needs no vocabulary. It must run in a child process, because its running time
+    depends on the grammar and is not bounded, and because XGrammar prints its warnings.
     """
-    readers = {
-        "llguidance": llguidance.syntax_error,
-        "xgrammar": _xgrammar_syntax_error,
-    }
-    names = ["llguidance", "xgrammar"]
-    if spec.kind == "structural_format":
-        spec = resolve_spec(spec, "auto")
-        names = [spec.backend]
-    if spec.kind == "ebnf":
-        # EBNF is XGrammar's own notation, so XGrammar's error is more helpful than LLGuidance's.
-        names.reverse()
-    errors = []
-    for name in names:
-        if importlib.util.find_spec(name):
-            errors.append(readers[name](spec))
-    if errors and all(errors):
-        raise GrammarError(f"{spec.kind}: {errors[0]}")
-
-
-def _xgrammar_syntax_error(spec: Spec) -> str:
-    """Return XGrammar's error for a grammar, or an empty string if there is none."""
-    try:
-        return xgrammar.syntax_error(resolve_spec(spec, "xgrammar"))
-    except GrammarError as error:
-        return str(error).removeprefix("structural_tag: ")
+    if spec.kind == "structural_format":  # the router tries several backends
+        resolved = resolve_spec(spec, backend)
+        name = resolved.backend
+    else:
+        name = select_backend(spec, backend)
+        require_usable(name)
+        resolved = resolve_spec(spec, name)
+    readers = {"llguidance": llguidance.check_syntax, "xgrammar": xgrammar.check_syntax}
+    readers[name](resolved)

@@ -24,6 +24,7 @@ from graft.grammar.backends.base import ending_ids, require_release
 from graft.grammar.backends.xgrammar_regex import convert_pattern, convert_patterns
 from graft.grammar.errors import GrammarError, clean_message
 from graft.grammar.matcher import CompiledGrammar, Matcher, NativeBackedMatcher
+from graft.grammar.processes import run_call
 from graft.grammar.resolve import resolve_spec
 from graft.grammar.schema.options import Whitespace
 from graft.grammar.spec import Spec
@@ -33,8 +34,10 @@ from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native
 from graft.native.children.process import Call, Setup
 
-__all__ = ["XGrammarBackend", "library", "load_native", "syntax_error", "tokenizer_info"]
+__all__ = ["XGrammarBackend", "check_syntax", "library", "load_native", "tokenizer_info"]
 
+#: Tested versions. XGrammar's C++ interface is internal and differs between versions.
+RELEASES = ("0.2.8", "0.2.9")
 _TYPES = ("TokenizerInfo", "Grammar", "GrammarCompiler", "CompiledGrammar", "GrammarMatcher")
 _RAW = 0  # XGrammar's vocabulary type for tokens given as bytes
 _MODULE = __name__ + ":"
@@ -43,6 +46,11 @@ _TRIM_BYTES = 1 << 19
 _XGRAMMAR_ERRORS = (RuntimeError, ValueError, TypeError)
 _SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")  # first two bytes of an encoded surrogate
 _libc = ctypes.CDLL(None)
+
+
+def require_xgrammar() -> str:
+    """Return the version of XGrammar; raise `OptionError` if it is missing or not supported."""
+    return require_release("XGrammar", "xgrammar", RELEASES, f"--no-deps xgrammar=={RELEASES[0]}")
 
 
 @functools.cache
@@ -54,12 +62,7 @@ def library() -> Any:
     OptionError
         XGrammar is not installed, has an unsupported version, or cannot be loaded.
     """
-    require_release(
-        "XGrammar",
-        "xgrammar",
-        "0.2.",
-        "--no-deps xgrammar==0.2.8",
-    )
+    require_xgrammar()
     try:
         with _keep_signal_handler(signal.SIGSEGV):
             return _register_types()
@@ -137,11 +140,9 @@ def tokenizer_info(tokens: Sequence[bytes], size: int, stops: Sequence[int]) -> 
 def _compile(info: Any, spec: Spec) -> Any:
     """Return XGrammar's compiled form of a grammar; raise `GrammarError` if there is none."""
     spec = resolve_spec(spec, "xgrammar")  # refuses schemas with keywords that XGrammar ignores
-    types = library()
     text = spec.text
     root = spec.root
-    # The compiler uses one thread and no cache.
-    compiler = types.GrammarCompiler(info, 1, False, -1)
+    compiler = new_compiler(info)
     try:
         if spec.kind == "json_schema":
             layout = _layout(spec.whitespace, spec.strict is not False)
@@ -159,18 +160,32 @@ def _compile(info: Any, spec: Spec) -> Any:
             text = f"{root} ::= {' | '.join(options)}"
         return compiler.compile_grammar_from_strings(text, root)
     except (GrammarError, *_XGRAMMAR_ERRORS) as error:
+        if "bad_alloc" in str(error):
+            raise MemoryError from None
         raise GrammarError(f"{spec.kind}: {clean_message(error)}") from None
 
 
-def syntax_error(spec: Spec) -> str:
-    """Return XGrammar's error for a grammar, or an empty string if there is none.
+def new_compiler(info: Any) -> Any:
+    """Return a compiler with one thread and without a cache."""
+    arguments = [info, 1, False, -1]
+    if require_xgrammar() != "0.2.8":
+        # Without dynamic compilation, which would compile the masks of a state when a matcher first
+        # reaches it. Compilation does not delay a round of decoding, but filling a mask row does.
+        arguments.append(False)
+    return library().GrammarCompiler(*arguments)
 
-    XGrammar parses the grammar but does not compile it.
+
+def check_syntax(spec: Spec) -> None:
+    """Raise `GrammarError` if XGrammar refuses a grammar or would enforce only a part of it.
+
+    XGrammar parses the grammar but does not compile it. Must run in a child process.
     """
     grammar = library().Grammar
     text = spec.text
     try:
-        if spec.kind == "regex":
+        if spec.kind == "json_schema":
+            _schema_rules(json.loads(text), spec.whitespace, strict=spec.strict is not False)
+        elif spec.kind == "regex":
             grammar.from_regex(convert_pattern(text), False)
         elif spec.kind == "lark":
             grammar.from_lark(text, [], [])
@@ -180,11 +195,21 @@ def syntax_error(spec: Spec) -> str:
             grammar.from_structural_tag(_structural_tag(text, spec.whitespace))
         elif spec.kind == "structural_format":
             grammar.from_structural_tag(_structural_format(text, spec.whitespace))
-    except GrammarError as error:
-        return str(error)
-    except _XGRAMMAR_ERRORS as error:
-        return clean_message(error) or "is refused"
-    return ""
+    except (GrammarError, *_XGRAMMAR_ERRORS) as error:
+        raise GrammarError(f"{spec.kind}: {clean_message(error) or 'is refused'}") from None
+    _require_no_warnings(spec)
+
+
+def _require_no_warnings(spec: Spec) -> None:
+    """Raise `GrammarError` if XGrammar has warned that it ignores a part of the grammar.
+
+    XGrammar prints a warning about each part. In a child process, file descriptor 1 refers to a
+    file that is empty when a call begins.
+    """
+    printed = os.pread(1, 1 << 20, 0).decode("utf-8", "replace")
+    ignored = list(dict.fromkeys(clean_message(line) for line in printed.splitlines()))
+    if ignored and not spec.partial:
+        raise GrammarError(f"{spec.kind}: cannot be enforced as a whole: {'; '.join(ignored)}")
 
 
 def _converted_schema(text: str) -> str:
@@ -261,9 +286,11 @@ def _structural_tag(text: str, whitespace: Whitespace) -> str:
     return json.dumps({"type": "structural_tag", "format": form})
 
 
-def _schema_rules(schema: Any, whitespace: Whitespace, any_order: bool = False) -> str:
-    """Return the EBNF rules of a strict JSON schema."""
-    any_whitespace, indent, separators, strict, max_whitespace, _ = _layout(whitespace, True)
+def _schema_rules(
+    schema: Any, whitespace: Whitespace, any_order: bool = False, strict: bool = True
+) -> str:
+    """Return the EBNF rules of a JSON schema."""
+    any_whitespace, indent, separators, strict, max_whitespace, _ = _layout(whitespace, strict)
     rules = library().Grammar.from_json_schema(
         _converted_schema(json.dumps(schema)),
         any_whitespace,
@@ -315,12 +342,7 @@ def compiled_text(fingerprint: str, spec: Spec) -> str:
         specification is not `partial`.
     """
     text = str(_compile(_vocabularies[fingerprint], spec).serialize_json())
-    # XGrammar prints a warning about each part of the grammar that it ignores. In the child
-    # process, file descriptor 1 refers to a file that is empty when a call begins.
-    printed = os.pread(1, 1 << 20, 0).decode("utf-8", "replace")
-    ignored = list(dict.fromkeys(clean_message(line) for line in printed.splitlines()))
-    if ignored and not spec.partial:
-        raise GrammarError(f"{spec.kind}: cannot be enforced as a whole: {'; '.join(ignored)}")
+    _require_no_warnings(spec)
     return text
 
 
@@ -355,8 +377,13 @@ class XGrammarBackend:
         self._follows_ed = self._bitmask(follows, without_text)
 
     def compile(self, spec: Spec) -> CompiledGrammar:
-        """Compile a grammar on the calling thread."""
-        return self._compiled_grammar(spec, _compile(self._info, spec))
+        """Compile a grammar in a child process, as an engine does.
+
+        XGrammar prints which parts of a grammar it ignores. Only in a child process can graft read
+        these warnings and refuse the grammar.
+        """
+        resolve_spec(spec, self.name.lower())  # refuses most grammars without a child process
+        return self.load(spec, run_call(spec.kind, self.compile_call(spec, routed=False)))
 
     def compile_call(self, spec: Spec, routed: bool) -> Call:
         """Return the call that compiles a grammar in a child process; see `BoundedBackend`."""

@@ -62,6 +62,8 @@ def _convert_escape(piece: str, pattern: str, escapes: str) -> str:
     if piece.startswith("\\x") and digits:
         return f"\\u{{{digits}}}"
     letter = piece[1:]
+    if letter == "\n":  # XGrammar would print a warning
+        return r"\n"
     if letter.isascii() and letter.isalnum() and letter not in escapes:
         raise GrammarError(
             f"pattern {pattern[:60]!r}: XGrammar does not support the escape sequence {piece}"

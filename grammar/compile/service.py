@@ -19,12 +19,13 @@ import numpy as np
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar.backends.base import AutomatonBackend, BoundedBackend
-from graft.grammar.backends.registry import make_backend
+from graft.grammar.backends.registry import BACKENDS, make_backend
+from graft.grammar.backends.usable import unusable_reason, usable_backends, warn_if_unusable
 from graft.grammar.compile.cache import CACHE_BYTES, GrammarCache, Outcome
-from graft.grammar.errors import GrammarError, GrammarUnavailableError, clean_message
+from graft.grammar.errors import GrammarError, clean_message
 from graft.grammar.matcher import CompiledGrammar, GrammarBackend
-from graft.grammar.processes import POOL
-from graft.grammar.schema.enforcement import available_backends
+from graft.grammar.processes import POOL, call_error
+from graft.grammar.resolve import select_backend
 from graft.grammar.spec import Spec
 from graft.grammar.vocabulary import Vocabulary
 from graft.native.children.errors import ChildLost, ChildTimeout, ChildUnavailable
@@ -112,7 +113,10 @@ class _SharedBackends:
         self._backends: dict[str, GrammarBackend] = {}
         self.cache = GrammarCache(cache_bytes)
         if isinstance(choice, str):
-            name = available_backends()[0] if choice == "auto" else choice
+            name = next(usable_backends(), "") if choice == "auto" else choice
+            if not name:
+                reasons = "; ".join(map(unusable_reason, BACKENDS))
+                raise OptionError(f"grammar_backend: auto can use no grammar library: {reasons}")
             self.default = self.backend(name)
         else:
             self.default = make_backend(choice, vocabulary)
@@ -181,7 +185,8 @@ class GrammarService:
     choice
         Backend of grammars whose specification names no backend: a name, ``"auto"``, or a factory
         that is called with the vocabulary. ``"auto"`` routes JSON schemas (see `resolve_spec`),
-        compiles EBNF with XGrammar, and compiles other grammars with the first installed backend.
+        compiles EBNF with XGrammar if it can be used, and compiles other grammars with the first
+        backend that can be used.
         A backend that is not a `BoundedBackend` compiles in this process without limits of time
         and memory.
     threads
@@ -223,13 +228,7 @@ class GrammarService:
                 raise OptionError(
                     f"compile service: {name} is {short_repr(value)}, must be a positive number"
                 )
-        installed = available_backends()
-        if choice == "auto" and not installed:
-            raise OptionError(
-                "grammar_backend: auto needs llguidance or xgrammar, but neither is installed"
-            )
         self._choice = choice if isinstance(choice, str) else ""
-        self._ebnf_by_xgrammar = choice == "auto" and "xgrammar" in installed
         self._shared = _get_shared_backends(
             vocabulary,
             choice,
@@ -375,23 +374,9 @@ class GrammarService:
         if jobs is self._fast_queue and (unavailable or has_more_time) and not self._closed:
             self._slow_queue.put(job)
             return
-        failure_type = GrammarError
         if self._closed:
-            reason = "the compile service was closed"
-        elif unavailable:
-            failure_type = GrammarUnavailableError
-            reason = f"could not be compiled: {error}"
-        elif timed_out:
-            reason = f"took longer than {jobs.timeout_s:g} s to compile"
-        else:
-            reason = clean_message(error)
-        failure = failure_type(f"{job.spec.kind}: {reason}")
-        self._finish(
-            job,
-            failure,
-            "killed_or_crashed",
-            keep=False,
-        )
+            error = ChildLost("the compile service was closed")
+        self._finish(job, call_error(job.spec.kind, error), "killed_or_crashed", keep=False)
 
     def _compile(self, spec: Spec, child: ChildProcess, timeout_s: float) -> CompiledGrammar:
         limit = TimeLimit(timeout_s)
@@ -401,8 +386,9 @@ class GrammarService:
         if routed:
             request = Call("graft.grammar.resolve:resolve_spec", (spec, router))
             spec = child.call(request, limit)
-        elif spec.kind == "ebnf" and not spec.backend and self._ebnf_by_xgrammar:
-            spec = replace(spec, backend="xgrammar")
+        elif spec.kind == "ebnf" and not spec.backend and self._choice == "auto":
+            warn_if_unusable("xgrammar")
+            spec = replace(spec, backend=select_backend(spec, "auto"))
         backend = self._shared.backend(spec.backend) if spec.backend else self.backend
         if not isinstance(backend, BoundedBackend):
             return backend.compile(spec)

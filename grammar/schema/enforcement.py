@@ -8,7 +8,6 @@ keyword. `ignored_keywords` finds the keywords of a schema that XGrammar ignores
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +24,7 @@ from graft.grammar.schema.terms import (
 )
 from graft.grammar.validate import search_pattern
 
-__all__ = ["BACKENDS", "KEYWORDS", "available_backends", "ignored_keywords"]
+__all__ = ["BACKENDS", "KEYWORDS", "ignored_keywords"]
 
 #: Backends in order of preference. LLGuidance compiles in a millisecond and refuses unsupported
 #: keywords. XGrammar precompiles masks, which bounds of strings and arrays can make very slow.
@@ -82,11 +81,6 @@ _INFERRED_TYPES = {
     "array": word_set("items prefixItems unevaluatedItems"),
 }
 _OLD_DRAFT = re.compile(r"draft-0[3467]")
-
-
-def available_backends() -> tuple[str, ...]:
-    """Return the installed backends, in order of preference."""
-    return tuple(name for name in BACKENDS if importlib.util.find_spec(name))
 
 
 def ignored_keywords(schema: Any) -> list[Reason]:

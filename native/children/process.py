@@ -27,7 +27,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any, NamedTuple
 
 from graft.native.children.errors import ChildLost, ChildTimeout, ChildUnavailable, Refusal
-from graft.native.children.usage import ProcessClock, TimeLimit
+from graft.native.children.usage import ProcessClock, TimeLimit, memory_of
 
 __all__ = [
     "MEMORY_BYTES",
@@ -44,9 +44,9 @@ TIMEOUT_S = 30.0
 MEMORY_BYTES = 4 << 30
 # Time limit for starting Python and importing graft, and for the setup of a call, in seconds.
 _START_TIMEOUT_S = 120.0
-# Maximum elapsed time of a call, as a multiple of its time limit. It ends calls of processes that
-# get almost no processor time.
-_MAX_SLOWDOWN = 20
+# A process whose resident memory is larger after a call is killed, because an idle process would
+# keep the memory. The C library returns little of it to the system.
+_MAX_RESIDENT_BYTES = 1 << 29
 # Maximum time that a process may be stopped during a call, in seconds.
 _MAX_STOPPED_S = 0.5
 # Maximum time that sending a part of a call, or receiving a part of a reply, may block, in seconds.
@@ -138,6 +138,8 @@ class ChildProcess:
         self._pipe: Connection
         self._ready = False  # whether the process has reported that it has started
         self._closed = False
+        self._mapped_bytes = 0  # address space of the process when it was ready
+        self._peak_bytes = 0  # largest address space that was added since
         self._finished_setups: set[str] = set()
         _children.add(self)
 
@@ -181,7 +183,8 @@ class ChildProcess:
                 except (_Interrupted, EOFError, OSError) as error:
                     lost = self._lost(error)
                     killed = isinstance(lost, ChildUnavailable)
-                    if self._closed or attempts >= (_MAX_KILLS if killed else _MAX_CRASHES):
+                    most = _MAX_KILLS if killed else _MAX_CRASHES
+                    if self._closed or attempts >= most or time_limit.is_over:
                         raise lost from error
 
     def start(self) -> None:
@@ -218,6 +221,8 @@ class ChildProcess:
             except TimeoutError as error:
                 self._reap(kill=True)
                 raise ChildTimeout(f"took longer than {limit.seconds:g} s") from error
+            finally:
+                self._end_if_large()
         except (Refusal, ChildLost, _Interrupted, EOFError, OSError):
             raise
         except BaseException:
@@ -233,6 +238,9 @@ class ChildProcess:
             if not self._ready:
                 self._read(limit)
                 self._ready = True
+                assert self._process is not None
+                self._mapped_bytes, _ = memory_of(self._process.pid)
+                self._peak_bytes = 0
             if setup is not None and setup.key not in self._finished_setups:
                 self._exchange(setup.function, setup.arguments, limit)
                 self._finished_setups.add(setup.key)
@@ -255,6 +263,7 @@ class ChildProcess:
             refusal_type, message = value
             raise refusal_type(message)
         if outcome == "memory":
+            self._reap(kill=True)  # the process would keep the memory
             raise ChildLost(f"needs more than {self._memory_limit()}")
         raise ChildLost(value)
 
@@ -262,20 +271,29 @@ class ChildProcess:
         """Return the next message of the process; raise TimeoutError if the limit is exceeded."""
         assert self._process is not None
         clock = ProcessClock(self._process.pid)
-        start = time.monotonic()
+        start_s = time.monotonic() - limit.elapsed_s
         while not self._pipe.poll(min(_SAMPLE_INTERVAL_S, max(0.0, limit.remaining_s))):
             limit.used_s += clock.sample()
-            if limit.remaining_s <= 0:
-                raise TimeoutError
+            limit.elapsed_s = time.monotonic() - start_s
+            mapped, _ = memory_of(self._process.pid)
+            self._peak_bytes = max(self._peak_bytes, mapped - self._mapped_bytes)
             if clock.stopped_s > _MAX_STOPPED_S:
                 raise _Interrupted("was stopped by a signal")
-            if time.monotonic() - start > _MAX_SLOWDOWN * limit.seconds:
+            if limit.is_over and limit.used_s < limit.seconds / 2:
                 raise _Interrupted("got no processor time")
+            if limit.is_over:
+                raise TimeoutError
         limit.used_s += clock.sample()
+        limit.elapsed_s = time.monotonic() - start_s
         try:
             return self._pipe.recv()
         except BlockingIOError as error:
             raise _Interrupted(f"sent no data for {_PIPE_TIMEOUT_S} s") from error
+
+    def _end_if_large(self) -> None:
+        """Kill the process if it has kept a lot of memory after a call."""
+        if self._process is not None and memory_of(self._process.pid)[1] > _MAX_RESIDENT_BYTES:
+            self._reap(kill=True)
 
     def _memory_limit(self) -> str:
         return f"{self.memory_bytes / (1 << 30):.3g} GiB of memory"
@@ -293,6 +311,9 @@ class ChildProcess:
         if status < 0 and -status not in _CRASHES:
             name = signal.Signals(-status).name
             return ChildUnavailable(f"the child process was killed by another process ({name})")
+        if self._peak_bytes > self.memory_bytes / 2:
+            # When memory is exhausted, some libraries abort, and the dynamic linker exits.
+            return ChildLost(f"needs more than {self._memory_limit()}")
         return ChildLost(
             f"the process, limited to {self._memory_limit()}, ended with status {status}"
         )
@@ -311,6 +332,7 @@ class ChildProcess:
             self._process, self._pipe = _spawn(self.memory_bytes, self.preload)
         self._finished_setups.clear()
         self._ready = False
+        self._peak_bytes = 0
 
     def _reap(self, *, kill: bool) -> int | None:
         """Wait until the process exits and return its exit status; None if there is no process."""

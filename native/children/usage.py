@@ -3,7 +3,8 @@
 On a busy machine, a process may have to wait for a processor most of the time. A limit of the
 elapsed time would then depend on the other processes of the machine. The time of a call is
 therefore the time in which its process computes or is blocked, without the time in which the
-process waits for a processor or is stopped by a signal.
+process waits for a processor or is stopped by a signal. The elapsed time has a limit of its own, so
+that a caller never waits much longer than the limit that it has set.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ from __future__ import annotations
 import os
 import time
 
-__all__ = ["ProcessClock", "TimeLimit"]
+__all__ = ["ProcessClock", "TimeLimit", "memory_of"]
 
+# Smallest limit of the elapsed time, in seconds. Calls with a shorter limit of the used time may
+# wait this long for a processor.
+_MIN_ELAPSED_S = 30.0
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CPUCLOCK_SCHED = 2  # kind of the clock id, see clock_getcpuclockid(3)
 
 
@@ -22,22 +27,31 @@ class TimeLimit:
     Parameters
     ----------
     seconds
-        The limit.
+        The limit of the used time. It is the limit of the elapsed time too, if it is at least 30 s;
+        shorter limits have an elapsed time of 30 s.
 
     Attributes
     ----------
     used_s
         Time that the calls have used so far.
+    elapsed_s
+        Elapsed time of the calls so far, including the time in which their process waited.
     """
 
     def __init__(self, seconds: float):
         self.seconds = seconds
         self.used_s = 0.0
+        self.elapsed_s = 0.0
 
     @property
     def remaining_s(self) -> float:
         """Time that the calls may still use."""
         return self.seconds - self.used_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the used or the elapsed time has reached its limit."""
+        return self.remaining_s <= 0 or self.elapsed_s >= max(self.seconds, _MIN_ELAPSED_S)
 
 
 class ProcessClock:
@@ -99,3 +113,19 @@ class ProcessClock:
         except (OSError, IndexError):  # a thread has ended
             pass
         return states
+
+
+def memory_of(pid: int) -> tuple[int, int]:
+    """Return the address space and the resident memory of a process, in bytes; 0 if it has ended.
+
+    Parameters
+    ----------
+    pid
+        Process id of a child that has not been reaped.
+    """
+    try:
+        with open(f"/proc/{pid}/statm", encoding="ascii") as statm:
+            mapped, resident, *_ = map(int, statm.read().split())
+    except (OSError, ValueError):
+        return 0, 0
+    return mapped * _PAGE_BYTES, resident * _PAGE_BYTES

@@ -1,8 +1,9 @@
 // LLGuidance's matchers, called through the C symbols that its Python module exports: no GIL.
 //
 // Invariants
-// 1. load() runs once, before the first call. It checks the release, every symbol and the layout of
-//    the options, and throws std::runtime_error with the name of what differs.
+// 1. load() runs once, before the first call. It checks the release, every symbol, the layout of
+// the
+//    options and the masks of a small grammar, and throws std::runtime_error with what differs.
 // 2. A Tokenizer is immutable and shared by its matchers, which keep it alive.
 // 3. A Grammar holds one matcher in the start state, and each request gets a copy of this matcher.
 //    In release 1.9.1, copies share no mutable state. Two copies that fill masks on two threads
@@ -13,7 +14,9 @@
 //    which later copies are made, provided that the mask of the start state can replace the
 //    matcher's cached mask (invariant 5).
 // 4. An illegal token puts LLGuidance into a permanent error state, so each token is validated
-//    first. Stop tokens are never given to LLGuidance; this file tracks termination.
+//    first. A matcher never consumes a stop token; this file tracks termination. LLGuidance's own
+//    end-of-text token is an id after the vocabulary, so that a grammar can name a stop token. Such
+//    a token is legal only where it is the last token of the grammar, because it ends the request.
 // 5. LLGuidance caches the last mask and returns it if the parser's row and the lexer's state have
 //    the same numbers. In release 1.9.1, rollback does not invalidate this cache, so a row that was
 //    undone and computed again may get the mask of the undone row. On the path to the state of the
@@ -138,7 +141,7 @@ void symbol(void* library, const char* name, Function* out) {
 // LLGuidance's options struct does not contain its own size. The layout is therefore checked by
 // having LLGuidance write its defaults and comparing which bytes have changed.
 void check_layout(const Api& loaded) {
-  std::array<unsigned char, 160> bytes{};
+  alignas(MatcherOptions) std::array<unsigned char, 160> bytes{};
   bytes.fill(0xCC);
   auto* options = reinterpret_cast<MatcherOptions*>(bytes.data());
   int tokenizer = 0;
@@ -167,40 +170,6 @@ MatcherOptions options_for(const void* tokenizer) {
   return options;
 }
 
-// Loads the symbols from the module that Python has imported, and returns its release.
-std::string load(const char* library) {
-  if (api.version != nullptr) return api.version();
-  void* module = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
-  if (module == nullptr) {
-    throw std::runtime_error(std::string("LLGuidance is not loaded from ") + library);
-  }
-  Api loaded;
-  symbol(module, "llg_get_version", &loaded.version);
-  const std::string version = loaded.version();
-  if (version.rfind(kRelease, 0) != 0) {
-    throw std::runtime_error("LLGuidance's library is " + version + ", graft knows " + kRelease +
-                             "x");
-  }
-  symbol(module, "llg_new_tokenizer_v2", &loaded.new_tokenizer);
-  symbol(module, "llg_free_tokenizer", &loaded.free_tokenizer);
-  symbol(module, "llg_constraint_init_set_defaults", &loaded.set_defaults);
-  symbol(module, "llg_new_matcher", &loaded.new_matcher);
-  symbol(module, "llg_free_matcher", &loaded.free_matcher);
-  symbol(module, "llg_matcher_get_error", &loaded.get_error);
-  symbol(module, "llg_matcher_validate_tokens", &loaded.validate);
-  symbol(module, "llg_matcher_consume_token", &loaded.consume);
-  symbol(module, "llg_matcher_consume_tokens", &loaded.consume_all);
-  symbol(module, "llg_clone_matcher", &loaded.clone);
-  symbol(module, "llg_matcher_rollback", &loaded.rollback);
-  symbol(module, "llg_matcher_reset", &loaded.reset);
-  symbol(module, "llg_matcher_compute_mask", &loaded.compute_mask);
-  symbol(module, "llg_matcher_get_mask", &loaded.get_mask);
-  symbol(module, "llg_matcher_is_accepting", &loaded.is_accepting);
-  check_layout(loaded);
-  api = loaded;
-  return version;
-}
-
 class Tokenizer {
  public:
   // `bytes` is the concatenation of all tokens' texts. The text of token i has lengths[i] bytes
@@ -208,9 +177,7 @@ class Tokenizer {
   // text is legal. Throws std::runtime_error with LLGuidance's message.
   Tokenizer(const std::vector<uint32_t>& lengths, const std::string& bytes,
             const std::vector<uint32_t>& stop_ids)
-      : vocab_size_(static_cast<int64_t>(lengths.size())),
-        stop_ids_(stop_ids),
-        text_((lengths.size() + 31) / 32) {
+      : vocab_size_(static_cast<int64_t>(lengths.size())), text_((lengths.size() + 31) / 32) {
     if (api.version == nullptr || stop_ids.empty()) {
       throw std::runtime_error("an LLGuidance tokenizer needs a loaded library and a stop id");
     }
@@ -219,19 +186,19 @@ class Tokenizer {
     if (total != bytes.size()) {
       throw std::runtime_error("the lengths of the tokens do not add up to the number of bytes");
     }
+    std::vector<uint32_t> all_lengths = lengths;
+    all_lengths.push_back(0);  // LLGuidance's end-of-text token (invariant 4)
     TokenizerOptions options{};
     options.struct_size = sizeof(options);
-    options.vocab_size = static_cast<uint32_t>(lengths.size());
-    options.tok_eos = stop_ids_.front();
-    options.token_lens = lengths.data();
+    options.vocab_size = static_cast<uint32_t>(all_lengths.size());
+    options.tok_eos = static_cast<uint32_t>(lengths.size());
+    options.token_lens = all_lengths.data();
     options.token_bytes = reinterpret_cast<const uint8_t*>(bytes.data());
     options.use_approximate_greedy_tokenize_fn = true;
     for (size_t id = 0; id < lengths.size(); ++id) {
       if (lengths[id] != 0) text_[id >> 5] |= 1u << (id & 31);
     }
-    for (const uint32_t stop : stop_ids_) text_[stop >> 5] &= ~(1u << (stop & 31));
-    options.tok_eos_extra = stop_ids_.data() + 1;
-    options.tok_eos_extra_count = static_cast<uint32_t>(stop_ids_.size() - 1);
+    for (const uint32_t stop : stop_ids) text_[stop >> 5] &= ~(1u << (stop & 31));
     char error[512] = {};
     tokenizer_ = api.new_tokenizer(&options, error, sizeof(error));
     if (tokenizer_ == nullptr) throw std::runtime_error(error);
@@ -243,7 +210,6 @@ class Tokenizer {
 
   const void* get() const { return tokenizer_; }
   int64_t vocab_size() const { return vocab_size_; }
-  const std::vector<uint32_t>& stop_ids() const { return stop_ids_; }
   // Returns whether a mask has certainly replaced the cached one (invariant 5). This is the case if
   // an id with text is legal, because then the grammar has not ended.
   bool is_kept(const uint32_t* mask) const noexcept {
@@ -256,7 +222,6 @@ class Tokenizer {
  private:
   void* tokenizer_ = nullptr;
   int64_t vocab_size_;
-  std::vector<uint32_t> stop_ids_;
   std::vector<uint32_t> text_;  // one bit per id with text
 };
 
@@ -276,13 +241,15 @@ class Grammar {
   }
 
   const Tokenizer& tokenizer() const { return *tokenizer_; }
+
+  // Returns a copy of the start state.
   Handle start() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return Handle(api.clone(start_.get()));
   }
 
   // Makes a finished matcher the one that start() copies, unless it is unsuitable. Called on the
-  // thread that drops the matcher.
+  // thread that drops the matcher, without the GIL.
   void hand_back(Handle matcher) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -324,7 +291,15 @@ class LLGuidanceMatcher final : public NativeMatcher {
     path_.reserve(4096);
   }
 
-  ~LLGuidanceMatcher() override { grammar_->hand_back(std::move(live_)); }
+  ~LLGuidanceMatcher() override {
+    // Resetting a matcher and computing its mask take time, and Python deallocates with the GIL.
+    if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
+      const graft::hostwork::GilRelease release;
+      grammar_->hand_back(std::move(live_));
+    } else {
+      grammar_->hand_back(std::move(live_));
+    }
+  }
 
   Answer accept(int32_t token, ErrorText* error) noexcept override {
     if (terminated_ || dead_ || token < 0 || token >= tokenizer_.vocab_size()) return Answer::kNo;
@@ -332,9 +307,12 @@ class LLGuidanceMatcher final : public NativeMatcher {
     if (contains(stop_ids_, id)) {
       if (move(size_, error) == Answer::kFailed) return Answer::kFailed;
       terminated_ = api.is_accepting(live_.get());
+      if (terminated_) return Answer::kYes;
+      const Answer legal = is_legal(id, error);
+      if (legal != Answer::kYes) return legal;
+      terminated_ = ends_with(id);
       return terminated_ ? Answer::kYes : Answer::kNo;
     }
-    if (contains(tokenizer_.stop_ids(), id)) return Answer::kNo;  // stop id of another request
     // If the token is the next undone token of the path, it is known to be legal.
     if (size_ == path_.size() || path_[size_] != id) {
       if (move(size_, error) == Answer::kFailed) return Answer::kFailed;
@@ -373,9 +351,15 @@ class LLGuidanceMatcher final : public NativeMatcher {
     }
     std::memcpy(row, api.get_mask(live_.get()), static_cast<size_t>(words) * 4);
     auto* bits = reinterpret_cast<uint32_t*>(row);
-    for (const uint32_t stop : tokenizer_.stop_ids()) bits[stop >> 5] &= ~(1u << (stop & 31));
-    if (api.is_accepting(live_.get())) {
-      for (const uint32_t stop : stop_ids_) bits[stop >> 5] |= 1u << (stop & 31);
+    const bool accepting = api.is_accepting(live_.get());
+    for (const uint32_t stop : stop_ids_) {
+      uint32_t& word = bits[stop >> 5];
+      const uint32_t bit = 1u << (stop & 31);
+      if (accepting) {
+        word |= bit;
+      } else if ((word & bit) != 0 && !ends_with(stop)) {
+        word &= ~bit;
+      }
     }
     row[words - 1] &= last_word_bits(tokenizer_.vocab_size());
     return Filled::kMask;
@@ -471,8 +455,14 @@ class LLGuidanceMatcher final : public NativeMatcher {
 
   bool is_text(int32_t token) const noexcept {
     if (token < 0 || token >= tokenizer_.vocab_size()) return false;
-    const auto id = static_cast<uint32_t>(token);
-    return !contains(stop_ids_, id) && !contains(tokenizer_.stop_ids(), id);
+    return !contains(stop_ids_, static_cast<uint32_t>(token));
+  }
+
+  // Returns whether the grammar may end after a legal token. Uses a copy of the matcher, because a
+  // rollback would affect the cached mask (invariant 5).
+  bool ends_with(uint32_t id) const noexcept {
+    const Handle copy(api.clone(live_.get()));
+    return api.consume(copy.get(), id) == 0 && api.is_accepting(copy.get());
   }
 
   // Returns whether a token is legal (invariant 4). Reads the bit of the token if LLGuidance has
@@ -573,6 +563,79 @@ class LLGuidanceMatcher final : public NativeMatcher {
   bool dead_ = false;        // whether no token is legal, so that `live_` is unusable
   bool terminated_ = false;  // whether a stop token was accepted after the other tokens
 };
+
+// Runs a small grammar, because another release of LLGuidance could have the same symbols and
+// layout but behave differently. Throws std::runtime_error with what differs.
+void check_behaviour() {
+  constexpr char kText[] =
+      R"({"grammars": [{"lark_grammar": "%llguidance {\"no_forcing\": true}\nstart: \"ab\""}]})";
+  const std::vector<uint32_t> stop_ids{3};  // the ids 0 to 2 have the texts a, b and ab
+  const auto tokenizer =
+      std::make_shared<const Tokenizer>(std::vector<uint32_t>{1, 1, 2, 0}, "abab", stop_ids);
+  const auto grammar = std::make_shared<Grammar>(tokenizer, kText);
+  ErrorText error;
+  const auto require = [&error](bool expected, const char* what) {
+    if (expected) return;
+    const std::string reason = error.text[0] == '\0' ? "" : std::string(": ") + error.text;
+    throw std::runtime_error(
+        "LLGuidance behaves differently from release 1.9: " + std::string(what) + reason);
+  };
+  for (int run = 0; run < 2; ++run) {  // the second matcher is a copy of the first one, reset
+    LLGuidanceMatcher matcher(grammar, stop_ids);
+    const auto row = [&] {
+      int32_t word = 0;
+      return matcher.fill(&word, 1, &error) == Filled::kMask ? word : -1;
+    };
+    require(row() == 0b0101, "mask of the start state");
+    require(matcher.accept(1, &error) == Answer::kNo, "an illegal token");
+    require(matcher.accept(0, &error) == Answer::kYes && row() == 0b0010, "mask after a token");
+    require(matcher.accept(1, &error) == Answer::kYes && row() == 0b1000, "mask of a final state");
+    require(matcher.accept(3, &error) == Answer::kYes, "a stop token");
+    require(matcher.rollback(3, &error) == Answer::kYes && row() == 0b0101, "rollback");
+    const int32_t tokens[] = {0, 1};
+    require(matcher.accept_all(tokens, 2, &error) == 2 && row() == 0b1000, "several tokens");
+  }
+}
+
+// Loads the symbols from the module that Python has imported, and returns its release.
+std::string load(const char* library) {
+  if (api.version != nullptr) return api.version();
+  void* module = dlopen(library, RTLD_NOW | RTLD_NOLOAD);
+  if (module == nullptr) {
+    throw std::runtime_error(std::string("LLGuidance is not loaded from ") + library);
+  }
+  Api loaded;
+  symbol(module, "llg_get_version", &loaded.version);
+  const std::string version = loaded.version();
+  if (version.rfind(kRelease, 0) != 0) {
+    throw std::runtime_error("LLGuidance's library is " + version + ", graft knows " + kRelease +
+                             "x");
+  }
+  symbol(module, "llg_new_tokenizer_v2", &loaded.new_tokenizer);
+  symbol(module, "llg_free_tokenizer", &loaded.free_tokenizer);
+  symbol(module, "llg_constraint_init_set_defaults", &loaded.set_defaults);
+  symbol(module, "llg_new_matcher", &loaded.new_matcher);
+  symbol(module, "llg_free_matcher", &loaded.free_matcher);
+  symbol(module, "llg_matcher_get_error", &loaded.get_error);
+  symbol(module, "llg_matcher_validate_tokens", &loaded.validate);
+  symbol(module, "llg_matcher_consume_token", &loaded.consume);
+  symbol(module, "llg_matcher_consume_tokens", &loaded.consume_all);
+  symbol(module, "llg_clone_matcher", &loaded.clone);
+  symbol(module, "llg_matcher_rollback", &loaded.rollback);
+  symbol(module, "llg_matcher_reset", &loaded.reset);
+  symbol(module, "llg_matcher_compute_mask", &loaded.compute_mask);
+  symbol(module, "llg_matcher_get_mask", &loaded.get_mask);
+  symbol(module, "llg_matcher_is_accepting", &loaded.is_accepting);
+  check_layout(loaded);
+  api = loaded;
+  try {
+    check_behaviour();
+  } catch (...) {
+    api = Api();
+    throw;
+  }
+  return version;
+}
 
 }  // namespace
 

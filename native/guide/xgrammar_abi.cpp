@@ -56,17 +56,23 @@ void symbol(void* library, const char* name, Function* out) {
 
 // Function object of the method. The function object is owned by TVM-FFI's type table, which exists
 // until the process ends.
-void* method(const TypeInfo& type, const std::string& name, const std::string& arguments) {
+// Releases from 0.2.9 write the type of the result and those of the parameters as two lists.
+void* method(const TypeInfo& type, const std::string& name, const std::string& result,
+             const std::string& parameters) {
   for (int i = 0; i < type.num_methods; ++i) {
     const MethodInfo& found = type.methods[i];
     if (string_of(found.name) != name) continue;
     // The metadata is JSON that holds the signature as an escaped JSON string.
     std::string metadata = string_of(found.metadata);
     metadata.erase(std::remove(metadata.begin(), metadata.end(), '\\'), metadata.end());
-    const std::string expected = "\"args\":[" + arguments + "]}";
-    if (metadata.find(expected) == std::string::npos || found.method.type_index != kFunction) {
+    const std::string one_list = "\"args\":[" + result + "," + parameters + "]}";
+    const std::string two_lists =
+        "\"named_args\":{\"return\":[" + result + "],\"params\":[" + parameters + "]}";
+    const bool known = metadata.find(one_list) != std::string::npos ||
+                       metadata.find(two_lists) != std::string::npos;
+    if (!known || found.method.type_index != kFunction) {
       throw std::runtime_error("XGrammar's matcher method " + name +
-                               " has another signature than the pinned release: " + metadata);
+                               " has another signature than the tested releases: " + metadata);
     }
     return found.method.pointer;
   }
@@ -135,11 +141,11 @@ void load(const char* tvm_ffi_library) {
   const std::string me = std::string("{\"type\":\"") + kMatcherKey + "\"}";
   const std::string boolean = "{\"type\":\"bool\"}", number = "{\"type\":\"int\"}";
   const std::string any = "{\"type\":\"Any\"}", none = "{\"type\":\"None\"}";
-  loaded.fill = method(type, "fill_next_token_bitmask",
-                       boolean + "," + me + "," + any + "," + number + "," + boolean);
-  loaded.accept = method(type, "accept_token", boolean + "," + me + "," + number + "," + boolean);
-  loaded.rollback = method(type, "rollback", none + "," + me + "," + number);
-  loaded.is_terminated = method(type, "is_terminated", boolean + "," + me);
+  loaded.fill = method(type, "fill_next_token_bitmask", boolean,
+                       me + "," + any + "," + number + "," + boolean);
+  loaded.accept = method(type, "accept_token", boolean, me + "," + number + "," + boolean);
+  loaded.rollback = method(type, "rollback", none, me + "," + number);
+  loaded.is_terminated = method(type, "is_terminated", boolean, me);
   api = loaded;
 }
 

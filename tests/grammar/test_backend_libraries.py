@@ -7,14 +7,17 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from guide_util import byte_vocabulary, output_of
+from guide_util import accepts, byte_vocabulary, output_of
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar import GrammarError, GrammarService, GrammarSpec
+from graft.grammar import GrammarError, GrammarService, GrammarSpec, processes, resolve
 from graft.grammar.backends import llguidance as llguidance_module
+from graft.grammar.backends import usable
 from graft.grammar.backends import xgrammar as xgrammar_module
 from graft.grammar.backends.llguidance import LLGuidanceBackend
 from graft.grammar.backends.xgrammar import XGrammarBackend
+from graft.grammar.compile import service as service_module
+from graft.native.children.process import ProcessPool
 from graft.native.softcuda.compile import compiler
 from graft.tools import doctor
 
@@ -92,7 +95,7 @@ def tvm_ffi_like(
     version
         Minor version of the C ABI.
     method, arguments
-        Name of the only method of the matcher type, and the types of its arguments as JSON.
+        Name of the only method of the matcher type, and the members of its metadata as JSON.
     key
         Index of the matcher type; -1 if the type is not registered.
     """
@@ -101,7 +104,7 @@ def tvm_ffi_like(
 using namespace graft::tvm_ffi;
 static MethodInfo methods[1];
 static TypeInfo type;
-static char metadata[] = R"({{"args":[{arguments}]}})";
+static char metadata[] = R"({{{arguments}}})";
 extern "C" {{
 void TVMFFIGetVersion(Version* v) {{ *v = {{0, {version}, 0}}; }}
 int TVMFFITypeKeyToIndex(const Bytes*, int32_t*) {{ return {key}; }}
@@ -121,6 +124,12 @@ int TVMFFIObjectDecRef() {{ return 0; }}
 
 
 FILL = "fill_next_token_bitmask"
+FILL_PARAMETERS = (
+    '{"type":"xgrammar.tvm_ffi_binding.GrammarMatcher"},{"type":"Any"},{"type":"int"},'
+    '{"type":"bool"}'
+)
+FILL_TYPES = f'"args":[{{"type":"bool"}},{FILL_PARAMETERS}]'
+FILL_NAMED_TYPES = f'"named_args":{{"return":[{{"type":"bool"}}],"params":[{FILL_PARAMETERS}]}}'
 
 
 @pytest.mark.parametrize(
@@ -157,8 +166,20 @@ FILL = "fill_next_token_bitmask"
         ("xgrammar", tvm_ffi_like(method="fill"), f"no method {FILL}"),
         (
             "xgrammar",
-            tvm_ffi_like(method=FILL, arguments='{"type":"bool"}'),
+            tvm_ffi_like(method=FILL, arguments='"args":[{"type":"bool"}]'),
             f"{FILL} has another signature",
+        ),
+        (
+            "xgrammar",
+            tvm_ffi_like(method=FILL, arguments=FILL_TYPES.replace('{"type":"int"},', "")),
+            f"{FILL} has another signature",
+        ),
+        # The only method has the right signature in the notation of 0.2.8 or of 0.2.9.
+        ("xgrammar", tvm_ffi_like(method=FILL, arguments=FILL_TYPES), "no method accept_token"),
+        (
+            "xgrammar",
+            tvm_ffi_like(method=FILL, arguments=FILL_NAMED_TYPES),
+            "no method accept_token",
         ),
         ("xgrammar", "int nothing;", "no symbol TVMFFIGetVersion"),
     ],
@@ -279,3 +300,68 @@ def test_backend_reports_missing_library(monkeypatch, serve, library):
     service = serve(other, vocabulary)
     with pytest.raises(GrammarError, match=f"regex: {message}"):
         service.submit(GrammarSpec("regex", "a", backend=package)).result(300)
+
+
+def test_native_loader_rejects_llguidance_that_behaves_differently():
+    """A library with the right version, symbols and layout is rejected if its masks are wrong.
+
+    The library passes all calls on to LLGuidance, except that no grammar ever accepts.
+    """
+    code = (
+        "import ctypes, llguidance, sys\nfrom graft.native import _native\n"
+        "real = ctypes.CDLL(llguidance._lib.__file__)\n"
+        "memory = ctypes.cast(real.llg_matcher_is_accepting, ctypes.c_void_p).value\n"
+        "page = memory & ~4095\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]\n"
+        "assert libc.mprotect(page, 8192, 7) == 0\n"
+        "ctypes.memmove(memory, bytes([0x31, 0xC0, 0xC3]), 3)  # xor eax, eax; ret\n"
+        "for attempt in range(2):\n"
+        "    try:\n        _native.guide.load_llguidance(llguidance._lib.__file__)\n"
+        "    except RuntimeError as error:\n        print(error)\n"
+    )
+    message = "LLGuidance behaves differently from release 1.9: mask of a final state\n"
+    assert output_of(code) == message * 2
+
+
+@pytest.fixture
+def unusable_xgrammar(tmp_path, monkeypatch):
+    """Yield after hiding the tested version of XGrammar from this and from child processes."""
+    folder = tmp_path / "xgrammar-9.9.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: xgrammar\nVersion: 9.9.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(processes, "POOL", ProcessPool(preload=("graft.grammar",)))
+    monkeypatch.setattr(service_module, "POOL", processes.POOL)
+    caches = [
+        xgrammar_module.load_native,
+        xgrammar_module.library,
+        resolve._resolve_format,
+        usable.warn_if_unusable,
+    ]
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_auto_backend_falls_back_to_llguidance(unusable_xgrammar, serve, caplog):
+    """LLGuidance serves what it can, and ``check`` and the service refuse the same grammars."""
+    service = serve("auto", byte_vocabulary(273))
+    served = GrammarSpec.ebnf('root ::= "a" [0-9]')
+    served.check()
+    compiled = service.submit(served).result(120)
+    assert isinstance(compiled.backend, LLGuidanceBackend)
+    assert accepts(compiled, "a1") and not accepts(compiled, "ab")
+    assert "XGrammar 9.9.0 is installed" in caplog.text
+    form = {"type": "json_schema", "json_schema": {"type": "object"}, "style": "qwen_xml"}
+    for spec in (
+        GrammarSpec.structural_format(form),
+        GrammarSpec("regex", "a", backend="xgrammar"),
+    ):
+        with pytest.raises(GrammarError, match=r"XGrammar 9\.9\.0 is installed") as checked:
+            spec.check()
+        with pytest.raises(GrammarError) as compiled_error:
+            service.submit(spec).result(120)
+        assert str(checked.value) in str(compiled_error.value)

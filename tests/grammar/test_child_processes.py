@@ -20,6 +20,7 @@ from graft.grammar import GrammarError, GrammarSpec, GrammarUnavailableError
 from graft.grammar.processes import POOL
 from graft.models.errors import TemplateUnavailableError
 from graft.native.children import process as process_module
+from graft.native.children import usage as usage_module
 from graft.native.children.errors import ChildLost, ChildTimeout, ChildUnavailable, Refusal
 from graft.native.children.process import Call, ChildProcess, ProcessPool, Setup
 from graft.native.children.usage import ProcessClock, TimeLimit
@@ -187,7 +188,7 @@ def test_unavailable_child_processes_are_not_errors_of_the_grammar(monkeypatch):
         raise ChildUnavailable("the child process did not start within 120 s")
 
     monkeypatch.setattr(ChildProcess, "call", fail)
-    with pytest.raises(GrammarUnavailableError, match="regex: could not be checked: the child"):
+    with pytest.raises(GrammarUnavailableError, match="regex: could not be compiled: the child"):
         GrammarSpec.regex("a").check()
     for error in (GrammarUnavailableError("a"), TemplateUnavailableError("a")):
         assert to_api_error(error).status == 503
@@ -214,6 +215,49 @@ def test_child_process_memory_limit():
     with pytest.raises(ChildLost, match=r"needs more than 0\.0625 GiB of memory"):
         child.call(Call("builtins:bytes", (1 << 27,)))
     child.close()
+
+
+@pytest.mark.parametrize("outcome", ["value", "refused", "memory"])
+def test_child_process_that_keeps_memory_is_replaced(monkeypatch, outcome):
+    """The memory of a large grammar is returned to the system, however the call ended."""
+    monkeypatch.setattr(process_module, "_MAX_RESIDENT_BYTES", 1 << 27)
+    child = ChildProcess(1 << 28, preload=("child_functions",))
+    pid = running_process_id(child)
+    if outcome == "value":
+        assert child.call(Call("child_functions:keep_memory", (1 << 27,))) == pid
+    elif outcome == "refused":
+        with pytest.raises(GrammarError, match="needs too much memory"):
+            child.call(Call("child_functions:keep_memory", (1 << 27, True)))
+    else:
+        with pytest.raises(ChildLost, match=r"needs more than 0\.25 GiB of memory"):
+            child.call(Call("child_functions:run_out_of_memory", ()))
+    assert not child.idle and not os.path.exists(f"/proc/{pid}")
+    assert child.call(Call("child_functions:keep_memory", (1 << 20,))) != pid
+    assert child.idle
+    child.close()
+
+
+def test_child_process_crash_out_of_memory_names_the_limit(monkeypatch):
+    """A crash at the memory limit has the same message as an orderly refusal."""
+    monkeypatch.setattr(process_module, "_MAX_CRASHES", 1)
+    child = ChildProcess(1 << 27, preload=("child_functions",))
+    running_process_id(child)
+    with pytest.raises(ChildLost, match=r"^needs more than 0\.125 GiB of memory$"):
+        child.call(Call("child_functions:crash_out_of_memory", ()))
+    with pytest.raises(ChildLost, match="ended with status -11"):
+        child.call(Call("child_functions:crash", ()))
+    child.close()
+
+
+def test_child_process_limits_elapsed_time(child, busy_processor, monkeypatch):
+    """A process that waits for a processor exceeds the limit of the elapsed time."""
+    monkeypatch.setattr(usage_module, "_MIN_ELAPSED_S", 0.5)
+    number, _ = busy_processor
+    os.sched_setaffinity(running_process_id(child), {number})
+    limit = TimeLimit(0.5)
+    with pytest.raises(ChildLost, match=r"got no processor time|took longer than 0\.5 s"):
+        child.call(Call("child_functions:spin", ()), limit)
+    assert limit.used_s < 0.5 <= limit.elapsed_s
 
 
 def test_child_process_runs_setup_once(child):

@@ -14,11 +14,14 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import sys
+import threading
+import time
 
 import numpy as np
 import pytest
 from engine_util import TARGET
-from guide_util import BYTES
+from guide_util import BYTES, OTHER_STOP, STOP, byte_vocabulary
 from reference_matchers import ReferenceLLGuidance
 
 from graft.grammar import CompiledGrammar, GrammarSpec, LLGuidanceBackend, Matcher, Vocabulary
@@ -181,3 +184,79 @@ def test_llguidance_accepts_long_grammars_to_the_end(spec, value):
             if again:
                 matcher.rollback(1)
     assert matcher.accept(256) and matcher.is_terminated()
+
+
+STOP_TERMINALS = {
+    'start: "a" <|eom|>': {OTHER_STOP},
+    'start: "a" (<|eom|> | "b" <|eom|>)': {OTHER_STOP, ord("b")},
+    'start: "a" <|eom|>?': {STOP, OTHER_STOP},
+    'start: "a" <|eom|> "b"': set(),
+}
+
+
+@pytest.mark.parametrize("text", STOP_TERMINALS)
+def test_terminal_that_is_a_stop_id_is_the_last_token(text):
+    """Such a token ends the request, so it is legal only where the grammar can end after it."""
+    backend = LLGuidanceBackend(byte_vocabulary(names={"<|eom|>": OTHER_STOP}))
+    matcher = backend.compile(GrammarSpec.lark(text)).matcher()
+    assert not matcher.accept(OTHER_STOP) and matcher.accept(ord("a"))
+    for _ in range(2):
+        assert set(matcher.legal().tolist()) == STOP_TERMINALS[text]
+        assert matcher.accept(OTHER_STOP) is (OTHER_STOP in STOP_TERMINALS[text])
+        if OTHER_STOP in STOP_TERMINALS[text]:
+            assert matcher.is_terminated()
+            matcher.rollback(1)
+
+
+def test_terminal_that_is_a_stop_id_of_other_requests_is_an_ordinary_token():
+    backend = LLGuidanceBackend(byte_vocabulary(names={"<|eom|>": OTHER_STOP}))
+    compiled = backend.compile(GrammarSpec.lark('start: "a" <|eom|> "b"'))
+    matcher = compiled.matcher([STOP])
+    assert matcher.accept_all([ord("a"), OTHER_STOP, ord("b"), STOP]) == 4
+    assert matcher.is_terminated()
+
+
+def test_tag_ends_with_a_stop_id():
+    form = {
+        "type": "tag",
+        "begin": "x",
+        "content": {"type": "any_text"},
+        "end": {"type": "token", "token": "<|eom|>"},
+    }
+    backend = LLGuidanceBackend(byte_vocabulary(names={"<|eom|>": OTHER_STOP}))
+    matcher = backend.compile(GrammarSpec.structural_format(form)).matcher()
+    assert matcher.accept_all(list(b"xyz")) == 3
+    assert OTHER_STOP in matcher.legal() and STOP not in matcher.legal()
+    assert matcher.accept(OTHER_STOP) and matcher.is_terminated()
+
+
+def test_finished_matcher_is_reset_without_the_gil():
+    """Python drops a matcher with the GIL. Other threads run while LLGuidance computes its mask."""
+    backend = LLGuidanceBackend(vocabulary())
+    turns = 0
+    running = True
+
+    def take_turns():
+        nonlocal turns
+        while running:
+            time.sleep(0)  # releases the GIL
+            turns += 1
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # a thread keeps the GIL until it releases the GIL itself
+    thread = threading.Thread(target=take_turns)
+    thread.start()
+    try:
+        for attempt in range(100):
+            pattern = f"(?i)([a-z ]{{0,50}}[aeiou]){{1,8}}{attempt}"
+            matcher = backend.compile(GrammarSpec.regex(pattern)).matcher()
+            before = turns
+            del matcher
+            others_ran = turns > before
+            if others_ran:
+                break
+    finally:
+        running = False
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert others_ran

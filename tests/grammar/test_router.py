@@ -18,6 +18,7 @@ from graft.grammar import (
     resolve,
     resolve_spec,
 )
+from graft.grammar.backends import usable
 from graft.grammar.schema.enforcement import KEYWORDS
 from graft.grammar.schema.llguidance_errors import schema_error
 from graft.grammar.schema.router import route
@@ -151,13 +152,15 @@ def test_resolve_spec_rejects_unknown_and_missing_backends(monkeypatch):
     """
     with pytest.raises(GrammarError, match="unknown"):
         GrammarSpec.json_schema({}, backend="outlines")
-    monkeypatch.setattr(resolve, "available_backends", lambda: ("xgrammar",))
+    missing = {"llguidance": "LLGuidance is not installed", "xgrammar": ""}
+    for module in (resolve, usable):
+        monkeypatch.setattr(module, "unusable_reason", missing.get)
     texts = ("{}", '{"not": {"type": "null"}}')
     plain, negated = (GrammarSpec("json_schema", text) for text in texts)
     assert resolve.resolve_spec(plain, "auto").backend == "xgrammar"
     with pytest.raises(GrammarError, match="XGrammar ignores not"):
         resolve.resolve_spec(negated, "auto")
-    with pytest.raises(GrammarError, match="'llguidance' is not installed"):
+    with pytest.raises(GrammarError, match="LLGuidance is not installed"):
         resolve.resolve_spec(plain, "llguidance")
 
 

@@ -14,7 +14,7 @@ from guide_util import THINK, accepts, byte_vocabulary
 
 from graft.grammar import GrammarError, GrammarService, GrammarSpec, StructuralTag
 from graft.grammar.backends.llguidance import LLGuidanceBackend
-from graft.grammar.backends.xgrammar import XGrammarBackend
+from graft.grammar.backends.xgrammar import XGrammarBackend, new_compiler
 from graft.grammar.structural.formats import TriggerLookup, parse_format
 from graft.grammar.structural.lark import lark_text
 
@@ -429,7 +429,7 @@ def test_random_formats_have_the_texts_of_xgrammar():
     """
     backend = LLGuidanceBackend(TOKENS)
     oracle = XGrammarBackend(TOKENS)
-    compiler = oracle._types.GrammarCompiler(oracle._info, 1, False, -1)
+    compiler = new_compiler(oracle._info)
     outcomes = {(True, True): 0, (False, False): 0}
     for seed in range(150):
         generator = Generator(seed)

@@ -23,7 +23,7 @@ def test_grammar_compile_timeout_refuses_only_its_request():
         refused, *served = engine.generate([Request(prompt="?", grammar=ENDLESS), *cheap])
         counters = engine.counters()["compile"]
     assert refused.reason == "refused" and not refused.tokens
-    assert refused.error == "json_schema: took longer than 1 s to compile"
+    assert refused.error == "JSON schema: took longer than 1 s"
     assert counters["killed_or_crashed"] == 1
     for i, output in enumerate(served):
         assert output.finished and re.fullmatch(f"[A-Z]{{2}}-{i}", output.text)

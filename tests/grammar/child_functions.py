@@ -1,0 +1,43 @@
+"""Functions that the tests run in child processes. The module imports little."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+from graft.grammar.errors import GrammarError
+
+kept = []
+
+
+def keep_memory(size: int, refuse: bool = False) -> int:
+    """Keep memory, as a library does that has run out of memory, and return the process id."""
+    kept.append(bytearray(b"a" * 4096) * (size // 4096))
+    if refuse:
+        raise GrammarError("the grammar needs too much memory")
+    return os.getpid()
+
+
+def run_out_of_memory() -> None:
+    """Fill the memory limit, then fail."""
+    while True:
+        keep_memory(1 << 24)
+
+
+def crash_out_of_memory() -> None:
+    """Fill the memory limit, then crash as a library does that cannot allocate memory."""
+    with contextlib.suppress(MemoryError):
+        run_out_of_memory()
+    time.sleep(0.2)  # the parent samples the memory every 50 ms
+    crash()
+
+
+def crash() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def spin() -> None:
+    while True:
+        pass
