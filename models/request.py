@@ -122,7 +122,10 @@ class Request(SamplingParams):
     stop
         The first of these strings in the output ends the output and is removed from it. An output
         with a grammar is then incomplete, as with the finish reason "length", and may violate the
-        grammar. `min_tokens` does not apply to stop strings.
+        grammar.
+    stop_after
+        Number of tokens before stop strings are searched; None for `min_tokens`. A stop string that
+        ends within these tokens is ordinary text.
     special_tokens
         Whether names of special tokens in the prompt or messages are encoded as special ids. If
         not, they are plain text. Names in the chat template itself always become special ids.
@@ -146,6 +149,7 @@ class Request(SamplingParams):
     max_tokens: int | None = 256
     n: int = 1
     stop: Sequence[str] | None = ()
+    stop_after: int | None = None
     special_tokens: bool = True
     skip_special_tokens: bool = True
     priority: int = 0
@@ -468,6 +472,8 @@ def _check_ranges(request: Request) -> None:
         0,
         max_min_tokens,
     )
+    if request.stop_after is not None:
+        check_integer("stop_after", request.stop_after, 0, 2**31 - 1)
     check_integer("priority", request.priority, -(2**31), 2**31 - 1)
     check_timeout(request.timeout_s)
     check_integer("n", request.n, 1, MAX_SAMPLES)

@@ -204,10 +204,13 @@ class RequestState:
         if self._stop_finder is None:
             self._append(tokens)
             return self._emit(), False
+        stop_after = self.request.stop_after
+        if stop_after is None:
+            stop_after = self.request.min_tokens
         for token in tokens:
             text = self._append([token])
             stop_begin = self._stop_finder.feed(text)
-            if stop_begin is not None:
+            if stop_begin is not None and len(self.output.tokens) > stop_after:
                 end = stop_begin - self._emitted_chars
                 self._pending_text = self._pending_text[:end]
                 return self._emit(), True

@@ -203,6 +203,25 @@ def test_stop_string_ends_output_and_is_never_streamed(engine):
     assert "".join(e.text for e in events) == output.text
 
 
+def test_stop_string_is_text_before_min_tokens(engine):
+    """A stop string within the first `min_tokens` tokens is text, a later one ends the output."""
+    request = Request(tokens=[300, 301, 302], max_tokens=60, temperature=3.0, seed=5)
+    (whole,) = engine.generate([request])
+    assert whole.reason == "length"
+    for min_tokens in (10, 25):
+        length = len(engine.tokenizer.decode(whole.tokens[:min_tokens]))
+        first = whole.text[:length].strip()[0]
+        end = whole.text.find(first, length)
+        expected = whole.text if end < 0 else whole.text[:end]
+        early = replace(request, stop=[first])
+        late, after, early = engine.generate(
+            [replace(early, min_tokens=min_tokens), replace(early, stop_after=min_tokens), early]
+        )
+        assert late.text == after.text == expected
+        assert early.text == whole.text[: whole.text.index(first)]
+        assert early.reason == "stop_string"
+
+
 def test_stop_string_ends_output_with_grammar(engine):
     """A stop string may end an output that does not satisfy its grammar yet."""
     request = mixed_requests(1)[0]

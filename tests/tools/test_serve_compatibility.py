@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 
 import pytest
 
@@ -457,6 +458,73 @@ def test_arguments_of_a_call_in_history_are_json_text_or_an_object(arguments):
 def test_content_that_is_no_text_is_rejected(content):
     with pytest.raises(ApiError, match="content must be text, got"):
         read_messages([{"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "robot", "content": "x"}, "user, assistant, tool, function, got 'robot'"),
+        ({"role": "", "content": "x"}, "got ''"),
+        ({"role": "user", "content": "x", "colour": "red"}, "has the key 'colour'"),
+        ({"role": "user", "content": "x", "name": 1}, "name of a message must be a string, got 1"),
+        ({"role": "tool", "content": "x", "tool_call_id": []}, "tool_call_id of a message must be"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "has the key 'function_call'"),
+        ({"role": "assistant", "tool_calls": {"a": 1}}, "tool_calls must be a list"),
+        ({"role": "assistant", "tool_calls": [1]}, "must have a function with a name, got 1"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f"}, "kind": 1}]},
+            "a tool call has the key 'kind'",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "code": "x"}}]},
+            "the function of a tool call has the key 'code'",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            "arguments of the tool call 'f' are not JSON",
+        ),
+    ],
+)
+def test_messages_with_unknown_roles_and_keys_are_refused(message, words):
+    with pytest.raises(ApiError, match=re.escape(words)) as caught:
+        read_messages([message])
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+def test_messages_can_have_roles_and_keys_of_the_template():
+    message = {"role": "developer", "content": "x", "plan": "y", "unused": None}
+    template = "{% if m.role == 'developer' %}{{ m.plan }}{% endif %}"
+    read = {"role": "developer", "content": "x", "plan": "y"}
+    assert read_messages([message], template) == [read]
+    assert read_messages([{"role": "developer", "content": "x"}], "{{ m.role }}") == [
+        {"role": "system", "content": "x"}
+    ]
+
+
+def test_template_gets_only_the_fields_of_a_message_that_have_a_meaning():
+    function = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
+    call = {"id": "c", "type": "function", "index": 0, "function": function}
+    message = {
+        "role": "assistant",
+        "content": None,
+        "refusal": "no",
+        "annotations": [],
+        "parsed": {"x": 1},
+        "audio": None,
+        "reasoning": "hm",
+        "tool_calls": [call],
+    }
+    assert read_messages([message]) == [
+        {
+            "role": "assistant",
+            "content": "no",
+            "reasoning": "hm",
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}
+            ],
+        }
+    ]
 
 
 # Errors and other endpoints -------------------------------------------------------------------

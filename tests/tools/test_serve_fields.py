@@ -89,6 +89,19 @@ def test_ignore_eos_generates_up_to_max_tokens(client, complete):
     assert {*json.loads(choice.message.content)} == {"name", "age"}
     choice = complete(ignore_eos=True)
     assert choice["finish_reason"] == "length"
+    choice = chat(
+        client, ignore_eos=True, response_format=response_format(PERSON), stop=["Novak"]
+    ).choices[0]
+    assert choice.message.content == '{"name": "Olga '
+
+
+def test_min_tokens_delays_stop_strings(client):
+    text = chat(client, response_format=response_format(PERSON)).choices[0].message.content
+    for min_tokens, expected in ((1, '{"name": "Olga '), (20, text)):
+        response = chat(
+            client, response_format=response_format(PERSON), stop=["Novak"], min_tokens=min_tokens
+        )
+        assert response.choices[0].message.content == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])

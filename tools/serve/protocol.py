@@ -310,7 +310,7 @@ class RequestParser:
         """
         if not self.tokenizer.has_chat_template:
             raise ApiError("the model has no chat template: use /v1/completions")
-        messages = read_messages(fields.get("messages"))
+        messages = read_messages(fields.get("messages"), self.tokenizer.tool_template)
         check_size("the prompt", messages, "prompt_bytes", self.limits)
         options = self._template_variables(fields)
         continues = read_bool(fields, "continue_final_message")
@@ -401,7 +401,9 @@ class RequestParser:
         text = self.tokenizer.decode(prompt[-64:], special=True)
         continued = ""
         if read_bool(fields, "continue_final_message"):
-            continued = read_messages(fields["messages"])[-1]["content"]
+            continued = read_messages(fields["messages"], self.tokenizer.tool_template)[-1][
+                "content"
+            ]
         if not reasoning.has_reasoning(text, continued):
             return None
         return reasoning.starts_in_reasoning(self._reasoning_parser, text, continued)
@@ -421,7 +423,7 @@ class RequestParser:
         if not read_bool(fields, "echo"):
             return None
         if chat:
-            last = read_messages(fields["messages"])[-1]
+            last = read_messages(fields["messages"], self.tokenizer.tool_template)[-1]
             return [last["content"] if last["role"] == _response_role(fields) else ""]
         given = fields["prompt"]
         texts = []
@@ -517,7 +519,9 @@ class RequestParser:
         With a grammar, a stop id is still generated where the grammar allows nothing else.
         """
         if grammar is not None:
-            return {"min_tokens": max_tokens or 2**31 - 1}
+            # The limit must not delay stop strings too.
+            stop_after = read_integer(fields, "min_tokens", 0, 2**31 - 1) or 0
+            return {"min_tokens": max_tokens or 2**31 - 1, "stop_after": stop_after}
         stop_ids = fields.get("stop_token_ids", [])
         if not isinstance(stop_ids, list):
             raise ApiError(

@@ -491,7 +491,10 @@ class ResponsesWriter:
                 "status": "in_progress",
                 "content": [],
             }
-            item |= {"role": "assistant"} if is_message else {"summary": []}
+            if is_message:
+                item["role"] = "assistant"
+            else:
+                item["summary"] = []
             yield from self._open(item)
             part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
             if is_message:
@@ -573,7 +576,8 @@ def _join(
     tokens: list[dict[str, Any]],
 ) -> None:
     """Append a part to parts of an output, or join it with the last one."""
-    last_kind, last_part, last_tokens = parts[-1] if parts else ("", "", [])
+    last: tuple[str, Any, list[dict[str, Any]]] = parts[-1] if parts else ("", "", [])
+    last_kind, last_part, last_tokens = last
     if last_kind != kind or (kind == "call" and last_part["index"] != part["index"]):
         parts.append((kind, part, tokens))
     elif kind == "call":
