@@ -51,6 +51,10 @@ _EXPLANATIONS = (
         "the intersection of these schemas is nested more deeply than LLGuidance allows, "
         "probably because they are recursive",
     ),
+    (
+        r"Resource '(?:json-schema:///)?([^']*)' is not present",
+        r"'\1' is another document, and other documents are not fetched; copy the schema to $defs",
+    ),
     (r"(Unsatisfiable .*)", r"allows no output (\1)"),
 )
 #: Error of a schema that cannot be rewritten after a removal.

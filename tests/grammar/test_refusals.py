@@ -175,6 +175,16 @@ def test_refusal_names_every_cause():
         assert named_places(without(schema, rest)) == [place]
 
 
+@pytest.mark.parametrize(
+    ("reference", "document"), [(REMOTE, REMOTE), ("a.json#/$defs/x", "a.json")]
+)
+def test_refusal_of_reference_to_another_document_names_it(reference: str, document: str):
+    [reason] = route({"properties": {"a": {"$ref": reference}}}).reasons
+    assert reason[:2] == ("#/properties/a", "$ref")
+    words = f"'{document}' is another document, and other documents are not fetched"
+    assert reason.why.startswith(words)
+
+
 def test_refusal_of_large_schema_names_limit():
     [reason] = route({"properties": {"a": {"allOf": UNIONS}}}).reasons
     assert reason[:2] == ("#/properties/a", "allOf") and "50,000 compilation steps" in reason.why
