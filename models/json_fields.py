@@ -133,6 +133,14 @@ class Fields:
                 raise self._error(name, value, "an integer or a list of integers")
         return tuple(items)
 
+    def numbers(self, name: str, *, low: float = 0.0, high: float = 1e12) -> tuple[float, ...]:
+        """Return a list of numbers from `low` to `high` as a tuple."""
+        values = self._value(name, _REQUIRED)
+        if not isinstance(values, list):
+            raise self._error(name, values, "a list of numbers")
+        fields = Fields({f"{name}[{i}]": value for i, value in enumerate(values)}, self.where)
+        return tuple(fields.number(item, low=low, high=high) for item in fields.data)
+
     def require(self, name: str, *allowed: Any) -> None:
         """Raise ConfigError if a field is present and its value is not one of `allowed`."""
         value = self.get(name)

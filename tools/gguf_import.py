@@ -1,4 +1,4 @@
-"""``graft import``: convert a GGUF file of a Llama model to a folder in Hugging Face format.
+"""``graft import``: convert a GGUF file to a folder in Hugging Face format.
 
 Each tensor is dequantized with the package ``gguf`` and written before the next tensor is read, so
 the memory use does not grow with the model. If graft does not support a property of the model, an
@@ -18,6 +18,7 @@ import json
 import shutil
 import struct
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +27,65 @@ from tqdm import tqdm
 
 from graft.cudagraph.dtypes import from_float32, itemsize
 from graft.cudagraph.errors import GraftError
-from graft.models.llm.config import LlamaConfig
-from graft.models.llm.rope import Rope
+from graft.models.llm.config import TARGETS, LlamaConfig
+from graft.models.llm.rope import Llama3, Rope
 from graft.models.tokenizer import Tokenizer
 from graft.tools.gguf_tokenizer import tokenizer_files
 
 __all__ = ["GgufError", "add_arguments", "convert"]
 
+
+@dataclass(frozen=True)
+class GgufArchitecture:
+    """How the GGUF files of an architecture differ from its checkpoints in Hugging Face format.
+
+    Attributes
+    ----------
+    name
+        Name of the architecture in Hugging Face configs, a key of `TARGETS`.
+    is_interleaved
+        Whether the rows of query and key projections are in interleaved order (`to_half_split`).
+    fields
+        Fields of the config that the metadata does not contain.
+    """
+
+    name: str
+    is_interleaved: bool = False
+    fields: tuple[tuple[str, Any], ...] = ()
+
+
+#: Supported architectures, by GGUF name. Mistral has the name of Llama.
+ARCHITECTURES = {
+    "llama": GgufArchitecture("LlamaForCausalLM", is_interleaved=True),
+    "qwen2": GgufArchitecture("Qwen2ForCausalLM"),
+    "qwen3": GgufArchitecture("Qwen3ForCausalLM"),
+    # llama.cpp, too, knows the layers without RoPE by the name of the architecture alone.
+    "smollm3": GgufArchitecture(
+        "SmolLM3ForCausalLM", is_interleaved=True, fields=(("no_rope_layer_interval", 4),)
+    ),
+}
 #: Tensors of a decoder layer: GGUF name to Hugging Face name.
 LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    "attn_norm.weight": "input_layernorm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+}
+#: Further tensors of a layer whose query, key and value projections have biases.
+BIAS_TENSORS = {
+    "attn_q.bias": "self_attn.q_proj.bias",
+    "attn_k.bias": "self_attn.k_proj.bias",
+    "attn_v.bias": "self_attn.v_proj.bias",
+}
+#: Further tensors of a layer with norms of query heads and key heads.
+HEAD_NORM_TENSORS = {
+    "attn_q_norm.weight": "self_attn.q_norm.weight",
+    "attn_k_norm.weight": "self_attn.k_norm.weight",
 }
 #: Tensors outside the decoder layers: GGUF name to Hugging Face name.
 MODEL_TENSORS = {
@@ -99,11 +141,13 @@ class GgufFile:
         The module ``gguf``.
     tensors
         Tensors of the file, by GGUF name.
+    architecture
+        Architecture of the model.
 
     Raises
     ------
     GgufError
-        If the file does not exist, is not a GGUF file, or has another architecture than Llama.
+        If the file does not exist, is not a GGUF file, or has an unsupported architecture.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -114,11 +158,13 @@ class GgufFile:
         except (OSError, ValueError, KeyError, IndexError) as error:
             raise GgufError(f"{self.path}: cannot be read as GGUF ({error})") from error
         self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        architecture = self.get("general.architecture")
-        if architecture != "llama":
+        self._prefix = self.get("general.architecture")
+        if self._prefix not in ARCHITECTURES:
             raise GgufError(
-                f"{self.path}: architecture {architecture!r} is not supported; it must be 'llama'"
+                f"{self.path}: architecture {self._prefix!r} is not supported; it must be one of "
+                f"{', '.join(ARCHITECTURES)}"
             )
+        self.architecture = ARCHITECTURES[self._prefix]
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a metadata value, or `default` if it is absent.
@@ -135,20 +181,38 @@ class GgufFile:
             raise GgufError(f"{self.path}: {key} is missing")
         return default
 
+    def key(self, key: str) -> str:
+        """Return the name of a metadata value of the architecture, such as ``llama.<key>``."""
+        return f"{self._prefix}.{key}"
+
     def get_size(self, key: str, default: int | None = None) -> int:
-        """Return the metadata value ``llama.<key>``, which must be a non-negative integer.
+        """Return a metadata value of the architecture, which must be a non-negative integer.
 
         Raises
         ------
         GgufError
             If the value is not a non-negative integer, or is absent and `default` is None.
         """
-        value = self.get(f"llama.{key}", default)
+        value = self.get(self.key(key), default)
         if not isinstance(value, int) or value < 0:
             raise GgufError(
-                f"{self.path}: llama.{key} is {value!r}, and must be a non-negative integer"
+                f"{self.path}: {self.key(key)} is {value!r}, and must be a non-negative integer"
             )
         return value
+
+    def get_number(self, key: str, default: float | None = None) -> float:
+        """Return a metadata value of the architecture, which must be a number.
+
+        Raises
+        ------
+        GgufError
+            If the value is not a number, or is absent and `default` is None.
+        """
+        value = self.get(self.key(key), default)
+        if not isinstance(value, (int, float)):
+            raise GgufError(f"{self.path}: {self.key(key)} is {value!r}, and must be a number")
+        stored = np.float32(value)
+        return float(str(stored)) if stored == value else float(value)  # 1e-05, not 9.99999974e-06
 
     def has(self, key: str) -> bool:
         """Return whether the metadata contains a key."""
@@ -198,7 +262,8 @@ def make_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     experts = file.get_size("expert_count", 0)
     if experts:
         raise GgufError(
-            f"{file.path}: llama.expert_count = {experts}: a mixture of experts is not supported"
+            f"{file.path}: {file.key('expert_count')} = {experts}: a mixture of experts is not "
+            "supported"
         )
     hidden_size = file.get_size("embedding_length")
     num_heads = file.get_size("attention.head_count")
@@ -207,13 +272,21 @@ def make_config(file: GgufFile, dtype: str) -> dict[str, Any]:
         size = file.get_size(key, head_dim)
         if size != head_dim:
             raise GgufError(
-                f"{file.path}: llama.{key} = {size} differs from the head dimension {head_dim}, "
-                "which is not supported"
+                f"{file.path}: {file.key(key)} = {size} differs from the head dimension "
+                f"{head_dim}, which is not supported"
             )
-    epsilon = file.get("llama.attention.layer_norm_rms_epsilon")
+    window = file.get_size("attention.sliding_window", 0)
+    windows: dict[str, Any] = {}
+    if window:
+        windows = {
+            "sliding_window": window,
+            "use_sliding_window": True,
+            "max_window_layers": 0,
+        }
+    name = file.architecture.name
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [name],
+        "model_type": TARGETS[name].model_type,
         "dtype": dtype,
         "vocab_size": tensor_shape(file.tensors["token_embd.weight"])[0],
         "hidden_size": hidden_size,
@@ -223,10 +296,12 @@ def make_config(file: GgufFile, dtype: str) -> dict[str, Any]:
         "num_key_value_heads": file.get_size("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": float(f"{epsilon:.6g}"),
+        "rms_norm_eps": file.get_number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": file.get_size("context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "rope_parameters": make_rope_parameters(file, head_dim),
+        **windows,
+        **dict(file.architecture.fields),
     }
 
 
@@ -241,30 +316,31 @@ def make_rope_parameters(file: GgufFile, head_dim: int) -> dict[str, Any]:
     GgufError
         If the scaling is not supported, or the factors do not follow Llama 3's formula.
     """
-    theta = float(file.get("llama.rope.freq_base", 10000.0))
+    theta = file.get_number("rope.freq_base", 10000.0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    scaling = file.get("llama.rope.scaling.type", "none")
-    if scaling == "linear":
-        rope["rope_type"] = "linear"
-        rope["factor"] = float(file.get("llama.rope.scaling.factor"))
-    elif scaling != "none":
-        raise GgufError(f"{file.path}: llama.rope.scaling.type = {scaling!r} is not supported")
+    # As in llama.cpp, a factor without a type means linear scaling.
+    scaling = file.get(file.key("rope.scaling.type"), "linear")
+    factor = (
+        file.get_number("rope.scaling.factor", file.get_number("rope.scale_linear", 0.0)) or 1.0
+    )
+    if scaling == "yarn":
+        rope |= yarn_parameters(file, factor)
+    elif scaling == "linear" and factor != 1.0:
+        rope |= {"rope_type": "linear", "factor": factor}
+    elif scaling not in ("linear", "none"):
+        raise GgufError(
+            f"{file.path}: {file.key('rope.scaling.type')} = {scaling!r} is not supported"
+        )
     if ROPE_FACTORS not in file.tensors:
         return rope
     factors = file.read_tensor(ROPE_FACTORS)
     factor = float(factors.max())
     plain = Rope(theta)
-    scaled = Rope(
-        theta,
-        "llama3",
-        factor,
-        LOW_FREQ_FACTOR,
-        HIGH_FREQ_FACTOR,
-        ORIGINAL_MAX_POSITIONS,
-    )
+    parameters = (LOW_FREQ_FACTOR, HIGH_FREQ_FACTOR, ORIGINAL_MAX_POSITIONS)
+    scaled = Rope(theta, Llama3(factor, *parameters))
     expected = plain.frequencies(head_dim) / scaled.frequencies(head_dim)
     is_llama3 = factors.shape == expected.shape and np.allclose(factors, expected, rtol=1e-3)
-    if scaling != "none" or not is_llama3:
+    if rope["rope_type"] != "default" or not is_llama3:
         raise GgufError(
             f"{file.path}: {ROPE_FACTORS} does not follow Llama 3's RoPE scaling; other frequency "
             "factors are not supported"
@@ -275,6 +351,38 @@ def make_rope_parameters(file: GgufFile, head_dim: int) -> dict[str, Any]:
         "low_freq_factor": LOW_FREQ_FACTOR,
         "high_freq_factor": HIGH_FREQ_FACTOR,
         "original_max_position_embeddings": ORIGINAL_MAX_POSITIONS,
+    }
+
+
+def yarn_parameters(file: GgufFile, factor: float) -> dict[str, Any]:
+    """Return the parameters of YaRN.
+
+    Raises
+    ------
+    GgufError
+        If the file changes the attention factor or the interpolation in another way than through
+        the parameters of Hugging Face configs.
+    """
+    for key, neutral in (
+        ("rope.scaling.attn_factor", 1.0),
+        ("rope.scaling.yarn_attn_factor", 1.0),
+        ("rope.scaling.yarn_ext_factor", 1.0),
+        ("rope.scaling.yarn_log_multiplier", 0.0),
+    ):
+        value = file.get_number(key, neutral)
+        if value != neutral:
+            raise GgufError(
+                f"{file.path}: {file.key(key)} = {value} is not supported; it must be {neutral}"
+            )
+    length = file.get_size("context_length")
+    return {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": file.get_size(
+            "rope.scaling.original_context_length", length
+        ),
+        "beta_fast": file.get_number("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": file.get_number("rope.scaling.yarn_beta_slow", 1.0),
     }
 
 
@@ -294,25 +402,31 @@ def map_tensor_names(file: GgufFile, config: dict[str, Any]) -> dict[str, str]:
     Raises
     ------
     GgufError
-        If a tensor is missing, is not part of a Llama model, or has an unsupported quantization.
+        If a tensor is missing, is not part of the architecture, or has an unsupported quantization.
     """
+    name = file.architecture.name
+    layer_tensors = dict(LAYER_TENSORS)
+    if TARGETS[name].qkv_bias:
+        layer_tensors |= BIAS_TENSORS
+    if TARGETS[name].head_norm:
+        layer_tensors |= HEAD_NORM_TENSORS
     names = {hf: gguf for gguf, hf in MODEL_TENSORS.items() if gguf in file.tensors}
     for layer in range(config["num_hidden_layers"]):
-        for gguf, hf in LAYER_TENSORS.items():
-            names[f"model.layers.{layer}.{hf}.weight"] = f"blk.{layer}.{gguf}.weight"
+        for gguf, hf in layer_tensors.items():
+            names[f"model.layers.{layer}.{hf}"] = f"blk.{layer}.{gguf}"
     missing = sorted(set(names.values()) - set(file.tensors))
     if missing:
         raise GgufError(f"{file.path}: tensor {missing[0]} is missing")
     unknown = sorted(set(file.tensors) - set(names.values()) - {ROPE_FACTORS})
     if unknown:
-        raise GgufError(f"{file.path}: tensor {unknown[0]} is not part of a Llama model")
-    for name in names.values():
-        tensor = file.tensors[name]
+        raise GgufError(f"{file.path}: tensor {unknown[0]} is not part of a {name}")
+    for tensor_name in names.values():
+        tensor = file.tensors[tensor_name]
         try:
             file.gguf.dequantize(tensor.data[:1], tensor.tensor_type)
         except NotImplementedError:
             raise GgufError(
-                f"{file.path}: {name} is quantized as {tensor.tensor_type.name}, which the "
+                f"{file.path}: {tensor_name} is quantized as {tensor.tensor_type.name}, which the "
                 "package gguf cannot dequantize"
             ) from None
     return names
@@ -334,10 +448,12 @@ def write_weights(
     header, size = _safetensors_header(file, names, config["dtype"])
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensor data must be aligned to 8 bytes
-    num_heads = {
-        "q_proj": config["num_attention_heads"],
-        "k_proj": config["num_key_value_heads"],
-    }
+    num_heads = {}
+    if file.architecture.is_interleaved:
+        num_heads = {
+            "q_proj": config["num_attention_heads"],
+            "k_proj": config["num_key_value_heads"],
+        }
     with path.open("wb") as out, tqdm(total=size, unit="B", unit_scale=True, desc="tensors") as bar:
         out.write(struct.pack("<Q", len(text)) + text)
         for hf_name, gguf_name in names.items():
@@ -387,7 +503,8 @@ def convert(file: str | Path, out: str | Path, dtype: str = "auto") -> Path:
     Parameters
     ----------
     file
-        GGUF file of architecture ``llama``, with any quantization that the package ``gguf`` reads.
+        GGUF file of one of the `ARCHITECTURES`, with any quantization that the package ``gguf``
+        reads.
     out
         Folder to create. The files written to it are ``config.json``, ``model.safetensors``,
         ``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json``.
@@ -449,7 +566,7 @@ def convert(file: str | Path, out: str | Path, dtype: str = "auto") -> Path:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``graft import``."""
-    parser.add_argument("file", help="GGUF file of a Llama model")
+    parser.add_argument("file", help="GGUF file of a Llama, Mistral, Qwen2, Qwen3 or SmolLM3 model")
     parser.add_argument("out", help="folder to create; it must not exist")
     parser.add_argument(
         "--dtype",

@@ -26,7 +26,7 @@ from graft.cudagraph.memory import DeviceArray
 from graft.models.drafters.base import Drafter, DrafterContext, TreeShape, check_target
 from graft.models.drafters.dflash2 import Convolutions, Selector
 from graft.models.drafters.feed import Feed
-from graft.models.errors import ConfigError, DrafterError
+from graft.models.errors import DrafterError
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import DFlashConfig
 from graft.models.llm.kernel_library import KVWrite
@@ -71,11 +71,16 @@ class DFlash(Drafter):
     feeds_blocks = True
 
     def __init__(self, folder: Path, context: DrafterContext) -> None:
-        config = DFlashConfig.from_dir(folder)
+        config = DFlashConfig.from_dir(folder).for_length(context.max_length, folder)
         device = context.device
         target = context.target
         rows = context.max_rows
-        _check_config(folder, config, context)
+        check_target(
+            target,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_target_layers,
+        )
         self._config = config
         self._kernels = target.kernels
         self.feature_layers = config.target_layer_ids
@@ -404,19 +409,3 @@ def _draft_shape(config: DFlashConfig, context: DrafterContext) -> TreeShape:
         return TreeShape.by_level(min(context.max_drafts, max_levels))
     tree = context.tree._replace(levels=min(context.tree.levels, max_levels))
     return TreeShape.by_level(context.max_drafts, tree)
-
-
-def _check_config(folder: Path, config: DFlashConfig, context: DrafterContext) -> None:
-    """Check that the drafter was made for the target and supports the engine's max_length."""
-    check_target(
-        context.target,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_target_layers,
-    )
-    window = config.sliding_window
-    if window is not None and window < context.max_length:
-        raise ConfigError(
-            f"{folder}: sliding_window = {window} is shorter than max_length = "
-            f"{context.max_length}, which is not implemented; set max_length to at most {window}"
-        )

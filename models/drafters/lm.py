@@ -45,7 +45,7 @@ class SmallModel(Drafter):
         CheckpointError, ConfigError, TokenizerError
             If a file of the folder is missing or invalid.
         """
-        config = LlamaConfig.from_dir(folder)
+        config = LlamaConfig.from_dir(folder).for_length(context.max_length, folder)
         check_tokenizer(folder, context.tokenizer)
         cache = context.make_cache(
             config.num_hidden_layers,

@@ -122,4 +122,5 @@ def _from_folder(folder: Path, context: DrafterContext) -> Drafter:
         return DFlash(folder, context)
     if "model.norm.weight" in names:
         return SmallModel.from_dir(folder, context)
-    return Eagle3.from_dir(folder, Eagle3Config.from_dir(folder), context)
+    config = Eagle3Config.from_dir(folder).for_length(context.max_length, folder)
+    return Eagle3.from_dir(folder, config, context)

@@ -80,7 +80,7 @@ class Mtp(Drafter):
     """
 
     def __init__(self, folder: Path, context: DrafterContext, *, norm_hidden: bool = True) -> None:
-        config = LlamaConfig.from_dir(folder)
+        config = LlamaConfig.from_dir(folder).for_length(context.max_length, folder)
         device = context.device
         target = context.target
         hidden = config.hidden_size

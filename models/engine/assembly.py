@@ -237,7 +237,7 @@ def _load_target(
     )
     precision = {"activations": options.activations, "weights": options.weights}
     if leader is not None:
-        leader.load_workers(model, cache, **precision)
+        leader.load_workers(model, cache, max_length=options.sizes[0], **precision)
     target = LlamaModel(
         device,
         config,

@@ -137,9 +137,8 @@ class Engine:
         self.tokenizer = Tokenizer(folder, vocab_size=config.vocab_size)
         # Only the target limits the number of positions. The max_position_embeddings of a draft
         # head is the length of the sequences it was trained on, and is ignored.
-        requested = requested.sized(
-            config.max_position_embeddings, feeds_blocks=is_block_drafter(drafter)
-        )
+        requested = requested.sized(config.max_length, feeds_blocks=is_block_drafter(drafter))
+        config = config.for_length(requested.sizes[0], folder)
         self._ids = itertools.count()
         self._guard = ReentrancyGuard()
         self._submissions = itertools.count()

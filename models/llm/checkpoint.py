@@ -53,8 +53,8 @@ class Checkpoint:
     Parameters
     ----------
     path
-        A folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and the
-        shards that it lists; or one safetensors file.
+        A folder with ``model.safetensors.index.json`` and the shards that it lists, or without an
+        index and with ``model.safetensors``; or one safetensors file.
 
     Raises
     ------
@@ -72,10 +72,11 @@ class Checkpoint:
             return
         single = self.path / "model.safetensors"
         index = self.path / "model.safetensors.index.json"
-        if single.is_file():
-            self._entries = _read_header(single)
-        elif index.is_file():
+        # The index comes first: a model.safetensors beside it may be left over from another model.
+        if index.exists():
             self._entries = _read_shards(index)
+        elif single.is_file():
+            self._entries = _read_header(single)
         elif any(self.path.glob("*.bin")):
             raise CheckpointError(
                 f"{self.path}: found only pickled weights (.bin), which graft does not read; "

@@ -7,26 +7,97 @@ value of the field. No field that would change the output is ignored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from graft.models.errors import ConfigError
 from graft.models.json_fields import Fields
-from graft.models.llm.rope import Rope
+from graft.models.llm.rope import MAX_POSITIONS, Rope
 from graft.sampling.loading import MAX_SELECTED
 
 MAX_WIDTH = 1 << 20
 MAX_VOCAB = 1 << 22
 MAX_LAYERS = 1 << 10
-MAX_POSITIONS = 1 << 24
 MAX_HEADS = 1024
 MAX_HEAD_DIM = 256
 MAX_CONV_SIZE = 64
 MAX_BLOCK_SIZE = 1 << 10
 FLOATS = ("float32", "float16", "bfloat16")
-#: Target architectures with their model_type.
-TARGETS = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Differences between an architecture and Llama.
+
+    Attributes
+    ----------
+    model_type
+        `model_type` in configs.
+    head_norm, qkv_bias
+        As in `LlamaConfig`.
+    skips_rope
+        Whether some layers have no RoPE.
+    rope_theta
+        RoPE base of a config without `rope_theta`.
+    defaults
+        Values of absent fields, as in transformers, where they differ from those of Llama.
+    unused
+        Fields of the config that have no effect.
+    """
+
+    model_type: str
+    head_norm: bool = False
+    qkv_bias: bool = False
+    skips_rope: bool = False
+    rope_theta: float = 10000.0
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+
+_LLAMA = Architecture(model_type="llama")
+_QWEN_DEFAULTS = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_QWEN3 = Architecture(
+    model_type="qwen3", head_norm=True, defaults={**_QWEN_DEFAULTS, "head_dim": 128}
+)
+#: Architectures of target models.
+TARGETS = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": Architecture(
+        model_type="mistral",
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+    ),
+    "Qwen2ForCausalLM": Architecture(
+        model_type="qwen2",
+        qkv_bias=True,
+        defaults=_QWEN_DEFAULTS,
+        unused=("attention_bias",),
+    ),
+    "Qwen3ForCausalLM": _QWEN3,
+    "SmolLM3ForCausalLM": Architecture(
+        model_type="smollm3",
+        skips_rope=True,
+        rope_theta=2000000.0,
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "use_sliding_window": False,
+            "tie_word_embeddings": True,
+            "no_rope_layer_interval": 4,
+        },
+        unused=("pretraining_tp", "max_window_layers"),
+    ),
+}
 
 # Allowed values of the fields of `quantization_config` (by quant_method), of each of its config
 # groups, and of the section `weights` of a group. None allows any value. Fields that are not listed
@@ -71,7 +142,7 @@ _QUANTIZED_WEIGHTS: dict[str, tuple[Any, ...] | None] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Shape of a Llama or Qwen3 decoder.
+    """Shape of a Llama decoder, or of an architecture in `TARGETS` that differs from Llama.
 
     Attributes
     ----------
@@ -86,13 +157,20 @@ class LlamaConfig:
     rope
         Parameters of the rotary position embedding.
     max_position_embeddings
-        Maximum sequence length that the model was trained for.
+        Maximum sequence length that the model was trained for, without YaRN and dynamic scaling.
     tie_word_embeddings
         Whether the LM head is the embedding matrix.
     dtype
         dtype of the weights according to the config; float32 if the config has none.
     head_norm
         Whether RMSNorm is applied to each query head and key head (Qwen3).
+    qkv_bias
+        Whether the query, key and value projections have biases (Qwen2).
+    layers_without_rope
+        Ids of the layers without RoPE, ascending (SmolLM3).
+    sliding_window
+        Number of positions that a row attends to, counting its own position, in at least one layer;
+        None if a row attends to all positions.
     num_nextn_predict_layers
         Number of multi-token prediction modules after the last layer.
     """
@@ -110,6 +188,9 @@ class LlamaConfig:
     tie_word_embeddings: bool
     dtype: str = "float32"
     head_norm: bool = False
+    qkv_bias: bool = False
+    layers_without_rope: tuple[int, ...] = ()
+    sliding_window: int | None = None
     num_nextn_predict_layers: int = 0
 
     @classmethod
@@ -131,8 +212,30 @@ class LlamaConfig:
     @classmethod
     def from_fields(cls, fields: Fields) -> Self:
         """Read the fields of a config, like `from_dir`."""
-        model_type = _architecture(fields, TARGETS)
-        return cls(**_decoder(fields, model_type), head_norm=model_type == "qwen3")
+        return cls(**_decoder(fields, _architecture(fields, TARGETS)))
+
+    @property
+    def max_length(self) -> int:
+        """Maximum sequence length. YaRN and dynamic scaling extend `max_position_embeddings`."""
+        return self.rope.max_length(self.max_position_embeddings)
+
+    def for_length(self, length: int, where: str | Path) -> Self:
+        """Return the config for sequences with at most `length` tokens.
+
+        Some kinds of RoPE scaling depend on this length.
+
+        Raises
+        ------
+        ConfigError
+            If `length` exceeds the sliding window. The message begins with `where`.
+        """
+        window = self.sliding_window
+        if window is not None and window < length:
+            raise ConfigError(
+                f"{where}: sliding_window = {window} is shorter than max_length = {length}, which "
+                f"is not implemented; set max_length to at most {window}"
+            )
+        return replace(self, rope=self.rope.for_length(length))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +273,7 @@ class Eagle3Config(LlamaConfig):
             decoder = _speculators_decoder(fields)
         else:
             _architecture(
-                fields, dict.fromkeys(("LlamaForCausalLMEagle3", "LlamaForCausalLM"), "llama")
+                fields, dict.fromkeys(("LlamaForCausalLMEagle3", "LlamaForCausalLM"), _LLAMA)
             )
             decoder = fields
         for source in (fields, decoder):
@@ -282,7 +385,6 @@ class DFlashConfig(LlamaConfig):
     mask_token_id: int
     first_row: int
     markov_rank: int
-    sliding_window: int | None
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float = 0.0
@@ -295,26 +397,26 @@ class DFlashConfig(LlamaConfig):
     def from_fields(cls, fields: Fields) -> Self:
         dspark = "Qwen3DSparkModel"
         dflash2 = "DFlash2DraftModel"
-        _architecture(fields, dict.fromkeys(("DFlashDraftModel", dflash2, dspark), "qwen3"))
+        _architecture(fields, dict.fromkeys(("DFlashDraftModel", dflash2, dspark), _QWEN3))
         architecture = (fields.get("architectures") or [None])[0]
         sizes = _DFLASH2_SIZES if architecture == dflash2 else {}
         if architecture == dspark:
             fields.require("markov_head_type", "vanilla")
             for name in _DFLASH_NUMBERS:
                 fields.require(name, False)
+            fields.require("use_sliding_window", False)
             block = fields
             numbers: dict[str, float] = {}
-            has_windows = False
         else:
             block = _dflash_section(fields, sizes)
             numbers = _DFLASH_NUMBERS
-            has_windows = fields.boolean("use_sliding_window", default=False)
-        if has_windows:
+        if fields.boolean("use_sliding_window", default=False):
             # If is_causal is absent, layers with sliding windows are causal. Such layers are not
             # implemented, so the field must be present; its value is checked below.
             fields.boolean("is_causal")
+            fields.integer("sliding_window", low=1, high=MAX_POSITIONS)
         fields.require("is_causal", False)
-        decoder = _decoder(fields, "qwen3", has_windows)
+        decoder = _decoder(fields, _QWEN3)
         target_layers = fields.integer("num_target_layers", low=2, high=MAX_LAYERS)
         layer_ids = _target_layer_ids(block, target_layers)
         for name, high in sizes.items():
@@ -326,20 +428,15 @@ class DFlashConfig(LlamaConfig):
             )
         for name, default in numbers.items():
             decoder[name] = block.number(name, default=default)
-        sliding_window = None
-        if has_windows:
-            sliding_window = fields.integer("sliding_window", low=1, high=MAX_POSITIONS)
         last_token = decoder["vocab_size"] - 1
         return cls(
             **decoder,
-            head_norm=True,
             num_target_layers=target_layers,
             target_layer_ids=layer_ids,
             block_size=block.integer("block_size", low=2, high=MAX_BLOCK_SIZE),
             mask_token_id=block.integer("mask_token_id", low=0, high=last_token),
             first_row=int(architecture != dspark),
             markov_rank=fields.integer("markov_rank", low=0, high=MAX_WIDTH, default=0),
-            sliding_window=sliding_window,
         )
 
 
@@ -427,70 +524,69 @@ def _check_quantization(fields: Fields) -> None:
             weights.require_known(_QUANTIZED_WEIGHTS)
 
 
-def _architecture(fields: Fields, known: Mapping[str, str]) -> str:
-    """Check the architecture or the model_type of a config and return the model_type.
+def _architecture(fields: Fields, known: Mapping[str, Architecture]) -> Architecture:
+    """Return the architecture of a config, which `architectures` or `model_type` names.
 
     Parameters
     ----------
     fields
         Fields of the config.
     known
-        Maps each allowed architecture to its model_type.
+        Allowed architectures.
     """
     names = fields.get("architectures")
     model_type = fields.get("model_type")
+    by_type = {architecture.model_type: architecture for architecture in known.values()}
     if names is None and model_type is None:
         raise ConfigError(f"{fields.where}: neither architectures nor model_type is given")
     if names is None:
-        fields.require("model_type", *known.values())
-        return str(model_type)
+        fields.require("model_type", *by_type)
+        return by_type[model_type]
     if not isinstance(names, list) or len(names) != 1 or names[0] not in known:
         raise ConfigError(
             f"{fields.where}: architectures = {names!r} is not implemented ({' or '.join(known)})"
         )
-    fields.require("model_type", known[names[0]])
     return known[names[0]]
 
 
-def _decoder(
-    fields: Fields, model_type: str = "llama", has_windows: bool = False
-) -> dict[str, Any]:
-    """Read the fields that all decoders have and return them as arguments of `LlamaConfig`.
-
-    Parameters
-    ----------
-    fields
-        Fields of the config.
-    model_type
-        Expected model_type.
-    has_windows
-        Whether the caller handles layers with sliding windows.
-    """
-    _refuse_unimplemented(fields, model_type, has_windows)
+def _decoder(fields: Fields, architecture: Architecture = _LLAMA) -> dict[str, Any]:
+    """Read the fields that all decoders have and return them as arguments of `LlamaConfig`."""
+    # A field that is null does not get the default of its architecture, as in transformers.
+    fields = Fields({**architecture.defaults, **fields.data}, fields.where)
+    _refuse_unimplemented(fields, architecture)
     hidden = fields.integer("hidden_size", low=1, high=MAX_WIDTH)
     dtype = fields.get("dtype", fields.get("torch_dtype", "float32"))
     if dtype not in FLOATS:
         raise ConfigError(f"{fields.where}: dtype = {dtype!r} is not implemented {FLOATS}")
+    heads = _head_shape(fields, hidden)
+    layers = fields.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
+    max_positions = fields.integer(
+        "max_position_embeddings", low=1, high=MAX_POSITIONS, default=2048
+    )
     return {
         "vocab_size": fields.integer("vocab_size", low=1, high=MAX_VOCAB),
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size", low=1, high=MAX_WIDTH),
-        "num_hidden_layers": fields.integer("num_hidden_layers", low=1, high=MAX_LAYERS),
-        **_head_shape(fields, hidden),
+        "num_hidden_layers": layers,
+        **heads,
         "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6, low=1e-12, high=1.0),
-        "rope": Rope.from_fields(fields),
-        "max_position_embeddings": fields.integer(
-            "max_position_embeddings",
-            low=1,
-            high=MAX_POSITIONS,
-            default=2048,
+        "rope": Rope.from_fields(
+            fields,
+            head_dim=heads["head_dim"],
+            max_positions=max_positions,
+            default_theta=architecture.rope_theta,
         ),
+        "max_position_embeddings": max_positions,
         "tie_word_embeddings": fields.boolean("tie_word_embeddings", default=False),
         "dtype": dtype,
+        "head_norm": architecture.head_norm,
+        "qkv_bias": architecture.qkv_bias,
+        "layers_without_rope": _layers_without_rope(fields, architecture, layers),
+        "sliding_window": _sliding_window(fields, architecture, layers),
         "num_nextn_predict_layers": fields.integer(
             "num_nextn_predict_layers",
             low=0,
-            high=MAX_LAYERS,
+            high=0 if architecture.skips_rope else MAX_LAYERS,
             default=0,
         ),
     }
@@ -530,24 +626,75 @@ def _head_shape(fields: Fields, hidden: int) -> dict[str, int]:
     }
 
 
-def _refuse_unimplemented(fields: Fields, model_type: str, has_windows: bool) -> None:
+#: Allowed values of fields that request something that graft does not implement otherwise.
+_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_qk_norm": (False,),
+    "pretraining_tp": (1,),
+    "partial_rotary_factor": (1, 1.0),
+}
+
+
+def _refuse_unimplemented(fields: Fields, architecture: Architecture) -> None:
     """Raise a `ConfigError` for decoder options that graft does not implement."""
-    fields.require("model_type", model_type)
-    fields.require("hidden_act", "silu")
-    for switch in ("attention_bias", "mlp_bias", "use_qk_norm"):
-        fields.require(switch, False)
-    fields.require("pretraining_tp", 1)
+    fields.require("model_type", architecture.model_type)
+    for name, allowed in _IMPLEMENTED.items():
+        if name not in architecture.unused:
+            fields.require(name, *allowed)
     _check_quantization(fields)
-    fields.require("partial_rotary_factor", 1, 1.0)
-    known = ["full_attention"]
-    if has_windows:
-        known.append("sliding_attention")
-    else:
-        fields.require("use_sliding_window", False)
-        fields.require("sliding_window")
-    layer_types = fields.get("layer_types", [])
-    if not isinstance(layer_types, list) or any(kind not in known for kind in layer_types):
-        raise ConfigError(f"{fields.where}: layer_types = {layer_types!r} is not implemented")
+
+
+def _layers_without_rope(
+    fields: Fields, architecture: Architecture, layers: int
+) -> tuple[int, ...]:
+    """Return the ids of the layers without RoPE."""
+    if not architecture.skips_rope:
+        fields.require("no_rope_layers")
+        fields.require("no_rope_layer_interval")
+        return ()
+    # Despite its name, the list has a 1 for a layer with RoPE and a 0 for a layer without.
+    has_rope = fields.integers("no_rope_layers")
+    if has_rope is None:
+        interval = fields.integer("no_rope_layer_interval", low=1, high=MAX_LAYERS)
+        return tuple(range(interval - 1, layers, interval))
+    if len(has_rope) < layers or not set(has_rope) <= {0, 1}:
+        raise ConfigError(
+            f"{fields.where}: no_rope_layers = {list(has_rope)}: expected a 0 or 1 for each of "
+            f"{layers} layers"
+        )
+    return tuple(i for i in range(layers) if not has_rope[i])
+
+
+def _sliding_window(fields: Fields, architecture: Architecture, layers: int) -> int | None:
+    """Return the window size, or None if no layer has a sliding window.
+
+    Without `use_sliding_window`, all layers have the window (Mistral). If `use_sliding_window` is
+    true, `layer_types` lists the layers with a window; if it is absent, these are the layers from
+    `max_window_layers` on (Qwen).
+    """
+    kinds = fields.get("layer_types")
+    known = ("full_attention", "sliding_attention")
+    if kinds is not None and not (isinstance(kinds, list) and all(k in known for k in kinds)):
+        raise ConfigError(f"{fields.where}: layer_types = {kinds!r} is not implemented {known}")
+    slides = kinds is not None and "sliding_attention" in kinds
+    switch = fields.get("use_sliding_window")
+    has_window = fields.boolean("use_sliding_window", default=True)
+    has_window = has_window and fields.get("sliding_window") is not None
+    if slides and not has_window:
+        raise ConfigError(
+            f"{fields.where}: layer_types has sliding_attention, but sliding_window is "
+            f"{fields.get('sliding_window')!r} and use_sliding_window is {switch!r}"
+        )
+    if switch is True and kinds is not None:
+        has_window = slides
+    elif switch is True and "max_window_layers" not in architecture.unused:
+        first = fields.integer("max_window_layers", low=0, high=MAX_POSITIONS, default=0)
+        has_window = has_window and first < layers
+    if not has_window:
+        return None
+    return fields.integer("sliding_window", low=1, high=MAX_POSITIONS)
 
 
 def _feature_layers(fields: Fields) -> tuple[int, int, int] | None:

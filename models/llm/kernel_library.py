@@ -330,6 +330,8 @@ class _Product:
         [columns, inner] as stored.
     scale
         float32[columns], scales of the weight's rows; None if there are none.
+    bias
+        float32[columns], added to the scaled products; None for no bias.
     square_sums, eps
         Sums of squares and eps of the folded norm of `x`; None and 0 without a folded norm.
     rows, columns, inner
@@ -343,6 +345,7 @@ class _Product:
     x: DeviceArray
     weight: DeviceArray
     scale: DeviceArray | None
+    bias: DeviceArray | None
     square_sums: DeviceArray | None
     eps: float
     rows: int
@@ -508,10 +511,10 @@ class ModelKernels:
             [R, inner], float32 or of `input_dtype`; or the `Norm` that another product wrote.
         weight
             [columns, inner], float32, float16, bfloat16 or E4M3 without NaN. If it has row scales,
-            the sums are multiplied by them before the residual is added. For a row-parallel shard
-            the partial products of all ranks are added in rank order, and then the residual. No
-            kernel of the lane may write it: with programmatic dependent launch, weights are loaded
-            while the previous kernel runs.
+            the sums are multiplied by them. If it has a bias, the bias is then added, before the
+            residual. For a row-parallel shard the partial products of all ranks are added in rank
+            order, and then the residual. No kernel of the lane may write it: with programmatic
+            dependent launch, weights are loaded while the previous kernel runs.
         out
             float32[R, columns], receives the result.
         residual
@@ -702,7 +705,7 @@ class ModelKernels:
         name: str,
     ) -> None:
         """Compute this rank's partial product and add the partial products of all ranks."""
-        assert weight.all_gather is not None
+        assert weight.all_gather is not None and weight.bias is None
         partial = weight.all_gather.local_buffer(*out.shape)
         self.linear(
             lane,
@@ -747,11 +750,15 @@ class ModelKernels:
         columns = weight.shape[0]
         x_is_rounded = x.dtype == self.input_dtype(weight) != "float32"
         scale = None
+        bias = None
         if isinstance(weight, ScaledMatrix):
             scale = weight.scale
+            bias = weight.bias
             weight = weight.values
         if scale is not None:
             expect(f"{name}: scale", scale, "float32", columns=columns)
+        if bias is not None:
+            expect(f"{name}: bias", bias, "float32", columns=columns)
         expect(
             f"{name}: weight",
             weight,
@@ -770,6 +777,7 @@ class ModelKernels:
             x=x,
             weight=weight,
             scale=scale,
+            bias=bias,
             square_sums=square_sums,
             eps=eps,
             rows=rows,
@@ -860,6 +868,7 @@ class ModelKernels:
         return (
             product.weight,
             product.scale,
+            product.bias,
             product.x,
             residual,
             out,
@@ -924,6 +933,7 @@ class ModelKernels:
             "WEIGHT16": STORAGE[_mma_dtype(product.weight.dtype)],
             "X16": int(product.x_is_rounded),
             "WEIGHT8": int(product.weight.dtype == E4M3),
+            "BIAS": int(product.bias is not None),
             "GATED": int(gated),
             "OUT": _storage(out),
         }

@@ -1,4 +1,4 @@
-"""Target model on a paged KV cache: Llama, or Qwen3, which adds norms of query and key heads."""
+"""Target model on a paged KV cache: Llama, or an architecture with a small difference from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graft.sampling.checks import expect
 
 
 class LlamaModel:
-    """A Llama or Qwen3 model.
+    """A Llama, or a model of another architecture in `config.TARGETS`.
 
     All calls use the same activation buffers, so the work of one model must run in order: on
     one lane, or on several lanes with dependencies between them. The forward pass is row invariant:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -202,8 +202,10 @@ class ShardedWeights(Weights):
         parts: dict[str, int],
         columns: int,
         interleave: Interleave | None = None,
+        *,
+        bias: bool = False,
     ) -> Matrix:
-        matrix = super().stacked(parts, columns, interleave)
+        matrix = super().stacked(parts, columns, interleave, bias=bias)
         if not any(name.endswith(_ROW_PARALLEL) for name in parts):
             return matrix
         if not isinstance(matrix, ScaledMatrix):
@@ -214,6 +216,10 @@ class ShardedWeights(Weights):
         array, dtype, scale = super()._rows(name, rows, columns)
         own_rows, own_columns = self._slices[name.split(".")[-2]]
         return array[own_rows, own_columns], dtype, scale[own_rows]
+
+    def _bias(self, name: str, rows: int) -> np.ndarray:
+        own_rows, _ = self._slices[name.split(".")[-2]]
+        return super()._bias(name, rows)[own_rows]
 
 
 def make_all_gather(device: Device, ranks: RankGroup, max_elements: int) -> AllGather:
@@ -310,7 +316,7 @@ class TensorParallelLeader:
         }
         arguments = {
             "model": str(model.resolve()),
-            "config": str(asdict(self.shard.config)),
+            "config": repr(self.shard.config),
             "kv": kv_shape,
             "device": self._device.kind,
             "ordinal": self._device.ordinal,

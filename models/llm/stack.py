@@ -20,6 +20,7 @@ from graft.cudagraph.memory import DeviceArray
 from graft.models.cache.kv import PagedKV
 from graft.models.llm.config import LlamaConfig
 from graft.models.llm.kernel_library import NORM_GROUP, HeadNorms, KVWrite, ModelKernels, Norm
+from graft.models.llm.rope import identity_table
 from graft.models.llm.rows import Rows
 from graft.models.llm.weights import Matrix, Weights
 
@@ -33,8 +34,8 @@ class DecoderLayer:
     input_norm, post_norm
         Norm weights before attention and before the MLP, float32[hidden].
     qkv
-        Stacked query, key and value projections. The rows of each head are interleaved if the
-        product applies RoPE.
+        Stacked query, key and value projections, with biases in Qwen2. The rows of each head are
+        interleaved if the product applies RoPE.
     out
         Output projection of attention.
     gate_up
@@ -106,6 +107,7 @@ class DecoderLayer:
             },
             input_width,
             qkv_group,
+            bias=config.qkv_bias,
         )
         out = weights.stacked({f"{attention}.o_proj.weight": hidden}, queries)
         post_norm = weights.vector(f"{prefix}.post_attention_layernorm.weight", hidden)
@@ -261,7 +263,14 @@ class DecoderStack:
         self.config = config
         self.layers = layers
         self.kv = kv
-        self.rope_table = kernels.device.from_host(config.rope.table(kv.positions, config.head_dim))
+        shape = (kv.positions, config.head_dim)
+        self.rope_table = kernels.device.from_host(config.rope.table(*shape))
+        self._rope_tables = [self.rope_table] * len(layers)
+        if config.layers_without_rope:
+            # The kernels rotate the layers without RoPE too, by an angle of zero, which is exact.
+            identity = kernels.device.from_host(identity_table(*shape))
+            for layer in config.layers_without_rope:
+                self._rope_tables[layer] = identity
         width = config.hidden_size if attention_width is None else attention_width
         self.buffers = ActivationBuffers(kernels, config, max_rows, width)
 
@@ -380,7 +389,7 @@ class DecoderStack:
         heads = self.config.num_attention_heads
         qkv = self.buffers.qkv[: rows.count]
         output = self.buffers.attention_output[: rows.count]
-        write = KVWrite(self.rope_table, rows, self.kv, layer, heads)
+        write = KVWrite(self._rope_tables[layer], rows, self.kv, layer, heads)
         self.kernels.project_qkv(
             lane,
             x,

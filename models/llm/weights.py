@@ -26,7 +26,7 @@ Interleave = Callable[[str, int, int], int]
 
 @dataclass(frozen=True)
 class ScaledMatrix:
-    """A weight matrix [rows, columns] with one scale per row, or a row-parallel shard of a matrix.
+    """A weight matrix [rows, columns] with row scales or a bias, or a row-parallel shard.
 
     Attributes
     ----------
@@ -34,6 +34,8 @@ class ScaledMatrix:
         [rows, columns] in the stored dtype.
     scale
         float32[rows], factors of the rows; None if all factors are 1.
+    bias
+        float32[rows], added to the product; None for no bias. A row-parallel shard has none.
     all_gather
         Collective that gathers the partial products of all ranks. Set for a row-parallel shard,
         which has only some of the columns; None for other matrices.
@@ -41,6 +43,7 @@ class ScaledMatrix:
 
     values: DeviceArray
     scale: DeviceArray | None = None
+    bias: DeviceArray | None = None
     all_gather: AllGather | None = None
 
     @property
@@ -53,7 +56,8 @@ class ScaledMatrix:
 
     def __getitem__(self, rows: slice) -> ScaledMatrix:
         scale = None if self.scale is None else self.scale[rows]
-        return ScaledMatrix(self.values[rows], scale, self.all_gather)
+        bias = None if self.bias is None else self.bias[rows]
+        return ScaledMatrix(self.values[rows], scale, bias, self.all_gather)
 
 
 Matrix = DeviceArray | ScaledMatrix
@@ -97,6 +101,8 @@ class Weights:
         parts: dict[str, int],
         columns: int,
         interleave: Interleave | None = None,
+        *,
+        bias: bool = False,
     ) -> Matrix:
         """Upload matrices [rows, columns] of one dtype, concatenated along the rows.
 
@@ -110,11 +116,14 @@ class Weights:
             Function that returns the group size for the dtype and shape of the result. The two
             halves of every group are then interleaved in blocks of 8 rows, as the fused kernels
             read them. None, or a group size of 0, keeps the order.
+        bias
+            Whether each matrix ``*.weight`` has a bias ``*.bias``.
 
         Returns
         -------
         Matrix
-            A `ScaledMatrix` with row scales if the dtype is E4M3, else a plain array.
+            A `ScaledMatrix` if there are biases, or row scales because the dtype is E4M3; else a
+            plain array.
         """
         arrays = []
         scales = []
@@ -133,6 +142,9 @@ class Weights:
                 )
         stack = np.concatenate(arrays)
         scale = np.concatenate(scales)
+        biases = np.zeros(0, np.float32)
+        if bias:
+            biases = np.concatenate([self._bias(name, rows) for name, rows in parts.items()])
         group = interleave(first_dtype, *stack.shape) if interleave is not None else 0
         if group:
             # The axes are group, half of the group, block of 8 rows, and row in the block.
@@ -140,10 +152,21 @@ class Weights:
             order = blocks.swapaxes(1, 2).ravel()
             stack = stack[order]
             scale = scale[order]
+            biases = biases[order] if bias else biases
         values = self.device.from_host(stack, first_dtype)
-        if first_dtype != E4M3:
+        is_scaled = first_dtype == E4M3
+        if not is_scaled and not bias:
             return values
-        return ScaledMatrix(values, self.device.from_host(scale))
+        return ScaledMatrix(
+            values,
+            self.device.from_host(scale) if is_scaled else None,
+            self.device.from_host(biases) if bias else None,
+        )
+
+    def _bias(self, name: str, rows: int) -> np.ndarray:
+        """Return the bias of the matrix `name`, float32[rows]."""
+        array, dtype = self.read(name.removesuffix("weight") + "bias", (rows,))
+        return to_float32(np.ascontiguousarray(array), dtype)
 
     def _rows(self, name: str, rows: int, columns: int) -> tuple[np.ndarray, str, np.ndarray]:
         """Return a matrix, its dtype and its row scales, float32[rows], 1 for unscaled rows."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,8 @@ class TensorParallelWorker:
         Folder of the target, at the same path on every rank.
     config
         Rank 0's model config as text; it must equal the config in `model`.
+    max_length
+        Maximum length of a sequence.
     kv
         Arguments of `PagedKV`, except the number of KV heads, which depends on the shard.
     device
@@ -162,6 +164,7 @@ class TensorParallelWorker:
         *,
         model: str,
         config: str,
+        max_length: int,
         kv: dict[str, Any],
         device: str,
         ordinal: int,
@@ -170,8 +173,8 @@ class TensorParallelWorker:
         weights: str,
     ) -> None:
         folder = Path(model)
-        whole = LlamaConfig.from_dir(folder)
-        if str(asdict(whole)) != config:
+        whole = LlamaConfig.from_dir(folder).for_length(max_length, folder)
+        if repr(whole) != config:
             raise ConfigError(
                 f"{folder}: config.json differs from rank 0's; all ranks must load the same model"
             )

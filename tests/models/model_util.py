@@ -86,10 +86,11 @@ def load_llama(
     activations: str = "rounded",
     weights: str = "checkpoint",
     max_rows: int = 64,
+    max_length: int = 64,
     **cache: Any,
 ) -> LlamaModel:
     """Load a target with its own KV cache."""
-    config = LlamaConfig.from_dir(folder)
+    config = LlamaConfig.from_dir(folder).for_length(max_length, folder)
     kv = make_cache(device, config, **cache)
     return LlamaModel(
         device,

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,25 @@ def real(ranks: RankGroup) -> None:
     )
 
 
+def architecture(ranks: RankGroup, model: Path) -> None:
+    """Run greedy requests with a model, without a drafter, in one process and on all ranks."""
+    requests = [
+        Request(tokens=[7 * i + j for j in range(9 + i)], max_tokens=16, logprobs=0, id=str(i))
+        for i in range(3)
+    ]
+    found = []
+    for group in (None, ranks):
+        with Engine(model, max_length=256, ranks=group) as engine:
+            outputs = engine.generate(requests)
+        found.append(
+            {
+                "tokens": {output.id: output.tokens for output in outputs},
+                "logprobs": {o.id: [p.value for p in o.logprobs or ()] for o in outputs},
+            }
+        )
+    print(json.dumps(found))
+
+
 def disturb(case: str) -> None:
     """Make this rank fail.
 
@@ -151,18 +171,19 @@ def idle(ranks: RankGroup, stderr_file: str) -> None:
         print(f"graft: {error}", file=sys.stderr)
 
 
-def main(case: str, stderr_file: str) -> int:
+def main(case: str, path: str) -> int:
+    """Run a case. `path` is the file of stderr, or the model of the case "architecture"."""
     if case == "idle":
-        idle(RankGroup.from_mpi(2.0), stderr_file)
+        idle(RankGroup.from_mpi(2.0), path)
         return 1
-    ranks = RankGroup.from_mpi(120.0 if case in ("equal", "real") else 4.0)
-    if ranks.rank and case != "real":
+    cases = {"equal": equal, "real": real, "architecture": partial(architecture, model=Path(path))}
+    ranks = RankGroup.from_mpi(120.0 if case in cases else 4.0)
+    if ranks.rank and case not in ("real", "architecture"):
         disturb(case)
     elif case == "killed":  # the launcher may end before this rank
-        os.dup2(os.open(stderr_file, os.O_WRONLY | os.O_CREAT), 2)
-    if case in ("equal", "real"):
-        run_case = {"equal": equal, "real": real}[case]
-        worker_rank.run_worker(ranks) if ranks.rank else run_case(ranks)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 2)
+    if case in cases:
+        worker_rank.run_worker(ranks) if ranks.rank else cases[case](ranks)
         return 0
     RankGroup.from_mpi = lambda: ranks  # type: ignore[assignment, method-assign]
     return cli.main(

@@ -25,6 +25,23 @@ def test_checkpoint_returns_tensors_exactly(tmp_path, dtype, shards):
         np.testing.assert_array_equal(to_float32(array, kind), wanted)
 
 
+def test_checkpoint_index_takes_precedence_over_single_file(tmp_path):
+    """A model.safetensors beside an index is read only if the index lists it."""
+    written = make_tiny_llama(tmp_path, shards=3)
+    stray = tmp_path / "model.safetensors"
+    save_file({"model.norm.weight": np.zeros(48, np.float32)}, stray)
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.names == tuple(sorted(written))
+    norm, _ = checkpoint.get("model.norm.weight", (48,))
+    np.testing.assert_array_equal(norm, written["model.norm.weight"])
+    index = {"weight_map": {"model.norm.weight": stray.name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert Checkpoint(tmp_path).names == ("model.norm.weight",)
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"index\.json: not valid JSON"):
+        Checkpoint(tmp_path)
+
+
 def test_checkpoint_rejects_wrong_name_shape_or_dtype(tmp_path):
     """Errors name the tensor. int64 and bool tensors are returned only if `dtypes` allows them."""
     make_tiny_llama(tmp_path)

@@ -11,7 +11,8 @@ from tiny_models import llama_config, make_tiny_eagle3, make_tiny_llama
 
 from graft.models import json_fields as fields
 from graft.models.errors import ConfigError
-from graft.models.llm.config import Eagle3Config, LlamaConfig
+from graft.models.llm.config import TARGETS, Eagle3Config, LlamaConfig
+from graft.models.llm.rope import Linear, Rope
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -19,6 +20,13 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.0, 1.0, 1.5],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+    "original_max_position_embeddings": 64,
 }
 
 
@@ -53,14 +61,16 @@ SIZES = (
     ("name", "value"),
     [
         *itertools.product(SIZES, (None, 0, -4, 1 << 40, "48", 4.5, True, [3])),
-        ("architectures", ["MistralForCausalLM"]),
+        ("architectures", ["GemmaForCausalLM"]),
+        ("no_rope_layers", [1, 0, 1]),
+        ("no_rope_layer_interval", 4),
         ("architectures", []),
         ("model_type", "qwen3"),
         ("hidden_act", "gelu"),
         ("attention_bias", True),
         ("mlp_bias", True),
         ("pretraining_tp", 2),
-        ("sliding_window", 4096),
+        ("sliding_window", 0),
         ("quantization_config", {"bits": 4}),
         ("head_dim", 7),
         ("head_dim", 512),
@@ -73,9 +83,24 @@ SIZES = (
         ("tie_word_embeddings", "yes"),
         ("layer_types", ["sliding_attention"]),
         ("partial_rotary_factor", 0.5),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
-        ("rope_scaling", {"type": "dynamic", "factor": 4.0}),
+        ("rope_scaling", {"rope_type": "proportional", "factor": 4.0}),
+        ("rope_scaling", {"rope_type": ["yarn"], "factor": 4.0}),
         ("rope_scaling", {"rope_type": "linear"}),
+        ("rope_scaling", {"rope_type": "yarn"}),
+        ("rope_scaling", {**YARN, "beta_fast": 1.0}),
+        ("rope_scaling", {**YARN, "truncate": 1}),
+        ("rope_scaling", {**YARN, "attention_factor": 0}),
+        ("rope_scaling", {**YARN, "llama_4_scaling_beta": 0.1}),
+        ("rope_scaling", {"full_attention": YARN}),
+        ("rope_scaling", {"rope_type": "default", "factor": 2.0}),
+        ("rope_scaling", {"type": "dynamic", "factor": 0.5}),
+        (
+            "rope_scaling",
+            {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 128},
+        ),
+        ("rope_scaling", {**LONG_ROPE, "long_factor": [1.0] * 3}),
+        ("rope_scaling", {**LONG_ROPE, "short_factor": [1.0, 0.0, 1.0, 1.0]}),
+        ("rope_scaling", {**LONG_ROPE, "short_factor": 2.0}),
         ("rope_scaling", {**LLAMA3, "high_freq_factor": 1.0}),
         ("rope_scaling", "linear"),
         ("rms_norm_eps", 10**400),
@@ -87,7 +112,7 @@ def test_llama_config_rejects_invalid_fields(name, value):
 
     If the field is a size, the error also contains its value.
     """
-    wanted = {"torch_dtype": "dtype", "rope_scaling": "rope|factor"}.get(name, name)
+    wanted = {"torch_dtype": "dtype", "rope_scaling": "rope_scaling"}.get(name, name)
     with pytest.raises(ConfigError, match=wanted) as refused:
         read(**{name: value})
     if name in SIZES and value is not None:
@@ -121,12 +146,192 @@ def test_llama_config_rejects_unreadable_files(
         LlamaConfig.from_dir(tmp_path)
 
 
-def test_rope_parameters_and_rope_scaling_must_agree():
-    """A config whose rope_parameters and rope_scaling sections differ is rejected."""
-    linear = {"rope_type": "linear", "factor": 2.0}
-    assert read(rope_scaling=linear, rope_parameters=linear).rope.factor == 2.0
-    with pytest.raises(ConfigError, match=r"rope_parameters .* and rope_scaling .* differ"):
-        read(rope_scaling=linear, rope_parameters={**linear, "factor": 4.0})
+@pytest.mark.parametrize(
+    ("scaling", "more"),
+    [
+        ({"type": "linear", "factor": 2}, {}),
+        ({"type": "linear", "rope_type": "linear", "factor": 2.0}, {}),
+        ({"rope_type": "linear", "factor": 2.0, "rope_theta": 10000}, {}),
+        ({"rope_type": "linear", "factor": 2.0, "finetuned": True}, {}),
+        ({"rope_type": "linear", "factor": 2.0, "attention_factor": None}, {}),
+        (None, {}),
+        ({}, {}),
+        ({"rope_type": "linear", "factor": 2.0}, {"rope_theta": None}),
+        ({"rope_type": "linear", "factor": 2.0}, {"rope_parameters": {}}),
+    ],
+)
+def test_rope_accepts_equivalent_forms(scaling, more):
+    """Two sections that say the same in other forms agree. An empty section counts as absent."""
+    parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    fields = {"rope_parameters": parameters, "rope_scaling": scaling, **more}
+    assert read(**fields).rope == Rope(10000.0, Linear(2.0))
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rope_parameters": {**LINEAR, "factor": 4.0}, "rope_scaling": LINEAR}, "differ; remove"),
+        ({"rope_parameters": {"rope_theta": 10000.0}, "rope_scaling": LINEAR}, "differ; remove"),
+        ({"rope_scaling": {**LINEAR, "type": "dynamic"}}, "'linear' and type 'dynamic' differ"),
+        ({"rope_scaling": {"factor": 4.0}}, "rope_type is missing, but factor is given"),
+        ({"rope_parameters": {"rope_theta": 1e4, "factor": 4.0}}, "rope_type is missing"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            r"rope_theta has different values: 10000\.0 in config, 1000000\.0 in config: rope_para",
+        ),
+        (
+            {
+                "rope_theta": None,
+                "rope_parameters": {**LINEAR, "rope_theta": 5.0},
+                "rope_scaling": {**LINEAR, "rope_theta": 6.0},
+            },
+            "rope_theta has different values: 5.0 .* 6.0",
+        ),
+        (
+            {"rope_scaling": YARN, "original_max_position_embeddings": 32},
+            "original_max_position_embeddings has different values: 32 .* 64",
+        ),
+    ],
+)
+def test_rope_rejects_contradicting_fields(fields, words):
+    """Sections, types, bases and lengths that differ, and scaling without a type, are rejected."""
+    with pytest.raises(ConfigError, match=words):
+        read(**fields)
+
+
+def test_yarn_fields_default_as_in_transformers():
+    """The original length and the factor follow from each other and from the maximum length."""
+    whole = {**YARN, "original_max_position_embeddings": None}
+    assert read(rope_scaling=whole).rope.scaling.original == 256
+    assert read(rope_scaling=whole, original_max_position_embeddings=32).rope.scaling.original == 32
+    assert read(rope_scaling={**YARN, "factor": None}) == read(rope_scaling=YARN)
+    assert read(rope_scaling=YARN).rope.scaling.attention_factor == 0.1 * np.log(4.0) + 1.0
+    assert read(rope_scaling={**YARN, "mscale": 1.0}).rope == read(rope_scaling=YARN).rope
+    both = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
+    assert read(rope_scaling=both).rope.scaling.attention_factor == 1.0
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length"),
+    [
+        (None, 256),
+        ({"type": "linear", "factor": 2.0}, 256),
+        ({**YARN, "factor": 8.0}, 512),
+        ({**YARN, "factor": 2.0}, 256),
+        ({"type": "dynamic", "factor": 2.0}, 512),
+        ({"type": "dynamic", "factor": 1e9}, 1 << 24),
+        (LONG_ROPE, 256),
+    ],
+)
+def test_llama_config_max_length_includes_rope_scaling(scaling, length):
+    assert read(rope_scaling=scaling).max_length == length
+
+
+def test_rope_scaling_by_length_depends_on_maximum_length_only():
+    """LongRoPE and dynamic scaling have one table for all sequences up to a maximum length."""
+    config = read(rope_scaling=LONG_ROPE)
+    tables = {n: config.for_length(n, "model").rope.table(8, 8) for n in (64, 65, 256)}
+    assert not np.array_equal(tables[64], tables[65])
+    np.testing.assert_array_equal(tables[65], tables[256])
+    config = read(rope_scaling={"type": "dynamic", "factor": 3.0})
+    assert config.for_length(256, "model").rope == Rope(10000.0)
+    assert config.for_length(257, "model").rope == config.for_length(768, "model").rope
+    # The base is that of transformers for sequences of 3 * 256 tokens.
+    base = 10000.0 * (3.0 * 768 / 256 - 2.0) ** (8 / 6)
+    wanted = Rope(base).frequencies(8)
+    np.testing.assert_array_equal(config.rope.frequencies(8), wanted)
+
+
+def read_architecture(name, **overrides) -> LlamaConfig:
+    """Read a config of another architecture; an override of None is a null in the config."""
+    fields = llama_config(architectures=[name], model_type=TARGETS[name].model_type)
+    return LlamaConfig.from_dict({**fields, **overrides})
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_architecture_defaults_equal_transformers(name):
+    """Absent fields get the defaults that transformers has for the architecture."""
+    defaults = {  # KV heads, head_dim, positions, base, tied embeddings, window
+        "LlamaForCausalLM": (32, 8, 2048, 1e4, False, None),
+        "MistralForCausalLM": (8, 8, 131072, 1e4, False, 4096),
+        "Qwen2ForCausalLM": (32, 8, 32768, 1e4, False, None),
+        "Qwen3ForCausalLM": (32, 128, 32768, 1e4, False, None),
+        "SmolLM3ForCausalLM": (4, 8, 32768, 2e6, True, None),
+    }
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    fields = {size: llama_config()[size] for size in sizes}
+    fields |= {"architectures": [name], "num_attention_heads": 32, "hidden_size": 256}
+    config = LlamaConfig.from_dict(fields)
+    assert (
+        config.num_key_value_heads,
+        config.head_dim,
+        config.max_position_embeddings,
+        config.rope.theta,
+        config.tie_word_embeddings,
+        config.sliding_window,
+    ) == defaults[name]
+    del fields["architectures"]
+    assert LlamaConfig.from_dict({**fields, "model_type": TARGETS[name].model_type}) == config
+    assert (
+        LlamaConfig.from_dict(
+            {**fields, "model_type": TARGETS[name].model_type, "num_key_value_heads": None}
+        ).num_key_value_heads
+        == 32
+    )
+
+
+SLIDING = ["full_attention", "full_attention", "sliding_attention"]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "window"),
+    [
+        ("MistralForCausalLM", {"sliding_window": None}, None),
+        ("MistralForCausalLM", {"sliding_window": 64}, 64),
+        ("LlamaForCausalLM", {"sliding_window": 64}, 64),
+        ("LlamaForCausalLM", {"sliding_window": 64, "use_sliding_window": False}, None),
+        ("Qwen3ForCausalLM", {"sliding_window": 64}, None),
+        ("Qwen3ForCausalLM", {"sliding_window": 64, "use_sliding_window": False}, None),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 3}, None),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "max_window_layers": 2}, 4096),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "layer_types": SLIDING}, 4096),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True, "layer_types": SLIDING[:2]}, None),
+        ("SmolLM3ForCausalLM", {"use_sliding_window": True, "sliding_window": 9}, 9),
+        ("SmolLM3ForCausalLM", {"use_sliding_window": True, "max_window_layers": 28}, None),
+    ],
+)
+def test_sliding_window_is_read_only_where_it_is_in_use(name, fields, window):
+    config = read_architecture(name, **fields)
+    assert config.sliding_window == window
+    if window is not None:
+        assert config.for_length(window, "model") == config
+        with pytest.raises(ConfigError, match=rf"model: sliding_window = {window} is shorter"):
+            config.for_length(window + 1, "model")
+
+
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": 64}])
+def test_sliding_layers_without_window_are_rejected(fields):
+    with pytest.raises(ConfigError, match="layer_types has sliding_attention"):
+        read_architecture("Qwen3ForCausalLM", layer_types=SLIDING, **fields)
+
+
+def test_smollm3_config_lists_layers_without_rope():
+    """A 0 in no_rope_layers means a layer without RoPE. The default is every fourth layer."""
+    name = "SmolLM3ForCausalLM"
+    layers = {"num_hidden_layers": 9}
+    assert read_architecture(name, **layers).layers_without_rope == (3, 7)
+    config = read_architecture(name, **layers, no_rope_layer_interval=3, pretraining_tp=2)
+    assert config.layers_without_rope == (2, 5, 8)
+    config = read_architecture(name, no_rope_layers=[0, 1, 0, 0], no_rope_layer_interval=2)
+    assert config.layers_without_rope == (0, 2)
+    for wrong in ([1, 0], [1, 0, 2], [], "all"):
+        with pytest.raises(ConfigError, match="no_rope_layers"):
+            read_architecture(name, no_rope_layers=wrong)
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers"):
+        read_architecture(name, num_nextn_predict_layers=1)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from model_util import FORMS, download, make_rows, normal, same_bits, upload, upload_ints
 from tiny_models import rounded
 
-from graft.cudagraph.dtypes import to_float32
+from graft.cudagraph.dtypes import E4M3, to_float32
 from graft.cudagraph.errors import GraftError, OptionError, ShapeError
 from graft.cudagraph.kernels import Kernel
 from graft.cudagraph.lanes import StreamLane
@@ -22,6 +22,7 @@ from graft.models.llm.kernel_library import (
     mma_shape,
 )
 from graft.models.llm.rope import Rope
+from graft.models.llm.weights import ScaledMatrix
 
 DTYPES = ("float32", "float16", "bfloat16")
 CHOOSE_SPLITS = "graft.models.llm.kernel_library._choose_splits"
@@ -377,7 +378,12 @@ def test_linear_with_folded_norm_equals_norm_between_products(
 
 
 @pytest.mark.parametrize(
-    ("dim", "activations", "dtype"), [(64, "rounded", "bfloat16"), (32, "float32", "float32")]
+    ("dim", "activations", "dtype", "has_bias"),
+    [
+        (64, "rounded", "bfloat16", False),
+        (32, "float32", "float32", False),
+        (64, "rounded", "bfloat16", True),
+    ],
 )
 def test_fused_qkv_equals_linear_and_rope_and_store(
     device,
@@ -386,6 +392,7 @@ def test_fused_qkv_equals_linear_and_rope_and_store(
     dim,
     activations,
     dtype,
+    has_bias,
 ):
     """The fused QKV kernel gives the same bits as `linear` followed by `rope_and_store`.
 
@@ -397,6 +404,8 @@ def test_fused_qkv_equals_linear_and_rope_and_store(
     w = normal(rng, 4 * dim, 128)
     blocks = w.reshape(4, 2, dim // 16, 8, 128)
     interleaved = blocks.swapaxes(1, 2).reshape(w.shape)
+    bias = normal(rng, 4 * dim)
+    interleaved_bias = bias.reshape(4, 2, dim // 16, 8).swapaxes(1, 2).reshape(-1)
     slots = [1, 0, 1, -1, 1, 2, 0, 1] + 12 * [0]
     pos = [17, 4, 18, 3, -1, 2, 1000, 29, *range(20, 32)]
     tree = np.array([0, 0, 5, *17 * [0]], np.uint64)
@@ -416,6 +425,9 @@ def test_fused_qkv_equals_linear_and_rope_and_store(
             rope_table = upload(device, Rope(theta=100.0).table(kv.positions, dim))
             qkv = device.zeros((count, 4 * dim), "float32")
             there = upload(device, matrix, "bfloat16")
+            if has_bias:
+                added = upload(device, bias if matrix is w else interleaved_bias)
+                there = ScaledMatrix(there, bias=added)
             if matrix is w:
                 kernels.linear(lane, x, there, qkv)
                 kernels.rope_and_store(lane, qkv, KVWrite(rope_table, rows, kv, 1, 2))
@@ -520,6 +532,28 @@ def test_linear_adds_residual_in_place_and_copies_result(
     assert same_bits(tapped[:, 16:32].copy(), out)
     assert (tapped[:, :16] == 7).all()
     assert (tapped[:, 32:] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", E4M3])
+@pytest.mark.parametrize(
+    ("rows", "columns", "inner"), [(5, 21, 40), (5, 32, 128), (20, 48, 128), (20, 32, 1024)]
+)
+def test_linear_adds_bias_after_scale_and_before_residual(
+    kernels, lane, rows, columns, inner, dtype
+):
+    rng = np.random.default_rng(rows)
+    device = kernels.device
+    x = upload(device, normal(rng, rows, inner))
+    w = upload(device, rng.integers(-8, 9, (columns, inner)) / 8, dtype)
+    scale = normal(rng, columns)
+    bias = normal(rng, columns)
+    residual = normal(rng, rows, columns)
+    arrays = [upload(device, array) for array in (scale, bias)]
+    scaled = run_linear(kernels, lane, x, ScaledMatrix(w, arrays[0]))
+    got = run_linear(kernels, lane, x, ScaledMatrix(w, *arrays), residual=upload(device, residual))
+    assert same_bits(got, scaled + bias + residual)
+    got = run_linear(kernels, lane, x, ScaledMatrix(w, bias=arrays[1])[3:])
+    assert same_bits(got, run_linear(kernels, lane, x, w[3:]) + bias[3:])
 
 
 @pytest.mark.parametrize(

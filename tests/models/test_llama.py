@@ -1,18 +1,19 @@
-"""Tests that compare Llama and Qwen3 targets with Hugging Face transformers and NumPy."""
+"""Tests that compare target models with Hugging Face transformers and NumPy."""
 
+import json
 from dataclasses import replace
 
 import model_util
 import numpy as np
 import numpy_llama
 import pytest
-from tiny_models import edit_tensors, llama_config, make_tiny_llama
+from tiny_models import QWEN2, SMOLLM3, edit_tensors, llama_config, make_tiny_llama, write_json
 
 from graft.cudagraph.errors import OptionError, ShapeError
 from graft.cudagraph.lanes import StreamLane
 from graft.models.errors import CheckpointError
 from graft.models.llm.checkpoint import Checkpoint
-from graft.models.llm.config import LlamaConfig
+from graft.models.llm.config import TARGETS, LlamaConfig
 from graft.models.llm.llama import LlamaModel
 
 CASES = sorted(p.parent.name for p in model_util.FIXTURES.glob("*/generation_config.json"))
@@ -21,11 +22,16 @@ CASES = sorted(p.parent.name for p in model_util.FIXTURES.glob("*/generation_con
 def test_llama_fixtures_cover_all_layouts():
     """The model fixtures together cover every attention layout, RoPE kind and dtype."""
     configs = [LlamaConfig.from_dir(model_util.FIXTURES / case) for case in CASES]
-    assert {c.rope.kind for c in configs} == {"default", "linear", "llama3"}
+    assert {c.rope.kind for c in configs} == {"default", "linear", "llama3", "yarn"}
     assert {c.dtype for c in configs} == {"float32", "float16", "bfloat16"}
     assert {c.tie_word_embeddings for c in configs} == {True, False}
     groups = {c.num_attention_heads // c.num_key_value_heads for c in configs}
     assert groups >= {1, 2, 3, 4}
+    names = set()
+    for case in CASES:
+        data = json.loads((model_util.FIXTURES / case / "config.json").read_text())
+        names.update(data["architectures"])
+    assert names == set(TARGETS)
 
 
 @pytest.mark.parametrize("form", model_util.FORMS)
@@ -56,6 +62,47 @@ def test_llama_logits_equal_transformers(
     )
     logits = np.concatenate([first, second])
     np.testing.assert_allclose(logits, expected["logits"], atol=3e-5)
+
+
+ROPE_SCALING = model_util.FIXTURES / "rope_scaling"
+
+
+@pytest.mark.parametrize("form", model_util.FORMS)
+@pytest.mark.parametrize("case", json.loads((ROPE_SCALING / "cases.json").read_text()))
+def test_rope_scaling_logits_and_greedy_tokens_equal_transformers(
+    device, stream, tmp_path, case, form
+):
+    """Logits of a prompt in two chunks, and greedy tokens, equal those of transformers.
+
+    If the scaling depends on the length of the sequence, only the logits at the maximum length are
+    compared, because transformers computes the logits of shorter sequences with other frequencies.
+    """
+    folder, config = write_rope_case(tmp_path, case)
+    expected = np.load(ROPE_SCALING / "expected.npz")
+    model = model_util.load_llama(device, folder, form=form, dtype="float32", max_length=40)
+    model_util.allocate_pages(stream, model.kv, 1, 40)
+    tokens = np.load(config["base"] / "expected.npz")["tokens"]
+    model_util.forward(stream, model, tokens[:23], 1, np.arange(23))
+    logits = model_util.forward(stream, model, tokens[23:], 1, np.arange(23, 40))
+    np.testing.assert_allclose(logits[-8:], expected[f"{case}_logits"], atol=3e-5)
+    if case in ("dynamic", "longrope_long"):
+        return
+    greedy = list(expected[f"{case}_greedy"])
+    model_util.allocate_pages(stream, model.kv, 2, 40)
+    logits = model_util.forward(stream, model, greedy[:20], 2, np.arange(20))
+    for position in range(20, 40):
+        assert logits[-1].argmax() == greedy[position]
+        logits = model_util.forward(stream, model, greedy[position : position + 1], 2, [position])
+
+
+def write_rope_case(folder, case):
+    """Write a model of `ROPE_SCALING`; return its folder and its entry with the path `base`."""
+    entry = json.loads((ROPE_SCALING / "cases.json").read_text())[case]
+    base = model_util.FIXTURES / entry["model"]
+    data = json.loads((base / "config.json").read_text())
+    write_json(folder / "config.json", data | entry["config"])
+    (folder / "model.safetensors").symlink_to(base / "model.safetensors")
+    return folder, entry | {"base": base}
 
 
 def test_llama_rounded_activations_are_more_accurate_than_transformers_bfloat16(device, stream):
@@ -135,6 +182,38 @@ def test_llama_kv_cache_dtype_bounds_error(device, stream, tmp_path):
         error[dtype] = np.abs(logits - wanted).max()
     assert error["float32"] < 1e-4 < error["bfloat16"] < 0.5
     assert error["float32"] < error["float16"] < error["bfloat16"]
+
+
+@pytest.mark.parametrize("architecture", [QWEN2, SMOLLM3], ids=["qwen2", "smollm3"])
+@pytest.mark.parametrize("weights", ["checkpoint", "fp8"])
+def test_tensor_cores_equal_other_form_in_every_architecture(
+    device, stream, tmp_path, architecture, weights
+):
+    """Fused QKV products with biases, and layers without RoPE, equal those of the other form.
+
+    The QKV rows of the warp form are interleaved, and so are its biases.
+    """
+    if "thread" not in model_util.FORMS:
+        pytest.skip("GPU code has only one form of kernels")
+    make_tiny_llama(
+        tmp_path,
+        dtype="bfloat16",
+        **architecture,
+        hidden_size=128,
+        intermediate_size=128,
+        num_attention_heads=4,
+        head_dim=32,
+    )
+    logits = []
+    for form in ("thread", "warp"):
+        model = model_util.load_llama(
+            device, tmp_path, form=form, activations="float32", weights=weights, dtype="float32"
+        )
+        model_util.allocate_pages(stream, model.kv, 0, 30)
+        logits.append(model_util.forward(stream, model, np.arange(30), 0, np.arange(30)))
+    kernels = model.kernels
+    assert kernels.can_fuse_rope(32, "bfloat16", 256, 128)
+    np.testing.assert_allclose(*logits, atol=2e-3)
 
 
 def _set(name, value):

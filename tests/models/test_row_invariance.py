@@ -19,7 +19,7 @@ from model_util import (
     same_bits,
 )
 from round_simulator import result_row
-from tiny_models import llama_config, make_tiny_eagle3, make_tiny_llama
+from tiny_models import QWEN2, SMOLLM3, llama_config, make_tiny_eagle3, make_tiny_llama
 
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.lanes import StreamLane
@@ -31,6 +31,7 @@ SHAPE = {
     "intermediate_size": 40,
     "num_attention_heads": 4,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 NAMES = ("logits", "features", "draft")
 SLOTS = 8
 RUN = 5  # Rows.rows_per_slot, which is only a hint: the slots have other numbers of rows
@@ -162,17 +163,23 @@ class Case:
         "thread-bfloat16-8",
         "thread-float32-8",
         "warp-bfloat16-8",
+        "thread-bfloat16-8-qwen2",
+        pytest.param("warp-bfloat16-8-qwen2", marks=pytest.mark.full),
+        pytest.param("thread-float16-8-smollm3", marks=pytest.mark.full),
         pytest.param("warp-float32-8", marks=pytest.mark.full),
         pytest.param("warp-float16-64", marks=pytest.mark.full),
     ],
 )
 def case(device, request, tmp_path_factory):
-    form, dtype, head_dim = request.param.split("-")
+    form, dtype, head_dim, *architecture = request.param.split("-")
     if form not in FORMS:
         pytest.skip(f"GPU code has no kernels of the form {form!r}")
     folder = tmp_path_factory.mktemp("invariance")
     sizes = {**SHAPE, "head_dim": int(head_dim)}
-    make_tiny_llama(folder / "target", dtype=dtype, **sizes)
+    fields = {}
+    if architecture:
+        fields = {"qwen2": QWEN2, "smollm3": SMOLLM3}[architecture[0]] | {"rope_scaling": YARN}
+    make_tiny_llama(folder / "target", dtype=dtype, **sizes, **fields)
     make_tiny_eagle3(
         folder / "head",
         llama_config(**sizes),

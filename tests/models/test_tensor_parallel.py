@@ -18,16 +18,19 @@ import model_util
 import numpy as np
 import pytest
 from engine_util import TARGET
+from tiny_models import QWEN2, SMOLLM3, make_tiny_llama, make_tiny_tokenizer
 
 from graft.cudagraph.driver import call, cu
+from graft.cudagraph.dtypes import to_float32
 from graft.cudagraph.errors import DeadlineError, OptionError
 from graft.cudagraph.graph import Graph
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.nccl import NcclAllGather
 from graft.models.llm import worker_rank
+from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
 from graft.models.llm.kernel_library import ModelKernels, Norm
-from graft.models.llm.sharding import Shard
+from graft.models.llm.sharding import Shard, ShardedWeights
 from graft.models.llm.weights import ScaledMatrix
 from graft.tools.smollm import cache_folder
 
@@ -136,6 +139,42 @@ def test_tensor_parallel_shards_cover_the_model(
 def test_tensor_parallel_rejects_more_ranks_than_kv_heads():
     with pytest.raises(OptionError, match="4 ranks are too many for a model with 3 KV heads"):
         Shard.of(SMOL, 0, 4)
+
+
+def test_tensor_parallel_shards_have_biases_of_their_heads(device):
+    """The biases of all ranks together are those of the checkpoint (Qwen2)."""
+    folder = model_util.FIXTURES / "qwen2_bfloat16"
+    config = LlamaConfig.from_dir(folder)
+    checkpoint = Checkpoint(folder)
+    names = [f"model.layers.1.self_attn.{name}_proj" for name in "qkv"]
+    rows = [config.num_attention_heads * 8, *[config.num_key_value_heads * 8] * 2]
+    parts = {f"{name}.weight": count for name, count in zip(names, rows, strict=True)}
+    biases = []
+    for rank in range(2):
+        shard = Shard.of(config, rank, 2)
+        weights = ShardedWeights(device, checkpoint, "checkpoint", shard, None)
+        qkv = weights.stacked(parts, config.hidden_size, bias=True)
+        assert qkv.shape == (sum(rows) // 2, config.hidden_size)
+        biases.append(np.split(qkv.bias.to_host(), [rows[0] // 2, (rows[0] + rows[1]) // 2]))
+    for name, halves in zip(names, zip(*biases, strict=True), strict=True):
+        whole = to_float32(*checkpoint.get(f"{name}.bias"))
+        np.testing.assert_array_equal(np.concatenate(halves), whole)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["qwen2", "smollm3"])
+def test_tensor_parallel_outputs_equal_one_process_in_every_architecture(tmp_path, name):
+    """The greedy log probabilities of a model on two ranks equal those of one process."""
+    architecture = {"qwen2": QWEN2, "smollm3": SMOLLM3}[name]
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    make_tiny_llama(tmp_path, **architecture, rope_scaling=scaling)
+    make_tiny_tokenizer(tmp_path)
+    code, said, errors = run_ranks("architecture", tmp_path)
+    assert code == 0, errors
+    alone, ranks = json.loads(said)
+    assert alone["tokens"] == ranks["tokens"]
+    for request, logprobs in alone["logprobs"].items():
+        np.testing.assert_allclose(ranks["logprobs"][request], logprobs, atol=1e-4)
 
 
 class FixedAllGather:

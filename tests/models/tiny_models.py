@@ -77,6 +77,15 @@ def llama_config(**overrides: Any) -> dict[str, Any]:
     return {name: value for name, value in config.items() if value is not None}
 
 
+#: Fields of config.json that make a tiny Llama a model of another architecture.
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+SMOLLM3 = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 2,
+}
+
+
 def matrix(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
     """Return random weights that preserve the scale of their input."""
     return (rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
@@ -108,11 +117,17 @@ def decoder_tensors(
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
-    return {
+    tensors = {
         f"{prefix}.input_layernorm.weight": norm(rng, hidden),
         f"{prefix}.post_attention_layernorm.weight": norm(rng, hidden),
         **{f"{prefix}.{name}.weight": matrix(rng, *size) for name, size in matrices.items()},
     }
+    if config.get("model_type") == "qwen2":
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows, _ = matrices[f"self_attn.{name}"]
+            bias = rng.standard_normal(rows).astype(np.float32)
+            tensors[f"{prefix}.self_attn.{name}.bias"] = bias
+    return tensors
 
 
 def llama_tensors(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import llama_config, llama_tensors, make_tiny_tokenizer
+from tiny_models import QWEN2, SMOLLM3, llama_config, llama_tensors, make_tiny_tokenizer
 
 from graft.cudagraph.dtypes import from_float32
 from graft.models.errors import ConfigError
@@ -29,7 +30,15 @@ TINY = {
     "num_hidden_layers": 2,
     "eos_token_id": [0],
 }
-GGUF_LAYER_TENSORS = {hf: name for name, hf in gguf_import.LAYER_TENSORS.items()}
+GGUF_LAYER_TENSORS = {
+    hf: name
+    for tensors in (
+        gguf_import.LAYER_TENSORS,
+        gguf_import.BIAS_TENSORS,
+        gguf_import.HEAD_NORM_TENSORS,
+    )
+    for name, hf in tensors.items()
+}
 GGUF_MODEL_TENSORS = {hf: name for name, hf in gguf_import.MODEL_TENSORS.items()}
 
 
@@ -58,10 +67,11 @@ def write_gguf(
     kinds=None,
     **changed,
 ) -> None:
-    """Write a GGUF file of a tiny Llama and its tokenizer.
+    """Write a GGUF file of a tiny model and its tokenizer.
 
     Matrices have the quantization `kind`, except those in `kinds`. The keyword arguments `changed`
-    replace metadata values by key; the value None removes the key.
+    replace metadata values by key; the value None removes the key. Keys that begin with ``llama.``
+    get the name of the architecture in its place.
     """
     writer = gguf.GGUFWriter(str(file), architecture)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())["model"]
@@ -87,6 +97,8 @@ def write_gguf(
         **changed,
     }
     for key, value in values.items():
+        if key.startswith("llama."):
+            key = architecture + key.removeprefix("llama")
         if isinstance(value, list):
             writer.add_array(key, value)
         elif isinstance(value, str):
@@ -97,7 +109,7 @@ def write_gguf(
             writer.add_uint32(key, value)
     for name, weight in weights.items():
         for projection, heads in (("q_proj", 4), ("k_proj", 2)):
-            if projection in name:
+            if projection in name and architecture in ("llama", "smollm3"):
                 weight = interleave_rows(weight, heads)
         stored = (kinds or {}).get(name, kind) if weight.ndim == 2 else Q.F32
         writer.add_tensor(gguf_name(name), gguf.quantize(weight, stored), raw_dtype=stored)
@@ -114,8 +126,7 @@ def gguf_name(name: str) -> str:
     parts = name.split(".")
     if parts[0] != "model":
         return name
-    tensor = GGUF_LAYER_TENSORS[".".join(parts[3:-1])]
-    return f"blk.{parts[2]}.{tensor}.weight"
+    return f"blk.{parts[2]}.{GGUF_LAYER_TENSORS['.'.join(parts[3:])]}"
 
 
 @pytest.fixture
@@ -130,9 +141,10 @@ def tiny(tmp_path):
         kind=Q.F32,
         weights=None,
         tied=True,
+        fields=None,
         **changed,
     ):
-        config = llama_config(**TINY, tie_word_embeddings=tied)
+        config = llama_config(**TINY, tie_word_embeddings=tied, **(fields or {}))
         tensors = llama_tensors(config, 3) | (weights or {})
         write_gguf(
             tmp_path / "m.gguf",
@@ -177,6 +189,72 @@ def test_gguf_import_preserves_weights_and_config(
         stored, stored_dtype = checkpoint.get(name)
         assert stored_dtype == expected, name
         assert np.array_equal(stored, from_float32(weight, expected)), name
+
+
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"), [("qwen2", QWEN2), ("qwen3", QWEN3), ("smollm3", SMOLLM3)]
+)
+def test_gguf_import_preserves_other_architectures(tiny, tmp_path, architecture, fields):
+    """Biases and head norms are copied. Only SmolLM3 has interleaved rows, as Llama has."""
+    norms = {}
+    if architecture == "qwen3":
+        for i, name in itertools.product(range(2), ("q_norm", "k_norm")):
+            weight = np.random.default_rng(i).standard_normal(16, np.float32)
+            norms[f"model.layers.{i}.self_attn.{name}.weight"] = weight
+    fields = fields | ({"no_rope_layer_interval": 4} if architecture == "smollm3" else {})
+    file, config, weights = tiny(weights=norms, fields=fields, architecture=architecture)
+    folder = convert(file, tmp_path / "out")
+    assert LlamaConfig.from_dir(folder) == LlamaConfig.from_dict(config)
+    checkpoint = Checkpoint(folder)
+    assert set(checkpoint.names) == set(weights)
+    for name, weight in weights.items():
+        np.testing.assert_array_equal(checkpoint.get(name)[0], weight)
+
+
+@pytest.mark.parametrize(
+    ("changed", "scaling"),
+    [
+        ({"scaling.type": "linear", "scaling.factor": 2.5}, {"type": "linear", "factor": 2.5}),
+        ({"scaling.factor": 2.5}, {"type": "linear", "factor": 2.5}),
+        ({"scale_linear": 4.0}, {"type": "linear", "factor": 4.0}),
+        ({"scaling.type": "none", "scaling.factor": 2.5}, None),
+        ({"scaling.type": "linear", "scaling.factor": 0.0}, None),
+        (
+            {
+                "scaling.type": "yarn",
+                "scaling.factor": 4.0,
+                "scaling.original_context_length": 64,
+                "scaling.yarn_beta_fast": 16.0,
+            },
+            {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 16.0,
+            },
+        ),
+        ({"scaling.type": "yarn", "scaling.factor": 4.0}, {"type": "yarn", "factor": 4.0}),
+    ],
+)
+def test_gguf_import_preserves_rope_scaling(tiny, tmp_path, changed, scaling):
+    """YaRN and linear scaling are read. A factor without a type is linear, as in llama.cpp."""
+    changed = {f"llama.rope.{key}": value for key, value in changed.items()}
+    file, config, _ = tiny(fields=QWEN2, architecture="qwen2", **changed)
+    folder = convert(file, tmp_path / "out")
+    expected = LlamaConfig.from_dict(config | {"rope_scaling": scaling})
+    assert LlamaConfig.from_dir(folder) == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"), [("llama", {}), ("qwen2", QWEN2)], ids=["llama", "qwen2"]
+)
+def test_gguf_import_preserves_sliding_window(tiny, tmp_path, architecture, fields):
+    window = {"llama.attention.sliding_window": 32}
+    file, *_ = tiny(fields=fields, architecture=architecture, **window)
+    assert LlamaConfig.from_dir(convert(file, tmp_path / "out")).sliding_window == 32
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -286,8 +364,19 @@ def test_gguf_import_derives_llama3_rope_scaling_from_factors(tiny, tmp_path):
         ({"architecture": "gemma"}, GgufError, "architecture 'gemma'"),
         ({"llama.expert_count": 8}, GgufError, "llama.expert_count = 8"),
         ({"llama.rope.dimension_count": 8}, GgufError, "llama.rope.dimension_count = 8"),
-        ({"llama.rope.scaling.type": "yarn"}, GgufError, "'yarn'"),
-        ({"llama.block_count": 1}, GgufError, r"tensor blk.1.* is not part of a Llama model"),
+        ({"llama.rope.scaling.type": "longrope"}, GgufError, "'longrope'"),
+        (
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 1.5},
+            GgufError,
+            "llama.rope.scaling.attn_factor = 1.5",
+        ),
+        (
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.yarn_log_multiplier": 0.1},
+            GgufError,
+            "yarn_log_multiplier = 0.1",
+        ),
+        ({"llama.rope.scaling.factor": "2"}, GgufError, "rope.scaling.factor is '2'"),
+        ({"llama.block_count": 1}, GgufError, r"tensor blk.1.* is not part of a LlamaForCausalLM"),
         ({"llama.block_count": 3}, GgufError, r"tensor blk.2.* is missing"),
         ({"llama.block_count": None}, GgufError, "llama.block_count is missing"),
         ({"llama.attention.head_count": 0}, ConfigError, "num_attention_heads is 0"),

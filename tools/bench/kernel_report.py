@@ -53,6 +53,7 @@ MACRO_VALUES = {
     "TILES": ("1", "2"),
     "ROW_BLOCK": ("32", "64", "128", "256"),
     "X16": ("0", "1"),
+    "BIAS": ("0", "1"),
     "GATED": ("0", "1"),
     "ROPE_HEAD_DIM": ("0", "64", "128"),
 }
@@ -63,6 +64,7 @@ Macros: TypeAlias = tuple[tuple[str, str], ...]
 _X16 = ("X16", "1")
 _WEIGHT8: Macros = (("WEIGHT8", "1"),)
 _GATED: Macros = (("GATED", "1"), ("OUT", "bf16_t"), _X16)
+_BIAS: Macros = (("BIAS", "1"),)
 _ROPE: Macros = (("ROPE_HEAD_DIM", "128"), _X16)
 ROW_MACRO_COMBINATIONS = (
     _WEIGHT8,
@@ -70,6 +72,7 @@ ROW_MACRO_COMBINATIONS = (
     _GATED + _WEIGHT8,
     _ROPE,
     _ROPE + _WEIGHT8,
+    _ROPE + _BIAS,
 )
 
 # Patterns for kernel files.

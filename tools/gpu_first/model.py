@@ -61,11 +61,14 @@ class RandomWeights(Weights):
         parts: dict[str, int],
         columns: int,
         interleave: Interleave | None = None,
+        *,
+        bias: bool = False,
     ) -> DeviceArray:
         """Return one random matrix in place of the named matrices, which an engine stacks by rows.
 
         `interleave` is ignored because the order of random rows has no effect.
         """
+        assert not bias, "the measured models are Llamas, which have no biases"
         for name, rows in parts.items():
             self.read(name, (rows, columns))
         array = self.device.empty((sum(parts.values()), columns), "bfloat16")

@@ -5,9 +5,12 @@
 Run by hand in an environment with torch, transformers and the published code of drafters (packages
 dflash 0.1.0 and specforge 0.2.0). graft does not require any of them.
 
-Llama and Qwen3 folders
+Folders of target models
     The output of ``save_pretrained``, and ``expected.npz``: token ids, logits, and the hidden
     states at the input of each layer, computed by transformers in float32 from the stored weights.
+``rope_scaling``
+    Config values that change the RoPE scaling of some of these models (``cases.json``), and the
+    logits and greedy tokens that transformers computes with them.
 ``tensor_cores/bfloat16``
     A Llama whose sizes fit tensor cores, with the logits that transformers computes in float32 and
     in bfloat16.
@@ -61,6 +64,10 @@ SMALL: dict[str, Any] = {
     "initializer_range": 0.2,
     "bos_token_id": 1,
     "eos_token_id": [0, 2],
+}
+SMALLER: dict[str, Any] = {
+    "vocab_size": 64,
+    "intermediate_size": 40,
 }
 #: By name: stored dtype, maximum shard size, and values that differ from SMALL.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -119,6 +126,107 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
         },
     ),
+    "qwen2_bfloat16": (
+        "bfloat16",
+        "1GB",
+        {
+            **SMALLER,
+            "model_type": "qwen2",
+            "num_key_value_heads": 2,
+            "sliding_window": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "mistral_float16": (
+        "float16",
+        "1GB",
+        {
+            **SMALLER,
+            "model_type": "mistral",
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "sliding_window": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
+    "smollm3_bfloat16": (
+        "bfloat16",
+        "1GB",
+        {
+            **SMALLER,
+            "model_type": "smollm3",
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 3,
+            "no_rope_layer_interval": 2,
+            "tie_word_embeddings": True,
+            "pretraining_tp": 2,
+            "pad_token_id": 0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "short_factor": [1.0, 1.1, 1.25, 1.5],
+    "long_factor": [1.0, 2.0, 3.5, 8.0],
+}
+#: By name: folder of a model above, and config values that replace its RoPE parameters.
+ROPE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "yarn": (
+        "qwen3_bfloat16",
+        {"rope_parameters": {**YARN, "original_max_position_embeddings": 16}},
+    ),
+    "yarn_whole_length": ("mistral_float16", {"rope_parameters": YARN}),
+    "yarn_mscale": (
+        "heads_all_float32",
+        {
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 24,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.2,
+                "beta_fast": 4.0,
+                "beta_slow": 0.5,
+            }
+        },
+    ),
+    "yarn_attention_factor": (
+        "qwen2_bfloat16",
+        {
+            "rope_parameters": {
+                **YARN,
+                "original_max_position_embeddings": 24,
+                "attention_factor": 1.3,
+                "truncate": False,
+            }
+        },
+    ),
+    "dynamic": (
+        "heads_all_float32",
+        {
+            "max_position_embeddings": LENGTH // 2,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0},
+        },
+    ),
+    "longrope_short": (
+        "heads_all_float32",
+        {"rope_parameters": {**LONG_ROPE, "original_max_position_embeddings": LENGTH}},
+    ),
+    "longrope_long": (
+        "qwen2_bfloat16",
+        {"rope_parameters": {**LONG_ROPE, "original_max_position_embeddings": LENGTH - 1}},
+    ),
+    "linear": (
+        "smollm3_bfloat16",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}},
+    ),
 }
 
 
@@ -151,6 +259,8 @@ def make_llama(
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.copy_(1.0 + 0.2 * torch.randn(parameter.shape))
+            elif "bias" in name:
+                parameter.copy_(0.5 * torch.randn(parameter.shape))
     model.save_pretrained(folder, max_shard_size=shard)
     exact = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
@@ -165,6 +275,35 @@ def make_llama(
         inputs=torch.cat(result.hidden_states[:-1]).numpy(),
         transformers=np.array(transformers.__version__),
     )
+
+
+def make_rope_scaling(folder: Path, models: Path) -> None:
+    """Write the configs of `ROPE_CASES` and the last logits that transformers computes with them.
+
+    The logits are those of the model's own tokens in ``expected.npz``. ``greedy`` has the tokens
+    that follow half of them, each computed from the whole sequence before it.
+    """
+    folder.mkdir()
+    cases = {
+        name: {"model": model, "config": config} for name, (model, config) in ROPE_CASES.items()
+    }
+    (folder / "cases.json").write_text(json.dumps(cases, indent=1) + "\n")
+    expected = {}
+    for name, (model, changes) in ROPE_CASES.items():
+        data = json.loads((models / model / "config.json").read_text())
+        config = transformers.AutoConfig.for_model(**{**data, **changes})
+        exact = transformers.AutoModelForCausalLM.from_pretrained(
+            models / model, config=config, dtype=torch.float32, attn_implementation="eager"
+        )
+        tokens = torch.from_numpy(np.load(models / model / "expected.npz")["tokens"]).long()
+        with torch.no_grad():
+            expected[f"{name}_logits"] = exact(tokens[None]).logits[0, -8:].numpy()
+            greedy = tokens[None, : LENGTH // 2]
+            while greedy.shape[1] < LENGTH:
+                logits = exact(greedy, use_cache=False).logits[0, -1]
+                greedy = torch.cat([greedy, logits.argmax().reshape(1, 1)], 1)
+        expected[f"{name}_greedy"] = greedy[0].numpy().astype(np.int32)
+    np.savez_compressed(folder / "expected.npz", **expected)
 
 
 def make_tensor_core_llama(folder: Path) -> None:
@@ -483,6 +622,8 @@ def main() -> None:
     for seed, (name, case) in enumerate(CASES.items()):
         shutil.rmtree(folder / name, ignore_errors=True)
         make_llama(folder / name, seed, *case)
+    shutil.rmtree(folder / "rope_scaling", ignore_errors=True)
+    make_rope_scaling(folder / "rope_scaling", folder)
     shutil.rmtree(folder / "tensor_cores", ignore_errors=True)
     make_tensor_core_llama(folder / "tensor_cores" / "bfloat16")
     shutil.rmtree(folder / "eagle3", ignore_errors=True)

@@ -35,7 +35,7 @@ __device__ __forceinline__ Pack16 load_x(const float* from, int split) {
 // Grid: (columns / 16, rows / (8 TILES)). With SPLIT_X a row of x takes two rows of B, so a
 // block has half as many rows of x. linear_mma.cuh documents the operands.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
-    linear_few(const Weight* weight, const float* weight_scale, const Input* x,
+    linear_few(const Weight* weight, const float* weight_scale, const float* bias, const Input* x,
                const float* residual, OUT* out, float* copy, int rows, int columns, int inner,
                int copy_offset, int copy_stride, const float* square_sums, float eps,
                const float* norm, NormOut* norm_out, float* norm_square_sums,
@@ -68,10 +68,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     load_chunk(top + next * CHUNK, low + next * CHUNK, a[s]);
   }
   wait_for_previous_kernel();
-  const Output y = {
-      weight_scale, residual,        out,         copy != nullptr ? copy + copy_offset : nullptr,
-      rows,         columns,         copy_stride, norm,
-      norm_out,     norm_square_sums};
+  const Output y = {weight_scale,
+                    bias,
+                    residual,
+                    out,
+                    copy != nullptr ? copy + copy_offset : nullptr,
+                    rows,
+                    columns,
+                    copy_stride,
+                    norm,
+                    norm_out,
+                    norm_square_sums};
   const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, ROPE_HEAD_DIM};
   const RopeStore to = {rope_table, slot, pos, ancestors, pages, keys, values, heads, scratch_page};
   const int own_column = threadIdx.x % 8, own_row = threadIdx.x / 8;

@@ -95,7 +95,7 @@ struct StageIterator {
 // counts the blocks that have arrived; it must be zero and is left zero. linear_mma.cuh documents
 // the other operands.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESSOR)
-    linear_many(const Weight* weight, const float* weight_scale, const Input* x,
+    linear_many(const Weight* weight, const float* weight_scale, const float* bias, const Input* x,
                 const float* residual, OUT* out, float* copy, int rows, int columns, int inner,
                 int copy_offset, int copy_stride, const float* square_sums, float eps,
                 const float* norm, NormOut* norm_out, float* norm_square_sums,
@@ -174,10 +174,17 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
     }
   };
 
-  const Output y = {
-      weight_scale, residual,        out,         copy != nullptr ? copy + copy_offset : nullptr,
-      rows,         columns,         copy_stride, norm,
-      norm_out,     norm_square_sums};
+  const Output y = {weight_scale,
+                    bias,
+                    residual,
+                    out,
+                    copy != nullptr ? copy + copy_offset : nullptr,
+                    rows,
+                    columns,
+                    copy_stride,
+                    norm,
+                    norm_out,
+                    norm_square_sums};
   const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, ROPE_HEAD_DIM};
   const RopeStore to = {rope_table, slot, pos, ancestors, pages, keys, values, heads, scratch_page};
   const long long tile = static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x;

@@ -12,7 +12,7 @@
 // result has the same bits. With SPLIT_X each row of x becomes two rows of B, the rounded values
 // and the remainders, whose partial sums are added first. With WEIGHT8 the weights are stored as
 // E4M3 and are converted to WEIGHT16. If there are scales, each sum is multiplied by the scale of
-// its row of W.
+// its row of W. With BIAS, the bias of the column is then added.
 //
 // Folded norms: if `square_sums` is not null, x has been multiplied by a norm weight, and the
 // result is divided by the root mean square of the row. If `norm` is not null, the result times the
@@ -39,6 +39,9 @@
 #endif
 #ifndef X16
 #define X16 0
+#endif
+#ifndef BIAS
+#define BIAS 0
 #endif
 #ifndef GATED
 #define GATED 0
@@ -82,6 +85,7 @@ typedef Pack16 Weights;
 
 struct Output {
   const float* weight_scale;  // [columns], scales of the weight rows; may be null
+  const float* bias;          // [columns], read with BIAS only
   const float* residual;      // [rows, columns], may be `out`; null adds nothing
   OUT* out;
   float* copy;  // receives a copy of the result, with row stride copy_stride; may be null
@@ -119,6 +123,9 @@ struct EpilogueInputs {
   float residual[2];
   float norm[2];
   float weight_scale[2];
+#if BIAS
+  float bias[2];
+#endif
 #if ROPE_HEAD_DIM
   float cosine;
   float sine;
@@ -140,7 +147,7 @@ __device__ __forceinline__ void load_residual(EpilogueInputs* in, const Output& 
   }
 }
 
-// Loads norm weights and weight scales.
+// Loads norm weights, weight scales and biases.
 __device__ __forceinline__ void load_factors(EpilogueInputs* in, const Output& y, int column) {
   const bool has_norm = !GATED && !ROPE_HEAD_DIM && y.norm != nullptr && column < y.columns;
   const bool has_scale = y.weight_scale != nullptr && column < y.columns;
@@ -148,6 +155,9 @@ __device__ __forceinline__ void load_factors(EpilogueInputs* in, const Output& y
   for (int i = 0; i < 2; ++i) {
     in->norm[i] = has_norm ? y.norm[column + 8 * i] : 0.0f;
     in->weight_scale[i] = has_scale ? y.weight_scale[column + 8 * i] : 0.0f;
+#if BIAS
+    in->bias[i] = column < y.columns ? y.bias[column + 8 * i] : 0.0f;
+#endif
   }
 }
 
@@ -234,6 +244,10 @@ __device__ __forceinline__ void store_pair(const Output& y, const EpilogueInputs
     top *= in.weight_scale[0];
     low *= in.weight_scale[1];
   }
+#if BIAS
+  top += in.bias[0];
+  low += in.bias[1];
+#endif
 #if GATED
   const long long at =
       static_cast<long long>(row) * (y.columns / 2) + column / 16 * 8 + column % 16;

@@ -1,5 +1,5 @@
-// Computes y = x W^T (+ residual) on the soft device, which runs kernels on the CPU. Each thread
-// computes COLUMNS output columns without barriers.
+// Computes y = x W^T (+ bias) (+ residual) on the soft device, which runs kernels on the CPU. Each
+// thread computes COLUMNS output columns without barriers.
 //
 // Reduction order: each output has LANES partial sums. Partial sum i adds inner indices i, i +
 // LANES,
@@ -25,6 +25,7 @@
 struct Product {
   const WEIGHT* weight;
   const float* weight_scale;  // [columns], scales of the weight rows; may be null
+  const float* bias;          // [columns]; null adds nothing
   const float* x;
   const float* residual;  // [rows, columns], may be `out`; null adds nothing
   float* out;
@@ -104,6 +105,9 @@ __device__ __noinline__ void band(const Product& y, int row, int column, int end
     if (y.weight_scale != nullptr) {
       for (c = 0; c < count; ++c) sum[c] *= y.weight_scale[column + c];
     }
+    if (y.bias != nullptr) {
+      for (c = 0; c < count; ++c) sum[c] += y.bias[column + c];
+    }
     if (y.residual != nullptr) {
       for (c = 0; c < count; ++c) sum[c] += y.residual[at + c];
     }
@@ -117,15 +121,22 @@ __device__ __noinline__ void band(const Product& y, int row, int column, int end
 
 // Grid: (columns / (COLUMNS * block), rows / ROW_BLOCK), where `block` is the number of threads.
 extern "C" __global__ void linear_thread(const WEIGHT* weight, const float* weight_scale,
-                                         const float* x, const float* residual, float* out,
-                                         float* copy, int rows, int columns, int inner,
+                                         const float* bias, const float* x, const float* residual,
+                                         float* out, float* copy, int rows, int columns, int inner,
                                          int copy_offset, int copy_stride) {
   wait_for_previous_kernel();
   int column = (blockIdx.x * blockDim.x + threadIdx.x) * COLUMNS;
   const int last = column + COLUMNS < columns ? column + COLUMNS : columns;
-  const Product y = {weight,   weight_scale, x,
-                     residual, out,          copy != nullptr ? copy + copy_offset : nullptr,
-                     columns,  inner,        copy_stride};
+  const Product y = {weight,
+                     weight_scale,
+                     bias,
+                     x,
+                     residual,
+                     out,
+                     copy != nullptr ? copy + copy_offset : nullptr,
+                     columns,
+                     inner,
+                     copy_stride};
   const int first = blockIdx.y * ROW_BLOCK;
   const int end = first + ROW_BLOCK < rows ? first + ROW_BLOCK : rows;
   const int at_once = end - first <= MAX_STREAMED_ROWS ? COLUMNS : GROUP;

@@ -1,5 +1,5 @@
-// Computes y = x W^T (+ residual) without tensor cores. Each warp computes COLUMNS output columns
-// of up to 8 rows, so the weights are read once for all rows.
+// Computes y = x W^T (+ bias) (+ residual) without tensor cores. Each warp computes COLUMNS output
+// columns of up to 8 rows, so the weights are read once for all rows.
 //
 // Reduction order: the inner indices are divided into packs of PACK indices. Lane l adds packs l,
 // l + 32, ... in order, then at most one index of the remainder. The sums of the lanes are added as
@@ -76,6 +76,7 @@ __device__ __forceinline__ void dot(const WEIGHT* const* w, const float* const* 
 
 struct Output {
   const float* weight_scale;  // [columns], scales of the weight rows; may be null
+  const float* bias;          // [columns]; null adds nothing
   const float* residual;      // [rows, columns], may be `out`; null adds nothing
   float* out;
   float* copy;  // receives a copy of the result, with row stride copy_stride; may be null
@@ -115,6 +116,7 @@ __device__ __forceinline__ void rows_by_columns(const WEIGHT* weight, const floa
       const long long at = static_cast<long long>(row + r) * y.columns + column + c;
       float value = sum[r][c];
       if (y.weight_scale != nullptr) value *= y.weight_scale[column + c];
+      if (y.bias != nullptr) value += y.bias[column + c];
       if (y.residual != nullptr) value += y.residual[at];
       y.out[at] = value;
       if (y.copy != nullptr) {
@@ -126,15 +128,16 @@ __device__ __forceinline__ void rows_by_columns(const WEIGHT* weight, const floa
 
 // Grid: (columns / (COLUMNS * warps per block), rows / ROW_TILE).
 extern "C" __global__ void linear_warp(const WEIGHT* weight, const float* weight_scale,
-                                       const float* x, const float* residual, float* out,
-                                       float* copy, int rows, int columns, int inner,
+                                       const float* bias, const float* x, const float* residual,
+                                       float* out, float* copy, int rows, int columns, int inner,
                                        int copy_offset, int copy_stride) {
   wait_for_previous_kernel();
   const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / 32;
   const int column = warp * COLUMNS;
   if (column >= columns) return;
-  const Output y = {weight_scale, residual,   out, copy != nullptr ? copy + copy_offset : nullptr,
-                    columns,      copy_stride};
+  const Output y = {
+      weight_scale, bias,       residual, out, copy != nullptr ? copy + copy_offset : nullptr,
+      columns,      copy_stride};
   const int row = blockIdx.y * ROW_TILE;
   const int count = rows - row < ROW_TILE ? rows - row : ROW_TILE;
   const int last = row + count - 1;
