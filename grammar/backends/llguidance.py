@@ -14,6 +14,7 @@ from typing import Any
 from graft.cudagraph.errors import OptionError
 from graft.grammar.automaton.lower import compile_automaton
 from graft.grammar.backends.base import ending_ids, require_release
+from graft.grammar.backends.llguidance_ebnf import lark_grammar
 from graft.grammar.errors import GrammarError, clean_message
 from graft.grammar.matcher import CompiledGrammar, Matcher, NativeBackedMatcher
 from graft.grammar.resolve import resolve_spec
@@ -163,16 +164,7 @@ def _lark_text(spec: Spec, special: Mapping[str, int]) -> str:
         return _structural_tag(json.loads(spec.text), spec.whitespace, special)
     if spec.kind == "structural_format":
         return lark_text(parse_format(json.loads(spec.text)), spec.whitespace, special)
-    if spec.root != "root":
-        raise GrammarError(
-            f"ebnf: with LLGuidance, the start rule must have the name 'root', not {spec.root!r}"
-        )
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    try:
-        return any_to_lark(spec.text)
-    except Exception as error:  # the converter raises any type, including Exception itself
-        raise GrammarError(f"ebnf: {clean_message(error)}") from error
+    return lark_grammar(spec.text, spec.root)
 
 
 def _structural_tag(

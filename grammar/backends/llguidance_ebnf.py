@@ -1,0 +1,721 @@
+"""EBNF grammars in XGrammar's notation (GBNF), as Lark grammars for LLGuidance.
+
+LLGuidance's lexer is greedy: a terminal matches as much text as it can, and the lexer never goes
+back. A Lark grammar with the rules of an EBNF grammar therefore loses texts, unless the lexer can
+see where each terminal ends. `lark_grammar` returns a grammar of exactly the same texts:
+
+* If no rule is recursive, the whole grammar becomes one terminal. Within a terminal nothing is
+  greedy.
+* Otherwise, the largest parts without recursion become terminals. A terminal that the lexer could
+  extend although the rest of the grammar could continue with the same character is split into its
+  parts, and finally into terminals of one character, which always end after this character.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from graft.grammar.automaton.expression import MAX_CHARACTER, complement
+from graft.grammar.errors import GrammarError
+from graft.grammar.schema.options import literal
+
+__all__ = ["lark_grammar"]
+
+#: Sorted ranges of characters that neither overlap nor touch.
+Ranges = tuple[tuple[int, int], ...]
+
+_TOKEN = re.compile(
+    r"""(?P<space>(?:\s|\#[^\n]*)+)
+      | (?P<define>::=)
+      | (?P<name>[A-Za-z_][A-Za-z0-9_.-]*)
+      | (?P<string>"(?:[^"\\\n]|\\.)*")
+      | (?P<set>\[(?:[^\]\\\n]|\\.)*\])
+      | (?P<count>\{\s*\d+\s*(?:,\s*\d*\s*)?\})
+      | (?P<sign>[()|*+?])""",
+    re.VERBOSE,
+)
+_CHARACTER = re.compile(
+    r"""\\x[0-9A-Fa-f]{2}(?![0-9A-Fa-f]) | \\u[0-9A-Fa-f]{4} | \\U[0-9A-Fa-f]{8}
+      | \\[^xuU] | [^\\]""",
+    re.VERBOSE | re.DOTALL,
+)
+_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "b": "\b", "a": "\a", "0": "\0"}
+_COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
+_SURROGATES = (0xD800, 0xDFFF)
+#: Maximum number of lexer states that `_Lexer` visits before it gives up.
+_MAX_STATES = 2000
+#: Maximum number of positions of a terminal in a recursive grammar. Repetitions are copied.
+_MAX_POSITIONS = 2000
+
+
+@dataclass(frozen=True)
+class Set:
+    """One character of the given ranges."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Parts that follow each other; the empty text if there is no part."""
+
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of several options."""
+
+    options: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """`low` to `high` repetitions of a part; `high` is None if there is no limit."""
+
+    part: Node
+    low: int
+    high: int | None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A reference to a rule."""
+
+    name: str
+
+
+Node = Set | Sequence | Choice | Repeat | Rule
+
+
+def lark_grammar(text: str, root: str) -> str:
+    """Return a Lark grammar of exactly the texts of an EBNF grammar.
+
+    Raises
+    ------
+    GrammarError
+        The grammar has a syntax error, an undefined rule or an extension of XGrammar.
+    """
+    try:
+        rules = _Parser(text).parse()
+        if root not in rules:
+            raise _error(f'the root rule "{root}" is not found')
+        return _Lowering(rules, root).lark()
+    except RecursionError:
+        raise _error("is nested too deeply") from None
+
+
+def _error(message: str) -> GrammarError:
+    return GrammarError(f"ebnf: {message}")
+
+
+# Parsing ------------------------------------------------------------------------------------------
+
+
+class _Parser:
+    """Recursive-descent parser of an EBNF grammar."""
+
+    def __init__(self, text: str):
+        self._text = text
+        self._tokens: list[tuple[str, str, int]] = []
+        position = 0
+        while position < len(text):
+            match = _TOKEN.match(text, position)
+            if match is None:
+                error = self._syntax_error("unexpected", text[position], position)
+                raise GrammarError(f"{error} (extensions of EBNF need the backend XGrammar)")
+            assert match.lastgroup is not None
+            if match.lastgroup != "space":
+                self._tokens.append((match.lastgroup, match[0], position))
+            position = match.end()
+        self._next = 0
+
+    def parse(self) -> dict[str, Node]:
+        """Return the expressions of the rules by name."""
+        rules: dict[str, Node] = {}
+        while self._next < len(self._tokens):
+            _, name, position = self._tokens[self._next]
+            if not self._at_rule():
+                raise self._syntax_error("expected a rule, got", name, position)
+            if name in rules:
+                raise self._syntax_error("a second rule has the name", name, position)
+            self._next += 2
+            rules[name] = self._choice()
+        return rules
+
+    def _at_rule(self) -> bool:
+        kinds = [kind for kind, _, _ in self._tokens[self._next : self._next + 2]]
+        return kinds == ["name", "define"]
+
+    def _peek(self) -> tuple[str, str, int]:
+        if self._next < len(self._tokens):
+            return self._tokens[self._next]
+        return "end", "the end", len(self._text)
+
+    def _choice(self) -> Node:
+        options = [self._sequence()]
+        while self._peek()[1] == "|":
+            self._next += 1
+            options.append(self._sequence())
+        return options[0] if len(options) == 1 else Choice(tuple(options))
+
+    def _sequence(self) -> Node:
+        parts: list[Node] = []
+        while self._peek()[0] in ("name", "string", "set") or self._peek()[1] == "(":
+            if self._at_rule():
+                break
+            parts.append(self._repeated())
+        kind, text, position = self._peek()
+        at_end = kind == "end" or text in ("|", ")") or self._at_rule()
+        if not parts or not at_end:
+            raise self._syntax_error("expected an element, got", text, position)
+        if len(parts) > 2 and isinstance(parts[-1], Rule | Repeat):
+            # Often, only optional white space at the end prevents a part from being a terminal.
+            parts = [Sequence(tuple(parts[:-1])), parts[-1]]
+        return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
+
+    def _repeated(self) -> Node:
+        part = self._element()
+        while True:
+            kind, text, position = self._peek()
+            if kind == "count":
+                low, comma, high = text[1:-1].replace(" ", "").partition(",")
+                most = int(high) if high else None if comma else int(low)
+                if most is not None and most < int(low):
+                    raise self._syntax_error("invalid count", text, position)
+                part = Repeat(part, int(low), most)
+            elif text in _COUNTS and kind == "sign":
+                part = Repeat(part, *_COUNTS[text])
+            else:
+                return part
+            self._next += 1
+
+    def _element(self) -> Node:
+        kind, text, position = self._peek()
+        self._next += 1
+        if kind == "name":
+            return Rule(text)
+        if kind == "string":
+            codes = [code for code, _ in self._characters(text, position)]
+            return Sequence(tuple(Set(((code, code),)) for code in codes))
+        if kind == "set":
+            return self._set(text, position)
+        inner = self._choice()
+        if self._peek()[1] != ")":
+            raise self._syntax_error("expected ), got", self._peek()[1], self._peek()[2])
+        self._next += 1
+        return inner
+
+    def _set(self, text: str, position: int) -> Node:
+        is_negated = text.startswith("[^")
+        characters = self._characters(text[1:] if is_negated else text, position)
+        ranges: list[tuple[int, int]] = []
+        index = 0
+        while index < len(characters):
+            low, _ = characters[index]
+            high = low
+            following = characters[index + 1 : index + 3]
+            if len(following) == 2 and following[0] == (ord("-"), False):
+                high = following[1][0]
+                index += 2
+            if high < low:
+                raise self._syntax_error("invalid range in", text, position)
+            ranges.append((low, high))
+            index += 1
+        if is_negated:
+            ranges = complement(ranges)
+        return Set(_normalized(ranges))
+
+    def _characters(self, text: str, position: int) -> list[tuple[int, bool]]:
+        """Return the codes between two delimiters, and whether each one was escaped."""
+        found: list[tuple[int, bool]] = []
+        index = 1
+        while index < len(text) - 1:
+            match = _CHARACTER.match(text, index, len(text) - 1)
+            if match is None:
+                raise self._syntax_error("invalid escape in", text, position)
+            found.append((self._code(match[0], text, position), len(match[0]) > 1))
+            index = match.end()
+        return found
+
+    def _code(self, piece: str, text: str, position: int) -> int:
+        if len(piece) > 2:
+            code = int(piece[2:], 16)
+            if code > MAX_CHARACTER:
+                raise self._syntax_error("invalid character in", text, position)
+            return code
+        letter = piece[-1]
+        if len(piece) == 1 or not (letter.isascii() and letter.isalnum()):
+            return ord(letter)
+        if letter not in _ESCAPES:
+            raise self._syntax_error(f"unknown escape {piece} in", text, position)
+        return ord(_ESCAPES[letter])
+
+    def _syntax_error(self, what: str, found: str, position: int) -> GrammarError:
+        line = self._text.count("\n", 0, position) + 1
+        return _error(f"line {line}: {what} {found[:40]!r}")
+
+
+def _normalized(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Return sorted and joined ranges without surrogates, which UTF-8 cannot encode."""
+    pieces = []
+    for low, high in ranges:
+        pieces += [(low, min(high, _SURROGATES[0] - 1)), (max(low, _SURROGATES[1] + 1), high)]
+    joined: list[tuple[int, int]] = []
+    for low, high in sorted(piece for piece in pieces if piece[0] <= piece[1]):
+        if joined and low <= joined[-1][1] + 1:
+            joined[-1] = (joined[-1][0], max(high, joined[-1][1]))
+        else:
+            joined.append((low, high))
+    return tuple(joined)
+
+
+def _overlap(first: Ranges, second: Ranges) -> bool:
+    return any(a <= d and c <= b for a, b in first for c, d in second)
+
+
+# Terminals ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Positions:
+    """The positions of a terminal, one for each occurrence of a character (Glushkov).
+
+    Attributes
+    ----------
+    ranges
+        Characters of each position.
+    first, last
+        Positions at which a match can begin and end.
+    following
+        Positions that can follow each position.
+    nullable
+        Whether the terminal matches the empty text.
+    """
+
+    ranges: list[Ranges]
+    first: frozenset[int]
+    last: frozenset[int]
+    following: list[set[int]]
+    nullable: bool
+
+    @classmethod
+    def of(cls, node: Node) -> _Positions:
+        """Return the positions of a node without references."""
+        built = cls([], frozenset(), frozenset(), [], True)
+        built.first, built.last, built.nullable = built._add(node)
+        return built
+
+    def _add(self, node: Node) -> tuple[frozenset[int], frozenset[int], bool]:
+        empty: frozenset[int] = frozenset()
+        if isinstance(node, Set):
+            if len(self.ranges) >= _MAX_POSITIONS:
+                raise OverflowError
+            self.ranges.append(node.ranges)
+            self.following.append(set())
+            here = frozenset([len(self.ranges) - 1])
+            return here, here, False
+        if isinstance(node, Sequence):
+            return self._add_all(node.parts)
+        if isinstance(node, Choice):
+            added = [self._add(option) for option in node.options]
+            firsts, lasts, nullables = zip(*added, strict=True)
+            return empty.union(*firsts), empty.union(*lasts), any(nullables)
+        assert isinstance(node, Repeat)
+        low, high = node.low, node.high
+        if high is None:
+            copies = [node.part] * max(1, low)
+            first, last, nullable = self._add_all(copies[:-1])
+            inner_first, inner_last, inner_nullable = self._add(node.part)
+            self._connect(inner_last, inner_first)
+            self._connect(last, inner_first)
+            first = first | inner_first if nullable else first
+            last = last | inner_last if inner_nullable else inner_last
+            return first, last, low == 0 or (nullable and inner_nullable)
+        first, last, nullable = self._add_all([node.part] * low)
+        for _ in range(high - low):
+            inner_first, inner_last, _ = self._add(node.part)
+            self._connect(last, inner_first)
+            first = first | inner_first if nullable else first
+            last = last | inner_last
+        return first, last, nullable
+
+    def _add_all(self, parts: Iterable[Node]) -> tuple[frozenset[int], frozenset[int], bool]:
+        first: frozenset[int] = frozenset()
+        last: frozenset[int] = frozenset()
+        nullable = True
+        for part in parts:
+            part_first, part_last, part_nullable = self._add(part)
+            self._connect(last, part_first)
+            first = first | part_first if nullable else first
+            last = last | part_last if part_nullable else part_last
+            nullable = nullable and part_nullable
+        return first, last, nullable
+
+    def _connect(self, ends: Iterable[int], begins: Iterable[int]) -> None:
+        for end in ends:
+            self.following[end].update(begins)
+
+
+class _Lowering:
+    """Divides a grammar into terminals and rules, and writes both in Lark's notation."""
+
+    def __init__(self, rules: dict[str, Node], root: str):
+        self.rules = rules
+        self._root = root
+        references = self._find_reachable()
+        #: Rules from which no recursive rule can be reached.
+        self._regular: set[str] = set()
+        while found := {
+            name
+            for name, names in references.items()
+            if names <= self._regular and name not in self._regular
+        }:
+            self._regular |= found
+        self.reachable = references.keys()
+        self._nullables: dict[Node, bool] = {}
+        self._split: set[Node] = set()  # nodes that are no terminals
+        self._lines: list[str] = []
+        self._names: dict[tuple[bool, Node], str] = {}
+
+    def lark(self) -> str:
+        """Return the grammar in Lark's notation."""
+        root = Rule(self._root)
+        if not self._is_regular(root):
+            while conflicts := self._conflicts():
+                self._split |= conflicts
+        start = self._rule_text(root)
+        return "\n".join([f"start: {start}", *self._lines])
+
+    def _find_reachable(self) -> dict[str, frozenset[str]]:
+        """Return the references of each rule that the root rule reaches, by name."""
+        found: dict[str, frozenset[str]] = {}
+        queue = [self._root]
+        while queue:
+            name = queue.pop()
+            if name in found:
+                continue
+            if name not in self.rules:
+                raise _error(f'rule "{name}" is not defined')
+            found[name] = _references(self.rules[name])
+            queue += found[name]
+        return found
+
+    def _is_regular(self, node: Node) -> bool:
+        return _references(node) <= self._regular
+
+    # Division into terminals
+
+    def _is_terminal(self, node: Node) -> bool:
+        if isinstance(node, Set):
+            return True
+        return node not in self._split and self._is_regular(node) and not self._nullable(node)
+
+    def _nullable(self, node: Node) -> bool:
+        """Return whether a node without recursion matches the empty text."""
+        if node not in self._nullables:
+            if isinstance(node, Rule):
+                self._nullables[node] = self._nullable(self.rules[node.name])
+            else:
+                self._nullables[node] = _is_nullable(node, self._nullable)
+        return self._nullables[node]
+
+    def _terminals(self) -> Iterator[Node]:
+        """Yield the terminals that the rules consist of."""
+        seen: set[str] = set()
+        queue: list[Node] = [Rule(self._root)]
+        while queue:
+            node = queue.pop()
+            if self._is_terminal(node):
+                yield node
+            elif isinstance(node, Rule):
+                if node.name not in seen:
+                    seen.add(node.name)
+                    queue.append(self.rules[node.name])
+            else:
+                queue += _children(node)
+
+    def _conflicts(self) -> set[Node]:
+        """Return terminals that the lexer might extend although another one should begin."""
+        terminals = list(dict.fromkeys(self._terminals()))
+        too_large = set()
+        machines = {}
+        for terminal in terminals:
+            try:
+                machines[terminal] = _Positions.of(self._expanded(terminal))
+            except OverflowError:
+                too_large.add(terminal)
+        if too_large:
+            return too_large
+        following = _Following(self, machines).of_terminals()
+        return _Lexer(machines, following).conflicts()
+
+    def _expanded(self, node: Node, budget: list[int] | None = None) -> Node:
+        """Return a node in which all references are replaced by the rules' expressions."""
+        budget = [_MAX_POSITIONS] if budget is None else budget
+        budget[0] -= 1
+        if budget[0] < 0:
+            raise OverflowError
+        if isinstance(node, Rule):
+            return self._expanded(self.rules[node.name], budget)
+        if isinstance(node, Sequence):
+            return Sequence(tuple(self._expanded(part, budget) for part in node.parts))
+        if isinstance(node, Choice):
+            return Choice(tuple(self._expanded(option, budget) for option in node.options))
+        if isinstance(node, Repeat):
+            return replace(node, part=self._expanded(node.part, budget))
+        return node
+
+    # Notation
+
+    def _define(self, node: Node, terminal: bool) -> str:
+        """Return the name of the terminal or rule with this expression."""
+        key = (terminal, node)
+        if key not in self._names:
+            self._names[key] = name = f"{'T' if terminal else 'r'}{len(self._names)}"
+            target = self.rules[node.name] if isinstance(node, Rule) else node
+            text = self._terminal_text(target) if terminal else self._rule_text(target)
+            self._lines.append(f"{name}: {text}")
+        return self._names[key]
+
+    def _rule_text(self, node: Node) -> str:
+        """Return an expression for the right side of a rule."""
+        if isinstance(node, Rule) and node.name == self._root and self._is_regular(node):
+            return self._define(node, terminal=True)
+        if self._is_terminal(node):
+            return self._define(node, terminal=True)
+        if isinstance(node, Rule):
+            return self._define(node, terminal=False)
+        return _combined(node, self._rule_text)
+
+    def _terminal_text(self, node: Node) -> str:
+        """Return an expression for the right side of a terminal."""
+        if isinstance(node, Rule):
+            return self._define(node, terminal=True)
+        if isinstance(node, Set):
+            return _set_text(node)
+        if isinstance(node, Sequence) and all(map(_character, node.parts)):
+            return literal("".join(map(_character, node.parts)))
+        return _combined(node, self._terminal_text)
+
+
+def _character(node: Node) -> str:
+    """Return the only character that a node matches, or an empty string."""
+    if not isinstance(node, Set) or len(node.ranges) != 1:
+        return ""
+    low, high = node.ranges[0]
+    return chr(low) if low == high else ""
+
+
+def _set_text(node: Set) -> str:
+    if not node.ranges:
+        raise _error("a character class contains no character")
+    pairs = (f"\\x{{{low:x}}}-\\x{{{high:x}}}" for low, high in node.ranges)
+    return f"/[{''.join(pairs)}]/"
+
+
+def _combined(node: Node, text_of: Callable[[Node], str]) -> str:
+    """Return the expression of a node from the expressions of its children."""
+    children = [text_of(child) for child in _children(node)]
+    if isinstance(node, Sequence):
+        return f"({' '.join(children)})" if children else '""'
+    if isinstance(node, Choice):
+        return f"({' | '.join(children)})"
+    assert isinstance(node, Repeat)
+    high = "" if node.high is None else node.high
+    return f"({children[0]}){{{node.low},{high}}}"
+
+
+def _is_nullable(node: Node, nullable: Callable[[Node], bool]) -> bool:
+    """Return whether a node other than a reference matches the empty text.
+
+    Parameters
+    ----------
+    node
+        The node.
+    nullable
+        Returns the same for a child of the node.
+    """
+    if isinstance(node, Sequence):
+        return all(map(nullable, node.parts))
+    if isinstance(node, Choice):
+        return any(map(nullable, node.options))
+    return isinstance(node, Repeat) and (node.low == 0 or nullable(node.part))
+
+
+def _children(node: Node) -> tuple[Node, ...]:
+    if isinstance(node, Sequence):
+        return node.parts
+    if isinstance(node, Choice):
+        return node.options
+    return (node.part,) if isinstance(node, Repeat) else ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _references(node: Node) -> frozenset[str]:
+    """Return the names of the rules to which a node refers."""
+    if isinstance(node, Rule):
+        return frozenset([node.name])
+    found: frozenset[str] = frozenset()
+    return found.union(*map(_references, _children(node)))
+
+
+# Conflicts of terminals ---------------------------------------------------------------------------
+
+
+class _Following:
+    """Computes the characters with which the text after a terminal can begin."""
+
+    def __init__(self, lowering: _Lowering, machines: dict[Node, _Positions]):
+        self._lowering = lowering
+        self._machines = machines
+        self._nullable: dict[str, bool] = {}
+        self._first: dict[str, Ranges] = {}
+        self._after: dict[str, Ranges] = {}
+        self._after_terminal: dict[Node, Ranges] = dict.fromkeys(machines, ())
+        self._changed = False
+
+    def of_terminals(self) -> dict[Node, Ranges]:
+        """Return the characters by terminal."""
+        rules = self._lowering.rules
+        for table, compute in ((self._nullable, self.nullable), (self._first, self.first)):
+            self._changed = True
+            while self._changed:
+                self._changed = False
+                for name, node in rules.items():
+                    if name in self._lowering.reachable:
+                        self._set(table, name, compute(node))
+        self._changed = True
+        while self._changed:
+            self._changed = False
+            for name, node in rules.items():
+                if name in self._lowering.reachable:
+                    self._pass_down(node, self._after.get(name, ()))
+        return self._after_terminal
+
+    def _set(self, table: dict[Any, Any], key: Hashable, value: object) -> None:
+        if table.get(key) != value:
+            table[key] = value
+            self._changed = True
+
+    def nullable(self, node: Node) -> bool:
+        """Return whether a node can match the empty text, as far as it is known."""
+        if node in self._machines:
+            return False
+        if isinstance(node, Rule):
+            return self._nullable.get(node.name, False)
+        return _is_nullable(node, self.nullable)
+
+    def first(self, node: Node) -> Ranges:
+        """Return the characters with which a node can begin, as far as they are known."""
+        if node in self._machines:
+            machine = self._machines[node]
+            return _normalized(pair for at in machine.first for pair in machine.ranges[at])
+        if isinstance(node, Rule):
+            return self._first.get(node.name, ())
+        found: list[tuple[int, int]] = []
+        for child in _children(node):
+            found += self.first(child)
+            if isinstance(node, Sequence) and not self.nullable(child):
+                break
+        return _normalized(found)
+
+    def _pass_down(self, node: Node, after: Ranges) -> None:
+        """Note which characters can follow the terminals and rules of a node."""
+        if node in self._machines:
+            self._set(self._after_terminal, node, _union(self._after_terminal[node], after))
+        elif isinstance(node, Rule):
+            self._set(self._after, node.name, _union(self._after.get(node.name, ()), after))
+        elif isinstance(node, Sequence):
+            for part in reversed(node.parts):
+                self._pass_down(part, after)
+                first = self.first(part)
+                after = _union(first, after) if self.nullable(part) else first
+        elif isinstance(node, Choice):
+            for option in node.options:
+                self._pass_down(option, after)
+        elif isinstance(node, Repeat):
+            again = self.first(node.part) if node.high is None or node.high > 1 else ()
+            self._pass_down(node.part, _union(again, after))
+
+
+def _union(first: Ranges, second: Ranges) -> Ranges:
+    return first if first == second else _normalized([*first, *second])
+
+
+class _Lexer:
+    """Simulates the lexer with all terminals allowed at the same time.
+
+    Parameters
+    ----------
+    machines
+        Positions of the terminals.
+    following
+        Characters that can follow each terminal.
+    """
+
+    def __init__(self, machines: dict[Node, _Positions], following: dict[Node, Ranges]):
+        self._terminals = list(machines)
+        self._machines = [machines[terminal] for terminal in self._terminals]
+        self._following = [following[terminal] for terminal in self._terminals]
+        bounds = {0, MAX_CHARACTER + 1}
+        for ranges in [*self._following, *(r for m in self._machines for r in m.ranges)]:
+            bounds.update(edge for low, high in ranges for edge in (low, high + 1))
+        ordered = sorted(bounds)
+        #: One range for each class of characters that no terminal distinguishes.
+        self._classes: list[Ranges] = [
+            ((low, high - 1),) for low, high in itertools.pairwise(ordered)
+        ]
+
+    def conflicts(self) -> set[Node]:
+        """Return the terminals that the lexer may continue where it should end another one.
+
+        If there are too many states, all terminals of more than one character are returned.
+        """
+        members: dict[Ranges, frozenset[int]] = {}
+
+        def classes_of(ranges: Ranges) -> frozenset[int]:
+            if ranges not in members:
+                members[ranges] = frozenset(
+                    i for i, cls in enumerate(self._classes) if _overlap(cls, ranges)
+                )
+            return members[ranges]
+
+        start = frozenset((t, p) for t, m in enumerate(self._machines) for p in m.first)
+        found: set[Node] = set()
+        seen = set()
+        # A pending state is the set of positions that can come next, by terminal.
+        queue = [(start, frozenset[int]())]
+        while queue:
+            nexts, ended = queue.pop()
+            by_class: dict[int, set[tuple[int, int]]] = {}
+            for terminal, position in nexts:
+                for index in classes_of(self._machines[terminal].ranges[position]):
+                    by_class.setdefault(index, set()).add((terminal, position))
+            for index, reached in by_class.items():
+                if any(index in classes_of(self._following[terminal]) for terminal in ended):
+                    found |= {self._terminals[terminal] for terminal, _ in reached}
+                    continue
+                state = frozenset(reached)
+                if state in seen:
+                    continue
+                seen.add(state)
+                if len(seen) > _MAX_STATES:
+                    return {node for node in self._terminals if not isinstance(node, Set)}
+                after = frozenset(
+                    (terminal, following)
+                    for terminal, position in state
+                    for following in self._machines[terminal].following[position]
+                )
+                now_ended = frozenset(
+                    terminal
+                    for terminal, position in state
+                    if position in self._machines[terminal].last
+                )
+                queue.append((after, now_ended))
+        return found
