@@ -367,6 +367,7 @@ _NO_LIMIT = _Field(_count, None)
 _FIELDS: dict[str, dict[str, _Field]] = {
     "any_text": {
         "excludes": _NO_TEXTS,
+        "excluded_starts": _NO_TEXTS,
         "max_tokens": _NO_LIMIT,
         "max_chars": _NO_LIMIT,
     },

@@ -142,8 +142,10 @@ class _Lowering:
         if kind == "or":
             return [found for part in form["elements"] for found in self._spread(part, ends)]
         if kind == "sequence":
-            *front, last = form["elements"]
+            *front, last = _with_texts_in_tags(form["elements"])
             before = [piece for part in front for piece in self.lower(part, ends)]
+            if not _has_free_text(last) and not any(piece.absent for piece in before):
+                return [[*before, *self.lower(last, ends)]]
             alternatives = self._spread(last, ends)
             if len(alternatives) > 1:
                 before = [self.joiner.named(piece) for piece in before]
@@ -187,6 +189,7 @@ class _Lowering:
                 [*form["excludes"]],
                 ends,
                 form["max_chars"],
+                form["excluded_starts"],
             )
         ]
 
@@ -195,8 +198,13 @@ class _Lowering:
         excluded: Sequence[str],
         ends: Sequence[str] | None,
         max_chars: int | None = None,
+        excluded_starts: Sequence[str] = (),
     ) -> Piece:
-        """Return a piece of free text that contains none of the texts in `excluded` and `ends`."""
+        """Return a piece of free text.
+
+        The text contains none of the texts in `excluded` and `ends`, and begins with none of those
+        in `excluded_starts`.
+        """
         if ends is None:
             raise LoweringError("LLGuidance cannot repeat free text")
         text = _ANY if max_chars is None else f"/(?s:.){{0,{max_chars}}}/"
@@ -209,8 +217,11 @@ class _Lowering:
         if texts:
             found = "|".join(map(_escape, texts))
             text = f"{text} & ~/(?s:.*)({found})(?s:.*)/"
+        if excluded_starts:
+            found = "|".join(map(_escape, excluded_starts))
+            text = f"{text} & ~/({found})(?s:.*)/"
         name = self.joiner.define(text, terminal=True)
-        return Piece(name, "any_text", absent=tuple(texts))
+        return Piece(name, "any_text", absent=tuple(texts), not_first=tuple(excluded_starts))
 
     def _json_schema(self, form: Format, _ends: Any) -> list[Piece]:
         if form["style"] != "json" or form["any_order"] or form["excludes"]:
@@ -318,9 +329,16 @@ class _Lowering:
 
     def _tags_with_separator(self, form: Format, _ends: Any) -> list[Piece]:
         tags = [pieces for tag in form["tags"] for pieces in self._tag(tag)]
-        tag = self._choose(tags, "tags_with_separator")
-        tag = self.joiner.named(tag)
+        before = form.get("before", "")
+        if before:
+            tags = [[self.joiner.named(piece) for piece in pieces] for pieces in tags]
+        tag = self.joiner.named(self._choose(tags, "tags_with_separator"))
         pieces = [tag]
+        if before:
+            # The text before the tags is a part of their beginnings, which may tell them apart from
+            # free text.
+            first = [[constant(before), *pieces] for pieces in tags]
+            pieces = [self._choose(first, "tags_with_separator")]
         if not form["stop_after_first"]:
             more = self.joiner.sequence([constant(form["separator"]), tag])
             pieces.append(
@@ -398,6 +416,17 @@ class _Lowering:
             terminal=False,
             closed=either.closed,
         )
+
+
+def _with_texts_in_tags(elements: Sequence[Format]) -> list[Format]:
+    """Return the elements of a sequence, with a text before tags as their field ``before``."""
+    merged: list[Format] = []
+    for element in elements:
+        has_tags = element["type"] == "tags_with_separator" and element["at_least_one"]
+        if has_tags and merged and merged[-1]["type"] == "const_string":
+            element = {**element, "before": merged.pop()["value"]}
+        merged.append(element)
+    return merged
 
 
 def _special_piece(text: str) -> Piece:

@@ -40,8 +40,12 @@ class Piece:
         digits if the piece is `numeric`.
     starts
         Texts of which every match starts with one; None if they are not known.
+    exact
+        Whether the texts of `starts` are all matches.
     absent
         Texts that do not occur in a match of this free text.
+    not_first
+        Texts with which no match of this free text begins.
     numeric
         Whether a match may end with a JSON number, which further digits would continue.
     special
@@ -59,7 +63,9 @@ class Piece:
     terminal: bool = True
     closed: bool = False
     starts: frozenset[str] | None = None
+    exact: bool = False
     absent: tuple[str, ...] = ()
+    not_first: tuple[str, ...] = ()
     numeric: bool = False
     special: bool = False
     empty: bool = False
@@ -75,6 +81,7 @@ def constant(text: str) -> Piece:
         "const_string",
         closed=True,
         starts=starts,
+        exact=bool(text),
     )
 
 
@@ -102,6 +109,14 @@ def _comparable(a: frozenset[str] | None, b: frozenset[str] | None) -> bool:
     return any(x.startswith(y) or y.startswith(x) for x in a for y in b)
 
 
+def _are_distinct(a: Piece, b: Piece) -> bool:
+    """Return whether it can be seen which of two pieces a text belongs to as it goes on."""
+    for free, other in ((a, b), (b, a)):
+        if free.not_first and other.starts is not None:
+            return all(start.startswith(free.not_first) for start in other.starts)
+    return not _comparable(a.starts, b.starts)
+
+
 def _union(sets: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
     """Return the union of sets; None if one of them is not known."""
     union: frozenset[str] = frozenset()
@@ -117,12 +132,15 @@ class Joiner:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self._names: dict[tuple[str, bool], str] = {}
 
     def define(self, text: str, *, terminal: bool) -> str:
-        """Define a terminal or a rule and return its name."""
-        name = f"{'T' if terminal else 'r'}{len(self.lines)}"
-        self.lines.append(f"{name}: {text}")
-        return name
+        """Define a terminal or a rule and return its name. Equal texts have one definition."""
+        key = (text, terminal)
+        if key not in self._names:
+            self._names[key] = f"{'T' if terminal else 'r'}{len(self.lines)}"
+            self.lines.append(f"{self._names[key]}: {text}")
+        return self._names[key]
 
     def reference(self, piece: Piece) -> str:
         """Return an expression for the piece that rules may contain."""
@@ -154,21 +172,15 @@ class Joiner:
                 if not following.empty:
                     break
         text = " ".join(map(self.reference, groups))
-        first = groups[0]
-        last = groups[-1]
-        starts = None if first.empty else first.starts
-        if first.special and starts and not groups[1].empty and groups[1].starts is not None:
-            # Several tags can begin with the same token. The text after it tells them apart.
-            starts = frozenset(a + b for a in starts for b in groups[1].starts)
         return Piece(
             self.define(text, terminal=False),
             "sequence",
             terminal=False,
-            closed=last.closed,
-            starts=starts,
-            numeric=any(piece.numeric for piece in groups),
+            closed=groups[-1].closed,
+            starts=_starts(groups),
+            numeric=any(piece.numeric for piece in _last_pieces(groups)),
             empty=all(piece.empty for piece in groups),
-            more=_union(piece.more for piece in groups),
+            more=_union(piece.more for piece in _last_pieces(groups)),
         )
 
     def _groups(self, pieces: Sequence[Piece]) -> list[Piece]:
@@ -181,12 +193,11 @@ class Joiner:
                 groups += parts
                 continue
             joined = _join_terminals(parts)
-            is_last = parts[-1] is pieces[-1]
-            rules = [part.repeated or part for part in parts]
-            if is_last or joined.closed or not any(part.repeated for part in parts):
+            if parts[-1] is pieces[-1] or joined.closed:
                 groups.append(joined)
-            else:
-                groups += rules
+                continue
+            for rule, some in itertools.groupby(parts, lambda part: part.repeated):
+                groups.append(rule or _join_terminals(list(some)))
         return groups
 
     def alternatives(
@@ -206,8 +217,7 @@ class Joiner:
         if len(pieces) == 1:
             return pieces[0]
         terminal = all(piece.terminal for piece in pieces)
-        pairs = itertools.combinations(pieces, 2)
-        distinct = not any(_comparable(a.starts, b.starts) for a, b in pairs)
+        distinct = all(_are_distinct(a, b) for a, b in itertools.combinations(pieces, 2))
         if check and not terminal and not distinct:
             raise LoweringError(
                 f"LLGuidance cannot tell the alternatives of {name} apart by their first characters"
@@ -263,6 +273,38 @@ class Joiner:
         )
 
 
+def _starts(pieces: Sequence[Piece]) -> frozenset[str] | None:
+    """Return texts of which every match of a sequence starts with one; None if not known.
+
+    Several tags can begin with the same token or text. What follows it tells them apart. After a
+    text, this is only one character, because the lexer must not go on into a longer terminal.
+    """
+    first = pieces[0]
+    if len(pieces) == 1:
+        return None if first.empty else first.starts
+    following = _starts(pieces[1:])
+    if first.empty:
+        return _union([first.starts, following])
+    if following is None or first.starts is None or not (first.exact or first.special):
+        return first.starts
+    if first.exact:
+        following = frozenset(text[:1] for text in following)
+    return frozenset(a + b for a in first.starts for b in following)
+
+
+def _last_pieces(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return the pieces after which a sequence can end: the last one, and those before empty ones.
+
+    The lexer sees where each piece ends, so that a match of the sequence goes on in one of these.
+    """
+    found = []
+    for piece in reversed(pieces):
+        found.append(piece)
+        if not piece.empty:
+            break
+    return found
+
+
 def _join_terminals(parts: Sequence[Piece]) -> Piece:
     if len(parts) == 1:
         return parts[0]
@@ -270,11 +312,18 @@ def _join_terminals(parts: Sequence[Piece]) -> Piece:
         part.closed or (index + 1 < len(parts) and _ends_before(part, parts[index + 1]))
         for index, part in enumerate(parts)
     )
+    starts: frozenset[str] | None = None
+    for part in reversed(parts):
+        if part.exact and part.starts is not None and starts is not None:
+            starts = frozenset(a + b for a in part.starts for b in starts)
+        else:
+            starts = part.starts
     return Piece(
         " ".join(part.text for part in parts),
         "sequence",
         closed=closed,
-        starts=parts[0].starts,
+        starts=starts,
+        exact=all(part.exact for part in parts),
         absent=parts[-1].absent,
     )
 

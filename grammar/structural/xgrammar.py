@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from graft.grammar.structural.formats import Format, LoweringError, convert_format, plain_format
@@ -46,6 +46,10 @@ def xgrammar_format(
     def convert(part: Format) -> Format:
         if part["type"] == "grammar":
             return {**part, "grammar": replace_dots(part["grammar"])}
+        if part["type"] == "any_text" and part["excluded_starts"]:
+            return _rules(part, regex_rules(_other_starts(part["excluded_starts"])))
+        if part["type"] == "any_text":
+            return {**part, "excluded_starts": None}
         if part["type"] == "regex":
             return _rules(part, regex_rules(part["pattern"]))
         if part["type"] == "json_schema" and part["style"] == "json" and not part["excludes"]:
@@ -67,11 +71,33 @@ def _rules(form: Format, rules: str) -> Format:
     }
 
 
+def _other_starts(texts: Iterable[str]) -> str:
+    """Return the regular expression of all texts that begin with none of some texts."""
+    if "" in texts:
+        return "[^\\s\\S]"
+    following: dict[str, list[str]] = {}
+    for text in texts:
+        following.setdefault(text[0], []).append(text[1:])
+    if not following:
+        return "[\\s\\S]*"
+    # A text is empty, begins with another character, or continues in another way.
+    options = [f"[^{''.join(map(_escape, following))}][\\s\\S]*"]
+    options += [f"{_escape(char)}{_other_starts(rest)}" for char, rest in following.items()]
+    return f"({'|'.join(options)})?"
+
+
+def _escape(char: str) -> str:
+    """Return a character as a part of a regular expression, in or outside of a class."""
+    return char if char.isalnum() or ord(char) >= 0x80 else f"\\x{ord(char):02x}"
+
+
 def _check(form: Format) -> Format:
     if form["type"] == "token":
         raise LoweringError("XGrammar's matcher does not allow special tokens here")
     if form.get("max_tokens") is not None:
         raise LoweringError("any_text.max_tokens is not supported")
+    if form.get("excluded_starts") and form["excludes"]:
+        raise LoweringError("XGrammar supports any_text.excluded_starts without excludes only")
     if form.get("max_chars") is not None:
         raise LoweringError("XGrammar does not count all characters of any_text.max_chars alike")
     return form

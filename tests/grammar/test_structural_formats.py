@@ -128,6 +128,17 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["", "hi<g>ab"],
         ["<g>ab!", "<g>ab<g>ab"],
     ),
+    "text that begins with neither of two texts": (
+        form(
+            "or",
+            elements=[
+                sequence(const("[f("), JSON, const(")")),
+                form("any_text", excluded_starts=["[f(", "[go("]),
+            ],
+        ),
+        ["", "[", "[f", "[f]", "[g", "[go", "[go)x", "x[f(", "é", "é\n", '[f({"a": 1})'],
+        ["[f(", "[f()", '[f({"a": "1"})', "[go(", "[go(x)"],
+    ),
     "escaped line feed": (
         sequence(form("regex", pattern="a\\\n+/"), const("x")),
         ["a\n/x", "a\n\n/x"],

@@ -18,7 +18,9 @@ from graft.models.request import Event, Output, Request
 from graft.tools.serve.grammars import make_grammar_spec
 from graft.tools.serve.protocol import ApiRequest
 from graft.tools.serve.responses import ResponseChoice
-from graft.tools.serve.tool_calls import ToolCallParser, ToolChoice
+from graft.tools.serve.tool_calls import ToolChoice
+from graft.tools.serve.tool_formats import TOOL_FORMATS
+from graft.tools.serve.tool_formats.parser import ToolCallParser
 
 for package in ("starlette", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="the extra serve is not installed")
@@ -402,6 +404,7 @@ def test_tool_calls_satisfy_function_schemas(
     assert answer.message.content and not answer.message.tool_calls
 
 
+HERMES = TOOL_FORMATS["hermes"]
 ARGUMENTS = ['{"x": "</tool_call> \\"}"}', "[1, {}]", "12", '"a}"']
 CALLS = [f'{{"name": "f{i}", "arguments": {one}}}' for i, one in enumerate(ARGUMENTS)]
 TAGGED_CALLS = " and ".join(f"<tool_call>\n{call}\n</tool_call>" for call in CALLS)
@@ -421,7 +424,7 @@ TAGGED_CALLS = " and ".join(f"<tool_call>\n{call}\n</tool_call>" for call in CAL
 )
 def test_tool_call_parser_separates_calls_from_content(size, text, required, expected_content):
     """The parser returns the same calls and content for any division of the text into pieces."""
-    parser = ToolCallParser(ToolChoice([{}], required))
+    parser = ToolCallParser(ToolChoice([{}], required), HERMES)
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     content = ""
     found = {}
@@ -442,15 +445,15 @@ def test_tool_call_parser_separates_calls_from_content(size, text, required, exp
 
 
 def test_tool_call_parser_limits_calls_and_reports_cut_call():
-    single = ToolCallParser(ToolChoice([{}], parallel=False))
+    single = ToolCallParser(ToolChoice([{}], parallel=False), HERMES)
     assert len(single.feed(TAGGED_CALLS, True)[1]) == 1
     assert [call["function"]["name"] for call in single.calls] == ["f0"]
-    cut = ToolCallParser(ToolChoice([{}], required=True))
+    cut = ToolCallParser(ToolChoice([{}], required=True), HERMES)
     content, [delta] = cut.feed('[{"name": "f", "arguments": {"a', True)
     assert (content, delta["function"]["arguments"]) == ("", '{"a')
-    assert cut.cut_text == '[{"name": "f", "arguments": {"a'
+    assert cut.cut_text == '{"name": "f", "arguments": {"a'
     assert cut.feed("", True) == ("", [])
-    second = ToolCallParser(ToolChoice([{}], parallel=False))
+    second = ToolCallParser(ToolChoice([{}], parallel=False), HERMES)
     second.feed(TAGGED_CALLS[:-20], True)
     assert [call["function"]["name"] for call in second.calls] == ["f0"]
     assert second.cut_text == ""

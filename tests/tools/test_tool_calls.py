@@ -9,7 +9,8 @@ import pytest
 
 from graft.grammar import GrammarSpec, Vocabulary, make_backend
 from graft.tools.serve.errors import ApiError
-from graft.tools.serve.tool_calls import read_tool_choice, template_tools, tool_format
+from graft.tools.serve.tool_calls import read_tool_choice, template_tools
+from graft.tools.serve.tool_formats import TOOL_FORMATS
 
 STOP = 256
 BYTES = Vocabulary([bytes([byte]) for byte in range(256)] + [b""], 257, [STOP])
@@ -26,7 +27,7 @@ def tool(name, parameters=None, **fields):
 
 def accepts(backend, tools, text, **fields):
     """Return whether the grammar of a request with tools allows a text."""
-    form = tool_format(read_tool_choice({"tools": tools, **fields}))
+    form = TOOL_FORMATS["hermes"].output(read_tool_choice({"tools": tools, **fields}))
     matcher = backend.compile(GrammarSpec.structural_format(form)).matcher()
     return all(map(matcher.accept, text.encode())) and matcher.accept(STOP)
 

@@ -4,8 +4,10 @@
     The ASGI application with its endpoints, authentication, admission control and streaming.
 ``protocol``, ``fields``, ``grammars``, ``messages``
     Conversion of requests from OpenAI's format to requests of the engine.
-``responses``, ``tool_calls``, ``reasoning``, ``errors``
+``responses``, ``reasoning``, ``errors``
     Conversion of outputs and errors to OpenAI's format.
+``tool_calls``, ``tool_formats``
+    The functions that a model may call, and the notations of calls: grammars and parsers.
 ``tokenization``, ``prompt_logprobs``
     The endpoints ``/tokenize`` and ``/detokenize``, and log probabilities of prompts.
 ``engine_driver``, ``request_stream``

@@ -68,6 +68,9 @@ class Settings:
         Jinja template that replaces the chat template of the model; None to use the model's.
     reasoning_parser
         One of `graft.tools.serve.reasoning.REASONING_PARSERS`; None if the model does not reason.
+    tool_call_parser
+        Name in `graft.tools.serve.tool_formats.TOOL_FORMATS` of the notation in which the model
+        writes calls; None for the notation that the chat template describes.
     max_waiting
         Maximum number of API requests in the queue. If the number of API requests in progress
         reaches this value plus the number of request slots, further requests get status 429.
@@ -83,6 +86,7 @@ class Settings:
     hosts: frozenset[str] | None = None
     chat_template: str | None = None
     reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
     max_waiting: int = 256
     max_body_bytes: int = 4 << 20
     io_timeout_s: float = 30.0
@@ -123,6 +127,7 @@ class Service:
             settings.name,
             info.max_length,
             settings.reasoning_parser,
+            settings.tool_call_parser,
         )
         self.api_requests = 0
         self.draining = False
@@ -275,7 +280,7 @@ class Service:
         fields = check_fields(fields, chat, self.settings.name)
         grammars = [
             await _run_in(self._grammar_threads, make_grammar_spec, *found)
-            for found in find_grammars(fields, self.parser.limits)
+            for found in find_grammars(fields, self.parser.limits, self.parser.tool_format)
         ]
         grammar = grammars[0] if grammars else None
         return await _run_in(

@@ -21,6 +21,7 @@ from graft.sampling.params import VERIFY_MODES
 from graft.tools import generate
 from graft.tools.grammar_options import BACKEND_CHOICES, read_text
 from graft.tools.serve.reasoning import REASONING_PARSERS
+from graft.tools.serve.tool_formats import TOOL_FORMATS
 
 if TYPE_CHECKING:
     from graft.tools.serve.engine_driver import EngineDriver
@@ -82,6 +83,12 @@ def _add_endpoint_arguments(group: argparse._ArgumentGroup) -> None:
         choices=REASONING_PARSERS,
         help="report the reasoning section of an output, which ends with </think>, in the field "
         "reasoning_content; grammars apply to the answer after it",
+    )
+    group.add_argument(
+        "--tool-call-parser",
+        choices=TOOL_FORMATS,
+        help="notation in which the model writes tool calls (default: the notation that the chat "
+        "template describes, or hermes if it describes none)",
     )
     _add_access_arguments(group)
     _add_replica_arguments(group)
@@ -216,6 +223,7 @@ def run(options: argparse.Namespace) -> int:
         hosts=allowed_hosts(options),
         chat_template=None if template is None else read_text(template, "--chat-template"),
         reasoning_parser=options.reasoning_parser,
+        tool_call_parser=options.tool_call_parser,
         max_waiting=options.max_waiting,
         max_body_bytes=options.max_body,
     )

@@ -14,7 +14,9 @@ from graft.sampling.checks import short_repr
 from graft.tools.grammar_options import make_grammar
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.fields import GRAMMAR_FIELDS
-from graft.tools.serve.tool_calls import calls_format, read_tool_choice, tool_format
+from graft.tools.serve.tool_calls import read_tool_choice
+from graft.tools.serve.tool_formats import ToolFormat
+from graft.tools.serve.tool_formats.base import one_of
 
 _STRUCTURED_KEYS = {
     "json",
@@ -49,7 +51,9 @@ class _FoundGrammar(NamedTuple):
     value: Any
 
 
-def find_grammars(fields: Mapping[str, Any], limits: Limits) -> list[tuple[str, str]]:
+def find_grammars(
+    fields: Mapping[str, Any], limits: Limits, tool_format: ToolFormat
+) -> list[tuple[str, str]]:
     """Return the grammars that response_format, structured_outputs or tools define.
 
     If the model may call tools, a request can also have one other grammar. The output is then
@@ -62,6 +66,8 @@ def find_grammars(fields: Mapping[str, Any], limits: Limits) -> list[tuple[str, 
         Fields of the request without nulls.
     limits
         Maximum sizes of requests.
+    tool_format
+        Notation of calls.
 
     Returns
     -------
@@ -79,10 +85,10 @@ def find_grammars(fields: Mapping[str, Any], limits: Limits) -> list[tuple[str, 
     tools = read_tool_choice(fields)
     if tools.functions:
         check_size("tools", tools.functions, "grammar_bytes", limits)
-        form = tool_format(tools)
+        form = tool_format.output(tools)
         if len(found) == 1 and not tools.required:
             check_size(found[0].name, found[0].value, "grammar_bytes", limits)
-            form = {"type": "or", "elements": [calls_format(tools), _as_format(found[0])]}
+            form = one_of([tool_format.calls(tools), _as_format(found[0])])
             found = []
         elif tools.required and [grammar.name for grammar in found] == ["response_format"]:
             # The output is a call, so there is no content to which response_format applies.

@@ -36,6 +36,7 @@ from graft.tools.serve.tool_calls import (
     shown_schema,
     template_tools,
 )
+from graft.tools.serve.tool_formats import TOOL_FORMATS, find_tool_format
 
 _MAX_PRIORITY = 2**31 - 1
 _STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
@@ -152,6 +153,14 @@ class RequestParser:
         Maximum number of tokens of prompt and output together.
     reasoning_parser
         One of `graft.tools.serve.reasoning.REASONING_PARSERS`; None if the model does not reason.
+    tool_call_parser
+        Name of the notation in which the model writes calls; None for the notation that the chat
+        template describes.
+
+    Attributes
+    ----------
+    tool_format
+        The notation of calls.
     """
 
     def __init__(
@@ -161,12 +170,17 @@ class RequestParser:
         name: str,
         max_length: int,
         reasoning_parser: str | None = None,
+        tool_call_parser: str | None = None,
     ):
         self.tokenizer = tokenizer
         self.limits = limits
         self.name = name
         self.max_length = max_length
         self._reasoning_parser = reasoning_parser
+        if tool_call_parser is None:
+            self.tool_format = find_tool_format(tokenizer.tool_template)
+        else:
+            self.tool_format = TOOL_FORMATS[tool_call_parser]
         vocabulary = Vocabulary.from_tokenizer(
             tokenizer.backend, tokenizer.vocab_size, tokenizer.stop_ids
         )

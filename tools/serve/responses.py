@@ -11,7 +11,7 @@ from graft.models.request import Event, Logprob, Output
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.protocol import ApiRequest, RequestParser
 from graft.tools.serve.reasoning import END, ReasoningParser
-from graft.tools.serve.tool_calls import ToolCallParser
+from graft.tools.serve.tool_formats.parser import ToolCallParser
 
 #: OpenAI's finish reasons by the engine's finish reasons. An output with any other reason is an
 #: error.
@@ -68,7 +68,7 @@ class ResponseChoice:
         self._has_reasoning = False
         self._tool_calls: ToolCallParser | None = None
         if api_request.tools.functions:
-            self._tool_calls = ToolCallParser(api_request.tools)
+            self._tool_calls = ToolCallParser(api_request.tools, parser.tool_format)
         self._has_begun = False
         self._num_tokens = 0
         self._text_offset = 0

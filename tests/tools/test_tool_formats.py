@@ -1,0 +1,320 @@
+"""Tests of the notations of calls: grammars, parsers, and their agreement."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import jsonschema
+import pytest
+
+from graft.grammar import GrammarSpec, Vocabulary, make_backend
+from graft.tools.serve.errors import ApiError
+from graft.tools.serve.tool_calls import read_tool_choice
+from graft.tools.serve.tool_formats import TOOL_FORMATS, find_tool_format
+from graft.tools.serve.tool_formats.parser import ToolCallParser
+
+STOP = 256
+BYTES = Vocabulary([bytes([byte]) for byte in range(256)] + [b""], 257, [STOP])
+
+TOWN = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "its name"},
+        "limit": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+        "unit": {"enum": ["metric", "metric tons"]},
+        "size": {"$ref": "#/$defs/size"},
+        "exact": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "object"}},
+        "code": {"type": "string", "pattern": "^[a-c]+$"},
+    },
+    "required": ["city", "size"],
+    "$defs": {"size": {"type": ["integer", "null"]}},
+    "additionalProperties": False,
+}
+ANY = {"type": "object", "properties": {"first": {"type": "integer"}, "x": {}}}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, schema in (("town", TOWN), ("any", ANY), ("now", None), ("town2", ANY))
+]
+CITIES = ['a "b" \\ {}', "東京\n第二 😀", "</parameter>", "null", ""]
+#: Arguments that a notation can express in only one way.
+CALLS = [
+    ("town", {"city": city, "size": 12, "tags": [{"a": [1, {"b": "}]"}]}]}) for city in CITIES
+] + [
+    ("town", {"city": "x", "limit": None, "unit": "metric", "size": None, "exact": True}),
+    ("town", {"city": "x", "limit": "n", "unit": "metric tons", "size": 1, "code": "abc"}),
+    ("town", {"city": "x", "limit": "nullify", "size": 1, "exact": False}),
+    ("any", {"first": 1, "x": [{"y": "</tool_call>"}]}),
+    ("any", {"x": False}),
+    ("any", {}),
+    ("now", {}),
+    ("town2", {"x": {"z": None}}),
+]
+WRONG_CALLS = [
+    ("town", {"city": "x"}),
+    ("town", {"city": "x", "size": 1.5}),
+    ("town", {"city": "x", "size": 1, "exact": 1}),
+    ("town", {"city": "x", "unit": "imperial", "size": 1}),
+    ("town", {"city": "x", "size": 1, "code": "d"}),
+    ("town", {"city": "x", "size": 1, "other": 1}),
+    ("any", {"first": 1.5}),
+    ("now", {"first": 1}),
+    ("unknown", {}),
+]
+
+
+def hermes_object(name, arguments, key="arguments"):
+    return f'{{"name": "{name}", "{key}": {json.dumps(arguments, ensure_ascii=False)}}}'
+
+
+def hermes(name, arguments):
+    return f"<tool_call>\n{hermes_object(name, arguments)}\n</tool_call>"
+
+
+def llama3_json(name, arguments):
+    return hermes_object(name, arguments, "parameters")
+
+
+def llama_function(name, arguments):
+    return f"<function={name}>{json.dumps(arguments, ensure_ascii=False)}</function>"
+
+
+def mistral(name, arguments, marker=""):
+    return f"[TOOL_CALLS]{name}{marker}{json.dumps(arguments, ensure_ascii=False)}"
+
+
+def qwen3_coder(name, arguments):
+    text = f"<tool_call>\n<function={name}>\n"
+    for key, value in arguments.items():
+        if not isinstance(value, str) or key == "code":
+            value = json.dumps(value, ensure_ascii=False)
+        text += f"<parameter={key}>\n{value}\n</parameter>\n"
+    return f"{text}</function>\n</tool_call>"
+
+
+def pythonic_call(name, arguments, quote='"'):
+    constants = {"true": "True", "false": "False", "null": "None"}
+    texts = []
+    for key, value in arguments.items():
+        text = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, str) and quote == "'":
+            text = f"'{value}'"
+        texts.append(f"{key}={constants.get(text, text)}")
+    return f"{name}({', '.join(texts)})"
+
+
+def pythonic(name, arguments):
+    return f"[{pythonic_call(name, arguments)}]"
+
+
+#: Notations with functions that write one call, and several calls, in free text.
+NOTATIONS = {
+    "hermes": (hermes, "\n".join),
+    "llama3_json": (llama3_json, "; ".join),
+    "llama3_json/function": (llama_function, "; ".join),
+    "llama3_json/python_tag": (
+        lambda *call: f"<|python_tag|>{llama3_json(*call)}",
+        lambda calls: "; ".join([calls[0], *(call[14:] for call in calls[1:])]),
+    ),
+    "mistral": (mistral, "".join),
+    "mistral/args": (lambda *call: mistral(*call, marker="[ARGS]"), "".join),
+    "mistral/array": (
+        lambda *call: f"[TOOL_CALLS][{hermes_object(*call)}]",
+        lambda calls: f"[TOOL_CALLS][{', '.join(call[13:-1] for call in calls)}]",
+    ),
+    "mistral/spaced array": (
+        lambda *call: f"[TOOL_CALLS] [{hermes_object(*call)}]",
+        lambda calls: f"[TOOL_CALLS] [{', '.join(call[14:-1] for call in calls)}]",
+    ),
+    "qwen3_coder": (qwen3_coder, "\n".join),
+    "pythonic": (pythonic, lambda calls: f"[{', '.join(call[1:-1] for call in calls)}]"),
+}
+#: Calls that a grammar of required calls allows, where they differ from those in free text.
+REQUIRED = {
+    "hermes": (hermes_object, lambda calls: f"[{', '.join(calls)}]"),
+}
+ONLY_AUTO = ("llama3_json/function", "llama3_json/python_tag")
+
+
+@pytest.fixture(scope="module", params=["llguidance", "xgrammar"])
+def backend(request):
+    if importlib.util.find_spec(request.param) is None:
+        pytest.skip(f"{request.param} is not installed")
+    return make_backend(request.param, BYTES)
+
+
+def accepter(backend, form, **fields):
+    """Return a function that tells whether the grammar of a request allows a text."""
+    output = TOOL_FORMATS[form].output(read_tool_choice({"tools": TOOLS, **fields}))
+    compiled = backend.compile(GrammarSpec.structural_format(output))
+
+    def accepts(text):
+        matcher = compiled.matcher()
+        return all(map(matcher.accept, text.encode())) and matcher.accept(STOP)
+
+    return accepts
+
+
+def parse(form, text, size=10_000, **fields):
+    """Return the content and the calls of a text that arrives in pieces of some size."""
+    parser = ToolCallParser(read_tool_choice({"tools": TOOLS, **fields}), TOOL_FORMATS[form])
+    pieces = [text[at : at + size] for at in range(0, len(text), size)] or [""]
+    content = ""
+    streamed = {}
+    for i, piece in enumerate(pieces):
+        more, deltas = parser.feed(piece, i == len(pieces) - 1)
+        content += more
+        assert len({delta["index"] for delta in deltas}) == len(deltas)
+        for delta in deltas:
+            call = streamed.setdefault(delta["index"], ["", ""])
+            call[0] += delta["function"].get("name", "")
+            call[1] += delta["function"]["arguments"]
+    calls = [[c["function"]["name"], c["function"]["arguments"]] for c in parser.calls]
+    assert list(streamed.values()) == calls
+    assert parser.cut_text == ""
+    return content, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("notation", NOTATIONS)
+def test_grammar_of_calls_allows_what_the_schemas_allow(backend, notation):
+    form = notation.split("/")[0]
+    write, join = NOTATIONS[notation]
+    schemas = {"town": TOWN, "any": ANY, "town2": ANY}
+    for call in (*CALLS, *WRONG_CALLS[:-2]):
+        validator = jsonschema.Draft202012Validator(schemas.get(call[0], {}))
+        assert validator.is_valid(call[1]) == (call in CALLS)
+    in_text = accepter(backend, form)
+    assert [call for call in CALLS if not in_text(write(*call))] == []
+    # The call of an unknown function is free text in a notation without a trigger.
+    assert [call for call in WRONG_CALLS[:-1] if in_text(write(*call))] == []
+    assert in_text(write(*WRONG_CALLS[-1])) == (notation in ("llama3_json", "pythonic"))
+    assert in_text(join([write(*call) for call in CALLS]))
+    for text in ("", "so it is", '{"name": "Rome", "size": [1]}', "東京 <b>[1, 2]</b>"):
+        assert in_text(text)
+    if notation in ONLY_AUTO:
+        return
+    write, join = REQUIRED.get(notation, (write, join))
+    one = accepter(backend, form, tool_choice="required", parallel_tool_calls=False)
+    several = accepter(backend, form, tool_choice="required")
+    for call in CALLS:
+        assert one(write(*call))
+        assert several(join([write(*call)]))
+    assert [call for call in WRONG_CALLS if one(write(*call))] == []
+    assert several(join([write(*call) for call in CALLS]))
+    assert not one(join([write(*CALLS[0]), write(*CALLS[1])]))
+    assert not any(one(text) or several(text) for text in ("", "so", f"so {write(*CALLS[0])}"))
+
+
+@pytest.mark.parametrize("size", [1, 3, 10_000])
+@pytest.mark.parametrize("notation", NOTATIONS)
+def test_parser_returns_the_calls_that_were_written(notation, size):
+    form = notation.split("/")[0]
+    write, join = NOTATIONS[notation]
+    text = join([write(*call) for call in CALLS])
+    assert parse(form, text, size) == ("", CALLS)
+    assert parse(form, text, size, parallel_tool_calls=False) == ("", CALLS[:1])
+    for call in CALLS:
+        assert parse(form, write(*call), size) == ("", [call])
+    for before in ("", "so:\n", "a <tool [TOOL_CALL <|python {"):
+        if form != "pythonic" or not before:
+            assert parse(form, before + text, size) == (before, CALLS)
+        assert parse(form, before, size) == (before, [])
+    if notation not in ONLY_AUTO:
+        write, join = REQUIRED.get(notation, (write, join))
+        text = join([write(*call) for call in CALLS])
+        assert parse(form, text, size, tool_choice="required") == ("", CALLS)
+        named = {"type": "function", "function": {"name": "town"}}
+        assert parse(form, write(*CALLS[0]), size, tool_choice=named) == ("", CALLS[:1])
+
+
+def cut(form, text, **fields):
+    """Return the content, the calls and the text of the last call of an output that was cut."""
+    parser = ToolCallParser(read_tool_choice({"tools": TOOLS, **fields}), TOOL_FORMATS[form])
+    contents = [parser.feed(char, False)[0] for char in text]
+    contents.append(parser.feed("", True)[0])
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in parser.calls]
+    return "".join(contents), calls, parser.cut_text
+
+
+@pytest.mark.parametrize("notation", NOTATIONS)
+def test_parser_reports_the_call_that_was_cut(notation):
+    """Before the arguments, the text is content. Within them, the call is incomplete."""
+    form = notation.split("/")[0]
+    write, join = NOTATIONS[notation]
+    first, second = CALLS[0], CALLS[-1]
+    text = write(*first)
+    whole = parse(form, text)[1][0]
+    states = set()
+    for length in range(len(text)):
+        content, calls, cut_text = cut(form, text[:length])
+        if cut_text:
+            states.add("cut")
+            assert content + cut_text == text[:length]
+            assert [name for name, _ in calls] == [whole[0]]
+        elif calls:
+            states.add("complete")
+            assert (content, [(n, json.loads(a)) for n, a in calls]) == ("", [whole])
+        else:
+            states.add("content")
+            assert content == text[:length]
+    assert {"cut", "content"} <= states
+    both = join([text, write(*second)])
+    _, calls, cut_text = cut(form, both[:-6])
+    assert calls[0][0] == first[0] and calls[1][0] == second[0]
+    assert both[:-6].endswith(cut_text)
+
+
+def test_strings_are_written_and_read_in_the_ways_of_python():
+    """Texts in single quotes have no escape sequences."""
+    arguments = {"city": "東京 {x}, y", "size": -1.5e3}
+    text = f"[{pythonic_call('town', arguments, quote=chr(39))}]"
+    assert "city='東京 {x}, y'" in text
+    for size in (1, 100):
+        assert parse("pythonic", text, size) == ("", [("town", arguments)])
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"anyOf": [{"type": "object"}]}, "the schema of the object has the keyword anyOf"),
+        ({"type": "array"}, "the schema is not that of an object"),
+        ({"required": ["a"]}, "'a' is required, but is none of the properties"),
+        ({"properties": {"a>": {}}}, "the name 'a>' has characters other than"),
+        (
+            {"properties": {"a": {}, "b": {"items": {"$ref": "#/properties/a"}}}},
+            "b: #/items refers to '#/properties/a'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("form", ["qwen3_coder", "pythonic"])
+def test_schema_that_a_notation_cannot_express_is_refused(form, schema, message):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    with pytest.raises(ApiError) as error:
+        TOOL_FORMATS[form].output(read_tool_choice({"tools": tools}))
+    assert f"function 'f': parameters: {message}" in str(error.value)
+    TOOL_FORMATS["hermes"].output(read_tool_choice({"tools": tools}))
+
+
+@pytest.mark.parametrize("form", ["qwen3_coder", "pythonic", "mistral"])
+def test_function_name_that_a_notation_cannot_express_is_refused(form):
+    tools = [{"type": "function", "function": {"name": "f (x)"}}]
+    with pytest.raises(ApiError, match=f"{form} cannot express the function name 'f .x.'"):
+        TOOL_FORMATS[form].output(read_tool_choice({"tools": tools}))
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        (None, "hermes"),
+        ("{{ messages }}", "hermes"),
+        ('return <tool_call>{"name": ..., "arguments": ...}</tool_call>', "hermes"),
+        ("<tool_call>\n<function=example>\n<parameter=a>", "qwen3_coder"),
+        ("{{- '[TOOL_CALLS]' + call.name + '[ARGS]' }}", "mistral"),
+        ("{{- '<|python_tag|>' + call.name }}", "llama3_json"),
+        ('Respond in the format {"name": function name, "parameters": dictionary}.', "llama3_json"),
+        ('{"name": "f"}, {"parameters": 1}', "hermes"),
+    ],
+)
+def test_chat_template_determines_the_notation(template, name):
+    assert find_tool_format(template).name == name

@@ -1,0 +1,168 @@
+"""Base class of tool formats, and the parts of structural formats that they have in common."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from graft.tools.serve.errors import ApiError
+from graft.tools.serve.tool_calls import NO_ARGUMENTS, ToolChoice
+from graft.tools.serve.tool_formats.source import CallBegin, CallEnd, Steps, TextSource
+
+__all__ = [
+    "NAME",
+    "Format",
+    "ToolFormat",
+    "arguments_format",
+    "call_head",
+    "check_names",
+    "const",
+    "is_strict",
+    "json_format",
+    "one_of",
+    "read_json_call",
+    "sequence",
+    "some_calls",
+    "tag",
+]
+
+#: A structural format, see `graft.grammar.structural.formats`.
+Format = dict[str, Any]
+#: Names that notations without quotes can express.
+NAME = re.compile(r"[\w.-]+")
+
+
+class ToolFormat(ABC):
+    """The notation in which a model writes calls.
+
+    Each notation has a structural format, which constrains the output, and a parser of this format.
+
+    Attributes
+    ----------
+    name
+        Name of vLLM's parser of the notation.
+    markers
+        Texts of the notation that are special tokens of some tokenizers. The text of the output
+        contains them.
+    """
+
+    name: ClassVar[str]
+    markers: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def text_with_calls(self, tools: ToolChoice) -> Format:
+        """Return the structural format of an output in which the model may call functions."""
+
+    @abstractmethod
+    def calls(self, tools: ToolChoice) -> Format:
+        """Return the structural format of an output that consists of at least one call."""
+
+    def required_calls(self, tools: ToolChoice) -> Format:
+        """Return the structural format of an output that must be a call, or calls."""
+        return self.calls(tools)
+
+    def output(self, tools: ToolChoice) -> Format:
+        """Return the structural format of the output of a request with tools."""
+        return self.required_calls(tools) if tools.required else self.text_with_calls(tools)
+
+    @abstractmethod
+    def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
+        """Yield the events of an output that has the format `output` or `calls`.
+
+        Raises
+        ------
+        Mismatch
+            If the output ends, or does not have this format.
+        """
+
+    def call_id(self, random_hex: str) -> str:
+        """Return the id of a call, given 24 random hexadecimal digits."""
+        return f"call_{random_hex}"
+
+
+def const(text: str) -> Format:
+    """Return the structural format of a text."""
+    return {"type": "const_string", "value": text}
+
+
+def sequence(*elements: Format) -> Format:
+    """Return the structural format of several formats one after the other."""
+    return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": [*elements]}
+
+
+def one_of(elements: Sequence[Format]) -> Format:
+    """Return the structural format of the union of several formats."""
+    return elements[0] if len(elements) == 1 else {"type": "or", "elements": [*elements]}
+
+
+def tag(begin: str, content: Format, end: str) -> Format:
+    """Return the structural format of a content between two texts."""
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def some_calls(tags: Sequence[Format], separator: str, tools: ToolChoice) -> Format:
+    """Return the structural format of one tag, or of at least one if parallel calls are allowed."""
+    return {
+        "type": "tags_with_separator",
+        "tags": [*tags],
+        "separator": separator,
+        "at_least_one": True,
+        "stop_after_first": not tools.parallel,
+    }
+
+
+def is_strict(function: Mapping[str, Any], tools: ToolChoice) -> bool:
+    """Return whether objects of the arguments allow no properties that the schema lacks."""
+    return bool(function.get("strict", not tools.required))
+
+
+def arguments_format(function: Mapping[str, Any], tools: ToolChoice) -> Format:
+    """Return the structural format of a function's arguments as JSON.
+
+    The schema of the arguments stays a document of its own, so that its references keep their
+    meaning.
+    """
+    schema = function.get("parameters") or NO_ARGUMENTS
+    return json_format(schema, strict=is_strict(function, tools))
+
+
+def json_format(schema: Mapping[str, Any], *, strict: bool) -> Format:
+    """Return the structural format of the JSON values that satisfy a schema."""
+    return {"type": "json_schema", "json_schema": schema, "strict": strict}
+
+
+def call_head(function: Mapping[str, Any], arguments_key: str) -> str:
+    """Return the text of a call as a JSON object up to its arguments, which are the last value."""
+    name = json.dumps(function["name"], ensure_ascii=False)
+    return f'{{"name": {name}, "{arguments_key}": '
+
+
+def read_json_call(source: TextSource, arguments_key: str) -> Steps[None]:
+    """Yield the events of a call that is a JSON object with a name and arguments."""
+    yield from source.expect('{"name": ')
+    name = yield from source.json_string()
+    yield from source.expect(f', "{arguments_key}": ')
+    yield CallBegin(name)
+    yield from source.json_value()
+    yield CallEnd()
+    yield from source.expect("}")
+
+
+def check_names(tools: ToolChoice, format_name: str) -> None:
+    """Check that a notation without quotes can express the names of functions.
+
+    Raises
+    ------
+    ApiError
+        If a name has a character other than a letter, digit, underscore, point or hyphen.
+    """
+    for function in tools.functions:
+        if not NAME.fullmatch(function["name"]):
+            raise ApiError(
+                f"the tool-call format {format_name} cannot express the function name "
+                f"{function['name']!r}: use letters, digits, '_', '.' and '-'",
+                param="tools",
+            )

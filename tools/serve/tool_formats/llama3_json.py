@@ -1,0 +1,86 @@
+"""The notations of Llama 3.1, 3.2 and 3.3.
+
+A call is a JSON object with ``name`` and ``parameters``. Several calls are separated by ``; ``. The
+special token ``<|python_tag|>`` can precede them. If the prompt asks for it, the models write
+``<function=NAME>``, the arguments, and ``</function>`` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graft.tools.serve.tool_calls import ToolChoice
+from graft.tools.serve.tool_formats.base import (
+    Format,
+    ToolFormat,
+    arguments_format,
+    call_head,
+    read_json_call,
+    some_calls,
+    tag,
+)
+from graft.tools.serve.tool_formats.source import CallBegin, CallEnd, Steps, TextSource
+
+__all__ = ["Llama3Json"]
+
+_PYTHON_TAG = "<|python_tag|>"
+_FUNCTION = "<function="
+_FUNCTION_END = "</function>"
+_SEPARATOR = "; "
+
+
+class Llama3Json(ToolFormat):
+    """JSON objects without tags."""
+
+    name = "llama3_json"
+    markers = (_PYTHON_TAG,)
+
+    def text_with_calls(self, tools: ToolChoice) -> Format:
+        """Return the structural format of free text with calls.
+
+        Free text can contain JSON: a call begins with a whole head, which has the name of a
+        function.
+        """
+        tags = []
+        triggers = [_PYTHON_TAG, _FUNCTION]
+        for function in tools.functions:
+            head = call_head(function, "parameters")
+            arguments = arguments_format(function, tools)
+            triggers.append(head)
+            tags += [
+                tag(head, arguments, "}"),
+                tag(f"{_PYTHON_TAG}{head}", arguments, "}"),
+                tag(_function_tag(function), arguments, _FUNCTION_END),
+            ]
+        return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+
+    def calls(self, tools: ToolChoice) -> Format:
+        """Return the structural format of JSON objects."""
+        tags = []
+        for function in tools.functions:
+            head = call_head(function, "parameters")
+            tags.append(tag(head, arguments_format(function, tools), "}"))
+        return some_calls(tags, _SEPARATOR, tools)
+
+    def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
+        """Yield the events of an output."""
+        names = {_function_tag(function): function["name"] for function in tools.functions}
+        heads = {
+            call_head(function, "parameters"): function["name"] for function in tools.functions
+        }
+        separator = ""
+        while True:
+            begin = yield from source.content_until([*heads, *names, _PYTHON_TAG], separator)
+            if begin == _PYTHON_TAG:
+                yield from read_json_call(source, "parameters")
+            else:
+                yield CallBegin(names.get(begin) or heads[begin])
+                yield from source.json_value()
+                yield CallEnd()
+                yield from source.expect("}" if begin in heads else _FUNCTION_END)
+            separator = _SEPARATOR
+
+
+def _function_tag(function: Mapping[str, Any]) -> str:
+    return f"{_FUNCTION}{function['name']}>"

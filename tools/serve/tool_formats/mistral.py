@@ -1,0 +1,100 @@
+"""The notations of Mistral's models.
+
+* ``[TOOL_CALLS]`` and a JSON array of objects with ``name`` and ``arguments``. A space may precede
+  the array.
+* For each call, ``[TOOL_CALLS]``, the name of the function, and the arguments. ``[ARGS]`` may
+  precede the arguments. This is the notation of the models since 2025.
+
+``[TOOL_CALLS]`` and ``[ARGS]`` are special tokens of the models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graft.tools.serve.tool_calls import ToolChoice
+from graft.tools.serve.tool_formats.base import (
+    Format,
+    ToolFormat,
+    arguments_format,
+    call_head,
+    check_names,
+    const,
+    one_of,
+    read_json_call,
+    sequence,
+    some_calls,
+    tag,
+)
+from graft.tools.serve.tool_formats.source import CallBegin, CallEnd, Mismatch, Steps, TextSource
+
+__all__ = ["Mistral"]
+
+_BEGIN = "[TOOL_CALLS]"
+_ARGUMENTS = "[ARGS]"
+_ARRAYS = (f"{_BEGIN}[", f"{_BEGIN} [")
+
+
+class Mistral(ToolFormat):
+    """Calls after ``[TOOL_CALLS]``."""
+
+    name = "mistral"
+    markers = (_BEGIN, _ARGUMENTS)
+
+    def text_with_calls(self, tools: ToolChoice) -> Format:
+        """Return the structural format of free text with calls."""
+        tags = [*_arrays(tools), *_named_calls(tools)]
+        return {"type": "triggered_tags", "triggers": [_BEGIN], "tags": tags}
+
+    def calls(self, tools: ToolChoice) -> Format:
+        """Return the structural format of calls."""
+        return one_of([*_arrays(tools), some_calls(_named_calls(tools), "", tools)])
+
+    def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
+        """Yield the events of an output."""
+        names = [function["name"] for function in tools.functions]
+        while True:
+            yield from source.content_until([_BEGIN])
+            following = yield from source.match("[", " [", *names)
+            if following.endswith("["):
+                yield from _parse_array(source)
+            elif following:
+                yield from source.match(_ARGUMENTS)
+                yield CallBegin(following)
+                yield from source.json_value()
+                yield CallEnd()
+            else:
+                raise Mismatch
+
+    def call_id(self, random_hex: str) -> str:
+        """Return an id of nine letters and digits: the chat templates refuse all others."""
+        return random_hex[:9]
+
+
+def _parse_array(source: TextSource) -> Steps[None]:
+    separator = ""
+    while separator != "]":
+        if separator:
+            source.mark()
+        yield from read_json_call(source, "arguments")
+        separator = yield from source.expect(", ", "]")
+
+
+def _arrays(tools: ToolChoice) -> list[Format]:
+    objects = []
+    for function in tools.functions:
+        arguments = arguments_format(function, tools)
+        objects.append(tag(call_head(function, "arguments"), arguments, "}"))
+    return [tag(begin, some_calls(objects, ", ", tools), "]") for begin in _ARRAYS]
+
+
+def _named_calls(tools: ToolChoice) -> list[Format]:
+    check_names(tools, Mistral.name)
+    return [_named_call(function, tools) for function in tools.functions]
+
+
+def _named_call(function: Mapping[str, Any], tools: ToolChoice) -> Format:
+    marker = {"type": "optional", "content": tag(_ARGUMENTS, const(""), "")}
+    content = sequence(marker, arguments_format(function, tools))
+    return tag(f"{_BEGIN}{function['name']}", content, "")

@@ -1,0 +1,158 @@
+"""Parameters of a function, for notations in which each argument stands by itself."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from graft.grammar.schema.terms import subschemas, word_set
+from graft.tools.serve.errors import ApiError
+from graft.tools.serve.tool_calls import NO_ARGUMENTS, ToolChoice
+from graft.tools.serve.tool_formats.base import NAME, is_strict
+
+__all__ = ["Parameter", "constraints", "is_plain", "read_parameters", "union"]
+
+#: Keywords of an object's schema that arguments standing by themselves cannot satisfy.
+_OBJECT_KEYWORDS = word_set(
+    """$ref $dynamicRef allOf anyOf oneOf not if const enum patternProperties propertyNames
+    minProperties maxProperties dependencies dependentRequired dependentSchemas
+    unevaluatedProperties"""
+)
+_ANNOTATIONS = word_set("title description default examples deprecated")
+#: A reference to a definition whose name has no escaped characters.
+_TARGET = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
+_MAX_REFERENCES = 8
+_DEFINITIONS = ("$schema", "$defs", "definitions")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a function.
+
+    Attributes
+    ----------
+    key
+        Name of the parameter.
+    schema
+        JSON schema of the argument, a document of its own with the definitions of the function's
+        schema.
+    required
+        Whether each call has the argument.
+    strict
+        Whether objects in the argument allow no properties that the schema lacks.
+    """
+
+    key: str
+    schema: dict[str, Any]
+    required: bool
+    strict: bool
+
+    @property
+    def alternatives(self) -> list[dict[str, Any]]:
+        """The schemas of which the argument satisfies one: the members of ``anyOf``, or types."""
+        keywords = constraints(self.schema)
+        definitions = _definitions(self.schema)
+        if keywords == {"anyOf"}:
+            members = self.schema["anyOf"]
+        elif keywords == {"type"} and isinstance(self.schema["type"], list):
+            members = [{"type": name} for name in self.schema["type"]]
+        else:
+            members = [self.schema]
+        return [_document(member, definitions) for member in members]
+
+    @property
+    def texts(self) -> list[str] | None:
+        """The texts that are allowed by an ``enum`` or ``const``; None if there are others."""
+        values = self.schema.get("enum")
+        if "const" in self.schema:
+            values = [self.schema["const"]]
+        keywords = constraints(self.schema) - {"type"}
+        is_string = self.schema.get("type", "string") == "string"
+        if len(keywords) != 1 or not values or not is_string:
+            return None
+        return values if all(isinstance(value, str) for value in values) else None
+
+
+def union(schemas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the schema of values that satisfy one of several `Parameter.alternatives`."""
+    if len(schemas) == 1:
+        return schemas[0]
+    members = []
+    for schema in schemas:
+        members.append({key: part for key, part in schema.items() if key not in _DEFINITIONS})
+    return {"anyOf": members, **_definitions(schemas[0])}
+
+
+def is_plain(schema: Mapping[str, Any], type_name: str) -> bool:
+    """Return whether a schema allows all values of a type, and no others."""
+    return constraints(schema) == {"type"} and schema["type"] == type_name
+
+
+def constraints(schema: Mapping[str, Any]) -> Set[str]:
+    """Return the keywords of a schema except for annotations and definitions."""
+    return schema.keys() - _ANNOTATIONS - set(_DEFINITIONS)
+
+
+def read_parameters(
+    function: Mapping[str, Any], tools: ToolChoice, format_name: str
+) -> list[Parameter]:
+    """Return the parameters of a function in the order of its schema.
+
+    Raises
+    ------
+    ApiError
+        If the notation cannot express the schema of the arguments.
+    """
+    schema = function.get("parameters") or NO_ARGUMENTS
+
+    def refusal(reason: str) -> ApiError:
+        return ApiError(
+            f"function {function['name']!r}: parameters: {reason}, which the tool-call format "
+            f"{format_name} cannot express",
+            param="tools",
+        )
+
+    properties = schema.get("properties", {})
+    required = schema.get("required", [])
+    keywords = sorted(_OBJECT_KEYWORDS & schema.keys())
+    if keywords:
+        raise refusal(f"the schema of the object has the keyword {keywords[0]}")
+    if schema.get("type", "object") != "object" or not isinstance(properties, dict):
+        raise refusal("the schema is not that of an object")
+    parameters = []
+    definitions = _definitions(schema)
+    strict = is_strict(function, tools)
+    for key, value in properties.items():
+        if not NAME.fullmatch(key):
+            raise refusal(f"the name {key!r} has characters other than letters and digits")
+        parameters.append(Parameter(key, _document(value, definitions), key in required, strict))
+    for key in required:
+        if key not in properties:
+            raise refusal(f"{key!r} is required, but is none of the properties")
+    for parameter in parameters:
+        for pointer, part in subschemas(parameter.schema):
+            target = part.get("$ref", "")
+            if target == "#" or target.startswith(("#/properties", "#/items")):
+                raise refusal(f"{parameter.key}: {pointer} refers to {target!r}")
+    return parameters
+
+
+def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: schema[key] for key in _DEFINITIONS if key in schema}
+
+
+def _document(schema: Any, definitions: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a subschema as a document of its own. A reference alone is replaced by its target."""
+    for _ in range(_MAX_REFERENCES):
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        target = _TARGET.fullmatch(str(schema.get("$ref", "")))
+        if target is None or constraints(schema) != {"$ref"}:
+            break
+        found = definitions.get(target[1], {}).get(target[2])
+        if not isinstance(found, (dict, bool)):
+            break  # the backend reports that the reference points to nothing
+        schema = found
+    return {**schema, **definitions}

@@ -1,0 +1,134 @@
+"""Separation of generated text into content and tool calls."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from graft.tools.serve.tool_calls import ToolChoice
+from graft.tools.serve.tool_formats.base import ToolFormat
+from graft.tools.serve.tool_formats.source import (
+    Arguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Mismatch,
+    Steps,
+    TextSource,
+)
+
+__all__ = ["MAX_TOOL_CALLS", "ToolCallParser"]
+
+#: Maximum number of tool calls in one response choice, if parallel calls are allowed.
+MAX_TOOL_CALLS = 128
+
+
+class ToolCallParser:
+    """Incremental parser that separates generated text into content and tool calls.
+
+    Parameters
+    ----------
+    tools
+        Functions that the model may call.
+    tool_format
+        Notation in which the model writes calls.
+
+    Attributes
+    ----------
+    calls
+        All calls that have been parsed so far, in OpenAI's format, without those that exceed the
+        maximum number of calls. The arguments of the last call can be incomplete.
+    cut_text
+        Text of the last call of `calls` if the output has ended within its arguments; otherwise
+        empty.
+    """
+
+    def __init__(self, tools: ToolChoice, tool_format: ToolFormat):
+        self._tools = tools
+        self._format = tool_format
+        self._source = TextSource()
+        self._events = self._parse()
+        self._max_calls = MAX_TOOL_CALLS if tools.parallel else 1
+        self._num_calls = 0
+        self._in_call = False
+        self.calls: list[dict[str, Any]] = []
+        self.cut_text = ""
+
+    def feed(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
+        """Process the next piece of the generated text.
+
+        Parameters
+        ----------
+        text
+            Generated text.
+        last
+            Whether this is the last piece of the output.
+
+        Returns
+        -------
+        content : str
+            Text that belongs to no call. Text that may be the beginning of a call is held back
+            until the parser can decide.
+        deltas : list of dict
+            New parts of calls, at most one for each call, in the format of a streamed response.
+            The first delta of a call has its id and name. The arguments of all its deltas together
+            are the arguments of the call.
+        """
+        self._source.feed(text, last)
+        content = ""
+        deltas: list[dict[str, Any]] = []
+        for event in self._events:
+            match event:
+                case None:
+                    break
+                case Content(text=more):
+                    content += more
+                case CallBegin(name=name):
+                    self._begin_call(name, deltas)
+                case Arguments(text=piece):
+                    self._add_arguments(piece, deltas)
+                case CallEnd():
+                    self._in_call = False
+                    self._source.call_text = None
+        if last and self._in_call and self._num_calls <= self._max_calls:
+            self.cut_text = self._source.call_text or ""
+        return content, deltas
+
+    def _parse(self) -> Steps[None]:
+        """Yield the events of the output.
+
+        The text of a call whose arguments have not begun is content. Text after the arguments that
+        does not complete the call is omitted.
+        """
+        source = self._source
+        try:
+            yield from self._format.parse(source, self._tools)
+        except Mismatch:
+            if source.call_text is None:
+                source.take(len(source.text))
+            elif not self._in_call:
+                source.text = source.call_text + source.text
+        while True:
+            rest = source.take(len(source.text))
+            if rest and not self._in_call and not self._tools.required:
+                yield Content(rest)
+            yield None
+
+    def _begin_call(self, name: str, deltas: list[dict[str, Any]]) -> None:
+        self._in_call = True
+        self._num_calls += 1
+        if self._num_calls > self._max_calls:
+            return
+        call = {"id": self._format.call_id(secrets.token_hex(12)), "type": "function"}
+        function = {"name": name, "arguments": ""}
+        deltas.append({"index": len(self.calls), **call, "function": dict(function)})
+        self.calls.append({**call, "function": function})
+
+    def _add_arguments(self, piece: str, deltas: list[dict[str, Any]]) -> None:
+        if self._num_calls > self._max_calls:
+            return
+        index = len(self.calls) - 1
+        self.calls[index]["function"]["arguments"] += piece
+        if not deltas or deltas[-1]["index"] != index:
+            deltas.append({"index": index, "function": {"arguments": ""}})
+        deltas[-1]["function"]["arguments"] += piece

@@ -1,0 +1,162 @@
+"""The notation of Llama 3.2 and Llama 4 models that write calls as a list in Python.
+
+The output is ``[name(key=value, ...), ...]``. ``True``, ``False``, ``None`` and texts are written
+as in Python, all other values as JSON, also within arrays and objects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from graft.tools.serve.tool_calls import ToolChoice
+from graft.tools.serve.tool_formats.base import (
+    Format,
+    ToolFormat,
+    check_names,
+    const,
+    json_format,
+    one_of,
+    sequence,
+    some_calls,
+    tag,
+)
+from graft.tools.serve.tool_formats.parameters import (
+    Parameter,
+    constraints,
+    is_plain,
+    read_parameters,
+    union,
+)
+from graft.tools.serve.tool_formats.source import (
+    Arguments,
+    CallBegin,
+    CallEnd,
+    Content,
+    Steps,
+    TextSource,
+)
+
+__all__ = ["Pythonic"]
+
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
+#: A text in single quotes has none of these.
+_ESCAPED = ["\\", "\n", "\r"]
+
+
+class Pythonic(ToolFormat):
+    """Python's function calls."""
+
+    name = "pythonic"
+
+    def text_with_calls(self, tools: ToolChoice) -> Format:
+        """Return the structural format of calls, or of text that does not begin like a call."""
+        begins = [f"[{begin}" for begin in _begins(tools)]
+        return one_of([self.calls(tools), {"type": "any_text", "excluded_starts": begins}])
+
+    def calls(self, tools: ToolChoice) -> Format:
+        """Return the structural format of calls."""
+        check_names(tools, self.name)
+        calls = [_call(function, tools) for function in tools.functions]
+        return sequence(const("["), some_calls(calls, ", ", tools), const("]"))
+
+    def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
+        """Yield the events of an output."""
+        functions = _begins(tools)
+        source.mark()
+        begin = yield from source.match(*(f"[{begin}" for begin in functions))
+        if not begin:
+            source.call_text = None
+            while True:
+                if source.text:
+                    yield Content(source.take(len(source.text)))
+                yield from source.wait()
+        begin = begin[1:]
+        while True:
+            function = functions[begin]
+            yield CallBegin(function["name"])
+            yield from _parse_arguments(source, read_parameters(function, tools, self.name))
+            yield CallEnd()
+            if (yield from source.expect(", ", "]")) == "]":
+                return
+            source.mark()
+            begin = yield from source.expect(*functions)
+
+
+def _begins(tools: ToolChoice) -> dict[str, Mapping[str, Any]]:
+    """Return the functions by the text with which calls to them begin."""
+    return {f"{function['name']}(": function for function in tools.functions}
+
+
+def _call(function: Mapping[str, Any], tools: ToolChoice) -> Format:
+    parameters = read_parameters(function, tools, Pythonic.name)
+    return tag(f"{function['name']}(", _arguments(parameters), ")")
+
+
+def _arguments(parameters: list[Parameter]) -> Format:
+    """Return the format of keyword arguments in the order of the parameters.
+
+    An alternative for each parameter that can come first tells where there is no comma.
+    """
+    alternatives = []
+    for index, first in enumerate(parameters):
+        rest = []
+        for parameter in parameters[index + 1 :]:
+            following = _argument(parameter, ", ")
+            if not parameter.required:
+                following = {"type": "optional", "content": following}
+            rest.append(following)
+        alternatives.append(sequence(_argument(first, ""), *rest))
+        if first.required:
+            return one_of(alternatives)
+    if not alternatives:
+        return const("")
+    return {"type": "optional", "content": one_of(alternatives)}
+
+
+def _argument(parameter: Parameter, separator: str) -> Format:
+    return sequence(const(f"{separator}{parameter.key}="), _value(parameter))
+
+
+def _value(parameter: Parameter) -> Format:
+    """Return the format of a value: Python's constants, a text in quotes, or JSON."""
+    options = []
+    as_json = []
+    for schema in parameter.alternatives:
+        if is_plain(schema, "boolean"):
+            options += [const("True"), const("False")]
+        elif is_plain(schema, "null"):
+            options.append(const("None"))
+        else:
+            as_json.append(schema)
+            if not constraints(schema):
+                options += [const(text) for text in _CONSTANTS]
+            if not constraints(schema) or is_plain(schema, "string"):
+                options.append(tag("'", {"type": "any_text", "excludes": _ESCAPED}, "'"))
+    if as_json:
+        whole = len(as_json) == len(parameter.alternatives)
+        schema = parameter.schema if whole else union(as_json)
+        options.append(json_format(schema, strict=parameter.strict))
+    return one_of(options)
+
+
+def _parse_arguments(source: TextSource, parameters: list[Parameter]) -> Steps[None]:
+    keys = {f"{parameter.key}=": parameter.key for parameter in parameters}
+    separator = "{"
+    key = yield from source.expect(*keys, ")")
+    while key != ")":
+        yield Arguments(f"{separator}{json.dumps(keys[key], ensure_ascii=False)}: ")
+        separator = ", "
+        first = yield from source.peek()
+        if first in "TFN":
+            yield Arguments(_CONSTANTS[(yield from source.expect(*_CONSTANTS))])
+        elif first == "'":
+            source.take(1)
+            yield from source.quoted_text("'")
+        else:
+            yield from source.json_value()
+        if (yield from source.expect(", ", ")")) == ")":
+            break
+        key = yield from source.expect(*keys)
+    yield Arguments("{}" if separator == "{" else "}")
