@@ -6,6 +6,7 @@ No GPU is needed.
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
@@ -286,3 +287,18 @@ def test_kernel_report_raises_nvrtc_log_on_compile_error(tmp_path):
     path.write_text('extern "C" __global__ void wrong(float* x) { x[0] = nothing; }\n')
     with pytest.raises(kernel_report.CompileError, match="nothing"):
         kernel_report.compile_variant(Variant(path), 80)
+
+
+def test_kernels_do_not_ask_for_non_coherent_loads():
+    """NVRTC generates ld.nc for ``__ldg`` and for pointers that are const and ``__restrict__``.
+
+    Such loads may return old values of memory that the previous kernel writes: a programmatic edge
+    lets both kernels run at the same time.
+    """
+    asks = re.compile(r"__ldg|__restrict__|\.nc\.")
+    comment = re.compile(r"//[^\n]*")
+    folders = [kernel_report.package_folder(name) for name in (*kernel_report.PACKAGES, "grammar")]
+    files = [path for folder in folders for path in folder.rglob("*.cu*")]
+    assert len(files) > 30
+    found = {path.name for path in files if asks.search(comment.sub("", path.read_text()))}
+    assert not found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
@@ -262,6 +263,33 @@ def test_ptx_divergent_branches_reconverge(soft):
     got = run_body(soft, body, [], np.zeros(32, np.uint32))
     lane = np.arange(32)
     np.testing.assert_array_equal(got, 32000 + lane * (lane - 1) // 2)
+
+
+EXITS = """
+    setp.ge.u32 %p1, %r0, 16;
+    @%p1 bra AWAY;
+    bar.warp.sync -1;
+    shfl.sync.bfly.b32 %r5, %r0, 1, 31, 0xffff;
+    {store}
+    bra.uni DONE;
+AWAY:
+    mov.u32 %r6, 0;
+LOOP:
+    add.u32 %r6, %r6, 1;  setp.lt.u32 %p2, %r6, {steps};  @%p2 bra LOOP;
+DONE:
+    ret;
+"""
+
+
+@pytest.mark.parametrize("steps", [1, 20000], ids=["exit-first", "exit-later"])
+@pytest.mark.parametrize("seed", ["", "1", "2"])
+def test_ptx_warp_operation_does_not_wait_for_lanes_that_exit(steps, seed):
+    """The other lanes may exit before or after the first ones reach the operation."""
+    body = EXITS.format(store=STORE.format(1, "%r5"), steps=steps)
+    text = outcome(body, **({"SOFTCUDA_PTX_SEED": seed} if seed else {}))
+    assert text.startswith("SUCCESS"), text
+    values = json.loads(text.splitlines()[-1])
+    assert values == [lane ^ 1 for lane in range(16)] + [0] * 48
 
 
 def test_ptx_shuffles_and_votes(soft):

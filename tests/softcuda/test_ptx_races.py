@@ -217,9 +217,9 @@ print(result, softstats.error_detail(True))
 """
 
 
-def edge_outcome(consumer: str, port: int = 1, **env: str) -> str:
+def edge_outcome(consumer: str, port: int = 1, producer: str = PRODUCER, **env: str) -> str:
     """Run two kernels with an edge between them and return the error code and the fault."""
-    text = EDGE.format(producer=module(PRODUCER, 2), consumer=module(consumer, 2), port=port)
+    text = EDGE.format(producer=module(producer, 2), consumer=module(consumer, 2), port=port)
     done = util.run_child(text, **env)
     assert done.returncode == 0, (done.stdout, done.stderr)
     return done.stdout
@@ -245,6 +245,47 @@ def test_read_after_griddepcontrol_wait_is_accepted():
     one = "setp.ne.u32 %p1, %r0, 0; @%p1 bra J; griddepcontrol.wait; J: bar.sync 0;"
     text = edge_outcome(CONSUMER.format(first=one, second=""), SOFTCUDA_PTX_SEED="1")
     assert text.startswith("SUCCESS")
+
+
+def test_write_before_griddepcontrol_wait_to_memory_that_is_still_read_is_a_fault():
+    """The preceding kernel may read the memory until griddepcontrol.wait returns."""
+    consumer = "{} mad.wide.u32 %rd5, %r0, 4, %rd0; st.global.u32 [%rd5], %r0; {}"
+    reader = CONSUMER.format(first="", second="").replace("%rd0", "%rd2").replace("%rd1", "%rd0")
+    reader = reader.replace("%rd2", "%rd1")
+    early, late = consumer.format("", WAIT), consumer.format(WAIT, "")
+    text = edge_outcome(early, producer=reader, SOFTCUDA_PTX_SEED="1")
+    assert "write to" in text and "preceding kernel 'k'" in text and "reads there" in text
+    assert edge_outcome(late, producer=reader, SOFTCUDA_PTX_SEED="1").startswith("SUCCESS")
+
+
+def test_non_coherent_load_after_griddepcontrol_wait_is_a_fault():
+    """A cache of read-only data may hold the value from before the preceding kernel's write."""
+    load = CONSUMER.format(first=WAIT, second="").replace("ld.global", "ld.global.nc")
+    text = edge_outcome(load, SOFTCUDA_PTX_SEED="1")
+    assert "ld.nc of" in text and "preceding kernel 'k'" in text
+    assert edge_outcome(load, port=0, SOFTCUDA_PTX_SEED="1").startswith("SUCCESS")
+
+
+NON_COHERENT = """
+    mad.wide.u32 %rd5, %r0, 4, %rd0;  mad.wide.u32 %rd6, %r0, 4, %rd1;
+    {first}
+    {second}
+"""
+LOAD = "ld.global.nc.u32 %r5, [%rd5];"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ("st.global.u32 [%rd5], %r0;", LOAD, "ld.nc of a word that this launch has written"),
+        (LOAD, "st.global.u32 [%rd5], %r0;", "this launch has read the word with ld.nc"),
+        (LOAD, "st.global.u32 [%rd6], %r5;", "SUCCESS"),
+        ("st.global.u32 [%rd5], %r0;", LOAD.replace(".nc", ""), "SUCCESS"),
+    ],
+)
+def test_racecheck_finds_non_coherent_load_of_written_word(first, second, words):
+    body = NON_COHERENT.format(first=first, second=second)
+    assert words in outcome(body, SOFTCUDA_RACECHECK="1")
 
 
 STREAM = """

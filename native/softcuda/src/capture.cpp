@@ -258,12 +258,12 @@ bool capture_work(CUstream stream, const Work& work) {
 // parameters of the executable graph.
 bool capture_launch(CUstream stream, const Exec& exec) {
   return capture_node(stream, [&](Node& node) {
+    std::lock_guard<std::mutex> lock(graph_mutex);
     for (const FlatNode& flat : exec.flat) {
       require(!flat.condition, CUDA_ERROR_NOT_SUPPORTED,
               "a graph with conditional nodes cannot be launched on a capturing stream");
     }
     node.type = CU_GRAPH_NODE_TYPE_GRAPH;
-    std::lock_guard<std::mutex> lock(graph_mutex);
     node.child = graph_of(exec);
   });
 }

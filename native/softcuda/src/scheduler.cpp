@@ -98,7 +98,7 @@ static void note_programmatic_order(Op* op, const OpRef& tail, const OpRef& afte
                                     uint64_t between) {
   if (after) op->event_log = after.get()->log;
   if (op->work.kind != WorkKind::kernel) return;
-  op->log = ptx::make_write_log(*op->work.kernel);
+  op->log = ptx::make_access_log(*op->work.kernel);
   if (!tail || between > tail.get()->number) return;
   const bool direct = op->work.programmatic && tail.get()->log != nullptr;
   const auto& preceding = direct ? tail.get()->log : tail.get()->event_log;

@@ -22,7 +22,7 @@ struct ConditionalWork;
 struct MemoryWork;
 namespace ptx {
 struct LaunchState;
-class WriteLog;
+class AccessLog;
 }  // namespace ptx
 
 size_t total_memory();
@@ -159,8 +159,8 @@ struct Op {
   bool precedes_programmatically = false;  // a programmatic edge leads from this node
   // Stream operations only: the writes of this kernel, those of a kernel whose programmatic event
   // this operation waits for, and those that this kernel does not see before griddepcontrol.wait.
-  std::shared_ptr<ptx::WriteLog> log, event_log;
-  std::vector<std::shared_ptr<const ptx::WriteLog>> unordered;
+  std::shared_ptr<ptx::AccessLog> log, event_log;
+  std::vector<std::shared_ptr<const ptx::AccessLog>> unordered;
 };
 
 // A counted reference to an operation, or no reference.

@@ -77,7 +77,6 @@ constexpr const char* kCacheHints[] = {
     "cv",
     "wb",
     "wt",
-    "nc",
     "L2::64B",
     "L2::128B",
     "L2::256B",

@@ -181,6 +181,17 @@ std::string GlobalRaces::conflict(const Warp& w, const GlobalAccess& now, const 
                      : ", and no synchronization orders the two blocks");
 }
 
+std::string GlobalRaces::non_coherent(const Instr* in, Word& word, bool write) const {
+  const auto place = [this](int64_t i) { return kernel_.where(kernel_.code.data() + i); };
+  if (write && word.non_coherent >= 0) {
+    return "this launch has read the word with ld.nc at " + place(word.non_coherent);
+  }
+  if (write || (in->aux & kNonCoherent) == 0) return "";
+  word.non_coherent = static_cast<int32_t>(in - kernel_.code.data());
+  if (word.write.clock == 0) return "";
+  return "ld.nc of a word that this launch has written at " + place(word.write.instruction);
+}
+
 std::string GlobalRaces::note(const Warp& w, const Instr* in, char* storage, unsigned bytes,
                               bool write) {
   const Races& races = *w.block->races;
@@ -206,7 +217,8 @@ std::string GlobalRaces::note(const Warp& w, const Instr* in, char* storage, uns
     const uint64_t from = std::max(first, word * 4) - word * 4;
     const uint64_t to = std::min(first + bytes, word * 4 + 4) - word * 4;
     now.bytes = static_cast<uint8_t>((1u << to) - (1u << from));
-    std::string text = conflict(w, now, x->write, write, true);
+    std::string text = non_coherent(in, *x, write);
+    if (text.empty()) text = conflict(w, now, x->write, write, true);
     for (const GlobalAccess& reader : x->readers) {
       if (write && text.empty()) text = conflict(w, now, reader, write, false);
     }

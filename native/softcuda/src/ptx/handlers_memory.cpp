@@ -282,6 +282,7 @@ void take_order(Opcode& op, Instr& in) {
   if (op.take("mmio") || op.take("relaxed")) in.aux |= kStrong;
   if (op.take("acquire")) in.aux |= kStrong | kAcquire;
   if (op.take("release")) in.aux |= kStrong | kRelease;
+  if (op.take("nc")) in.aux |= kNonCoherent;
   op.take("weak");
   op.take("relaxed");
   for (const char* scope : {"cta", "cluster"}) op.take(scope);

@@ -22,20 +22,31 @@ void visit_words(const char* storage, unsigned bytes, const Visit& visit) {
 
 }  // namespace
 
-void WriteLog::add(const char* storage, unsigned bytes) {
+void AccessLog::add(const char* storage, unsigned bytes, bool write) {
   std::lock_guard<std::mutex> lock(mutex_);
   visit_words(storage, bytes, [&](uint64_t page, uint64_t word) {
-    pages_[page].bits[word / 64] |= uint64_t{1} << word % 64;
+    Page& at = pages_[page];
+    (write ? at.written : at.read)[word / 64] |= uint64_t{1} << word % 64;
   });
 }
 
-bool WriteLog::contains(const char* storage, unsigned bytes) const {
+template <class Test>
+bool AccessLog::any_word(const char* storage, unsigned bytes, const Test& test) const {
   bool found = false;
   visit_words(storage, bytes, [&](uint64_t page, uint64_t word) {
     const auto at = pages_.find(page);
-    found = found || (at != pages_.end() && (at->second.bits[word / 64] >> word % 64 & 1) != 0);
+    found = found || (at != pages_.end() && (test(at->second, word / 64) >> word % 64 & 1) != 0);
   });
   return found;
+}
+
+bool AccessLog::writes(const char* storage, unsigned bytes) const {
+  return any_word(storage, bytes, [](const Page& page, uint64_t i) { return page.written[i]; });
+}
+
+bool AccessLog::accesses(const char* storage, unsigned bytes) const {
+  return any_word(storage, bytes,
+                  [](const Page& page, uint64_t i) { return page.written[i] | page.read[i]; });
 }
 
 LaunchState::LaunchState() = default;
@@ -52,7 +63,7 @@ void begin_launch(Op& op) {
   if (options().racecheck) state->races = std::make_unique<GlobalRaces>(kernel);
   if (options().adversarial) state->pending = std::make_unique<PendingStores>();
   state->log = op.log;
-  if (op.precedes_programmatically) state->log = std::make_shared<WriteLog>(kernel.name);
+  if (op.precedes_programmatically) state->log = std::make_shared<AccessLog>(kernel.name);
   // Kernels for architectures without griddepcontrol are ordered fully.
   if (kernel.target >= 90) state->unordered = op.unordered;
   for (const Op* primary : op.primaries) {
@@ -63,16 +74,16 @@ void begin_launch(Op& op) {
   op.launch_state = std::move(state);
 }
 
-std::shared_ptr<WriteLog> make_write_log(const KernelWork& work) {
+std::shared_ptr<AccessLog> make_access_log(const KernelWork& work) {
   if (work.function->ptx == nullptr || (!options().adversarial && !options().racecheck)) {
     return nullptr;
   }
-  return std::make_shared<WriteLog>(work.function->ptx->name);
+  return std::make_shared<AccessLog>(work.function->ptx->name);
 }
 
-void set_known(WriteLog& log) { log.known.store(true, std::memory_order_relaxed); }
+void set_known(AccessLog& log) { log.known.store(true, std::memory_order_relaxed); }
 
-bool is_known(const WriteLog& log) { return log.known.load(std::memory_order_relaxed); }
+bool is_known(const AccessLog& log) { return log.known.load(std::memory_order_relaxed); }
 
 void end_launch(Op& op) {
   if (!options().adversarial && !options().racecheck) return;

@@ -1,4 +1,4 @@
-// State of a launch that the workers running its blocks share: the writes of kernels that are
+// State of a launch that the workers running its blocks share: the accesses of kernels that are
 // connected by programmatic edges (invariant P13), and race detection between blocks (P12).
 #pragma once
 
@@ -16,21 +16,27 @@ namespace ptx {
 class GlobalRaces;
 struct PendingStores;
 
-// The words of global memory that a launch has written.
-class WriteLog {
+// The words of global memory that a launch has read and written.
+class AccessLog {
  public:
-  explicit WriteLog(std::string kernel) : kernel_(std::move(kernel)) {}
-  void add(const char* storage, unsigned bytes);
-  // Only valid after the launch has completed.
-  bool contains(const char* storage, unsigned bytes) const;
+  explicit AccessLog(std::string kernel) : kernel_(std::move(kernel)) {}
+  void add(const char* storage, unsigned bytes, bool write);
+  // Return whether the launch has written, or has accessed, one of the words. Only valid after the
+  // launch has completed.
+  bool writes(const char* storage, unsigned bytes) const;
+  bool accesses(const char* storage, unsigned bytes) const;
   const std::string& kernel() const { return kernel_; }
   std::atomic<bool> known{false};  // see is_known()
 
  private:
-  // One bit per word of 2 KiB, by the storage address divided by 2048.
+  // One bit per word and kind of access of 2 KiB, by the storage address divided by 2048.
   struct Page {
-    uint64_t bits[8] = {};
+    uint64_t read[8] = {};
+    uint64_t written[8] = {};
   };
+  template <class Test>
+  bool any_word(const char* storage, unsigned bytes, const Test& test) const;
+
   std::string kernel_;
   std::mutex mutex_;
   std::unordered_map<uint64_t, Page> pages_;
@@ -40,10 +46,10 @@ struct LaunchState {
   LaunchState();
   ~LaunchState();
   // Null unless a kernel follows over a programmatic edge.
-  std::shared_ptr<WriteLog> log;
-  // The writes of the kernels that precede this one over programmatic edges. They are not visible
-  // before griddepcontrol.wait.
-  std::vector<std::shared_ptr<const WriteLog>> unordered;
+  std::shared_ptr<AccessLog> log;
+  // The accesses of the kernels that precede this one over programmatic edges. These kernels may
+  // still run before griddepcontrol.wait.
+  std::vector<std::shared_ptr<const AccessLog>> unordered;
   std::unique_ptr<GlobalRaces> races;      // null: race detection is off
   std::unique_ptr<PendingStores> pending;  // null: there is no seed
 };

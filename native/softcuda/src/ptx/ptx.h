@@ -8,7 +8,7 @@ namespace ptx {
 
 struct Kernel;
 struct LaunchState;
-class WriteLog;
+class AccessLog;
 
 // Whether a module image is PTX text: after white space and comments it begins with ".version".
 bool is_ptx(const void* image);
@@ -32,9 +32,9 @@ void end_launch(Op& op);
 // Returns an empty log for the writes of a kernel that is launched on a stream; null if no accesses
 // are checked or the kernel was not loaded from PTX. A log is known if the host knows that the
 // kernel is complete, so that all later launches see its writes.
-std::shared_ptr<WriteLog> make_write_log(const KernelWork& work);
-void set_known(WriteLog& log);
-bool is_known(const WriteLog& log);
+std::shared_ptr<AccessLog> make_access_log(const KernelWork& work);
+void set_known(AccessLog& log);
+bool is_known(const AccessLog& log);
 
 }  // namespace ptx
 }  // namespace softcuda

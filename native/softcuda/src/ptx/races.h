@@ -83,12 +83,17 @@ class GlobalRaces {
     GlobalAccess write;
     // The first reader and the last one. Other readers are forgotten.
     GlobalAccess readers[2];
+    // Instruction of the last non-coherent load; -1: none.
+    int32_t non_coherent = -1;
   };
   struct Page {
     Word words[256];
   };
   std::string conflict(const Warp& w, const GlobalAccess& now, const GlobalAccess& then, bool write,
                        bool wrote) const;
+  // Returns the text of the fault if a launch both writes a word and reads it with ld.nc, which
+  // requires that the word does not change during the launch; "" otherwise.
+  std::string non_coherent(const Instr* in, Word& word, bool write) const;
   Word* find(uint64_t word);
 
   const Kernel& kernel_;

@@ -98,24 +98,39 @@ void Block::fail(CUresult code, const Warp* w, int lane, const Instr* in, const 
 
 // ---- memory -----------------------------------------------------------------------------------
 
-// Applies the checks of global memory that are optional: races, and writes of a preceding kernel
-// that are not visible yet. Returns false after a fault.
+// Checks an access against the accesses of the kernels that precede this one over programmatic
+// edges. Until griddepcontrol.wait, such a kernel may still run: it must not write what this kernel
+// reads, nor access what this kernel writes. Its writes never become visible to a non-coherent
+// load, which may read from a cache that was filled before. Returns false after a fault.
+static bool check_preceding(Warp& w, const Instr* in, unsigned lane, uint64_t address,
+                            const char* storage, unsigned bytes, bool write) {
+  const bool nc = !write && (in->aux & kNonCoherent) != 0;
+  if (w.waited_for_grid && !nc) return true;
+  for (const auto& log : w.block->launch->unordered) {
+    const bool written = log->writes(storage, bytes);
+    if (!written && !(write && log->accesses(storage, bytes))) continue;
+    const std::string text = std::string(write ? "write to "
+                                         : nc  ? "ld.nc of "
+                                               : "read of ") +
+                             hex(address) + (nc ? "" : " before griddepcontrol.wait") +
+                             ", but the preceding kernel '" + log->kernel() +
+                             "', from which a programmatic edge leads to this kernel, " +
+                             (written ? "writes" : "reads") + " there";
+    w.block->fail(CUDA_ERROR_LAUNCH_FAILED, &w, static_cast<int>(lane), in, text);
+    return false;
+  }
+  return true;
+}
+
+// Applies the checks of global memory that are optional: races, and accesses of preceding kernels
+// that may still run. Returns false after a fault.
 static bool check_access(Warp& w, const Instr* in, unsigned lane, uint64_t address, char* storage,
                          unsigned bytes, bool write) {
   Block& b = *w.block;
   if (!b.checks_accesses) return true;
   if (b.stores != nullptr) order_stores(w, in, storage, bytes, write);
-  if (!w.waited_for_grid) {
-    for (const auto& log : b.launch->unordered) {
-      if (!log->contains(storage, bytes)) continue;
-      b.fail(CUDA_ERROR_LAUNCH_FAILED, &w, static_cast<int>(lane), in,
-             std::string(write ? "write to " : "read of ") + hex(address) +
-                 " before griddepcontrol.wait, but the preceding kernel '" + log->kernel() +
-                 "', from which a programmatic edge leads to this kernel, writes there");
-      return false;
-    }
-  }
-  if (write && b.launch->log != nullptr) b.launch->log->add(storage, bytes);
+  if (!check_preceding(w, in, lane, address, storage, bytes, write)) return false;
+  if (b.launch->log != nullptr) b.launch->log->add(storage, bytes, write);
   return b.races == nullptr || note_global(w, in, lane, address, storage, bytes, write);
 }
 
@@ -292,6 +307,11 @@ const Instr* arrive_at_barrier(Warp& w, const Instr* in, uint32_t lanes, unsigne
 void lanes_exited(Warp& w, uint32_t lanes) {
   w.exited |= lanes;
   publish_stores(w, 0);
+  // A warp-synchronous operation does not wait for lanes that have exited, so the groups that wait
+  // at one try again.
+  for (unsigned g = 0; g < w.group_count; ++g) {
+    if (w.groups[g].state == Group::at_warp_sync) w.groups[g].state = Group::ready;
+  }
   Block& b = *w.block;
   b.exited += static_cast<unsigned>(__builtin_popcount(lanes));
   for (unsigned number = 0; number < 16; ++number) {
