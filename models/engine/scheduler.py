@@ -309,8 +309,9 @@ class Scheduler:
         for entry_priority, _, state in self._ready[:PREFIX_LOOKAHEAD]:
             if entry_priority == priority:
                 candidates.append(state)
+        candidates = self.slots.may_join(candidates)
         candidates.sort(key=self.slots.cached_pages, reverse=True)  # stable
-        return candidates
+        return candidates or [first]
 
     def _dequeue(self, state: RequestState) -> None:
         self.waiting.pop(state.id, None)
@@ -344,7 +345,7 @@ class Scheduler:
 
     def _join(self, state: RequestState) -> bool:
         """Give a ready request a slot if one is available, and record the time in the queue."""
-        if not self.slots.may_join(state):
+        if not self.slots.may_join([state]):
             return False
         request = state.request
         output = state.output

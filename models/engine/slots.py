@@ -206,19 +206,25 @@ class SlotManager:
             state.prefix_version = self._prefix_cache.version
         return state.prefix_hits
 
-    def may_join(self, state: RequestState) -> bool:
-        """Return False if a waiting request certainly cannot join now.
+    def may_join(self, states: Sequence[RequestState]) -> list[RequestState]:
+        """Return the waiting requests among `states` for which there may be a slot and pages.
 
-        The work of this method does not depend on the length of the prompt, unless the contents of
-        the prefix cache have changed since the last call. A request may wait for many rounds.
+        The other requests certainly cannot join now. The work of this method does not depend on the
+        lengths of the prompts, unless the contents of the prefix cache have changed since the last
+        call. A request may wait for many rounds.
         """
         if not self.has_free_slot:
-            return False
+            return []
         page_size = self._caches[0].page_size
-        needed = -(-self._required_positions(state) // page_size) - self.cached_pages(state)
-        return (
-            needed + self._num_spare_pages() <= self.num_free_pages + self._prefix_cache.num_unused
-        )
+        # At least one page remains free for each request that has a slot.
+        num_evictable = self._prefix_cache.num_unused
+        available = self.num_free_pages + num_evictable - self.num_assigned
+        found = []
+        for state in states:
+            num_pages = -(-self._required_positions(state) // page_size)
+            if num_pages - self.cached_pages(state) <= available:
+                found.append(state)
+        return found
 
     def join(self, state: RequestState, params: SamplingParams) -> bool:
         """Give a request a slot and the pages for its first rounds.

@@ -1,0 +1,292 @@
+"""Benchmark of the host time per step: scheduler, slot manager and KV-cache page allocator.
+
+    python -m graft.tools.bench.host_time [--batch 64] [--pages 100000] [--waiting 1000]
+        [--steps 300] [--out FILE]
+
+The engine's scheduler runs rounds of `batch` requests on a device that needs no time: each round
+commits one token per request. The times therefore contain only work of the host that a GPU may have
+to wait for. They do not contain the launch of the graph.
+
+Each case is measured without cached pages and waiting requests, with only one of them, and with
+both. The prompts of the waiting requests begin with cached pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from graft.cudagraph.device import Device, open_device
+from graft.cudagraph.errors import GraftError
+from graft.models.cache.kv import PagedKV
+from graft.models.cache.prefix import PrefixCache
+from graft.models.engine.replay import RowAssignment, RowResult
+from graft.models.engine.request_state import RequestState
+from graft.models.engine.scheduler import Scheduler
+from graft.models.engine.slots import SlotManager
+from graft.models.engine.stats import EngineStats
+from graft.models.modes.launch import LaunchModes
+from graft.models.modes.loop.batches import PAGES_AHEAD
+from graft.models.request import Output, Request
+from graft.models.round.prefill import PrefillScheduler
+from graft.tools.report import program, table
+
+#: What happens in each step: a round of a full batch; a round while a row of the batch is free, but
+#: the waiting requests need more pages than there are; the launch of a generation loop.
+CASES = ("full batch", "too few pages", "loop launch")
+_PAGE_SIZE = 16
+_PROMPT = 1024
+_SHARED = 512  # tokens of a waiting prompt whose pages are cached
+_LONG_PROMPT = 1 << 16  # prompt of a waiting request for which there are too few pages
+_MAX_LENGTH = 1 << 17
+_WARM_STEPS = 20
+#: Maximum number of steps: the running requests must not run out of pages.
+_MAX_STEPS = 500
+
+
+class Measurement(NamedTuple):
+    """Median time of a step.
+
+    Attributes
+    ----------
+    case
+        One of `CASES`.
+    pages, waiting
+        Number of cached pages and of waiting requests.
+    us
+        Time in microseconds.
+    """
+
+    case: str
+    pages: int
+    waiting: int
+    us: float
+
+
+class _Replays:
+    """Replacement of `Replays`: each round is complete at once and commits a token per request."""
+
+    round_s = 0.0
+
+    def __init__(self) -> None:
+        self.on_time: Any = None
+        self.launched = 0
+        self.unread: deque[Any] = deque()
+
+    @property
+    def retired(self) -> int:
+        return self.launched - len(self.unread)
+
+    def launch(self, graph: Any, states: Sequence[RequestState], *_: Any, **__: Any) -> None:
+        self.launched += 1
+        rows = tuple(RowAssignment(state, state.slot, state.epoch) for state in states)
+        self.unread.append(SimpleNamespace(number=self.launched, graph=graph, rows=rows))
+
+    def wait(self, *_: Any) -> Any:
+        return self.unread[0]
+
+    def row(self, index: int) -> RowResult:
+        slot = self.unread[0].rows[index].slot
+        return RowResult(slot, 0, accepted=0, tested=0, cut=0, relaxed=0, tokens=[7])
+
+    def finish(self) -> None:
+        self.unread.popleft()
+
+    def wait_idle(self, _: EngineStats) -> None:
+        pass
+
+
+class HostRounds:
+    """The host's part of an engine, with `pages` cached pages and `waiting` waiting requests.
+
+    Parameters
+    ----------
+    device
+        Device of the page tables.
+    case
+        One of `CASES`.
+    batch
+        Number of running requests.
+    pages, waiting
+        Number of cached pages and of waiting requests.
+
+    Raises
+    ------
+    GraftError
+        If the requests do not run or wait as the case requires.
+    """
+
+    def __init__(self, device: Device, case: str, batch: int, pages: int, waiting: int):
+        self._case = case
+        self._batch = batch
+        # With too few pages, the running requests use all cached pages. Otherwise, none uses them.
+        in_use = case == "too few pages"
+        prompt = _PROMPT
+        if in_use:
+            prompt += pages // batch * _PAGE_SIZE
+        num_own = batch * -(-(prompt + _MAX_STEPS + _WARM_STEPS) // _PAGE_SIZE + 1)
+        num_idle = 0 if in_use else pages
+        cache = PagedKV(
+            device,
+            layers=1,
+            pages=num_own + num_idle,
+            page_size=_PAGE_SIZE,
+            kv_heads=1,
+            head_dim=4,
+            dtype="bfloat16",
+            slots=2 * batch,
+            max_pages_per_slot=_MAX_LENGTH // _PAGE_SIZE,
+        )
+        prefixes = PrefixCache([cache], 1, num_own + pages if pages else 0)
+        self._fill_cache(prefixes, num_idle)
+        nothing: Any = SimpleNamespace(
+            run=lambda *_: iter(()), join=lambda *_: None, leave=lambda *_: None
+        )
+        lane: Any = SimpleNamespace(copy=lambda *_, **__: None)
+        self.slots = SlotManager(
+            2 * batch,
+            batch + in_use,
+            caches=[cache],
+            prefix_cache=prefixes,
+            prefill=nothing,
+            slot_state=nothing,
+            lane=lane,
+            prefill_scheduler=PrefillScheduler(_PROMPT),
+            positions_ahead=2,
+        )
+        graph: Any = SimpleNamespace(
+            batch=batch + in_use, drafts=0, made=0, mode="round", grammar="host", repeats=False
+        )
+        replays: Any = _Replays()
+        budget: Any = SimpleNamespace(choose=lambda *_: 0, record_acceptance=lambda *_, **__: None)
+        self.scheduler = Scheduler(
+            replays,
+            self.slots,
+            LaunchModes({(graph.batch, 0): graph}),
+            EngineStats(),
+            budget,
+            max_in_flight=1,
+        )
+        for number in range(batch):
+            self.scheduler.submit(_make_state(f"running {number}", [number] * prompt))
+        self.step()
+        length = _LONG_PROMPT if in_use else _PROMPT
+        tokens = [*[1000] * _SHARED, *[1001] * (length - _SHARED)]
+        for number in range(waiting):
+            self.scheduler.submit(_make_state(f"waiting {number}", tokens))
+        for _ in range(_WARM_STEPS):
+            self.step()
+        if len(self.slots.running) != batch or len(self.scheduler.waiting) != waiting:
+            raise GraftError(
+                f"{case}: {len(self.slots.running)} requests run, expected {batch}; "
+                f"{len(self.scheduler.waiting)} wait, expected {waiting}"
+            )
+
+    def _fill_cache(self, prefixes: PrefixCache, pages: int) -> None:
+        """Cache idle pages; the first ones are those of the waiting requests' common prefix."""
+        shared = prefixes.keys([1000] * (_SHARED + 2))[:pages]
+        others = [number.to_bytes(32, "little") for number in range(pages - len(shared))]
+        if pages:
+            prefixes.insert_migrated([*shared, *others], lambda *_: None)
+
+    def step(self) -> None:
+        """Run a step of the scheduler and fetch its events."""
+        if self._case == "loop launch":
+            self.slots.reserve_ahead(list(self.slots.running.values()), PAGES_AHEAD)
+        self.scheduler.step(None)  # type: ignore[arg-type]
+        self.scheduler.outbox.fetch_rest()
+
+    def time_steps(self, steps: int) -> float:
+        """Run steps and return their median time in microseconds."""
+        times = []
+        for _ in range(steps):
+            begin = time.perf_counter_ns()
+            self.step()
+            times.append(time.perf_counter_ns() - begin)
+        return statistics.median(times) / 1e3
+
+
+def _make_state(name: str, tokens: list[int]) -> RequestState:
+    """Return a request without grammar that generates tokens until the benchmark ends."""
+    decoder: Any = SimpleNamespace(push=lambda *_: "x", finish=lambda *_, **__: "")
+    return RequestState(
+        request=Request(tokens=tokens),
+        output=Output(id=name, seed=1),
+        prompt=tokens,
+        max_tokens=_MAX_LENGTH - len(tokens),
+        stop_ids=(0,),
+        decoder=decoder,
+    )
+
+
+def measure(batch: int, pages: int, waiting: int, steps: int) -> list[Measurement]:
+    """Return the times of all cases without and with cached pages and waiting requests."""
+    device = open_device()
+    found = []
+    for case in CASES:
+        for num_pages, num_waiting in ((0, 0), (pages, 0), (0, waiting), (pages, waiting)):
+            rounds = HostRounds(device, case, batch, num_pages, num_waiting)
+            us = rounds.time_steps(steps)
+            found.append(Measurement(case, num_pages, num_waiting, us))
+            rounds.scheduler.slots.close()
+    return found
+
+
+def make_report(found: Sequence[Measurement], batch: int) -> str:
+    """Return a table of the median times, with the difference from the first row of each case."""
+    rows: list[tuple[object, ...]] = [
+        ("step", "cached pages", "waiting", "us per step", "above the constant part")
+    ]
+    constant = {item.case: item.us for item in reversed(found)}
+    for item in found:
+        above = item.us - constant[item.case]
+        rows.append((item.case, item.pages, item.waiting, f"{item.us:.0f}", f"{above:+.0f}"))
+    return f"{table(rows)}\n{batch} running requests"
+
+
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m graft.tools.bench.host_time", description=(__doc__ or "").splitlines()[0]
+    )
+    for name, default, text in (
+        ("batch", 64, "running requests"),
+        ("pages", 100_000, "cached pages"),
+        ("waiting", 1000, "waiting requests"),
+        ("steps", 300, f"measured steps, at most {_MAX_STEPS}"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=int, default=default, help=f"{text} (default {default})"
+        )
+    parser.add_argument("--out", type=Path, help="JSON file for the times")
+    options = parser.parse_args(arguments)
+    if min(options.batch, options.pages, options.waiting, options.steps) < 1:
+        parser.error("--batch, --pages, --waiting and --steps must be above 0")
+    if options.steps > _MAX_STEPS:
+        parser.error(f"--steps must be at most {_MAX_STEPS}")
+    return options
+
+
+@program
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark, print the report and write the JSON file."""
+    options = parse_options(arguments)
+    found = measure(options.batch, options.pages, options.waiting, options.steps)
+    print(make_report(found, options.batch))
+    if options.out is not None:
+        results = [item._asdict() for item in found]
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        document = {"batch": options.batch, "results": results}
+        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
