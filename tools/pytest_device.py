@@ -1,14 +1,37 @@
-"""Pytest plugin that reports which CUDA driver the tests used.
+"""Pytest plugin for tests that use a CUDA device.
 
 Usage: ``pytest -p graft.tools.pytest_device``.
+
+A kernel fault makes the device unusable for the rest of the process, so all later tests would fail.
+After a test that left the device in this state, the plugin runs each later test in a process of its
+own. The summary says so, and which CUDA driver the tests used.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
+
+#: Results of cuStreamQuery that do not mean that the context is lost: success, not initialized,
+#: deinitialized, no device, no or another context, and pending work.
+_USABLE = frozenset({0, 3, 4, 100, 201, 600})
+#: Maximum duration in seconds of a test that runs in a process of its own.
+_LIMIT_S = 600.0
+
+
+def _driver() -> ctypes.CDLL | None:
+    """Return the library libcuda.so.1 that this process has loaded, or None."""
+    try:
+        return ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return None
 
 
 def describe_driver() -> str:
@@ -16,9 +39,8 @@ def describe_driver() -> str:
 
     For the soft device, the description contains the numbers of launched kernels and graphs.
     """
-    try:
-        library = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
-    except OSError:
+    library = _driver()
+    if library is None:
         return "no driver was loaded"
     if not hasattr(library, "softcuda_count"):
         return "NVIDIA's driver"
@@ -28,6 +50,100 @@ def describe_driver() -> str:
     return f"graft's soft device, {kernels} kernels and {graphs} graphs"
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Add a line that describes the driver to pytest's summary."""
-    terminalreporter.write_line(f"cuda: {describe_driver()}")
+def device_has_faulted() -> bool:
+    """Return whether a fault has made the device unusable for this process."""
+    library = _driver()
+    return library is not None and library.cuStreamQuery(None) not in _USABLE
+
+
+class IsolatedTests:
+    """Runs the tests after a device fault in processes of their own.
+
+    Attributes
+    ----------
+    faulting
+        Id of the test that left the device unusable; empty if there was none.
+    count
+        Number of tests that ran in a process of their own.
+    """
+
+    def __init__(self) -> None:
+        self.faulting = ""
+        self.count = 0
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        """Run a test in a child process if the device of this process is unusable."""
+        if not self.faulting:
+            return None
+        self.count += 1
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        outcome, text = run_in_child(item)
+        report = pytest.TestReport(
+            item.nodeid,
+            item.location,
+            dict.fromkeys(item.keywords, 1),
+            outcome,
+            (str(item.path), item.location[1] or 0, text) if outcome == "skipped" else text,
+            "call",
+        )
+        item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
+        """Remember the test if it has left the device unusable."""
+        if not self.faulting and device_has_faulted():
+            self.faulting = item.nodeid
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Add lines about the driver and about a device fault to pytest's summary."""
+        terminalreporter.write_line(f"cuda: {describe_driver()}")
+        if self.faulting:
+            terminalreporter.write_line(
+                f"cuda: {self.faulting} left the device unusable; {self.count} later tests ran in "
+                "a process each"
+            )
+
+
+def run_in_child(item: pytest.Item) -> tuple[str, str]:
+    """Run a test with pytest in a new process.
+
+    Returns
+    -------
+    outcome : {"passed", "failed", "skipped"}
+    text : str
+        Reason for skipping, or the output of the child.
+    """
+    with tempfile.TemporaryDirectory(prefix="graft-pytest-") as folder:
+        path = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", item.nodeid, f"--junitxml={path}"]
+        command += [f"--rootdir={item.config.rootpath}", "-p", "no:cacheprovider"]
+        if item.config.inipath is not None:
+            command += ["-c", str(item.config.inipath)]
+        if item.config.pluginmanager.hasplugin("xdist"):
+            command += ["-n", "0"]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=item.config.rootpath,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=_LIMIT_S,
+            )
+        except subprocess.TimeoutExpired:
+            return "failed", f"the test did not end within {_LIMIT_S:g} s in its own process"
+        cases = list(ET.parse(path).iter("testcase")) if path.exists() else []
+    if done.returncode != 0 or len(cases) != 1:
+        return "failed", done.stdout
+    skipped = cases[0].find("skipped")
+    if skipped is not None:
+        return "skipped", skipped.get("message", "")
+    return "passed", ""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the plugin's hooks."""
+    config.pluginmanager.register(IsolatedTests(), "graft-isolated-tests")

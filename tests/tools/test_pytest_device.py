@@ -1,0 +1,79 @@
+"""The pytest plugin graft.tools.pytest_device isolates the tests after a device fault."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+TESTS = """
+import pytest
+from graft.cudagraph import DeviceError, StreamLane, load_text, open_device
+
+TEXT = 'extern "C" __global__ void store(int* p, int n) { for (int i = 0; i < n; ++i) p[i] = i; }'
+
+
+def store(count):
+    device = open_device()
+    stream = device.stream()
+    data = device.zeros((4,), "int32")
+    StreamLane(stream).kernel(load_text(device, TEXT, "store.cu")["store"], 1, 1, [data, count])
+    stream.synchronize(60)
+    return data.to_host().tolist()
+
+
+def test_before():
+    assert store(4) == [0, 1, 2, 3]
+
+
+def test_fault():
+    with pytest.raises(DeviceError):
+        store(4096)
+
+
+def test_after():
+    assert store(3) == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("wanted", [1, 2])
+def test_wrong(wanted):
+    assert store(1)[1] == wanted - 1
+
+
+def test_skipped():
+    pytest.skip("not today")
+"""
+
+
+def run_tests(tmp_path, *options: str) -> str:
+    """Run TESTS with pytest in a new process on the soft device, and return the output."""
+    (tmp_path / "test_faults.py").write_text(TESTS)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", *options, str(tmp_path)],
+        env={**os.environ, "GRAFT_DEVICE": "soft", "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("-n", "1"), marks=pytest.mark.full)],
+    ids=["one process", "xdist"],
+)
+def test_plugin_runs_tests_after_fault_in_processes_of_their_own(tmp_path, options):
+    """Without the plugin, all tests after the fault fail."""
+    if options:
+        pytest.importorskip("xdist")
+    text = run_tests(tmp_path, *options)
+    assert re.search(r"3 failed, 2 passed, 1 skipped", text), text
+    text = run_tests(tmp_path, "-p", "graft.tools.pytest_device", *options)
+    assert re.search(r"1 failed, 4 passed, 1 skipped", text), text
+    assert "test_wrong[2]" in text and "assert 0 == (2 - 1)" in text and "not today" in text
+    if not options:
+        assert "test_fault left the device unusable; 4 later tests ran in a process each" in text
