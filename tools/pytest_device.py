@@ -16,8 +16,11 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Literal
 
 import pytest
+
+Outcome = Literal["passed", "failed", "skipped"]
 
 #: Results of cuStreamQuery that do not mean that the context is lost: success, not initialized,
 #: deinitialized, no device, no or another context, and pending work.
@@ -107,12 +110,12 @@ class IsolatedTests:
             )
 
 
-def run_in_child(item: pytest.Item) -> tuple[str, str]:
+def run_in_child(item: pytest.Item) -> tuple[Outcome, str]:
     """Run a test with pytest in a new process.
 
     Returns
     -------
-    outcome : {"passed", "failed", "skipped"}
+    outcome : Outcome
     text : str
         Reason for skipping, or the output of the child.
     """
