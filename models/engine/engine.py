@@ -206,6 +206,7 @@ class Engine:
             model,
             drafter,
             built.parts.drafter,
+            built.parts.target.config,
         )
         return Migrator(
             self.device,

@@ -36,6 +36,7 @@ from graft.models.drafters import Drafter, DrafterChoice
 from graft.models.engine.options import Options
 from graft.models.engine.request_state import RequestState
 from graft.models.errors import MigrationError, RequestError
+from graft.models.llm.config import LlamaConfig
 from graft.models.request import Logprob, Request
 from graft.sampling.checks import short_repr
 from graft.sampling.params import Relaxed
@@ -258,6 +259,7 @@ def engine_properties(
     model: Path,
     choice: DrafterChoice | None,
     drafter: Drafter | None,
+    config: LlamaConfig,
 ) -> dict[str, str | int]:
     """Return the properties that must be equal in two engines between which requests migrate.
 
@@ -272,6 +274,8 @@ def engine_properties(
         "drafter": drafter_name,
         "activations": options.activations,
         "weights": options.weights,
+        # Some kinds of RoPE scaling depend on max_length, and so do the keys in the pages.
+        "rope_type": config.rope.variant,
         "grammar_backend": str(getattr(backend, "__qualname__", backend)),
         "device": f"{device.kind} {device.compute_capability}",
     }

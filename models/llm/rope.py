@@ -65,6 +65,11 @@ class Scaling(ABC):
     fields: ClassVar[tuple[str, ...]]
     attention_factor = 1.0
 
+    @property
+    def variant(self) -> str:
+        """Name of the scaling; two scalings of one config with equal names are equal."""
+        return self.kind
+
     @classmethod
     @abstractmethod
     def from_fields(cls, section: Fields, model: _Model) -> Self:
@@ -305,6 +310,10 @@ class LongRope(Scaling):
             section.number("attention_factor", low=1e-6, default=attention_factor),
         )
 
+    @property
+    def variant(self) -> str:
+        return f"longrope with {'long' if self.is_long else 'short'}_factor"
+
     def frequencies(self, theta: float, head_dim: int) -> np.ndarray:
         factors = self.long if self.is_long else self.short
         return _unscaled(theta, head_dim) / np.array(factors)
@@ -403,6 +412,11 @@ class Rope:
     def kind(self) -> str:
         """`rope_type` of the scaling; "default" without scaling."""
         return "default" if self.scaling is None else self.scaling.kind
+
+    @property
+    def variant(self) -> str:
+        """Name of the scaling that `for_length` has chosen; "default" without scaling."""
+        return "default" if self.scaling is None else self.scaling.variant
 
     def for_length(self, length: int) -> Rope:
         """Return the parameters for sequences with at most `length` tokens."""

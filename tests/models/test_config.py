@@ -7,6 +7,7 @@ import os
 import numpy as np
 import numpy_llama
 import pytest
+from model_util import FIXTURES
 from tiny_models import llama_config, make_tiny_eagle3, make_tiny_llama
 
 from graft.models import json_fields as fields
@@ -214,6 +215,34 @@ def test_yarn_fields_default_as_in_transformers():
     assert read(rope_scaling=both).rope.scaling.attention_factor == 1.0
 
 
+FREQUENCIES = json.loads((FIXTURES / "rope_scaling" / "frequencies.json").read_text())
+
+
+@pytest.mark.parametrize("case", FREQUENCIES)
+def test_rope_frequencies_equal_transformers_at_real_sizes(case):
+    """Frequencies and attention factors equal those of transformers, in both forms of the config.
+
+    The table has cosines and sines multiplied by the attention factor.
+    """
+    wanted = FREQUENCIES[case]
+    fields = {**wanted["config"], "num_key_value_heads": None, "head_dim": None}
+    parameters = fields.pop("rope_parameters")
+    theta = parameters["rope_theta"]
+    older = {name: value for name, value in parameters.items() if name != "rope_theta"}
+    older["type"] = older.pop("rope_type")
+    for form in (
+        {"rope_parameters": parameters, "rope_theta": None},
+        {"rope_scaling": older, "rope_theta": theta},
+    ):
+        rope = read(**fields, **form).rope
+        np.testing.assert_allclose(rope.frequencies(128), wanted["frequencies"], rtol=5e-7)
+        assert rope.scaling.attention_factor == wanted["attention_factor"]
+        table = rope.table(5000, 128)
+        angle = np.float32(4999) * rope.frequencies(128)
+        expected = np.concatenate([np.cos(angle), np.sin(angle)]) * wanted["attention_factor"]
+        np.testing.assert_allclose(table[-1], expected, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("scaling", "length"),
     [
@@ -243,6 +272,111 @@ def test_rope_scaling_by_length_depends_on_maximum_length_only():
     base = 10000.0 * (3.0 * 768 / 256 - 2.0) ** (8 / 6)
     wanted = Rope(base).frequencies(8)
     np.testing.assert_array_equal(config.rope.frequencies(8), wanted)
+
+
+#: Fields of published configs that matter, by model.
+PUBLISHED = {
+    "Qwen2.5-7B-Instruct": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 28,
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+    "Qwen3-8B with YaRN": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 36,
+        "model_type": "qwen3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32768,
+        },
+        "rope_theta": 1000000,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "Mistral-7B-Instruct-v0.3": {
+        "architectures": ["MistralForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "vocab_size": 32768,
+    },
+    "Mistral-Nemo": {
+        "architectures": ["MistralForCausalLM"],
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 128000,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "vocab_size": 131072,
+    },
+    "SmolLM3-3B": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "attention_bias": False,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "layer_types": ["full_attention"] * 36,
+        "max_position_embeddings": 65536,
+        "max_window_layers": 28,
+        "mlp_bias": False,
+        "model_type": "smollm3",
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 9,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 4,
+        "pretraining_tp": 2,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": 128256,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name):
+    """Configs of models that people run are accepted, without a window and with their lengths."""
+    config = LlamaConfig.from_dict(PUBLISHED[name])
+    assert config.sliding_window is None and config.head_dim == 128
+    lengths = {"Qwen3-8B with YaRN": 131072}
+    assert config.max_length == lengths.get(name, PUBLISHED[name]["max_position_embeddings"])
+    assert config.qkv_bias == name.startswith("Qwen2")
+    skipped = tuple(range(3, 36, 4)) if name == "SmolLM3-3B" else ()
+    assert config.layers_without_rope == skipped
 
 
 def read_architecture(name, **overrides) -> LlamaConfig:
@@ -398,6 +532,15 @@ def test_eagle3_config_reads_flat_and_speculators_formats(tmp_path):
     data["eagle_aux_hidden_state_layer_ids"] = [1, 3, 4]  # on the top level, ids count layer inputs
     del data["eagle_config"]
     assert Eagle3Config.from_dict(data) == flat
+
+
+def test_eagle3_config_reads_rope_scaling_and_unused_window(tmp_path):
+    """A head reads the RoPE scaling of its config, and ignores a window that is not in use."""
+    window = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 36}
+    config = eagle(tmp_path, rope_scaling=YARN, **window)
+    assert config.rope == read(rope_scaling=YARN).rope and config.sliding_window is None
+    nested = eagle(tmp_path / "b", names="speculators", rope_scaling=YARN)
+    assert nested.rope == config.rope
 
 
 def test_eagle3_config_rejects_target_checkpoint(tmp_path):

@@ -5,7 +5,7 @@ from tiny_models import QWEN2, SMOLLM3, make_tiny_llama, make_tiny_tokenizer
 
 from graft.cudagraph.errors import OptionError
 from graft.models.engine.engine import Engine
-from graft.models.errors import ConfigError
+from graft.models.errors import ConfigError, MigrationError
 from graft.models.request import Request
 
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
@@ -50,6 +50,25 @@ def test_engine_refuses_max_length_beyond_sliding_window(make):
         Engine(target)
     with pytest.raises(ConfigError, match=r"drafter: sliding_window = 64 .* max_length = 128"):
         Engine(target, drafter, max_length=128)
+
+
+def test_migration_rejects_other_rope_factors(make):
+    """The cached keys of engines with other LongRoPE factors, chosen by max_length, differ."""
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 64,
+    }
+    model = make("model", rope_scaling=scaling)
+    request = Request(tokens=range(5, 40), max_tokens=8, id="moved")
+    with Engine(model, max_length=64) as short, Engine(model, max_length=65) as long:
+        short.submit(request)
+        short.step()
+        migrated = short.migrate_out("moved")
+        message = "rope_type: the source engine has longrope with short_factor, this engine has"
+        with pytest.raises(MigrationError, match=message):
+            long.migrate_in(migrated)
 
 
 def test_engine_max_length_includes_yarn(make):

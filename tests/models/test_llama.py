@@ -184,8 +184,15 @@ def test_llama_kv_cache_dtype_bounds_error(device, stream, tmp_path):
     assert error["float32"] < error["float16"] < error["bfloat16"]
 
 
-@pytest.mark.parametrize("architecture", [QWEN2, SMOLLM3], ids=["qwen2", "smollm3"])
-@pytest.mark.parametrize("weights", ["checkpoint", "fp8"])
+@pytest.mark.parametrize(
+    ("architecture", "weights"),
+    [
+        pytest.param(QWEN2, "checkpoint", id="qwen2"),
+        pytest.param(QWEN2, "fp8", id="qwen2-fp8"),
+        pytest.param(SMOLLM3, "checkpoint", id="smollm3"),
+        pytest.param(SMOLLM3, "fp8", id="smollm3-fp8", marks=pytest.mark.full),
+    ],
+)
 def test_tensor_cores_equal_other_form_in_every_architecture(
     device, stream, tmp_path, architecture, weights
 ):

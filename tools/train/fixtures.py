@@ -10,7 +10,8 @@ Folders of target models
     states at the input of each layer, computed by transformers in float32 from the stored weights.
 ``rope_scaling``
     Config values that change the RoPE scaling of some of these models (``cases.json``), and the
-    logits and greedy tokens that transformers computes with them.
+    logits and greedy tokens that transformers computes with them. ``frequencies.json`` has RoPE
+    parameters at the sizes of real models, and the frequencies that result from them.
 ``tensor_cores/bfloat16``
     A Llama whose sizes fit tensor cores, with the logits that transformers computes in float32 and
     in bfloat16.
@@ -228,6 +229,51 @@ ROPE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}},
     ),
 }
+#: RoPE parameters at the sizes of real models, with `max_position_embeddings`.
+FREQUENCY_CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "yarn": (
+        40960,
+        {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32768,
+        },
+    ),
+    "yarn_not_truncated": (
+        131072,
+        {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+    ),
+    "dynamic": (16384, {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}),
+    "linear": (16384, {"rope_type": "linear", "rope_theta": 1e5, "factor": 4.0}),
+    "longrope": (
+        131072,
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0 + i / 64 for i in range(64)],
+            "long_factor": [1.0 + i for i in range(64)],
+            "original_max_position_embeddings": 4096,
+        },
+    ),
+    "llama3": (
+        131072,
+        {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
+}
 
 
 def make_llama(
@@ -304,6 +350,32 @@ def make_rope_scaling(folder: Path, models: Path) -> None:
                 greedy = torch.cat([greedy, logits.argmax().reshape(1, 1)], 1)
         expected[f"{name}_greedy"] = greedy[0].numpy().astype(np.int32)
     np.savez_compressed(folder / "expected.npz", **expected)
+    make_rope_frequencies(folder)
+
+
+def make_rope_frequencies(folder: Path) -> None:
+    """Write `FREQUENCY_CASES` and the frequencies and attention factors of transformers.
+
+    Frequencies that depend on the length are those of the longest sequence.
+    """
+    cases = {}
+    for name, (length, parameters) in FREQUENCY_CASES.items():
+        fields = {
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "max_position_embeddings": length,
+            "rope_parameters": parameters,
+        }
+        config = transformers.AutoConfig.for_model("llama", **json.loads(json.dumps(fields)))
+        compute = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
+        longest = int(length * parameters.get("factor", 1.0))
+        frequencies, attention_factor = compute(config, torch.device("cpu"), seq_len=longest)
+        cases[name] = {
+            "config": fields,
+            "frequencies": [float(str(x)) for x in frequencies.numpy()],
+            "attention_factor": attention_factor,
+        }
+    (folder / "frequencies.json").write_text(json.dumps(cases) + "\n")
 
 
 def make_tensor_core_llama(folder: Path) -> None:
