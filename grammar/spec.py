@@ -5,11 +5,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from types import NoneType
 from typing import Any, Literal, get_args
 
 from graft.grammar.errors import GrammarError
-from graft.grammar.schema.options import KeyOrder, Whitespace, check_options
+from graft.grammar.schema.options import KeyOrder, Whitespace, check_options, check_type
 from graft.grammar.vocabulary import Vocabulary
 
 __all__ = ["Marker", "Spec", "check_text", "parse_json"]
@@ -132,20 +133,20 @@ class Spec:
     marker: Marker | None = None
 
     def __post_init__(self) -> None:
+        check_type("kind", self.kind, str)
         if self.kind not in get_args(Kind):
             kinds = ", ".join(get_args(Kind))
             raise GrammarError(f"grammar: kind is {self.kind!r}, must be one of {kinds}")
         check_text(f"{self.kind} text", self.text)
         check_text(f"{self.kind} root", self.root)
-        if not isinstance(self.backend, str):
-            raise GrammarError(f"{self.kind}: backend is {self.backend!r}, must be a string")
-        if not isinstance(self.source, str):
-            raise GrammarError(f"{self.kind}: source is {self.source!r}, must be a string")
-        check_options(
-            self.key_order,
-            self.whitespace,
-            self.assert_formats,
-        )
+        for name in ("backend", "source", "rules"):
+            check_type(f"{self.kind}: {name}", getattr(self, name), str)
+        check_type(f"{self.kind}: strict", self.strict, bool, NoneType)
+        check_type(f"{self.kind}: partial", self.partial, bool)
+        check_type(f"{self.kind}: marker", self.marker, Marker, NoneType)
+        if self.marker is not None:
+            _check_marker(self.marker)
+        check_options(self.key_order, self.whitespace, self.assert_formats)
 
     @property
     def schema(self) -> Any:
@@ -153,6 +154,12 @@ class Spec:
         if self.kind != "json_schema":
             return None
         return parse_json("JSON schema", self.source or self.text)
+
+
+def _check_marker(marker: Marker) -> None:
+    for field in fields(marker):
+        types = (int, NoneType) if field.name == "token" else (type(field.default),)
+        check_type(f"marker: {field.name}", getattr(marker, field.name), *types)
 
 
 def parse_json(subject: str, text: object) -> Any:

@@ -204,7 +204,12 @@ class Tokenizer:
             messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{end_marker}"}
         names = () if parse_special else self.special_names
         escaper = _SpecialNameEscaper(names)
-        escaped = escaper.escape({**variables, "messages": messages})
+        try:
+            escaped = escaper.escape({**variables, "messages": messages})
+        except RecursionError:
+            raise TokenizerError(
+                f"{self.path}: invalid chat messages: they are nested too deeply"
+            ) from None
         text = self.render(**{"add_generation_prompt": add_generation_prompt, **escaped})
         if continue_final_message:
             text, found, _ = text.rpartition(end_marker)
@@ -339,7 +344,10 @@ class _SpecialNameEscaper:
         if isinstance(value, str):
             return self._pattern.sub(self._mark, value)
         if isinstance(value, Mapping):
-            return {self.escape(key): self.escape(item) for key, item in value.items()}
+            escaped = {}
+            for key, item in value.items():
+                escaped[self.escape(key) if isinstance(key, str) else key] = self.escape(item)
+            return escaped
         if isinstance(value, (list, tuple)):
             return [self.escape(item) for item in value]
         return value

@@ -237,7 +237,8 @@ class SamplingParams:
             )
         if self.seed is not None:
             check_integer("seed", self.seed, 0, 2**64 - 1)
-        if self.verify is not None and self.verify not in VERIFY_MODES:
+        is_known = isinstance(self.verify, str) and self.verify in VERIFY_MODES
+        if self.verify is not None and not is_known:
             raise OptionError(
                 f"verify must be one of {VERIFY_MODES}, got {short_repr(self.verify)}"
             )

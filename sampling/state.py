@@ -117,7 +117,9 @@ class SlotState:
         self.slots = slots
         self.vocab_size = vocab_size
         self.tables = device.zeros((slots, 2, vocab_size), "int32")
-        self._staged: dict[int, PinnedArray] = {}  # host copy of a slot's table
+        # Host copies of the tables. They are allocated here, because a failure to allocate the copy
+        # of one request while others are running would fail them all.
+        self._staged: PinnedArray = device.pinned((slots, 2, vocab_size), "int32")
         self.array = device.zeros((slots, SLOT.itemsize), "uint8")
         kernels = load(device, "slot", 1)
         self._join = kernels["slot_join"]
@@ -161,9 +163,8 @@ class SlotState:
         request.check(self.vocab_size)
         params = request.params
         if params.has_bias or params.has_penalties:
-            if slot not in self._staged:
-                self._staged[slot] = self.device.pinned((2, self.vocab_size), "int32")
-            staged = self._staged[slot]
+            first = slot * 2 * self.vocab_size
+            staged = self._staged.view(first, (2, self.vocab_size))
             params.write_logit_table(staged.array, request.prompt, request.output)
             lane.copy(self.tables[slot], staged, name=f"table of slot {slot}")
         args = [self.array, slot, request.record()[()]]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
+from types import NoneType
 from typing import Any, Literal, get_args
 
 from graft.grammar.errors import GrammarError
@@ -15,6 +17,7 @@ __all__ = [
     "KeyOrder",
     "Whitespace",
     "check_options",
+    "check_type",
     "json_options",
     "literal",
     "with_options",
@@ -33,6 +36,9 @@ _MAX_WHITESPACE = 1000
 
 def check_options(key_order: Any, whitespace: Any, assert_formats: Any) -> None:
     """Raise `GrammarError` for an unknown value of an option of `Spec`."""
+    check_type("key_order", key_order, str)
+    check_type("whitespace", whitespace, str, int)
+    check_type("assert_formats", assert_formats, bool, NoneType)
     if key_order not in KEY_ORDERS:
         raise GrammarError(f"key_order {key_order!r} is unknown; use {' or '.join(KEY_ORDERS)}")
     is_number = isinstance(whitespace, int) and not isinstance(whitespace, bool)
@@ -47,8 +53,14 @@ def check_options(key_order: Any, whitespace: Any, assert_formats: Any) -> None:
         )
     if is_number and key_order == "any":
         raise GrammarError("key_order 'any' requires whitespace line, compact or any, not a number")
-    if assert_formats not in (None, True, False):
-        raise GrammarError(f"assert_formats is {assert_formats!r}, must be a bool or None")
+
+
+def check_type(name: str, value: object, *types: type) -> None:
+    """Raise `GrammarError` unless a value has one of the types."""
+    if not isinstance(value, types):
+        names = " or ".join("None" if t is NoneType else t.__name__ for t in types)
+        # Unlike repr, reprlib never raises an exception, whatever the object is.
+        raise GrammarError(f"{name} is {reprlib.repr(value)}, must be {names}")
 
 
 def json_options(whitespace: Whitespace) -> dict[str, Any]:

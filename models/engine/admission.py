@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Collection
 from concurrent.futures import Future
 
+from graft.cudagraph.errors import GraftError
 from graft.grammar.compile.service import GrammarService
 from graft.grammar.matcher import CompiledGrammar
 from graft.models.engine.options import Options
@@ -77,6 +78,18 @@ class Admission:
         RequestError, TokenizerError, GrammarError
             If a field of the request is invalid. The message contains its name and value.
         """
+        try:
+            return self._admit(request, output, waiting)
+        except GraftError:
+            raise
+        except Exception as error:  # the methods of objects in the request may raise anything
+            raise RequestError(
+                f"the request cannot be read: {type(error).__name__}: {error}"
+            ) from error
+
+    def _admit(
+        self, request: Request, output: Output, waiting: Collection[RequestState]
+    ) -> RequestState:
         limit = self._limits.waiting
         if limit is not None and len(waiting) >= limit:
             raise QueueFullError(

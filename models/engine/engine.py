@@ -276,7 +276,9 @@ class Engine:
 
     @property
     def graphs(self) -> list[RoundGraph]:
-        """Graphs of all modes; `round_graphs` first."""
+        """Graphs of all modes, `round_graphs` first; empty after `close`."""
+        if not hasattr(self, "_modes"):
+            return []
         return [*self.round_graphs.values(), *self._modes.graphs.values()]
 
     # Requests ---------------------------------------------------------------------------------
@@ -586,7 +588,7 @@ class Engine:
         """
         if not isinstance(request, Request):
             raise RequestError(f"request must be a Request, got {short_repr(request)}")
-        prefill_only = replace(request, max_tokens=1, n=1)
+        prefill_only = replace(request, max_tokens=1, min_tokens=0, n=1)
         [output] = self.generate([prefill_only])
         if output.error is not None:
             raise RequestError(output.error)

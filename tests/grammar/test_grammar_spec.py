@@ -8,10 +8,12 @@ import re
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from guide_util import byte_vocabulary, fits
 
 from graft.grammar import GrammarError, GrammarSpec, StructuralTag, XGrammarBackend, resolve_spec
+from graft.grammar.spec import Marker
 from graft.native.children import process
 
 ANYTHING: Any = 3  # an argument of the wrong type
@@ -84,6 +86,27 @@ def assert_one_sentence(error: BaseException) -> None:
         (lambda: GrammarSpec("prose", "x"), "kind is 'prose'"),
         (lambda: GrammarSpec("regex", None), "regex text: must be a string, not NoneType"),
         (lambda: GrammarSpec("regex", "a", backend=3), "backend is 3"),
+        (lambda: GrammarSpec(np.array(["regex"]), "a"), "kind is array.*, must be str"),
+        (lambda: GrammarSpec("regex", "a", strict=[]), r"strict is \[\], must be bool or None"),
+        (lambda: GrammarSpec("regex", "a", partial={}), r"partial is \{\}, must be bool"),
+        (lambda: GrammarSpec("regex", "a", rules=[["x"]]), "rules is .*, must be str"),
+        (lambda: GrammarSpec("regex", "a", source=np.int64(3)), r"source is np.int64\(3\)"),
+        (lambda: GrammarSpec("regex", "a", key_order=np.array([1, 2])), "key_order is array"),
+        (
+            lambda: GrammarSpec("regex", "a", whitespace=nested(1000)),
+            "whitespace is .*, must be str or int",
+        ),
+        (lambda: GrammarSpec("regex", "a", assert_formats=np.True_), "assert_formats is np.True_"),
+        (lambda: GrammarSpec("regex", "a", marker="x"), "marker is 'x', must be Marker or None"),
+        (
+            lambda: GrammarSpec("regex", "a", marker=Marker([])),
+            r"marker: text is \[\], must be str",
+        ),
+        (lambda: GrammarSpec("regex", "a", marker=Marker("x", required=[])), "required is"),
+        (
+            lambda: GrammarSpec("regex", "a", marker=Marker(token=[1])),
+            r"token is \[1\], must be int",
+        ),
         (lambda: GrammarSpec("json_schema", "{bad").schema, "not JSON"),
         (lambda: resolve_spec(GrammarSpec("json_schema", "{bad"), "auto"), "not JSON"),
         (lambda: GrammarSpec.json_schema({"minimum": "5"}), "#: minimum: must be a number"),

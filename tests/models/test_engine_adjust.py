@@ -19,6 +19,24 @@ from graft.models.request import Request
 FREE = Request(tokens=[300, 301, 302], max_tokens=30)
 
 
+def test_engine_allocates_pinned_memory_of_logit_tables_in_advance(monkeypatch):
+    """Requests with bias and penalties allocate no pinned memory, so none can be missing."""
+    requests = [
+        replace(FREE, logit_bias={5: 1.0}),
+        replace(FREE, repetition_penalty=1.2),
+        replace(FREE, allowed_ids=range(4, 200)),
+    ]
+    with demo_engine(speculation=False, max_batch_size=2) as engine:
+
+        def refuse(*_):
+            raise MemoryError("no pinned memory is left")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(engine.device), "pinned", refuse)
+            outputs = engine.generate(requests * 2)
+        assert all(output.reason in ("length", "stop") for output in outputs)
+
+
 @pytest.mark.parametrize(
     "sampling",
     [{}, {"temperature": 1.5, "seed": 3}, {"temperature": 1.5, "verify": "coupled"}],

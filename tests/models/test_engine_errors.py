@@ -235,6 +235,7 @@ def test_engine_closed_twice_cancels_streams_and_rejects_calls():
     assert [output.reason for output in outputs(stream).values()] == ["cancelled"]
     assert not engine.busy and not engine.cancel("a")
     engine.wake()
+    assert engine.graphs == [] and engine.round_graphs == {}
     for call in (
         engine.counters,
         engine.step,
@@ -243,6 +244,10 @@ def test_engine_closed_twice_cancels_streams_and_rejects_calls():
         lambda: engine.submit(FREE),
         lambda: engine.preempt("a"),
         lambda: engine.generate([FREE]),
+        lambda: next(engine.stream([FREE])),
+        lambda: engine.warm(FREE),
+        lambda: engine.migrate_out("a"),
+        lambda: engine.migrate_in(None),
     ):
         with pytest.raises(OptionError, match="the engine is closed"):
             call()

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from engine_util import mixed_requests, outputs
 
@@ -99,6 +100,70 @@ def test_engine_refuses_request_with_invalid_field(engine, fields):
     assert refused.reason == "refused" and refused.error and not refused.tokens
     assert refused.error_type in ("RequestError", "TokenizerError") and len(refused.error) < 300
     assert served.reason == "stop"
+
+
+class Unreadable(list):
+    """A list that cannot be read."""
+
+    def __iter__(self):
+        raise RuntimeError("the list cannot be read")
+
+
+def nested(depth=1000):
+    """Return a list that is nested `depth` times."""
+    value = "a"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def broken_grammar(**fields):
+    """Return a grammar whose fields have been changed after its construction."""
+    grammar = GrammarSpec.regex("a")
+    for name, value in fields.items():
+        object.__setattr__(grammar, name, value)
+    return grammar
+
+
+def message(content):
+    return {"prompt": None, "messages": [{"role": "user", "content": content}]}
+
+
+ILL_TYPED_FIELDS = {
+    "verify, array": {"verify": np.array([1, 2])},
+    "max_tokens, NumPy": {"max_tokens": np.int64(3)},
+    "temperature, array": {"temperature": np.array([0.5])},
+    "stop, array": {"stop": np.array(["a"])},
+    "tokens, array": {"prompt": None, "tokens": np.array([5, 6])},
+    "tokens, NumPy": {"prompt": None, "tokens": [np.int64(5)]},
+    "tokens, unreadable": {"prompt": None, "tokens": Unreadable([5])},
+    "stop, unreadable": {"stop": Unreadable(["a"])},
+    "allowed_ids, nested": {"allowed_ids": [[5]]},
+    "logit_bias, nested": {"logit_bias": {5: [1.0]}},
+    "grammar, unhashable": {"grammar": broken_grammar(strict=[])},
+    "marker, unhashable": {"grammar": broken_grammar(marker=[])},
+    "messages, nested": message(nested()),
+    "messages, nested, plain": {**message(nested()), "special_tokens": False},
+    "messages, NumPy": message(np.int64(3)),
+    "messages, array, plain": {**message(np.array([1])), "special_tokens": False},
+    "messages, key": message({("a",): 1}),
+    "messages, key, plain": {**message({(("a",),): 1}), "special_tokens": False},
+    "schema, nested": {"schema": nested(100_000)},
+    "schema, NumPy": {"schema": np.array([1])},
+}
+
+
+@pytest.mark.parametrize("fields", ILL_TYPED_FIELDS.values(), ids=ILL_TYPED_FIELDS)
+def test_ill_typed_request_does_not_affect_others(engine, fields):
+    """`generate` refuses a request with a field of a wrong type, and serves the others."""
+    served = mixed_requests(1)[0]
+    ill_typed = replace(served, **{"grammar": None, **fields})
+    before, refused, after = engine.generate([served, ill_typed, served])
+    assert refused.reason == "refused" and refused.error and len(refused.error) < 300
+    assert refused.error_type in ("RequestError", "GrammarError", "TokenizerError")
+    assert before.finished and after.tokens == before.tokens
+    engine.submit(replace(ill_typed, id="x"))
+    assert outputs(engine.step())["x"].error == refused.error
 
 
 def test_engine_refuses_other_types_than_request(engine):

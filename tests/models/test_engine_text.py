@@ -14,6 +14,7 @@ from graft.grammar import GrammarSpec
 from graft.models import Engine, Request
 from graft.models.drafters import NGram, Suffix
 from graft.models.engine.migrate import MigratedRequest
+from graft.models.engine.slots import SlotManager
 
 TEXT = (
     "日本語のテスト、한국어 🙂🙃 👩🏿‍🚀 👨‍👩‍👧‍👦 🏳️‍🌈 🇯🇵🇺🇦 Привет, мир! "
@@ -180,6 +181,28 @@ def test_output_text_survives_migration(models, mode):
         for seed in range(2):
             recorder = run(engines, requests, seed)
             recorder.check(expected, engines[0].tokenizer, seed)
+
+
+def test_undrafted_tokens_are_tokens_of_output_after_stop_string(models, monkeypatch):
+    """If a stop string cuts off the last round, only the tokens that were kept are undrafted."""
+    seen = []
+    original_leave = SlotManager.leave
+
+    def leave(self, state, *args, **options):
+        seen.append((state.undrafted_tokens, state.output.reason))
+        original_leave(self, state, *args, **options)
+
+    monkeypatch.setattr(SlotManager, "leave", leave)
+    with make_engine(models, "model") as engine:
+        for max_tokens in range(4, 14):
+            request = Request(
+                tokens=SCRIPT.prompt(1), temperature=0, max_tokens=max_tokens, stop=["한", "🙂"]
+            )
+            *_, last = engine.stream([request])
+            undrafted, reason = seen.pop()
+            assert undrafted <= len(last.tokens), (max_tokens, reason)
+            if reason != "stop_string":
+                assert undrafted == len(last.tokens)
 
 
 def test_output_text_omits_incomplete_character_before_stop_id(models):

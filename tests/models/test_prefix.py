@@ -229,7 +229,7 @@ def test_prefix_cache_warm_prompt_is_not_prefilled_again():
     shared = "the same beginning of many requests " * 6
     for cache_bytes, min_cached in ((None, 100), (0, 0)):
         with demo_engine(max_batch_size=1, prefix_cache_bytes=cache_bytes) as engine:
-            engine.warm(Request(prompt=shared))
+            engine.warm(Request(prompt=shared, max_tokens=20, min_tokens=10))
             output = engine.generate([Request(prompt=shared + "and its end", max_tokens=2)])[0]
             assert min_cached <= output.cached_tokens < output.prompt_tokens
             assert bool(output.cached_tokens) == (cache_bytes is None)
