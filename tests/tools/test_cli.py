@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -17,9 +18,10 @@ from graft.cudagraph.errors import OptionError
 from graft.grammar.grammar_spec import GrammarSpec, StructuralTag
 from graft.models.request import Output, Request
 from graft.sampling.params import SamplingParams
-from graft.tools import cli, generate, prompt_rows
+from graft.tools import cli, generate, prompt_rows, report
 from graft.tools.demo_model import demo_model
 from graft.tools.prompt_rows import PromptRow, read_requests
+from graft.tools.serve.command import bind_socket
 
 SCHEMA = {
     "type": "object",
@@ -659,3 +661,111 @@ def test_command_handles_write_errors_and_limited_encodings(tmp_path, monkeypatc
     done = run_program(*arguments, "--trace", str(trace), **latin)
     assert done.returncode == 1 and done.stdout.startswith("\\u017d")
     assert "--trace" in done.stderr and "Traceback" not in done.stderr
+
+
+def run_shell(command: str):
+    """Run a shell command in which GRAFT stands for ``python -m graft.tools.cli``."""
+    script = command.replace("GRAFT", f"{sys.executable} -m graft.tools.cli")
+    env = {**os.environ, "GRAFT_DEVICE": "soft"}
+    return subprocess.run(["bash", "-c", script], text=True, capture_output=True, env=env)
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "stdout", "stderr"),
+    [
+        ("GRAFT generate --prompt x --choice yes 2>&-", 0, "yes\n", ""),
+        pytest.param(
+            "GRAFT generate --prompt x --choice yes 2>/dev/full",
+            0,
+            "yes\n",
+            "",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "{ GRAFT generate --prompt x --choice yes 2>&1 >&3 | true; } 3>&1",
+            0,
+            "yes\n",
+            "",
+            marks=pytest.mark.full,
+        ),
+        (
+            "GRAFT generate --prompt x --choice yes >&-",
+            2,
+            "",
+            "graft: standard output is closed, so that the output cannot be written\n",
+        ),
+        pytest.param(
+            "GRAFT generate --prompt x --choice yes >/dev/full",
+            1,
+            "",
+            "graft: [Errno 28] No space left on device: 'standard output'\n",
+            marks=pytest.mark.full,
+        ),
+        pytest.param("GRAFT --help <&- >&- 2>&-", 0, "", "", marks=pytest.mark.full),
+    ],
+)
+def test_command_works_with_closed_and_full_standard_streams(command, status, stdout, stderr):
+    """Without standard error, the output is complete. Without standard output, nothing runs."""
+    done = run_shell(command)
+    assert (done.returncode, done.stdout, done.stderr) == (status, stdout, stderr)
+
+
+@pytest.mark.parametrize(
+    ("streams", "has_url"),
+    [
+        ("<&- >&- 2>&-", False),
+        pytest.param(">/dev/full", False, marks=pytest.mark.full),
+        pytest.param("2>&-", True, marks=pytest.mark.full),
+    ],
+)
+def test_server_works_with_closed_and_full_standard_streams(streams, has_url):
+    pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+    with contextlib.closing(bind_socket("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    done = run_shell(
+        f"GRAFT serve --port {port} {streams} & "
+        f"for i in {{1..300}}; do sleep 0.1; (: </dev/tcp/127.0.0.1/{port}) 2>/dev/null && break; "
+        "done; kill $!; wait $!"
+    )
+    assert (done.returncode, bool(done.stdout), done.stderr) == (0, has_url, "")
+
+
+def test_standard_streams_name_stdout_in_errors_and_ignore_errors_of_stderr(monkeypatch):
+    with open("/dev/full", "w") as out, open("/dev/full", "w") as err:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        with report.standard_streams() as is_open:
+            assert is_open
+            print("a message", file=sys.stderr, flush=True)
+            with pytest.raises(OSError, match="'standard output'"):
+                print("an answer", flush=True)
+        assert (sys.stdout, sys.stderr) == (out, err)
+
+
+def test_interrupt_during_imports_prints_one_line(monkeypatch, capsys):
+    """Ctrl-C during the imports, which take most of the start, has no traceback."""
+
+    class Interrupt:
+        def find_spec(self, name, *_):
+            if name == "graft.tools.report":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "graft.tools.report")
+    monkeypatch.setattr(sys, "meta_path", [Interrupt(), *sys.meta_path])
+    assert cli.main(["--version"]) == 130
+    assert capsys.readouterr().err == "graft: interrupted\n"
+    source = "import sys; import graft.tools.cli; sys.exit('numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", source]).returncode == 0
+
+
+@pytest.mark.parametrize("option", ["--max-tokens", "--seed", "--draft-length"])
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_command_does_not_repeat_long_numbers(option, digits, capsys):
+    arguments = ["generate", "--prompt", "x", option, "9" * digits]
+    try:
+        status = cli.main(arguments)
+    except SystemExit as error:
+        status = error.code
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert status == 2
+    assert len(last_line) < 300 and "9" * 20 in last_line

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -419,9 +421,37 @@ def test_gguf_import_rejects_unreadable_files_and_existing_folders(tiny, tmp_pat
     with pytest.raises(GgufError, match="hf: exists already"):
         convert(file, tmp_path / "hf")
 
+    with pytest.raises(GgufError, match="hf: exists already"):
+        convert(tmp_path / "absent", tmp_path / "hf")  # before the file is read
+
     def dequantize(*_):
         raise NotImplementedError
 
     monkeypatch.setattr(gguf, "dequantize", dequantize)
     with pytest.raises(GgufError, match=r"quantized as F32, which the package gguf cannot"):
         convert(file, tmp_path / "out")
+
+
+def test_gguf_import_says_that_a_file_is_truncated(tiny, tmp_path):
+    """The error does not quote NumPy, wherever the file ends."""
+    file, *_ = tiny()
+    data = file.read_bytes()
+    for numerator in range(1, 16):
+        (tmp_path / "cut").write_bytes(data[: len(data) * numerator // 16])
+        with pytest.raises(GgufError, match=r"the file is truncated or damaged"):
+            convert(tmp_path / "cut", tmp_path / "out")
+
+
+def test_gguf_import_removes_temporary_folder_on_sigterm(tiny, tmp_path, monkeypatch):
+    """SIGTERM ends the import with status 143, and no incomplete model remains."""
+    file, *_ = tiny()
+
+    def write_weights(path, *_):
+        path.write_bytes(b"incomplete")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(gguf_import, "write_weights", write_weights)
+    with pytest.raises(SystemExit, match="143"):
+        convert(file, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "m.gguf"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

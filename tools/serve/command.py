@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from graft.cudagraph.errors import OptionError
 from graft.models.engine.engine import Engine
 from graft.models.request import Limits
+from graft.sampling.checks import short_repr
 from graft.sampling.params import VERIFY_MODES
 from graft.tools import generate
 from graft.tools.grammar_options import BACKEND_CHOICES, read_text
@@ -169,7 +171,7 @@ def _add_limit_arguments(group: argparse._ArgumentGroup) -> None:
 def parse_port(text: str) -> int:
     """Parse the value of ``--port``."""
     if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{short_repr(text)} is not a port from 0 to 65535")
     return int(text)
 
 
@@ -180,7 +182,9 @@ def parse_seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 1 <= seconds <= 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds of at least 1")
+        raise argparse.ArgumentTypeError(
+            f"{short_repr(text)} is not a number of seconds of at least 1"
+        )
     return seconds
 
 
@@ -191,7 +195,9 @@ def parse_drain(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not seconds >= 0:  # also NaN
-        raise argparse.ArgumentTypeError(f"{text!r} is not a non-negative number of seconds")
+        raise argparse.ArgumentTypeError(
+            f"{short_repr(text)} is not a non-negative number of seconds"
+        )
     return seconds
 
 
@@ -213,6 +219,7 @@ def run(options: argparse.Namespace) -> int:
         raise OptionError(
             f"serving needs the module {module}: pip install starlette uvicorn prometheus-client"
         ) from error
+    logging.raiseExceptions = False  # a log that cannot be written must not fill standard error
     name = options.name
     if not name:
         name = options.model.resolve().name if options.model else DEFAULT_NAME
@@ -299,7 +306,7 @@ def _open_replicas(options: argparse.Namespace, limits: Limits) -> Iterator[Repl
     from graft.tools.serve.replicas import Replicas
 
     if options.replicas < 1:
-        raise OptionError(f"--replicas must be at least 1, got {options.replicas}")
+        raise OptionError(f"--replicas must be at least 1, got {short_repr(options.replicas)}")
     if options.verify not in (None, "coupled"):
         raise OptionError(
             "--replicas requires --verify coupled, so that requests can be restarted; "

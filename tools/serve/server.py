@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import time
@@ -113,7 +114,8 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().set_exception_handler(handle_loop_error)
         await super().startup(sockets)
         self._listener.listen(BACKLOG)  # uvicorn uses the same number for both
-        print(f"graft: serving {self.service.settings.name} at {self.url}", flush=True)
+        with contextlib.suppress(OSError):  # the server does not depend on a reader of its output
+            print(f"graft: serving {self.service.settings.name} at {self.url}", flush=True)
 
     def start(self) -> None:
         """Run the server until it shuts down."""
