@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.models.errors import ConfigError
+from graft.sampling.checks import short_repr
 
 _REQUIRED: Any = object()
 #: Maximum size of a JSON file of a checkpoint in bytes. Even an index of thousands of shards is
@@ -153,7 +154,9 @@ class Fields:
         if allowed:
             values = [repr(allowed_value) for allowed_value in allowed]
             supported = "supported: " + " or ".join(values)
-        raise ConfigError(f"{self.where}: {name} = {value!r} is not implemented ({supported})")
+        raise ConfigError(
+            f"{self.where}: {name} = {short_repr(value)} is not implemented ({supported})"
+        )
 
     def require_known(self, known: Mapping[str, tuple[Any, ...] | None]) -> None:
         """Raise ConfigError if a field is unknown or has a value that is not allowed.
@@ -169,7 +172,7 @@ class Fields:
                 self.require(name, *allowed)
 
     def _error(self, name: str, value: object, expected: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {name} is {value!r}, must be {expected}")
+        return ConfigError(f"{self.where}: {name} is {short_repr(value)}, must be {expected}")
 
     def _value(self, name: str, default: Any) -> Any:
         """Return a field, or `default` if it is absent; raise ConfigError if it is required."""

@@ -86,7 +86,9 @@ class Limits:
             if name in ("waiting", "waiting_tokens") and value is None:
                 continue
             if type(value) is not int or value < 0:
-                raise OptionError(f"Limits.{name} must be a non-negative integer, got {value!r}")
+                raise OptionError(
+                    f"Limits.{name} must be a non-negative integer, got {short_repr(value)}"
+                )
 
 
 @dataclass(frozen=True)

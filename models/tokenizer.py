@@ -14,6 +14,7 @@ from graft.models.errors import ConfigError, TokenizerError
 from graft.models.json_fields import Fields
 from graft.models.text.chat import ChatTemplate
 from graft.models.text.stream import Detokenizer, IncrementalDecoder, call_tokenizer
+from graft.sampling.checks import short_repr
 
 __all__ = ["RESERVED_VARIABLES", "Tokenizer"]
 
@@ -250,7 +251,9 @@ class Tokenizer:
         if isinstance(value, dict):
             value = value.get("content")
         if value is not None and not isinstance(value, str):
-            raise TokenizerError(f"{self._config.where}: {name} is {value!r}, must be a token")
+            raise TokenizerError(
+                f"{self._config.where}: {name} is {short_repr(value)}, must be a token"
+            )
         return value
 
     def _id_of(self, name: str, token: str) -> int:

@@ -59,7 +59,7 @@ def check_range(
 ) -> None:
     """Raise OptionError unless ``low <= value <= high``. NaN is out of every range."""
     if not low <= value <= high:
-        raise OptionError(f"{name} must be from {low} to {high}, got {value}")
+        raise OptionError(f"{name} must be from {low} to {high}, got {short_repr(value)}")
 
 
 def check_integer(
@@ -92,7 +92,7 @@ def check_real(
     if not is_number or not low <= value <= high:  # type: ignore[operator]
         raise OptionError(f"{name} must be a number from {low} to {high}, got {short_repr(value)}")
     if open_low and value == low:
-        raise OptionError(f"{name} must be above {low}, got {value!r}")
+        raise OptionError(f"{name} must be above {low}, got {short_repr(value)}")
 
 
 def check_ids(name: str, ids: Iterable[object], vocab_size: int) -> None:

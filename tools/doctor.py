@@ -22,6 +22,7 @@ from graft.cudagraph import chooser
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.cudagraph.ptx import missing_compiler
 from graft.native import _native
+from graft.sampling.checks import short_repr
 from graft.tools import watch
 
 #: Default of ``--limit`` in seconds.
@@ -380,7 +381,7 @@ def read_watch_options(options: argparse.Namespace) -> list[str]:
             if not has_value and program:
                 value = program.pop(0)
             if not value.isdecimal():
-                raise OptionError(f"--limit must be a number of seconds, got {value!r}")
+                raise OptionError(f"--limit must be a number of seconds, got {short_repr(value)}")
             options.limit = int(value)
     return program
 

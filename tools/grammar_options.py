@@ -18,6 +18,7 @@ from graft.grammar.errors import GrammarError
 from graft.grammar.grammar_spec import GrammarSpec, StructuralTag
 from graft.grammar.schema.options import KEY_ORDERS
 from graft.grammar.spec import parse_json
+from graft.sampling.checks import short_repr
 
 #: Keys of a row that define a grammar. A row has at most one of them.
 GRAMMARS = ("schema", "json_object", "regex", "ebnf", "lark", "choice", "structural_tag")
@@ -189,7 +190,9 @@ def make_grammar(
     key = _grammar_key(fields)
     backend = fields.get("backend") or ""
     if backend and backend not in BACKEND_CHOICES:
-        raise OptionError(f"backend must be one of {', '.join(BACKEND_CHOICES)}, got {backend!r}")
+        raise OptionError(
+            f"backend must be one of {', '.join(BACKEND_CHOICES)}, got {short_repr(backend)}"
+        )
     options: dict[str, Any] = {}
     for option, kinds in GRAMMAR_OPTIONS.items():
         if fields.get(option) is None:
@@ -229,7 +232,7 @@ def _grammar_key(fields: Mapping[str, Any]) -> str | None:
     """Return the key of `GRAMMARS` that defines the grammar; None if there is no grammar."""
     json_object = fields.get("json_object")
     if json_object is not None and not isinstance(json_object, bool):
-        raise OptionError(f"json_object must be true or false, got {json_object!r}")
+        raise OptionError(f"json_object must be true or false, got {short_repr(json_object)}")
     keys = [key for key in GRAMMARS if fields.get(key) is not None]
     if json_object is not None and not json_object:
         keys.remove("json_object")
@@ -243,7 +246,7 @@ def _read_choices(value: object) -> list[str]:
     if isinstance(value, str):
         value = value.split(",")
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise OptionError(f"choice must be a list of strings, got {value!r}")
+        raise OptionError(f"choice must be a list of strings, got {short_repr(value)}")
     return value
 
 
@@ -268,7 +271,8 @@ def _read_structural_tag(value: object, check: bool, **options: Any) -> GrammarS
     for tag in tags:
         if not isinstance(tag, dict) or set(tag) != {"begin", "schema", "end"}:
             raise GrammarError(
-                f"structural tag: a tag must have exactly begin, schema and end, got {tag!r}"
+                "structural tag: a tag must have exactly begin, schema and end, got "
+                f"{short_repr(tag)}"
             )
         parsed_tag = StructuralTag.of(tag["begin"], tag["schema"], tag["end"])
         if check:

@@ -21,6 +21,7 @@ from graft.grammar.errors import GrammarError
 from graft.models.engine.engine import Engine
 from graft.models.request import Request
 from graft.models.tokenizer import RESERVED_VARIABLES
+from graft.sampling.checks import short_repr
 from graft.sampling.params import SamplingParams
 from graft.tools import grammar_options as grammars
 from graft.tools.validity import is_valid
@@ -212,7 +213,7 @@ def _check_id(row_id: object, lines: Mapping[str, int]) -> None:
     if row_id is None:
         return
     if not isinstance(row_id, str):
-        raise OptionError(f"id must be a string, got {row_id!r}")
+        raise OptionError(f"id must be a string, got {short_repr(row_id)}")
     if row_id in lines:
         raise OptionError(f"id {row_id!r} is already used in line {lines[row_id]}")
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.cudagraph.errors import OptionError
+from graft.sampling.checks import short_repr
 from graft.tools.soft import resolve_command, soft_environment
 
 GIL = "GIL"
@@ -197,7 +198,7 @@ def run_watched(
         If the soft device is not built.
     """
     if limit_s < 1:
-        raise OptionError(f"the limit must be at least 1 second, got {limit_s}")
+        raise OptionError(f"the limit must be at least 1 second, got {short_repr(limit_s)}")
     command = resolve_command(program)
     environment = soft_environment()
     with tempfile.TemporaryDirectory(prefix="graft-watch-") as folder:

@@ -18,6 +18,7 @@ from graft.cudagraph.memory import DeviceArray
 from graft.models.drafters.base import Drafter, DrafterContext, TreeShape
 from graft.models.drafters.feed import Feed
 from graft.models.llm.rows import Rows
+from graft.sampling.checks import short_repr
 from graft.sampling.loading import row_block
 from graft.sampling.tree import TreePlan
 
@@ -104,7 +105,9 @@ class PromptLookup(Drafter):
             ("threshold", threshold, int | float, 0, 1),
         ):
             if not isinstance(value, kind) or not low <= value <= high:
-                raise OptionError(f"{name}: {option} is {value!r}, must be from {low} to {high}")
+                raise OptionError(
+                    f"{name}: {option} is {short_repr(value)}, must be from {low} to {high}"
+                )
         branch, levels, paths = context.tree or TreePlan(1, context.max_drafts)
         if paths:
             raise OptionError(f"{name}: draft_tree must be (branch, levels), not a list of paths")
