@@ -133,6 +133,9 @@ class Request(SamplingParams):
         not, they are plain text. Names in the chat template itself always become special ids.
     skip_special_tokens
         Whether the text of the output omits special tokens. Stop ids produce no text in any case.
+    shown_tokens
+        Names of special tokens, such as ``[TOOL_CALLS]``, that the text of the output contains in
+        any case. Names that the tokenizer does not have are ignored.
     priority
         Waiting requests with the highest priority get slots first. Running requests with the lowest
         priority are preempted first when KV-cache pages run out.
@@ -154,6 +157,7 @@ class Request(SamplingParams):
     stop_after: int | None = None
     special_tokens: bool = True
     skip_special_tokens: bool = True
+    shown_tokens: Sequence[str] = ()
     priority: int = 0
     timeout_s: float | None = None
     id: str | None = None
@@ -446,6 +450,9 @@ def _check_types(request: Request, limits: Limits) -> None:
         value = getattr(request, name)
         if value is not None and not isinstance(value, Sequence):
             raise RequestError(f"{name} must be a list, got {short_repr(value)}")
+    shown = request.shown_tokens
+    if not isinstance(shown, (list, tuple)) or not all(isinstance(name, str) for name in shown):
+        raise RequestError(f"shown_tokens must be a list of names, got {short_repr(shown)}")
     if request.grammar is not None:
         if not isinstance(request.grammar, GrammarSpec):
             raise RequestError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +160,20 @@ class Tokenizer:
         decoder = self.incremental(special=special)
         return decoder.push(ids) + decoder.finish()
 
-    def incremental(self, *, special: bool = False) -> IncrementalDecoder:
-        """Return an incremental decoder for one output, with the arguments of `decode`."""
-        return IncrementalDecoder(self._detokenizer, special=special)
+    def incremental(
+        self, *, special: bool = False, shown: Iterable[str] = ()
+    ) -> IncrementalDecoder:
+        """Return an incremental decoder for one output.
+
+        Parameters
+        ----------
+        special
+            As in `decode`.
+        shown
+            Names of special tokens that the text includes in any case. Other names have no effect.
+        """
+        ids = [self._ids[name] for name in shown if name in self._ids]
+        return IncrementalDecoder(self._detokenizer, special=special, shown=ids)
 
     def chat(
         self,

@@ -122,7 +122,9 @@ class Admission:
             prompt=prompt,
             max_tokens=max_tokens,
             stop_ids=stop_ids,
-            decoder=self._tokenizer.incremental(special=not request.skip_special_tokens),
+            decoder=self._tokenizer.incremental(
+                special=not request.skip_special_tokens, shown=request.shown_tokens
+            ),
             grammar=grammar,
         )
 

@@ -151,11 +151,15 @@ class IncrementalDecoder:
         Decoding rules of the model's tokenizer.
     special
         Whether to include special tokens.
+    shown
+        Special ids that are included in any case.
     """
 
-    def __init__(self, detokenizer: Detokenizer, *, special: bool = False) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, *, special: bool = False, shown: Iterable[int] = ()
+    ) -> None:
         self._detokenizer = detokenizer
-        self._hidden = frozenset() if special else detokenizer.special_ids
+        self._hidden = frozenset() if special else detokenizer.special_ids.difference(shown)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(detokenizer.utf8_errors)
         # Ids before the next one, as far as the library's text of the next one depends on them.
         self._context: list[int] = []

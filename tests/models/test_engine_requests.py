@@ -48,6 +48,7 @@ INVALID_VALUES = {
     "id": (["unhashable"],),
     "special_tokens": ("no",),
     "skip_special_tokens": (0,),
+    "shown_tokens": ("<s>", [1], None),
     "timeout_s": (0,),
     "priority": (0.5, "high"),
     "prompt": ("\ud800",),

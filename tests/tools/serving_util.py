@@ -42,6 +42,7 @@ EXTRA_FIELDS = (
     "allowed_token_ids",
     "include_reasoning",
     "separate_reasoning",
+    "return_token_ids",
     "nonsense",
 )
 

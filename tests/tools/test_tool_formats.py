@@ -206,6 +206,53 @@ def test_grammar_of_calls_allows_what_the_schemas_allow(backend, notation):
     assert not any(one(text) or several(text) for text in ("", "so", f"so {write(*CALLS[0])}"))
 
 
+@pytest.mark.parametrize("notation", NOTATIONS)
+def test_special_tokens_may_stand_for_their_names(notation):
+    """Each marker of a notation may be a token or be spelled, in calls but not in arguments."""
+    form = notation.split("/")[0]
+    write, join = NOTATIONS[notation]
+    markers = TOOL_FORMATS[form].markers
+    names = {name: STOP + 1 + i for i, name in enumerate(markers)}
+    tokens = [bytes([byte]) for byte in range(256)] + [b""] * (len(names) + 1)
+    backend = make_backend("llguidance", Vocabulary(tokens, len(tokens), [STOP], names))
+    choices = ["auto"] if notation in ONLY_AUTO or form == "hermes" else ["auto", "required"]
+    for choice in choices:
+        output = TOOL_FORMATS[form].output(
+            read_tool_choice({"tools": TOOLS, "tool_choice": choice})
+        )
+        compiled = backend.compile(GrammarSpec.structural_format(output))
+
+        def accepts(ids, compiled=compiled):
+            matcher = compiled.matcher()
+            return all(map(matcher.accept, ids)) and matcher.accept(STOP)
+
+        calls = [("town", {"city": "x", "size": 1}), ("now", {})]
+        text = join([write(*call) for call in calls])
+        used = [name for name in markers if name in text]
+        for named in (used, used[:1], used[1:]):
+            ids = list(text.encode())
+            for name in named:
+                ids = replaced(ids, list(name.encode()), [names[name]])
+            assert accepts(ids)
+        for name in markers:
+            call = write("town", {"city": f"x{name}", "size": 1})
+            at = call.index(f"x{name}") + 1
+            begin, end = call[:at], call[at + len(name) :]
+            assert accepts((begin + name + end).encode())
+            assert not accepts([*begin.encode(), names[name], *end.encode()])
+
+
+def replaced(ids, old, new):
+    """Return a list in which each occurrence of a list has been replaced."""
+    out = []
+    at = 0
+    while at < len(ids):
+        found = ids[at : at + len(old)] == old
+        out += new if found else ids[at : at + 1]
+        at += len(old) if found else 1
+    return out
+
+
 @pytest.mark.parametrize("size", [1, 3, 10_000])
 @pytest.mark.parametrize("notation", NOTATIONS)
 def test_parser_returns_the_calls_that_were_written(notation, size):

@@ -485,6 +485,8 @@ class RequestParser:
         if "logit_bias" in fields:
             options["logit_bias"] = _read_logit_bias(fields["logit_bias"])
         options["logprobs"] = _read_logprobs(fields, chat)
+        if read_tool_choice(fields).functions:
+            options["shown_tokens"] = self.tool_format.markers
         if read_bool(fields, "ignore_eos"):
             options |= self._ignore_stop_ids(fields, grammar, options["max_tokens"])
         banned = {*options.get("banned_ids", ()), *bad_word_ids}
