@@ -67,7 +67,7 @@ class Scaling(ABC):
 
     @property
     def variant(self) -> str:
-        """Name of the scaling; two scalings of one config with equal names are equal."""
+        """Name that differs between two lengths if `for_length` returns different scalings."""
         return self.kind
 
     @classmethod
@@ -460,7 +460,7 @@ def identity_table(positions: int, head_dim: int) -> np.ndarray:
 
 
 def _agreed(fields: Fields, sections: list[Fields], name: str) -> float | None:
-    """Return a number that stands in the config itself, in its sections, or in several of them.
+    """Return a number that the config itself, one of its sections, or several of them contain.
 
     The result is None if the number is absent. If the numbers differ, a `ConfigError` names them.
     """

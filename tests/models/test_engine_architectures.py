@@ -1,7 +1,17 @@
 """Engines with models of other architectures than Llama, with RoPE scaling and sliding windows."""
 
+import numpy as np
 import pytest
-from tiny_models import QWEN2, SMOLLM3, make_tiny_llama, make_tiny_tokenizer
+from tiny_models import (
+    QWEN2,
+    SMOLLM3,
+    llama_config,
+    make_tiny_dflash,
+    make_tiny_eagle3,
+    make_tiny_llama,
+    make_tiny_mtp,
+    make_tiny_tokenizer,
+)
 
 from graft.cudagraph.errors import OptionError
 from graft.models.engine.engine import Engine
@@ -37,6 +47,37 @@ def test_engine_outputs_do_not_depend_on_speculation_in_other_architectures(make
     assert outputs[0] == outputs[1] == outputs[2]
     assert all(len(tokens) > 1 for tokens in outputs[0])
     assert accepted > 0  # the target as its own drafter
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash"])
+def test_draft_heads_work_with_other_architectures(make, tmp_path, kind):
+    """Heads draft for a Qwen2 with YaRN, and read the RoPE scaling of their own config."""
+    target = make("target", **QWEN2, rope_scaling=YARN)
+    drafter = tmp_path / "drafter"
+    if kind == "eagle3":
+        make_tiny_eagle3(drafter, llama_config(), rope_scaling=YARN)
+    elif kind == "mtp":
+        make_tiny_mtp(drafter, llama_config(**QWEN2, rope_scaling=YARN), modules=1)
+    else:
+        make_tiny_dflash(drafter, llama_config(rope_scaling=YARN), layers=(0, 1), block=4)
+    requests = [Request(tokens=range(5, 20 + i), max_tokens=20, id=str(i)) for i in range(2)]
+    outputs = []
+    for choice in (None, drafter):
+        with Engine(target, choice, max_length=512, max_batch_size=2) as engine:
+            outputs.append([output.tokens for output in engine.generate(requests)])
+            if choice is not None:
+                parts = engine._built.parts
+                tables = [parts.target.stack.rope_table.to_host()]
+                tables.append(rope_table_of(parts.drafter))
+    assert outputs[0] == outputs[1]
+    positions = min(map(len, tables))
+    np.testing.assert_array_equal(tables[0][:positions], tables[1][:positions])
+
+
+def rope_table_of(drafter):
+    """Return the RoPE table of a drafter with a decoder stack."""
+    stack = getattr(drafter, "_stack", None) or drafter.head.stack
+    return stack.rope_table.to_host()
 
 
 def test_engine_refuses_max_length_beyond_sliding_window(make):

@@ -261,6 +261,13 @@ def test_llama_rejects_unsuitable_checkpoints(
         model_util.load_llama(device, tmp_path)
 
 
+def test_qwen2_requires_every_bias(device, tmp_path):
+    make_tiny_llama(tmp_path, **QWEN2)
+    edit_tensors(tmp_path, lambda t: t.pop("model.layers.1.self_attn.v_proj.bias"))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.v_proj\.bias is missing"):
+        model_util.load_llama(device, tmp_path)
+
+
 def test_llama_tied_embeddings_decide_lm_head(device, stream, tmp_path):
     """A model requires the tensor lm_head if embeddings are not tied, and otherwise ignores it."""
     make_tiny_llama(tmp_path / "a", tie_word_embeddings=False)
