@@ -26,6 +26,15 @@ SEARCH_TIMEOUT_S = 1.0
 _MAX_STEPS = 1e5  # maximum number of steps of a search in this process
 _MAX_DIGITS = 1000  # maximum number of digits of calculations with decimal fractions
 _EXACT = decimal.Context(prec=2 * _MAX_DIGITS, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
+_IN_CLASS = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
+_OUTSIDE_CLASS = {
+    "$": r"\Z",
+    ".": r"[^\n\r\u2028\u2029]",
+    r"\d": "[0-9]",
+    r"\D": "[^0-9]",
+    r"\w": "[A-Za-z0-9_]",
+    r"\W": "[^A-Za-z0-9_]",
+}
 _MODULE = __name__ + ":"
 
 
@@ -64,7 +73,7 @@ def check_output(schema: Any, text: str) -> bool:
 
 
 def search_pattern(pattern: str, text: str) -> bool:
-    """Return whether ``re.search`` finds a user's pattern in the text.
+    """Return whether ``re.search`` finds a user's pattern of ECMA-262 in the text.
 
     The search runs in this process if it provably takes at most `_MAX_STEPS` steps, and in a child
     process otherwise. A bound on the number of steps is known if the pattern repeats no group and
@@ -79,6 +88,8 @@ def search_pattern(pattern: str, text: str) -> bool:
     re.error
         The pattern is not valid for ``re``.
     """
+    original = pattern
+    pattern = _python_pattern(pattern)
     operators = len(re.findall(r"[*+?{|]", pattern))
     nested = re.search(r"\)[*+{]|\\[1-9]|\(\?P=", pattern)
     log_steps = (operators + 1) * math.log(len(text) + 2)
@@ -87,10 +98,25 @@ def search_pattern(pattern: str, text: str) -> bool:
     re.compile(pattern)
     request = Call(_MODULE + "search", (pattern, text))
     return _call_bounded(
-        f"pattern {pattern[:60]!r}",
+        f"pattern {original[:60]!r}",
         request,
         SEARCH_TIMEOUT_S,
     )
+
+
+def _python_pattern(pattern: str) -> str:
+    """Return the form of a pattern for ``re``, in which some parts have another meaning.
+
+    In ECMA-262, ``$`` does not match before a line feed at the end, ``\\d`` and ``\\w`` match ASCII
+    characters only, and ``.`` matches no line separators.
+    """
+
+    def replacement(match: re.Match[str]) -> str:
+        if match[0].startswith("["):
+            return re.sub(r"\\.", lambda inner: _IN_CLASS.get(inner[0], inner[0]), match[0])
+        return _OUTSIDE_CLASS.get(match[0], match[0])
+
+    return re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]|[.$]", replacement, pattern, flags=re.DOTALL)
 
 
 def _call_bounded(subject: str, request: Call, timeout_s: float) -> bool:

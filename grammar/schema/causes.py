@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from graft.grammar.schema.llguidance_errors import keyword_of, schema_error
+from graft.grammar.schema.names import with_one_spelling
 from graft.grammar.schema.rewrite import Rewritten
 from graft.grammar.schema.terms import (
     NoExactForm,
@@ -288,7 +289,7 @@ class _Search:
 def _error_of(rewritten: Rewritten) -> str:
     if rewritten.schema is False:
         return "Unsatisfiable schema: schema is false"
-    return schema_error(rewritten.schema)
+    return schema_error(with_one_spelling(rewritten.schema).schema)
 
 
 def _kind(error: str) -> str:

@@ -90,8 +90,6 @@ def schema_error(schema: Any, *, lenient: bool = False) -> str:
         "lenient": lenient,
         "coerce_one_of": lenient,
     }
-    if not lenient:
-        document = with_one_spelling(document).schema
     grammar = {"json_schema": {**document, OPTIONS: {**document.get(OPTIONS, {}), **options}}}
     limits = _SMALL_LIMITS if lenient else _LIMITS
     return _first_error(*validate(grammar, limits))
@@ -142,6 +140,7 @@ def schema_errors(schema: Any) -> list[Reason]:
     The list is empty if LLGuidance accepts the schema. The reason names the innermost subschema
     that causes the same error when it is compiled alone.
     """
+    schema = with_one_spelling(schema).schema
     error = schema_error(schema)
     if not error:
         return []
@@ -155,7 +154,7 @@ def schema_errors(schema: Any) -> list[Reason]:
         ]
     keyword = keyword_of(error)
     shared = {}  # keywords of the document that every subschema needs
-    for key in ("$schema", "$id", "id", "$defs", "definitions"):
+    for key in (OPTIONS, "$schema", "$id", "id", "$defs", "definitions"):
         if isinstance(schema, dict) and key in schema:
             shared[key] = schema[key]
     innermost = "#"

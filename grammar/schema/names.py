@@ -8,9 +8,8 @@ in which each character of a compared name has only one spelling.
 
 from __future__ import annotations
 
-import copy
+import json
 import re
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from graft.grammar.schema.options import OPTIONS, PLAIN_ESCAPES
@@ -54,16 +53,18 @@ def with_one_spelling(schema: Any) -> OneSpelling:
     schema
         A schema that consists of keywords that LLGuidance enforces.
     """
-    found = list(_comparing(schema))
+    parts = subschemas(schema)
+    found = [(pointer, part) for pointer, part in parts if _compares(part)]
     if not found:
         return OneSpelling(schema)
-    if all(_allows_any_addition(part) for _, part in found) and not _limits_patterns(schema):
-        new = copy.deepcopy(schema)
-        for _, part in _comparing(new):
-            part.pop("additionalProperties", None)
-            # LLGuidance reads the two keywords together only if they are adjacent.
-            part["patternProperties"] = {"": {}}
-            part["additionalProperties"] = False
+    if all(_allows_any_addition(part) for _, part in found) and not _limits_patterns(parts):
+        new = json.loads(json.dumps(schema))  # faster than copy.deepcopy
+        for _, part in subschemas(new):
+            if _compares(part):
+                part.pop("additionalProperties", None)
+                # LLGuidance reads the two keywords together only if they are adjacent.
+                part["patternProperties"] = {"": {}}
+                part["additionalProperties"] = False
         return OneSpelling(new)
     pointer, part = found[0]
     keyword = "patternProperties" if part.get("patternProperties") else "additionalProperties"
@@ -73,19 +74,15 @@ def with_one_spelling(schema: Any) -> OneSpelling:
     return OneSpelling(new, (narrowed,))
 
 
-def _comparing(schema: Any) -> Iterator[tuple[str, SchemaObject]]:
-    """Yield the subschemas of objects whose names are compared with names in another spelling."""
-    for pointer, part in subschemas(schema):
-        if "object" not in types_of(part):
-            continue
-        names = [*part.get("properties", ()), *required_of(part)]
-        patterns = part.get("patternProperties")
-        if part.get("additionalProperties") is False:
-            compares = bool(patterns) and any(map(_ESCAPED.search, names))
-        else:
-            compares = bool(names or patterns)
-        if compares:
-            yield pointer, part
+def _compares(part: SchemaObject) -> bool:
+    """Return whether LLGuidance compares names of objects with names in another spelling."""
+    if "object" not in types_of(part):
+        return False
+    names = [*part.get("properties", ()), *required_of(part)]
+    patterns = part.get("patternProperties")
+    if part.get("additionalProperties") is False:
+        return bool(patterns) and any(map(_ESCAPED.search, names))
+    return bool(names or patterns)
 
 
 def _allows_any_addition(part: SchemaObject) -> bool:
@@ -96,13 +93,18 @@ def _allows_any_addition(part: SchemaObject) -> bool:
     return not any(map(_ESCAPED.search, names))
 
 
-def _limits_patterns(schema: Any) -> bool:
-    """Return whether LLGuidance may refuse an additional pattern in objects of the schema.
+def _limits_patterns(parts: list[tuple[str, SchemaObject]]) -> bool:
+    """Return whether LLGuidance may refuse an additional pattern in objects of a schema.
 
     This is the case if the schema has patterns, or counts the properties of a closed object.
+
+    Parameters
+    ----------
+    parts
+        All subschemas of the schema, with their pointers.
     """
     counts = closed = False
-    for _, part in subschemas(schema):
+    for _, part in parts:
         if part.get("patternProperties"):
             return True
         counts |= "minProperties" in part or "maxProperties" in part

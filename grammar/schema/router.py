@@ -199,6 +199,12 @@ def _closest_form(
         )
         reasons = lost + refused if accepted else refused + lost
     narrowed = tuple(dict.fromkeys(narrowed))
+    if narrowed:
+        produced = "allows no output except values that are not produced"
+        reasons = [
+            reason._replace(why=reason.why.replace("allows no output", produced))
+            for reason in reasons
+        ]
     return rewritten._replace(schema=closest, narrowed=narrowed), reasons, accepted
 
 

@@ -325,7 +325,7 @@ def _endless_keyword(
         return None if is_finite(target) else ("$ref", target)
     for keyword in ("anyOf", "oneOf"):
         if keyword in part and not any(map(is_finite, part[keyword])):
-            return keyword, part[keyword][0]
+            return keyword, next(iter(part[keyword]), False)
     conjunctions = {"allOf": part.get("allOf", []), **_required_parts(part)}
     for keyword, conjuncts in conjunctions.items():
         for conjunct in conjuncts:

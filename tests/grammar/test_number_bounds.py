@@ -74,6 +74,8 @@ def candidates(schema: dict[str, Any]) -> set[Fraction]:
         ({"type": "integer", "minimum": 2**53 + 1}, str(2**53)),
         ({"type": "integer", "exclusiveMinimum": 2**53}, str(2**53)),
         ({"type": "number", "maximum": 2**60}, str(2**60 + 1)),
+        ({"type": "number", "exclusiveMinimum": 2**53 - 1, "multipleOf": 0.1}, str(2**53 - 1)),
+        ({"type": "number", "maximum": 11.20814868975978}, "11.208148689759781"),
         ({"enum": [2**53 + 1, 1]}, str(2**53)),
         ({"type": "integer", "enum": [10**19, 1]}, str(2**63 - 1)),
     ],
@@ -91,6 +93,23 @@ def test_number_between_close_multiples_has_no_dead_end():
     assert grammar.generate(lambda legal: legal[0], 10) == b"null"
     one = {"type": "number", "multipleOf": 0.1, "minimum": 0.3, "maximum": 0.3}
     assert Grammar.routed(route(one)).accepts("0.3")
+
+
+def test_listed_number_is_written_as_it_is():
+    """LLGuidance reads some numbers with 16 or 17 digits as a neighboring double."""
+    rng = random.Random(1)
+    listed = [rng.uniform(0, 20) for _ in range(200)]
+    written = 0
+    for value in listed:
+        found = route({"enum": [value, "a"]})
+        assert found.exact
+        text = Grammar.routed(found).generate(lambda legal: legal[-1], 30)
+        if any(reason.keyword == "enum" for reason in found.narrowed):
+            assert text == b'"a"'
+        else:
+            assert text == repr(value).encode()
+            written += 1
+    assert 100 < written < 200
 
 
 def random_bounds(rng: random.Random) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Bounds, multiples and values of numbers in forms that LLGuidance enforces exactly.
 
-LLGuidance 1.9 reads all numbers of a schema as doubles. It converts bounds to 64-bit integers, and
-bounds of ``integer`` that exclude their value by adding or subtracting 1. A bound beyond 2**53 can
-therefore allow a number outside. LLGuidance also ignores that a whole bound excludes its value if
-the other bound has the same whole part, for example 0 and 0.5.
+LLGuidance 1.9 reads all numbers of a schema as doubles, and some numbers with 16 or more digits as
+a neighbor of the nearest double. It converts bounds to 64-bit integers, and bounds of ``integer``
+that exclude their value by adding or subtracting 1. A bound beyond 2**53 can therefore allow a
+number outside. LLGuidance also ignores that a whole bound excludes its value if the other bound has
+the same whole part, for example 0 and 0.5.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _LARGEST_DOUBLE = (1 << 63) - 1024  # largest double below 2**63
 _LARGEST = "9.22e18"
 #: LLGuidance needs an upper bound if the lower bound has this many digits.
 _MANY_DIGITS = 10**18
+_MAX_EXPONENT = 300  # maximum exponent of 10 in a number that is considered to be read exactly
 _MAX_COEFFICIENT = (1 << 32) - 1  # of a multipleOf
 _MAX_MULTIPLES = 16  # maximum number of multiples that are listed
 
@@ -117,8 +119,8 @@ class Numbers:
         narrowed: dict[str, str] = {}
         if step is not None and (low or high):
             return self._multiples_between(keywords, step, low, high, is_integer)
-        large = any(bound and abs(bound.value) >= _MAX_EXACT for bound in (low, high))
-        if not large and (is_integer or not (self._is_ignored(low) or self._is_ignored(high, -1))):
+        is_read = all(_is_read(bound.value) for bound in (low, high) if bound)
+        if is_read and (is_integer or not (self._is_ignored(low) or self._is_ignored(high, -1))):
             return Restricted(keywords, {})
         if is_integer:
             low = _whole(low, 1)
@@ -200,7 +202,7 @@ class Numbers:
         """
         if bound is None:
             return None
-        if abs(bound.value) < _MAX_EXACT:
+        if _is_read(bound.value):
             if is_integer or not self._is_ignored(bound, sign):
                 return bound
             return self._above(bound, sign, narrowed)
@@ -212,10 +214,11 @@ class Numbers:
             # have its shortest decimal form.
             read = [Fraction(found)] if is_integer else [Fraction(found), _exact(found)]
             inside = [sign * (value - bound.value) for value in read]
-            if min(inside) > 0 or (min(inside) == 0 and not bound.strict):
+            is_inside = min(inside) > 0 or (min(inside) == 0 and not bound.strict)
+            if is_inside and _read_double(_json(Fraction(found))) == found:
                 break
             found = math.nextafter(found, sign * math.inf)
-        value = Fraction(found)
+        value = read[-1]
         if max(inside) > 0:
             narrowed.setdefault(bound.keyword, _not_produced(bound.value, value))
         return _Bound(value, False, bound.keyword)
@@ -238,7 +241,11 @@ class Numbers:
             return all(map(self._is_written, value))
         if isinstance(value, dict):
             return all(map(self._is_written, value.values()))
-        if not _is_number(value) or abs(value) < _MAX_EXACT:
+        if not _is_number(value):
+            return True
+        if isinstance(value, float) and _read_double(value) != value:
+            return False
+        if abs(value) < _MAX_EXACT:
             return True
         if isinstance(value, int) and value in (_MAX_INTEGER, -_MAX_INTEGER - 1):
             return value > 0  # the smallest integer of 64 bits makes LLGuidance crash
@@ -344,6 +351,34 @@ def _text(value: Fraction) -> str:
     with localcontext() as context:
         context.prec = 30
         return str(Decimal(value.numerator) / Decimal(value.denominator))
+
+
+def _is_read(value: Fraction) -> bool:
+    """Return whether LLGuidance reads a number below 2**53 exactly."""
+    if value.denominator == 1:
+        return abs(value) < _MAX_EXACT
+    number = float(value)
+    return _exact(number) == value and _read_double(number) == number
+
+
+def _read_double(value: int | float) -> float:
+    """Return the double that LLGuidance reads for a number.
+
+    LLGuidance divides or multiplies the digits by a power of 10, so that it rounds up to three
+    times.
+    """
+    if isinstance(value, int):
+        return float(value)
+    sign, digits, exponent = Decimal(repr(value)).as_tuple()
+    assert isinstance(exponent, int)
+    magnitude = float(int("".join(map(str, digits))))
+    if abs(exponent) > _MAX_EXPONENT:
+        return math.nan
+    if exponent < 0:
+        magnitude /= float(10**-exponent)
+    else:
+        magnitude *= float(10**exponent)
+    return -magnitude if sign else magnitude
 
 
 def _read_multiple(value: float) -> Fraction | None:

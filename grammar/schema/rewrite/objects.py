@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections.abc import Collection
 from typing import Any
 
 from graft.grammar.schema.terms import NoExactForm, SchemaObject, required_of, word_set
@@ -15,6 +16,7 @@ __all__ = ["contains", "dependencies", "distinct", "property_count", "property_n
 _MAX_OPTIONS = 64  # maximum number of options of a union that replaces a keyword
 _MAX_CONDITIONS = 7  # maximum number of unions that replace dependencies
 _MAX_ORDERS = 400  # maximum number of arrays that are listed to replace uniqueItems
+_NO_NAME = r"^[^\s\S]$"
 _REPEATED_NAMES = "a name that is not listed could occur twice and would count twice"
 _ANNOTATIONS = word_set("type title description $comment examples default")
 
@@ -119,20 +121,26 @@ def property_names(names: Any, schema: SchemaObject) -> SchemaObject:
         types = [types]
     if "string" not in types:
         return {"maxProperties": 0}
-    pattern = _name_pattern(names)
+    listed = dict(schema.get("properties", {}))
+    rest = schema.get("additionalProperties", True)
+    words = names.get("enum", [names["const"]] if "const" in names else None)
+    # A schema for additional properties does not apply to listed ones.
+    pattern = _name_pattern(names, () if rest in (True, {}) else listed)
     if schema.get("patternProperties"):
         raise NoExactForm("propertyNames", "is combined with patternProperties")
-    listed = dict(schema.get("properties", {}))
     try:
         for name in listed:
-            if not search_pattern(pattern, name):
+            matches = name in words if words is not None else search_pattern(pattern, name)
+            if not matches:
                 listed[name] = False
+            elif words is None and rest not in (True, {}, False):
+                why = "is combined with a schema for additional properties"
+                raise NoExactForm("propertyNames", why)
     except re.error as error:
         raise NoExactForm("propertyNames", f"pattern {pattern!r}: {error}") from None
     for name in required_of(schema):
         if name not in listed and not search_pattern(pattern, name):
             listed[name] = False
-    rest = schema.get("additionalProperties", True)
     replacements: SchemaObject = {"additionalProperties": False}
     if listed:
         replacements["properties"] = listed
@@ -141,8 +149,11 @@ def property_names(names: Any, schema: SchemaObject) -> SchemaObject:
     return replacements
 
 
-def _name_pattern(names: Any) -> str:
-    """Return a pattern that matches exactly the names that ``propertyNames`` allows."""
+def _name_pattern(names: Any, excluded: Collection[str] = ()) -> str:
+    """Return a pattern that matches exactly the names that ``propertyNames`` allows.
+
+    If the names are listed, the names in `excluded` do not match.
+    """
     keywords = names.keys() - _ANNOTATIONS
     if keywords == {"pattern"}:
         return names["pattern"]
@@ -150,9 +161,9 @@ def _name_pattern(names: Any) -> str:
         words = names["enum"] if "enum" in names else [names["const"]]
         escaped = []
         for word in words:
-            if isinstance(word, str):
+            if isinstance(word, str) and word not in excluded:
                 escaped.append(re.sub(r"([^A-Za-z0-9 _-])", r"\\\1", word))
-        return f"^(?:{'|'.join(escaped)})$"
+        return f"^(?:{'|'.join(escaped)})$" if escaped else _NO_NAME
     if keywords <= {"minLength", "maxLength"}:
         low = names.get("minLength", 0)
         high = names.get("maxLength", "")

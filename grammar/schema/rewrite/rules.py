@@ -363,6 +363,8 @@ def _unique_items(rewriter: Rewriter, value: Any, site: Site) -> None:
     if value is not True:
         return
     values = _listed_values(rewriter, site.schema.get("items", True))
+    if site.schema.get("prefixItems"):
+        values = None
     options = distinct(site.schema, values)
     if options is not None:
         options += _other_than_arrays(site)
