@@ -28,7 +28,12 @@ from graft.grammar.processes import POOL, call_error
 from graft.grammar.resolve import select_backend
 from graft.grammar.spec import Spec
 from graft.grammar.vocabulary import Vocabulary
-from graft.native.children.errors import ChildLost, ChildTimeout, ChildUnavailable
+from graft.native.children.errors import (
+    ChildCrashed,
+    ChildLost,
+    ChildTimeout,
+    ChildUnavailable,
+)
 from graft.native.children.process import MEMORY_BYTES, TIMEOUT_S, Call, ChildProcess
 from graft.native.children.usage import TimeLimit
 from graft.sampling.checks import short_repr
@@ -368,7 +373,8 @@ class GrammarService:
 
         Complete the futures of all other jobs with an error.
         """
-        unavailable = isinstance(error, ChildUnavailable)
+        crashed = isinstance(error, ChildCrashed)  # would crash the slow queue's processes, too
+        unavailable = isinstance(error, ChildUnavailable) and not crashed
         timed_out = isinstance(error, ChildTimeout)
         has_more_time = timed_out and jobs.timeout_s < self._timeout_s
         if jobs is self._fast_queue and (unavailable or has_more_time) and not self._closed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ChildLost", "ChildTimeout", "ChildUnavailable", "Refusal"]
+__all__ = ["ChildCrashed", "ChildLost", "ChildTimeout", "ChildUnavailable", "Refusal"]
 
 
 class Refusal(Exception):
@@ -18,7 +18,7 @@ class Refusal(Exception):
 class ChildLost(Exception):
     """The call failed without an answer of the function.
 
-    The child process crashed, exited or ran out of memory, or the function raised an exception that
+    The child process exited or ran out of memory, or the function raised an exception that
     is not a `Refusal`. The message states the reason and does not name the function.
     """
 
@@ -32,4 +32,11 @@ class ChildUnavailable(ChildLost):
 
     Processes could not be started, were killed or stopped by other processes or by the kernel, or
     got no processor time. The same call may succeed later.
+    """
+
+
+class ChildCrashed(ChildUnavailable):
+    """Each process that ran the call ended with a signal such as SIGSEGV.
+
+    The call or another process has caused the signal. The parent process cannot tell them apart.
     """

@@ -26,7 +26,13 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NamedTuple
 
-from graft.native.children.errors import ChildLost, ChildTimeout, ChildUnavailable, Refusal
+from graft.native.children.errors import (
+    ChildCrashed,
+    ChildLost,
+    ChildTimeout,
+    ChildUnavailable,
+    Refusal,
+)
 from graft.native.children.usage import ProcessClock, TimeLimit, memory_of
 
 __all__ = [
@@ -165,10 +171,10 @@ class ChildProcess:
         ChildTimeout
             The call took longer than its limit; the process was killed.
         ChildUnavailable
-            A process could not be started, or the processes that ran the call were killed, stopped
-            or got no processor time.
+            A process could not be started, or the processes that ran the call crashed, were killed,
+            stopped or got no processor time.
         ChildLost
-            The process crashed, exited or ran out of memory, or the function raised an exception
+            The process exited or ran out of memory, or the function raised an exception
             that is not a `Refusal`.
         """
         time_limit = limit if isinstance(limit, TimeLimit) else TimeLimit(limit)
@@ -182,8 +188,10 @@ class ChildProcess:
                     return self._call(call, time_limit)
                 except (_Interrupted, EOFError, OSError) as error:
                     lost = self._lost(error)
-                    killed = isinstance(lost, ChildUnavailable)
-                    most = _MAX_KILLS if killed else _MAX_CRASHES
+                    crashed = not isinstance(lost, ChildUnavailable) or isinstance(
+                        lost, ChildCrashed
+                    )
+                    most = _MAX_CRASHES if crashed else _MAX_KILLS
                     if self._closed or attempts >= most or time_limit.is_over:
                         raise lost from error
 
@@ -314,6 +322,9 @@ class ChildProcess:
         if self._peak_bytes > self.memory_bytes / 2:
             # When memory is exhausted, some libraries abort, and the dynamic linker exits.
             return ChildLost(f"needs more than {self._memory_limit()}")
+        if status < 0 and status != -signal.SIGABRT:  # a library has called abort()
+            name = signal.Signals(-status).name
+            return ChildCrashed(f"the child processes ended with {name}")
         return ChildLost(
             f"the process, limited to {self._memory_limit()}, ended with status {status}"
         )
