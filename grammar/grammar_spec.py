@@ -20,7 +20,7 @@ from graft.grammar.processes import run_call
 from graft.grammar.resolve import check_backend, json_text, without_partial_hint
 from graft.grammar.schema.options import KeyOrder, Whitespace
 from graft.grammar.schema.wellformed import check_schema
-from graft.grammar.spec import Marker, Spec, check_text, parse_json
+from graft.grammar.spec import OPENING_SPACE, Marker, Spec, check_text, parse_json
 from graft.grammar.structural.formats import TriggerLookup, parse_format
 from graft.grammar.structural.xgrammar import replace_dots
 from graft.native.children.process import Call
@@ -264,7 +264,7 @@ class GrammarSpec(Spec):
             raise GrammarError(f"structural format: cannot be read: {error}") from error
         return cls("structural_format", text, whitespace=whitespace)
 
-    def after(self, marker: str | int, *, required: bool = False) -> GrammarSpec:
+    def after(self, marker: str | int, *, required: bool = False, opening: str = "") -> GrammarSpec:
         """Return this grammar preceded by free text that ends with `marker`.
 
         This is meant for reasoning models, whose answer follows a marker such as ``</think>``.
@@ -276,13 +276,26 @@ class GrammarSpec(Spec):
         required
             Whether stop ids are illegal before the marker. If False, the model may end its output
             within the free text, so that the output contains no text of the grammar.
+        opening
+            Text that begins the free text, such as ``<think>``. The grammar then applies to an
+            output that does not begin with this text from the first token. Empty: every output
+            begins with free text.
+
+        Raises
+        ------
+        GrammarError
+            The marker is neither a text nor a token id, or the opening begins with white space.
         """
+        if opening != "":
+            check_text("marker opening", opening)
+            if opening[0] in OPENING_SPACE:
+                raise GrammarError(f"marker opening: {opening!r} begins with white space")
         if isinstance(marker, (str, bool)):
             check_text("marker", marker)
-            return replace(self, marker=Marker(text=str(marker), required=bool(required)))
+            return replace(self, marker=Marker(str(marker), None, bool(required), opening))
         if not isinstance(marker, int) or marker < 0:
             raise GrammarError(f"marker: token {marker!r} is negative or not an integer")
-        return replace(self, marker=Marker(token=marker, required=bool(required)))
+        return replace(self, marker=Marker("", marker, bool(required), opening))
 
     def check(self, backend: str = "auto") -> None:
         """Check in a child process whether an engine accepts the grammar.

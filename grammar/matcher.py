@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from graft.grammar.errors import GrammarError, clean_message
-from graft.grammar.spec import Marker, Spec
+from graft.grammar.spec import MAX_OPENING_SPACE, Marker, Spec
 from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native
 
@@ -102,7 +102,8 @@ class CompiledGrammar:
     def matcher(self, stop_ids: Iterable[int] | None = None, tokens: Iterable[int] = ()) -> Matcher:
         """Return a new matcher that has already accepted the given tokens.
 
-        If the specification has a marker, the matcher starts in the free text before the marker.
+        If the specification has a marker, the matcher starts in the free text before the marker, or
+        where the output can become free text or text of the grammar.
 
         Parameters
         ----------
@@ -314,6 +315,9 @@ def _native_marker(vocabulary: Vocabulary, marker: Marker) -> Any:
         vocabulary.tokens,
         vocabulary.size,
         marker.required,
+        marker.opening_ids(vocabulary),
+        marker.opening.encode("utf-8"),
+        MAX_OPENING_SPACE,
     )
 
 
@@ -321,7 +325,8 @@ def _with_marker(inner: Matcher, marker: Marker) -> Matcher:
     """Return a matcher of free text, followed by the marker and the grammar of `inner`."""
     compiled = inner.compiled
     vocabulary = compiled.backend.vocabulary
-    if set(marker.ids(vocabulary)) & set(inner.stop_ids):
+    ids = {*marker.ids(vocabulary), *marker.opening_ids(vocabulary)}
+    if ids & set(inner.stop_ids):
         raise GrammarError("marker: its token is one of the request's stop ids")
     native = _native.guide.MarkedMatcher(
         inner.native,

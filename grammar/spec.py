@@ -13,7 +13,11 @@ from graft.grammar.errors import GrammarError
 from graft.grammar.schema.options import KeyOrder, Whitespace, check_options, check_type
 from graft.grammar.vocabulary import Vocabulary
 
-__all__ = ["Marker", "Spec", "check_text", "parse_json"]
+__all__ = ["MAX_OPENING_SPACE", "OPENING_SPACE", "Marker", "Spec", "check_text", "parse_json"]
+
+#: Characters that may precede the opening of a marker, and their maximum number.
+OPENING_SPACE = " \t\r\n"
+MAX_OPENING_SPACE = 16
 
 Kind = Literal[
     "json_schema", "regex", "ebnf", "choice", "lark", "structural_tag", "structural_format"
@@ -38,11 +42,17 @@ class Marker:
     required
         Whether stop ids are illegal before the marker. If False, the model may end its output in
         the free text, so that the output contains no text of the grammar.
+    opening
+        Text that begins the free text, such as ``<think>``. An output has free text only if it
+        begins with the opening, after at most `MAX_OPENING_SPACE` characters of `OPENING_SPACE`.
+        The grammar applies to any other output from the first token. As long as an output can
+        become either, both kinds of tokens are legal. If empty, every output begins with free text.
     """
 
     text: str = ""
     token: int | None = None
     required: bool = False
+    opening: str = ""
 
     def ids(self, vocabulary: Vocabulary) -> tuple[int, ...]:
         """Return the ids of all tokens whose text is exactly this marker.
@@ -53,8 +63,23 @@ class Marker:
             An id is outside the vocabulary or is a stop id.
         """
         ids = [] if self.token is None else [self.token]
-        if self.text and self.text in vocabulary.names:
-            ids.append(vocabulary.names[self.text])
+        return self._checked_ids(ids, self.text, vocabulary)
+
+    def opening_ids(self, vocabulary: Vocabulary) -> tuple[int, ...]:
+        """Return the ids of all tokens whose text is exactly the opening.
+
+        Raises
+        ------
+        GrammarError
+            An id is a stop id.
+        """
+        return self._checked_ids([], self.opening, vocabulary)
+
+    @staticmethod
+    def _checked_ids(ids: list[int], text: str, vocabulary: Vocabulary) -> tuple[int, ...]:
+        """Return `ids` and the id of the added token with a text."""
+        if text and text in vocabulary.names:
+            ids.append(vocabulary.names[text])
         for token in ids:
             if not 0 <= token < vocabulary.size:
                 raise GrammarError(f"marker: token {token} is outside [0, {vocabulary.size})")
@@ -115,8 +140,7 @@ class Spec:
         schema compiler, cannot express the schema, for example keys in any order; empty if there
         is none.
     marker
-        Marker at the end of the free text before the grammar; None if the grammar applies from the
-        first token.
+        Marker at the end of the free text before the grammar; None if there is no free text.
     """
 
     kind: Kind

@@ -11,6 +11,12 @@
 //    undone.
 // 4. A stop token in the free text terminates the matcher. If the marker is required, a stop token
 //    in the free text is illegal.
+// 5. If the marker has an opening text, the output has free text only if it begins with this text,
+//    after at most `max_space` white-space characters. Otherwise, the grammar applies from the
+//    first token. While the tokens can still become the opening, the matcher of the grammar accepts
+//    the same tokens, as far as they are legal in the grammar; both ways to go on are legal. When
+//    the opening is complete, the matcher of the grammar returns to its start. These first tokens
+//    are few, because each of them has text, so all of them can be undone.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
@@ -34,9 +40,11 @@ class Marker {
  public:
   // `ids` are the tokens that are a complete marker. `text` is the marker as bytes; it may be empty
   // if there are ids. `tokens` has the bytes of each id, which are empty for ids without text.
+  // `opening` and `opening_ids` are the text and the ids of the opening; both may be empty.
   // Throws std::invalid_argument if there is neither an id nor a text, or if an id is out of range.
   Marker(const std::vector<int32_t>& ids, const std::string& text, std::vector<std::string> tokens,
-         int64_t vocab_size, bool required);
+         int64_t vocab_size, bool required, const std::vector<int32_t>& opening_ids,
+         const std::string& opening, int32_t max_space);
 
   struct Step {
     bool legal;
@@ -49,13 +57,39 @@ class Marker {
   // Returns the bitmask of the legal ids in `state`, including the stop ids. Returns null if all
   // ids are legal.
   const int32_t* row(int32_t state) const noexcept;
+  // What the tokens so far and one more are: kOpening, if they can become the opening; kOpened, if
+  // they begin with the opening, so that free text has begun; kIllegal, likewise, but the token is
+  // illegal in the free text; kOther, if they do not begin with the opening.
+  enum class First { kOther, kOpening, kOpened, kIllegal };
+  // `state` is the next state of the opening or, for kOpened, of the scanner. `found` is true if
+  // the token completes the marker, too.
+  struct FirstStep {
+    First first;
+    int32_t state;
+    bool found;
+  };
+  // Returns the step from `state` of the opening; the first state is 0.
+  FirstStep first_step(int32_t state, int32_t token) const noexcept;
+  // Returns the bitmask of the ids that are kOpening or kOpened in `state` of the opening.
+  const int32_t* first_row(int32_t state) const noexcept {
+    return first_rows_[static_cast<size_t>(state)].data();
+  }
+  // Returns the ids that are kIllegal in `state` of the opening.
+  const std::vector<int32_t>& first_illegal(int32_t state) const noexcept {
+    return first_illegal_[static_cast<size_t>(state)];
+  }
+  bool has_opening() const { return !opening_.empty() || !opening_ids_.empty(); }
+  // Maximum number of tokens that are kOpening.
+  size_t max_first() const { return static_cast<size_t>(max_space_) + opening_.size() + 1; }
   int64_t vocab_size() const { return vocab_size_; }
   int64_t words() const { return (vocab_size_ + 31) / 32; }
   bool required() const { return required_; }
 
  private:
   void make_rows();
+  void make_first_rows();
   int32_t next(int32_t state, unsigned char byte) const noexcept;
+  Step scan(int32_t state, const char* bytes, size_t size) const noexcept;
 
   std::vector<int32_t> ids_;
   std::string text_;
@@ -71,23 +105,38 @@ class Marker {
   // no mask is needed.
   size_t shared_ = 0;
   std::vector<std::vector<int32_t>> rows_;
+  std::vector<int32_t> opening_ids_;
+  std::string opening_;
+  int32_t max_space_;
+  // By state of the opening. States up to `max_space_` are numbers of white-space characters; state
+  // max_space_ + n means that n bytes of the opening have been read.
+  std::vector<std::vector<int32_t>> first_rows_;
+  std::vector<std::vector<int32_t>> first_illegal_;
 };
 
 Marker::Marker(const std::vector<int32_t>& ids, const std::string& text,
-               std::vector<std::string> tokens, int64_t vocab_size, bool required)
+               std::vector<std::string> tokens, int64_t vocab_size, bool required,
+               const std::vector<int32_t>& opening_ids, const std::string& opening,
+               int32_t max_space)
     : ids_(ids),
       text_(text),
       fallback_(text.size()),
       tokens_(std::move(tokens)),
       vocab_size_(vocab_size),
-      required_(required) {
+      required_(required),
+      opening_ids_(opening_ids),
+      opening_(opening),
+      max_space_(max_space) {
   if (ids.empty() && text.empty()) throw std::invalid_argument("the marker is empty");
   if (static_cast<int64_t>(tokens_.size()) > vocab_size_) {
     throw std::invalid_argument("there are more tokens than the vocabulary has ids");
   }
-  for (const int32_t id : ids) {
-    if (id < 0 || id >= vocab_size_) throw std::invalid_argument("a marker id is out of range");
+  for (const std::vector<int32_t>* some : {&ids_, &opening_ids_}) {
+    for (const int32_t id : *some) {
+      if (id < 0 || id >= vocab_size_) throw std::invalid_argument("a marker id is out of range");
+    }
   }
+  if (max_space < 0) throw std::invalid_argument("the maximum of white space is negative");
   const auto at = [&](int32_t state) { return text[static_cast<size_t>(state)]; };
   // Length of the longest proper prefix of the first i bytes that is also a suffix of these bytes.
   int32_t border = 0;
@@ -98,6 +147,7 @@ Marker::Marker(const std::vector<int32_t>& ids, const std::string& text,
     ++border;
   }
   make_rows();
+  if (has_opening()) make_first_rows();
 }
 
 void Marker::make_rows() {
@@ -122,6 +172,49 @@ void Marker::make_rows() {
   }
 }
 
+void Marker::make_first_rows() {
+  const size_t states = static_cast<size_t>(max_space_) + std::max<size_t>(opening_.size(), 1);
+  first_rows_.assign(states, std::vector<int32_t>(static_cast<size_t>(words()), 0));
+  first_illegal_.resize(states);
+  for (int32_t token = 0; token < static_cast<int32_t>(vocab_size_); ++token) {
+    for (size_t state = 0; state < states; ++state) {
+      const First first = first_step(static_cast<int32_t>(state), token).first;
+      if (first == First::kIllegal) first_illegal_[state].push_back(token);
+      if (first != First::kOpening && first != First::kOpened) continue;
+      first_rows_[state][static_cast<size_t>(token >> 5)] |=
+          static_cast<int32_t>(1u << (token & 31));
+    }
+  }
+}
+
+Marker::FirstStep Marker::first_step(int32_t state, int32_t token) const noexcept {
+  const FirstStep other{First::kOther, 0, false};
+  const bool has_text =
+      token < static_cast<int32_t>(tokens_.size()) && !tokens_[static_cast<size_t>(token)].empty();
+  if (!has_text) {
+    const bool opens =
+        std::find(opening_ids_.begin(), opening_ids_.end(), token) != opening_ids_.end();
+    return opens && state <= max_space_ ? FirstStep{First::kOpened, 0, false} : other;
+  }
+  if (opening_.empty()) return other;
+  const std::string& bytes = tokens_[static_cast<size_t>(token)];
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    const char byte = bytes[i];
+    const bool is_space = byte == ' ' || byte == '\t' || byte == '\n' || byte == '\r';
+    if (state < max_space_ && is_space) {
+      ++state;
+      continue;
+    }
+    const int32_t matched = std::max(state - max_space_, 0);
+    if (byte != opening_[static_cast<size_t>(matched)]) return other;
+    state = max_space_ + matched + 1;
+    if (matched + 1 < static_cast<int32_t>(opening_.size())) continue;
+    const Step rest = scan(0, bytes.data() + i + 1, bytes.size() - i - 1);
+    return {rest.legal ? First::kOpened : First::kIllegal, rest.state, rest.found};
+  }
+  return {First::kOpening, state, false};
+}
+
 int32_t Marker::next(int32_t state, unsigned char byte) const noexcept {
   while (state >= 0 && static_cast<unsigned char>(text_[static_cast<size_t>(state)]) != byte) {
     state = fallback_[static_cast<size_t>(state)];
@@ -131,14 +224,18 @@ int32_t Marker::next(int32_t state, unsigned char byte) const noexcept {
 
 Marker::Step Marker::step(int32_t state, int32_t token) const noexcept {
   if (std::find(ids_.begin(), ids_.end(), token) != ids_.end()) return {true, true, 0};
-  if (text_.empty()) return {true, false, 0};
   if (token >= static_cast<int32_t>(tokens_.size())) return {true, false, 0};
   const std::string& bytes = tokens_[static_cast<size_t>(token)];
   if (bytes.empty()) return {true, false, 0};
-  for (size_t i = 0; i < bytes.size(); ++i) {
+  return scan(state, bytes.data(), bytes.size());
+}
+
+Marker::Step Marker::scan(int32_t state, const char* bytes, size_t size) const noexcept {
+  if (text_.empty()) return {true, false, 0};
+  for (size_t i = 0; i < size; ++i) {
     state = next(state, static_cast<unsigned char>(bytes[i]));
     if (state == static_cast<int32_t>(text_.size())) {
-      const bool last = i + 1 == bytes.size();
+      const bool last = i + 1 == size;
       return {last, last, 0};
     }
   }
@@ -156,7 +253,11 @@ class MarkedMatcher final : public NativeMatcher {
   // `inner` is the matcher of the grammar, at its start. It is borrowed: the caller keeps it alive.
   MarkedMatcher(NativeMatcher* inner, std::shared_ptr<const Marker> marker,
                 const std::vector<int32_t>& stop_ids)
-      : inner_(inner), marker_(std::move(marker)), stop_ids_(stop_ids) {
+      : inner_(inner),
+        marker_(std::move(marker)),
+        stop_ids_(stop_ids),
+        opening_(marker_->has_opening()) {
+    if (opening_) first_.reserve(marker_->max_first());
     for (const int32_t stop : stop_ids) {
       if (stop < 0 || stop >= marker_->vocab_size()) {
         throw std::invalid_argument("a stop id is out of range");
@@ -165,6 +266,7 @@ class MarkedMatcher final : public NativeMatcher {
   }
 
   Answer accept(int32_t token, ErrorText* error) noexcept override {
+    if (opening_) return accept_first(token, error);
     if (started_) {
       const Answer answer = inner_->accept(token, error);
       if (answer == Answer::kYes) ++inside_;
@@ -193,13 +295,11 @@ class MarkedMatcher final : public NativeMatcher {
   }
 
   Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override {
+    if (opening_) return fill_first(row, words, error);
     if (started_) return inner_->fill(row, words, error);
     const int32_t* legal = marker_->row(state_);
     if (legal == nullptr) return Filled::kFree;
-    if (words != marker_->words()) {
-      error->keep("the mask row does not have the size of the matcher's vocabulary");
-      return Filled::kFailed;
-    }
+    if (!has_size(words, error)) return Filled::kFailed;
     std::copy(legal, legal + words, row);
     for (const int32_t stop : stop_ids_) {
       const int32_t bit = static_cast<int32_t>(1u << (stop & 31));
@@ -215,8 +315,10 @@ class MarkedMatcher final : public NativeMatcher {
   Answer rollback(int32_t tokens, ErrorText* error) noexcept override {
     if (tokens <= 0) return Answer::kYes;
     const int64_t inside = std::min<int64_t>(tokens, inside_);
-    const int64_t outside = tokens - inside;
-    if (outside > std::min(scanned_ - undone_to_, kHistory)) {
+    const int64_t free = std::min(tokens - inside, scanned_);
+    const int64_t first = tokens - inside - free;
+    if (free > std::min(scanned_ - undone_to_, kHistory) ||
+        first > static_cast<int64_t>(first_.size())) {
       error->keep("rollback of more tokens of free text than the history has");
       return Answer::kFailed;
     }
@@ -225,17 +327,23 @@ class MarkedMatcher final : public NativeMatcher {
       if (answer == Answer::kFailed) return answer;
       inside_ -= inside;
     }
-    if (outside == 0) return Answer::kYes;
-    // The tokens that are undone now have overwritten older states in the ring, so a later call
-    // cannot undo the tokens of these states.
-    undone_to_ = std::max(undone_to_, scanned_ - kHistory);
-    scanned_ -= outside;
-    state_ = history_[static_cast<size_t>(scanned_ % kHistory)];
+    // Without the opening, the grammar follows the first tokens directly.
+    const bool in_first = inside_ == 0 && marker_->has_opening() && !opened_;
+    if (inside == tokens && !in_first) return Answer::kYes;
     started_ = stopped_ = false;
-    return Answer::kYes;
+    if (free > 0) {
+      // The tokens that are undone now have overwritten older states in the ring, so a later call
+      // cannot undo the tokens of these states.
+      undone_to_ = std::max(undone_to_, scanned_ - kHistory);
+      scanned_ -= free;
+      state_ = history_[static_cast<size_t>(scanned_ % kHistory)];
+    }
+    const bool changes = first > 0 || in_first;
+    return changes ? roll_back_first(static_cast<size_t>(first), error) : Answer::kYes;
   }
 
   Answer is_terminated(ErrorText* error) noexcept override {
+    if (opening_) return Answer::kNo;
     if (started_) return inner_->is_terminated(error);
     return stopped_ ? Answer::kYes : Answer::kNo;
   }
@@ -243,6 +351,93 @@ class MarkedMatcher final : public NativeMatcher {
  private:
   static constexpr int64_t kHistory = 64;
 
+  // Accepts a token while the tokens so far can become the opening (invariant 5).
+  Answer accept_first(int32_t token, ErrorText* error) noexcept {
+    if (token < 0 || token >= marker_->vocab_size()) return Answer::kNo;
+    Marker::FirstStep step{Marker::First::kOther, 0, false};
+    if (!is_stop(token)) step = marker_->first_step(state_, token);
+    if (step.first == Marker::First::kIllegal) return Answer::kNo;
+    if (step.first == Marker::First::kOpened) {
+      const Answer answer = inner_->rollback(static_cast<int32_t>(in_grammar_), error);
+      if (answer == Answer::kFailed) return answer;
+      first_.push_back(token);
+      begin_free_text(step);
+      return Answer::kYes;
+    }
+    bool in_grammar = in_grammar_ == first_.size();
+    if (in_grammar) {
+      const Answer answer = inner_->accept(token, error);
+      if (answer == Answer::kFailed) return answer;
+      in_grammar = answer == Answer::kYes;
+    }
+    if (step.first == Marker::First::kOther) {
+      if (!in_grammar) return Answer::kNo;
+      opening_ = false;
+      started_ = true;
+      inside_ = 1;
+      return Answer::kYes;
+    }
+    first_.push_back(token);
+    in_grammar_ += in_grammar;
+    state_ = step.state;
+    return Answer::kYes;
+  }
+
+  void begin_free_text(const Marker::FirstStep& step) noexcept {
+    opening_ = false;
+    opened_ = true;
+    state_ = step.state;
+    started_ = step.found;
+  }
+
+  Filled fill_first(int32_t* row, int64_t words, ErrorText* error) noexcept {
+    if (!has_size(words, error)) return Filled::kFailed;
+    const int32_t* opening = marker_->first_row(state_);
+    const std::vector<int32_t>& illegal = marker_->first_illegal(state_);
+    if (in_grammar_ < first_.size()) {
+      std::copy(opening, opening + words, row);
+      return Filled::kMask;
+    }
+    const Filled filled = inner_->fill(row, words, error);
+    if (filled == Filled::kFailed || (filled == Filled::kFree && illegal.empty())) return filled;
+    if (filled == Filled::kFree) {
+      std::fill(row, row + words, -1);
+      row[words - 1] = last_word_bits(marker_->vocab_size());
+    }
+    for (int64_t w = 0; w < words; ++w) row[w] |= opening[w];
+    for (const int32_t token : illegal)
+      row[token >> 5] &= static_cast<int32_t>(~(1u << (token & 31)));
+    return Filled::kMask;
+  }
+
+  // Undoes the last `count` tokens of `first_`. No tokens follow them.
+  Answer roll_back_first(size_t count, ErrorText* error) noexcept {
+    const size_t left = first_.size() - count;
+    const size_t in_grammar = std::min(in_grammar_, left);
+    if (opened_) {  // the matcher of the grammar is at its start
+      const int accepted = inner_->accept_all(first_.data(), static_cast<int>(in_grammar), error);
+      if (accepted != static_cast<int>(in_grammar)) {
+        error->keep("the grammar refuses tokens that it has accepted");
+        return Answer::kFailed;
+      }
+    } else if (in_grammar < in_grammar_) {
+      const Answer answer = inner_->rollback(static_cast<int32_t>(in_grammar_ - in_grammar), error);
+      if (answer == Answer::kFailed) return answer;
+    }
+    first_.resize(left);
+    in_grammar_ = in_grammar;
+    opening_ = true;
+    opened_ = false;
+    state_ = 0;
+    for (const int32_t token : first_) state_ = marker_->first_step(state_, token).state;
+    return Answer::kYes;
+  }
+
+  bool has_size(int64_t words, ErrorText* error) const noexcept {
+    if (words == marker_->words()) return true;
+    error->keep("the mask row does not have the size of the matcher's vocabulary");
+    return false;
+  }
   void push() noexcept { history_[static_cast<size_t>(scanned_++ % kHistory)] = state_; }
   bool is_stop(int32_t token) const noexcept {
     return std::find(stop_ids_.begin(), stop_ids_.end(), token) != stop_ids_.end();
@@ -255,9 +450,16 @@ class MarkedMatcher final : public NativeMatcher {
   int64_t scanned_ = 0;                      // number of tokens of the free text
   int64_t undone_to_ = 0;                    // number of leading tokens that cannot be undone
   int64_t inside_ = 0;                       // number of tokens that `inner_` has accepted
-  int32_t state_ = 0;
-  bool started_ = false;  // whether the marker is complete
+  int32_t state_ = 0;                        // state of the opening or of the scanner
+  bool started_ = false;  // whether the grammar applies: the marker is complete or has no opening
   bool stopped_ = false;  // whether a stop token has ended the free text
+  // Tokens that could become the opening and, in free text, the token that has completed it. The
+  // matcher of the grammar has accepted the first `in_grammar_` of them, until the opening was
+  // complete.
+  std::vector<int32_t> first_;
+  size_t in_grammar_ = 0;
+  bool opening_;         // whether the tokens so far can become the opening
+  bool opened_ = false;  // whether the output begins with the opening
 };
 
 }  // namespace
@@ -267,15 +469,16 @@ void bind_marked(nb::module_& guide) {
       .def(
           "__init__",
           [](Marker* self, const std::vector<int32_t>& ids, const nb::bytes& text,
-             const std::vector<nb::bytes>& tokens, int64_t vocab_size, bool required) {
+             const std::vector<nb::bytes>& tokens, int64_t vocab_size, bool required,
+             const std::vector<int32_t>& opening_ids, const nb::bytes& opening, int32_t max_space) {
             std::vector<std::string> bytes;
             bytes.reserve(tokens.size());
             for (const nb::bytes& token : tokens) bytes.emplace_back(token.c_str(), token.size());
-            new (self)
-                Marker(ids, {text.c_str(), text.size()}, std::move(bytes), vocab_size, required);
+            new (self) Marker(ids, {text.c_str(), text.size()}, std::move(bytes), vocab_size,
+                              required, opening_ids, {opening.c_str(), opening.size()}, max_space);
           },
           nb::arg("ids"), nb::arg("text"), nb::arg("tokens"), nb::arg("vocab_size"),
-          nb::arg("required"));
+          nb::arg("required"), nb::arg("opening_ids"), nb::arg("opening"), nb::arg("max_space"));
   nb::class_<MarkedMatcher, NativeMatcher>(guide, "MarkedMatcher")
       .def(nb::init<NativeMatcher*, std::shared_ptr<const Marker>, const std::vector<int32_t>&>(),
            nb::arg("inner"), nb::arg("marker"), nb::arg("stop_ids"), nb::keep_alive<1, 2>());

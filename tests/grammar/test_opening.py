@@ -1,0 +1,188 @@
+"""Tests of markers with an opening: free text or, without the opening, text of the grammar.
+
+The oracle knows the texts of the grammar and decides about the bytes of all tokens together.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import numpy as np
+import pytest
+from guide_util import PythonMatcher
+from reference_matchers import ReferenceLLGuidance
+
+from graft.grammar import GrammarError, GrammarSpec, Vocabulary
+from graft.grammar.backends.llguidance import LLGuidanceBackend
+from graft.grammar.backends.xgrammar import XGrammarBackend
+
+OPENING = b"<think>"
+END = b"</think>"
+#: Texts of the grammar. The first characters of some can also be those of the opening, and one text
+#: begins with the opening, so that only free text can follow.
+TEXTS = [b"ok", b"<thin", b"<table>", b"\n<t", b"<think>no", b"  </think>x"]
+LONGER = [
+    *(b"<think>", b"</think>", b"<th", b"ink>", b"ink>\n", b"think>a</think>", b"</think>o"),
+    *(
+        b"<think></think>",
+        b"<think></think>o",
+        b"\n\n",
+        b" " * 9,
+        b" <",
+        b"\n<think>",
+        b"ok",
+        b"a<",
+    ),
+]
+BYTES = [bytes([byte]) for byte in b"<think>/able \n\tox"]
+TOKENS = [*dict.fromkeys([*BYTES, *LONGER]), b"", b"", b""]
+STOP, SPECIAL_THINK, SPECIAL_END = len(TOKENS) - 3, len(TOKENS) - 2, len(TOKENS) - 1
+VOCABULARY = Vocabulary(TOKENS, len(TOKENS) + 5, [STOP])
+
+
+class ByteLLGuidance(LLGuidanceBackend):
+    """LLGuidance's matchers without automata."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        super().__init__(vocabulary, automata=False)
+
+
+BACKENDS = {
+    "automata": LLGuidanceBackend,
+    "llguidance": ByteLLGuidance,
+    "xgrammar": XGrammarBackend,
+    "python": ReferenceLLGuidance,
+}
+
+
+def is_possible(tokens: list[int], required: bool, texts: list[bytes] = TEXTS) -> bool:
+    """Return whether an output can begin with these tokens."""
+    *before, last = tokens
+    if last == STOP:
+        return is_complete(before, required, texts)
+    if STOP in before:
+        return False
+    text = text_of(tokens)
+    opened = re.match(rb"[ \t\r\n]{0,16}" + OPENING, text)
+    if opened:
+        end = text.find(END, opened.end())
+        if end < 0:
+            return True
+        ends = np.cumsum([len(text_of([token])) for token in tokens])
+        return end + len(END) in ends and starts(text[end + len(END) :], texts)
+    rest = text.lstrip(b" \t\r\n")
+    becomes_opening = OPENING.startswith(rest) and len(text) - len(rest) <= 16
+    return becomes_opening or starts(text, texts)
+
+
+def text_of(tokens: list[int]) -> bytes:
+    """Return the text of tokens, in which the byte 0xff stands for each token without text."""
+    pieces = (TOKENS[token] if 0 <= token < len(TOKENS) else b"" for token in tokens)
+    return b"".join(piece or b"\xff" for piece in pieces)
+
+
+def starts(beginning: bytes, texts: list[bytes]) -> bool:
+    return any(text.startswith(beginning) for text in texts)
+
+
+def is_complete(tokens: list[int], required: bool, texts: list[bytes] = TEXTS) -> bool:
+    """Return whether the output can end after these tokens."""
+    text = text_of(tokens)
+    opened = re.match(rb"[ \t\r\n]{0,16}" + OPENING, text)
+    if not opened:
+        return text in texts
+    _, end, answer = text[opened.end() :].partition(END)
+    return answer in texts if end else not required
+
+
+@functools.cache
+def compiled(name: str, required: bool):
+    texts = [text.decode() for text in TEXTS]
+    spec = GrammarSpec.choice(texts).after("</think>", required=required, opening="<think>")
+    return BACKENDS[name](VOCABULARY).compile(spec)
+
+
+@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_output_begins_with_opening_or_grammar(name, required):
+    """Masks and results equal those of the oracle, also after rollbacks of any number of tokens."""
+    rng = np.random.default_rng(7)
+    likely = [TOKENS.index(token) for token in (*LONGER, b"<", b"t", b"\n", b"o", b"k", b"x")]
+    seen: set[str] = set()
+    for _ in range(30):
+        matcher = compiled(name, required).matcher()
+        path: list[int] = []
+        for _ in range(25):
+            if matcher.is_terminated():
+                assert path[-1] == STOP
+                seen.add("grammar" if not re.search(OPENING, text_of(path)) else "free")
+            else:
+                ids = range(VOCABULARY.size)
+                legal = [t for t in ids if is_possible([*path, t], required)]
+                if rng.random() < 0.7:
+                    assert matcher.legal().tolist() == legal, text_of(path)
+                pool = [t for t in likely if t in legal] if rng.random() < 0.8 else [*ids]
+                token = int(rng.choice(pool or [STOP, *legal]))
+                accepted = matcher.accept(token)
+                assert accepted == (token in legal), (text_of(path), token)
+                path += [token] * accepted
+            if path and rng.random() < 0.25:
+                count = int(rng.integers(1, len(path) + 1))
+                matcher.rollback(count)
+                del path[len(path) - count :]
+                seen.add("rollback to the start" if not path else "rollback")
+    assert {"grammar", "free", "rollback", "rollback to the start"} <= seen
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_special_tokens_open_and_end_free_text(name):
+    """A special token whose name is the opening begins the free text, also after white space."""
+    names = {"<think>": SPECIAL_THINK, "</think>": SPECIAL_END}
+    tokens = [b"" if token in (OPENING, END) else token for token in TOKENS]
+    vocabulary = Vocabulary(tokens, VOCABULARY.size, [STOP], names)
+    spec = GrammarSpec.choice(["ok", "\nok"]).after("</think>", required=True, opening="<think>")
+    matcher = BACKENDS[name](vocabulary).compile(spec).matcher()
+    newline, lower_o, both = TOKENS.index(b"\n"), TOKENS.index(b"o"), TOKENS.index(b"ok")
+    spelled = [
+        token for token, text in enumerate(tokens) if text and is_possible([token], True, [b""])
+    ]
+    assert set(matcher.legal()) == {SPECIAL_THINK, lower_o, both, *spelled}
+    assert matcher.accept(newline)
+    assert {SPECIAL_THINK, lower_o, both} <= set(matcher.legal())
+    assert matcher.accept(SPECIAL_THINK) and STOP not in matcher.legal()
+    assert matcher.accept(both) and matcher.accept(SPECIAL_END)
+    assert set(matcher.legal()) == {newline, lower_o, both}
+    matcher.rollback(3)
+    assert matcher.accept(both) and matcher.legal().tolist() == [STOP]
+    matcher.rollback(2)
+    assert matcher.accept(TOKENS.index(b"<")) and not matcher.accept(SPECIAL_THINK)
+
+
+def test_matcher_of_python_backend_with_opening():
+    """The matcher of the grammar returns to its start also if it is written in Python."""
+    spec = GrammarSpec.choice(["<x", "ok"]).after("</think>", opening="<think>")
+
+    class Backend(LLGuidanceBackend):
+        def matcher(self, compiled, stop_ids=None):
+            return PythonMatcher(super().matcher(compiled, stop_ids))
+
+    matcher = Backend(VOCABULARY).compile(spec).matcher()
+    for byte in b"<think>x</think>":
+        assert matcher.accept(
+            TOKENS.index(bytes([byte])) if byte != ord("x") else TOKENS.index(b"x")
+        )
+    assert set(matcher.legal()) == {TOKENS.index(token) for token in (b"<", b"o", b"ok")}
+    matcher.rollback(15)
+    assert TOKENS.index(b"x") in matcher.legal() and TOKENS.index(b"t") in matcher.legal()
+
+
+def test_opening_of_marker_is_checked():
+    spec = GrammarSpec.regex("a")
+    for opening, message in (("\n<think>", "begins with white space"), (3, "must be a string")):
+        with pytest.raises(GrammarError, match=message):
+            spec.after("</think>", opening=opening)
+    with pytest.raises(GrammarError, match="its token is one of the request's stop ids"):
+        vocabulary = Vocabulary(TOKENS, VOCABULARY.size, [STOP], {"<t>": SPECIAL_THINK})
+        grammar = LLGuidanceBackend(vocabulary).compile(spec.after("</t>", opening="<t>"))
+        grammar.matcher([STOP, SPECIAL_THINK])
