@@ -33,8 +33,8 @@ from tiny_models import llama_config, write_json
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 #: Tokens that the model prefers where the script's token is illegal or there is none, best first.
-#: Stop tokens come before all of them.
-CLOSING = ('"', "}", "]", "0", "{", "[", ":", ",", " ", "a")
+#: Stop tokens come before all of them. After ``</think>``, the model prefers a quotation mark.
+CLOSING = ("</think>", '"', "}", "]", "0", "{", "[", ":", ",", " ", "a")
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -123,14 +123,20 @@ def write_scripted_model(
         ids = [token_id(part) for part in paths[name]]
         next_ids: dict[int, dict[int, float]] = {}
         for last, following in itertools.pairwise(ids):
-            next_ids[last] = {following: 40.0}
-        ends = [script.stop or paths[name][0], *(end for end in script.closing if end in all_added)]
-        next_ids[ids[-1]] = {token_id(end): 40.0 - i for i, end in enumerate(ends)}
+            next_ids[last] = {following: 80.0}
+        closers = [closer for closer in script.closing if closer in all_added]
+        next_ids[ids[-1]] = {
+            **{token_id(closer): 40.0 - i for i, closer in enumerate(closers)},
+            token_id(script.stop or paths[name][0]): 80.0,
+        }
         for start in ("<|assistant|>", "<think>"):
             if tokenizer.token_to_id(start) is not None:
-                next_ids.setdefault(token_id(start), {ids[0]: 40.0})
+                next_ids.setdefault(token_id(start), {ids[0]: 80.0})
+        if "</think>" in all_added:
+            next_ids.setdefault(token_id("</think>"), {token_id(b'"'): 40.0})
         transitions += [(last, index, found) for last, found in next_ids.items()]
-    preferred = [*stops, *(closer.encode() for closer in CLOSING)]
+    closers = [part for part in CLOSING if len(part) == 1 or part in all_added]
+    preferred = [*stops, *(part.encode() if len(part) == 1 else part for part in closers)]
     ranks = {token_id(part): 20.0 - i for i, part in enumerate(preferred)}
     selectors = [token_id(f"<script:{name}>") for name in scripts]
     vocab_size = -(-tokenizer.get_vocab_size() // 8) * 8
@@ -162,11 +168,13 @@ def _cut(text: str, single: tuple[str, ...], used: set[bytes]) -> list[str | byt
             parts.append(name)
             at += len(name.encode())
             continue
+        names = (data.find(n.encode(), at) for n in single if n not in seen)
+        limit = min((found for found in names if found >= 0), default=len(data))
         end = at + 1
-        while data[at:end] in used and end < len(data):
+        while data[at:end] in used and end < limit:
             end += 1
         piece = data[at:end]
-        while piece in used:  # the text ends within a piece: join it with the piece before it
+        while piece in used:  # join it with the piece before it
             assert parts and isinstance(parts[-1], bytes), f"{text!r} occurs in another script"
             before = parts.pop()
             assert isinstance(before, bytes)

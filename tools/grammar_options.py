@@ -43,7 +43,7 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
         "--after",
         metavar="MARKER",
         help="text, such as </think>, after which the grammar applies; the output before the "
-        "marker is free text",
+        "marker is free text, and cannot end before the marker",
     )
     group.add_argument(
         "--backend",
@@ -225,7 +225,7 @@ def make_grammar(
         spec.check()
     if backend in ("xgrammar", "llguidance"):
         spec = replace(spec, backend=backend)
-    return spec if marker is None else spec.after(marker)
+    return spec if marker is None else spec.after(marker, required=True)
 
 
 def _grammar_key(fields: Mapping[str, Any]) -> str | None:

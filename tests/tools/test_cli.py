@@ -317,14 +317,14 @@ def test_grammar_options_and_row_keys_define_grammars(
     options = ("--prompt", "p", *flags)
     assert parse_requests(*options)[0].request.grammar == grammar
     (after,) = parse_requests(*options, "--after", "</think>")
-    assert after.request.grammar == grammar.after("</think>")
+    assert after.request.grammar == grammar.after("</think>", required=True)
 
     key = flag[2:].replace("-", "_")
     value = {"regex": "a+", "choice": ["x", "y"], "json_object": True}.get(key, text)
     rows = ({"prompt": "p", key: value}, {"prompt": "p", key: value, "after": 7}, {"prompt": "p"})
     first, second, third = parse_rows(*rows, flags=("--after", "###"))
-    assert first.request.grammar == grammar.after("###")
-    assert second.request.grammar == grammar.after(7)
+    assert first.request.grammar == grammar.after("###", required=True)
+    assert second.request.grammar == grammar.after(7, required=True)
     assert third.request.grammar is None
     *_, third = parse_rows(*rows, flags=flags)
     assert third.request.grammar == grammar

@@ -104,6 +104,16 @@ def find_grammars(
     return [(grammar.key, json.dumps(grammar.value)) for grammar in found + unused]
 
 
+def requires_answer(fields: Mapping[str, Any]) -> bool:
+    """Return whether the output of a request with a grammar must contain text of the grammar.
+
+    This is not the case if the grammar only constrains calls that the model may make, or only
+    excludes bad words.
+    """
+    has_grammar = bool(_response_format(fields) or _structured_outputs(fields))
+    return has_grammar or read_tool_choice(fields).required
+
+
 def _response_format(fields: Mapping[str, Any]) -> list[_FoundGrammar]:
     """Return the grammar of response_format as a list of at most one grammar."""
     response_format = fields.get("response_format", {"type": "text"})

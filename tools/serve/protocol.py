@@ -29,6 +29,7 @@ from graft.sampling.params import MAX_LOGPROBS
 from graft.tools.serve import reasoning
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.fields import PLAIN_FIELDS, read_bool, read_integer
+from graft.tools.serve.grammars import requires_answer
 from graft.tools.serve.messages import read_messages
 from graft.tools.serve.tool_calls import (
     ToolChoice,
@@ -234,8 +235,9 @@ class RequestParser:
         requests: list[Request] = []
         for i, tokens in enumerate(prompts):
             one = replace(request, tokens=tokens, id=f"{prefix}-{suffix}/{i}")
-            if output_grammar is not None and reasoning_starts[i] is not None:
-                one = replace(one, grammar=output_grammar.after(reasoning.END))
+            start = reasoning_starts[i]
+            if start is not None:
+                one = self._with_reasoning(one, start, required=requires_answer(fields))
             requests += one.samples()
         stream_options = _read_stream_options(fields)
         return ApiRequest(
@@ -421,6 +423,16 @@ class RequestParser:
         if not reasoning.has_reasoning(text, continued):
             return None
         return reasoning.starts_in_reasoning(self._reasoning_parser, text, continued)
+
+    def _with_reasoning(self, request: Request, start: bool, *, required: bool) -> Request:
+        """Return a request whose output can have a reasoning section; see `answer_grammar`."""
+        if not {reasoning.BEGIN, reasoning.END}.isdisjoint(self.tokenizer.special_names):
+            # Without the text of these tokens, the end of the section could not be found.
+            request = replace(request, skip_special_tokens=False)
+        if request.grammar is None:
+            return request
+        grammar = reasoning.answer_grammar(request.grammar, start, required=required)
+        return replace(request, grammar=grammar)
 
     def _echo(
         self,

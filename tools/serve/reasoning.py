@@ -1,10 +1,16 @@
 """Reasoning models: separation of the reasoning section from the answer.
 
 A reasoning model generates a section that ends with `END`, followed by its answer. The chat
-template of some models ends with `BEGIN`, so that the output does not contain it.
+template of some models ends with `BEGIN`, so that the output does not contain it. Otherwise, an
+output has a reasoning section only if it begins with `BEGIN`, after at most `MAX_OPENING_SPACE`
+white-space characters. `ReasoningParser` and the grammar of `answer_grammar` follow the same rule,
+so the grammar constrains exactly the text that the parser returns as the answer.
 """
 
 from __future__ import annotations
+
+from graft.grammar.grammar_spec import GrammarSpec
+from graft.grammar.spec import MAX_OPENING_SPACE, OPENING_SPACE
 
 BEGIN = "<think>"
 END = "</think>"
@@ -38,6 +44,24 @@ def starts_in_reasoning(parser: str, prompt: str, continued: str = "") -> bool:
     The parameters are those of `has_reasoning`, which must be true.
     """
     return parser == "deepseek_r1" or BEGIN in continued or prompt.rstrip().endswith(BEGIN)
+
+
+def answer_grammar(
+    grammar: GrammarSpec, starts_in_reasoning: bool, *, required: bool
+) -> GrammarSpec:
+    """Return the grammar of an output whose answer has a grammar.
+
+    Parameters
+    ----------
+    grammar
+        Grammar of the answer.
+    starts_in_reasoning
+        As in `ReasoningParser`.
+    required
+        Whether the output must have an answer. If not, it may end in the reasoning section.
+    """
+    opening = "" if starts_in_reasoning else BEGIN
+    return grammar.after(END, required=required, opening=opening)
 
 
 class ReasoningParser:
@@ -102,8 +126,10 @@ class ReasoningParser:
         bool
             False if more text is needed to know whether the output begins with `BEGIN`.
         """
-        begun = self._text.lstrip()
-        if not last and BEGIN.startswith(begun):
+        begun = self._text.lstrip(OPENING_SPACE)
+        if len(self._text) - len(begun) > MAX_OPENING_SPACE:
+            begun = self._text
+        elif not last and BEGIN.startswith(begun):
             return False
         self._has_begun = True
         if begun.startswith(BEGIN):

@@ -1,0 +1,412 @@
+"""A table of what models write, and of what the server answers: nothing unconstrained.
+
+Each row of `ROWS` is a text that a scripted model writes, whatever it was asked: it skips its
+reasoning, ends within it, or writes JSON of another schema. Each column of `COLUMNS` is a
+constraint of the request, with a check of the response by jsonschema and re. Each configuration of
+`CONFIGURATIONS` is a server. Every test sends all rows with all columns to one server.
+
+To add a behaviour, add a row; the checks compute what is expected from the text. To add a format of
+tool calls, add a configuration with its settings, for example ``tool_call_parser``, and rows whose
+field `only` has the name of the configuration and whose field `call` has the expected call. Rows
+without `only` are sent to the new configuration, too, except for those with `call`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from scripted_model import Script, write_scripted_model
+
+from graft.models import Engine
+
+for package in ("starlette", "uvicorn", "prometheus_client"):
+    pytest.importorskip(package, reason="the extra serve is not installed")
+openai = pytest.importorskip("openai", reason="the package openai is not installed")
+jsonschema = pytest.importorskip("jsonschema", reason="the package jsonschema is not installed")
+
+from serving_util import response_format, run_server  # noqa: E402
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+PARAMETERS = {"weather": CITY, "person": PERSON}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, schema in PARAMETERS.items()
+]
+ADDED = {"<think>": False, "</think>": False, "<tool_call>": False, "</tool_call>": False}
+BEGIN, END = "<think>", "</think>"
+STOP_STRING = "STOP"
+MAX_TOKENS = 160
+
+
+@dataclass(frozen=True)
+class Row:
+    """A text that a model writes.
+
+    Attributes
+    ----------
+    text
+        The text. It is written again and again if `stop` is empty.
+    stop, spelled
+        As in `Script`.
+    call
+        Name and arguments of the tool call in the text; None if there is none.
+    fields
+        Fields of the requests, such as ``stop``.
+    only
+        Names of the configurations with this row; empty for all configurations or, if the row has a
+        call, for those that read the calls of the Hermes models.
+    """
+
+    text: str
+    stop: str = "<eos>"
+    spelled: bool = False
+    call: tuple[str, dict[str, Any]] | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+    only: tuple[str, ...] = ()
+
+
+def call_text(name: str, arguments: dict[str, Any]) -> str:
+    """Return the text of a call as the Hermes models write it."""
+    call = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+CALL = ("weather", {"city": "Bonn", "days": 2})
+WRONG_CALL = ("weather", {"town": "Rome", "days": "two"})
+ROWS = {
+    "prose": Row('Sure! Here is the JSON: {"foo": 1} Done.'),
+    "other schema": Row('{"answer": 42, "ok": true}'),
+    "valid JSON": Row('{"name": "Ann", "age": 31}'),
+    "array": Row('[{"name": "x"}]'),
+    "reasons, then valid JSON": Row('<think>I check it.</think>{"name": "Bo", "age": 7}'),
+    "reasons, then prose": Row("<think>Hm, so.</think>The answer is red."),
+    "reasons in other words": Row('<think>{"name": 1}</think>red'),
+    "white space before reasoning": Row('\n <think>Ok.</think>{"name": "Cy", "age": 8}'),
+    "ends inside reasoning": Row("<think>Let me see what"),
+    "ends reasoning that did not begin": Row('So it is.</think>{"name": "Di", "age": 9}'),
+    "repeats": Row("and on ", stop=""),
+    "repeats in reasoning": Row("<think>round ", stop=""),
+    "CJK and emoji": Row('<think>日本語で考える 🤔</think>{"name": "山田👍🏽太郎", "age": 40}'),
+    "emoji without reasoning": Row("👩‍👩‍👧 привет, мир 🌍!"),
+    "second stop id": Row('{"name": "Ed", "age": 5}', stop="<eot>"),
+    "third stop id": Row("<think>a b</think>green", stop="<end>"),
+    "stop string": Row(
+        '{"name": "some STOP text", "age": 6}', fields={"stop": [STOP_STRING, "never"]}
+    ),
+    "choice": Row("green"),
+    "regular expression": Row("abc12"),
+    "call": Row(call_text(*CALL), call=CALL),
+    "spelled call": Row(
+        call_text("person", {"name": "Flo", "age": 1}),
+        spelled=True,
+        call=("person", {"name": "Flo", "age": 1}),
+    ),
+    "wrong call": Row(call_text(*WRONG_CALL)),
+    "reasons, then calls": Row(f"<think>Call it.</think>{call_text(*CALL)}", call=CALL),
+    "calls inside reasoning": Row(f"<think>Maybe {call_text(*WRONG_CALL)}"),
+    "call after text": Row(f"I look. {call_text(*CALL)}", call=CALL, stop="<eot>"),
+}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A server.
+
+    Attributes
+    ----------
+    parser
+        Reasoning parser.
+    opened
+        Whether the prompt ends with `BEGIN`.
+    drafts
+        Whether the engine speculates. The model is its own drafter, so rounds have many tokens.
+    settings
+        Further settings of the server.
+    hermes
+        Whether the server reads the calls of the Hermes models.
+    """
+
+    parser: str | None = None
+    opened: bool = False
+    drafts: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+    hermes: bool = True
+
+
+CONFIGURATIONS = {
+    "no parser": Configuration(),
+    "qwen3": Configuration("qwen3", drafts=True),
+    "deepseek_r1": Configuration("deepseek_r1"),
+    "qwen3 opened": Configuration("qwen3", opened=True, drafts=True),
+    "no parser, drafts": Configuration(drafts=True),
+    "qwen3, no drafts": Configuration("qwen3"),
+    "deepseek_r1, drafts": Configuration("deepseek_r1", drafts=True),
+}
+#: Configurations that only the full run includes.
+EXTRA = ("qwen3 opened", "no parser, drafts", "qwen3, no drafts", "deepseek_r1, drafts")
+
+
+@dataclass
+class Answer:
+    """A response, streamed or not, and the text that the model would write without a constraint.
+
+    `reasoning_text` and `answer_text` are the parts of this text.
+    """
+
+    row: Row
+    content: str
+    reasoning: str
+    calls: list[tuple[str, str]]
+    finish_reason: str
+    reasoning_text: str
+    answer_text: str
+
+
+def split_text(text: str, configuration: Configuration) -> tuple[str, str]:
+    """Return the reasoning section and the answer of an output."""
+    if configuration.parser is None:
+        return "", text
+    begins = re.match(r"[ \t\r\n]{0,16}<think>", text)
+    if begins is None and not configuration.opened and configuration.parser == "qwen3":
+        return "", text
+    reasoning, _, answer = text[begins.end() if begins else 0 :].partition(END)
+    return reasoning, answer
+
+
+def is_json(text: str, schema: Any) -> bool:
+    """Return whether a text is JSON that satisfies a schema."""
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def is_call(name: str, arguments: str) -> bool:
+    """Return whether a function with this name accepts the arguments."""
+    return name in PARAMETERS and is_json(arguments, PARAMETERS[name])
+
+
+def check_text(answer: Answer, is_valid: Callable[[str], bool]) -> None:
+    """Check a response whose content must satisfy a constraint."""
+    assert not answer.calls
+    if answer.finish_reason == "length":
+        # Only an output that has not left its reasoning section has no end.
+        assert not answer.row.stop and not answer.content
+        return
+    assert answer.finish_reason == "stop"
+    if "stop" in answer.row.fields and not is_valid(answer.content):
+        # A stop string ends the output anywhere, also within the reasoning section.
+        text, found, _ = answer.row.text.partition(STOP_STRING)
+        assert found and text in (answer.content, answer.reasoning)
+        return
+    assert is_valid(answer.content), answer
+    if is_valid(answer.answer_text) and answer.row.stop:
+        assert answer.content == answer.answer_text
+
+
+def check_free(answer: Answer) -> None:
+    """Check a response without a constraint: the text of the row is complete."""
+    text, reasoning = answer.answer_text, answer.reasoning_text
+    assert answer.finish_reason == ("stop" if answer.row.stop else "length")
+    if STOP_STRING in text and "stop" in answer.row.fields:
+        text = text.partition(STOP_STRING)[0]
+    if STOP_STRING in reasoning and "stop" in answer.row.fields:
+        reasoning = reasoning.partition(STOP_STRING)[0]
+    if answer.row.stop:
+        assert (answer.content, answer.reasoning) == (text, reasoning)
+    else:
+        assert answer.content.startswith(text) and answer.reasoning.startswith(reasoning)
+
+
+def check_calls(answer: Answer, names: tuple[str, ...]) -> None:
+    """Check a response that must be a call."""
+    assert not answer.content
+    if "stop" in answer.row.fields and STOP_STRING in answer.reasoning_text:
+        assert answer.finish_reason == "stop" and not answer.calls
+        return
+    if answer.finish_reason == "length":
+        assert not answer.row.stop and not answer.calls
+        return
+    assert answer.calls and answer.finish_reason in ("tool_calls", "stop")
+    for name, arguments in answer.calls:
+        assert name in names and is_call(name, arguments)
+
+
+def check_auto(answer: Answer) -> None:
+    """Check a response that may have calls: they are valid, and no text is lost."""
+    for name, arguments in answer.calls:
+        assert is_call(name, arguments)
+    if answer.calls:
+        assert answer.finish_reason == "tool_calls"
+        if answer.row.call is not None:
+            [(name, arguments)] = answer.calls
+            assert (name, json.loads(arguments)) == answer.row.call
+            assert answer.content == answer.answer_text.partition("<tool_call>")[0]
+    elif "<tool_call>" not in answer.answer_text:
+        check_free(answer)
+    else:
+        assert answer.row.call is None
+
+
+REGEX = "[a-z]{2,5}[0-9]{1,3}"
+#: Fields of the request, and the check of the response.
+COLUMNS: dict[str, tuple[dict[str, Any], Callable[[Answer], None]]] = {
+    "text": ({}, check_free),
+    "response_format": (
+        {"response_format": response_format(PERSON)},
+        functools.partial(check_text, is_valid=functools.partial(is_json, schema=PERSON)),
+    ),
+    "json_object": (
+        {"response_format": {"type": "json_object"}},
+        functools.partial(
+            check_text, is_valid=functools.partial(is_json, schema={"type": "object"})
+        ),
+    ),
+    "choice": (
+        {"structured_outputs": {"choice": ["red", "green"]}},
+        functools.partial(check_text, is_valid=("red", "green").__contains__),
+    ),
+    "regex": (
+        {"structured_outputs": {"regex": REGEX}},
+        functools.partial(check_text, is_valid=re.compile(REGEX).fullmatch),
+    ),
+    "tools auto": ({"tools": TOOLS}, check_auto),
+    "tools required": (
+        {"tools": TOOLS, "tool_choice": "required"},
+        functools.partial(check_calls, names=tuple(PARAMETERS)),
+    ),
+    "tools named": (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+        functools.partial(check_calls, names=("weather",)),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The folder of the scripted model."""
+    scripts = {name: Script(row.text, row.stop, spelled=row.spelled) for name, row in ROWS.items()}
+    folder = tmp_path_factory.mktemp("behaviours")
+    stops = ("<eos>", "<eot>", "<end>")
+    return write_scripted_model(folder, scripts, added=ADDED, stops=stops)
+
+
+@pytest.fixture(scope="module")
+def engines(model):
+    """A function that returns the engine with or without drafts."""
+    opened: dict[bool, Engine] = {}
+
+    def get(drafts: bool) -> Engine:
+        if drafts not in opened:
+            opened[drafts] = Engine(
+                model, model if drafts else None, max_batch_size=8, max_length=512
+            )
+        return opened[drafts]
+
+    yield get
+    for engine in opened.values():
+        engine.close()
+
+
+async def ask(client: Any, name: str, fields: dict[str, Any], stream: bool, opened: bool) -> Any:
+    """Send a request, and return content, reasoning, calls and finish reason."""
+    extra = {"chat_template_kwargs": {"open_reasoning": opened}}
+    fields = {**fields, **ROWS[name].fields}
+    if "structured_outputs" in fields:
+        extra["structured_outputs"] = fields.pop("structured_outputs")
+    response = await client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": f"<script:{name}>"}],
+        temperature=0,
+        max_tokens=MAX_TOKENS,
+        stream=stream,
+        extra_body=extra,
+        **fields,
+    )
+    if not stream:
+        [choice] = response.choices
+        message = choice.message
+        calls = [(c.function.name, c.function.arguments) for c in message.tool_calls or ()]
+        reasoning = getattr(message, "reasoning_content", None) or ""
+        return message.content or "", reasoning, calls, choice.finish_reason
+    content = reasoning = finish_reason = ""
+    calls = []
+    async for chunk in response:
+        [choice] = chunk.choices
+        content += choice.delta.content or ""
+        reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+        for call in choice.delta.tool_calls or ():
+            if call.index == len(calls):
+                calls.append((call.function.name, ""))
+            called, arguments = calls[call.index]
+            calls[call.index] = (called, arguments + (call.function.arguments or ""))
+        finish_reason = choice.finish_reason or finish_reason
+    return content, reasoning, calls, finish_reason
+
+
+async def check_table(url: str, name: str, parity: int) -> list[str]:
+    """Send all rows with all columns, half of them streamed; return the cases that fail."""
+    configuration = CONFIGURATIONS[name]
+    rows = []
+    for row_name, row in ROWS.items():
+        if name in row.only or not (row.only or (row.call and not configuration.hermes)):
+            rows.append(row_name)
+    slots = asyncio.Semaphore(16)
+
+    async def check(client: Any, row: str, column: str, stream: bool) -> str:
+        fields, check_answer = COLUMNS[column]
+        async with slots:
+            parts = await ask(client, row, fields, stream, configuration.opened)
+        text = ROWS[row].text
+        answer = Answer(ROWS[row], *parts, *split_text(text, configuration))
+        try:
+            check_answer(answer)
+        except AssertionError as error:
+            return f"{row} / {column} / {stream=}: {parts} {error}"
+        return ""
+
+    async with openai.AsyncOpenAI(base_url=url, api_key="-", max_retries=0) as client:
+        failures = await asyncio.gather(
+            *(
+                check(client, row, column, (i + j) % 2 == parity)
+                for (i, row), (j, column) in itertools.product(enumerate(rows), enumerate(COLUMNS))
+            )
+        )
+    return [failure for failure in failures if failure]
+
+
+@pytest.mark.parametrize("parity", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.full) if name in EXTRA else name
+        for name in CONFIGURATIONS
+    ],
+)
+def test_server_answers_with_constrained_output(engines, name, parity):
+    configuration = CONFIGURATIONS[name]
+    engine = engines(configuration.drafts)
+    settings = {"reasoning_parser": configuration.parser, **configuration.settings}
+    with run_server(engine, **settings) as server:
+        failures = asyncio.run(check_table(server.url, name, parity))
+    assert not failures, "\n".join(failures)
