@@ -101,16 +101,17 @@ class ToolCallParser:
         does not complete the call is omitted.
         """
         source = self._source
+        is_omitted = self._tools.required
         try:
             yield from self._format.parse(source, self._tools)
         except Mismatch:
-            if source.call_text is None:
-                source.take(len(source.text))
-            elif not self._in_call:
+            if source.call_text is None or self._in_call:
+                is_omitted = True
+            else:
                 source.text = source.call_text + source.text
         while True:
             rest = source.take(len(source.text))
-            if rest and not self._in_call and not self._tools.required:
+            if rest and not is_omitted:
                 yield Content(rest)
             yield None
 
