@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import json
 
-from graft.grammar.automaton.expression import MAX_EXPRESSION, Expression, text, union
+from graft.grammar.automaton.expression import (
+    EMPTY,
+    MAX_EXPRESSION,
+    Expression,
+    concat,
+    optional,
+    repeat,
+    text,
+    union,
+)
 from graft.grammar.automaton.regex import NotRegular, lower_regex
 from graft.grammar.automaton.schema import lower_schema
+from graft.grammar.schema.options import Whitespace
 from graft.grammar.spec import Spec
+from graft.grammar.structural.formats import Format, parse_format
 from graft.native import _native
 
 __all__ = ["MAX_STATES", "compile_automaton", "lower"]
 
 #: Maximum number of states of an automaton.
 MAX_STATES = 2048
+#: Minimum and maximum numbers of repetitions by type of structural format.
+_REPETITIONS: dict[str, tuple[int, int | None]] = {
+    "optional": (0, 1),
+    "star": (0, None),
+    "plus": (1, None),
+}
 
 
 def compile_automaton(spec: Spec) -> bytes | None:
@@ -56,4 +73,45 @@ def lower(spec: Spec) -> Expression:
         return union([text(option) for option in json.loads(spec.text)])
     if spec.kind == "json_schema" and not spec.rules:
         return lower_schema(json.loads(spec.text), spec.whitespace)
+    if spec.kind == "structural_format":
+        return _lower_format(parse_format(json.loads(spec.text)), spec.whitespace)
     raise NotRegular(f"grammars of kind {spec.kind!r} have no lowering")
+
+
+def _lower_format(form: Format, whitespace: Whitespace) -> Expression:
+    """Return the expression of a structural format without free text and tokens."""
+
+    def lower_part(part: Format) -> Expression:
+        return _lower_format(part, whitespace)
+
+    kind = form["type"]
+    if kind == "const_string":
+        return _text(form["value"])
+    if kind == "regex":
+        return lower_regex(form["pattern"])
+    if kind == "json_schema":  # LLGuidance supports none of the other fields of this type
+        return lower_schema(form["json_schema"], whitespace)
+    if kind == "sequence":
+        return concat(map(lower_part, form["elements"]))
+    if kind == "or":
+        return union(map(lower_part, form["elements"]))
+    if kind in _REPETITIONS:
+        return repeat(lower_part(form["content"]), *_REPETITIONS[kind])
+    if kind == "repeat":
+        high = None if form["max"] == -1 else form["max"]
+        return repeat(lower_part(form["content"]), form["min"], high)
+    if kind == "tag" and isinstance(form["begin"], str) and isinstance(form["end"], list):
+        ends = union(map(_text, form["end"]))
+        return concat([_text(form["begin"]), lower_part(form["content"]), ends])
+    if kind == "tags_with_separator":
+        tag = union(map(lower_part, form["tags"]))
+        if form["stop_after_first"]:
+            return tag if form["at_least_one"] else optional(tag)
+        more = repeat(concat([_text(form["separator"]), tag]), 0, None)
+        tags = concat([tag, more])
+        return tags if form["at_least_one"] else optional(tags)
+    raise NotRegular(f"structural formats of type {kind!r} have no lowering")
+
+
+def _text(value: str) -> Expression:
+    return text(value) if value else EMPTY

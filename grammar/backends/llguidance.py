@@ -332,7 +332,7 @@ class LLGuidanceBackend:
         resolved = resolve_spec(spec, "llguidance")
         prepared = prepare(resolved, _was_validated(resolved), self._special_tokens(spec))
         compiled = self.load(spec, prepared)
-        if self._automata:
+        if self.automaton_call(compiled) is not None:
             self.add_automaton(compiled, compile_automaton(resolved))
         return compiled
 
@@ -373,8 +373,8 @@ class LLGuidanceBackend:
 
     def automaton_call(self, compiled: CompiledGrammar) -> Call | None:
         """Return the call that builds the automaton of a grammar; see `AutomatonBackend`."""
-        if not self._automata:
-            return None
+        if not self._automata or self._special_tokens(compiled.spec):
+            return None  # an automaton reads bytes, which special tokens do not have
         return Call(f"{__name__}:prepare_automaton", (compiled.spec,))
 
     def add_automaton(self, compiled: CompiledGrammar, result: bytes | None) -> bool:

@@ -185,6 +185,73 @@ SCHEMAS = {
 }
 
 
+def const(value):
+    return {"type": "const_string", "value": value}
+
+
+def tag(begin, content, end):
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+NUMBER = {"type": "json_schema", "json_schema": {"type": "integer"}}
+OBJECT = {"type": "json_schema", "json_schema": closed({"a": {"enum": ["x", 1]}})}
+TAGS = [tag("<a>", OBJECT, "</a>"), tag("<ab>", const("é"), ["</a>", "</b>"])]
+FORMATS = {
+    "sequence": {"type": "sequence", "elements": [const("["), OBJECT, const("]")]},
+    "or": {"type": "or", "elements": [const("ab"), const("xy"), OBJECT]},
+    "texts": {"type": "or", "elements": [const("ab"), const("abc"), const("")]},
+    "tags": {"type": "tags_with_separator", "tags": TAGS, "separator": ", "},
+    "one tag": {
+        "type": "tags_with_separator",
+        "tags": TAGS,
+        "separator": ", ",
+        "at_least_one": True,
+        "stop_after_first": True,
+    },
+    "text before tags": {
+        "type": "sequence",
+        "elements": [
+            const("<"),
+            {"type": "tags_with_separator", "tags": TAGS, "separator": "", "at_least_one": True},
+            const(">"),
+        ],
+    },
+    "optional": {
+        "type": "sequence",
+        "elements": [
+            {"type": "optional", "content": tag("a=", NUMBER, "")},
+            {"type": "optional", "content": tag(", b=", OBJECT, "")},
+            const(")"),
+        ],
+    },
+    "repetitions": {
+        "type": "sequence",
+        "elements": [
+            {"type": "plus", "content": const("ab")},
+            {"type": "star", "content": const("c")},
+            {"type": "repeat", "min": 1, "max": 2, "content": OBJECT},
+        ],
+    },
+    "regex": {"type": "sequence", "elements": [{"type": "regex", "pattern": "[a-c]*"}, const("x")]},
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_structural_format_automaton_has_masks_of_llguidance(name):
+    require_equal_masks(GrammarSpec.structural_format(FORMATS[name]))
+
+
+def test_structural_format_with_special_tokens_has_no_automaton():
+    """An automaton could not read the token."""
+    tokens = [bytes([byte]) for byte in range(256)] + [b"", b""]
+    vocabulary = Vocabulary(tokens, 258, [256], {"<a>": 257})
+    spec = GrammarSpec.structural_format(tag("<a>", OBJECT, ""))
+    compiled = LLGuidanceBackend(vocabulary).compile(spec)
+    assert compiled.automaton is None
+    assert all(map(compiled.matcher().accept, [257, *b'{"a": 1}', 256]))
+    assert BACKEND.compile(spec).automaton is not None
+
+
 def real_schemas(shared_data, every):
     """Return every n-th JSON schema of MaskBench."""
     schemas = []
@@ -259,6 +326,8 @@ NOT_REGULAR = {
     "whitespace": GrammarSpec.json_schema({"type": "integer"}, whitespace="any"),
     "escaped_key": GrammarSpec.json_schema(closed({'a"b': {"type": "null"}})),
     "ebnf": GrammarSpec.ebnf('root ::= "a"'),
+    "free text": GrammarSpec.structural_format(tag("<a>", {"type": "any_text"}, "</a>")),
+    "token": GrammarSpec.structural_format({"type": "token", "token": 3}),
 }
 
 
