@@ -28,7 +28,6 @@ from graft.native import _native
 
 LINE_BYTES = 64
 STAMP = "stamp"
-MAX_REPLAY = 1 << 31
 _CTYPES_BASES = (ctypes.Structure, ctypes.Union, ctypes.Array, ctypes._SimpleCData)
 
 
@@ -185,14 +184,19 @@ class PinnedSlots:
             field.close()
 
 
+def replay_word(replay: int) -> int:
+    """Return the lower 32 bits of a replay number as a signed integer, as records contain it."""
+    return (replay + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
 class Ring(PinnedSlots):
     """Pinned fields with one entry per replay in flight: replay n uses entry ``n % entries``.
 
-    The stamp of an entry is the number of the replay that its data belongs to, or 0 if the entry
-    was never written. Either the host or a kernel writes an entry. The writer fills the fields
-    first and then stores the stamp with release order; on the host, :meth:`publish` stores it. The
-    reader polls the stamp with acquire order before it reads the fields; on the host,
-    :meth:`synchronize` and :meth:`wait` poll it.
+    The stamp of an entry is the number of the replay that its data belongs to (its lower 32 bits,
+    see `replay_word`), or 0 if the entry was never written. Either the host or a kernel writes an
+    entry. The writer fills the fields first and then stores the stamp with release order; on the
+    host, :meth:`publish` stores it. The reader polls the stamp with acquire order before it reads
+    the fields; on the host, :meth:`synchronize` and :meth:`wait` poll it.
 
     On the host, an entry is in use from :meth:`reserve` or :meth:`publish` until :meth:`release`.
     Using an entry for another replay before its release raises an error, so the host cannot
@@ -203,7 +207,8 @@ class Ring(PinnedSlots):
     context
         Device.
     entries
-        Number of entries.
+        Number of entries. Replay numbers have no limit if it is a power of two. Otherwise, they
+        must be less than 2**32, because devices compute the entry from the lower 32 bits.
     fields
         Dtype and shape of one row, by field name. The name "stamp" is reserved.
     """
@@ -251,7 +256,7 @@ class Ring(PinnedSlots):
         method reserves it.
         """
         entry = self.reserve(replay)
-        _native.store_release_i32(self._stamp_address(entry), replay)
+        _native.store_release_i32(self._stamp_address(entry), replay_word(replay))
 
     def synchronize(self, replay: int, timeout_s: float | None = None) -> None:
         """Wait until the stamp of the replay's entry shows that its fields can be read.
@@ -272,7 +277,7 @@ class Ring(PinnedSlots):
     def wait(self, replay: int, timeout_s: float | None = None) -> bool:
         """Wait like :meth:`synchronize`, but return False after ``timeout_s`` seconds."""
         entry = self._entry(replay)
-        return bool(_native.poll_i32_eq(self._stamp_address(entry), replay, timeout_s))
+        return bool(_native.poll_i32_eq(self._stamp_address(entry), replay_word(replay), timeout_s))
 
     def release(self, replay: int) -> None:
         """Free the entry of a replay, so that a later replay can use the entry."""
@@ -289,8 +294,13 @@ class Ring(PinnedSlots):
         return self[name].array[self._entry(replay)]
 
     def _entry(self, replay: int) -> int:
-        if not 1 <= replay < MAX_REPLAY:
-            raise OptionError(f"replay numbers must be 1 to 2**31 - 1, not {replay}")
+        if replay < 1:
+            raise OptionError(f"replay numbers begin with 1, got {replay}")
+        if replay >= 1 << 32 and self.entries & (self.entries - 1):
+            raise OptionError(
+                f"replay {replay}: replay numbers of a ring with {self.entries} entries must be "
+                "less than 2**32; the number of entries must be a power of two for greater ones"
+            )
         return replay % self.entries
 
     def _stamp_address(self, entry: int) -> int:

@@ -260,6 +260,8 @@ class GuidedDecoder:
                 f"has been retired (max_in_flight is {self.max_in_flight})"
             )
         new_owners = self._check_requests(requests)
+        for slot in new_owners:
+            self._exchange.renew_records(slot, replay - 1)
         snapshot = tuple(requests)
         self._worker.publish(
             replay,

@@ -19,6 +19,7 @@ from graft.cudagraph.cstruct import read_numbers, read_struct
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.cudagraph.memory import PinnedArray, zeros
+from graft.cudagraph.pinned import replay_word
 from graft.sampling.mode import RECORDS_HEADER, DraftMode
 
 __all__ = ["NUMBERS", "Exchange"]
@@ -136,6 +137,26 @@ class Exchange:
         other.layout["mode"] = mode.value
         other.layout["candidates"] = mode.candidates
         return other
+
+    def renew_records(self, slot: int, replay: int) -> None:
+        """Empty the records of a slot and mark them as those of a replay.
+
+        Records contain the lower 32 bits of replay numbers. Records that have not been written for
+        2**31 replays would seem to be later than the current replay. No launched replay may refer
+        to the slot.
+
+        Parameters
+        ----------
+        slot
+            Slot that a request joins.
+        replay
+            Number of the last replay before those that refer to the slot.
+        """
+        word = replay_word(replay)
+        for records in (self.committed, self.drafted, self.candidates):
+            records[slot, :2] = word, 0
+        self.sampled[slot] = (word, -1)
+        self.answer[slot] = (word, -1, -1)
 
     @property
     def host_ptr(self) -> int:

@@ -240,7 +240,15 @@ class DeviceAutomata:
             self._kernels["automaton_join"],
             1,
             1,
-            [self.slots, slot, self._replay, num_unread, record[()]],
+            [
+                self.slots,
+                slot,
+                self._replay,
+                num_unread,
+                self._exchange.memory,
+                self._exchange.layout,
+                record[()],
+            ],
             name=f"join automaton of slot {slot}",
         )
         return bool(record["kind"] != _NUMBERS["AUTOMATON_NONE"])

@@ -72,7 +72,7 @@ class RequestState:
     slot
         Request slot; -1 while the request has none.
     epoch
-        Number of the current slot assignment; unique within an engine.
+        Number of the current slot assignment; unique among 2**31 - 1 consecutive assignments.
     start_position
         Position of the request's last token at the time the request joined its slot.
     start_output

@@ -41,6 +41,9 @@ from graft.sampling.state import SlotRequest, SlotState
 
 __all__ = ["SlotManager", "SlotObserver"]
 
+#: Greatest epoch. The next one is 1 again: each slot has been assigned again many times by then.
+MAX_EPOCH = 2**31 - 1
+
 #: Number of free pages that are allocated in advance, so that few rounds have to allocate.
 PAGES_AHEAD = 4
 
@@ -155,7 +158,7 @@ class SlotManager:
         # Slots that requests have left but that are not free yet. The value is the number of the
         # replay that must retire before the slot is free.
         self._leaving: dict[int, int] = {}
-        self._epochs = itertools.count(1)
+        self._last_epoch = 0
         # Number of prompt tokens that may still be enqueued before the next replay.
         self._rows_left = 0
         # Enqueued chunks that the host does not yet know to be complete, oldest first.
@@ -259,7 +262,9 @@ class SlotManager:
             return False
         self._free.pop(0)
         state.slot = slot
-        state.epoch = next(self._epochs)
+        # Stamps contain the epoch in 32 bits. Epochs are compared for equality only.
+        self._last_epoch = self._last_epoch % MAX_EPOCH + 1
+        state.epoch = self._last_epoch
         state.stalled_rounds = 0
         state.draft_capacity = 0
         state.start_position = len(tokens) - 1

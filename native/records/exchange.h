@@ -4,7 +4,10 @@
 // (cudagraph/cstruct.py). Each record is declared here only.
 //
 // A *slot* holds the state of one running request. A *replay* is one launch of a round's graph;
-// replays are numbered from 1, so that a reader can tell a current record from an older one. A
+// replays are numbered from 1, so that a reader can tell a current record from an older one. The
+// host counts without an end. Records and kernels contain the lower 32 bits of a number, which
+// repeat after 2^32 replays: compare them with == or with replays_since(), never with <. The host
+// renews the records of a slot when a request joins, so that none is older than the request. A
 // *mask row* is a bitmask with one bit per token id. Row 0 of a slot constrains the token after the
 // last committed one, row j the token after draft j.
 #pragma once
@@ -132,6 +135,16 @@ struct ExchangeLayout {
   int answer;         // offset of Answer
   int masks;          // offset of the mask rows of all slots, [rows][slots][words]
 };
+
+// Returns the number of the replay that follows `replay`.
+RECORDS_FUNCTION int replay_after(int replay) {
+  return static_cast<int>(static_cast<unsigned int>(replay) + 1u);
+}
+
+// Returns how many replays `replay` is later than `earlier`; negative if it is earlier.
+RECORDS_FUNCTION int replays_since(int replay, int earlier) {
+  return static_cast<int>(static_cast<unsigned int>(replay) - static_cast<unsigned int>(earlier));
+}
 
 // Returns whether the grammar tests the candidates of all levels in one step.
 RECORDS_FUNCTION bool is_lattice_mode(int mode) {

@@ -328,9 +328,21 @@ def test_ring_rejects_overwriting_entry_in_use(device: Device) -> None:
         OptionError,
         {
             "replay 4": lambda: ring.release(1),
-            r"2\*\*31": lambda: ring.publish(0),
+            "begin with 1": lambda: ring.publish(0),
+            r"less than 2\*\*32": lambda: ring.publish(2**32),
         },
     )
+
+
+def test_ring_continues_after_lower_bits_of_numbers_repeat(device: Device) -> None:
+    """A stamp contains the lower 32 bits of a replay number."""
+    ring = Ring(device, 2, {"token": ("int32", (1,))})
+    for replay in (2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**40 + 4):
+        ring.row("token", replay)[:] = 7
+        ring.publish(replay)
+        assert ring.wait(replay, 0.0) and not ring.wait(replay + 2, 0.0)
+        assert ring.stamp.array[replay % 2, 0] == np.int64(replay).astype(np.int32)
+        ring.release(replay)
 
 
 def test_ring_synchronize_waits_for_stamp(device: Device) -> None:

@@ -80,8 +80,8 @@ class HeldAutomata:
         self._held = {}
         original = GrammarService._build_automaton
 
-        def hold(service, job, compiled, child):
-            self._held[compiled] = lambda: original(service, job, compiled, child)
+        def hold(service, job, child):
+            self._held[job.compiled] = lambda: original(service, job, child)
 
         monkeypatch.setattr(GrammarService, "_build_automaton", hold)
 

@@ -266,8 +266,8 @@ LOOP_MUTANTS = {
     "unread result overwritten": (
         LoopControl,
         "release",
-        ", replay)",
-        ", replay + 4)",
+        "replay_word(replay)",
+        "replay_word(replay + 4)",
     ),
     "slot reused while a loop runs": (
         LoopReplays,

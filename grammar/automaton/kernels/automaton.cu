@@ -41,11 +41,18 @@ struct Advance {
 };
 
 // Assigns a slot to a request. The request's state contains the commits of all replays so far,
-// except for the last `num_unread` ones.
+// except for the last `num_unread` ones. If there are none, the slot's commit record is renewed: an
+// old one could seem to be later than this replay.
 extern "C" __global__ void automaton_join(AutomatonSlot* states, int slot, const int* replay,
-                                          int num_unread, const AutomatonSlot request) {
+                                          int num_unread, int* exchange,
+                                          const ExchangeLayout layout,
+                                          const AutomatonSlot request) {
   states[slot] = request;
-  states[slot].applied = *replay - num_unread;
+  if (num_unread == 0) {
+    int* committed = record_of(exchange, layout, slot, layout.committed);
+    *reinterpret_cast<Committed*>(committed) = {*replay, 0};
+  }
+  states[slot].applied = replays_since(*replay, num_unread);
 }
 
 // Counts the accepted drafts of a chain that were forced. The stamps are those of the rows that
@@ -353,11 +360,11 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     }
     const Committed* committed = reinterpret_cast<const Committed*>(
         record_of(a.exchange, a.layout, index, a.layout.committed));
-    if (committed->replay - own->applied > 0) {
+    if (replays_since(committed->replay, own->applied) > 0) {
       const int* ids = reinterpret_cast<const int*>(committed + 1);
       if (committed->count > 0) commit(a, index, ids, committed->count, committed->replay);
     }
-    const bool kept = !copied && own->drafted == a.replay - 1;
+    const bool kept = !copied && replay_after(own->drafted) == a.replay;
     for (int j = 0; j < num_rows && j <= slot.draft_len; ++j) {
       if (kept && own->filled[j]) continue;
       if (j > 0) enter(a, slot, *own, j);

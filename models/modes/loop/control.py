@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.memory import DeviceArray
-from graft.cudagraph.pinned import PinnedSlots
+from graft.cudagraph.pinned import PinnedSlots, replay_word
 from graft.models.engine.request_state import RequestState
 from graft.native import _native
 
@@ -81,11 +81,11 @@ class LoopControl:
 
     def end(self, first: int) -> None:
         """Ask the loop that began with replay `first` to end."""
-        _native.store_release_i32(self.words["end_loop"].host_ptr, first)
+        _native.store_release_i32(self.words["end_loop"].host_ptr, replay_word(first))
 
     def release(self, replay: int) -> None:
         """Tell the device that the host has read the results of all replays up to `replay`."""
-        _native.store_release_i32(self.words["released"].host_ptr, replay)
+        _native.store_release_i32(self.words["released"].host_ptr, replay_word(replay))
 
     def is_last(self, replay: int) -> bool:
         """Return whether a replay of a loop is its last one. Its results must be published."""

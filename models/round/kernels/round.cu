@@ -39,7 +39,7 @@ extern "C" __global__ void round_begin(int* replay, const int* ring_rows, int ri
   __shared__ int drafts, num_above;
   const int tid = static_cast<int>(threadIdx.x);
   const int step = static_cast<int>(blockDim.x);
-  const int now = *replay + 1;
+  const int now = replay_after(*replay);
   const int entry = static_cast<int>(static_cast<unsigned int>(now) % ring_entries);
   const bool published = ring_stamp[entry * ring_stamp_stride] == now;
   const int draft_rows = rows - batch;

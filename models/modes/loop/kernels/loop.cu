@@ -15,7 +15,7 @@
 // ring with one entry. The stamp of this entry is `next`.
 struct Loop {
   int first;  // first replay of the loop
-  int next;   // replay that the body runs next; 0: none
+  int next;  // replay that the body runs next; another number if the host published no entry for it
 };
 
 // Begins a loop at replay `*replay + 1`: copies the slots of the batch rows from the input ring,
@@ -27,10 +27,10 @@ extern "C" __global__ void loop_begin(const int* replay, const int* ring_rows, i
                                       int ring_entries, int batch, const int* unguided,
                                       const Slot* slots, int slot_count, int* exchange,
                                       const ExchangeLayout layout, Loop* loop, int* row_slot) {
-  const int first = *replay + 1;
+  const int first = replay_after(*replay);
   const int entry = static_cast<int>(static_cast<unsigned int>(first) % ring_entries);
   const bool published = load_acquire_system(ring_stamp + entry * ring_stamp_stride) == first;
-  if (threadIdx.x == 0) *loop = {first, published ? first : 0};
+  if (threadIdx.x == 0) *loop = {first, published ? first : *replay};
   for (int b = static_cast<int>(threadIdx.x); b < batch; b += static_cast<int>(blockDim.x)) {
     const int s = published ? ring_rows[entry * ring_rows_stride + b] : -1;
     row_slot[b] = s;
@@ -70,10 +70,12 @@ extern "C" __global__ void loop_decide(const int* replay, const int* row_slot, i
   if (threadIdx.x != 0) return;
   const int now = *replay;
   const int first = loop->first;
-  const bool has_entry = now + 1 - load_acquire_system(released) < ring_entries;
-  const bool wanted = load_acquire_system(end_loop) - first < 0 && now + 1 - first < max_rounds;
+  const int next = replay_after(now);
+  const bool has_entry = replays_since(next, load_acquire_system(released)) < ring_entries;
+  const bool wanted =
+      load_acquire_system(end_loop) != first && replays_since(next, first) < max_rounds;
   const bool goes_on = active != 0 && unable == 0 && has_entry && wanted;
-  loop->next = goes_on ? now + 1 : 0;
+  loop->next = goes_on ? next : now;
   last[static_cast<unsigned int>(now) % ring_entries * last_stride] = goes_on ? 0 : 1;
   __threadfence_system();
   cudaGraphSetConditional(condition, goes_on ? 1u : 0u);

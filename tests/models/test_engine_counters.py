@@ -1,0 +1,93 @@
+"""Engines that have run for months: replay numbers and slot epochs that exceed 32 bits."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from engine_cases import answers_and_drafts, settled
+from engine_util import FREE, demo_engine, mixed_requests
+from test_device_automata_rounds import automaton_requests, compile_automata
+
+from graft.cudagraph.lanes import StreamLane
+from graft.cudagraph.pinned import replay_word
+from graft.models.engine.slots import MAX_EPOCH
+from graft.models.modes.loop.replays import LoopReplays
+
+#: Numbers near which a run begins. The lower 32 bits of a replay number become negative, are
+#: negative from the first use of a slot on, or repeat.
+NUMBERS = [2**31 - 8, 2**31 + 1000, 2**32 - 8]
+OPTIONS = {
+    "rounds": {},
+    "one launch at a time": {"overlap": False},
+    "mailbox": {"grammar_transport": "mailbox"},
+    "probe": {"draft_masking": "probe"},
+    "loops": {"generation": "graph"},
+    "automata": {"device_automata": True},
+    "automata in loops": {"device_automata": True, "generation": "graph"},
+    "no speculation": {"speculation": False},
+}
+QUICK = [("rounds", number) for number in NUMBERS] + [
+    ("loops", 2**31 - 8),
+    ("loops", 2**32 - 8),
+    ("automata in loops", 2**31 + 1000),
+    ("automata", 2**32 - 8),
+]
+
+
+def continue_from(engine, number):
+    """Continue the numbers of replays after `number`, and the epochs before their greatest one."""
+    engine.synchronize()
+    replays = engine._replays
+    parts = engine._parts
+    replays.launched = replays.retired = number
+    parts.decoder._last_published = number
+    for ring in (parts.inputs, parts.outputs):  # as if each entry had been used
+        for replay in range(number - ring.entries + 1, number + 1):
+            ring.stamp.array[replay % ring.entries] = replay_word(replay)
+    word = engine.device.pinned(1, "int32")
+    word.array[0] = replay_word(number)
+    StreamLane(engine._built.stream).copy(parts.replay, word, name="replay number")
+    engine._built.stream.synchronize()
+    if isinstance(replays, LoopReplays):
+        replays._control.release(number)
+    engine._scheduler.slots._last_epoch = MAX_EPOCH - 3
+
+
+def cases():
+    """Return all cases; those that are not in `QUICK` carry the mark full."""
+    found = []
+    for name in OPTIONS:
+        for number in NUMBERS:
+            marks = () if (name, number) in QUICK else pytest.mark.full
+            found.append(pytest.param(name, number, marks=marks, id=f"{name}-{number}"))
+    return found
+
+
+@pytest.mark.parametrize("name, number", cases())
+def test_engine_continues_after_replay_numbers_repeat(name, number):
+    """Outputs and drafts are the same whatever the numbers of replays and epochs are."""
+    options = {"max_batch_size": 2, "grammar_budget_us": None, **OPTIONS[name]}
+    requests = [*mixed_requests(3, max_tokens=40), replace(FREE, max_tokens=30)]
+    if "automata" in name:
+        requests += automaton_requests()[:3]
+    found = []
+    for first in (None, number):
+        with settled(demo_engine(**options)) as engine:
+            if "automata" in name:
+                compile_automata(engine, requests)
+            if first is not None:
+                continue_from(engine, first)
+            found.append(answers_and_drafts(engine.generate(requests)))
+            assert engine.counters()["grammar"]["desyncs"] == 0
+            if first is not None:
+                engine.synchronize()
+                assert engine._replays.launched > first + 20
+                assert engine._parts.replay.to_host()[0] == replay_word(engine._replays.launched)
+                assert 1 <= engine._scheduler.slots._last_epoch < MAX_EPOCH - 3
+    assert found[0] == found[1]
+
+
+def test_replay_word_is_the_lower_half_of_a_number():
+    numbers = [1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 5, 2**40 + 7]
+    words = [replay_word(number) for number in numbers]
+    assert words == np.array(numbers, np.int64).astype(np.int32).tolist()
