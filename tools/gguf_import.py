@@ -96,6 +96,31 @@ MODEL_TENSORS = {
     "output.weight": "lm_head.weight",
 }
 ROPE_FACTORS = "rope_freqs.weight"
+#: Metadata of an architecture that changes the model's results, with the values that do not. graft
+#: supports no other values.
+NEUTRAL_VALUES: dict[str, tuple[float, ...]] = {
+    "attention.causal": (1,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.output_scale": (0, 1),
+    "attention.scale": (0,),
+    "attention.temperature_scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "rope.scaling.alpha": (0,),
+    "use_parallel_residual": (0,),
+}
+#: The same for the metadata of YaRN.
+NEUTRAL_YARN_VALUES: dict[str, tuple[float, ...]] = {
+    "rope.scaling.attn_factor": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (1,),
+    "rope.scaling.yarn_log_multiplier": (0,),
+}
 MAX_FLOAT16 = float(np.finfo(np.float16).max)
 #: Name of each stored dtype in safetensors files.
 SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -222,6 +247,27 @@ class GgufFile:
         stored = np.float32(value)
         return float(str(stored)) if stored == value else float(value)  # 1e-05, not 9.99999974e-06
 
+    def require_neutral(self, neutral: dict[str, tuple[float, ...]]) -> None:
+        """Check that metadata values of the architecture do not change the model's results.
+
+        Parameters
+        ----------
+        neutral
+            Values that have no effect, by key. The first one is that of an absent key.
+
+        Raises
+        ------
+        GgufError
+            If another value is given.
+        """
+        for key, values in neutral.items():
+            value = self.get_number(key, values[0])
+            if value not in values:
+                raise GgufError(
+                    f"{self.path}: {self.key(key)} = {value:g} is not supported; it must be "
+                    f"{' or '.join(map(str, values))}"
+                )
+
     def has(self, key: str) -> bool:
         """Return whether the metadata contains a key."""
         return self._reader.get_field(key) is not None
@@ -265,14 +311,9 @@ def make_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     Raises
     ------
     GgufError
-        If the model is a mixture of experts, or has an unsupported shape or RoPE scaling.
+        If the model is a mixture of experts, or has an unsupported shape, factor or RoPE scaling.
     """
-    experts = file.get_size("expert_count", 0)
-    if experts:
-        raise GgufError(
-            f"{file.path}: {file.key('expert_count')} = {experts}: a mixture of experts is not "
-            "supported"
-        )
+    file.require_neutral(NEUTRAL_VALUES)
     hidden_size = file.get_size("embedding_length")
     num_heads = file.get_size("attention.head_count")
     head_dim = file.get_size("attention.key_length", hidden_size // max(num_heads, 1))
@@ -371,17 +412,7 @@ def yarn_parameters(file: GgufFile, factor: float) -> dict[str, Any]:
         If the file changes the attention factor or the interpolation in another way than through
         the parameters of Hugging Face configs.
     """
-    for key, neutral in (
-        ("rope.scaling.attn_factor", 1.0),
-        ("rope.scaling.yarn_attn_factor", 1.0),
-        ("rope.scaling.yarn_ext_factor", 1.0),
-        ("rope.scaling.yarn_log_multiplier", 0.0),
-    ):
-        value = file.get_number(key, neutral)
-        if value != neutral:
-            raise GgufError(
-                f"{file.path}: {file.key(key)} = {value} is not supported; it must be {neutral}"
-            )
+    file.require_neutral(NEUTRAL_YARN_VALUES)
     length = file.get_size("context_length")
     return {
         "rope_type": "yarn",

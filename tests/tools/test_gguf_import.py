@@ -377,6 +377,13 @@ def test_gguf_import_derives_llama3_rope_scaling_from_factors(tiny, tmp_path):
             GgufError,
             "yarn_log_multiplier = 0.1",
         ),
+        ({"llama.attention.scale": 0.5}, GgufError, "llama.attention.scale = 0.5"),
+        (
+            {"llama.embedding_scale": 12.0},
+            GgufError,
+            "llama.embedding_scale = 12 .* must be 0 or 1",
+        ),
+        ({"llama.final_logit_softcapping": 30.0}, GgufError, "final_logit_softcapping = 30"),
         ({"llama.rope.scaling.factor": "2"}, GgufError, "rope.scaling.factor is '2'"),
         ({"llama.block_count": 1}, GgufError, r"tensor blk.1.* is not part of a LlamaForCausalLM"),
         ({"llama.block_count": 3}, GgufError, r"tensor blk.2.* is missing"),
