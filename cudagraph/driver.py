@@ -45,6 +45,11 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+def is_forked() -> bool:
+    """Return whether this process was forked, so that driver calls are refused."""
+    return _forked
+
+
 def set_context(context: Any, reopen: Callable[[], None] | None = None) -> None:
     """Set the primary context, which every thread makes current before a driver call.
 

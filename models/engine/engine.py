@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from graft.cudagraph.device import Device, open_device
-from graft.cudagraph.driver import prepare_driver_call
+from graft.cudagraph.driver import is_forked, prepare_driver_call
 from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError, OptionError
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.ranks import RankGroup
@@ -738,7 +738,9 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        # A forked child that leaves the context, as with sys.exit, does not own the engine.
+        if not is_forked():
+            self.close()
 
 
 def _check_arguments(

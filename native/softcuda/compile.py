@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import platform
 import re
 import shutil
 import subprocess
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ._elf import shared_bytes, writable_globals
+from .scratch import scratch_folder
 
 __all__ = ["KernelCompileError", "compile_cpu", "compiler"]
 
+_log = logging.getLogger("graft.softcuda")
+_unusable_caches: set[Path] = set()
 #: Maximum bytes of statically declared shared memory per block, as on a GPU.
 MAX_STATIC_SHARED = 48 * 1024
 #: Size of the SHA-256 digest that follows the image in a cache file.
@@ -218,8 +221,8 @@ def compile_cpu(
     cached = Path(cache_dir) / f"{_digest(parts)[:40]}.so"
     image = _read_cached(cached)
     if image is None:
-        with tempfile.TemporaryDirectory(prefix="softcuda-build-") as scratch:
-            image = _build(source, name, macros, folders, flags, Path(scratch)).read_bytes()
+        with scratch_folder("softcuda-build-") as scratch:
+            image = _build(source, name, macros, folders, flags, scratch).read_bytes()
         _write_cached(cached, image)
     return image
 
@@ -241,7 +244,7 @@ def _write_cached(path: Path, image: bytes) -> None:
     """Write an image and its digest to the cache.
 
     The file is written atomically, so that another process never reads an incomplete one. A failure
-    to write raises a warning only.
+    to write is logged once.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -256,10 +259,15 @@ def _write_cached(path: Path, image: bytes) -> None:
             os.unlink(scratch)
             raise
     except OSError as error:
-        warnings.warn(
-            f"the compiled kernel cannot be written to the cache {path.parent}: {error}",
-            stacklevel=3,
-        )
+        _log_unusable_cache(path.parent, error)
+
+
+def _log_unusable_cache(folder: Path, error: OSError) -> None:
+    """Log that kernels cannot be written to the cache, for the first kernel of each folder only."""
+    if folder not in _unusable_caches:
+        _unusable_caches.add(folder)
+        reason = error.strerror or error
+        _log.warning("compiled kernels cannot be written to the cache %s: %s", folder, reason)
 
 
 def _build(

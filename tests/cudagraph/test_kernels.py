@@ -332,6 +332,26 @@ def test_kernel_cache_replaces_unusable_folder_with_warning(tmp_path: Path, why:
     assert not folder.is_dir() or not list(folder.iterdir())
 
 
+WRITING = """
+import os, resource
+from pathlib import Path
+from graft.native.softcuda import compile
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+for name in ("a", "b"):
+    compile._write_cached(Path(os.environ["GRAFT_CACHE"]) / name, b"x" * 100)
+"""
+
+
+def test_kernel_cache_logs_failed_writes_once(tmp_path: Path) -> None:
+    """The message of a full disk appears once, not for every kernel, and without source code."""
+    done = run_program(WRITING, GRAFT_DEVICE="soft", GRAFT_CACHE=str(tmp_path))
+    assert done.returncode == 0
+    assert done.stderr == (
+        f"compiled kernels cannot be written to the cache {tmp_path}: File too large\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 class Terminal(io.StringIO):
     """A text stream that counts as a terminal."""
 

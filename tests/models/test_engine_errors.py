@@ -449,3 +449,24 @@ def test_shield_defers_sigint_to_check_or_end(at_check):
             pytest.fail("check() did not raise")
     assert reached
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+FORKING = """
+import os, sys
+from graft.models import Engine, Request
+from graft.tools.demo_model import demo_model
+with Engine(*demo_model(), max_batch_size=1) as engine:
+    child = os.fork()
+    if child == 0:
+        sys.exit(7)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    [output] = engine.generate([Request(prompt="x", max_tokens=2)])
+    print(status, output.reason)
+"""
+
+
+def test_forked_child_can_exit_within_context_of_engine():
+    """The exit status of the child is that of sys.exit, and the parent's engine continues."""
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True)
+    assert (done.stdout.splitlines()[-1], done.returncode) == ("7 stop", 0)
+    assert "Error" not in done.stderr

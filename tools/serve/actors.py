@@ -8,7 +8,6 @@ import os
 import secrets
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from graft.cudagraph.errors import OptionError
 from graft.models.engine.engine import Engine
 from graft.models.errors import EngineError
 from graft.models.request import Event, Request
+from graft.native.softcuda.scratch import scratch_folder
 from graft.tools.serve.engine_driver import EngineDriver, EngineInfo, get_all
 from graft.tools.serve.replicas import Actor
 
@@ -154,18 +154,18 @@ def ray_cluster(count: int) -> Iterator[Callable[[], Actor]]:
 @contextmanager
 def private_folder() -> Iterator[str]:
     """Create a folder for Ray's files, which only this user can read, and delete it at the end."""
-    parent = tempfile.mkdtemp(prefix="graft-")  # mode 0700; Ray sets the mode of `folder` to 0777
-    try:
-        folder = os.path.join(parent, "ray")
-        os.mkdir(folder)
-        yield folder
-    finally:
-        # Processes of Ray may still write files for a short time.
-        for _ in range(_DELETE_ATTEMPTS):
-            shutil.rmtree(parent, ignore_errors=True)
-            if not os.path.exists(parent):
-                break
-            time.sleep(_DELETE_INTERVAL_S)
+    with scratch_folder("graft-ray-") as parent:  # mode 0700; Ray sets that of `folder` to 0777
+        folder = parent / "ray"
+        folder.mkdir()
+        try:
+            yield str(folder)
+        finally:
+            # Processes of Ray may still write files for a short time.
+            for _ in range(_DELETE_ATTEMPTS):
+                shutil.rmtree(folder, ignore_errors=True)
+                if not folder.exists():
+                    break
+                time.sleep(_DELETE_INTERVAL_S)
 
 
 def _import_ray() -> Any:

@@ -1,0 +1,53 @@
+"""Temporary folders that do not outlive their process for long, even if it is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["scratch_folder"]
+
+# A folder that is younger may not be locked yet, in seconds.
+_MIN_AGE_S = 60.0
+
+
+@contextlib.contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """Create a temporary folder, and delete it when the context ends.
+
+    A process that is killed cannot delete its folder. The first call in a process therefore deletes
+    the folders with this prefix that no process uses. A process locks its folder, and the operating
+    system releases the lock when the process ends in any way.
+    """
+    _delete_unused(prefix)
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:
+        lock = os.open(name, os.O_RDONLY)
+        try:
+            with contextlib.suppress(OSError):  # the file system has no locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield Path(name)
+        finally:
+            os.close(lock)
+
+
+@functools.cache
+def _delete_unused(prefix: str) -> None:
+    """Delete the folders with a prefix that belong to this user and that no process has locked."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            state = folder.lstat()
+            if state.st_uid != os.geteuid() or time.time() - state.st_mtime < _MIN_AGE_S:
+                continue
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
