@@ -231,7 +231,12 @@ MUTANTS = {
         "self.output.tokens",
         "self.output.tokens[:self._emitted_tokens - 1]",
     ),
-    "migrated request repeats its text": (RequestState, "finish_text", '== "moved"', '== ""'),
+    "migrated request repeats its text": (
+        migrate,
+        "restore_output",
+        "state.take_new_tokens()",
+        "state.take_new_tokens(); state._pending_text += state._emitted_text[-1]",
+    ),
     "request that ended on the device continues": (
         Scheduler,
         "_process_row",
