@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from graft.grammar.backends.usable import require_usable, unusable_reason, usable_backends
+from graft.grammar.backends.xgrammar_strings import unsafe_strings, without_unsafe_strings
 from graft.grammar.errors import GrammarError
 from graft.grammar.schema.enforcement import BACKENDS, ignored_keywords
 from graft.grammar.schema.router import refusal, route
@@ -132,15 +133,25 @@ def check_backend(backend: str) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _resolve_schema(spec: AnySpec, backend: str) -> AnySpec:
-    """Resolve a JSON schema that names no backend."""
+def _resolve_schema(spec: AnySpec, backend: str, raw: bool = False) -> AnySpec:
+    """Resolve a JSON schema that names no backend.
+
+    Parameters
+    ----------
+    spec
+        The schema.
+    backend
+        As in `resolve_spec`.
+    raw
+        As in `unsafe_strings`.
+    """
     value = parse_json("JSON schema", spec.text)
     try:
         name = select_backend(spec, backend)
         require_usable(name)
         if name == "xgrammar":
             check_schema(value)
-            return _resolve_for_xgrammar(spec, value)
+            return _resolve_for_xgrammar(spec, value, raw)
         # additionalProperties=false in one schema of an allOf would forbid the properties that only
         # the other schemas define.
         if spec.strict and '"allOf"' not in json.dumps(value):
@@ -200,8 +211,11 @@ def _close_objects(schema: Any) -> Any:
     return out
 
 
-def _resolve_for_xgrammar(spec: AnySpec, value: Any) -> AnySpec:
-    """Resolve a JSON schema that XGrammar compiles unchanged."""
+def _resolve_for_xgrammar(spec: AnySpec, value: Any, raw: bool) -> AnySpec:
+    """Resolve a JSON schema that XGrammar compiles unchanged.
+
+    A partial schema loses the keywords with which XGrammar would write text that is not JSON.
+    """
     if spec.key_order == "any":
         raise GrammarError("JSON schema: XGrammar writes keys in the schema's order only")
     if spec.whitespace == "compact":
@@ -209,14 +223,15 @@ def _resolve_for_xgrammar(spec: AnySpec, value: Any) -> AnySpec:
             "JSON schema: whitespace 'compact' is not supported by XGrammar, which writes spaces "
             "in values that the schema does not constrain"
         )
-    ignored = [] if spec.partial else ignored_keywords(value)
-    if ignored:
-        raise GrammarError(f"JSON schema: {refusal(ignored)}{_PARTIAL_HINT}")
-    return replace(
-        spec,
-        backend="xgrammar",
-        strict=spec.strict is not False,
-    )
+    text = spec.text
+    if spec.partial:
+        text = json_text(without_unsafe_strings(value, spec.assert_formats))
+    else:
+        unsafe = unsafe_strings(value, spec.assert_formats, raw=raw)
+        ignored = [*ignored_keywords(value), *(found.reason for found in unsafe)]
+        if ignored:
+            raise GrammarError(f"JSON schema: {refusal(ignored)}{_PARTIAL_HINT}")
+    return replace(spec, text=text, backend="xgrammar", strict=spec.strict is not False)
 
 
 @functools.lru_cache(maxsize=256)
@@ -276,7 +291,7 @@ def _with_routed_schema(spec: Spec, backend: str, form: Format) -> Format:
         whitespace=spec.whitespace,
     )
     try:
-        routed = _resolve_schema(content, backend)
+        routed = _resolve_schema(content, backend, form["style"] != "json")
     except GrammarError as error:
         raise LoweringError(without_partial_hint(str(error))) from error
     return {**form, "json_schema": json.loads(routed.text)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import json
 import os
 import re
@@ -273,6 +274,11 @@ def _structural_tag(text: str, whitespace: Whitespace) -> str:
         "stop_after_first": False,
     }
     if document["at_least_one"] and not document["at_once"]:
+        for tag, trigger in itertools.product(document["tags"], document["triggers"]):
+            if any(trigger.endswith(tag["begin"][:n]) for n in range(1, len(trigger))):
+                raise GrammarError(
+                    f"XGrammar cannot see where the trigger {trigger!r} occurs first"
+                )
         # XGrammar's at_least_one requires the output to start with a tag. The free text before the
         # first tag must therefore be added explicitly.
         free_text = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from graft.grammar.structural.formats import Format, LoweringError, convert_format, plain_format
@@ -63,6 +63,31 @@ def xgrammar_format(
     return plain_format(convert_format(form, convert))
 
 
+def _has_free_text(form: Format) -> bool:
+    """Return whether a format has free text that a tag around the format ends."""
+    if form["type"] in ("any_text", "triggered_tags", "dispatch"):
+        return True
+    if form["type"] == "tag":
+        return False
+    parts = [*form.get("elements", ()), *form.get("tags", ())]
+    if isinstance(form.get("content"), dict):
+        parts.append(form["content"])
+    return any(map(_has_free_text, parts))
+
+
+def _ends_early(ends: Sequence[str]) -> str:
+    """Return an end of free text before which one of the ends can occur, or an empty string.
+
+    XGrammar allows free text without the ends, followed by an end. Another occurrence can lie in
+    both, or within the end.
+    """
+    for end in ends:
+        for length in range(1, len(end)):
+            if any(other.endswith(end[:length]) or other in end[:length] for other in ends):
+                return end
+    return ""
+
+
 def _rules(form: Format, rules: str) -> Format:
     return {
         "type": "grammar",
@@ -92,6 +117,10 @@ def _escape(char: str) -> str:
 
 
 def _check(form: Format) -> Format:
+    if form["type"] == "tag" and isinstance(form["end"], list) and _has_free_text(form["content"]):
+        early = _ends_early(form["end"])
+        if early:
+            raise LoweringError(f"XGrammar cannot see where the end {early!r} occurs first")
     if form["type"] == "token":
         raise LoweringError("XGrammar's matcher does not allow special tokens here")
     if form.get("max_tokens") is not None:

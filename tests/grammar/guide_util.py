@@ -362,7 +362,7 @@ SPECS = {
             "type": "object",
             "required": ["abc", "n"],
             "properties": {
-                "abc": {"type": "string", "maxLength": 4},
+                "abc": {"type": "string", "pattern": "^[^a]{0,4}$"},
                 "b": {"enum": [1, "true"]},
                 "n": {"type": "array", "items": {"type": "number"}, "maxItems": 3},
             },

@@ -41,7 +41,8 @@ def closed_object(**properties: Any) -> dict[str, Any]:
 #: Schemas, each with a text that satisfies it, a text that violates it, and whether XGrammar
 #: enforces it.
 SCHEMAS: dict[str, tuple[Any, str, str, bool]] = {
-    "bounds": ({"type": "string", "minLength": 3, "maxLength": 5}, '"abc"', '"ab"', True),
+    "bounds": ({"type": "string", "minLength": 3, "maxLength": 5}, '"abc"', '"ab"', False),
+    "pattern": ({"type": "string", "pattern": "^[a-c]{3,5}$"}, '"abc"', '"ab"', True),
     "multipleOf": ({"type": "integer", "multipleOf": 7}, "42", "41", True),
     "reference": (
         {

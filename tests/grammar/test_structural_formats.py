@@ -154,7 +154,6 @@ ONLY_XGRAMMAR: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["axc!"],
         ["ac!", "axc"],
     ),
-    "overlapping end": (tag("<a>", FREE, "aa"), ["<a>xaa"], ["<a>xa"]),
     "qwen_xml_parameter": (
         form("qwen_xml_parameter", json_schema=CLOSED),
         ["<parameter=a>1</parameter>"],

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import random
+from dataclasses import replace
+
 import pytest
 from guide_util import accepts, byte_vocabulary
 
-from graft.grammar import GrammarError, GrammarSpec, Vocabulary
-from graft.grammar.backends.xgrammar import XGrammarBackend
+from graft.grammar import GrammarError, GrammarSpec, StructuralTag, Vocabulary
+from graft.grammar.backends.xgrammar import XGrammarBackend, _compile
 
 
 @pytest.mark.parametrize(
@@ -74,3 +79,145 @@ def test_xgrammar_accepts_stop_id_beyond_the_tokens():
     assert matcher.accept(ord("a"))
     assert matcher.legal().tolist() == [280]
     assert matcher.accept(280) and matcher.is_terminated()
+
+
+def closed(**keywords):
+    return {"type": "object", "additionalProperties": False, **keywords}
+
+
+PATTERNS = [
+    ("^[ -~]{1,8}$", True),
+    ("^[^a]*$", True),
+    (r"^\s\S\W.$", True),
+    (r"^[\n\]a]b$", True),
+    ("a", True),
+    ('^"$', False),
+    ('^["]$', False),
+    (r"a\\b", False),
+    (r"^a\n$", False),
+    ("a\t", False),
+    (r"\u0022", False),
+    (r"[\x1f]", False),
+    (r"\cA", False),
+    ('(a|"b)', False),
+]
+STRINGS = [
+    ({"type": "string"}, True),
+    ({"type": "string", "minLength": 0}, True),
+    ({"type": "string", "minLength": 1}, False),
+    ({"type": "string", "maxLength": 5}, False),
+    (closed(properties={"a": {"type": ["null", "string"], "maxLength": 3}}), False),
+    (
+        closed(propertyNames={"type": "string", "maxLength": 3}, additionalProperties={}),
+        False,
+    ),
+    ({"type": "string", "format": "json-pointer"}, False),
+    *(({"type": "string", "pattern": pattern}, safe) for pattern, safe in PATTERNS),
+    *((closed(patternProperties={pattern: {"type": "null"}}), safe) for pattern, safe in PATTERNS),
+]
+
+
+@pytest.mark.parametrize("schema, safe", STRINGS, ids=lambda value: json.dumps(value))
+def test_xgrammar_strings_are_json_or_refused(xgrammar, schema, safe):
+    """Random outputs prefer the characters that JSON strings must escape. `partial` changes this.
+
+    A partial schema is accepted, and its outputs are JSON too.
+    """
+    if not safe:
+        for call in (xgrammar.compile, GrammarSpec.check):
+            with pytest.raises(GrammarError, match=r"cannot be enforced: #.*XGrammar"):
+                call(GrammarSpec.json_schema(schema, backend="xgrammar"))
+    spec = GrammarSpec.json_schema(schema, backend="xgrammar", partial=not safe)
+    compiled = xgrammar.compile(spec)
+    outputs = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        matcher = compiled.matcher()
+        output = bytearray()
+        while not matcher.is_terminated() and len(output) < 200:
+            stops = [token for token in matcher.stop_ids if token in matcher.legal()]
+            legal = [token for token in matcher.legal().tolist() if token < 0x80]
+            unsafe = [token for token in legal if token < 0x20 or token in b'"\\']
+            choices = stops or (unsafe if unsafe and rng.random() < 0.5 else legal)
+            if not choices:  # only bytes of other characters are legal
+                break
+            token = rng.choice(choices)
+            assert matcher.accept(token)
+            output += bytes([token]) if token < 256 else b""
+        if matcher.is_terminated():
+            json.loads(output)
+            outputs += 1
+    assert outputs or schema.get("pattern") == "a"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 9}]},
+        {"type": "string", "pattern": "^a", "maxLength": 3},
+        {"oneOf": [{"type": "string"}, {"type": "string", "pattern": "^a"}]},
+        {"anyOf": [{"type": "object"}, {"type": "null"}], "properties": {"a": {"type": "null"}}},
+        {"type": "string", "format": "date"},
+        {"type": "array", "items": {"type": "string", "format": "date-time"}},
+    ],
+    ids=json.dumps,
+)
+def test_xgrammar_refusals_agree(xgrammar, serve, schema):
+    """``check``, the backend and the compile service have the same message."""
+    spec = GrammarSpec.json_schema(schema, backend="xgrammar")
+    messages = set()
+    for call in (GrammarSpec.check, xgrammar.compile, lambda spec: serve().submit(spec).result(99)):
+        with pytest.raises(GrammarError) as caught:
+            call(spec)
+        messages.add(str(caught.value))
+    assert len(messages) == 1
+
+
+def test_xgrammar_dates_are_legal_where_formats_are_annotations(xgrammar):
+    schema = {"type": "string", "format": "date"}
+    spec = GrammarSpec.json_schema(schema, backend="xgrammar", assert_formats=False)
+    assert accepts(xgrammar.compile(spec), '"2024-02-29"')
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [[">>"], ["aba"], ["ab", "ba"], ["ab", "b"], ["aab"], ["ab"], ["a", "ab"], ["abab"], ["bab"]],
+    ids="-".join,
+)
+def test_xgrammar_free_text_ends_at_the_first_end_or_is_refused(xgrammar, ends):
+    form = {"type": "tag", "begin": "<", "content": {"type": "any_text"}, "end": ends}
+    spec = GrammarSpec.structural_format(form)
+    alphabet = sorted({*"".join(ends), "x"})
+
+    def ends_first(text):
+        found = [i for i in range(len(text) + 1) if text[:i].endswith(tuple(ends))]
+        return found[:1] == [len(text)]
+
+    def is_exact(compiled):
+        texts = itertools.chain(*(itertools.product(alphabet, repeat=n) for n in range(7)))
+        return all(accepts(compiled, f"<{t}") == ends_first(t) for t in map("".join, texts))
+
+    if ends in (["ab", "b"], ["aab"], ["ab"]):
+        assert is_exact(xgrammar.compile(spec))
+    else:  # XGrammar would be wrong
+        with pytest.raises(GrammarError, match="XGrammar cannot see where the end"):
+            xgrammar.compile(spec)
+        native = _compile(xgrammar._info, replace(spec, backend="xgrammar", source=spec.text))
+        assert not is_exact(xgrammar._compiled_grammar(spec, native))
+
+
+def test_xgrammar_refuses_triggers_that_overlap_with_begins(xgrammar):
+    """Only where free text precedes a tag that must occur, XGrammar does not see the trigger."""
+    for begin, is_refused in ((">>", True), ("<a", False), ("aba", True)):
+        tag = StructuralTag.of(begin, {"type": "integer"}, ".")
+        for options in ({}, {"at_once": True}):
+            optional = GrammarSpec.structural_tag([tag], [begin], **options)
+            assert accepts(xgrammar.compile(optional), f"{begin}1.")
+        spec = GrammarSpec.structural_tag([tag], [begin], at_least_one=True)
+        if is_refused:
+            with pytest.raises(GrammarError, match="XGrammar cannot see where the trigger"):
+                xgrammar.compile(spec)
+            with pytest.raises(GrammarError, match="XGrammar cannot see where the trigger"):
+                spec.check("xgrammar")
+        else:
+            assert accepts(xgrammar.compile(spec), f"x<{begin}1.")

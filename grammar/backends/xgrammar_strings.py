@@ -1,0 +1,127 @@
+"""String keywords of JSON schemas with which XGrammar would write text that is not JSON.
+
+XGrammar writes a string with a length bound without escapes, and copies the characters of a pattern
+unchanged. The first may thus contain raw control characters, and the second also quotes and
+backslashes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from graft.grammar.schema.terms import Reason, SchemaObject, dialect, subschemas, types_of
+
+__all__ = ["unsafe_strings", "without_unsafe_strings"]
+
+_PIECE = re.compile(
+    r"\[(?P<set>(?:\\.|[^\]\\])*)\]|\\[xu]\{?(?P<code>[0-9A-Fa-f]+)\}?|\\c(?P<control>.)"
+    r"|\\(?P<escape>.)|(?P<character>.)",
+    re.DOTALL,
+)
+_CONTROL_LETTERS = "nrtfv0ae"
+#: Properties whose strings some styles of structural formats write as they are, not as JSON.
+_RAW = re.compile(r"#/(properties/[^/]*|additionalProperties)")
+_CALENDAR = "XGrammar allows dates that do not exist, such as 2024-02-30"
+
+
+class UnsafeString(NamedTuple):
+    """A keyword of a subschema, its key in `patternProperties` if it is one, and the reason."""
+
+    schema: SchemaObject
+    keyword: str
+    pattern: str
+    reason: Reason
+
+
+def unsafe_strings(
+    schema: Any, assert_formats: bool | None, *, raw: bool = False
+) -> Iterator[UnsafeString]:
+    """Yield the keywords with which XGrammar would not write strings as JSON, or not exactly.
+
+    Parameters
+    ----------
+    schema
+        Parsed JSON schema.
+    assert_formats
+        As in `graft.grammar.spec.Spec`.
+    raw
+        Whether the strings of the outermost object are written as they are.
+    """
+    if assert_formats is None:
+        assert_formats = dialect(schema, 7) <= 7
+    for pointer, part in subschemas(schema):
+        if raw and _RAW.fullmatch(pointer):
+            continue
+        for pattern in part.get("patternProperties", ()):
+            if why := _unsafe_pattern(pattern):
+                reason = Reason(pointer, "patternProperties", why)
+                yield UnsafeString(part, "patternProperties", pattern, reason)
+        if "string" not in types_of(part):
+            continue
+        if "maxLength" in part or part.get("minLength"):
+            bound = "maxLength" if "maxLength" in part else "minLength"
+            why = "XGrammar allows raw control characters in strings with a length bound"
+            yield UnsafeString(part, bound, "", Reason(pointer, bound, why))
+        if why := _unsafe_pattern(part.get("pattern")):
+            yield UnsafeString(part, "pattern", "", Reason(pointer, "pattern", why))
+        if why := _unsafe_format(part.get("format"), assert_formats):
+            yield UnsafeString(part, "format", "", Reason(pointer, "format", why))
+
+
+def without_unsafe_strings(schema: Any, assert_formats: bool | None) -> Any:
+    """Remove the keywords with which XGrammar would write text that is not JSON, in place.
+
+    A length bound becomes a pattern, which allows no characters that need an escape.
+
+    Returns
+    -------
+    Any
+        The schema.
+    """
+    for part, keyword, pattern, reason in list(unsafe_strings(schema, assert_formats)):
+        if keyword == "patternProperties":
+            del part["patternProperties"][pattern]
+        elif keyword in ("minLength", "maxLength"):
+            low = part.pop("minLength", 0)
+            high = part.pop("maxLength", "")
+            part.setdefault("pattern", f"^.{{{low},{high}}}$")
+        elif reason.why != _CALENDAR:
+            del part[keyword]
+    return schema
+
+
+def _unsafe_format(name: Any, assert_formats: bool) -> str:
+    if name in ("json-pointer", "relative-json-pointer"):
+        return f"XGrammar allows raw control characters in the format {name}"
+    return _CALENDAR if assert_formats and name in ("date", "date-time") else ""
+
+
+def _unsafe_pattern(pattern: Any) -> str:
+    """Return why XGrammar cannot write the texts of a pattern as JSON; empty if it can.
+
+    XGrammar removes the characters that need an escape from classes such as ``[ -~]`` and ``.``,
+    but not from a class of only one character.
+    """
+    if not isinstance(pattern, str):
+        return ""
+    for match in _PIECE.finditer(pattern):
+        inner = match if match["set"] is None else _PIECE.fullmatch(match["set"])
+        if inner is not None and _needs_escape(inner):
+            return f"XGrammar would write the character {match[0]!r} of a pattern without an escape"
+    return ""
+
+
+def _needs_escape(match: re.Match[str]) -> bool:
+    if match["control"]:
+        return True
+    if match["code"]:
+        code = int(match["code"], 16)
+    elif match["escape"]:
+        if match["escape"] in _CONTROL_LETTERS:
+            return True
+        code = ord(match["escape"])
+    else:
+        code = ord(match["character"] or " ")
+    return code < 0x20 or chr(code) in '"\\'
