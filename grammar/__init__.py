@@ -6,6 +6,7 @@ from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.grammar.compile.service import GrammarService
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
 from graft.grammar.errors import (
+    GrammarBackendError,
     GrammarError,
     GrammarUnavailableError,
     GuideError,
@@ -34,6 +35,7 @@ __all__ = [
     "LLGuidanceBackend",
     "Marker",
     "Matcher",
+    "GrammarBackendError",
     "MatcherError",
     "Reason",
     "Route",

@@ -8,11 +8,13 @@ from graft.cudagraph.errors import GraftError
 from graft.native.children.errors import Refusal
 
 __all__ = [
+    "GrammarBackendError",
     "GrammarError",
     "GrammarUnavailableError",
     "GuideError",
     "MatcherError",
     "clean_message",
+    "describe",
 ]
 
 _MAX_MESSAGE = 500
@@ -33,6 +35,20 @@ class GrammarError(GraftError, Refusal):
     In an engine, the error ends only the requests that use the grammar. If a function raises the
     error in a child process, the error is raised again in the parent process (see `Refusal`).
     """
+
+
+class GrammarBackendError(GrammarError):
+    """A grammar backend failed with an unexpected exception, which is the `__cause__`.
+
+    The grammar itself may be valid.
+    """
+
+    @classmethod
+    def of(cls, subject: str, cause: BaseException) -> GrammarBackendError:
+        """Return the error for an exception. `subject` begins the message."""
+        error = cls(f"{subject}: {describe(cause)}")
+        error.__cause__ = cause
+        return error
 
 
 class GrammarUnavailableError(GrammarError):
@@ -56,6 +72,12 @@ class GuideError(GraftError):
     For example, replays were published out of order, one matcher was used for two requests, or the
     decoder is closed.
     """
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception of user code as one line: its type, and its message if it has one."""
+    message = clean_message(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def clean_message(error: BaseException | str) -> str:

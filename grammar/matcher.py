@@ -150,7 +150,11 @@ class Matcher(ABC):
     claimed
         Whether a request of a guided decoder uses the matcher. If `claimed` is True, no other code
         may use the matcher.
+    failure
+        Exception that a method raised when the native worker called it; None if there was none.
     """
+
+    failure: BaseException | None = None
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
         self.compiled = compiled

@@ -31,8 +31,21 @@ GRAMMAR_OPTIONS = {
 #: All keys of a row that concern its grammar. The last two apply to every grammar.
 GRAMMAR_KEYS = (*GRAMMARS, *GRAMMAR_OPTIONS, "after", "backend")
 BACKEND_CHOICES = ("auto", "xgrammar", "llguidance")
+BACKEND_METAVAR = "{auto,xgrammar,llguidance,MODULE:NAME}"
+BACKEND_HELP = (
+    "grammar backend (default auto: selected for each grammar), or the import name of a function "
+    "that returns an own backend for a vocabulary"
+)
 _FILE_KEYS = ("schema", "ebnf", "lark", "structural_tag")
 _TAG_KEYS = {"tags", "triggers", "at_least_one", "at_once"}
+
+
+def parse_backend(text: str) -> str:
+    """Parse the value of ``--backend``: the name of a backend, or the import name of a factory."""
+    if text not in BACKEND_CHOICES and ":" not in text:
+        choices = ", ".join(BACKEND_CHOICES)
+        raise argparse.ArgumentTypeError(f"must be one of {choices} or MODULE:NAME, got {text!r}")
+    return text
 
 
 def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +60,10 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--backend",
-        choices=BACKEND_CHOICES,
+        type=parse_backend,
+        metavar=BACKEND_METAVAR,
         default="auto",
-        help="grammar backend (default auto: selected for each grammar)",
+        help=BACKEND_HELP,
     )
     group.add_argument(
         "--key-order",
@@ -150,7 +164,8 @@ def read_grammar(options: argparse.Namespace) -> dict[str, Any]:
     if options.partial and "schema" not in defined and options.prompts is None:
         raise OptionError("--partial requires --schema")
     try:
-        make_grammar(fields, options.partial)
+        # An own backend checks the grammar when it compiles the grammar.
+        make_grammar(fields, options.partial, check=":" not in options.backend)
     except (GrammarError, OptionError) as error:
         arguments = []
         for key in (*defined, "after", *GRAMMAR_OPTIONS):
@@ -221,10 +236,10 @@ def make_grammar(
         "structural_tag": functools.partial(_read_structural_tag, check=check, **options),
     }
     spec = constructors[key](fields[key])
-    if check:
-        spec.check()
     if backend in ("xgrammar", "llguidance"):
         spec = replace(spec, backend=backend)
+    if check:
+        spec.check()
     return spec if marker is None else spec.after(marker, required=True)
 
 

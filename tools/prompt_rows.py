@@ -162,7 +162,9 @@ def read_requests(options: argparse.Namespace) -> list[PromptRow]:
             _check_id(row_id, lines)
             template = _template_fields({"raw": options.raw} | row)
             grammar_fields = _grammar_fields(row, grammar)
-            spec = grammars.make_grammar(grammar_fields, options.partial)
+            spec = grammars.make_grammar(
+                grammar_fields, options.partial, check=":" not in options.backend
+            )
         except (GrammarError, OptionError) as error:
             has_unique_id = isinstance(row_id, str) and row_id not in lines
             request_id = row_id if has_unique_id else next(free_ids)

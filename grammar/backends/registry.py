@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.grammar.backends import llguidance, xgrammar
 from graft.grammar.backends.usable import require_usable
+from graft.grammar.errors import describe
 from graft.grammar.matcher import GrammarBackend
 from graft.grammar.resolve import resolve_spec, select_backend
 from graft.grammar.spec import Spec
@@ -29,8 +32,8 @@ def make_backend(
     Parameters
     ----------
     choice
-        Name of a backend, or a factory, that is, a function that creates a backend for a
-        vocabulary.
+        Name of a backend, a factory, that is, a function that creates a backend for a vocabulary,
+        or the import name ``module:attribute`` of a factory.
     vocabulary
         Vocabulary of the backend.
 
@@ -41,13 +44,14 @@ def make_backend(
         or the factory raised an exception that is not a `GraftError` or did not return a
         `GrammarBackend`.
     """
-    if callable(choice):
+    if callable(choice) or ":" in choice:
         try:
-            backend = choice(vocabulary)
+            factory = choice if callable(choice) else _import_attribute(choice)
+            backend = factory(vocabulary)
         except GraftError:
             raise
-        except Exception as error:  # the factory is user code and may raise anything
-            raise OptionError(f"grammar_backend {choice!r}: {error}") from error
+        except Exception as error:  # user code: importing or calling it may raise anything
+            raise OptionError(f"grammar_backend {choice!r}: {describe(error)}") from error
         if not isinstance(backend, GrammarBackend):
             raise OptionError(
                 f"grammar_backend: the factory returned {type(backend).__name__}, which is not a "
@@ -55,8 +59,17 @@ def make_backend(
             )
         return backend
     if choice not in BACKENDS:
-        raise OptionError(f"grammar_backend must be one of {tuple(BACKENDS)}, got {choice!r}")
+        raise OptionError(
+            f"grammar_backend must be one of {tuple(BACKENDS)} or 'module:attribute', "
+            f"got {choice!r}"
+        )
     return BACKENDS[choice](vocabulary)
+
+
+def _import_attribute(name: str) -> Any:
+    """Return the attribute with the import name ``module:attribute``."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def _missing_members(backend: object) -> list[str]:

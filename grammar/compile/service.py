@@ -22,7 +22,7 @@ from graft.grammar.backends.base import AutomatonBackend, BoundedBackend
 from graft.grammar.backends.registry import BACKENDS, make_backend
 from graft.grammar.backends.usable import unusable_reason, usable_backends, warn_if_unusable
 from graft.grammar.compile.cache import CACHE_BYTES, GrammarCache, Outcome
-from graft.grammar.errors import GrammarError, clean_message
+from graft.grammar.errors import GrammarBackendError, GrammarError, clean_message
 from graft.grammar.matcher import CompiledGrammar, GrammarBackend
 from graft.grammar.processes import POOL, call_error
 from graft.grammar.resolve import select_backend
@@ -233,7 +233,7 @@ class GrammarService:
                 raise OptionError(
                     f"compile service: {name} is {short_repr(value)}, must be a positive number"
                 )
-        self._choice = choice if isinstance(choice, str) else ""
+        self._choice = choice if choice in ("auto", *BACKENDS) else ""
         self._shared = _get_shared_backends(
             vocabulary,
             choice,
@@ -360,9 +360,7 @@ class GrammarService:
             )
         except BaseException as error:
             # Requests wait for the future, so the future must be completed after any exception.
-            failure = GrammarError(f"{kind}: {type(error).__name__}: {clean_message(error)}")
-            failure.__cause__ = error
-            self._finish(job, failure, "failed", keep=False)
+            self._finish(job, GrammarBackendError.of(kind, error), "failed", keep=False)
         else:
             self._finish(job, compiled, "compiled")
             if self._late_automata:

@@ -153,8 +153,9 @@ class Options:
         drafts that are sufficiently likely (`Request.relaxed`). `Output.exact` tells whether
         such a draft was accepted.
     grammar_backend
-        Grammar backend for grammars that do not name one: "auto", "xgrammar", "llguidance", or a
-        function that takes a `Vocabulary` and returns a `GrammarBackend`. "auto" chooses a backend
+        Grammar backend for grammars that do not name one: "auto", "xgrammar", "llguidance", a
+        function that takes a `Vocabulary` and returns a `GrammarBackend`, or the import name
+        "module:attribute" of such a function. "auto" chooses a backend
         that enforces every keyword of a JSON schema, possibly after rewriting it, and otherwise
         rejects the schema.
     grammar_transport
@@ -263,8 +264,13 @@ class Options:
         if not isinstance(self.limits, Limits):
             raise _error("limits", "a Limits", self.limits)
         backends = ("auto", *BACKENDS)
-        if not callable(self.grammar_backend) and self.grammar_backend not in backends:
-            expected = f"one of {', '.join(backends)}, or a function that returns a GrammarBackend"
+        backend = self.grammar_backend
+        is_import_name = isinstance(backend, str) and ":" in backend
+        if not (callable(backend) or is_import_name or backend in backends):
+            expected = (
+                f"one of {', '.join(backends)}, a function that returns a GrammarBackend, or the "
+                "import name 'module:attribute' of such a function"
+            )
             raise _error("grammar_backend", expected, self.grammar_backend)
         if self.draft_masking not in ("fill", "auto") and not self.mask_drafts:
             raise OptionError(f"draft_masking={self.draft_masking!r} requires mask_drafts=True")

@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from graft.cudagraph.errors import GraftError
-from graft.grammar.errors import MatcherError
+from graft.grammar.errors import GrammarBackendError, MatcherError, describe
 from graft.grammar.matcher import CompiledGrammar
 from graft.models.engine.interrupt import Shield
 from graft.models.engine.replay import Replays, RowResult
@@ -330,8 +330,10 @@ class Scheduler:
             if state.matcher is None:
                 state.matcher = state.make_matcher()
         except Exception as error:  # a grammar backend may raise anything
-            reason = "error" if state.output.tokens else "refused"
-            self.end(state, reason, error)
+            if not isinstance(error, GraftError):
+                error = GrammarBackendError.of("matcher", error)
+            failed = state.output.tokens or isinstance(error, GrammarBackendError)
+            self.end(state, "error" if failed else "refused", error)
             return True
         if self._join(state):
             return True
@@ -537,7 +539,9 @@ class Scheduler:
         # The worker's error of a promoted request is that of an earlier request of the slot, or of
         # a round before the promotion.
         if grammar_error and not self.modes.is_promoted(state):
-            return MatcherError(grammar_error)
+            found = MatcherError(grammar_error)
+            found.__cause__ = state.matcher.failure
+            return found
         return GraftError(f"{invalid_logits}, or the grammar rejected a verified token")
 
     def wait_idle(self, shield: Shield) -> None:
@@ -631,13 +635,19 @@ class Scheduler:
         """Post the last event of a request, which contains its output."""
         output.total_s = total_s
         if error is not None:
-            output.error = str(error)
+            output.error = str(error) if isinstance(error, GraftError) else describe(error)
             output.error_type = type(error).__name__
+            cause: BaseException | None = None  # exception of user code, whose traceback is logged
+            if not isinstance(error, GraftError):
+                cause = error
+            elif isinstance(error, GrammarBackendError | MatcherError):
+                cause = error.__cause__
             LOG.warning(
                 "request %s %s: %s",
                 output.id,
                 output.reason,
                 output.error,
+                exc_info=cause,
             )
         self.outbox.post(submission, _make_event(output, tokens, text, finished=True))
 

@@ -24,6 +24,9 @@ namespace {
 
 constexpr size_t kMaxTokenLength = 4095;
 constexpr int kMaxNesting = 500;
+// Maximum number of expressions that are visited per allowed state of the nondeterministic
+// automaton.
+constexpr int64_t kWorkPerState = 8;
 // Upper bound of the elementary steps of a determinization, so that it ends within about 50 ms.
 constexpr int64_t kMaxWork = 10'000'000;
 
@@ -228,6 +231,10 @@ class Nfa {
 
   // Adds an expression that begins at state `from` and returns the state at its end.
   int32_t emit(int32_t index, int32_t from) {
+    // A repetition of the empty text adds no states, however often it is repeated.
+    if (++work_ > kWorkPerState * max_states_) {
+      throw std::length_error("automaton: expression is too large");
+    }
     const Expression& node = nodes_[at(index)];
     switch (node.op) {
       case Op::kSet:
@@ -293,6 +300,7 @@ class Nfa {
 
   const std::vector<Expression>& nodes_;
   int32_t max_states_;
+  int64_t work_ = 0;  // number of calls of emit()
 };
 
 struct SetHash {

@@ -337,9 +337,14 @@ def test_lower_refuses_grammar_without_known_automaton(name):
         lower(resolve_spec(NOT_REGULAR[name], "llguidance"))
 
 
-@pytest.mark.parametrize("pattern", ["[ab]*a[ab]{13}", "((a{60}){60}){60}"])
+@pytest.mark.parametrize(
+    "pattern", ["[ab]*a[ab]{13}", "((a{60}){60}){60}", "(?:(?:(?:){4096}){350}){350}"]
+)
 def test_automaton_larger_than_limit_is_not_compiled(pattern):
-    """The first automaton would have 16,384 states; the second would have 216,000."""
+    """The first automaton would have 16,384 states; the second would have 216,000.
+
+    The third would have one state after 500 million repetitions of the empty text.
+    """
     spec = GrammarSpec.regex(pattern)
     with pytest.raises(ValueError, match=r"has more than 2048 states|is too large"):
         _native.guide.compile_automaton(lower(spec), MAX_STATES)

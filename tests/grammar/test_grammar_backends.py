@@ -186,6 +186,21 @@ def test_make_backend_and_vocabulary_reject_unknown_names():
         byte_vocabulary(names={"<x>": 270})
 
 
+def test_make_backend_imports_factory_by_name():
+    backend = make_backend("own_backend:OwnBackend", byte_vocabulary())
+    assert type(backend).__name__ == "OwnBackend" and fits(backend, GrammarSpec.regex("a+"), "aa")
+    for name, message in (
+        ("own_backend:missing", r"'own_backend:missing': AttributeError: .*missing"),
+        ("no_module:x", "'no_module:x': ModuleNotFoundError: .*no_module"),
+        ("own_backend:fail", "'own_backend:fail': NotImplementedError$"),
+        ("own_backend:__name__", "TypeError: 'str' object is not callable"),
+        ("os:fspath", "TypeError"),
+    ):
+        with pytest.raises(OptionError, match=message) as caught:
+            make_backend(name, byte_vocabulary())
+        assert caught.value.__cause__ is not None  # has the traceback
+
+
 def test_lark_special_tokens_must_be_in_vocabulary():
     for names in ({"</think>": THINK}, {}):
         backend = make_backend("llguidance", byte_vocabulary(names=names))

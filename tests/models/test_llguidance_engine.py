@@ -12,6 +12,7 @@ from graft.cudagraph.errors import OptionError
 from graft.grammar import GrammarSpec, StructuralTag
 from graft.grammar.backends.base import ending_ids
 from graft.models.request import Request
+from graft.tools.serve.errors import ApiError, check_output
 from graft.tools.validity import is_valid
 
 
@@ -132,10 +133,37 @@ def test_python_grammar_backend_serves_requests(transport, threads, budget_us):
         assert output.finished and output.text.isdigit() and len(output.text) == length
 
 
+def test_failures_of_own_backend_are_errors_with_traceback(caplog):
+    """A failure is not called a refusal. The log has its traceback, also without a message."""
+    patterns = ("compile+", "fill+", "[0-9]{3}", "refused+")
+    requests = [Request(prompt="?", grammar=GrammarSpec.regex(p)) for p in patterns]
+    with demo_engine(max_batch_size=4, grammar_backend="own_backend:UnfinishedBackend") as engine:
+        compiled, filled, served, refused = engine.generate(requests)
+    assert served.finished and served.text.isdigit()
+    assert (refused.reason, refused.error) == ("refused", "regex: not this one")
+    for output, line in ((compiled, "in compile"), (filled, "in fail_to_fill")):
+        assert output.reason == "error" and output.error == "regex: NotImplementedError"
+        assert output.error_type == "GrammarBackendError"
+        records = [r for r in caplog.records if f"request {output.id} " in r.getMessage()]
+        assert len(records) == 1 and line in caplog.text
+    with pytest.raises(ApiError) as caught:
+        check_output(filled)
+    assert caught.value.status == 500
+
+
+def test_failure_of_matcher_during_generation_keeps_traceback(caplog):
+    request = Request(prompt="Digits.", grammar=GrammarSpec.regex("[0-9]{13}"))
+    with demo_engine(max_batch_size=4, grammar_backend=PythonBackend) as engine:
+        [output] = engine.generate([request])
+    assert output.error == "LookupError: failed on purpose"
+    assert 'raise LookupError("failed on purpose")' in caplog.text
+
+
 def test_engine_rejects_unknown_grammar_backend():
     """Unknown backend names, and functions that return no GrammarBackend, are rejected."""
     for choice, message in (
         ("guidance", "guidance"),
+        ("no_module:x", "ModuleNotFoundError"),
         (lambda v: v, "it has no `name`.*and no method `matcher`"),
     ):
         with pytest.raises(OptionError, match=message):

@@ -367,6 +367,16 @@ def test_json_options_apply_to_grammars_of_rows(
     assert parse_rows(plain | options)[0].request.grammar == expected
 
 
+def test_own_grammar_backend_serves_command_line(capsys):
+    arguments = ("--prompt", "Code?", "--regex", "[A-Z]{2}", "--backend")
+    report = run_json(capsys, *arguments, "own_backend:OwnBackend")
+    assert re.fullmatch("[A-Z]{2}", report["outputs"][0]["text"])
+    assert report["options"]["grammar_backend"] == "own_backend:OwnBackend"
+    with pytest.raises(SystemExit):
+        run_json(capsys, *arguments, "outlines")
+    assert "must be one of auto, xgrammar, llguidance or MODULE:NAME" in capsys.readouterr().err
+
+
 def test_prompt_row_selects_grammar_backend(parse_rows):
     schema, lark, regex = [
         one.request.grammar

@@ -21,7 +21,7 @@ from graft.models.request import Limits
 from graft.sampling.checks import short_repr
 from graft.sampling.params import VERIFY_MODES
 from graft.tools import generate
-from graft.tools.grammar_options import BACKEND_CHOICES, read_text
+from graft.tools.grammar_options import BACKEND_HELP, BACKEND_METAVAR, parse_backend, read_text
 from graft.tools.serve.reasoning import REASONING_PARSERS
 from graft.tools.serve.tool_formats import TOOL_FORMATS
 
@@ -40,9 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generate.add_model_arguments(parser)
     parser.add_argument(
         "--backend",
-        choices=BACKEND_CHOICES,
+        type=parse_backend,
+        metavar=BACKEND_METAVAR,
         default="auto",
-        help="grammar backend (default auto: selected for each grammar)",
+        help=BACKEND_HELP,
     )
     parser.add_argument(
         "--verify",

@@ -12,6 +12,7 @@ from graft.models.request import Output
 _STATUS = {
     "QueueFullError": 429,
     "EngineError": 503,
+    "GrammarBackendError": 500,
     "GrammarUnavailableError": 503,
     "TemplateUnavailableError": 503,
     "MatcherError": 400,
