@@ -52,9 +52,8 @@ class Tokenizer:
     special_names
         Names of the special tokens, such as ``<s>``. `decode` omits these tokens by default.
     stop_ids
-        Ids that end the output. They are read from ``generation_config.json``, or from
-        ``config.json`` if the first file has none. If neither file has stop ids, the tokenizer's
-        end-of-sequence token is used.
+        Ids that end the output: those in ``generation_config.json`` and ``config.json``, and the
+        tokenizer's end-of-sequence token.
 
     Raises
     ------
@@ -273,23 +272,29 @@ class Tokenizer:
         return self._ids[token]
 
     def _stop_ids(self, vocab_size: int) -> tuple[int, ...]:
+        """Return the stop ids of all files.
+
+        The files of many checkpoints differ. For example, ``config.json`` has the end of a text,
+        and ``generation_config.json`` the end of a message.
+        """
+        ids: list[int] = []
         for file in ("generation_config.json", "config.json"):
             fields = _read_optional(self.path / file)
             try:
-                ids = fields.integers("eos_token_id")
+                found = fields.integers("eos_token_id") or ()
             except ConfigError as error:
                 raise TokenizerError(str(error)) from error
-            if not ids:
-                continue
-            for i in ids:
-                if not 0 <= i < vocab_size:
+            for token in found:
+                if not 0 <= token < vocab_size:
                     raise TokenizerError(
-                        f"{fields.where}: eos_token_id {i} is outside the model's vocabulary of "
-                        f"{vocab_size}"
+                        f"{fields.where}: eos_token_id {token} is outside the model's vocabulary "
+                        f"of {vocab_size}"
                     )
-            return tuple(dict.fromkeys(ids))
+            ids += found
         eos = self._special["eos_token"]
-        return () if eos is None else (self._id_of("eos_token", eos),)
+        if eos is not None:
+            ids.append(self._id_of("eos_token", eos))
+        return tuple(dict.fromkeys(ids))
 
     def _chat_templates(self) -> dict[str, str]:
         """Return the sources of the checkpoint's chat templates by name.

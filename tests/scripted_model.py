@@ -73,7 +73,6 @@ def write_scripted_model(
     added: dict[str, bool] | None = None,
     stops: tuple[str, ...] = ("<eos>",),
     chat_template: str = CHAT_TEMPLATE,
-    generation_stops: tuple[str, ...] | None = None,
     max_length: int = 1024,
 ) -> Path:
     """Write a checkpoint folder and return it.
@@ -85,11 +84,11 @@ def write_scripted_model(
     added
         Added tokens by name, and whether the tokenizer marks them as special.
     stops
-        Names of the stop tokens, which are special. The first one is the tokenizer's EOS token.
+        Names of the stop tokens, which are special. As in many checkpoints, they are in several
+        files: the first one is the tokenizer's EOS token, the second one is in
+        generation_config.json, and the others are in config.json.
     chat_template
         The chat template. Its last token should be ``<|assistant|>`` or ``<think>``.
-    generation_stops
-        Names of the stop tokens in generation_config.json; all stop tokens if None.
     """
     assert len(scripts) <= _MAX_SCRIPTS
     special = {name: True for name in (*stops, *_ROLES)}
@@ -146,20 +145,28 @@ def write_scripted_model(
     write_json(
         folder / "tokenizer_config.json", {"eos_token": stops[0], "chat_template": chat_template}
     )
-    stop_ids = [token_id(stop) for stop in (generation_stops or stops)]
-    write_json(folder / "generation_config.json", {"eos_token_id": stop_ids})
+    _, *other_stops = map(token_id, stops)
+    if other_stops:
+        write_json(folder / "generation_config.json", {"eos_token_id": other_stops[0]})
     config, tensors = _weights(vocab_size, selectors, transitions, ranks)
-    config |= {"eos_token_id": stop_ids[0], "max_position_embeddings": max_length}
+    config |= {"eos_token_id": other_stops[1:], "max_position_embeddings": max_length}
     write_json(folder / "config.json", config)
     save_file(tensors, str(folder / "model.safetensors"))
     return folder
 
 
-def _cut(text: str, single: tuple[str, ...], used: set[bytes]) -> list[str | bytes]:
-    """Cut a text into names of added tokens and pieces that are not in `used`; add the pieces."""
+def _cut(
+    text: str, single: tuple[str, ...], used: set[bytes], bounded: bool = True
+) -> list[str | bytes]:
+    """Cut a text into names of added tokens and pieces that are not in `used`; add the pieces.
+
+    If `bounded`, a piece ends where an added token begins, so that the token is not spelled. If no
+    cut is found, the text is cut without this rule.
+    """
     parts: list[str | bytes] = []
     data = text.encode()
     seen: set[str] = set()
+    known = set(used)
     at = 0
     while at < len(data):
         name = next((n for n in single if data.startswith(n.encode(), at) and n not in seen), None)
@@ -168,20 +175,22 @@ def _cut(text: str, single: tuple[str, ...], used: set[bytes]) -> list[str | byt
             parts.append(name)
             at += len(name.encode())
             continue
-        names = (data.find(n.encode(), at) for n in single if n not in seen)
+        names = (data.find(n.encode(), at) for n in single if bounded and n not in seen)
         limit = min((found for found in names if found >= 0), default=len(data))
         end = at + 1
-        while data[at:end] in used and end < limit:
+        while data[at:end] in known and end < limit:
             end += 1
         piece = data[at:end]
-        while piece in used:  # join it with the piece before it
-            assert parts and isinstance(parts[-1], bytes), f"{text!r} occurs in another script"
-            before = parts.pop()
-            assert isinstance(before, bytes)
+        while piece in known:  # join it with the piece before it
+            before = parts.pop() if parts else ""
+            if isinstance(before, str):
+                assert bounded, f"{text!r} occurs in another script"
+                return _cut(text, single, used, bounded=False)
             piece = before + piece
-        used.add(piece)
+        known.add(piece)
         parts.append(piece)
         at = end
+    used |= known
     return parts
 
 

@@ -36,15 +36,17 @@ def test_tokenizer_decode_omits_special_tokens_by_default(tokenizer):
     assert tokenizer.decode(ids, special=True) == "<bos>hi<eos>"
 
 
-def test_tokenizer_stop_ids_precedence(folder):
-    """The stop ids are read from the first file that contains any.
-
-    The order is generation_config.json, config.json, tokenizer_config.json.
-    """
+def test_tokenizer_stop_ids_are_those_of_all_files(folder):
+    """The stop ids of both configs and the tokenizer's EOS token end an output, each once."""
     write_json(folder / "config.json", {"vocab_size": 320, "eos_token_id": 5})
-    assert Tokenizer(folder).stop_ids == (5,)
-    write_json(folder / "generation_config.json", {"eos_token_id": [7, 9, 7]})
-    assert Tokenizer(folder).stop_ids == (7, 9)
+    assert Tokenizer(folder).stop_ids == (5, 0)
+    write_json(folder / "generation_config.json", {"eos_token_id": [7, 5, 7, 9]})
+    assert Tokenizer(folder).stop_ids == (7, 5, 9, 0)
+    edit_json(folder / "tokenizer_config.json", eos_token=None)
+    assert Tokenizer(folder).stop_ids == (7, 5, 9)
+    write_json(folder / "config.json", {"vocab_size": 320})
+    (folder / "generation_config.json").unlink()
+    assert Tokenizer(folder).stop_ids == ()
 
 
 def test_tokenizer_accepts_larger_model_vocabulary(folder):
@@ -58,6 +60,7 @@ INVALID_FILES = [
     *(("tokenizer.json", text, r"tokenizer\.json") for text in ("", "{}", "[1]", '{"model": 3}')),
     ("tokenizer.json", None, "missing"),
     ("config.json", '{"vocab_size": 200}', "vocabulary of 200"),
+    ("config.json", '{"vocab_size": 320, "eos_token_id": 320}', "eos_token_id 320 is outside"),
     *(
         ("generation_config.json", f'{{"eos_token_id": {ids}}}', "eos_token_id")
         for ids in ("300", "-1", "[0, 999]", '"0"', "[null]")
