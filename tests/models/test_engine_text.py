@@ -87,6 +87,8 @@ def cases():
         add(start, grammars[index % 2])
         text = SCRIPT.output(start)[2]
         add(start, GrammarSpec.choice([text, f"{text}x"]))  # most tokens are forced
+    # The text is held back for many rounds, because it may be the beginning of a stop string.
+    add(1, stop=[f"{TEXT[6:60]}x"])
     for stop in (["👧"], ["мир!", "\u200d👦"], ["🇺🇦 "], ["\ufffd"], ["終x", "नमस्"]):
         add(1, stop=stop)
         add(starts[1], grammars[0], stop=stop, logprobs=0)
@@ -128,9 +130,12 @@ def copy(migrated):
 
 
 def disturb(engines, rng):
-    """Preempt a request, or migrate one to the next engine."""
+    """Preempt a request, or migrate one to the next engine. Prefer running requests."""
     index = rng.randrange(len(engines))
-    unfinished = list(engines[index]._scheduler.unfinished)
+    scheduler = engines[index]._scheduler
+    unfinished = list(scheduler.unfinished)
+    if rng.random() < 0.8:
+        unfinished = [state.id for state in scheduler.slots.running.values()]
     if not unfinished:
         return
     request_id = rng.choice(unfinished)
