@@ -28,9 +28,17 @@ class Grammar:
         Lark grammar to compile instead of the schema.
     spec
         Specification to compile instead of the schema.
+    backend
+        Backend; by default, one with a vocabulary of single bytes.
     """
 
-    def __init__(self, schema: Any = None, rules: str = "", spec: GrammarSpec | None = None):
+    def __init__(
+        self,
+        schema: Any = None,
+        rules: str = "",
+        spec: GrammarSpec | None = None,
+        backend: LLGuidanceBackend | None = None,
+    ):
         text = json.dumps(schema)
         unchanged = GrammarSpec(
             "json_schema",
@@ -40,12 +48,12 @@ class Grammar:
             source=text,
             rules=rules,
         )
-        self._compiled = _backend().compile(spec or unchanged)
+        self._compiled = (backend or _backend()).compile(spec or unchanged)
 
     @classmethod
-    def routed(cls, found: Route) -> Grammar:
+    def routed(cls, found: Route, backend: LLGuidanceBackend | None = None) -> Grammar:
         """Return the grammar that a route compiles."""
-        return cls(found.schema, found.rules)
+        return cls(found.schema, found.rules, backend=backend)
 
     def matcher(self) -> Matcher:
         """Return a matcher at the start of the grammar."""

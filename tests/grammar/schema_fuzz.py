@@ -18,14 +18,15 @@ import decimal
 import itertools
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jsonschema
-from guide_util import STOP
+from guide_util import BYTES
 from router_util import Grammar
 
-from graft.grammar import GrammarError, Matcher, Route
+from graft.grammar import GrammarError, LLGuidanceBackend, Matcher, Vocabulary
 from graft.grammar.schema.router import route
 
 __all__ = ["Outcome", "check_random_schema", "judge", "random_schema", "walk"]
@@ -60,6 +61,10 @@ TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
 
 _EXACT = decimal.Context(prec=400, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
 _MAX_BYTES = 300  # maximum length of a generated text
+_MAX_LEGAL = 600  # maximum number of legal tokens that a walk chooses from
+#: First bytes of the tokens that end strings, objects and arrays, and of likely tokens.
+_CLOSING = (b'"', b"}", b"]")
+_LIKELY = [bytes([byte]) for byte in b'abidAu0014\\"n/.-5e ,:\n' + "é日".encode()]
 _MAX_ORDERS = 720  # maximum number of orders in which the names of a value are written
 
 
@@ -81,7 +86,7 @@ class Outcome(NamedTuple):
     """
 
     status: str
-    problems: list[str]
+    problems: list[str] = []  # noqa: RUF012
     texts: int = 0
     values: tuple[int, int] = (0, 0)
     excused: int = 0
@@ -255,6 +260,53 @@ def random_schema(rng: random.Random) -> Any:
     return _Generator(rng).document()
 
 
+def in_draft(schema: Any, draft: int) -> Any:
+    """Return a schema of draft 2020-12 in the keywords of draft 4 or 7.
+
+    Keywords that the older draft lacks and that have no equivalent are left out.
+    """
+    older = _older(schema, draft)
+    return {"$schema": f"http://json-schema.org/draft-0{draft}/schema#", **older}
+
+
+def _older(schema: Any, draft: int) -> Any:
+    if isinstance(schema, bool):
+        return schema if draft > 4 else ({} if schema else {"not": {}})
+    new: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword == "$ref":
+            new["$ref"] = value.replace("$defs", "definitions")
+        elif keyword in ("properties", "patternProperties", "$defs", "dependentSchemas"):
+            parts = {name: _older(part, draft) for name, part in value.items()}
+            name = {"$defs": "definitions", "dependentSchemas": "dependencies"}.get(keyword)
+            new[name or keyword] = parts
+        elif keyword == "dependentRequired":
+            new["dependencies"] = value  # replaced if dependentSchemas follows
+        elif keyword in ("anyOf", "oneOf", "allOf"):
+            new[keyword] = [_older(part, draft) for part in value]
+        elif keyword == "prefixItems":
+            new["items"] = [_older(part, draft) for part in value]
+        elif keyword == "items" and "prefixItems" in schema:
+            new["additionalItems"] = _older(value, draft)
+        elif keyword in ("not", "items", "additionalProperties"):
+            new[keyword] = _older(value, draft)
+            if keyword == "additionalProperties" and isinstance(value, bool):
+                new[keyword] = value
+        elif keyword == "format" and value != "ipv4":
+            continue  # jsonschema knows few formats of older drafts
+        elif draft == 4 and keyword == "const":
+            new["enum"] = [value]
+        elif draft == 4 and keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+            new["m" + keyword[10:]] = value
+            new[keyword] = True
+        elif keyword in ("if", "then", "else", "contains", "propertyNames"):
+            if draft > 4:
+                new[keyword] = _older(value, draft)
+        else:
+            new[keyword] = value
+    return new
+
+
 # Decisions of jsonschema --------------------------------------------------------------------------
 
 
@@ -272,7 +324,7 @@ def parse(text: str) -> Any:
 
 def judge(schema: Any) -> Callable[[Any], bool]:
     """Return a function that returns whether jsonschema accepts a value of `parse`."""
-    cls = jsonschema.Draft202012Validator
+    cls = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
     document = _for_python(parse(json.dumps(schema)))
     validator = cls(document, format_checker=cls.FORMAT_CHECKER)
 
@@ -330,9 +382,7 @@ class DeadEnd(Exception):
     """Raised by `walk` in a state without a legal token."""
 
 
-def walk(
-    matcher: Matcher, tokens: list[bytes], stops: list[int], rng: random.Random
-) -> bytes | None:
+def walk(matcher: Matcher, vocabulary: Vocabulary, rng: random.Random) -> bytes | None:
     """Generate a random text of a grammar.
 
     The walk prefers tokens that end strings, objects and arrays, and more so in long texts.
@@ -348,14 +398,17 @@ def walk(
         No token is legal.
     """
     out = b""
-    interesting = set(b'abidAu0014\\"n/.-5e ,:\n') | set("é日".encode())
+    tokens, stops = vocabulary.tokens, vocabulary.stop_ids
     while len(out) < _MAX_BYTES:
         legal = matcher.legal().tolist()
         if not legal:
             raise DeadEnd(out.decode("utf-8", "replace"))
+        if len(legal) > _MAX_LEGAL:
+            short = [token for token in legal[:_MAX_LEGAL] if len(tokens[token]) < 2]
+            legal = [*rng.sample(legal, _MAX_LEGAL), *short]
         ending = [token for token in legal if token in stops]
-        closing = ending or [token for token in legal if tokens[token][:1] in (b'"', b"}", b"]")]
-        likely = [token for token in legal if len(tokens[token]) > 1 or token in interesting]
+        closing = ending or [token for token in legal if tokens[token][:1] in _CLOSING]
+        likely = [token for token in legal if tokens[token][:1] in _LIKELY]
         token = rng.choice(likely or legal)
         if closing and rng.random() < 0.25 + len(out) / 60:
             token = rng.choice(closing)
@@ -486,6 +539,26 @@ def spellings(value: Any) -> Iterator[str]:
     yield _written(value, 0, 1)
 
 
+def escaped(text: str) -> str:
+    r"""Return a JSON text in which letters and digits inside strings are ``\\u`` escapes."""
+
+    def escape(match: re.Match[str]) -> str:
+        characters = re.findall(r"\\.|[^\\]", match[0])
+        return "".join(f"\\u{ord(c):04x}" if c.isalnum() else c for c in characters)
+
+    return re.sub(r'"(?:\\.|[^"\\])*"', escape, text)
+
+
+def with_repeated_name(value: Any, rng: random.Random) -> str:
+    """Return the text of an object that repeats one of its names; empty for other values."""
+    if not isinstance(value, dict) or not value:
+        return ""
+    name = rng.choice(list(value))
+    again = _written(mutated(value[name], rng), 0, 0)
+    spelled = rng.choice((_quoted(name), escaped(_quoted(name))))
+    return f"{_written(value, 0, 0)[:-1]}, {spelled}: {again}}}"
+
+
 def _orders(value: Any) -> Iterator[Any]:
     """Yield the value with the names of its objects in all orders."""
     if isinstance(value, dict):
@@ -533,7 +606,7 @@ def check_random_schema(
     seed: int,
     texts: int = 6,
     values: int = 10,
-    more: Callable[[Route], tuple[Matcher, list[bytes], list[int]]] | None = None,
+    backend: LLGuidanceBackend | None = None,
 ) -> Outcome:
     """Generate a schema from a seed and check its grammar.
 
@@ -543,16 +616,19 @@ def check_random_schema(
         Seed of the schema, the texts and the values.
     texts, values
         Numbers of texts and values.
-    more
-        Returns a further matcher of the grammar with another vocabulary, its tokens and stop ids.
+    backend
+        Backend whose vocabulary one further text is generated with.
     """
     rng = random.Random(seed)
     schema = random_schema(rng)
     if leads_back(schema):
-        return Outcome("endless", [])
-    is_valid = judge(schema)
+        return Outcome("endless")
+    draft = rng.choice((2020, 2020, 2020, 7, 4))
     drawn = [random_value(schema, schema, rng) for _ in range(values)]
     drawn += [mutated(value, rng) for value in drawn]
+    if draft <= 7:
+        schema = in_draft(schema, draft)
+    is_valid = judge(schema)
     valid = [value for value in drawn if is_valid(value)]
     invalid = [value for value in drawn if not is_valid(value)]
     problems: list[str] = []
@@ -572,14 +648,13 @@ def check_random_schema(
             report(f"refused as impossible ({found.refusal()}), but {valid[0]!r} is valid")
         return Outcome("refused", problems)
     grammar = Grammar.routed(found)
-    byte_tokens = [bytes([byte]) for byte in range(256)] + [b""]
     count = 0
-    for index in range(texts):
-        matcher, tokens, stops = grammar.matcher(), byte_tokens, [STOP]
-        if more is not None and index % 2:
-            matcher, tokens, stops = more(found)
+    walks = [(grammar.matcher(), BYTES) for _ in range(texts)]
+    if backend is not None:
+        walks.append((Grammar.routed(found, backend).matcher(), backend.vocabulary))
+    for matcher, vocabulary in walks:
         try:
-            out = walk(matcher, tokens, stops, rng)
+            out = walk(matcher, vocabulary, rng)
         except DeadEnd as error:
             report(f"dead end after {error}")
             continue
@@ -602,8 +677,12 @@ def check_random_schema(
             else:
                 report(f"refuses {next(spellings(value))}")
     for value in invalid:
-        for text in spellings(value):
+        for text in (*spellings(value), escaped(next(spellings(value)))):
             if grammar.accepts(text):
                 report(f"accepts {text}")
                 break
+    for value in drawn:
+        text = with_repeated_name(value, rng)
+        if text and grammar.accepts(text) and not is_valid(parse(text)):
+            report(f"accepts {text}")
     return Outcome("exact", problems, count, (len(valid), len(invalid)), excused)

@@ -175,6 +175,47 @@ def test_union_keeps_values_that_only_python_considers_equal():
         assert grammar.accepts("0") and grammar.accepts("false")
 
 
+@pytest.mark.parametrize("draft", ["draft-04", "draft-07", "draft/2020-12"])
+def test_unique_items_are_enforced_in_each_draft(draft: str):
+    """LLGuidance ignores ``const`` in draft 4."""
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
+    found = route({"$schema": f"http://json-schema.org/{draft}/schema", **schema})
+    grammar = Grammar.routed(found)
+    assert grammar.accepts("[1, 2]") and not grammar.accepts("[1, 1]")
+
+
+def test_unique_items_next_to_prefix_items_are_refused():
+    schema = {"prefixItems": [{"type": "string"}], "items": {"enum": [1, 2]}, "uniqueItems": True}
+    [reason] = route({"type": "array", **schema}).reasons
+    assert reason.keyword == "uniqueItems"
+
+
+def test_property_names_leave_listed_properties_to_their_schema():
+    """A schema for additional properties does not apply to listed ones."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+        "additionalProperties": {"type": "integer"},
+    }
+    grammar = Grammar.routed(route({**schema, "propertyNames": {"enum": ["a", "c"]}}))
+    assert grammar.accepts('{"a": null, "c": 1}') and not grammar.accepts('{"b": null}')
+    assert not grammar.accepts('{"a": 1}') and not grammar.accepts('{"c": null}')
+    [reason] = route({**schema, "propertyNames": {"pattern": "^a"}}).reasons
+    assert reason.keyword == "propertyNames"
+
+
+def test_dollar_sign_does_not_match_before_line_feed():
+    schema = {
+        "type": "object",
+        "properties": {"a\n": {"type": "integer"}},
+        "patternProperties": {"^a$": {"type": "null"}},
+        "additionalProperties": False,
+    }
+    for key_order in ("schema", "any"):
+        grammar = Grammar.routed(route(schema, key_order=key_order))
+        assert grammar.accepts('{"a\\n": 1}') and not grammar.accepts('{"a\\n": null}')
+
+
 def test_endless_schema_is_refused():
     with pytest.raises(GrammarError, match="allows no output"):
         route({"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}})

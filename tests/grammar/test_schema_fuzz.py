@@ -3,24 +3,48 @@
 from __future__ import annotations
 
 import collections
+import gzip
+from pathlib import Path
 
 import pytest
 from schema_fuzz import check_random_schema
 
+from graft.grammar import LLGuidanceBackend, Vocabulary
+
 pytest.importorskip("llguidance")
 
 
-@pytest.mark.parametrize(
-    "first, count", [(0, 300), pytest.param(10_000, 10_000, marks=pytest.mark.full)]
-)
-def test_random_schemas_are_enforced_exactly(first: int, count: int):
-    """No output is invalid, no walk ends early, and no value is refused without a reason."""
+def check_seeds(seeds: range, backend: LLGuidanceBackend | None = None) -> None:
+    """Check the schemas of some seeds.
+
+    No output is invalid, no walk ends early, and no value is refused without a reason.
+    """
     problems = []
     statuses: collections.Counter[str] = collections.Counter()
-    for seed in range(first, first + count):
-        outcome = check_random_schema(seed)
+    for seed in seeds:
+        outcome = check_random_schema(seed, backend=backend)
         problems += outcome.problems
         statuses[outcome.status] += 1
-    print(f"seeds {first} to {first + count - 1}: {dict(statuses)}")
+    print(f"seeds {seeds.start} to {seeds.stop - 1}: {dict(statuses)}")
     assert problems == []
-    assert statuses["exact"] > 0.4 * count
+    assert statuses["exact"] > 0.6 * len(seeds) and statuses["refused"] < 0.25 * len(seeds)
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [range(300), pytest.param(range(10_000, 20_000), marks=pytest.mark.full)],
+    ids=str,
+)
+def test_random_schemas_are_enforced_exactly(seeds: range):
+    check_seeds(seeds)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["cl100k-llama3-like", "deepseek-128k"])
+def test_random_schemas_with_tokens_of_real_models(shared_data: Path, name: str):
+    tokenizers = pytest.importorskip("tokenizers")
+    text = gzip.decompress((shared_data / "tokenizers" / f"{name}.json.gz").read_bytes())
+    tokenizer = tokenizers.Tokenizer.from_str(text.decode())
+    size = tokenizer.get_vocab_size()
+    vocabulary = Vocabulary.from_tokenizer(tokenizer, size, [size - 1])
+    check_seeds(range(20_000, 20_300), LLGuidanceBackend(vocabulary))

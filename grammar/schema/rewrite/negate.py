@@ -246,7 +246,7 @@ class Negation:
         if absent:
             yield {"type": sorted(absent)}
         if "boolean" in types and len(set(by_type.get("boolean", ()))) == 1:
-            yield {"const": not by_type["boolean"][0]}
+            yield {"enum": [not by_type["boolean"][0]]}  # draft 4 has no const
         if "string" in types and "string" in by_type:
             yield {
                 "type": "string",

@@ -29,6 +29,7 @@ __all__ = ["normalize"]
 
 #: First JSON schema draft that defines each of the newer keywords.
 _SINCE = {
+    "const": 6,
     "contains": 6,
     "propertyNames": 6,
     "if": 7,

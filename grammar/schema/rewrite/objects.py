@@ -298,7 +298,7 @@ def distinct(schema: SchemaObject, values: list[Any] | None) -> list[Any] | None
     options = []
     for size in sizes:
         for items in itertools.permutations(values, size):
-            options.append({"const": list(items)})
+            options.append({"enum": [list(items)]})  # draft 4 has no const
     return options
 
 
