@@ -76,6 +76,7 @@ class Tokenizer:
         if not self._ids:
             raise TokenizerError(f"{file}: the vocabulary is empty")
         self.vocab_size = max(self._ids.values()) + 1
+        self._check_unique_ids(file)
         self._detokenizer = Detokenizer(self.backend, self.vocab_size, str(file))
         special_names = []
         for token in self.backend.get_added_tokens_decoder().values():
@@ -104,6 +105,17 @@ class Tokenizer:
         self._templates: dict[str, ChatTemplate] = {}
         for name in sources.keys() & {"default", "tool_use"}:
             self._templates[name] = ChatTemplate(sources[name], str(self.path))
+
+    def _check_unique_ids(self, file: Path) -> None:
+        """Raise `TokenizerError` if two tokens have the same id: the id would have two texts."""
+        names: dict[int, str] = {}
+        for name, token in self._ids.items():
+            other = names.setdefault(token, name)
+            if other != name:
+                raise TokenizerError(
+                    f"{file}: the tokens {short_repr(other)} and {short_repr(name)} have the same "
+                    f"id {token}"
+                )
 
     def _model_vocab_size(self) -> int:
         """Return `vocab_size` of config.json, or the size of the tokenizer's vocabulary."""

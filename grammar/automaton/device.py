@@ -77,6 +77,11 @@ class _Table:
     users: int = 0
 
 
+def _aligned(offset: int) -> int:
+    """Return the lowest multiple of the alignment of tables that is at least `offset`."""
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
 class DeviceAutomata:
     """Promotes requests and adds the kernels of their grammar steps to lanes.
 
@@ -282,7 +287,14 @@ class DeviceAutomata:
             offset = self._allocate(lane, len(data))
             if offset is None:
                 self._counts["refused"] += 1
-                LOG.warning("no memory for an automaton of %d bytes on the device", len(data))
+                if self._counts["refused"] == 1:  # the counter tells of later ones
+                    LOG.warning(
+                        "no memory for an automaton of %d bytes on the device (the option "
+                        "automaton_bytes is %d); its requests, and later ones without memory, run "
+                        "their grammar steps on the host",
+                        len(data),
+                        self._memory.nbytes,
+                    )
                 return None
             staged = self._device.pinned((len(data),), "uint8")
             staged.array[:] = data
@@ -293,32 +305,53 @@ class DeviceAutomata:
         return table
 
     def _allocate(self, lane: Lane, nbytes: int) -> int | None:
-        """Return the offset of free memory; None if too much memory is in use."""
-        if nbytes > self._memory.nbytes:  # evicting other tables would not help
+        """Return the offset of free memory; None if too much memory is in use.
+
+        Only tables that are in the way of the new one are evicted, and none if it does not fit.
+        """
+        place = self._find_place(nbytes)
+        if place is None:
             return None
-        while (offset := self._find_gap(nbytes)) is None:
-            unused = next((t for t in self._tables.values() if not t.users), None)
-            if unused is None:
-                return None
-            del self._tables[unused.grammar]
+        offset, evicted = place
+        for table in evicted:
+            del self._tables[table.grammar]
             self._counts["evicted"] += 1
             lane.kernel(
                 self._kernels["automaton_forget"],
                 1,
                 self._block,
-                [self._memory, unused.offset, self._cached],
+                [self._memory, table.offset, self._cached],
                 name="forget automaton",
             )
         return offset
 
-    def _find_gap(self, nbytes: int) -> int | None:
-        """Return the lowest offset at which `nbytes` bytes are free; None if there is none."""
-        start = 0
-        for table in sorted(self._tables.values(), key=lambda table: table.offset):
-            if start + nbytes <= table.offset:
-                return start
-            start = -(-(table.offset + table.nbytes) // _ALIGNMENT) * _ALIGNMENT
-        return start if start + nbytes <= self._memory.nbytes else None
+    def _find_place(self, nbytes: int) -> tuple[int, list[_Table]] | None:
+        """Return an offset for a new table, and the unused tables that occupy its place.
+
+        A place without tables is preferred, otherwise that whose most recently used table has been
+        unused for the longest time. Return None if tables with users occupy every place.
+        """
+        age = {table.grammar: number for number, table in enumerate(self._tables.values())}
+        tables = sorted(self._tables.values(), key=lambda table: table.offset)
+        best: tuple[int, list[_Table]] | None = None
+        best_age = len(tables)
+        starts = [0, *(_aligned(table.offset + table.nbytes) for table in tables)]
+        end = 0
+        for first, start in enumerate(starts):
+            if start + nbytes > self._memory.nbytes:
+                break
+            end = max(end, first)
+            while end < len(tables) and tables[end].offset < start + nbytes:
+                end += 1
+            occupied = tables[first:end]
+            if any(table.users for table in occupied):
+                continue
+            newest = max((age[table.grammar] for table in occupied), default=-1)
+            if newest < best_age:
+                best, best_age = (start, occupied), newest
+            if newest < 0:
+                break
+        return best
 
     # Grammar steps ------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from graft.cudagraph.errors import OptionError
+from graft.cudagraph.heap import return_free_memory
 from graft.grammar.backends.base import ending_ids, require_release
 from graft.grammar.backends.xgrammar_regex import convert_pattern, convert_patterns
 from graft.grammar.errors import GrammarError, clean_message
@@ -375,8 +376,11 @@ class XGrammarBackend:
             vocabulary.size,
             vocabulary.stop_ids,
         )
-        self._acceptable_by_stops: dict[tuple[int, ...], np.ndarray] = {}
         tokens = vocabulary.tokens
+        # Tokens that a matcher can accept, without stop ids.
+        self._acceptable_texts = self._bitmask(
+            [bool(text) and not _SURROGATE.search(text) for text in tokens]
+        )
         self._ends_with_ed = self._bitmask([text.endswith(b"\xed") for text in tokens])
         without_text = tuple(range(len(tokens), vocabulary.size))
         follows = [not b"\xa0" <= text[:1] <= b"\xbf" for text in tokens]
@@ -417,7 +421,7 @@ class XGrammarBackend:
         if len(result) > _TRIM_BYTES:
             # Otherwise, the C library would never return the memory that was used to read the text
             # to the system.
-            _libc.malloc_trim(0)
+            return_free_memory()
         return self._compiled_grammar(spec, native)
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
@@ -468,11 +472,10 @@ class XGrammarBackend:
         stops
             Stop ids that terminate the matcher.
         """
-        if stops not in self._acceptable_by_stops:
-            tokens = self.vocabulary.tokens
-            acceptable = [bool(text) and not _SURROGATE.search(text) for text in tokens]
-            self._acceptable_by_stops[stops] = self._bitmask(acceptable, stops)
-        return self._acceptable_by_stops[stops]
+        acceptable = self._acceptable_texts.copy()
+        for stop in stops:
+            acceptable[stop // 32] |= np.uint32(1 << stop % 32)
+        return acceptable
 
     def _bitmask(self, flags: list[bool], ids: tuple[int, ...] = ()) -> np.ndarray:
         """Return the token bitmask of the tokens whose flag is set, and of `ids`."""

@@ -27,6 +27,7 @@ from tqdm import tqdm
 from graft.cudagraph.device import Device, open_device
 from graft.cudagraph.driver import is_forked, prepare_driver_call
 from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError, OptionError
+from graft.cudagraph.heap import return_free_memory
 from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.ranks import RankGroup
 from graft.cudagraph.transports import choose_transport
@@ -695,6 +696,7 @@ class Engine:
                 # The work of a failed device never completes, so its resources are never freed.
                 if not self._device_failed:
                     _wait_for_release(self.device)
+                return_free_memory()
 
     def _drain(self) -> None:
         """End all requests, wait for the device, and close all parts.

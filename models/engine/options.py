@@ -42,7 +42,7 @@ _INTEGERS: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
     "prefix_cache_bytes": (0, 2**62, None),
     "prefill_rows": (1, 1 << 20, "auto"),
     "grammar_threads": (1, 1024, None),
-    "grammar_cache_bytes": (0, 2**62),
+    "grammar_cache_bytes": (1, 2**62),
     "automaton_bytes": (1, 2**40),
     "mask_row_bytes": (0, 2**40),
     "compile_threads": (1, 256),
@@ -258,7 +258,7 @@ class Options:
         self._check_types()
         if self.tree is not None:
             self._check_tree(self.tree)
-        _require_number("compile_timeout_s", self.compile_timeout_s, 0)
+        _require_number("compile_timeout_s", self.compile_timeout_s, 0, above=True)
         if self.grammar_budget_us is not None:
             _require_number("grammar_budget_us", self.grammar_budget_us, 1)
         if not isinstance(self.limits, Limits):
@@ -412,7 +412,10 @@ def _error(name: str, expected: str, value: Any) -> OptionError:
     return OptionError(f"{name} must be {expected}, got {short_repr(value)}")
 
 
-def _require_number(name: str, value: Any, low: float) -> None:
+def _require_number(name: str, value: Any, low: float, *, above: bool = False) -> None:
+    """Raise `OptionError` unless a value is a number of at least `low`, or `above` it."""
     # Comparing an int with a float is exact, so this also rejects ints too large for a float.
-    if type(value) not in (int, float) or not low <= value <= sys.float_info.max:
-        raise _error(name, f"a finite number of at least {low}", value)
+    is_number = type(value) in (int, float) and low <= value <= sys.float_info.max
+    if not is_number or (above and value == low):
+        bound = "above" if above else "of at least"
+        raise _error(name, f"a finite number {bound} {low}", value)

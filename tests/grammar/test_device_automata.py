@@ -367,6 +367,38 @@ def test_automaton_table_that_cannot_fit_evicts_no_other(device, stream, shape):
     assert (counters["tables"], counters["tables_evicted"]) == (1, 0)
 
 
+@pytest.mark.parametrize("in_use", [0, 1])
+def test_automaton_table_evicts_only_tables_in_its_place(device, stream, shape, caplog, in_use):
+    """Nothing is evicted for a table that does not fit next to tables with users.
+
+    Three tables fill the memory. The large table needs the places of two neighbours. It does not
+    fit while the middle one has a user.
+    """
+    small = [GrammarSpec.choice([f"{letter}{letter}"]) for letter in "abc"]
+    large = GrammarSpec.choice(["dd" * 30])
+    nbytes = -(-max(map(table_nbytes, small)) // 256) * 256
+    assert nbytes < table_nbytes(large) <= 2 * nbytes
+    rig = AutomatonRig(
+        device, stream, VOCABULARY, 4, DraftMode(drafts=0), table_bytes=3 * nbytes, **shape
+    )
+    for slot, spec in enumerate(small):
+        assert rig.join(slot, 1, compiled(spec).matcher())
+    for slot in range(3):
+        if not (in_use and slot == 1):
+            rig.automata.release(slot)
+    for epoch in range(1, 4):
+        assert rig.join(3, epoch, compiled(large).matcher()) == (not in_use)
+        rig.automata.release(3)
+    counters = rig.automata.counters()
+    assert counters["tables"] == (3 if in_use else 2)
+    assert counters["tables_evicted"] == (0 if in_use else 2)
+    assert counters["tables_refused"] == (3 if in_use else 0)
+    assert len(caplog.records) == in_use  # only the first refusal is a warning
+    if not in_use:
+        assert rig.join(2, 9, compiled(small[2]).matcher())  # the least recently used ones are gone
+        assert rig.automata.counters()["tables_evicted"] == 2
+
+
 @pytest.mark.full
 def test_device_automata_of_real_schemas_have_rows_of_llguidance(device, stream, shared_data):
     rig = AutomatonRig(device, stream, VOCABULARY, 16, DraftMode(drafts=0))

@@ -221,3 +221,17 @@ def test_xgrammar_refuses_triggers_that_overlap_with_begins(xgrammar):
                 spec.check("xgrammar")
         else:
             assert accepts(xgrammar.compile(spec), f"x<{begin}1.")
+
+
+def test_xgrammar_backend_keeps_nothing_of_stop_ids():
+    """Matchers with a set of stop ids of their own accept these ids and leave no trace of them."""
+    backend = XGrammarBackend(byte_vocabulary())
+    compiled = backend.compile(GrammarSpec.regex("a+"))
+    sizes = {name: len(value) for name, value in vars(backend).items() if hasattr(value, "__len__")}
+    for other in (257, 264, 269):
+        matcher = compiled.matcher((256, other))
+        assert matcher.accept(ord("a"))
+        assert {256, other} <= set(matcher.legal().tolist())
+        assert matcher.accept(other) and matcher.is_terminated()
+    for name, size in sizes.items():
+        assert len(getattr(backend, name)) == size, name

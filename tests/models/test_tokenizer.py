@@ -79,6 +79,17 @@ INVALID_FILES = [
 ]
 
 
+def test_tokenizer_rejects_two_tokens_with_one_id(folder):
+    path = folder / "tokenizer.json"
+    data = json.loads(path.read_text())
+    vocabulary = data["model"]["vocab"]
+    first, second, *_ = vocabulary
+    vocabulary[second] = vocabulary[first]
+    path.write_text(json.dumps(data))
+    with pytest.raises(TokenizerError, match=f"have the same id {vocabulary[first]}"):
+        Tokenizer(folder)
+
+
 @pytest.mark.parametrize(("file", "content", "words"), INVALID_FILES)
 def test_tokenizer_rejects_invalid_file(folder, file, content, words):
     path = folder / file

@@ -1,0 +1,19 @@
+"""Memory of the process's heap."""
+
+from __future__ import annotations
+
+import ctypes
+
+__all__ = ["return_free_memory"]
+
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+def return_free_memory() -> None:
+    """Return free memory of the heap to the system.
+
+    The C library of GNU (glibc) keeps freed memory for later allocations, and never returns memory
+    below a block that is in use. With other C libraries, this function has no effect.
+    """
+    if _malloc_trim is not None:
+        _malloc_trim(0)
