@@ -8,6 +8,7 @@ import re
 import jsonschema
 import pytest
 
+from graft.models import Engine
 from graft.models.request import Event, Output, Request
 
 for package in ("starlette", "uvicorn", "prometheus_client"):
@@ -16,7 +17,8 @@ openai = pytest.importorskip("openai", reason="the package openai is not install
 pydantic = pytest.importorskip("pydantic", reason="the package pydantic is not installed")
 
 from openai.types.responses import Response, ResponseStreamEvent  # noqa: E402
-from serving_util import PERSON, PROMPT, chat, response_format  # noqa: E402
+from scripted_model import Script, write_scripted_model  # noqa: E402
+from serving_util import PERSON, PROMPT, chat, response_format, run_server  # noqa: E402
 
 from graft.tools.serve.errors import ApiError  # noqa: E402
 from graft.tools.serve.protocol import ApiRequest  # noqa: E402
@@ -394,6 +396,15 @@ def test_responses_refuse_invalid_requests(client, fields, param, words, stream)
     assert not re.search("max_completion_tokens|max_tokens|messages", caught.value.body["message"])
 
 
+def test_input_tokens_are_those_of_the_response(client):
+    fields = {"model": "demo", "instructions": "Be brief.", "input": PROMPT, "tools": [PERSON_TOOL]}
+    count = client.responses.input_tokens.count(**fields)
+    assert count.input_tokens == client.responses.create(**fields).usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match=r"got 'item_reference'") as caught:
+        client.responses.input_tokens.count(model="demo", input=[{"type": "item_reference"}])
+    assert caught.value.body["param"] == "input"
+
+
 def test_responses_are_not_stored(client):
     for call in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
         with pytest.raises(openai.NotFoundError, match="the server stores no responses"):
@@ -490,3 +501,87 @@ def test_chat_helpers_of_the_client_work_and_their_messages_continue_the_chat(cl
         results = [result] if message.tool_calls else []
         for form in (message, message.model_dump()):
             assert chat(client, messages=[user, form, *results, user], max_tokens=1).choices
+
+
+# A reasoning model --------------------------------------------------------------------------------
+
+TOWN = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOWN_TOOL = {"type": "function", "name": "town", "parameters": TOWN, "strict": True}
+TOWN_CALL = '<tool_call>\n{"name": "town", "arguments": {"city": "Žilina"}}\n</tool_call>'
+SCRIPTS = {
+    "text": Script("<think>hm 👍</think>\n\nŽilina, of course"),
+    "call": Script(f"<think>hm</think>\n\nWell.\n{TOWN_CALL}"),
+    "json": Script('<think>JSON?</think>{"name": "Ève", "age": 7}'),
+    "plain": Script("Just text"),
+}
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    """Return OpenAI's client of a server with a reasoning model, whose drafter is the model."""
+    added = dict.fromkeys(("<think>", "</think>", "<tool_call>", "</tool_call>"), False)
+    folder = write_scripted_model(tmp_path_factory.mktemp("scripted"), SCRIPTS, added=added)
+    with (
+        Engine(folder, folder, max_batch_size=2, max_length=512) as engine,
+        run_server(engine, reasoning_parser="qwen3") as server,
+        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("script", "fields", "expected"),
+    [
+        ("text", {}, [("reasoning", "hm 👍"), ("message", "Žilina, of course")]),
+        ("plain", {}, [("message", "Just text")]),
+        (
+            "call",
+            {"tools": [TOWN_TOOL]},
+            [("reasoning", "hm"), ("message", "Well."), ("town", '{"city": "Žilina"}')],
+        ),
+        (
+            "call",
+            {"tools": [TOWN_TOOL], "tool_choice": "required"},
+            [("reasoning", "hm"), ("town", '{"city": "Žilina"}')],
+        ),
+        (
+            "json",
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": PERSON}}},
+            [("reasoning", "JSON?"), ("message", '{"name": "Ève", "age": 7}')],
+        ),
+        ("text", {"max_output_tokens": 2}, [("reasoning", None)]),
+    ],
+)
+def test_reasoning_model_has_items_for_reasoning_text_and_calls(
+    thinker, script, fields, expected, stream
+):
+    response = respond(thinker, input=f"<script:{script}>", **fields, stream=stream)
+    if stream:
+        response = list(response)[-1].response
+    found = []
+    for item in response.output:
+        if item.type == "function_call":
+            found.append((item.name, item.arguments))
+        else:
+            found.append((item.type, item.content[0].text.strip()))
+    is_cut = expected[-1][1] is None
+    assert [kind for kind, _ in found] == [kind for kind, _ in expected]
+    assert is_cut or found == expected
+    assert response.status == ("incomplete" if is_cut else "completed")
+    details = response.usage.output_tokens_details
+    assert (details.reasoning_tokens > 0) == (script != "plain")
+    assert details.reasoning_tokens <= response.usage.output_tokens
+    # The output continues the conversation, in the form in which the client has received it.
+    turn = [{"role": "user", "content": "hi"}, *response.output]
+    for item in response.output:
+        if item.type == "function_call":
+            result = {"type": "function_call_output", "call_id": item.call_id, "output": "done"}
+            turn.append(result)
+    turn.append({"role": "user", "content": "<script:plain>"})
+    assert respond(thinker, input=turn).output_text == "Just text"

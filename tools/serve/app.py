@@ -156,6 +156,7 @@ class Service:
             Route("/v1/chat/completions", _GenerateEndpoint(self, chat=True), methods=["POST"]),
             Route("/v1/completions", _GenerateEndpoint(self, chat=False), methods=["POST"]),
             Route("/v1/responses", _ResponsesEndpoint(self), methods=["POST"]),
+            Route("/v1/responses/input_tokens", self._count_input_tokens, methods=["POST"]),
             Route(
                 "/v1/responses/{path:path}",
                 self._stored_response,
@@ -315,6 +316,16 @@ class Service:
                 code="model_not_found",
             )
         return _json_response(model)
+
+    async def _count_input_tokens(self, request: HttpRequest) -> Response:
+        self.check_key(request)
+        fields = await self.read_body(request)
+        try:
+            api_request = await self.parse(chat_fields(fields), True)
+        except GraftError as error:
+            raise rename_error(to_api_error(error)) from error
+        [prompt] = api_request.prompts
+        return _json_response({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
     async def _stored_response(self, request: HttpRequest) -> Response:
         self.check_key(request)
