@@ -329,9 +329,8 @@ class Scheduler:
         try:
             if state.matcher is None:
                 state.matcher = state.make_matcher()
-        except Exception as error:  # a grammar backend may raise anything
-            if not isinstance(error, GraftError):
-                error = GrammarBackendError.of("matcher", error)
+        except Exception as exception:  # a grammar backend may raise anything
+            error = _backend_error(exception)
             failed = state.output.tokens or isinstance(error, GrammarBackendError)
             self.end(state, "error" if failed else "refused", error)
             return True
@@ -488,8 +487,9 @@ class Scheduler:
             elif reason == "stop":
                 try:
                     output.satisfies_grammar = state.satisfies_grammar()
-                except Exception as failure:  # a grammar backend may raise anything
-                    reason, error = "error", failure
+                except Exception as exception:  # a grammar backend may raise anything
+                    reason = "error"
+                    error = _backend_error(exception)
             self.end(state, reason, error, text=text, ended_on_device=True)
         elif self._is_stuck(state):
             stuck = GraftError(f"no mask row was filled for {state.stalled_rounds} rounds")
@@ -661,6 +661,13 @@ def _report_compiled(
     """
     compiled.append(number)
     woken.set()
+
+
+def _backend_error(exception: Exception) -> GraftError:
+    """Return the error of a request for an exception of its matcher."""
+    if isinstance(exception, GraftError):
+        return exception
+    return GrammarBackendError.of("matcher", exception)
 
 
 def _make_event(

@@ -8,6 +8,7 @@ import pytest
 from engine_util import mixed_requests, outputs
 
 from graft.grammar import GrammarSpec
+from graft.models.engine.request_state import RequestState
 from graft.models.errors import MigrationError, RequestError
 from graft.models.request import Relaxed, Request
 from graft.sampling.params import MAX_STOP_IDS
@@ -101,6 +102,23 @@ def test_engine_refuses_request_with_invalid_field(engine, fields):
     assert refused.reason == "refused" and refused.error and not refused.tokens
     assert refused.error_type in ("RequestError", "TokenizerError") and len(refused.error) < 300
     assert served.reason == "stop"
+
+
+def test_failure_of_matcher_after_stop_id_fails_only_its_request(engine, monkeypatch):
+    """A backend may fail while the engine tests whether an output satisfies its grammar."""
+    original = RequestState.satisfies_grammar
+
+    def satisfies_grammar(self):
+        if self.id == "bad":
+            raise ValueError("broken")
+        return original(self)
+
+    monkeypatch.setattr(RequestState, "satisfies_grammar", satisfies_grammar)
+    request = mixed_requests(1)[0]
+    good, bad = engine.generate([replace(request, id="good"), replace(request, id="bad")])
+    assert good.finished and bad.tokens == good.tokens
+    assert (bad.reason, bad.error_type) == ("error", "GrammarBackendError")
+    assert "broken" in bad.error
 
 
 class Unreadable(list):
