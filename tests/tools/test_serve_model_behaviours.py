@@ -52,6 +52,7 @@ TOOLS = [
     for name, schema in PARAMETERS.items()
 ]
 ADDED = {"<think>": False, "</think>": False, "<tool_call>": False, "</tool_call>": False}
+ADDED |= {"[TOOL_CALLS]": True, "[ARGS]": True, "<|python_tag|>": True}
 BEGIN, END = "<think>", "</think>"
 STOP_STRING = "STOP"
 MAX_TOKENS = 160
@@ -69,6 +70,8 @@ class Row:
         As in `Script`.
     call
         Name and arguments of the tool call in the text; None if there is none.
+    begin
+        Text with which the call begins.
     fields
         Fields of the requests, such as ``stop``.
     only
@@ -80,6 +83,7 @@ class Row:
     stop: str = "<eos>"
     spelled: bool = False
     call: tuple[str, dict[str, Any]] | None = None
+    begin: str = "<tool_call>"
     fields: dict[str, Any] = field(default_factory=dict)
     only: tuple[str, ...] = ()
 
@@ -127,6 +131,43 @@ ROWS = {
 }
 
 
+def row_of_format(only: str, text: str, begin: str, **fields: Any) -> Row:
+    """Return a row with `CALL` in the notation of a configuration."""
+    return Row(text, call=CALL, begin=begin, only=(only,), **fields)
+
+
+LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Bonn", "days": 2}}'
+XML_CALL = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nBonn\n</parameter>\n"
+    "<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
+)
+PYTHON_CALL = '[weather(city="Bonn", days=2)]'
+ROWS |= {
+    "Llama: call": row_of_format("llama3_json", LLAMA_CALL, '{"name"'),
+    "Llama: call after text": row_of_format("llama3_json", f"Ok. {LLAMA_CALL}", '{"name"'),
+    "Llama: special token": row_of_format(
+        "llama3_json", f"<|python_tag|>{LLAMA_CALL}", "<|python_tag|>", stop="<eot>"
+    ),
+    "Mistral: call": row_of_format(
+        "mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Bonn", "days": 2}', "[TOOL_CALLS]"
+    ),
+    "Mistral: spelled array": row_of_format(
+        "mistral",
+        f"Ok. [TOOL_CALLS] [{LLAMA_CALL.replace('parameters', 'arguments')}]",
+        "[TOOL_CALLS]",
+        spelled=True,
+    ),
+    "Qwen3-Coder: reasons, then calls": row_of_format(
+        "qwen3_coder", f"<think>Call it.</think>{XML_CALL}", "<tool_call>"
+    ),
+    "Qwen3-Coder: call after text": row_of_format(
+        "qwen3_coder", f"Ok:\n{XML_CALL}", "<tool_call>", stop="<end>"
+    ),
+    "Python: call": row_of_format("pythonic", PYTHON_CALL, "["),
+    "Python: single quotes": row_of_format("pythonic", PYTHON_CALL.replace('"', "'"), "["),
+}
+
+
 @dataclass(frozen=True)
 class Configuration:
     """A server.
@@ -160,9 +201,18 @@ CONFIGURATIONS = {
     "no parser, drafts": Configuration(drafts=True),
     "qwen3, no drafts": Configuration("qwen3"),
     "deepseek_r1, drafts": Configuration("deepseek_r1", drafts=True),
+    "llama3_json": Configuration(settings={"tool_call_parser": "llama3_json"}, hermes=False),
+    "mistral": Configuration(settings={"tool_call_parser": "mistral"}, hermes=False),
+    "qwen3_coder": Configuration(
+        "qwen3", drafts=True, settings={"tool_call_parser": "qwen3_coder"}, hermes=False
+    ),
+    "pythonic": Configuration(drafts=True, settings={"tool_call_parser": "pythonic"}, hermes=False),
 }
 #: Configurations that only the full run includes.
-EXTRA = ("qwen3 opened", "no parser, drafts", "qwen3, no drafts", "deepseek_r1, drafts")
+EXTRA = (
+    *("qwen3 opened", "no parser, drafts", "qwen3, no drafts", "deepseek_r1, drafts"),
+    *("llama3_json", "mistral", "qwen3_coder", "pythonic"),
+)
 
 
 @dataclass
@@ -227,6 +277,9 @@ def check_text(answer: Answer, is_valid: Callable[[str], bool]) -> None:
 def check_free(answer: Answer) -> None:
     """Check a response without a constraint: the text of the row is complete."""
     text, reasoning = answer.answer_text, answer.reasoning_text
+    if not answer.row.spelled:
+        for name, is_special in ADDED.items():
+            text = text.replace(name, "") if is_special else text
     assert answer.finish_reason == ("stop" if answer.row.stop else "length")
     if STOP_STRING in text and "stop" in answer.row.fields:
         text = text.partition(STOP_STRING)[0]
@@ -261,7 +314,7 @@ def check_auto(answer: Answer) -> None:
         if answer.row.call is not None:
             [(name, arguments)] = answer.calls
             assert (name, json.loads(arguments)) == answer.row.call
-            assert answer.content == answer.answer_text.partition("<tool_call>")[0]
+            assert answer.content == answer.answer_text.partition(answer.row.begin)[0]
     elif "<tool_call>" not in answer.answer_text:
         check_free(answer)
     else:
