@@ -39,7 +39,7 @@ MODES = {
     "loops, tree": ("target", {"generation": "graph", "draft_length": 6, "draft_tree": (2, 3)}),
     "automata": ("target", {"device_automata": True}),
     "unmasked": ("target", {"mask_drafts": False, "draft_length": "auto"}),
-    "few pages": ("target", {"pages": 56}),
+    "few pages": ("target", {"pages": 40}),
 }
 QUICK = ("ngram", "tree", "loops", "few pages")
 MIGRATION_QUICK = ("ngram",)
