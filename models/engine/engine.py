@@ -248,6 +248,7 @@ class Engine:
             built.budget,
             max_in_flight=max_in_flight,
             verify=options.verify,
+            drafts_from_logits=built.parts.mode.levels > 0,
         )
 
     def _build_rounds(self, shield: Shield) -> None:

@@ -59,6 +59,9 @@ MAX_BYPASSES = 16
 #: Number of deadlines of finished requests that are kept until they have elapsed.
 MIN_DEADLINES = 64
 
+#: A warning is logged after this many consecutive rounds without drafts.
+MAX_UNDRAFTED_ROUNDS = 64
+
 #: Entry of the ready queue: (-priority, sequence number, request).
 _QueueEntry = tuple[int, int, RequestState]
 
@@ -152,6 +155,8 @@ class Scheduler:
         Maximum number of replays in flight.
     verify
         Verification mode of requests that do not specify one.
+    drafts_from_logits
+        Whether the drafter computes logits, and therefore always has drafts.
 
     Attributes
     ----------
@@ -173,6 +178,7 @@ class Scheduler:
         *,
         max_in_flight: int,
         verify: str = "rejection",
+        drafts_from_logits: bool = False,
     ):
         self.replays = replays
         self.slots = slots
@@ -182,6 +188,8 @@ class Scheduler:
         self.max_in_flight = max_in_flight
         replays.on_time = modes.record
         self._verify = verify
+        self._drafts_from_logits = drafts_from_logits
+        self._undrafted_rounds = 0
         self.unfinished: dict[str, RequestState] = {}
         self.waiting: dict[str, RequestState] = {}
         self.outbox = Outbox()
@@ -513,6 +521,7 @@ class Scheduler:
 
     def _record_drafts(self, state: RequestState, row: RowResult, graph: RoundGraph) -> None:
         """Record how many drafts a round that committed tokens verified and accepted."""
+        self._check_drafts(state, row)
         num_known = row.tested if row.cut else state.draft_capacity
         self.budget.record_acceptance(
             state,
@@ -529,6 +538,24 @@ class Scheduler:
         output.rounds += 1
         output.drafted += row.tested
         output.accepted += row.accepted
+
+    def _check_drafts(self, state: RequestState, row: RowResult) -> None:
+        """Warn if a drafter that computes logits has had no drafts for many rounds.
+
+        The device then drafts nothing, and the outputs are right but slow. Rounds in which a
+        grammar, the batch or the end of the output may leave no drafts do not count.
+        """
+        num_left = state.position_limit - state.num_tokens
+        may_have_none = state.matcher is not None or row.cut or num_left <= state.draft_capacity
+        if not self._drafts_from_logits or not state.draft_capacity or may_have_none:
+            return
+        self._undrafted_rounds = 0 if row.tested else self._undrafted_rounds + 1
+        if self._undrafted_rounds == MAX_UNDRAFTED_ROUNDS:
+            LOG.warning(
+                "the drafter had no drafts in %d consecutive rounds of requests without a grammar: "
+                "its logits are NaN or infinite, or the requests allow none of its tokens",
+                MAX_UNDRAFTED_ROUNDS,
+            )
 
     def _device_error(self, state: RequestState) -> GraftError:
         """Return the error for a request that the device ended with reason "error"."""

@@ -78,13 +78,42 @@ def test_engine_checks_weight_shapes_before_building_vocabulary(target, monkeypa
         Engine(target)
 
 
+def set_nan(file, name):
+    """Replace a weight of a checkpoint by NaN."""
+    data = bytearray(file.read_bytes())
+    size = int.from_bytes(data[:8], "little")
+    begin, end = json.loads(data[8 : 8 + size])[name]["data_offsets"]
+    data[8 + size + begin : 8 + size + end] = b"\xff" * (end - begin)
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_tree": (2, 2)}], ids=["chain", "tree"])
+def test_engine_reports_drafter_with_nan_logits(tmp_path, caplog, options):
+    """The outputs are those without a drafter, and one warning names the cause."""
+    requests = [
+        Request(tokens=[40], max_tokens=150, temperature=4.0, seed=1, min_tokens=149),
+        *mixed_requests(2),
+        *(Request(tokens=[41], max_tokens=2) for _ in range(3)),
+    ]
+    drafter = shutil.copytree(DRAFTER, tmp_path / "drafter")
+    answers = []
+    for draft in (None, DRAFTER, drafter):
+        if draft == drafter:
+            assert not caplog.records
+            set_nan(drafter / "model.safetensors", "norm.weight")
+        own = options if draft else {}
+        with Engine(TARGET, draft, max_batch_size=2, draft_length=4, **own) as engine:
+            outputs = engine.generate(requests)
+        answers.append([output.tokens for output in outputs if output.seed != 1])
+    assert answers[0] == answers[1] == answers[2]
+    assert not any(output.drafted for output in outputs)
+    [record] = caplog.records
+    assert "the drafter had no drafts in 64 consecutive rounds" in record.getMessage()
+
+
 def test_engine_reports_nan_logits(target):
     """If weights are NaN, requests with and without a grammar fail with an error about logits."""
-    data = bytearray(WEIGHTS)
-    size = int.from_bytes(data[:8], "little")
-    begin, end = json.loads(data[8 : 8 + size])["model.norm.weight"]["data_offsets"]
-    data[8 + size + begin : 8 + size + end] = b"\xff" * (end - begin)
-    (target / "model.safetensors").write_bytes(data)
+    set_nan(target / "model.safetensors", "model.norm.weight")
     with Engine(target, max_batch_size=2) as engine:
         free, guided = engine.generate([Request(tokens=[40], max_tokens=4), *mixed_requests(1)])
     for output in (free, guided):
