@@ -1,0 +1,101 @@
+"""Grammars that apply to outputs without a reasoning section, and to the text after the section.
+
+The scripted model writes outputs that begin with ``<think>``, with white space and ``<think>``, or
+with neither. Sampled tokens at a high temperature leave the scripts anywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+from scripted_model import Script, write_scripted_model
+
+from graft.grammar import GrammarSpec
+from graft.models import Engine, Request
+
+SCRIPTS = {
+    "reasons": Script("<think>So</think>ab12"),
+    "reasons spelled": Script("\n<think>Or so</think>ba7", spelled=True),
+    "answers": Script("<bb99"),
+    "answers otherwise": Script("no answer"),
+    "ends early": Script("<think>Let me"),
+}
+PATTERN = "<?[ab]{2,4}[0-9]{0,3}"
+GRAMMAR = GrammarSpec.regex(PATTERN).after("</think>", required=True, opening="<think>")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scripted")
+    return write_scripted_model(folder, SCRIPTS, added={"<think>": False, "</think>": False})
+
+
+def requests(max_tokens: int) -> list[Request]:
+    found = []
+    for name in SCRIPTS:
+        for temperature in (0.0, 12.0, 20.0):
+            messages = [{"role": "user", "content": f"<script:{name}>"}]
+            found.append(
+                Request(
+                    messages=messages,
+                    temperature=temperature,
+                    seed=len(found),
+                    verify="coupled",
+                    max_tokens=max_tokens,
+                    grammar=GRAMMAR,
+                )
+            )
+    return found
+
+
+def outputs(model: Any, drafts: bool = True, max_tokens: int = 60, **options: Any) -> Any:
+    """Return the tokens of all outputs, and the engine's statistics."""
+    with Engine(model, model if drafts else None, max_length=256, **options) as engine:
+        found = engine.generate(requests(max_tokens))
+        stats = engine.stats
+    for output in found:
+        if output.reason == "stop":
+            text = re.sub(r"^[ \t\r\n]{0,16}<think>.*?</think>", "", output.text, flags=re.DOTALL)
+            assert re.fullmatch(PATTERN, text), output.text
+        else:
+            assert output.reason == "length"
+    return [(output.tokens, output.reason) for output in found], stats
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return functools.cache(
+        lambda max_tokens: outputs(model, False, max_tokens, max_batch_size=1)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"draft_length": 7},
+        {"draft_length": 3, "draft_masking": "probe"},
+        {"draft_length": 5, "mask_drafts": False},
+        {"draft_length": 7, "draft_tree": (2, 4)},
+        {"drafts": False, "forced_drafts": True},
+        pytest.param({"drafts": False, "generation": "graph"}, marks=pytest.mark.full),
+        pytest.param({"draft_length": 3, "grammar_backend": "xgrammar"}, marks=pytest.mark.full),
+    ],
+    ids=lambda options: ", ".join(f"{name}={value}" for name, value in options.items()),
+)
+def test_drafts_do_not_change_outputs_with_optional_reasoning(model, expected, options):
+    found, _ = outputs(model, max_batch_size=8, **options)
+    assert found == expected(60)
+    reasons = [reason for _, reason in found]
+    assert reasons.count("stop") >= len(SCRIPTS)
+
+
+def test_preemption_does_not_change_outputs_with_optional_reasoning(model, expected):
+    """The tokens of a preempted request rebuild the state of its matcher."""
+    found, stats = outputs(
+        model, max_tokens=200, max_batch_size=8, draft_length=3, page_size=4, pages=56
+    )
+    assert found == expected(200)
+    assert stats.preemptions > 0
