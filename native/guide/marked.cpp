@@ -5,7 +5,10 @@
 // Invariants
 // 1. The grammar begins with the token after the one that completes the marker. A token that
 //    contains the end of the marker and further text is illegal, so no byte bypasses the grammar.
-// 2. The marker may extend over several tokens. A token without text resets the search.
+// 2. The marker may extend over several tokens. Within a part of the marker, a token without text
+// is
+//    illegal. Decoding may omit this token or print its name, so the text could or could not
+//    contain the marker.
 // 3. rollback() may undo tokens of the grammar and then tokens of the free text, for which it
 //    restores the state of the scanner. At most the last kHistory tokens of the free text can be
 //    undone.
@@ -90,6 +93,14 @@ class Marker {
   void make_first_rows();
   int32_t next(int32_t state, unsigned char byte) const noexcept;
   Step scan(int32_t state, const char* bytes, size_t size) const noexcept;
+  size_t text_size(int32_t token) const noexcept {
+    const auto at = static_cast<size_t>(token);
+    return at < tokens_.size() ? tokens_[at].size() : 0;
+  }
+  size_t row_index(size_t state) const noexcept {
+    if (state >= shared_) return 2 + state - shared_;
+    return state == 0 ? 0 : 1;
+  }
 
   std::vector<int32_t> ids_;
   std::string text_;
@@ -99,10 +110,10 @@ class Marker {
   std::vector<std::string> tokens_;
   int64_t vocab_size_;
   bool required_;
-  // Bitmasks of the legal ids by state. A token can extend past the end of the marker only in the
-  // last states of the scanner, and each of these states has its own row. The first `shared_`
-  // states share row 0, in which every id is legal. An empty row means that every id is legal and
-  // no mask is needed.
+  // Bitmasks of the legal ids. A token can extend past the end of the marker only in the last
+  // states of the scanner, and each of these states has its own row, beginning with row 2. The
+  // first `shared_` states share row 1, except for state 0, which has row 0. An empty row means
+  // that every id is legal and no mask is needed.
   size_t shared_ = 0;
   std::vector<std::vector<int32_t>> rows_;
   std::vector<int32_t> opening_ids_;
@@ -158,13 +169,21 @@ void Marker::make_rows() {
   shared_ = states == 0 ? 1 : states - num_rows;
   std::vector<int32_t> all(static_cast<size_t>(words()), -1);
   all.back() = last_word_bits(vocab_size_);
-  rows_.assign(1 + num_rows, all);
-  for (int32_t token = 0; token < static_cast<int32_t>(tokens_.size()); ++token) {
-    const size_t size = std::max<size_t>(tokens_[static_cast<size_t>(token)].size(), 1);
+  rows_.assign(2 + num_rows, all);
+  for (int32_t token = 0; token < static_cast<int32_t>(vocab_size_); ++token) {
+    const auto remove = [&](size_t row) {
+      rows_[row][static_cast<size_t>(token >> 5)] &= static_cast<int32_t>(~(1u << (token & 31)));
+    };
+    const size_t size = text_size(token);
+    if (size == 0) {
+      if (states < 2 || step(1, token).legal) continue;
+      for (size_t row = 1; row < rows_.size(); ++row) {
+        if (row != row_index(0)) remove(row);
+      }
+      continue;
+    }
     for (size_t state = states - std::min(states, size - 1); state < states; ++state) {
-      if (step(static_cast<int32_t>(state), token).legal) continue;
-      rows_[1 + state - shared_][static_cast<size_t>(token >> 5)] &=
-          static_cast<int32_t>(~(1u << (token & 31)));
+      if (!step(static_cast<int32_t>(state), token).legal) remove(row_index(state));
     }
   }
   for (std::vector<int32_t>& row : rows_) {
@@ -224,9 +243,8 @@ int32_t Marker::next(int32_t state, unsigned char byte) const noexcept {
 
 Marker::Step Marker::step(int32_t state, int32_t token) const noexcept {
   if (std::find(ids_.begin(), ids_.end(), token) != ids_.end()) return {true, true, 0};
-  if (token >= static_cast<int32_t>(tokens_.size())) return {true, false, 0};
+  if (text_size(token) == 0) return {state == 0, false, 0};
   const std::string& bytes = tokens_[static_cast<size_t>(token)];
-  if (bytes.empty()) return {true, false, 0};
   return scan(state, bytes.data(), bytes.size());
 }
 
@@ -243,8 +261,7 @@ Marker::Step Marker::scan(int32_t state, const char* bytes, size_t size) const n
 }
 
 const int32_t* Marker::row(int32_t state) const noexcept {
-  const size_t at = static_cast<size_t>(state);
-  const std::vector<int32_t>& row = rows_[at < shared_ ? 0 : 1 + at - shared_];
+  const std::vector<int32_t>& row = rows_[row_index(static_cast<size_t>(state))];
   return row.empty() ? nullptr : row.data();
 }
 

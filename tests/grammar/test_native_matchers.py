@@ -272,20 +272,20 @@ class SearchingMatcher(Matcher):
         self.stopped = False
 
     def tail(self):
-        """Return all text after the last special id. The marker can only occur in this text."""
-        taken = [self.pieces[t] if t < len(self.pieces) else b"" for t in self.free]
-        while b"" in taken:
-            del taken[: taken.index(b"") + 1]
-        return b"".join(taken)
+        """Return the text so far. A token without text never follows a part of the marker."""
+        return b"".join(self.pieces[t] if t < len(self.pieces) else b"" for t in self.free)
 
     def found(self, token, tail):
         """Return whether the marker ends at the end of a token.
 
-        Return None if the marker ends inside the token.
+        Return None if the marker ends inside the token, or if the token has no text and follows a
+        part of the marker.
         """
         if token in self.ids:
             return True
         piece = self.pieces[token] if token < len(self.pieces) else b""
+        if not piece and any(tail.endswith(self.text[:n]) for n in range(1, len(self.text))):
+            return None
         at = (tail + piece).find(self.text) if piece and self.text else -1
         return at >= 0 and (True if at + len(self.text) == len(tail + piece) else None)
 

@@ -68,7 +68,9 @@ def is_possible(tokens: list[int], required: bool, texts: list[bytes] = TEXTS) -
     if opened:
         end = text.find(END, opened.end())
         if end < 0:
-            return True
+            # A token without text does not follow a part of the marker.
+            free = text[opened.end() :]
+            return not re.search(rb"<(/(t(h(i(nk?)?)?)?)?)?\xff", free)
         ends = np.cumsum([len(text_of([token])) for token in tokens])
         return end + len(END) in ends and starts(text[end + len(END) :], texts)
     rest = text.lstrip(b" \t\r\n")
