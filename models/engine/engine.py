@@ -298,7 +298,7 @@ class Engine:
             If an unfinished request has the same id.
         """
         with self._guard:
-            self._require_working()
+            self._begin_call()
             if _has_id(request) and request.id in self._scheduler.unfinished:
                 raise RequestError(f"a request with id {request.id!r} is already running")
             return self._submit(request, ()).id
@@ -319,7 +319,7 @@ class Engine:
             If no unfinished request has this id.
         """
         with self._guard:
-            self._require_working()
+            self._begin_call()
             state = self._scheduler.unfinished.get(request_id)
             if state is None:
                 raise RequestError(f"this engine has no unfinished request {request_id!r}")
@@ -346,7 +346,7 @@ class Engine:
             If an unfinished request has the same id.
         """
         with self._guard:
-            self._require_working()
+            self._begin_call()
             self._migrator.check(migrated)
             request = read_request(migrated.description)
             if request.id in self._scheduler.unfinished:
@@ -421,7 +421,7 @@ class Engine:
             False if the request is unknown or has no slot.
         """
         with self._guard:
-            self._require_working()
+            self._begin_call()
             state = self._scheduler.unfinished.get(request_id)
             if state is None or state.slot < 0:
                 return False
@@ -475,6 +475,14 @@ class Engine:
                 f"the engine has failed: {self.failure}; close it and create a new engine"
             )
 
+    def _begin_call(self) -> None:
+        """Raise an error unless the engine works. End the requests that have been cancelled.
+
+        Otherwise, the ids of these requests would be in use until the next step.
+        """
+        self._require_working()
+        self._end_abandoned()
+
     # Generation -------------------------------------------------------------------------------
 
     def stream(self, requests: Iterable[Request]) -> Iterator[Event]:
@@ -496,7 +504,7 @@ class Engine:
         unfinished: dict[int, _Submission] = {}
         try:
             with self._guard:
-                self._require_working()
+                self._begin_call()
                 outbox = self._scheduler.outbox
                 explicit_ids = _explicit_ids(requests, self._scheduler.unfinished)
                 for request in requests:

@@ -130,6 +130,41 @@ def test_deferred_cancel_does_not_end_later_request_with_same_id(engine, monkeyp
     assert drain(engine)["a"].tokens == expected
 
 
+def test_id_of_cancelled_request_can_be_used_at_once(engine, monkeypatch):
+    """A request that was cancelled during a step does not occupy its id after the step."""
+    expected = engine.generate([FREE])[0].tokens
+    original_end = Scheduler.end
+
+    def cancelling_end(self, *args, **options):
+        engine.cancel("a")
+        original_end(self, *args, **options)
+
+    engine.submit(replace(LONG, id="a"))
+    engine.submit(replace(FREE, id="b", max_tokens=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Scheduler, "end", cancelling_end)
+        found = {}
+        while not found:
+            found |= outputs(engine.step())
+    assert found.keys() == {"b"}
+    assert not engine.preempt("a")
+    engine.submit(replace(FREE, id="a"))
+    found = [event.output for event in drain_events(engine) if event.output is not None]
+    assert [(output.id, output.reason == "cancelled") for output in found] == [
+        ("a", True),
+        ("a", False),
+    ]
+    assert found[1].tokens == expected
+
+
+def drain_events(engine):
+    """Step until no request is unfinished, and return the events."""
+    events = []
+    while engine.busy:
+        events += engine.step()
+    return events
+
+
 def test_engine_stream_raises_if_its_requests_are_lost(engine):
     """A stream without events and unfinished requests raises an error instead of waiting."""
     stream = engine.stream([replace(LONG, id="lost")])
