@@ -46,7 +46,18 @@ _MODULE = __name__ + ":"
 # Deserializing a compiled grammar that is longer than this number of characters fragments the heap.
 _TRIM_BYTES = 1 << 19
 _XGRAMMAR_ERRORS = (RuntimeError, ValueError, TypeError)
-_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]")  # first two bytes of an encoded surrogate
+# First bytes of characters after which not every second byte is UTF-8, and the ranges of the other
+# second bytes. XGrammar allows encoded surrogates and, for some patterns, too long encodings.
+_LEADS = {
+    b"\xe0": (b"\x80", b"\x9f"),
+    b"\xed": (b"\xa0", b"\xbf"),
+    b"\xf0": (b"\x80", b"\x8f"),
+    b"\xf4": (b"\x90", b"\xbf"),
+}
+_NOT_UTF8 = re.compile(
+    rb"[\xc0\xc1\xf5-\xff]|"
+    + b"|".join(lead + b"[" + low + b"-" + high + b"]" for lead, (low, high) in _LEADS.items())
+)
 _libc = ctypes.CDLL(None)
 
 
@@ -379,12 +390,17 @@ class XGrammarBackend:
         tokens = vocabulary.tokens
         # Tokens that a matcher can accept, without stop ids.
         self._acceptable_texts = self._bitmask(
-            [bool(text) and not _SURROGATE.search(text) for text in tokens]
+            [bool(text) and not _NOT_UTF8.search(text) for text in tokens]
         )
-        self._ends_with_ed = self._bitmask([text.endswith(b"\xed") for text in tokens])
-        without_text = tuple(range(len(tokens), vocabulary.size))
-        follows = [not b"\xa0" <= text[:1] <= b"\xbf" for text in tokens]
-        self._follows_ed = self._bitmask(follows, without_text)
+        without_text = range(len(tokens), vocabulary.size)
+        ends_with = []
+        follows = []
+        for lead, (low, high) in _LEADS.items():
+            ends_with.append(self._bitmask([text.endswith(lead) for text in tokens]))
+            legal = [not low <= text[:1] <= high for text in tokens]
+            follows.append(self._bitmask(legal, without_text))
+        self._ends_with_lead = np.stack(ends_with)
+        self._follows_lead = np.stack(follows)
 
     def compile(self, spec: Spec) -> CompiledGrammar:
         """Compile a grammar in a child process, as an engine does.
@@ -442,15 +458,16 @@ class XGrammarBackend:
         native = _native.guide.XGrammarMatcher(
             handle.__chandle__(),
             acceptable=acceptable.ctypes.data,
-            ends_with_ed=self._ends_with_ed.ctypes.data,
-            follows_ed=self._follows_ed.ctypes.data,
+            ends_with=self._ends_with_lead.ctypes.data,
+            follows=self._follows_lead.ctypes.data,
+            leads=len(_LEADS),
             vocab_size=self.vocabulary.size,
         )
         return NativeBackedMatcher(
             compiled,
             ending,
             native,
-            keep=(handle, acceptable, self._ends_with_ed, self._follows_ed),
+            keep=(handle, acceptable, self._ends_with_lead, self._follows_lead),
         )
 
     def _compiled_grammar(self, spec: Spec, native: Any) -> CompiledGrammar:
@@ -464,8 +481,7 @@ class XGrammarBackend:
     def _acceptable(self, stops: tuple[int, ...]) -> np.ndarray:
         """Return the token bitmask of the ids that a matcher can accept.
 
-        These ids are the stop ids `stops` and the tokens with text. Tokens that contain an encoded
-        surrogate are excluded, because it is not UTF-8.
+        These ids are the stop ids `stops` and the tokens with text that can be a part of UTF-8.
 
         Parameters
         ----------
@@ -477,7 +493,7 @@ class XGrammarBackend:
             acceptable[stop // 32] |= np.uint32(1 << stop % 32)
         return acceptable
 
-    def _bitmask(self, flags: list[bool], ids: tuple[int, ...] = ()) -> np.ndarray:
+    def _bitmask(self, flags: list[bool], ids: Iterable[int] = ()) -> np.ndarray:
         """Return the token bitmask of the tokens whose flag is set, and of `ids`."""
         padded = np.zeros(self.vocabulary.words * 32, bool)
         padded[: len(flags)] = flags

@@ -155,34 +155,41 @@ class XGrammarMatcher final : public NativeMatcher {
   // The arrays have one bit per id and are borrowed. `acceptable` is set for the stop ids of the
   // matcher and for the ids with text that can be part of UTF-8.
   //
-  // XGrammar allows encoded surrogates (ED A0 80 to ED BF BF), which are not UTF-8. A token may end
-  // after the first byte of a character. `ends_with_ed` is set for the ids whose text ends with ED,
-  // and `follows_ed` for the ids that are legal after such an id. Throws std::invalid_argument if
-  // `handle` does not refer to a matcher.
-  XGrammarMatcher(void* handle, const uint32_t* acceptable, const uint32_t* ends_with_ed,
-                  const uint32_t* follows_ed, int64_t vocab_size)
+  // XGrammar allows encoded surrogates (ED A0 80 to ED BF BF) and some other bytes that are not
+  // UTF-8. They differ from UTF-8 in the second byte of a character, and a token may end after the
+  // first byte. The first bytes after which not every second byte is UTF-8 are called leads here.
+  // `ends_with` has one row per lead, which is set for the ids whose text ends with the lead, and
+  // `follows` has one row per lead for the ids that are legal after such an id. Throws
+  // std::invalid_argument if `handle` does not refer to a matcher.
+  XGrammarMatcher(void* handle, const uint32_t* acceptable, const uint32_t* ends_with,
+                  const uint32_t* follows, int32_t leads, int64_t vocab_size)
       : handle_(handle),
         acceptable_(acceptable),
-        ends_with_ed_(ends_with_ed),
-        follows_ed_(follows_ed),
-        vocab_size_(vocab_size) {
-    if (handle == nullptr || acceptable == nullptr || ends_with_ed == nullptr ||
-        follows_ed == nullptr || api.is_terminated == nullptr) {
+        ends_with_(ends_with),
+        follows_(follows),
+        leads_(leads),
+        vocab_size_(vocab_size),
+        words_((vocab_size + 31) / 32) {
+    if (handle == nullptr || acceptable == nullptr || ends_with == nullptr || follows == nullptr ||
+        api.is_terminated == nullptr) {
       throw std::invalid_argument("an XGrammar matcher needs a handle, ids and a loaded library");
     }
     if (static_cast<const Object*>(handle)->type_index != api.matcher_type) {
       throw std::invalid_argument("the handle is not one of an XGrammar matcher");
     }
-    for (int64_t w = 0; w < (vocab_size + 31) / 32; ++w) {
+    for (int64_t w = 0; w < words_; ++w) {
       if (acceptable[w] != ~0u) partial_.push_back(static_cast<int32_t>(w));
     }
-    after_ed_.reserve(1024);
+    after_lead_.reserve(1024);
   }
 
   Answer accept(int32_t token, ErrorText* error) noexcept override {
     // XGrammar would print a warning for these.
     if (token < 0 || token >= vocab_size_) return Answer::kNo;
-    if (!has(acceptable_, token) || (is_after_ed() && !has(follows_ed_, token))) return Answer::kNo;
+    if (!has(acceptable_, token)) return Answer::kNo;
+    if (const uint32_t* follows = following(); follows != nullptr && !has(follows, token)) {
+      return Answer::kNo;
+    }
     const Answer terminated = is_terminated(error);
     if (terminated != Answer::kNo) {
       return terminated == Answer::kYes ? Answer::kNo : Answer::kFailed;
@@ -191,7 +198,9 @@ class XGrammarMatcher final : public NativeMatcher {
     const Answer accepted = call(api.accept, arguments, 3, error);
     if (accepted != Answer::kYes) return accepted;
     ++size_;
-    if (has(ends_with_ed_, token)) after_ed_.push_back(size_);
+    for (int32_t lead = 0; lead < leads_; ++lead) {
+      if (has(ends_with_ + lead * words_, token)) after_lead_.push_back({size_, lead});
+    }
     return Answer::kYes;
   }
 
@@ -212,8 +221,8 @@ class XGrammarMatcher final : public NativeMatcher {
     // XGrammar also sets bits beyond the vocabulary and the bits of stop ids of other requests.
     // These bits are cleared here.
     for (const int32_t w : partial_) row[w] &= static_cast<int32_t>(acceptable_[w]);
-    if (is_after_ed()) {
-      for (int64_t w = 0; w < words; ++w) row[w] &= static_cast<int32_t>(follows_ed_[w]);
+    if (const uint32_t* follows = following(); follows != nullptr) {
+      for (int64_t w = 0; w < words; ++w) row[w] &= static_cast<int32_t>(follows[w]);
     }
     return Filled::kMask;
   }
@@ -223,7 +232,7 @@ class XGrammarMatcher final : public NativeMatcher {
     const Answer answer = call(api.rollback, arguments, 2, error);
     if (answer == Answer::kFailed) return answer;
     size_ -= tokens;
-    while (!after_ed_.empty() && after_ed_.back() > size_) after_ed_.pop_back();
+    while (!after_lead_.empty() && after_lead_.back().size > size_) after_lead_.pop_back();
     return answer;
   }
 
@@ -236,16 +245,29 @@ class XGrammarMatcher final : public NativeMatcher {
   static bool has(const uint32_t* ids, int32_t token) noexcept {
     return ((ids[token >> 5] >> (token & 31)) & 1u) != 0;
   }
-  bool is_after_ed() const noexcept { return !after_ed_.empty() && after_ed_.back() == size_; }
+  // Returns the ids that are legal after the lead with which the last text ends; null if it does
+  // not end with a lead.
+  const uint32_t* following() const noexcept {
+    if (after_lead_.empty() || after_lead_.back().size != size_) return nullptr;
+    return follows_ + after_lead_.back().lead * words_;
+  }
+
+  // A value of size_ at which the last text ends with a lead.
+  struct AfterLead {
+    int64_t size;
+    int32_t lead;
+  };
 
   void* handle_;
   const uint32_t* acceptable_;
-  const uint32_t* ends_with_ed_;
-  const uint32_t* follows_ed_;
+  const uint32_t* ends_with_;
+  const uint32_t* follows_;
+  int32_t leads_;
   int64_t vocab_size_;
-  int64_t size_ = 0;               // number of accepted tokens
-  std::vector<int64_t> after_ed_;  // values of size_ at which the last text ends with ED
-  std::vector<int32_t> partial_;   // words that contain the bit of an unacceptable id
+  int64_t words_;
+  int64_t size_ = 0;  // number of accepted tokens
+  std::vector<AfterLead> after_lead_;
+  std::vector<int32_t> partial_;  // words that contain the bit of an unacceptable id
 };
 
 }  // namespace
@@ -255,15 +277,15 @@ void bind_xgrammar(nb::module_& guide) {
   nb::class_<XGrammarMatcher, NativeMatcher>(guide, "XGrammarMatcher")
       .def(
           "__init__",
-          [](XGrammarMatcher* self, uintptr_t handle, uintptr_t acceptable, uintptr_t ends_with_ed,
-             uintptr_t follows_ed, int64_t vocab_size) {
-            new (self) XGrammarMatcher(reinterpret_cast<void*>(handle),
-                                       reinterpret_cast<const uint32_t*>(acceptable),
-                                       reinterpret_cast<const uint32_t*>(ends_with_ed),
-                                       reinterpret_cast<const uint32_t*>(follows_ed), vocab_size);
+          [](XGrammarMatcher* self, uintptr_t handle, uintptr_t acceptable, uintptr_t ends_with,
+             uintptr_t follows, int32_t leads, int64_t vocab_size) {
+            new (self) XGrammarMatcher(
+                reinterpret_cast<void*>(handle), reinterpret_cast<const uint32_t*>(acceptable),
+                reinterpret_cast<const uint32_t*>(ends_with),
+                reinterpret_cast<const uint32_t*>(follows), leads, vocab_size);
           },
-          nb::arg("handle"), nb::arg("acceptable"), nb::arg("ends_with_ed"), nb::arg("follows_ed"),
-          nb::arg("vocab_size"));
+          nb::arg("handle"), nb::arg("acceptable"), nb::arg("ends_with"), nb::arg("follows"),
+          nb::arg("leads"), nb::arg("vocab_size"));
 }
 
 }  // namespace graft::guide

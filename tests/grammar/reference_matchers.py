@@ -5,8 +5,9 @@ Tests compare the native matchers with the reference matchers.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -183,7 +184,7 @@ class XGrammarMatcher(Matcher):
     """XGrammar's own Python matcher, restricted to tokens with text and the request's stop ids.
 
     The class avoids calls for which XGrammar would print a warning. A token is illegal if the text
-    that ends with this token would contain the bytes of a surrogate.
+    that ends with this token could not be continued to UTF-8.
     """
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
@@ -205,9 +206,7 @@ class XGrammarMatcher(Matcher):
     def _known_here(self) -> np.ndarray:
         """Return which ids are not excluded after the present text."""
         last = self._text[-1][-1:] if self._text else b""
-        surrogates = re.compile(rb"\xed[\xa0-\xbf]")
-        valid = [surrogates.search(last + token) is None for token in self._tokens]
-        return self._known & np.array(valid)
+        return self._known & np.array([_may_be_utf8(last, token) for token in self._tokens])
 
     def accept(self, token: int) -> bool:
         if not 0 <= token < self.size or self.is_terminated() or not self._known_here()[token]:
@@ -229,3 +228,27 @@ class XGrammarMatcher(Matcher):
 
     def is_terminated(self) -> bool:
         return bool(self._handle.is_terminated())
+
+
+@functools.cache
+def _may_be_utf8(last: bytes, text: bytes) -> bool:
+    """Return whether all characters of a text begin as Python's decoder accepts them.
+
+    XGrammar itself refuses texts with a missing or an additional byte of a character.
+
+    Parameters
+    ----------
+    last
+        The byte before the text, or nothing.
+    text
+        The text.
+    """
+    data = last + text
+    for lead, second in itertools.pairwise(data):
+        if lead >= 0xC0 and 0x80 <= second < 0xC0:
+            missing = (lead >= 0xE0) + (lead >= 0xF0)
+            try:
+                bytes([lead, second, *[0x80] * missing]).decode()
+            except UnicodeDecodeError:
+                return False
+    return not set(text) & {0xC0, 0xC1, *range(0xF5, 0x100)}

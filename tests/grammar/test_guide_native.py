@@ -141,7 +141,7 @@ def test_guide_internal_error_fails_one_slot(backend):
     with pytest.raises(ValueError, match="not one of an XGrammar matcher"):
         ids = np.zeros(9, np.int32).ctypes.data
         handle = matcher.compiled.native.__chandle__()
-        _native.guide.XGrammarMatcher(handle, ids, ids, ids, SIZE)
+        _native.guide.XGrammarMatcher(handle, ids, ids, ids, 1, SIZE)
 
 
 @pytest.mark.parametrize("optimistic", [False, True])

@@ -73,6 +73,40 @@ def test_xgrammar_refuses_encoded_surrogates(spec):
     assert matcher.accept(valid) and matcher.accept(ord('"'))
 
 
+INVALID = [b"\xc0\x80", b"\xe0\x9f\x80", b"\xed\xa0\x80", b"\xf0\x8f\x80\x80", b"\xf4\x90\x80\x80"]
+VALID = ["\xa0", "\u0800", "\ud7ff", "\U00010000", "\U0010ffff"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "^.*$"},
+        {"type": "object", "patternProperties": {"^[^a]+$": {}}, "additionalProperties": False},
+        {"type": "object", "propertyNames": {"type": "string", "pattern": "^[^a]+$"}},
+    ],
+    ids=json.dumps,
+)
+def test_xgrammar_refuses_bytes_that_are_not_utf8(schema):
+    """The bytes may be one token or several tokens, and rollback is exact."""
+    tokens = [bytes([byte]) for byte in range(256)] + INVALID + [b"x\xf0", b"\x8f\x80", b"y\xe0"]
+    vocabulary = Vocabulary(tokens, len(tokens) + 1, [len(tokens)])
+    spec = GrammarSpec.json_schema(schema, backend="xgrammar")
+    matcher = XGrammarBackend(vocabulary).compile(spec).matcher()
+    start = b'"x' if schema["type"] == "string" else b'{"x'
+    assert matcher.accept_all(list(start)) == len(start)
+    for text in INVALID:
+        assert tokens.index(text) not in matcher.legal() and not matcher.accept(tokens.index(text))
+        assert matcher.accept_all(list(text)) < 2
+        assert not matcher.accept(text[1])
+        matcher.rollback(int(text[0] != 0xC0))
+    split = tokens.index(b"x\xf0")
+    assert matcher.accept(split) and not matcher.accept(tokens.index(b"\x8f\x80"))
+    assert 0x8F not in matcher.legal() and 0x90 in matcher.legal()
+    matcher.rollback(1)
+    for text in VALID:
+        assert matcher.accept_all(list(text.encode())) == len(text.encode())
+
+
 def test_xgrammar_accepts_stop_id_beyond_the_tokens():
     vocabulary = Vocabulary([bytes([byte]) for byte in range(256)], 300, [280])
     matcher = XGrammarBackend(vocabulary).compile(GrammarSpec.regex("a")).matcher()
