@@ -9,10 +9,10 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
-import logging
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,6 @@ from graft.cudagraph.ptx import compile_ptx, soft_device_runs_ptx
 from graft.native import _native
 from graft.native.softcuda.compile import KernelCompileError, compile_cpu, included_files
 
-LOG = logging.getLogger("graft")
 KERNELS = Path(__file__).resolve().parent / "kernels"
 #: Folder that contains graft's packages. Kernels include headers of other packages by their path
 #: relative to this folder, such as ``#include "sampling/kernels/slot.cuh"``.
@@ -57,7 +56,8 @@ def _usable_folder(folder: Path) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        LOG.warning("compiled kernels are not cached, because %s cannot be used: %s", folder, error)
+        text = f"compiled kernels are not cached, because {folder} cannot be used: {error}"
+        warnings.warn_explicit(text, UserWarning, "graft", 1)
         private = tempfile.mkdtemp(prefix="graft-kernels-")
         atexit.register(shutil.rmtree, private, ignore_errors=True)
         return Path(private)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import os
 import platform
 import re
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from .scratch import scratch_folder
 
 __all__ = ["KernelCompileError", "compile_cpu", "compiler"]
 
-_log = logging.getLogger("graft.softcuda")
 _unusable_caches: set[Path] = set()
 #: Maximum bytes of statically declared shared memory per block, as on a GPU.
 MAX_STATIC_SHARED = 48 * 1024
@@ -244,7 +243,7 @@ def _write_cached(path: Path, image: bytes) -> None:
     """Write an image and its digest to the cache.
 
     The file is written atomically, so that another process never reads an incomplete one. A failure
-    to write is logged once.
+    to write raises one warning.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -259,15 +258,19 @@ def _write_cached(path: Path, image: bytes) -> None:
             os.unlink(scratch)
             raise
     except OSError as error:
-        _log_unusable_cache(path.parent, error)
+        _warn_about_cache(path.parent, error)
 
 
-def _log_unusable_cache(folder: Path, error: OSError) -> None:
-    """Log that kernels cannot be written to the cache, for the first kernel of each folder only."""
+def _warn_about_cache(folder: Path, error: OSError) -> None:
+    """Warn that kernels cannot be written to the cache, for the first kernel of each folder only.
+
+    The warning has no place in the source, because it is not the caller's fault.
+    """
     if folder not in _unusable_caches:
         _unusable_caches.add(folder)
         reason = error.strerror or error
-        _log.warning("compiled kernels cannot be written to the cache %s: %s", folder, reason)
+        text = f"compiled kernels cannot be written to the cache {folder}: {reason}"
+        warnings.warn_explicit(text, UserWarning, "graft", 1)
 
 
 def _build(

@@ -160,6 +160,14 @@ def test_log_omits_repeated_messages(monkeypatch):
     ]
 
 
+def test_server_writes_warnings_of_graft_to_stderr(capsys):
+    with connections.log_to_stderr():
+        for number in range(2):
+            logging.getLogger("graft").warning("replica %d died", number)
+    logging.getLogger("graft").warning("not shown")
+    assert capsys.readouterr().err == "graft: replica 0 died\n"
+
+
 def test_loop_error_without_descriptors_takes_one_line(caplog):
     loop = asyncio.new_event_loop()
     error = OSError(errno.EMFILE, "Too many open files")

@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -184,6 +185,10 @@ def _import_ray() -> Any:
         if error.name != "ray":
             raise
         raise OptionError("--replicas needs the package ray: pip install ray") from error
+    # When an actor dies, Ray prints general advice in colours. `Replicas` logs the death.
+    worker = sys.modules.get("ray._private.worker")
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = lambda *_, **__: None  # type: ignore[union-attr]
     return ray
 
 

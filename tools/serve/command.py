@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import ipaddress
-import logging
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -212,6 +211,7 @@ def run(options: argparse.Namespace) -> int:
     """
     try:
         from graft.tools.serve.app import Service, Settings
+        from graft.tools.serve.connections import log_to_stderr
         from graft.tools.serve.server import Server
     except ModuleNotFoundError as error:
         module = (error.name or "").split(".")[0]
@@ -220,7 +220,6 @@ def run(options: argparse.Namespace) -> int:
         raise OptionError(
             f"serving needs the module {module}: pip install starlette uvicorn prometheus-client"
         ) from error
-    logging.raiseExceptions = False  # a log that cannot be written must not fill standard error
     name = options.name
     if not name:
         name = options.model.resolve().name if options.model else DEFAULT_NAME
@@ -236,6 +235,7 @@ def run(options: argparse.Namespace) -> int:
         max_body_bytes=options.max_body,
     )
     with (
+        log_to_stderr(),
         contextlib.closing(bind_socket(options.host, options.port)) as listener,
         _open_driver(options) as driver,
     ):

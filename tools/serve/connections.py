@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import heapq
 import logging
 import os
 import resource
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -193,6 +195,23 @@ class RepeatFilter(logging.Filter):
             record.msg = f"{record.getMessage()} ({omitted} more such messages were omitted)"
             record.args = ()
         return True
+
+
+@contextlib.contextmanager
+def log_to_stderr() -> Iterator[None]:
+    """Write the warnings of graft, such as the death of a replica, to standard error."""
+    raises = logging.raiseExceptions
+    logging.raiseExceptions = False  # a log that cannot be written must not fill standard error
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("graft: %(message)s"))
+    handler.addFilter(RepeatFilter())
+    logger = logging.getLogger("graft")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logging.raiseExceptions = raises
 
 
 def is_no_send_warning(record: logging.LogRecord) -> bool:
