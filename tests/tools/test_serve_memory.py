@@ -1,5 +1,6 @@
 """Resident memory of the server over thousands of requests, each with a schema of its own."""
 
+import gc
 import http.client
 import json
 import os
@@ -10,6 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+from engine_util import demo_engine
+from serving_util import run_server, wait_for
+
+from graft.models.engine.request_state import RequestState
+from graft.models.request import Output, Request
+from graft.tools.serve.protocol import ApiRequest
+from graft.tools.serve.request_stream import RequestStream
 
 SERVER = """
 from graft.models.engine.engine import Engine
@@ -87,6 +95,24 @@ def measure(steps: int) -> list[int]:
             sizes.append(resident_bytes(process_id))
             print(f"{numbers.stop} requests: {sizes[-1] / 2**20:.1f} MiB", flush=True)
     return sizes
+
+
+def live_requests() -> list[object]:
+    """Return all live objects that belong to a request."""
+    gc.collect()
+    types = (Request, RequestState, Output, ApiRequest, RequestStream)
+    return [found for found in gc.get_objects() if isinstance(found, types)]
+
+
+def test_idle_server_keeps_no_finished_request() -> None:
+    """Nothing of a finished request is alive while its grammar is cached."""
+    before = len(live_requests())
+    with demo_engine(speculation=False, max_batch_size=2) as engine, run_server(engine) as server:
+        port = server._listener.getsockname()[1]
+        for number in range(4):
+            assert send(port, number) == "length"
+        assert engine.counters()["compile"]["cache_entries"] >= 4
+        wait_for(lambda: len(live_requests()) == before)
 
 
 @pytest.mark.soak
