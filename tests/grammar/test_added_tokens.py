@@ -45,7 +45,14 @@ def real_tokenizer(name: str, folder: Path) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(gzip.decompress(path.read_bytes()).decode())
 
 
-@pytest.fixture(scope="module", params=["small", "deepseek-128k", "cl100k-llama3-like"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "small",
+        "cl100k-llama3-like",
+        pytest.param("deepseek-128k", marks=pytest.mark.full),
+    ],
+)
 def tokenizer(request) -> tokenizers.Tokenizer:
     """A tokenizer to which `TEXT_TOKENS` and `SPECIAL_TOKENS` have been added."""
     if request.param == "small":

@@ -426,9 +426,8 @@ class RequestParser:
 
     def _with_reasoning(self, request: Request, start: bool, *, required: bool) -> Request:
         """Return a request whose output can have a reasoning section; see `answer_grammar`."""
-        if not {reasoning.BEGIN, reasoning.END}.isdisjoint(self.tokenizer.special_names):
-            # Without the text of these tokens, the end of the section could not be found.
-            request = replace(request, skip_special_tokens=False)
+        shown = (*request.shown_tokens, reasoning.BEGIN, reasoning.END)
+        request = replace(request, shown_tokens=shown)
         if request.grammar is None:
             return request
         grammar = reasoning.answer_grammar(request.grammar, start, required=required)
