@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from graft.grammar.schema.rewrite.numbers import BOUNDS, has_many_digits
 from graft.grammar.schema.terms import (
     Reason,
     SchemaObject,
@@ -126,6 +127,10 @@ def _ignored_keywords(schema: SchemaObject, old_draft: bool) -> Iterator[str]:
             yield from (f"{keyword} without type" for keyword in sorted(assertions))
     if "object" in types:
         yield from _ignored_of_object(schema)
+    if "number" in types:
+        for keyword in BOUNDS:
+            if has_many_digits(schema.get(keyword)):
+                yield f"{keyword} as far as it has more digits than a double"
 
 
 def _inferred_types(schema: SchemaObject) -> frozenset[str]:

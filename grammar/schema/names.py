@@ -62,6 +62,7 @@ def with_one_spelling(schema: Any) -> OneSpelling:
         for _, part in subschemas(new):
             if _compares(part):
                 part.pop("additionalProperties", None)
+                part.pop("patternProperties", None)
                 # LLGuidance reads the two keywords together only if they are adjacent.
                 part["patternProperties"] = {"": {}}
                 part["additionalProperties"] = False

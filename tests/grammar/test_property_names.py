@@ -223,6 +223,28 @@ def test_dollar_sign_does_not_match_before_line_feed():
         assert grammar.accepts('{"a\\n": 1}') and not grammar.accepts('{"a\\n": null}')
 
 
+def test_keywords_depend_on_each_other_around_an_applicator():
+    """LLGuidance reads the keywords before and after ``anyOf`` as two schemas."""
+    either = {"anyOf": [{"type": "object"}, {"type": "array"}]}
+    patterns = {"patternProperties": {"^a": {"type": "null"}}}
+    schema = {**patterns, **either, "additionalProperties": {"type": "integer"}}
+    for ordered in (schema, dict(reversed(schema.items()))):
+        grammar = Grammar.routed(route(ordered))
+        assert grammar.accepts('{"a": null, "b": 1}') and not grammar.accepts('{"a": 1}')
+    items = {"items": [{"type": "null"}], **either, "additionalItems": False}
+    items["$schema"] = "http://json-schema.org/draft-07/schema#"
+    for ordered in (items, dict(reversed(items.items()))):
+        grammar = Grammar.routed(route(ordered))
+        assert grammar.accepts("[null]") and not grammar.accepts("[null, 1]")
+
+
+def test_dependency_of_required_property_applies_to_objects_only():
+    schema = {"required": ["a"], "dependentSchemas": {"a": {"required": ["b"], "type": "object"}}}
+    grammar = Grammar.routed(route(schema))
+    assert grammar.accepts("[]") and grammar.accepts('{"a": 1, "b": 2}')
+    assert not grammar.accepts('{"a": 1}')
+
+
 def test_endless_schema_is_refused():
     with pytest.raises(GrammarError, match="allows no output"):
         route({"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}})

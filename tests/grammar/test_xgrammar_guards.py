@@ -269,3 +269,19 @@ def test_xgrammar_backend_keeps_nothing_of_stop_ids():
         assert matcher.accept(other) and matcher.is_terminated()
     for name, size in sizes.items():
         assert len(getattr(backend, name)) == size, name
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"exclusiveMinimum": 2**53 + 1},
+        {"maximum": -(2**53) - 1},
+        {"minimum": 10.870000000000001, "maximum": 10.870000000000001},
+    ],
+)
+def test_xgrammar_refuses_bounds_that_it_rounds(xgrammar, bounds):
+    for types in ("number", ["number", "null"]):
+        spec = GrammarSpec.json_schema({"type": types, **bounds}, backend="xgrammar")
+        with pytest.raises(GrammarError, match="digits"):
+            xgrammar.compile(spec)
+    xgrammar.compile(GrammarSpec.json_schema({"type": "integer", "maximum": 2**53 + 1}))

@@ -22,7 +22,7 @@ from graft.grammar.schema.terms import (
     subschemas,
 )
 
-__all__ = ["BOUNDS", "Numbers", "Restricted"]
+__all__ = ["BOUNDS", "Numbers", "Restricted", "has_many_digits"]
 
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 #: All integers up to this one are doubles.
@@ -32,6 +32,7 @@ _LARGEST_DOUBLE = (1 << 63) - 1024  # largest double below 2**63
 _LARGEST = "9.22e18"
 #: LLGuidance needs an upper bound if the lower bound has this many digits.
 _MANY_DIGITS = 10**18
+_DOUBLE_DIGITS = 15
 _MAX_EXPONENT = 300  # maximum exponent of 10 in a number that is considered to be read exactly
 _MAX_COEFFICIENT = (1 << 32) - 1  # of a multipleOf
 _MAX_MULTIPLES = 16  # maximum number of multiples that are listed
@@ -258,6 +259,13 @@ class Numbers:
         if isinstance(value, int) and abs(value) <= _MAX_INTEGER:
             return int(number) == value
         return _exact(number) == _exact(value)
+
+
+def has_many_digits(value: Any) -> bool:
+    """Return whether a number has more digits than every double represents."""
+    if not _is_number(value):
+        return False
+    return abs(value) >= _MAX_EXACT or len(Decimal(repr(value)).as_tuple().digits) > _DOUBLE_DIGITS
 
 
 def _is_number(value: Any) -> bool:

@@ -21,11 +21,11 @@ _REPEATED_NAMES = "a name that is not listed could occur twice and would count t
 _ANNOTATIONS = word_set("type title description $comment examples default")
 
 
-def dependencies(value: Any, required: list[str]) -> list[Any]:
+def dependencies(value: Any, required: list[str], objects_only: bool) -> list[Any]:
     """Return schemas whose intersection is equivalent to ``dependencies``.
 
     The function also handles ``dependentRequired`` and ``dependentSchemas``, the successors of
-    ``dependencies``. The dependency of a required property applies to all values. Every other
+    ``dependencies``. The dependency of a required property applies to all objects. Every other
     dependency is replaced by a union, because either the property is absent, or the property is
     present and its dependency holds. Properties that depend on each other share one union.
 
@@ -36,6 +36,8 @@ def dependencies(value: Any, required: list[str]) -> list[Any]:
         a list of names of properties that must be present.
     required
         Names of the required properties.
+    objects_only
+        Whether all values are objects. Other values need no required property.
 
     Raises
     ------
@@ -49,7 +51,7 @@ def dependencies(value: Any, required: list[str]) -> list[Any]:
             name_lists[name] = [dependency]
         elif isinstance(dependency, list):
             name_lists[name] = dependency
-        elif name in required:
+        elif name in required and objects_only:
             parts.append(dependency)
         elif dependency is not True and dependency != {}:
             absent = {"properties": {name: False}}

@@ -36,6 +36,9 @@ _UNSUPPORTED = word_set(
     """unevaluatedProperties unevaluatedItems $dynamicRef $recursiveRef extends disallow
     divisibleBy"""
 )
+_APPLICATORS = word_set("allOf anyOf oneOf $ref const enum")
+#: Pairs of keywords of which the second depends on the first.
+_ADJACENT = (("patternProperties", "additionalProperties"), ("items", "additionalItems"))
 _NUMERIC = word_set("number integer")
 _DRAFT_3 = frozenset(("extends", "disallow", "divisibleBy"))
 #: Keywords that are removed, because they are annotations. ``x-guidance`` would change LLGuidance's
@@ -186,6 +189,8 @@ class Rewriter:
         if site.types & _NUMERIC:
             self._restrict_numbers(site)
         self._fold_pattern_properties(site.out)
+        for first, second in _ADJACENT:
+            _make_adjacent(site.out, first, second)
         return _add_conjuncts(site.out, [part for part in site.extra if part is not True])
 
     def rewrite_exactly(self, schema: Any, at: str, types: JsonTypes) -> Any:
@@ -343,6 +348,23 @@ class Rewriter:
 
 
 Rule = Callable[[Rewriter, Any, Site], None]
+
+
+def _make_adjacent(out: SchemaObject, first: str, second: str) -> None:
+    """Move the keyword `second` behind `first` if a keyword of `_APPLICATORS` separates them.
+
+    LLGuidance reads the keywords between two applicators as a schema of their own.
+    """
+    if first not in out or second not in out or not _APPLICATORS & out.keys():
+        return
+    items = list(out.items())
+    out.clear()
+    for keyword, value in items:
+        if keyword == first:
+            out[first] = value
+            out[second] = dict(items)[second]
+        elif keyword != second:
+            out[keyword] = value
 
 
 def _add_conjuncts(out: SchemaObject, extra: list[Any]) -> SchemaObject:

@@ -322,7 +322,7 @@ def _handled_elsewhere(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 
 def _dependencies(rewriter: Rewriter, value: Any, site: Site) -> None:
-    for part in dependencies(value, required_of(site.schema)):
+    for part in dependencies(value, required_of(site.schema), site.types == {"object"}):
         _require(rewriter, part, site, "dependencies")
 
 
