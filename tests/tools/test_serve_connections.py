@@ -24,7 +24,7 @@ pytest.importorskip("httpx", reason="the package httpx is not installed")
 
 from serving_util import run_server, wait_for  # noqa: E402
 
-from graft.tools.serve import connections  # noqa: E402
+from graft.tools.serve import app, connections  # noqa: E402
 
 HALF_HEADER = b"GET /health HTTP/1.1\r\nHost: local"
 REQUEST = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -139,6 +139,39 @@ def test_server_at_connection_limit_closes_only_waiting_connections(engine):
         assert [read_to_end(connection) for connection in silent[:5]] == [b""] * 5
         assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
         assert len(server.server_state.connections) <= 4
+
+
+HALF_BODY = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b'Content-Length: 1000\r\n\r\n{"prompt": "'
+)
+
+
+def test_server_does_not_count_requests_without_complete_body(engine):
+    """Clients that do not complete their bodies do not use up the number of requests."""
+    with (
+        run_server(engine, max_waiting=1 - engine.options.max_batch_size) as server,
+        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
+        contextlib.ExitStack() as sockets,
+    ):
+        for _ in range(3):
+            sockets.enter_context(connect(server.url, HALF_BODY))
+        wait_for(lambda: len(server.server_state.tasks) == 3)
+        response = client.completions.create(model="demo", prompt="a", max_tokens=2)
+        assert response.usage.completion_tokens == 2
+
+
+def test_server_limits_size_of_bodies_that_arrive_at_once(engine, monkeypatch):
+    monkeypatch.setattr(app, "MAX_RECEIVED_BYTES", 700)
+    with (
+        run_server(engine, max_body_bytes=600) as server,
+        openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,
+        connect(server.url, HALF_BODY + b"a" * 500),
+    ):
+        wait_for(lambda: server.service._received_bytes > 500)
+        with pytest.raises(openai.RateLimitError, match="too many request bodies arrive at once"):
+            client.completions.create(model="demo", prompt="a" * 400)
+        assert client.completions.create(model="demo", prompt="a", max_tokens=1).usage
 
 
 def test_log_omits_repeated_messages(monkeypatch):

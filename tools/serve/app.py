@@ -43,6 +43,8 @@ from graft.tools.version import version
 T = TypeVar("T")
 #: Maximum number of bytes that are read after the maximum size of a body, and discarded.
 _MAX_DISCARDED_BYTES = 1 << 26
+#: Maximum total size in bytes of the bodies that are being received.
+MAX_RECEIVED_BYTES = 1 << 28
 _STREAM_START: Message = {
     "type": "http.response.start",
     "status": 200,
@@ -131,6 +133,7 @@ class Service:
         )
         self.api_requests = 0
         self.draining = False
+        self._received_bytes = 0  # of bodies that are not complete
         self._created = int(time.time())
         self.max_api_requests = settings.max_waiting + info.max_batch_size
         # The parser has a single thread, because the tokenizer is not thread-safe. Grammars are
@@ -235,8 +238,8 @@ class Service:
         Raises
         ------
         ApiError
-            If the body is too large, arrives too slowly or is not a JSON object, or if its media
-            type is not ``application/json``.
+            If the body is too large, arrives too slowly or is not a JSON object, if its media type
+            is not ``application/json``, or if too many bodies arrive at the same time.
         """
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
@@ -244,7 +247,19 @@ class Service:
                 f"the header Content-Type must be application/json, got {short_repr(media_type)}",
                 415,
             )
+        body = await self._receive(request)
+        try:
+            fields = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(f"the body is not JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise ApiError("the body must be a JSON object")
+        return fields
+
+    async def _receive(self, request: HttpRequest) -> bytes:
+        """Return the body of a request."""
         max_bytes = self.settings.max_body_bytes
+        max_received = max(MAX_RECEIVED_BYTES, max_bytes)
         body = bytearray()
         length = 0
         try:
@@ -255,20 +270,19 @@ class Service:
                     # clients read the response only after they have sent the whole body.
                     if length <= max_bytes:
                         body += part
+                        self._received_bytes += len(part)
                     elif length > max_bytes + _MAX_DISCARDED_BYTES:
                         break
+                    if self._received_bytes > max_received:
+                        raise ApiError("too many request bodies arrive at once; retry later", 429)
         except TimeoutError as error:
             seconds = self.settings.io_timeout_s
             raise ApiError(f"the body was not received within {seconds:g} s", 408) from error
+        finally:
+            self._received_bytes -= len(body)
         if length > max_bytes:
             raise ApiError(f"the body is longer than {max_bytes} bytes", 413)
-        try:
-            fields = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(f"the body is not JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise ApiError("the body must be a JSON object")
-        return fields
+        return bytes(body)
 
     async def parse(self, fields: dict[str, Any], chat: bool) -> ApiRequest:
         """Convert the fields of a request to requests of the engine.
@@ -425,10 +439,14 @@ class _GenerateEndpoint:
         request = HttpRequest(scope, receive)
         service.check_key(request)
         service.check_capacity()
-        service.api_requests += 1
+        is_counted = False
         fields: dict[str, Any] = {}
         try:
             given = await service.read_body(request)
+            # Clients that do not send their bodies must not use up the capacity.
+            service.check_capacity()
+            service.api_requests += 1
+            is_counted = True
             header = request.headers.get("x-request-id")
             if header and given.get("request_id") is None:
                 given["request_id"] = header
@@ -453,7 +471,7 @@ class _GenerateEndpoint:
         except (ClientDisconnect, TimeoutError):
             pass  # no response: the client disconnected, or did not read the stream in time
         finally:
-            service.api_requests -= 1
+            service.api_requests -= is_counted
 
     def _convert(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Convert the fields of a request to those of a completion."""
