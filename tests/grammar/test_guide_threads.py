@@ -280,10 +280,10 @@ def test_late_probe_is_not_answered(backend):
     rig.exchange.candidates[:, :5] = (1, 1, 2, ord("!"), ord("b"))
     rig.close_gate(2)  # the second call belongs to the test of the second candidate
     rig.run(rig.drafts[0])
-    assert rig.exchange.answer.tolist() == [(0, 0, 0), (1, 1, ord("b"))]
+    assert rig.exchange.answer.tolist() == [(0, -1, -1), (1, 1, ord("b"))]
     rig.open_gate()
     rig.run(rig.drafts[1])
-    assert rig.exchange.answer[0].tolist() == (0, 0, 0)
+    assert rig.exchange.answer[0].tolist() == (0, -1, -1)
     rig.drafted(1, *b"b", slot=1)
     rig.start(2, requests)
     assert rig.rows(0) == [(READY, 1, 11)]

@@ -99,3 +99,24 @@ def test_preemption_does_not_change_outputs_with_optional_reasoning(model, expec
     )
     assert found == expected(200)
     assert stats.preemptions > 0
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_migration_does_not_change_outputs_with_optional_reasoning(model, expected, count):
+    """Requests are migrated while their output can become either, and in both parts."""
+    options: dict[str, Any] = {"max_batch_size": 16, "draft_length": 3, "max_length": 256}
+    finished = {}
+    with Engine(model, model, **options) as first, Engine(model, model, **options) as second:
+        ids = [first.submit(request) for request in requests(60)]
+        seen = dict.fromkeys(ids, 0)
+        while first.busy or second.busy:
+            for engine in (first, second):
+                for event in engine.step() if engine.busy else ():
+                    seen[event.id] += len(event.tokens)
+                    if event.output is not None and event.output.reason != "moved":
+                        finished[event.id] = event.output
+            for name in ids:
+                if seen[name] >= count and name not in finished:
+                    seen[name] = -10_000
+                    assert second.migrate_in(first.migrate_out(name)) == name
+    assert [(finished[name].tokens, finished[name].reason) for name in ids] == expected(60)
