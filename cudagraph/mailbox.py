@@ -21,7 +21,7 @@ from graft.cudagraph.context import Context
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.hostwork import MIN_SPIN_CORES, HostWork, as_work, check_seconds
 from graft.cudagraph.kernels import Kernel, load
-from graft.cudagraph.memory import PinnedArray, zeros
+from graft.cudagraph.memory import PinnedArray, from_host
 from graft.native import _native
 
 KERNELS = Path(__file__).parent / "kernels" / "mailbox.cu"
@@ -32,6 +32,8 @@ LINE_WORDS = 16
 #: reached its deadline.
 REQUEST, ACK, TIMED_OUT = range(3)
 ONE_THREAD = (1, 1, 1)
+#: Number from which the requests of a mailbox are counted. After 2**32 - 1 they begin with 1 again.
+FIRST_REQUEST = 0
 #: A worker in mode "park" polls continuously for SPIN_S after a request and then every SLEEP_S.
 SPIN_S = 50e-6
 SLEEP_S = 50e-6
@@ -177,7 +179,9 @@ class Mailbox:
         self._spinkernel = spinkernel
         self._completed = completed
         self._words = PinnedArray(context, (3, LINE_WORDS), "int32")
-        self._counter = zeros(context, (1,), "uint32")
+        self._counter = from_host(context, np.array([FIRST_REQUEST], np.uint32))
+        # The host side reads the number at which the device begins.
+        self._words.array.view(np.uint32)[ACK, 0] = FIRST_REQUEST
         self._kernels = load(context, KERNELS)
         self._scratch = None if output is None else np.zeros(output.shape, output.array.dtype)
 

@@ -69,7 +69,9 @@ Port::Port(HostRecord* record, std::shared_ptr<GraphState> state, std::shared_pt
       words_(words),
       output_(output),
       limits_(limits),
-      launches_before_(state_->launched()) {}
+      launches_before_(state_->launched()),
+      first_(*words_.ack),
+      last_seen_(first_) {}
 
 Port::~Port() { retire(record_); }
 
@@ -80,12 +82,13 @@ std::uint32_t Port::last_closed() const {
 
 bool Port::expecting(std::uint32_t last) const {
   if (mailboxes_abandoned()) return false;
-  const auto launched = static_cast<std::uint32_t>(state_->launched() - launches_before_);
+  const std::int64_t launch = state_->launched();
   if (words_.completed != nullptr) {
+    const auto launched = static_cast<std::uint32_t>(launch - launches_before_);
     return newer(launched, __atomic_load_n(words_.completed, __ATOMIC_ACQUIRE));
   }
   const std::uint32_t done = last_closed();
-  return newer(launched, newer(last, done) ? last : done);
+  return requests_after(newer(last, done) ? last : done, launch) > 0;
 }
 
 double Port::shortest_limit_s() const {
@@ -163,9 +166,8 @@ void Port::serve(std::uint32_t seq) noexcept {
 void Port::launched() noexcept {
   // The count of launches includes this launch. If at most one request has no answer, it is the
   // request of this launch, whose replay deadline starts now.
-  const auto ahead =
-      static_cast<std::uint32_t>(state_->launched() - launches_before_) - last_closed();
-  if (ahead <= 1) due_since_ns_.store(monotonic_ns(), std::memory_order_relaxed);
+  const std::int64_t ahead = requests_after(last_closed(), state_->launched());
+  if (ahead == 0 || ahead == 1) due_since_ns_.store(monotonic_ns(), std::memory_order_relaxed);
   worker_->wake();
   wake_watchdog();
 }

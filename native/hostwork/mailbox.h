@@ -58,7 +58,8 @@ struct MailboxWords {
   // Number of the posted request, which the device stores; 0: none.
   std::uint32_t* request = nullptr;
   // Answer, which the host stores. For a spinning kernel it is the number of the request, for a
-  // batch memory operation it is 1.
+  // batch memory operation it is 1. Before the first launch it is the number from which the device
+  // counts the requests.
   std::uint32_t* ack = nullptr;
   // Number of the last request whose spinning kernel ended at its own deadline; 0: none. The
   // pointer is null if the mailbox has no spinning kernel.
@@ -133,10 +134,26 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   // Returns whether a launch in flight will still post its request, or may still post requests.
   // `last` is the last request that the caller has seen.
   bool expecting(std::uint32_t last) const;
+  // Returns the number of the request of launch `launch` of the graph. Requests are numbered up to
+  // 2^32 - 1 and then from 1 again, because 0 means "no request".
+  std::uint32_t number_of(std::int64_t launch) const {
+    const std::int64_t count = first_ + launch - launches_before_;
+    return count == 0 ? 0 : static_cast<std::uint32_t>((count - 1) % 0xffffffff + 1);
+  }
+  // Returns how many launches up to `launch` have posted or will post a request after request
+  // `seq`; negative if `seq` is the request of a later launch.
+  std::int64_t requests_after(std::uint32_t seq, std::int64_t launch) const {
+    const std::uint32_t latest = number_of(launch);
+    const auto difference = static_cast<std::int32_t>(latest - seq);
+    const bool skips_zero = seq != 0 && (latest < seq) == (difference > 0) && latest != seq;
+    if (!skips_zero) return difference;
+    return difference > 0 ? difference - 1 : difference + 1;
+  }
   // Returns the number of the launch that posted a request.
   std::int64_t replay_of(std::uint32_t seq) const {
-    if (words_.completed != nullptr) return state_->base() + state_->launched();
-    return state_->base() + launches_before_ + seq;
+    const std::int64_t launch = state_->launched();
+    if (words_.completed != nullptr) return state_->base() + launch;
+    return state_->base() + launch - requests_after(seq, launch);
   }
 
   HostRecord* const record_;
@@ -146,10 +163,12 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   const MailboxOutput output_;
   const MailboxLimits limits_;
   const std::int64_t launches_before_;  // launches of the definition before this step was added
-  std::atomic<std::uint64_t> claim_{kWorker};  // initial claim: request 0, which needs no answer
+  const std::uint32_t first_;           // number from which the device counts the requests
+  // The initial claim is that of request `first_`, which needs no answer.
+  std::atomic<std::uint64_t> claim_{pack(first_, kWorker)};
   std::atomic<bool> serving_{false};           // whether the worker is in serve()
   std::atomic<std::int64_t> due_since_ns_{0};  // start of the replay deadline of the next request
-  std::uint32_t last_seen_ = 0;                // last request that the worker has seen
+  std::uint32_t last_seen_;                    // last request that the worker has seen
   // The request whose deadline the watchdog checks, and the time at which the watchdog first saw
   // this request. Used by the watchdog only.
   std::uint32_t watched_ = 0;

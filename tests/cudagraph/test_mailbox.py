@@ -50,6 +50,32 @@ def test_mailbox_answers_every_replay_of_unreferenced_graph(device, stream, tran
     run.synchronize(LIMIT_S)
 
 
+def test_mailbox_continues_after_numbers_of_requests_repeat(device, stream, transport, monkeypatch):
+    """Requests are counted up to 2**32 - 1 and then from 1 again.
+
+    The answers and the number of a failed replay stay right.
+    """
+    monkeypatch.setattr(mailbox, "FIRST_REQUEST", 2**32 - 6)
+    count = [0]
+
+    def work(out: np.ndarray) -> None:
+        count[0] += 1
+        if count[0] == 19:
+            raise ValueError("no")
+        out[:] = (count[0], 5, 7, 11)
+
+    run, result = mailbox_graph(device, transport, work)
+    for i in range(1, 19):
+        run.launch(stream)
+        if i % 2 == 0:
+            run.synchronize(LIMIT_S)
+            assert result.to_host().tolist() == [i, 5, 7, 11]
+    run.launch(stream)
+    with pytest.raises(HostWorkError, match="in replay 19") as caught:
+        run.synchronize(LIMIT_S)
+    assert caught.value.replay == 19 and count == [19]
+
+
 def test_mailbox_wait_depends_on_request_and_lane(device, transport):
     graph = Graph(device, "shape")
     lane = graph.lane("grammar")
