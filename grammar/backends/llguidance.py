@@ -43,7 +43,7 @@ _MAX_TOKENIZERS = 4
 #: A string, comment, regular expression or special token of a Lark grammar. Only the special tokens
 #: are captured.
 _LARK_TOKEN = re.compile(
-    r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\])+/|(<\[[^\]]*\]>|<[^<>\s]+>)', re.DOTALL
+    r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(<\[[^\]]*\]>|<[^<>\s]+>)'
 )
 #: Memory for the mask rows of automaton states, in bytes. The grammars of a vocabulary share it.
 _ROW_BYTES = 64 << 20
