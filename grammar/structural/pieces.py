@@ -39,7 +39,8 @@ class Piece:
         Whether no match can be continued to a longer match, except by the texts of `more`, and by
         digits if the piece is `numeric`.
     starts
-        Texts of which every match starts with one; None if they are not known.
+        Texts of which every match starts with one, except for the empty match of a piece that is
+        `empty`; None if they are not known.
     exact
         Whether the texts of `starts` are all matches.
     absent
@@ -51,7 +52,8 @@ class Piece:
     special
         Whether the piece is a special token, which has no text.
     empty
-        Whether the rule may match the empty text.
+        Whether the piece is known to match the empty text. Then `starts` has the beginnings of the
+        other matches.
     more
         Texts with which the rule may go on after a match; None if they are not known.
     repeated
@@ -163,9 +165,22 @@ class Joiner:
         LoweringError
             The lexer could not see where one of the pieces ends.
         """
+        pieces = [piece for piece in pieces if piece.text != '""'] or [constant("")]
         groups = self._groups(pieces)
-        if len(groups) == 1:
-            return groups[0]
+        if len(groups) > 1:
+            return self._rule(groups)
+        [piece] = groups
+        if piece.closed or not piece.terminal or len(pieces) == 1:
+            return piece
+        split = _split_repetitions(pieces)
+        try:
+            rule = self._rule(split) if len(split) > 1 else None
+        except LoweringError:
+            return piece
+        return replace(piece, repeated=rule) if rule and rule.closed else piece
+
+    def _rule(self, groups: Sequence[Piece]) -> Piece:
+        """Return the rule of several pieces one after the other."""
         for index, piece in enumerate(groups):
             for following in groups[index + 1 :]:
                 check_boundary(piece, following)
@@ -185,7 +200,6 @@ class Joiner:
 
     def _groups(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Join adjacent terminals, as far as the lexer can see where the result ends."""
-        pieces = [piece for piece in pieces if piece.text != '""'] or [constant("")]
         groups: list[Piece] = []
         for terminal, run in itertools.groupby(pieces, lambda piece: piece.terminal):
             parts = list(run)
@@ -193,7 +207,11 @@ class Joiner:
                 groups += parts
                 continue
             joined = _join_terminals(parts)
-            if parts[-1] is pieces[-1] or joined.closed:
+            is_last = parts[-1] is pieces[-1]
+            if is_last and len(parts) < len(pieces):
+                groups += _split_repetitions(parts)
+                continue
+            if is_last or joined.closed:
                 groups.append(joined)
                 continue
             for rule, some in itertools.groupby(parts, lambda part: part.repeated):
@@ -217,6 +235,8 @@ class Joiner:
         if len(pieces) == 1:
             return pieces[0]
         terminal = all(piece.terminal for piece in pieces)
+        if not terminal:
+            pieces = [piece.repeated or piece for piece in pieces]
         distinct = all(_are_distinct(a, b) for a, b in itertools.combinations(pieces, 2))
         if check and not terminal and not distinct:
             raise LoweringError(
@@ -269,8 +289,26 @@ class Joiner:
             f"({piece.text}){count}",
             name,
             closed=closed,
+            starts=None if rule is None else rule.starts,
+            empty=rule is not None and rule.empty,
             repeated=rule,
         )
+
+
+def _split_repetitions(parts: Sequence[Piece]) -> list[Piece]:
+    """Join terminals except for repetitions at the end, which are rules if this is possible.
+
+    As rules, they tell what they may go on with.
+    """
+    front = list(parts)
+    rules: list[Piece] = []
+    while front and (rule := front[-1].repeated) is not None:
+        rules.insert(0, rule)
+        front.pop()
+    joined = [_join_terminals(front)] if front else []
+    if all(piece.closed for piece in joined):
+        return [*joined, *rules]
+    return [_join_terminals(parts)]
 
 
 def _starts(pieces: Sequence[Piece]) -> frozenset[str] | None:
@@ -308,16 +346,20 @@ def _last_pieces(pieces: Sequence[Piece]) -> list[Piece]:
 def _join_terminals(parts: Sequence[Piece]) -> Piece:
     if len(parts) == 1:
         return parts[0]
-    closed = all(
-        part.closed or (index + 1 < len(parts) and _ends_before(part, parts[index + 1]))
-        for index, part in enumerate(parts)
-    )
-    starts: frozenset[str] | None = None
-    for part in reversed(parts):
-        if part.exact and part.starts is not None and starts is not None:
+    closed = parts[-1].closed
+    starts = parts[-1].starts
+    empty = parts[-1].empty
+    for part, following in reversed(list(itertools.pairwise(parts))):
+        goes_on = part.repeated is None or empty or _comparable(part.repeated.more, starts)
+        if not (part.closed or _ends_before(part, following) or not goes_on):
+            closed = False
+        if part.empty:
+            starts = _union([part.starts, starts])
+        elif part.exact and part.starts is not None and starts is not None and not empty:
             starts = frozenset(a + b for a in part.starts for b in starts)
         else:
             starts = part.starts
+        empty = empty and part.empty
     return Piece(
         " ".join(part.text for part in parts),
         "sequence",
@@ -325,14 +367,15 @@ def _join_terminals(parts: Sequence[Piece]) -> Piece:
         starts=starts,
         exact=all(part.exact for part in parts),
         absent=parts[-1].absent,
+        empty=empty,
     )
 
 
 def _ends_before(free: Piece, following: Piece) -> bool:
     """Return whether free text ends where the following piece begins."""
-    return following.starts is not None and all(
-        start.startswith(free.absent) for start in following.starts
-    )
+    if following.empty or following.starts is None:
+        return False
+    return all(start.startswith(free.absent) for start in following.starts)
 
 
 def check_boundary(piece: Piece, following: Piece) -> None:

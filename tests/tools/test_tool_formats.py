@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 
 import jsonschema
 import pytest
@@ -365,3 +366,43 @@ def test_function_name_that_a_notation_cannot_express_is_refused(form):
 )
 def test_chat_template_determines_the_notation(template, name):
     assert find_tool_format(template).name == name
+
+
+#: Schemas of parameters, with a value.
+PARAMETERS = [
+    ({"type": "string"}, "a,b"),
+    ({"type": "integer"}, -12),
+    ({"type": "boolean"}, True),
+    ({"enum": ["fast", "fast 2"]}, "fast"),
+    ({"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
+    ({}, {"a": [1.5]}),
+    ({"type": ["number", "null"]}, 2.5),
+]
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(600, marks=pytest.mark.full)])
+@pytest.mark.parametrize("form", ["qwen3_coder", "pythonic"])
+def test_optional_parameters_can_be_combined_in_any_way(form, count):
+    """LLGuidance's lexer sees where each of the arguments ends."""
+    backend = make_backend("llguidance", BYTES)
+    rng = random.Random(count)
+    write = {"qwen3_coder": qwen3_coder, "pythonic": pythonic}[form]
+    for _ in range(count):
+        chosen = rng.choices(PARAMETERS, k=rng.randint(1, 5))
+        values = {f"p{i}": value for i, (_, value) in enumerate(chosen)}
+        schema = {
+            "type": "object",
+            "properties": {f"p{i}": schema for i, (schema, _) in enumerate(chosen)},
+            "required": [key for key in values if rng.random() < 0.3],
+        }
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        for choice in ("auto", "required"):
+            tool_choice = read_tool_choice({"tools": tools, "tool_choice": choice})
+            spec = GrammarSpec.structural_format(TOOL_FORMATS[form].output(tool_choice))
+            compiled = backend.compile(spec)
+            for _ in range(4):
+                arguments = {key: value for key, value in values.items() if rng.random() < 0.6}
+                text = write("f", arguments)
+                matcher = compiled.matcher()
+                found = all(map(matcher.accept, text.encode())) and matcher.accept(STOP)
+                assert found == (set(schema["required"]) <= set(arguments)), (schema, text)
