@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from graft.models.errors import EngineUseError
 from graft.tools import cli
 from graft.tools.bench import serving as serving_bench
 from graft.tools.serve import command
@@ -267,7 +268,15 @@ def resources(engine):
     The resources are the number of open files, the names of the threads, and the slots and pages
     that the engine holds.
     """
-    engine.synchronize()
+
+    def synchronize():
+        try:
+            engine.synchronize()
+        except EngineUseError:
+            return False  # the thread of the server has not ended its last call yet
+        return True
+
+    wait_for(synchronize)
     threads = sorted(thread.name for thread in threading.enumerate())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     files = len(os.listdir("/proc/self/fd"))
