@@ -971,6 +971,8 @@ class GraphLane:
                 )
             self.count_completed()
             completed = graph.root.completed
+            # The worker counts the launches from now on.
+            graph.root.wait_for_earlier_launches()
         thread = graph.root.worker if worker is None else worker
         box = Mailbox(
             graph.context,

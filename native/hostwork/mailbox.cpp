@@ -70,6 +70,7 @@ Port::Port(HostRecord* record, std::shared_ptr<GraphState> state, std::shared_pt
       output_(output),
       limits_(limits),
       launches_before_(state_->launched()),
+      completed_before_(completed()),
       first_(*words_.ack),
       last_seen_(first_) {}
 
@@ -85,7 +86,7 @@ bool Port::expecting(std::uint32_t last) const {
   const std::int64_t launch = state_->launched();
   if (words_.completed != nullptr) {
     const auto launched = static_cast<std::uint32_t>(launch - launches_before_);
-    return newer(launched, __atomic_load_n(words_.completed, __ATOMIC_ACQUIRE));
+    return newer(launched, completed() - completed_before_);
   }
   const std::uint32_t done = last_closed();
   return requests_after(newer(last, done) ? last : done, launch) > 0;

@@ -65,7 +65,8 @@ struct MailboxWords {
   // pointer is null if the mailbox has no spinning kernel.
   std::uint32_t* timed_out = nullptr;
   // Number of launches that have completed, which the device counts; null: each launch posts one
-  // request. With this word, a launch may post any number of requests.
+  // request. With this word, a launch may post any number of requests. While the step is added to
+  // the graph, no launch that is counted may be in flight.
   const std::uint32_t* completed = nullptr;
 };
 
@@ -134,6 +135,10 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   // Returns whether a launch in flight will still post its request, or may still post requests.
   // `last` is the last request that the caller has seen.
   bool expecting(std::uint32_t last) const;
+  // Returns the number of completed launches that the device has counted.
+  std::uint32_t completed() const {
+    return words_.completed == nullptr ? 0 : __atomic_load_n(words_.completed, __ATOMIC_ACQUIRE);
+  }
   // Returns the number of the request of launch `launch` of the graph. Requests are numbered up to
   // 2^32 - 1 and then from 1 again, because 0 means "no request".
   std::uint32_t number_of(std::int64_t launch) const {
@@ -162,8 +167,9 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   const MailboxWords words_;
   const MailboxOutput output_;
   const MailboxLimits limits_;
-  const std::int64_t launches_before_;  // launches of the definition before this step was added
-  const std::uint32_t first_;           // number from which the device counts the requests
+  const std::int64_t launches_before_;    // launches of the definition before this step was added
+  const std::uint32_t completed_before_;  // those of them that the device has counted
+  const std::uint32_t first_;             // number from which the device counts the requests
   // The initial claim is that of request `first_`, which needs no answer.
   std::atomic<std::uint64_t> claim_{pack(first_, kWorker)};
   std::atomic<bool> serving_{false};           // whether the worker is in serve()

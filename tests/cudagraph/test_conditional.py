@@ -257,6 +257,32 @@ def test_host_work_in_body_runs_in_graph_that_is_extended_later(
     executable.close()
 
 
+@pytest.mark.parametrize("counts_before", [False, True])
+def test_host_work_in_body_runs_although_earlier_launches_were_counted(
+    device: Device, stream: Stream, module, counts_before: bool
+) -> None:
+    """A worker that is new in an old graph serves the body, and then sleeps."""
+    data = device.pinned((1,), "int32")
+    worker = MailboxWorker(wait="park")
+    calls = []
+    graph = Graph(device, "loop")
+    lane = graph.lane("main")
+    if counts_before:
+        lane.count_completed()
+    lane.fill(device.zeros((1,), "int32"))
+    executable = replay(graph, stream, 3)
+    executable.close()
+    more = condition(graph, 1, name="more")
+    body = while_(lane, more, name="rounds").lane("inside")
+    body.kernel(module["add"], 1, 1, [data, 1])
+    body.spinkernel(lambda: calls.append(int(data.array[0])), worker=worker, deadline_s=LIMIT_S)
+    body.kernel(module["below"], 1, 1, [more, data, 3])
+    executable = replay(graph, stream)
+    assert calls == [1, 2, 3]
+    wait_until(lambda: worker.native.parked)
+    executable.close()
+
+
 def test_while_body_fails_replay_if_answer_is_late(device: Device, stream: Stream, module) -> None:
     """A step that misses its deadline ends the waits of all later runs of the body."""
     data = device.zeros((1,), "int32")
