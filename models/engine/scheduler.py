@@ -32,7 +32,7 @@ from graft.models.engine.replay import Replays, RowResult
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
-from graft.models.errors import RequestTimeoutError
+from graft.models.errors import RequestTimeoutError, TokenizerError
 from graft.models.modes.launch import LaunchModes
 from graft.models.request import DEVICE_REASONS, Event, Output
 from graft.models.round.budget import DraftBudget
@@ -477,7 +477,11 @@ class Scheduler:
             state.draft_capacity = row.tested
         output = state.output
         num_before = len(output.tokens)
-        text, stopped = state.append_tokens(row.tokens)
+        undecodable: TokenizerError | None = None
+        try:
+            text, stopped = state.append_tokens(row.tokens)
+        except TokenizerError as failure:  # the tokenizers library may panic
+            text, stopped, undecodable = "", False, failure
         # If a stop string ended the request, the row's tokens after it were not appended.
         num_new = len(output.tokens) - num_before
         state.undrafted_tokens = num_new if row.reason else 0
@@ -485,7 +489,9 @@ class Scheduler:
             output.exact = False
         if output.logprobs is not None:
             output.logprobs += row.logprobs[:num_new]
-        if stopped:
+        if undecodable is not None:
+            self.end(state, "error", undecodable, ended_on_device=bool(row.reason))
+        elif stopped:
             self.end(state, "stop_string", text=text)
         elif row.reason:
             reason = DEVICE_REASONS[row.reason]

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from engine_util import mixed_requests, outputs
+from engine_util import drain, mixed_requests, outputs
 
 from graft.grammar import GrammarSpec
 from graft.models.engine.request_state import RequestState
-from graft.models.errors import MigrationError, RequestError
+from graft.models.errors import MigrationError, RequestError, TokenizerError
 from graft.models.request import Relaxed, Request
+from graft.models.text.stream import IncrementalDecoder
 from graft.sampling.params import MAX_STOP_IDS
 
 
@@ -119,6 +120,34 @@ def test_failure_of_matcher_after_stop_id_fails_only_its_request(engine, monkeyp
     assert good.finished and bad.tokens == good.tokens
     assert (bad.reason, bad.error_type) == ("error", "GrammarBackendError")
     assert "broken" in bad.error
+
+
+def test_failure_of_tokenizer_fails_only_its_request(engine, monkeypatch):
+    """The tokenizers library may panic when it converts the tokens of an output."""
+    request = Request(tokens=[300, 301, 302], max_tokens=30, logprobs=1)
+    requests = [replace(request, id="good"), replace(request, id="bad", temperature=0.9, seed=1)]
+    good, whole = engine.generate(requests)
+    pushed = []
+    original = IncrementalDecoder.push
+
+    def push(self, ids):
+        if self is broken:
+            pushed.extend(ids)
+            if len(pushed) > 5:
+                raise TokenizerError("the tokenizer failed: a panic")
+        return original(self, ids)
+
+    for item in requests:
+        engine.submit(item)
+    broken = engine._scheduler.unfinished["bad"].decoder
+    monkeypatch.setattr(IncrementalDecoder, "push", push)
+    found = drain(engine)
+    bad = found["bad"]
+    assert (bad.reason, bad.error_type) == ("error", "TokenizerError") and "a panic" in bad.error
+    assert bad.tokens == pushed == whole.tokens[: len(pushed)]
+    assert len(bad.logprobs) == len(bad.tokens) and whole.text.startswith(bad.text)
+    assert (found["good"].tokens, found["good"].text) == (good.tokens, good.text)
+    assert engine.generate(requests)[0].text == good.text
 
 
 class Unreadable(list):
