@@ -257,7 +257,7 @@ def test_nccl_all_gather_runs_on_streams_and_in_graphs(device, stream, monkeypat
         send=lambda *_: None,
     )
     monkeypatch.setitem(sys.modules, "nccl", None)
-    with pytest.raises(OptionError, match="needs nccl4py"):
+    with pytest.raises(OptionError, match="needs NCCL: pip install 'nccl4py"):
         NcclAllGather(device, ranks, 6)
 
     class Communicator:
