@@ -141,15 +141,18 @@ def subschemas(schema: Any, at: str = "#") -> list[tuple[str, SchemaObject]]:
             continue
         found.append((pointer, part))
         for keyword, value in part.items():
-            base = f"{pointer}/{escape(keyword)}"
-            if isinstance(value, dict) and keyword in MAPS:
-                for name, inner in reversed(value.items()):
-                    pending.append((f"{base}/{escape(name)}", inner))
-            elif isinstance(value, list) and keyword in _SCHEMA_KEYWORDS:
-                for i in reversed(range(len(value))):
-                    pending.append((f"{base}/{i}", value[i]))
+            if keyword in MAPS:
+                if isinstance(value, dict):
+                    base = f"{pointer}/{keyword}"
+                    for name, inner in reversed(value.items()):
+                        pending.append((f"{base}/{escape(name)}", inner))
             elif keyword in _SCHEMA_KEYWORDS:
-                pending.append((base, value))
+                base = f"{pointer}/{keyword}"
+                if isinstance(value, list):
+                    for i in reversed(range(len(value))):
+                        pending.append((f"{base}/{i}", value[i]))
+                else:
+                    pending.append((base, value))
     return found
 
 
