@@ -177,6 +177,7 @@ class ChildProcess:
             The process exited or ran out of memory, or the function raised an exception
             that is not a `Refusal`.
         """
+        _reap_dead()
         time_limit = limit if isinstance(limit, TimeLimit) else TimeLimit(limit)
         with self._call_lock:
             used_before_s = time_limit.used_s
@@ -365,6 +366,14 @@ class ChildProcess:
 # long as the Python interpreter.
 _starter = ThreadPoolExecutor(1, thread_name_prefix="graft-children")
 _children: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
+
+
+def _reap_dead() -> None:
+    """Let the system forget idle processes that have been killed, which it keeps until then."""
+    for child in list(_children):
+        process = child._process
+        if process is not None:
+            process.poll()
 
 
 def _spawn(

@@ -142,6 +142,20 @@ def test_child_process_replaces_killed_or_stopped_process(child, number, state):
     assert child._process.pid != pid
 
 
+def test_killed_idle_processes_do_not_stay_as_zombies(child):
+    """The next call in any child process reaps them."""
+    others = [ChildProcess() for _ in range(2)]
+    pids = [running_process_id(other) for other in others]
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    child.call(Call("builtins:bool", ()))
+    assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []
+    assert running_process_id(others[0]) != pids[0]
+    for other in others:
+        other.close()
+
+
 def test_child_process_replaces_process_that_reads_no_data(child, monkeypatch):
     """If the process is stopped, sending a call that exceeds the socket's buffer would block."""
     monkeypatch.setattr(process_module, "_PIPE_TIMEOUT_S", 1)
