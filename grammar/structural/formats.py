@@ -119,8 +119,10 @@ def parse_format(
         else:
             parsed[name] = field.read(found, f"{path}.{name}", depth + 1)
     if kind == "qwen_xml_parameter":  # the former name of this style
-        return parsed | {"type": "json_schema", "style": "qwen_xml", "strict": True}
+        return parsed | {"type": "json_schema", "style": "qwen_xml", "strict": True, "place": None}
     _check_combination(parsed, path)
+    if parsed.get("place") is not None:
+        parsed["path"] = parsed["place"]
     return parsed
 
 
@@ -376,6 +378,7 @@ _FIELDS: dict[str, dict[str, _Field]] = {
         "json_schema": _Field(_schema),
         "style": _Field(_style, "json"),
         "strict": _TRUE,
+        "place": _Field(_text, None),
         "any_order": _FALSE,
         "max_whitespace_cnt": _NO_LIMIT,
         "excludes": _NO_TEXTS,

@@ -57,7 +57,8 @@ def xgrammar_format(
         if part["type"] == "json_schema":
             # Without a maximum, a model could generate white space without end.
             most = part["max_whitespace_cnt"]
-            return {**part, "strict": None, "max_whitespace_cnt": 1 if most is None else most}
+            most = 1 if most is None else most
+            return {**part, "strict": None, "place": None, "max_whitespace_cnt": most}
         return part
 
     return plain_format(convert_format(form, convert))

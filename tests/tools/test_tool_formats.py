@@ -9,7 +9,7 @@ import random
 import jsonschema
 import pytest
 
-from graft.grammar import GrammarSpec, Vocabulary, make_backend
+from graft.grammar import GrammarError, GrammarSpec, Vocabulary, make_backend
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.tool_calls import read_tool_choice
 from graft.tools.serve.tool_formats import TOOL_FORMATS, find_tool_format
@@ -406,3 +406,17 @@ def test_optional_parameters_can_be_combined_in_any_way(form, count):
                 matcher = compiled.matcher()
                 found = all(map(matcher.accept, text.encode())) and matcher.accept(STOP)
                 assert found == (set(schema["required"]) <= set(arguments)), (schema, text)
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+def test_error_names_the_function_whose_schema_cannot_be_enforced(form):
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "f", "parameters": schema}}]
+    spec = GrammarSpec.structural_format(
+        TOOL_FORMATS[form].output(read_tool_choice({"tools": tools}))
+    )
+    place = "parameter 'a': JSON schema: cannot be enforced: #: uniqueItems"
+    if form not in ("qwen3_coder", "pythonic"):
+        place = "parameters: JSON schema: cannot be enforced: #/properties/a: uniqueItems"
+    with pytest.raises(GrammarError, match=f"structural format: function 'f': {place}"):
+        spec.check()

@@ -126,12 +126,16 @@ def arguments_format(function: Mapping[str, Any], tools: ToolChoice) -> Format:
     meaning.
     """
     schema = function.get("parameters") or NO_ARGUMENTS
-    return json_format(schema, strict=is_strict(function, tools))
+    place = f"function {function['name']!r}: parameters"
+    return json_format(schema, place, strict=is_strict(function, tools))
 
 
-def json_format(schema: Mapping[str, Any], *, strict: bool) -> Format:
-    """Return the structural format of the JSON values that satisfy a schema."""
-    return {"type": "json_schema", "json_schema": schema, "strict": strict}
+def json_format(schema: Mapping[str, Any], place: str, *, strict: bool) -> Format:
+    """Return the structural format of the JSON values that satisfy a schema.
+
+    `place` names the schema in error messages.
+    """
+    return {"type": "json_schema", "json_schema": schema, "place": place, "strict": strict}
 
 
 def call_head(function: Mapping[str, Any], arguments_key: str) -> str:

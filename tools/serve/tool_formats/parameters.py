@@ -42,12 +42,15 @@ class Parameter:
         Whether each call has the argument.
     strict
         Whether objects in the argument allow no properties that the schema lacks.
+    place
+        Name of the schema in error messages.
     """
 
     key: str
     schema: dict[str, Any]
     required: bool
     strict: bool
+    place: str
 
     @property
     def alternatives(self) -> list[dict[str, Any]]:
@@ -127,7 +130,9 @@ def read_parameters(
     for key, value in properties.items():
         if not NAME.fullmatch(key):
             raise refusal(f"the name {key!r} has characters other than letters and digits")
-        parameters.append(Parameter(key, _document(value, definitions), key in required, strict))
+        document = _document(value, definitions)
+        place = f"function {function['name']!r}: parameter {key!r}"
+        parameters.append(Parameter(key, document, key in required, strict, place))
     for key in required:
         if key not in properties:
             raise refusal(f"{key!r} is required, but is none of the properties")

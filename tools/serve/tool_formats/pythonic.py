@@ -137,7 +137,7 @@ def _value(parameter: Parameter) -> Format:
     if as_json:
         whole = len(as_json) == len(parameter.alternatives)
         schema = parameter.schema if whole else union(as_json)
-        options.append(json_format(schema, strict=parameter.strict))
+        options.append(json_format(schema, parameter.place, strict=parameter.strict))
     return one_of(options)
 
 

@@ -100,7 +100,7 @@ def _value_format(parameter: Parameter) -> Format:
     texts = _texts(parameter)
     if texts is not None:
         return one_of([const(text) for text in texts])
-    return json_format(parameter.schema, strict=parameter.strict)
+    return json_format(parameter.schema, parameter.place, strict=parameter.strict)
 
 
 def _parse_arguments(source: TextSource, parameters: list[Parameter]) -> Steps[None]:
