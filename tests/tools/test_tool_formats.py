@@ -10,7 +10,9 @@ import jsonschema
 import pytest
 
 from graft.grammar import GrammarError, GrammarSpec, Vocabulary, make_backend
+from graft.models.request import Limits
 from graft.tools.serve.errors import ApiError
+from graft.tools.serve.grammars import find_grammars
 from graft.tools.serve.tool_calls import read_tool_choice
 from graft.tools.serve.tool_formats import TOOL_FORMATS, find_tool_format
 from graft.tools.serve.tool_formats.parser import ToolCallParser
@@ -420,3 +422,29 @@ def test_error_names_the_function_whose_schema_cannot_be_enforced(form):
         place = "parameters: JSON schema: cannot be enforced: #/properties/a: uniqueItems"
     with pytest.raises(GrammarError, match=f"structural format: function 'f': {place}"):
         spec.check()
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("notation", NOTATIONS)
+def test_output_consists_of_calls_or_satisfies_response_format(notation, parallel):
+    form = notation.split("/")[0]
+    write, join = NOTATIONS[notation]
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    fields = {
+        "tools": TOOLS,
+        "parallel_tool_calls": parallel,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    }
+    [(_, text)] = find_grammars(fields, Limits(), TOOL_FORMATS[form])
+    spec = GrammarSpec.structural_format(json.loads(text)["format"])
+    compiled = make_backend("llguidance", BYTES).compile(spec)
+
+    def accepts(text):
+        matcher = compiled.matcher()
+        return all(map(matcher.accept, text.encode())) and matcher.accept(STOP)
+
+    calls = [write(*CALLS[0]), write(*CALLS[-1])]
+    assert accepts('{"name": "town"}')
+    assert accepts(calls[0]) == (notation != "llama3_json")
+    assert accepts(join(calls)) == (parallel and notation != "llama3_json")
+    assert not any(map(accepts, ["", "so", f"so {calls[0]}", '{"name": 1}']))

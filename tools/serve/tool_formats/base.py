@@ -58,7 +58,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of an output that consists of at least one call."""
+        """Return the structural format of calls, for an output that can also be something else."""
 
     def required_calls(self, tools: ToolChoice) -> Format:
         """Return the structural format of an output that must be a call, or calls."""

@@ -16,6 +16,7 @@ from graft.tools.serve.tool_formats.base import (
     ToolFormat,
     arguments_format,
     call_head,
+    one_of,
     read_json_call,
     some_calls,
     tag,
@@ -56,6 +57,18 @@ class Llama3Json(ToolFormat):
         return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
     def calls(self, tools: ToolChoice) -> Format:
+        """Return the structural format of calls that begin with a tag.
+
+        The output of the request can also be other JSON, from which only a tag tells calls apart.
+        """
+        functions = []
+        for function in tools.functions:
+            arguments = arguments_format(function, tools)
+            functions.append(tag(_function_tag(function), arguments, _FUNCTION_END))
+        objects = tag(_PYTHON_TAG, self.required_calls(tools), "")
+        return one_of([objects, some_calls(functions, _SEPARATOR, tools)])
+
+    def required_calls(self, tools: ToolChoice) -> Format:
         """Return the structural format of JSON objects."""
         tags = []
         for function in tools.functions:
