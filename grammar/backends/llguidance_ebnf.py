@@ -49,6 +49,8 @@ _COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?
 _SURROGATES = (0xD800, 0xDFFF)
 #: Maximum number of lexer states that `_Lexer` visits before it gives up.
 _MAX_STATES = 2000
+#: Maximum number of positions in these states, counted once per class of characters.
+_MAX_STEPS = 500_000
 #: Maximum number of positions of a terminal in a recursive grammar. Repetitions are copied.
 _MAX_POSITIONS = 2000
 
@@ -99,13 +101,18 @@ def lark_grammar(text: str, root: str) -> str:
     Raises
     ------
     GrammarError
-        The grammar has a syntax error, an undefined rule or an extension of XGrammar.
+        The grammar has a syntax error, an undefined rule or an extension of XGrammar, or its root
+        rule has no finite text.
     """
     try:
         rules = _Parser(text).parse()
         if root not in rules:
             raise _error(f'the root rule "{root}" is not found')
-        return _Lowering(rules, root).lark()
+        _references_from(root, rules)  # refuses undefined rules
+        finite = _finite_rules(rules)
+        if root not in finite:
+            raise _error(f'the root rule "{root}" has no text, because its recursion never ends')
+        return _Lowering(finite, root).lark()
     except RecursionError:
         raise _error("is nested too deeply") from None
 
@@ -188,7 +195,8 @@ class _Parser:
                 most = int(high) if high else None if comma else int(low)
                 if most is not None and most < int(low):
                     raise self._syntax_error("invalid count", text, position)
-                part = Repeat(part, int(low), most)
+                # LLGuidance refuses a repetition with the count 0.
+                part = Sequence(()) if most == 0 else Repeat(part, int(low), most)
             elif text in _COUNTS and kind == "sign":
                 part = Repeat(part, *_COUNTS[text])
             else:
@@ -327,23 +335,22 @@ class _Positions:
             firsts, lasts, nullables = zip(*added, strict=True)
             return empty.union(*firsts), empty.union(*lasts), any(nullables)
         assert isinstance(node, Repeat)
-        low, high = node.low, node.high
-        if high is None:
-            copies = [node.part] * max(1, low)
-            first, last, nullable = self._add_all(copies[:-1])
-            inner_first, inner_last, inner_nullable = self._add(node.part)
-            self._connect(inner_last, inner_first)
-            self._connect(last, inner_first)
-            first = first | inner_first if nullable else first
-            last = last | inner_last if inner_nullable else inner_last
-            return first, last, low == 0 or (nullable and inner_nullable)
-        first, last, nullable = self._add_all([node.part] * low)
-        for _ in range(high - low):
+        # x{2,4} is x(x(x(x)?)?). Each copy follows the copy before it only, so that there are few
+        # connections. If x can be empty, so can the repetition, and the copies need not be empty.
+        first, last, nullable = self._add(node.part)
+        if not last:  # the only text is empty
+            return empty, empty, True
+        low = 0 if nullable else node.low
+        ends = last if low <= 1 else empty
+        for count in range(2, (max(low, 1) if node.high is None else node.high) + 1):
             inner_first, inner_last, _ = self._add(node.part)
             self._connect(last, inner_first)
-            first = first | inner_first if nullable else first
-            last = last | inner_last
-        return first, last, nullable
+            last = inner_last
+            if count >= low:
+                ends = ends | last
+        if node.high is None:
+            self._connect(last, inner_first if low > 1 else first)
+        return first, ends, low == 0
 
     def _add_all(self, parts: Iterable[Node]) -> tuple[frozenset[int], frozenset[int], bool]:
         first: frozenset[int] = frozenset()
@@ -368,7 +375,7 @@ class _Lowering:
     def __init__(self, rules: dict[str, Node], root: str):
         self.rules = rules
         self._root = root
-        references = self._find_reachable()
+        references = _references_from(root, rules)
         #: Rules from which no recursive rule can be reached.
         self._regular: set[str] = set()
         while found := {
@@ -391,20 +398,6 @@ class _Lowering:
                 self._split |= conflicts
         start = self._rule_text(root)
         return "\n".join([f"start: {start}", *self._lines])
-
-    def _find_reachable(self) -> dict[str, frozenset[str]]:
-        """Return the references of each rule that the root rule reaches, by name."""
-        found: dict[str, frozenset[str]] = {}
-        queue = [self._root]
-        while queue:
-            name = queue.pop()
-            if name in found:
-                continue
-            if name not in self.rules:
-                raise _error(f'rule "{name}" is not defined')
-            found[name] = _references(self.rules[name])
-            queue += found[name]
-        return found
 
     def _is_regular(self, node: Node) -> bool:
         return _references(node) <= self._regular
@@ -565,6 +558,63 @@ def _references(node: Node) -> frozenset[str]:
     return found.union(*map(_references, _children(node)))
 
 
+def _references_from(root: str, rules: dict[str, Node]) -> dict[str, frozenset[str]]:
+    """Return the references of each rule that the root rule reaches, by name."""
+    found: dict[str, frozenset[str]] = {}
+    queue = [root]
+    while queue:
+        name = queue.pop()
+        if name in found:
+            continue
+        if name not in rules:
+            raise _error(f'rule "{name}" is not defined')
+        found[name] = _references(rules[name])
+        queue += found[name]
+    return found
+
+
+def _finite_rules(rules: dict[str, Node]) -> dict[str, Node]:
+    """Return the rules without the parts that match no finite text.
+
+    LLGuidance would begin such a part, for example the second option of ``x ::= "a" | "b" y`` with
+    ``y ::= "c" y``, and never end it.
+    """
+    finite: set[str] = set()
+    pending = list(rules)
+    count = -1
+    while len(finite) > count:
+        count = len(finite)
+        finite.update(name for name in pending if _is_finite(rules[name], finite))
+        # Rules often refer to the rules after them.
+        pending = [name for name in reversed(pending) if name not in finite]
+    return {name: _finite_part(node, finite) for name, node in rules.items() if name in finite}
+
+
+def _is_finite(node: Node, finite: set[str]) -> bool:
+    """Return whether a node matches a finite text if the rules `finite` do."""
+    if isinstance(node, Rule):
+        return node.name in finite
+    if isinstance(node, Choice):
+        return any(_is_finite(option, finite) for option in node.options)
+    if isinstance(node, Repeat) and node.low == 0:
+        return True
+    return all(_is_finite(child, finite) for child in _children(node))
+
+
+def _finite_part(node: Node, finite: set[str]) -> Node:
+    """Return a node that matches a finite text without its options and parts that match none."""
+    if isinstance(node, Sequence):
+        return Sequence(tuple(_finite_part(part, finite) for part in node.parts))
+    if isinstance(node, Choice):
+        options = [option for option in node.options if _is_finite(option, finite)]
+        return Choice(tuple(_finite_part(option, finite) for option in options))
+    if isinstance(node, Repeat):
+        if not _is_finite(node.part, finite):
+            return Sequence(())
+        return replace(node, part=_finite_part(node.part, finite))
+    return node
+
+
 # Conflicts of terminals ---------------------------------------------------------------------------
 
 
@@ -675,7 +725,7 @@ class _Lexer:
     def conflicts(self) -> set[Node]:
         """Return the terminals that the lexer may continue where it should end another one.
 
-        If there are too many states, all terminals of more than one character are returned.
+        If this takes too long, all terminals of more than one character are returned.
         """
         members: dict[Ranges, frozenset[int]] = {}
 
@@ -691,12 +741,14 @@ class _Lexer:
         seen = set()
         # A pending state is the set of positions that can come next, by terminal.
         queue = [(start, frozenset[int]())]
+        steps = 0
         while queue:
             nexts, ended = queue.pop()
             by_class: dict[int, set[tuple[int, int]]] = {}
             for terminal, position in nexts:
                 for index in classes_of(self._machines[terminal].ranges[position]):
                     by_class.setdefault(index, set()).add((terminal, position))
+                    steps += 1
             for index, reached in by_class.items():
                 if any(index in classes_of(self._following[terminal]) for terminal in ended):
                     found |= {self._terminals[terminal] for terminal, _ in reached}
@@ -705,7 +757,7 @@ class _Lexer:
                 if state in seen:
                     continue
                 seen.add(state)
-                if len(seen) > _MAX_STATES:
+                if len(seen) > _MAX_STATES or steps > _MAX_STEPS:
                     return {node for node in self._terminals if not isinstance(node, Set)}
                 after = frozenset(
                     (terminal, following)
