@@ -66,7 +66,12 @@ def validate(grammar: dict[str, Any], limits: dict[str, Any] = _LIMITS) -> tuple
     from llguidance import LLMatcher, LLParserLimits  # type: ignore[import-not-found, unused-ignore]
 
     text = json.dumps({"grammars": [grammar]})
-    return LLMatcher.validate_grammar_with_warnings(text, limits=LLParserLimits(**limits))
+    try:
+        return LLMatcher.validate_grammar_with_warnings(text, limits=LLParserLimits(**limits))
+    except BaseException as error:  # a panic of Rust code is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        return True, [f"LLGuidance fails: {error}"]
 
 
 def schema_error(schema: Any, *, lenient: bool = False) -> str:

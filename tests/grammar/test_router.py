@@ -595,3 +595,11 @@ def test_check_schema_accepts_recursive_schema_with_finite_value(schema: Any, va
         for _ in range(40):
             value = {"n": value}
     jsonschema.Draft202012Validator(schema).validate(value)
+
+
+def test_schema_that_makes_llguidance_panic_is_refused():
+    """A panic of Rust code is not an `Exception`, but the router reports it as a reason."""
+    number = {"type": ["integer", "number"], "minimum": -(10**18), "maximum": -(10**18)}
+    found = route({"anyOf": [number, {"type": "null"}]})
+    [reason] = found.reasons
+    assert not found.exact and "LLGuidance fails" in reason.why
