@@ -68,6 +68,8 @@ class PagedKV:
         Free pages, used as a stack: the last one is allocated first.
     idle
         Idle pages as the keys of an ordered dictionary, least recently used first.
+    idle_version
+        Number that changes whenever the set of idle pages changes.
 
     Raises
     ------
@@ -121,6 +123,7 @@ class PagedKV:
         self.page_table: DeviceArray = device.from_host(empty)
         self.free = list(range(pages - 1, -1, -1))
         self.idle: OrderedDict[int, None] = OrderedDict()
+        self.idle_version = 0
         self._num_slots = [0] * pages
         self._retained = bytearray(pages)
         self._owned: list[list[int]] = [[] for _ in range(slots)]
@@ -181,7 +184,7 @@ class PagedKV:
         for page in pages:
             self._num_slots[page] += 1
         for page in shared:
-            self.idle.pop(page, None)
+            self._remove_idle(page)
         self._staged[slot].array[len(owned) : total] = pages
         owned.extend(pages)
         return True
@@ -206,8 +209,14 @@ class PagedKV:
     def drop(self, page: int) -> None:
         """Retain a page no longer. The page becomes free if no slot has it."""
         self._retained[page] = False
-        self.idle.pop(page, None)
+        self._remove_idle(page)
         self._update_idle_or_free(page)
+
+    def _remove_idle(self, page: int) -> None:
+        """Remove a page from the idle pages if it is one of them."""
+        if page in self.idle:
+            del self.idle[page]
+            self.idle_version += 1
 
     def _update_idle_or_free(self, page: int) -> None:
         """Make a page idle or free if no slot has it."""
@@ -215,6 +224,7 @@ class PagedKV:
             return
         if self._retained[page]:
             self.idle[page] = None
+            self.idle_version += 1
         else:
             self.free.append(page)
 

@@ -93,8 +93,6 @@ class PrefixCache:
         Number of tokens that were not prefilled because their pages were cached.
     evictions
         Number of pages evicted.
-    version
-        Number that changes whenever the set of cached pages changes.
     """
 
     def __init__(self, caches: Sequence[PagedKV], lookahead: int, max_pages: int) -> None:
@@ -105,7 +103,7 @@ class PrefixCache:
         self._key_by_page: dict[int, bytes] = {}  # keys by page of the first cache
         self.hit_tokens = 0
         self.evictions = 0
-        self.version = 0
+        self._changes = 0  # number of insertions and evictions of pages
 
     def __len__(self) -> int:
         return len(self._cached)
@@ -115,15 +113,22 @@ class PrefixCache:
         """Number of cached pages that no slot uses."""
         return len(self._caches[0].idle)
 
+    @property
+    def version(self) -> tuple[int, int]:
+        """A value that changes whenever the set of cached or of unused pages changes."""
+        return self._changes, self._caches[0].idle_version
+
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
         """Return the keys of the full pages of `tokens`, or none if the cache is disabled."""
         if not self.max_pages:
             return []
         return page_keys(tokens, self._caches[0].page_size, self._lookahead)
 
-    def count_hits(self, keys: Iterable[bytes]) -> int:
-        """Return the number of pages that `match` would find."""
-        return len(self._find(keys))
+    def count_hits(self, keys: Iterable[bytes]) -> tuple[int, int]:
+        """Return the number of pages that `match` would find, and how many of them are unused."""
+        found = self._find(keys)
+        idle = self._caches[0].idle
+        return len(found), sum(self._cached[key][0] in idle for key in found)
 
     def match(self, keys: Iterable[bytes]) -> list[PageGroup]:
         """Return the pages of the longest cached prefix and mark them as recently used."""
@@ -245,7 +250,7 @@ class PrefixCache:
                 for cache, page in zip(self._caches, group, strict=True):
                     cache.retain(page)
                 self._cached[key] = group
-                self.version += 1
+                self._changes += 1
                 self._key_by_page[group[0]] = key
             self._mark_used(key)
         surplus = max(0, len(self._cached) - self.max_pages)
@@ -267,4 +272,4 @@ class PrefixCache:
             for cache, page in zip(self._caches, group, strict=True):
                 cache.drop(page)
             self.evictions += 1
-            self.version += 1
+            self._changes += 1

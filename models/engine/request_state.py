@@ -66,9 +66,10 @@ class RequestState:
     prefix_keys
         Prefix-cache keys of the full pages; None until first computed.
     prefix_hits
-        Number of these pages that the prefix cache had at its version `prefix_version`.
+        Number of these pages that the prefix cache had at its version `prefix_version`, and how
+        many of them no slot used.
     prefix_version
-        See `prefix_hits`; -1 if the number is unknown.
+        See `prefix_hits`; None if the numbers are unknown.
     slot
         Request slot; -1 while the request has none.
     epoch
@@ -108,8 +109,8 @@ class RequestState:
     queue_number: int = -1
     bypass_count: int = 0
     prefix_keys: list[bytes] | None = None
-    prefix_hits: int = 0
-    prefix_version: int = -1
+    prefix_hits: tuple[int, int] = (0, 0)
+    prefix_version: tuple[int, int] | None = None
     slot: int = -1
     epoch: int = 0
     start_position: int = 0

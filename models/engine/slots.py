@@ -199,33 +199,45 @@ class SlotManager:
 
     def cached_pages(self, state: RequestState) -> int:
         """Return the number of pages of a waiting request that the prefix cache has."""
+        num_cached, _ = self._prefix_hits(state)
+        return num_cached
+
+    def _prefix_hits(self, state: RequestState) -> tuple[int, int]:
+        """Return the number of cached pages of a waiting request, and how many are unused."""
         if not len(self._prefix_cache):
-            return 0
+            return 0, 0
         if state.prefix_keys is None:
             state.prefix_keys = self._prefix_cache.keys(state.tokens)
-            state.prefix_version = -1
-        if state.prefix_version != self._prefix_cache.version:
+            state.prefix_version = None
+        version = self._prefix_cache.version
+        if state.prefix_version != version:
             state.prefix_hits = self._prefix_cache.count_hits(state.prefix_keys)
-            state.prefix_version = self._prefix_cache.version
+            state.prefix_version = version
         return state.prefix_hits
 
     def may_join(self, states: Sequence[RequestState]) -> list[RequestState]:
-        """Return the waiting requests among `states` for which there may be a slot and pages.
+        """Return the waiting requests among `states` for which there are a slot and pages.
 
-        The other requests certainly cannot join now. The work of this method does not depend on the
-        lengths of the prompts, unless the contents of the prefix cache have changed since the last
-        call. A request may wait for many rounds.
+        The work of this method does not depend on the lengths of the prompts, unless the contents
+        or the use of the prefix cache have changed since the last call. A request may wait for many
+        rounds.
         """
         if not self.has_free_slot:
             return []
         page_size = self._caches[0].page_size
-        # At least one page remains free for each request that has a slot.
-        num_evictable = self._prefix_cache.num_unused
-        available = self.num_free_pages + num_evictable - self.num_assigned
+        available = self.num_free_pages + self._prefix_cache.num_unused
+        num_spare: int | None = None
         found = []
         for state in states:
             num_pages = -(-self._required_positions(state) // page_size)
-            if num_pages - self.cached_pages(state) <= available:
+            num_cached, num_unused = self._prefix_hits(state)
+            # A cached page that no slot uses is not evicted for the request that will use it.
+            needed = num_pages - num_cached + num_unused
+            if needed > available - self.num_assigned:
+                continue  # `num_spare` is at least `num_assigned`, and takes longer to compute
+            if num_spare is None:
+                num_spare = self._num_spare_pages()
+            if needed <= available - num_spare:
                 found.append(state)
         return found
 

@@ -145,7 +145,11 @@ def test_prefix_cache_evicts_least_recently_used_unused_pages(device):
         prefixes.insert(0, tokens)
         release_slot(caches, 0)
     prefixes.evict_until_free(PAGES - 2, ())
-    assert prefixes.count_hits(prefixes.keys(first)) == 2
+    assert prefixes.count_hits(prefixes.keys(first)) == (2, 2)
+    version = prefixes.version
+    assign_pages(prefixes, caches, 0, first)
+    assert prefixes.version != version and prefixes.count_hits(prefixes.keys(first)) == (2, 0)
+    release_slot(caches, 0)
     assert not prefixes.match(prefixes.keys(second))
     prefixes.clear()
     assert len(caches[0].free) == len(caches[1].free) == PAGES

@@ -1,5 +1,6 @@
 """Scheduling: chunked prefill, queue order, preemption, and KV-cache pages on demand."""
 
+import random
 from dataclasses import replace
 from functools import partial
 
@@ -236,6 +237,43 @@ def test_scheduler_admits_by_priority_then_prefix_cache_hits():
         warm = [Request(tokens=[*shared, 100 + i], id=str(i), **options) for i in range(20)]
         order = finish_order(engine, [cold, *warm])
         assert order == [*map(str, range(16)), "cold", *map(str, range(16, 20))]
+
+
+def test_slot_manager_predicts_which_requests_can_join(monkeypatch):
+    """`may_join` returns exactly the requests that can join.
+
+    An attempt to join reads the whole prompt, and a request may wait for many rounds.
+    """
+    joined = []
+    refused = []
+    join, may_join = SlotManager.join, SlotManager.may_join
+
+    def checked_join(self, state, params):
+        joined.append(join(self, state, params))
+        return joined[-1]
+
+    def checked_may_join(self, states):
+        found = may_join(self, states)
+        for state in states:
+            if state not in found and self.has_free_slot:
+                refused.append(state)
+                assert not join(self, state, state.params)
+        return found
+
+    monkeypatch.setattr(SlotManager, "join", checked_join)
+    monkeypatch.setattr(SlotManager, "may_join", checked_may_join)
+    rng = random.Random(3)
+    requests = []
+    for _ in range(40):
+        tokens = [300 + rng.randrange(2)] * rng.choice([10, 30, 60])
+        tokens += [310 + rng.randrange(30) for _ in range(rng.randrange(20))]
+        requests.append(Request(tokens=tokens, max_tokens=rng.choice([2, 30, 90]), seed=1))
+    with settled(demo_engine(max_batch_size=4, page_size=4, pages=70, max_length=200)) as engine:
+        outputs = engine.generate(requests)
+        assert engine.stats.preemptions > 3
+    assert {output.reason for output in outputs} <= {"stop", "length"}
+    assert len(joined) >= len(requests) and all(joined)
+    assert len(refused) > 20
 
 
 def test_scheduler_admits_requests_that_fit_before_those_that_do_not():

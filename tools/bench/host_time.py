@@ -40,12 +40,16 @@ from graft.models.round.prefill import PrefillScheduler
 from graft.tools.report import program, table
 
 #: What happens in each step: a round of a full batch; a round while a row of the batch is free, but
-#: the waiting requests need more pages than there are; the launch of a generation loop.
-CASES = ("full batch", "too few pages", "loop launch")
+#: the waiting requests need more pages than there are, although none of their tokens or most of
+#: them are cached; the launch of a generation loop.
+CASES = ("full batch", "too few pages", "too few pages, cached prompts", "loop launch")
 _PAGE_SIZE = 16
 _PROMPT = 1024
 _SHARED = 512  # tokens of a waiting prompt whose pages are cached
 _LONG_PROMPT = 1 << 16  # prompt of a waiting request for which there are too few pages
+_MAX_CACHED = 1 << 16  # maximum number of cached tokens of a prompt
+#: More tokens than the free pages have at the beginning, per running request.
+_FREE_PER_REQUEST = 640
 _MAX_LENGTH = 1 << 17
 _WARM_STEPS = 20
 #: Maximum number of steps: the running requests must not run out of pages.
@@ -127,13 +131,19 @@ class HostRounds:
     def __init__(self, device: Device, case: str, batch: int, pages: int, waiting: int):
         self._case = case
         self._batch = batch
-        # With too few pages, the running requests use all cached pages. Otherwise, none uses them.
-        in_use = case == "too few pages"
-        prompt = _PROMPT
-        if in_use:
-            prompt += pages // batch * _PAGE_SIZE
+        has_free_row = case.startswith("too few pages")
+        is_cached = case.endswith("cached prompts")
+        num_shared = min(_MAX_CACHED if is_cached else _SHARED, pages * _PAGE_SIZE)
+        # With too few pages, the running requests use all cached pages except for those of the
+        # waiting requests. Otherwise, they use none.
+        num_idle = pages
+        if has_free_row:
+            num_idle = num_shared // _PAGE_SIZE if is_cached else 0
+        prompt = _PROMPT + (pages - num_idle) // batch * _PAGE_SIZE
         num_own = batch * -(-(prompt + _MAX_STEPS + _WARM_STEPS) // _PAGE_SIZE + 1)
-        num_idle = 0 if in_use else pages
+        length = _PROMPT
+        if has_free_row:
+            length = num_shared + batch * _FREE_PER_REQUEST if is_cached else _LONG_PROMPT
         cache = PagedKV(
             device,
             layers=1,
@@ -146,14 +156,14 @@ class HostRounds:
             max_pages_per_slot=_MAX_LENGTH // _PAGE_SIZE,
         )
         prefixes = PrefixCache([cache], 1, num_own + pages if pages else 0)
-        self._fill_cache(prefixes, num_idle)
+        self._fill_cache(prefixes, num_idle, num_shared)
         nothing: Any = SimpleNamespace(
             run=lambda *_: iter(()), join=lambda *_: None, leave=lambda *_: None
         )
         lane: Any = SimpleNamespace(copy=lambda *_, **__: None)
         self.slots = SlotManager(
             2 * batch,
-            batch + in_use,
+            batch + has_free_row,
             caches=[cache],
             prefix_cache=prefixes,
             prefill=nothing,
@@ -163,7 +173,12 @@ class HostRounds:
             positions_ahead=2,
         )
         graph: Any = SimpleNamespace(
-            batch=batch + in_use, drafts=0, made=0, mode="round", grammar="host", repeats=False
+            batch=batch + has_free_row,
+            drafts=0,
+            made=0,
+            mode="round",
+            grammar="host",
+            repeats=False,
         )
         replays: Any = _Replays()
         budget: Any = SimpleNamespace(choose=lambda *_: 0, record_acceptance=lambda *_, **__: None)
@@ -178,8 +193,7 @@ class HostRounds:
         for number in range(batch):
             self.scheduler.submit(_make_state(f"running {number}", [number] * prompt))
         self.step()
-        length = _LONG_PROMPT if in_use else _PROMPT
-        tokens = [*[1000] * _SHARED, *[1001] * (length - _SHARED)]
+        tokens = [*[1000] * num_shared, *[1001] * (length - num_shared)]
         for number in range(waiting):
             self.scheduler.submit(_make_state(f"waiting {number}", tokens))
         for _ in range(_WARM_STEPS):
@@ -190,9 +204,9 @@ class HostRounds:
                 f"{len(self.scheduler.waiting)} wait, expected {waiting}"
             )
 
-    def _fill_cache(self, prefixes: PrefixCache, pages: int) -> None:
+    def _fill_cache(self, prefixes: PrefixCache, pages: int, num_shared: int) -> None:
         """Cache idle pages; the first ones are those of the waiting requests' common prefix."""
-        shared = prefixes.keys([1000] * (_SHARED + 2))[:pages]
+        shared = prefixes.keys([1000] * (num_shared + 2))[:pages]
         others = [number.to_bytes(32, "little") for number in range(pages - len(shared))]
         if pages:
             prefixes.insert_migrated([*shared, *others], lambda *_: None)
