@@ -423,7 +423,7 @@ def test_grammars_are_checked_by_the_compilation_only(post, monkeypatch):
     def fail(*_arguments):
         raise AssertionError("the grammar was checked before its compilation")
 
-    monkeypatch.setattr("graft.grammar.grammar_spec.POOL.call", fail)
+    monkeypatch.setattr("graft.grammar.processes.POOL.call", fail)
     tag = {"begin": "<a>", "schema": {"const": 7}, "end": "</a>"}
     for fields in (
         {"regex": "[a-z]{4}"},
