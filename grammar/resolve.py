@@ -7,13 +7,12 @@ import json
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from graft.grammar.backends.usable import require_usable, unusable_reason, usable_backends
-from graft.grammar.backends.xgrammar_strings import unsafe_strings, without_unsafe_strings
 from graft.grammar.errors import GrammarError
 from graft.grammar.schema.enforcement import BACKENDS, ignored_keywords
 from graft.grammar.schema.router import refusal, route
 from graft.grammar.schema.terms import word_set
 from graft.grammar.schema.wellformed import check_schema
+from graft.grammar.schema.xgrammar_strings import unsafe_strings, without_unsafe_strings
 from graft.grammar.spec import Spec, check_text, parse_json
 from graft.grammar.structural.formats import (
     Format,
@@ -24,6 +23,7 @@ from graft.grammar.structural.formats import (
 )
 from graft.grammar.structural.lark import lark_text
 from graft.grammar.structural.xgrammar import check_xgrammar_format
+from graft.grammar.usable import require_usable, unusable_reason, usable_backends
 
 __all__ = ["check_backend", "json_text", "resolve_spec", "select_backend", "without_partial_hint"]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.grammar.backends import llguidance, xgrammar
-from graft.grammar.backends.usable import require_usable
 from graft.grammar.errors import describe
 from graft.grammar.matcher import GrammarBackend
 from graft.grammar.resolve import resolve_spec, select_backend
 from graft.grammar.spec import Spec
+from graft.grammar.usable import require_usable
 from graft.grammar.vocabulary import Vocabulary
 
 __all__ = ["BACKENDS", "check_syntax", "make_backend"]

@@ -20,13 +20,13 @@ import numpy as np
 from graft.cudagraph.errors import OptionError
 from graft.grammar.backends.base import AutomatonBackend, BoundedBackend
 from graft.grammar.backends.registry import BACKENDS, make_backend
-from graft.grammar.backends.usable import unusable_reason, usable_backends, warn_if_unusable
 from graft.grammar.compile.cache import CACHE_BYTES, GrammarCache, Outcome
 from graft.grammar.errors import GrammarBackendError, GrammarError, clean_message
 from graft.grammar.matcher import CompiledGrammar, GrammarBackend
 from graft.grammar.processes import POOL, call_error
 from graft.grammar.resolve import select_backend
 from graft.grammar.spec import Spec
+from graft.grammar.usable import unusable_reason, usable_backends, warn_if_unusable
 from graft.grammar.vocabulary import Vocabulary
 from graft.native.children.errors import (
     ChildCrashed,

@@ -10,9 +10,8 @@ import pytest
 from guide_util import accepts, byte_vocabulary, output_of
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar import GrammarError, GrammarService, GrammarSpec, processes, resolve
+from graft.grammar import GrammarError, GrammarService, GrammarSpec, processes, resolve, usable
 from graft.grammar.backends import llguidance as llguidance_module
-from graft.grammar.backends import usable
 from graft.grammar.backends import xgrammar as xgrammar_module
 from graft.grammar.backends.llguidance import LLGuidanceBackend
 from graft.grammar.backends.xgrammar import XGrammarBackend

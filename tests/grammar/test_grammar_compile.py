@@ -23,8 +23,8 @@ from graft.grammar import (
     GrammarSpec,
     GrammarUnavailableError,
     Vocabulary,
+    usable,
 )
-from graft.grammar.backends import usable
 from graft.grammar.backends.llguidance import LLGuidanceBackend, prepare_automaton
 from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.grammar.compile import service as service_module

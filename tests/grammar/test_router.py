@@ -17,8 +17,8 @@ from graft.grammar import (
     make_backend,
     resolve,
     resolve_spec,
+    usable,
 )
-from graft.grammar.backends import usable
 from graft.grammar.schema.enforcement import KEYWORDS
 from graft.grammar.schema.llguidance_errors import schema_error
 from graft.grammar.schema.router import route

@@ -123,7 +123,7 @@ INVALID_CALLS = {
     ),
     "grammar backend callable": (
         lambda: Engine(TARGET, grammar_backend=int),
-        "grammar_backend <class 'int'>: int.. argument must be",
+        "grammar_backend <class 'int'>: TypeError: int.. argument must be",
     ),
     "ranks": (
         lambda: Engine("no such folder", ranks=5),
