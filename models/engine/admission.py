@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Collection
 from concurrent.futures import Future
@@ -17,6 +18,8 @@ from graft.models.tokenizer import Tokenizer
 from graft.sampling.params import MAX_STOP_IDS
 
 __all__ = ["Admission"]
+
+LOG = logging.getLogger("graft")
 
 
 class Admission:
@@ -83,6 +86,7 @@ class Admission:
         except GraftError:
             raise
         except Exception as error:  # the methods of objects in the request may raise anything
+            LOG.warning("request %s cannot be read", output.id, exc_info=True)
             raise RequestError(
                 f"the request cannot be read: {type(error).__name__}: {error}"
             ) from error

@@ -214,6 +214,15 @@ def test_ill_typed_request_does_not_affect_others(engine, fields):
     assert outputs(engine.step())["x"].error == refused.error
 
 
+def test_exception_of_object_in_request_is_logged_with_its_traceback(engine, caplog):
+    with caplog.at_level("WARNING", "graft"):
+        (refused,) = engine.generate([Request(tokens=Unreadable([5]), id="u")])
+    assert refused.reason == "refused"
+    (record,) = (record for record in caplog.records if record.exc_info)
+    assert record.getMessage() == "request u cannot be read"
+    assert "in __iter__" in caplog.text
+
+
 def test_engine_refuses_other_types_than_request(engine):
     """`generate` refuses objects that are not requests, and serves the valid requests in the list.
 
