@@ -189,15 +189,9 @@ class IncrementalDecoder:
             pieces.append(self._push_run(run))
         return "".join(pieces)
 
-    def finish(self, *, cut: bool = False) -> str:
-        """Return the rest of the text and reset the decoder.
-
-        Parameters
-        ----------
-        cut
-            Whether to omit an incomplete last character. If not, its bytes are replaced by U+FFFD.
-        """
-        rest = "" if cut else self._utf8.decode(b"", final=True)
+    def finish(self) -> str:
+        """Return the bytes of an incomplete last character as U+FFFD, and reset the decoder."""
+        rest = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         self._context = []
         return rest
