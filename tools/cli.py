@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-# Other modules are imported by the functions, so that Ctrl-C during these imports, which take most
-# of the start, is handled.
+# The functions import the other modules, so that Ctrl-C during these imports is handled. The
+# imports take most of the startup time.
 
 #: Exit status if the output cannot be written.
 FAILED = 1
@@ -19,7 +19,7 @@ FAILED = 1
 INTERRUPTED = 130
 #: Exit status if the reader of the output has closed the pipe.
 BROKEN_PIPE = 141
-#: Subcommands whose result is printed.
+#: Subcommands that print their result on standard output.
 ANSWERING = ("generate", "demo", "doctor")
 
 
@@ -94,14 +94,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None, has_stdout: bool) -> int:
-    """Run a subcommand; `has_stdout` is whether standard output was open."""
+    """Run a subcommand. `has_stdout` says whether standard output was open at the start."""
     from graft.cudagraph.errors import GraftError, OptionError
     from graft.tools.report import print_refusal
 
     try:
         options = parser().parse_args(arguments)
         if not has_stdout and options.command in ANSWERING:
-            raise OptionError("standard output is closed, so that the output cannot be written")
+            raise OptionError("standard output is closed, so the output cannot be written")
         if getattr(options, "parallel", False) and not _is_first_rank(options):
             return 0
         status = int(options.run(options))

@@ -83,15 +83,15 @@ def resolve_named_tuples(module: ModuleType) -> None:
 def add_readme(package: str, output: Path) -> None:
     """Append the README.md of a package to the package's docstring.
 
-    A link to the README.md of another package becomes a link to the HTML page of that package. An
-    image is copied to the output folder. Any other link into the repository is replaced by its
-    text.
+    A link to the README.md of another package becomes a link to the HTML page of that package.
+    Images are copied to the output folder. Any other link into the repository is replaced by the
+    link text.
 
     Parameters
     ----------
     package
-        Name of the package without ``graft.``; empty for ``graft`` itself, whose README.md is that
-        of the repository.
+        Name of the package without ``graft.``. The empty name stands for ``graft``; its page is the
+        README.md of the repository.
     output
         Folder of the HTML pages.
     """

@@ -61,7 +61,8 @@ ARCHITECTURES = {
     "llama": GgufArchitecture("LlamaForCausalLM", is_interleaved=True),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM"),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM"),
-    # llama.cpp, too, knows the layers without RoPE by the name of the architecture alone.
+    # The metadata does not list the layers without RoPE. As in llama.cpp, the architecture
+    # determines them.
     "smollm3": GgufArchitecture(
         "SmolLM3ForCausalLM", is_interleaved=True, fields=(("no_rope_layer_interval", 4),)
     ),
@@ -96,8 +97,8 @@ MODEL_TENSORS = {
     "output.weight": "lm_head.weight",
 }
 ROPE_FACTORS = "rope_freqs.weight"
-#: Metadata of an architecture that changes the model's results, with the values that do not. graft
-#: supports no other values.
+#: Metadata that can change the model's results, with the values that have no effect. graft supports
+#: only these values.
 NEUTRAL_VALUES: dict[str, tuple[float, ...]] = {
     "attention.causal": (1,),
     "attention.clamp_kqv": (0,),
@@ -114,7 +115,7 @@ NEUTRAL_VALUES: dict[str, tuple[float, ...]] = {
     "rope.scaling.alpha": (0,),
     "use_parallel_residual": (0,),
 }
-#: The same for the metadata of YaRN.
+#: As `NEUTRAL_VALUES`, for the metadata of YaRN.
 NEUTRAL_YARN_VALUES: dict[str, tuple[float, ...]] = {
     "rope.scaling.attn_factor": (1,),
     "rope.scaling.yarn_attn_factor": (1,),
@@ -185,7 +186,7 @@ class GgufFile:
         except (OSError, ValueError, KeyError, IndexError) as error:
             reason = str(error)
             if not isinstance(error, OSError) and "GGUF" not in reason and "version" not in reason:
-                reason = "the file is truncated or damaged"  # NumPy's words do not help
+                reason = "the file is truncated or damaged"  # NumPy's message does not help
             raise GgufError(f"{self.path}: cannot be read as GGUF ({reason})") from error
         self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self._prefix = self.get("general.architecture")
@@ -226,8 +227,8 @@ class GgufFile:
         value = self.get(self.key(key), default)
         if not isinstance(value, int) or value < 0:
             raise GgufError(
-                f"{self.path}: {self.key(key)} is {short_repr(value)}, and must "
-                f"be a non-negative integer"
+                f"{self.path}: {self.key(key)} must be a non-negative integer, "
+                f"got {short_repr(value)}"
             )
         return value
 
@@ -242,7 +243,7 @@ class GgufFile:
         value = self.get(self.key(key), default)
         if not isinstance(value, (int, float)):
             raise GgufError(
-                f"{self.path}: {self.key(key)} is {short_repr(value)}, and must be a number"
+                f"{self.path}: {self.key(key)} must be a number, got {short_repr(value)}"
             )
         stored = np.float32(value)
         return float(str(stored)) if stored == value else float(value)  # 1e-05, not 9.99999974e-06
@@ -409,8 +410,8 @@ def yarn_parameters(file: GgufFile, factor: float) -> dict[str, Any]:
     Raises
     ------
     GgufError
-        If the file changes the attention factor or the interpolation in another way than through
-        the parameters of Hugging Face configs.
+        If the file changes the attention factor or the interpolation in a way that a Hugging Face
+        config cannot express.
     """
     file.require_neutral(NEUTRAL_YARN_VALUES)
     length = file.get_size("context_length")
@@ -567,7 +568,7 @@ def convert(file: str | Path, out: str | Path, dtype: str = "auto") -> Path:
         If graft cannot load the resulting model.
     """
     out = Path(out)
-    if out.exists():  # reading a large file takes long
+    if out.exists():  # checked first, because reading a large file takes long
         raise GgufError(f"{out}: exists already")
     source = GgufFile(file)
     if "token_embd.weight" not in source.tensors:

@@ -34,7 +34,7 @@ BACKEND_CHOICES = ("auto", "xgrammar", "llguidance")
 BACKEND_METAVAR = "{auto,xgrammar,llguidance,MODULE:NAME}"
 BACKEND_HELP = (
     "grammar backend (default auto: selected for each grammar), or the import name of a function "
-    "that returns an own backend for a vocabulary"
+    "that takes a vocabulary and returns a user-defined backend"
 )
 _FILE_KEYS = ("schema", "ebnf", "lark", "structural_tag")
 _TAG_KEYS = {"tags", "triggers", "at_least_one", "at_once"}
@@ -164,7 +164,7 @@ def read_grammar(options: argparse.Namespace) -> dict[str, Any]:
     if options.partial and "schema" not in defined and options.prompts is None:
         raise OptionError("--partial requires --schema")
     try:
-        # An own backend checks the grammar when it compiles the grammar.
+        # A user-defined backend checks a grammar when it compiles it.
         make_grammar(fields, options.partial, check=":" not in options.backend)
     except (GrammarError, OptionError) as error:
         arguments = []

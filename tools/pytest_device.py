@@ -3,8 +3,8 @@
 Usage: ``pytest -p graft.tools.pytest_device``.
 
 A kernel fault makes the device unusable for the rest of the process, so all later tests would fail.
-After a test that left the device in this state, the plugin runs each later test in a process of its
-own. The summary says so, and which CUDA driver the tests used.
+After such a fault, the plugin runs each later test in a separate process. The summary names the
+faulting test, the number of later tests and the CUDA driver that the tests used.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import pytest
 
 Outcome = Literal["passed", "failed", "skipped"]
 
-#: Results of cuStreamQuery that do not mean that the context is lost: success, not initialized,
-#: deinitialized, no device, no or another context, and pending work.
+#: Results of cuStreamQuery with which the context is not lost: success, not initialized,
+#: deinitialized, no device, no current or another context, and pending work.
 _USABLE = frozenset({0, 3, 4, 100, 201, 600})
-#: Maximum duration in seconds of a test that runs in a process of its own.
+#: Time limit in seconds of a test that runs in a separate process.
 _LIMIT_S = 600.0
 
 
@@ -60,14 +60,14 @@ def device_has_faulted() -> bool:
 
 
 class IsolatedTests:
-    """Runs the tests after a device fault in processes of their own.
+    """Runs each test after a device fault in a separate process.
 
     Attributes
     ----------
     faulting
         Id of the test that left the device unusable; empty if there was none.
     count
-        Number of tests that ran in a process of their own.
+        Number of tests that ran in separate processes.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class IsolatedTests:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
-        """Remember the test if it has left the device unusable."""
+        """Record the test's id if it has left the device unusable."""
         if not self.faulting and device_has_faulted():
             self.faulting = item.nodeid
 
@@ -106,7 +106,7 @@ class IsolatedTests:
         if self.faulting:
             terminalreporter.write_line(
                 f"cuda: {self.faulting} left the device unusable; {self.count} later tests ran in "
-                "a process each"
+                "separate processes"
             )
 
 

@@ -1,4 +1,4 @@
-"""Helpers for command line tools: standard streams, errors, tables, a thread that takes the GIL."""
+"""Helpers for command-line tools: standard streams, errors, tables, a thread that takes the GIL."""
 
 from __future__ import annotations
 
@@ -25,16 +25,10 @@ def print_refusal(error: Exception) -> int:
 
 
 class _Stream:
-    """A standard stream whose errors have the name of the stream, or are ignored.
+    """Wraps a standard stream and handles its errors.
 
-    Parameters
-    ----------
-    stream
-        The stream.
-    name
-        Name of the stream in errors.
-    required
-        Whether errors are raised. If not, the first error redirects the stream to /dev/null.
+    If the stream is `required`, errors are raised with the `name` of the stream. Otherwise, the
+    first error redirects the stream to /dev/null.
     """
 
     def __init__(self, stream: Any, name: str, required: bool):
@@ -58,7 +52,7 @@ class _Stream:
         try:
             function(*arguments)
         except OSError as error:
-            # Python flushes the stream again at its exit, which must not fail a second time.
+            # Python flushes the stream again when it exits. This must not fail a second time.
             redirect_to_null(self._stream)
             if self._required:
                 error.filename = self._name
@@ -66,7 +60,7 @@ class _Stream:
 
 
 def redirect_to_null(stream: Any) -> None:
-    """Redirect the file of a stream to /dev/null, if it has one."""
+    """Redirect the file descriptor of a stream to /dev/null, if it has one."""
     try:
         number = stream.fileno()
     except (AttributeError, io.UnsupportedOperation):
@@ -80,10 +74,10 @@ def redirect_to_null(stream: Any) -> None:
 def standard_streams() -> Iterator[bool]:
     """Make the standard streams usable for as long as the context lasts.
 
-    A stream that the caller of the program has closed becomes /dev/null. Otherwise, the next file
-    that the program opens would have its number. Errors of standard error are ignored, because a
-    message that cannot be written must not prevent an answer. Characters that the terminal cannot
-    encode are written as escape sequences.
+    A stream that was closed when the program started is opened as /dev/null. Otherwise, the next
+    file that the program opens would get its descriptor. Errors of standard error are ignored,
+    because a message that cannot be written must not prevent the output. Characters that the
+    terminal cannot encode are written as escape sequences.
 
     Yields
     ------

@@ -702,7 +702,7 @@ def run_shell(command: str):
             "GRAFT generate --prompt x --choice yes >&-",
             2,
             "",
-            "graft: standard output is closed, so that the output cannot be written\n",
+            "graft: standard output is closed, so the output cannot be written\n",
         ),
         pytest.param(
             "GRAFT generate --prompt x --choice yes >/dev/full",

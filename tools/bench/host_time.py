@@ -39,35 +39,25 @@ from graft.models.request import Output, Request
 from graft.models.round.prefill import PrefillScheduler
 from graft.tools.report import program, table
 
-#: What happens in each step: a round of a full batch; a round while a row of the batch is free, but
-#: the waiting requests need more pages than there are, although none of their tokens or most of
-#: them are cached; the launch of a generation loop.
+#: What is measured. "full batch": a round without free batch rows. "too few pages": a round with a
+#: free batch row, while each waiting request needs more pages than are free; none of its tokens or,
+#: with "cached prompts", most of its tokens are cached. "loop launch": a generation loop's launch.
 CASES = ("full batch", "too few pages", "too few pages, cached prompts", "loop launch")
 _PAGE_SIZE = 16
 _PROMPT = 1024
-_SHARED = 512  # tokens of a waiting prompt whose pages are cached
-_LONG_PROMPT = 1 << 16  # prompt of a waiting request for which there are too few pages
+_SHARED = 512  # number of cached tokens of a waiting request's prompt
+_LONG_PROMPT = 1 << 16  # prompt length of a waiting request for which there are too few pages
 _MAX_CACHED = 1 << 16  # maximum number of cached tokens of a prompt
-#: More tokens than the free pages have at the beginning, per running request.
+#: Number of tokens per running request for which the free pages suffice at the beginning.
 _FREE_PER_REQUEST = 640
 _MAX_LENGTH = 1 << 17
 _WARM_STEPS = 20
-#: Maximum number of steps: the running requests must not run out of pages.
+#: Maximum number of steps. After more steps, the running requests would run out of pages.
 _MAX_STEPS = 500
 
 
 class Measurement(NamedTuple):
-    """Median time of a step.
-
-    Attributes
-    ----------
-    case
-        One of `CASES`.
-    pages, waiting
-        Number of cached pages and of waiting requests.
-    us
-        Time in microseconds.
-    """
+    """Median time of a step in microseconds, with its case and the sizes of cache and queue."""
 
     case: str
     pages: int
@@ -76,7 +66,7 @@ class Measurement(NamedTuple):
 
 
 class _Replays:
-    """Replacement of `Replays`: each round is complete at once and commits a token per request."""
+    """Replaces `Replays`: each round completes at once and commits one token per request."""
 
     round_s = 0.0
 
@@ -205,7 +195,7 @@ class HostRounds:
             )
 
     def _fill_cache(self, prefixes: PrefixCache, pages: int, num_shared: int) -> None:
-        """Cache idle pages; the first ones are those of the waiting requests' common prefix."""
+        """Cache idle pages, first those of the waiting requests' common prefix."""
         shared = prefixes.keys([1000] * (num_shared + 2))[:pages]
         others = [number.to_bytes(32, "little") for number in range(pages - len(shared))]
         if pages:

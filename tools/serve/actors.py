@@ -161,7 +161,7 @@ def private_folder() -> Iterator[str]:
         try:
             yield str(folder)
         finally:
-            # Processes of Ray may still write files for a short time.
+            # Ray's processes may still write files here, so the deletion is repeated.
             for _ in range(_DELETE_ATTEMPTS):
                 shutil.rmtree(folder, ignore_errors=True)
                 if not folder.exists():
@@ -185,7 +185,7 @@ def _import_ray() -> Any:
         if error.name != "ray":
             raise
         raise OptionError("--replicas needs the package ray: pip install ray") from error
-    # When an actor dies, Ray prints general advice in colours. `Replicas` logs the death.
+    # When an actor dies, Ray prints general advice. `Replicas` logs the death instead.
     worker = sys.modules.get("ray._private.worker")
     if hasattr(worker, "print_to_stdstream"):
         worker.print_to_stdstream = lambda *_, **__: None  # type: ignore[union-attr]

@@ -133,7 +133,7 @@ class Service:
         )
         self.api_requests = 0
         self.draining = False
-        self._received_bytes = 0  # of bodies that are not complete
+        self._received_bytes = 0  # size of the incomplete bodies
         self._created = int(time.time())
         self.max_api_requests = settings.max_waiting + info.max_batch_size
         # The parser has a single thread, because the tokenizer is not thread-safe. Grammars are
@@ -443,7 +443,8 @@ class _GenerateEndpoint:
         fields: dict[str, Any] = {}
         try:
             given = await service.read_body(request)
-            # Clients that do not send their bodies must not use up the capacity.
+            # The capacity is checked after the body has arrived. Clients that do not send their
+            # bodies must not use up the capacity.
             service.check_capacity()
             service.api_requests += 1
             is_counted = True

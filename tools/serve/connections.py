@@ -1,4 +1,4 @@
-"""Limits of the server's connections: their number, and how long a client can leave one unused."""
+"""Limits on connections: their number, and the time for which a client may leave one unused."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ KEEP_ALIVE_S = 5
 #: Maximum number of connections that the event loop accepts before it handles other events. The
 #: connections of a few such iterations can exceed the maximum number of connections.
 ACCEPT_BATCH = 16
-#: Number of file descriptors that are left to the rest of the process: files, pipes and processes.
+#: Number of file descriptors reserved for the rest of the process: files, pipes, child processes.
 RESERVED_DESCRIPTORS = 128
-#: Maximum number of connections without a request in progress, which all take memory.
+#: Maximum number of connections without a request in progress. Each connection takes memory.
 MAX_UNUSED_CONNECTIONS = 4096
 _MIN_CONNECTIONS = 16
 _LOG_INTERVAL_S = 60.0
@@ -62,13 +62,13 @@ def max_connections(max_requests: int) -> int:
 
 
 class Connection(H11Protocol):
-    """A connection that knows since when it has been waiting for its client."""
+    """A connection that records how long it has been waiting for its client."""
 
     server_state: Connections
     #: Time at which the client connected or received its last response.
     waiting_since: float
-    #: Time since which the client has to receive a part of a response before the server can go
-    #: on; None if the server does not wait for this.
+    #: Time at which the server stopped sending, because the client must first receive a part of the
+    #: response; None if the server is not waiting for that.
     blocked_since: float | None = None
 
     @property
@@ -88,17 +88,17 @@ class Connection(H11Protocol):
         self.server_state.make_room()
 
     def on_response_complete(self) -> None:
-        """Begin to wait for the next request."""
+        """Record that the connection waits for the next request."""
         self.waiting_since = time.monotonic()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """Begin to wait until the client has received a part of the response."""
+        """Record that the server waits until the client has received a part of the response."""
         self.blocked_since = time.monotonic()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """Go on with the response."""
+        """Record that the response continues."""
         self.blocked_since = None
         super().resume_writing()
 
@@ -123,10 +123,10 @@ class Connections(ServerState):
         self._send_timeout_s = send_timeout_s
 
     def make_room(self) -> None:
-        """If there are too many connections, close those that have waited longest.
+        """If there are too many connections, close those that have waited for a request longest.
 
-        Connections whose request is being answered stay open. If this is the case for all others,
-        the new connection is closed.
+        Connections with a request in progress stay open. If all other connections have one, the new
+        connection is closed.
         """
         excess = len(self.connections) - self.limit
         if excess <= 0:
@@ -140,7 +140,7 @@ class Connections(ServerState):
             for connection in self.connections
             if connection.is_waiting or connection.transport.is_closing()
         ]
-        # Each search takes time, so that it closes a sixteenth of the connections at once.
+        # Searching all connections takes time, so each search closes a sixteenth of them.
         count = min(len(unused) - 1, max(excess, self.limit // 16))
         for connection in heapq.nsmallest(max(count, 1), unused, _waiting_since):
             self._abort(connection)
@@ -148,8 +148,8 @@ class Connections(ServerState):
     def close_unused(self) -> None:
         """Close the connections whose clients have exceeded a time limit.
 
-        A client exceeds a limit if it does not send the header of a request, or does not receive
-        a response.
+        The limits are `HEADER_TIMEOUT_S` for the header of the next request, and `send_timeout_s`
+        for receiving a part of a response.
         """
         now = time.monotonic()
         for connection in list(self.connections):
@@ -162,7 +162,7 @@ class Connections(ServerState):
                 connection.transport.close()
 
     def _abort(self, connection: Connection) -> None:
-        # The event loop calls connection_lost only later, and other clients may connect before.
+        # The event loop calls connection_lost later. Other clients may connect before that.
         self.connections.discard(connection)
         connection.transport.abort()
 
@@ -172,9 +172,9 @@ def _waiting_since(connection: Connection) -> float:
 
 
 class RepeatFilter(logging.Filter):
-    """Passes one log record per minute of each place in the code and each type of error.
+    """Passes one record per minute for each logging call and type of error.
 
-    Otherwise, clients could fill the log.
+    Without this filter, clients could fill the log.
     """
 
     def __init__(self) -> None:
@@ -199,9 +199,9 @@ class RepeatFilter(logging.Filter):
 
 @contextlib.contextmanager
 def log_to_stderr() -> Iterator[None]:
-    """Write the warnings of graft, such as the death of a replica, to standard error."""
+    """Write graft's warnings, such as the death of a replica, to standard error."""
     raises = logging.raiseExceptions
-    logging.raiseExceptions = False  # a log that cannot be written must not fill standard error
+    logging.raiseExceptions = False  # if a record cannot be written, print no traceback
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("graft: %(message)s"))
     handler.addFilter(RepeatFilter())
@@ -217,14 +217,14 @@ def log_to_stderr() -> Iterator[None]:
 def is_no_send_warning(record: logging.LogRecord) -> bool:
     """Return whether a record is not asyncio's warning about writing to a lost connection.
 
-    A response can be written between the loss of the connection and its detection. The request is
-    cancelled then.
+    The server may write a response before it detects that the connection is lost. It then cancels
+    the request, so the warning is not useful.
     """
     return record.msg != "socket.send() raised exception."
 
 
 def handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an error of the event loop; in one line if no connection can be accepted."""
+    """Log an error of the event loop. Use one line if the process or system is out of resources."""
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in _RESOURCE_ERRORS:
         _logger.error("%s: %s", context.get("message"), error)

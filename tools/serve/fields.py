@@ -84,7 +84,7 @@ _CHAT_FIELDS = {
     "continue_final_message",
 }
 _COMPLETION_FIELDS = {"prompt"}
-#: Fields that are accepted and ignored, because they do not affect the output, with the type of
+#: Fields that are checked and ignored, because they do not affect the output, with the types of
 #: their values. Fast tokenizers have no option for spaces between special tokens, and all grammar
 #: backends enforce the same grammar.
 _IGNORED_FIELDS: dict[str, type] = {
@@ -133,7 +133,7 @@ _CONSTANT_FIELDS: dict[str, Any] = {
     "thinking_token_budget": -1,
     "return_hidden_states": False,
 }
-#: The same for chat completions. Functions are given in the field tools.
+#: As `_CONSTANT_FIELDS`, for chat completions. Functions are given in the field tools.
 _CONSTANT_CHAT_FIELDS: dict[str, Any] = {"functions": [], "function_call": "none"}
 
 

@@ -72,8 +72,8 @@ def find_grammars(
     Returns
     -------
     list of (str, str)
-        Arguments for `make_grammar_spec`: first the grammar of the output, then grammars that
-        must only be valid. The list is empty if the output is free text.
+        Arguments for `make_grammar_spec`: first the grammar of the output, then grammars that are
+        checked but have no effect. The list is empty if the output is free text.
 
     Raises
     ------

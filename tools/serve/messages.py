@@ -12,7 +12,7 @@ from graft.tools.serve.errors import ApiError
 
 _ROLES = ("developer", "system", "user", "assistant", "tool", "function")
 _TEXT_KEYS = ("name", "tool_call_id", "reasoning", "reasoning_content", "refusal")
-#: Keys that have no meaning in a prompt. Clients return messages with them to the server.
+#: Keys that have no meaning in a prompt. Clients send the server's messages back with these keys.
 _IGNORED_KEYS = ("annotations", "parsed")
 _KEYS = ("role", "content", "tool_calls", *_TEXT_KEYS, *_IGNORED_KEYS)
 _CALL_KEYS = ("id", "type", "function", "index")
@@ -71,7 +71,7 @@ def _read_message(message: Any, template: str) -> dict[str, Any]:
     converted = {key: value for key, value in given.items() if key not in _IGNORED_KEYS}
     converted["role"] = role
     converted["content"] = _read_content(given.get("content", refusal))
-    # The API has two names for reasoning, and so have templates.
+    # The API has two names for reasoning, and templates use either one.
     reasoning = given.get("reasoning_content", given.get("reasoning"))
     if reasoning is not None:
         converted |= {"reasoning": reasoning, "reasoning_content": reasoning}

@@ -546,7 +546,7 @@ class RequestParser:
         With a grammar, a stop id is still generated where the grammar allows nothing else.
         """
         if grammar is not None:
-            # The limit must not delay stop strings too.
+            # This `min_tokens` is for stop ids. Stop strings are delayed as the request says.
             stop_after = read_integer(fields, "min_tokens", 0, 2**31 - 1) or 0
             return {"min_tokens": max_tokens or 2**31 - 1, "stop_after": stop_after}
         stop_ids = fields.get("stop_token_ids", [])

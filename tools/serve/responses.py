@@ -342,7 +342,7 @@ class CompletionWriter:
         self._outputs: list[Output] = []
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Return the response that is not streamed."""
+        """Return the complete response."""
         choices = [
             choice.complete(output) for choice, output in zip(self._choices, outputs, strict=True)
         ]

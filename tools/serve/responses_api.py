@@ -68,10 +68,10 @@ _CONVERTED_FIELDS = {
 }
 #: Fields of which only one value is supported, with this value.
 _CONSTANT_FIELDS = {"background": False, "store": False, "truncation": "disabled"}
-#: Fields that need stored responses.
+#: Fields that refer to stored responses or prompts.
 _STORAGE_FIELDS = ("previous_response_id", "conversation", "prompt")
 _INCLUDE_LOGPROBS = "message.output_text.logprobs"
-#: Reasoning is always included as plain text, so that an encrypted form is not needed.
+#: Allowed values of `include`. Reasoning is always plain text, so encrypted reasoning is ignored.
 _INCLUDE = (_INCLUDE_LOGPROBS, "reasoning.encrypted_content")
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _FIELD_NAMES = {
@@ -111,7 +111,9 @@ def chat_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
                 "conversation in input",
                 param=name,
             )
-    read_integer(given, "max_tool_calls", 0, 2**63 - 1)  # limits OpenAI's own tools only
+    read_integer(
+        given, "max_tool_calls", 0, 2**63 - 1
+    )  # limits calls of OpenAI's built-in tools only
     given.pop("max_tool_calls", None)
     for name in given:
         if name not in _SHARED_FIELDS and name not in _CONVERTED_FIELDS:
@@ -143,7 +145,7 @@ def chat_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rename_error(error: ApiError) -> ApiError:
-    """Return an error about chat fields with the names of the corresponding fields."""
+    """Return an error about chat fields with the names that these fields have in this API."""
     message = _RENAMED.sub(lambda match: _NAMES_IN_MESSAGES[match[0]], str(error))
     param = None if error.param is None else _FIELD_NAMES.get(error.param, error.param)
     return ApiError(message, error.status, param=param, code=error.code)
@@ -195,7 +197,7 @@ def _read_tool(tool: Any) -> dict[str, Any]:
 
 
 def _read_tool_choice(choice: Any) -> Any:
-    """Convert ``tool_choice``, whose functions have no object of their own here."""
+    """Convert ``tool_choice``. In this API, functions are not nested in an object ``function``."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "function":
@@ -285,7 +287,7 @@ def _read_reasoning(item: Mapping[str, Any]) -> str:
 
 
 def _read_texts(content: Any) -> str:
-    """Return the text of a content that may be a list of parts."""
+    """Return the text of a content, which is a string or a list of parts."""
     if isinstance(content, str):
         return content
     texts = []
@@ -359,7 +361,7 @@ class ResponsesWriter:
         }
 
     def body(self, outputs: Sequence[Output]) -> dict[str, Any]:
-        """Return the response that is not streamed."""
+        """Return the complete response."""
         [output] = outputs
         for _ in self._convert(output_event(output)):
             pass
@@ -429,7 +431,7 @@ class ResponsesWriter:
     def _parts(self, event: Event) -> list[tuple[str, Any, list[dict[str, Any]]]]:
         """Return the new parts of the output, in their order, with the log probabilities of text.
 
-        A chunk does not tell whether its content precedes or follows a call. If the model may call
+        A chunk does not show whether its content precedes or follows a call. If the model may call
         tools, the text is therefore processed character by character, and the parts are joined.
         """
         pieces = [event]
@@ -466,12 +468,12 @@ class ResponsesWriter:
         yield from self._add_text("message", text, tokens)
 
     def _is_open(self, kind: str) -> bool:
-        """Return whether the last item is of a kind and not closed."""
+        """Return whether the last item has the type `kind` and is not closed."""
         last = self._items[-1] if self._items else {}
         return last.get("type") == kind and last["status"] == "in_progress"
 
     def _place(self) -> dict[str, Any]:
-        """Return the fields of an event that name the last item."""
+        """Return the fields with which an event refers to the last item."""
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _open(self, item: dict[str, Any]) -> Iterator[str]:
@@ -575,7 +577,7 @@ def _join(
     part: Any,
     tokens: list[dict[str, Any]],
 ) -> None:
-    """Append a part to parts of an output, or join it with the last one."""
+    """Append a part to the parts of an output, or join it with the last part."""
     last: tuple[str, Any, list[dict[str, Any]]] = parts[-1] if parts else ("", "", [])
     last_kind, last_part, last_tokens = last
     if last_kind != kind or (kind == "call" and last_part["index"] != part["index"]):

@@ -25,7 +25,7 @@ from graft.tools.serve.connections import (
 
 #: Time limit in seconds for clients to read the rest of their responses at shutdown.
 SHUTDOWN_TIMEOUT_S = 5
-#: Maximum number of connections that the operating system holds until the server accepts them.
+#: Maximum number of connections that the operating system queues until the server accepts them.
 BACKLOG = 1024
 _repeat_filter = RepeatFilter()
 
@@ -113,8 +113,8 @@ class Server(uvicorn.Server):
         """Start listening and print the URL."""
         asyncio.get_running_loop().set_exception_handler(handle_loop_error)
         await super().startup(sockets)
-        self._listener.listen(BACKLOG)  # uvicorn uses the same number for both
-        with contextlib.suppress(OSError):  # the server does not depend on a reader of its output
+        self._listener.listen(BACKLOG)  # uvicorn is configured with the same backlog
+        with contextlib.suppress(OSError):  # standard output may be closed or full
             print(f"graft: serving {self.service.settings.name} at {self.url}", flush=True)
 
     def start(self) -> None:

@@ -120,7 +120,7 @@ def _read_functions(tools: Any) -> dict[str, dict[str, Any]]:
 
 
 def _read_function(tool: Any) -> dict[str, Any]:
-    """Return the fields of a function's definition that graft knows and that are not null."""
+    """Return the fields of a function's definition that graft uses and that are not null."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict):
         function = {}
@@ -142,9 +142,9 @@ def _read_function(tool: Any) -> dict[str, Any]:
 
 
 def template_tools(tools: Any) -> list[dict[str, Any]]:
-    """Return ``tools`` as chat templates expect them: without nulls, and without other fields.
+    """Return ``tools`` for chat templates, with only name, description and parameters.
 
-    A field such as ``strict``, which concerns the grammar only, would change the prompt.
+    Another field, such as ``strict``, would change the prompt although it only affects the grammar.
     """
     described = []
     for function in _read_functions(tools).values():
@@ -153,9 +153,10 @@ def template_tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def shown_schema(tools: ToolChoice) -> dict[str, Any]:
-    """Return a JSON schema of required calls, for chat templates that show the output's schema.
+    """Return a JSON schema of required calls for chat templates that show the output's schema.
 
-    It is no grammar: references in the parameters are not adapted to their place.
+    The schema must not be compiled: references within the parameters are not adapted to the new
+    document.
     """
     calls = []
     for function in tools.functions:

@@ -178,7 +178,7 @@ LONG_ROPE = {
     "short_factor": [1.0, 1.1, 1.25, 1.5],
     "long_factor": [1.0, 2.0, 3.5, 8.0],
 }
-#: By name: folder of a model above, and config values that replace its RoPE parameters.
+#: RoPE cases by name: the folder of a model, and config values that replace its RoPE parameters.
 ROPE_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": (
         "qwen3_bfloat16",
@@ -326,8 +326,9 @@ def make_llama(
 def make_rope_scaling(folder: Path, models: Path) -> None:
     """Write the configs of `ROPE_CASES` and the last logits that transformers computes with them.
 
-    The logits are those of the model's own tokens in ``expected.npz``. ``greedy`` has the tokens
-    that follow half of them, each computed from the whole sequence before it.
+    The logits are those of the token ids in the model's ``expected.npz``. ``greedy`` contains the
+    greedy tokens that follow the first half of these ids. Each is computed from the whole sequence
+    before it.
     """
     folder.mkdir()
     cases = {

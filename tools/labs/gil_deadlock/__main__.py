@@ -20,7 +20,7 @@ completes   the case completed, and the lock-order detector of the soft device f
 potential   the case completed, but the detector found a cycle: the GIL and the driver were
             requested in both orders, so that another order of events could deadlock
 hangs       the case deadlocked; the watchdog terminated the child and reported both stacks
-released    the case deadlocked until the mailbox's deadline passed; then the device continued and
+released    the case deadlocked until the mailbox's deadline passed; the device then continued and
             graft reported an error
 
 On the soft device, the outcome of every case is compared with the expected outcome, which follows

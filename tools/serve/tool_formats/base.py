@@ -1,4 +1,4 @@
-"""Base class of tool formats, and the parts of structural formats that they have in common."""
+"""Base class of tool formats, and functions that build the structural formats they share."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ __all__ = [
 
 #: A structural format, see `graft.grammar.structural.formats`.
 Format = dict[str, Any]
-#: Names that notations without quotes can express.
+#: Function names that notations without quotes can express.
 NAME = re.compile(r"[\w.-]+")
 
 
 class ToolFormat(ABC):
     """The notation in which a model writes calls.
 
-    Each notation has a structural format, which constrains the output, and a parser of this format.
+    Each notation has a structural format, which constrains the output, and a parser of that output.
 
     Attributes
     ----------
     name
         Name of vLLM's parser of the notation.
     markers
-        Texts of the notation that are special tokens of some tokenizers. The text of the output
-        contains them.
+        Texts of the notation that are special tokens of some tokenizers. The engine includes these
+        tokens in the text of the output.
     """
 
     name: ClassVar[str]
@@ -58,10 +58,10 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of calls, for an output that can also be something else."""
+        """Return the structural format of calls, for outputs that can be something else."""
 
     def required_calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of an output that must be a call, or calls."""
+        """Return the structural format of an output that must consist of calls."""
         return self.calls(tools)
 
     def output(self, tools: ToolChoice) -> Format:
@@ -75,7 +75,7 @@ class ToolFormat(ABC):
         Raises
         ------
         Mismatch
-            If the output ends, or does not have this format.
+            If the output ends early, or does not have this format.
         """
 
     def call_id(self, random_hex: str) -> str:
@@ -115,15 +115,14 @@ def some_calls(tags: Sequence[Format], separator: str, tools: ToolChoice) -> For
 
 
 def is_strict(function: Mapping[str, Any], tools: ToolChoice) -> bool:
-    """Return whether objects of the arguments allow no properties that the schema lacks."""
+    """Return whether objects in the arguments forbid properties that the schema does not list."""
     return bool(function.get("strict", not tools.required))
 
 
 def arguments_format(function: Mapping[str, Any], tools: ToolChoice) -> Format:
     """Return the structural format of a function's arguments as JSON.
 
-    The schema of the arguments stays a document of its own, so that its references keep their
-    meaning.
+    The schema of the arguments stays a separate document, so its references keep their meaning.
     """
     schema = function.get("parameters") or NO_ARGUMENTS
     place = f"function {function['name']!r}: parameters"
@@ -139,13 +138,13 @@ def json_format(schema: Mapping[str, Any], place: str, *, strict: bool) -> Forma
 
 
 def call_head(function: Mapping[str, Any], arguments_key: str) -> str:
-    """Return the text of a call as a JSON object up to its arguments, which are the last value."""
+    """Return the text that precedes the arguments of a call written as a JSON object."""
     name = json.dumps(function["name"], ensure_ascii=False)
     return f'{{"name": {name}, "{arguments_key}": '
 
 
 def read_json_call(source: TextSource, arguments_key: str) -> Steps[None]:
-    """Yield the events of a call that is a JSON object with a name and arguments."""
+    """Yield the events of a call written as a JSON object with a name and arguments."""
     yield from source.expect('{"name": ')
     name = yield from source.json_string()
     yield from source.expect(f', "{arguments_key}": ')

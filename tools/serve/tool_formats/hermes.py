@@ -1,7 +1,7 @@
 """The notation of the Hermes models, which Qwen2.5 and Qwen3 use too.
 
-A call is ``<tool_call>``, a JSON object with ``name`` and ``arguments``, and ``</tool_call>``, on
-a line each. Calls that are required have no tags: they are a JSON array, or one object.
+A call consists of three lines: ``<tool_call>``, a JSON object with ``name`` and ``arguments``, and
+``</tool_call>``. Required calls have no tags: they are a JSON array, or one object.
 """
 
 from __future__ import annotations

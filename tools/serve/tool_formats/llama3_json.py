@@ -1,8 +1,8 @@
 """The notations of Llama 3.1, 3.2 and 3.3.
 
 A call is a JSON object with ``name`` and ``parameters``. Several calls are separated by ``; ``. The
-special token ``<|python_tag|>`` can precede them. If the prompt asks for it, the models write
-``<function=NAME>``, the arguments, and ``</function>`` instead.
+special token ``<|python_tag|>`` can precede the first call. Some prompts ask for another notation:
+``<function=NAME>``, the arguments as JSON, and ``</function>``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Llama3Json(ToolFormat):
     def text_with_calls(self, tools: ToolChoice) -> Format:
         """Return the structural format of free text with calls.
 
-        Free text can contain JSON: a call begins with a whole head, which has the name of a
-        function.
+        Free text can contain other JSON. An object is a call only if it begins with the name of a
+        function in `tools`.
         """
         tags = []
         triggers = [_PYTHON_TAG, _FUNCTION]
@@ -59,7 +59,7 @@ class Llama3Json(ToolFormat):
     def calls(self, tools: ToolChoice) -> Format:
         """Return the structural format of calls that begin with a tag.
 
-        The output of the request can also be other JSON, from which only a tag tells calls apart.
+        The output may be other JSON instead. Only a tag distinguishes calls from it.
         """
         functions = []
         for function in tools.functions:

@@ -1,4 +1,4 @@
-"""Parameters of a function, for notations in which each argument stands by itself."""
+"""Parameters of a function, for notations that write each argument separately."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from graft.tools.serve.tool_formats.base import NAME, is_strict
 
 __all__ = ["Parameter", "constraints", "is_plain", "read_parameters", "union"]
 
-#: Keywords of an object's schema that arguments standing by themselves cannot satisfy.
+#: Keywords of an object schema that cannot be enforced if each argument is written separately.
 _OBJECT_KEYWORDS = word_set(
     """$ref $dynamicRef allOf anyOf oneOf not if const enum patternProperties propertyNames
     minProperties maxProperties dependencies dependentRequired dependentSchemas
@@ -36,12 +36,12 @@ class Parameter:
     key
         Name of the parameter.
     schema
-        JSON schema of the argument, a document of its own with the definitions of the function's
-        schema.
+        JSON schema of the argument. It is a separate document with the definitions of the
+        function's schema.
     required
-        Whether each call has the argument.
+        Whether each call must have the argument.
     strict
-        Whether objects in the argument allow no properties that the schema lacks.
+        Whether objects in the argument forbid properties that the schema does not list.
     place
         Name of the schema in error messages.
     """
@@ -54,7 +54,7 @@ class Parameter:
 
     @property
     def alternatives(self) -> list[dict[str, Any]]:
-        """The schemas of which the argument satisfies one: the members of ``anyOf``, or types."""
+        """Schemas of which the argument satisfies one: members of ``anyOf``, or one per type."""
         keywords = constraints(self.schema)
         definitions = _definitions(self.schema)
         if keywords == {"anyOf"}:
@@ -67,7 +67,7 @@ class Parameter:
 
     @property
     def texts(self) -> list[str] | None:
-        """The texts that are allowed by an ``enum`` or ``const``; None if there are others."""
+        """Texts that ``enum`` or ``const`` allows; None if the schema also allows other values."""
         values = self.schema.get("enum")
         if "const" in self.schema:
             values = [self.schema["const"]]
@@ -79,7 +79,7 @@ class Parameter:
 
 
 def union(schemas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the schema of values that satisfy one of several `Parameter.alternatives`."""
+    """Return the schema of the values that satisfy at least one of several schemas."""
     if len(schemas) == 1:
         return schemas[0]
     members = []
@@ -149,7 +149,7 @@ def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _document(schema: Any, definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a subschema as a document of its own. A reference alone is replaced by its target."""
+    """Return a subschema as a separate document. A mere reference is replaced by its target."""
     for _ in range(_MAX_REFERENCES):
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}

@@ -97,8 +97,8 @@ class ToolCallParser:
     def _parse(self) -> Steps[None]:
         """Yield the events of the output.
 
-        The text of a call whose arguments have not begun is content. Text after the arguments that
-        does not complete the call is omitted.
+        If the output ends before the arguments of a call, the text of the call is content. If it
+        ends after the arguments, the incomplete end of the call is omitted.
         """
         source = self._source
         is_omitted = self._tools.required

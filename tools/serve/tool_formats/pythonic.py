@@ -41,7 +41,7 @@ from graft.tools.serve.tool_formats.source import (
 __all__ = ["Pythonic"]
 
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
-#: A text in single quotes has none of these.
+#: Characters that a text in single quotes must not contain.
 _ESCAPED = ["\\", "\n", "\r"]
 
 
@@ -85,7 +85,7 @@ class Pythonic(ToolFormat):
 
 
 def _begins(tools: ToolChoice) -> dict[str, Mapping[str, Any]]:
-    """Return the functions by the text with which calls to them begin."""
+    """Return the functions by the text with which their calls begin."""
     return {f"{function['name']}(": function for function in tools.functions}
 
 
@@ -97,7 +97,8 @@ def _call(function: Mapping[str, Any], tools: ToolChoice) -> Format:
 def _arguments(parameters: list[Parameter]) -> Format:
     """Return the format of keyword arguments in the order of the parameters.
 
-    An alternative for each parameter that can come first tells where there is no comma.
+    No comma precedes the first argument, so there is one alternative for each parameter that can
+    come first.
     """
     alternatives = []
     for index, first in enumerate(parameters):

@@ -1,7 +1,7 @@
 """The notation of Qwen3-Coder: XML tags for the function and for each of its arguments.
 
-Texts stand in their tags as they are, all other values as JSON. A text that must satisfy keywords
-such as ``pattern`` is written as JSON too.
+Strings are written between the tags without quotes or escapes, all other values as JSON. A string
+that must satisfy keywords such as ``pattern`` is written as JSON, too.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ def _value_begin(parameter: Parameter) -> str:
 
 
 def _is_text(parameter: Parameter) -> bool:
-    """Return whether the value is any text. The text ``null`` is null if null is allowed."""
+    """Return whether any text is a valid value. The text ``null`` is null if null is allowed."""
     types = parameter.alternatives
     texts = [one for one in types if is_plain(one, "string")]
     return bool(texts) and all(one in texts or is_plain(one, "null") for one in types)
 
 
 def _texts(parameter: Parameter) -> list[str] | None:
-    """Return the texts of an enumeration; None if the value is not written as one of them."""
+    """Return the texts of an enumeration; None if the value is not written as one of its texts."""
     texts = parameter.texts
     return None if texts is None or any(_VALUE_END in text for text in texts) else texts
 

@@ -1,4 +1,4 @@
-"""Generated text that arrives in pieces, for parsers that are written as generators.
+"""Generated text that arrives in pieces, for parsers that are generators.
 
 A parser yields events. It yields None if it needs text that has not arrived yet.
 """
@@ -81,7 +81,7 @@ class TextSource:
         self._has_ended = last
 
     def mark(self) -> None:
-        """Begin a call here."""
+        """Mark the current position as the beginning of a call."""
         self.call_text = ""
 
     def take(self, length: int) -> str:
@@ -105,14 +105,14 @@ class TextSource:
         yield None
 
     def content_until(self, texts: Sequence[str], separator: str = "") -> Steps[str]:
-        """Yield content up to the first of some texts, and consume and return this text.
+        """Yield content up to the first of `texts` that occurs, and consume and return that text.
 
-        Content that is equal to `separator` is omitted. A call begins with the returned text.
+        Content that equals `separator` is omitted. The returned text is the beginning of a call.
 
         Raises
         ------
         Mismatch
-            If the output ends before any of the texts. All of its text is content.
+            If the output ends before any of the texts occurs. The rest of its text is content.
         """
         self.call_text = None
         is_separator = bool(separator)
@@ -150,7 +150,7 @@ class TextSource:
         Raises
         ------
         Mismatch
-            If none does.
+            If none of them follows.
         """
         found = yield from self.match(*texts)
         if not found:
@@ -200,7 +200,7 @@ class TextSource:
 
 
 def _partial_length(text: str, tags: Sequence[str]) -> int:
-    """Return the length of the longest suffix of a text that is an incomplete one of `tags`."""
+    """Return the length of the longest suffix of a text that is a proper prefix of a tag."""
     first_chars = {tag[0] for tag in tags}
     for begin in range(max(0, len(text) - max(map(len, tags)) + 1), len(text)):
         if text[begin] in first_chars and any(tag.startswith(text[begin:]) for tag in tags):
@@ -222,7 +222,7 @@ class _ValueScanner:
         self._is_escaped = False
 
     def feed(self, text: str) -> int | None:
-        """Scan the next piece; return the end of the value in it, or None if it has not ended."""
+        """Scan the next piece. Return the end of the value, or None if the value continues."""
         for position, char in enumerate(text):
             if self._in_string:
                 self._scan_string(char)
