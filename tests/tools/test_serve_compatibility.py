@@ -454,6 +454,13 @@ def test_arguments_of_a_call_in_history_are_json_text_or_an_object(arguments):
     assert read["function"]["arguments"] == {"x": 1}
 
 
+@pytest.mark.parametrize("arguments", ["", "null", None])
+def test_missing_arguments_of_a_call_in_history_are_an_empty_object(arguments):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    [message] = read_messages([{"role": "assistant", "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
 @pytest.mark.parametrize("content", [{}, 0, False, 5, [1]])
 def test_content_that_is_no_text_is_rejected(content):
     with pytest.raises(ApiError, match="content must be text, got"):

@@ -448,5 +448,6 @@ def test_template_error_does_not_contain_the_path_of_the_model(engine, http):
         messages = [{"role": "user", "content": "hi"}]
         response = http.post(f"{server.url}/chat/completions", json={"messages": messages})
     assert response.status_code == 400
-    message = response.json()["error"]["message"]
-    assert message == "demo: the chat template failed: not so"
+    error = response.json()["error"]
+    assert error["message"] == "demo: the chat template failed: not so"
+    assert error["param"] == "messages"

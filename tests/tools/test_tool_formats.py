@@ -15,6 +15,7 @@ from graft.tools.serve.errors import ApiError
 from graft.tools.serve.grammars import find_grammars
 from graft.tools.serve.tool_calls import read_tool_choice
 from graft.tools.serve.tool_formats import TOOL_FORMATS, find_tool_format
+from graft.tools.serve.tool_formats.arguments import arguments_schema
 from graft.tools.serve.tool_formats.parser import ToolCallParser
 
 STOP = 256
@@ -328,7 +329,7 @@ def test_strings_are_written_and_read_in_the_ways_of_python():
     ("schema", "message"),
     [
         ({"anyOf": [{"type": "object"}]}, "the schema of the object has the keyword anyOf"),
-        ({"type": "array"}, "the schema is not that of an object"),
+        ({"properties": []}, "properties is []"),
         ({"required": ["a"]}, "'a' is required, but is none of the properties"),
         ({"properties": {"a>": {}}}, "the name 'a>' has characters other than"),
         (
@@ -344,6 +345,80 @@ def test_schema_that_a_notation_cannot_express_is_refused(form, schema, message)
         TOOL_FORMATS[form].output(read_tool_choice({"tools": tools}))
     assert f"function 'f': parameters: {message}" in str(error.value)
     TOOL_FORMATS["hermes"].output(read_tool_choice({"tools": tools}))
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+def test_function_whose_arguments_cannot_be_an_object_is_refused(form):
+    for types in ("array", ["string", "null"], "objekt"):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": types}}}]
+        with pytest.raises(ApiError, match="'f': parameters must be the schema of an obj") as error:
+            TOOL_FORMATS[form].output(read_tool_choice({"tools": tools}))
+        assert error.value.param == "tools"
+
+
+#: Schemas that do not say themselves that arguments are an object.
+UNTYPED = [
+    {"properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    {"properties": {"a": {"type": "integer"}}, "required": ["a"], "type": ["object", "null"]},
+    {
+        "$ref": "#/$defs/x",
+        "$defs": {
+            "x": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "next": {"$ref": "#/$defs/x"}},
+                "required": ["a"],
+            }
+        },
+    },
+]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("notation", NOTATIONS)
+def test_arguments_are_an_object_also_if_the_schema_has_no_type(backend, notation, choice):
+    form = notation.split("/")[0]
+    write, join = NOTATIONS[notation]
+    if choice == "required":
+        if notation in ONLY_AUTO:
+            return
+        write, join = REQUIRED.get(notation, (write, join))
+    for schema in UNTYPED:
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        accepts = accepter(backend, form, tools=tools, tool_choice=choice)
+        assert accepts(join([write("f", {"a": 1})]))
+        assert not accepts(join([write("f", {"a": "x"})]))
+        if form not in ("qwen3_coder", "pythonic"):  # others have no other arguments
+            assert not any(accepts(join([write("f", value)])) for value in ("", 1, [], None))
+
+
+def test_type_of_arguments_is_added_only_where_it_is_missing():
+    """XGrammar refuses a type next to a reference or a union."""
+    typed = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    untyped = {"properties": {"a": {"type": "integer"}}}
+    for target, is_complete in ((typed, True), (untyped, False)):
+        reference = {"$ref": "#/$defs/x"}
+        for schema in (
+            target,
+            {"anyOf": [reference, typed]},
+            {"oneOf": [typed, reference]},
+            {"allOf": [reference]},
+        ):
+            schema = {**schema, "$defs": {"x": target}}
+            found = arguments_schema({"name": "f", "parameters": schema})
+            assert found == (schema if is_complete else {**schema, "type": "object"})
+
+
+@pytest.mark.parametrize("schema", [{"enum": ["a b", True, None, 2, "it's"]}, {"const": "x"}])
+def test_values_of_an_enumeration_are_written_as_in_python_or_json(backend, schema):
+    parameters = {"type": "object", "properties": {"p": schema}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    accepts = accepter(backend, "pythonic", tools=tools)
+    for value in schema.get("enum", ["x"]):
+        for text in (repr(value), json.dumps(value)):
+            written = f"[f(p={text})]"
+            assert accepts(written)
+            assert parse("pythonic", written, tools=tools) == ("", [("f", {"p": value})])
+    assert not any(accepts(f"[f(p={text})]") for text in ("'y'", "False", "false", "3"))
 
 
 @pytest.mark.parametrize("form", ["qwen3_coder", "pythonic", "mistral"])
@@ -364,6 +439,8 @@ def test_function_name_that_a_notation_cannot_express_is_refused(form):
         ("{{- '<|python_tag|>' + call.name }}", "llama3_json"),
         ('Respond in the format {"name": function name, "parameters": dictionary}.', "llama3_json"),
         ('{"name": "f"}, {"parameters": 1}', "hermes"),
+        ("Write calls as [first_name(a=1, b=2), second_name(c=3)].", "pythonic"),
+        ("{{ messages[-1].content[f(a) == 1] }}", "hermes"),
     ],
 )
 def test_chat_template_determines_the_notation(template, name):

@@ -114,7 +114,7 @@ def _read_content(content: Any) -> str:
 
 
 def _read_tool_call(call: Any) -> dict[str, Any]:
-    """Return a tool call with its arguments parsed from JSON; empty arguments become ``{}``.
+    """Return a tool call with its arguments parsed from JSON; empty ones and null become ``{}``.
 
     Arguments that are an object instead of JSON text are not changed, as in vLLM.
     """
@@ -130,6 +130,7 @@ def _read_tool_call(call: Any) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         try:
             arguments = json.loads(arguments or "{}")
+            arguments = {} if arguments is None else arguments
         except (TypeError, ValueError, RecursionError) as error:
             raise ApiError(
                 f"the arguments of the tool call {function['name']!r} are not JSON: {error}",

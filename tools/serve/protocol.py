@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
-from graft.models.errors import TokenizerError
+from graft.models.errors import TemplateUnavailableError, TokenizerError
 from graft.models.request import (
     MAX_SAMPLES,
     Limits,
@@ -321,8 +321,10 @@ class RequestParser:
 
         Raises
         ------
-        ApiError, RequestError, TokenizerError
+        ApiError, RequestError
             If a field is invalid, or the template rejects the messages.
+        TemplateUnavailableError
+            If no child process could render the template.
         """
         if not self.tokenizer.has_chat_template:
             raise ApiError("the model has no chat template: use /v1/completions")
@@ -353,7 +355,9 @@ class RequestParser:
         except TokenizerError as error:
             # Clients must not learn the path of the model.
             message = str(error).replace(str(self.tokenizer.path), self.name)
-            raise type(error)(message) from error
+            if isinstance(error, TemplateUnavailableError):
+                raise type(error)(message) from error
+            raise ApiError(message, param="messages") from error
         if read_bool(fields, "add_special_tokens"):
             tokens = self.tokenizer.encode("", special=True) + tokens
         return tokens

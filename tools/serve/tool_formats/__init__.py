@@ -18,6 +18,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     one.name: one for one in (Hermes(), Llama3Json(), Mistral(), Qwen3Coder(), Pythonic())
 }
 _LLAMA_OBJECT = re.compile(r'\{"name":[^{}]*"parameters":')
+_PYTHON_CALL = re.compile(r"\[\w+\(\w+=")
 
 
 def find_tool_format(template: str | None) -> ToolFormat:
@@ -31,4 +32,6 @@ def find_tool_format(template: str | None) -> ToolFormat:
         name = "mistral"
     elif "<|python_tag|>" in template or _LLAMA_OBJECT.search(template):
         name = "llama3_json"
+    elif _PYTHON_CALL.search(template):
+        name = "pythonic"
     return TOOL_FORMATS[name]

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from graft.tools.serve.errors import ApiError
-from graft.tools.serve.tool_calls import NO_ARGUMENTS, ToolChoice
+from graft.tools.serve.tool_calls import ToolChoice
+from graft.tools.serve.tool_formats.arguments import arguments_schema
 from graft.tools.serve.tool_formats.source import CallBegin, CallEnd, Steps, TextSource
 
 __all__ = [
@@ -124,9 +125,8 @@ def arguments_format(function: Mapping[str, Any], tools: ToolChoice) -> Format:
 
     The schema of the arguments stays a separate document, so its references keep their meaning.
     """
-    schema = function.get("parameters") or NO_ARGUMENTS
     place = f"function {function['name']!r}: parameters"
-    return json_format(schema, place, strict=is_strict(function, tools))
+    return json_format(arguments_schema(function), place, strict=is_strict(function, tools))
 
 
 def json_format(schema: Mapping[str, Any], place: str, *, strict: bool) -> Format:

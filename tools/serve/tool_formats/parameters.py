@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from graft.grammar.schema.terms import subschemas, word_set
+from graft.sampling.checks import short_repr
 from graft.tools.serve.errors import ApiError
-from graft.tools.serve.tool_calls import NO_ARGUMENTS, ToolChoice
+from graft.tools.serve.tool_calls import ToolChoice
+from graft.tools.serve.tool_formats.arguments import (
+    DEFINITIONS,
+    arguments_schema,
+    constraints,
+    definitions_of,
+    document_of,
+)
 from graft.tools.serve.tool_formats.base import NAME, is_strict
 
-__all__ = ["Parameter", "constraints", "is_plain", "read_parameters", "union"]
+__all__ = ["Parameter", "is_plain", "read_parameters", "union"]
 
 #: Keywords of an object schema that cannot be enforced if each argument is written separately.
 _OBJECT_KEYWORDS = word_set(
@@ -20,11 +27,6 @@ _OBJECT_KEYWORDS = word_set(
     minProperties maxProperties dependencies dependentRequired dependentSchemas
     unevaluatedProperties"""
 )
-_ANNOTATIONS = word_set("title description default examples deprecated")
-#: A reference to a definition whose name has no escaped characters.
-_TARGET = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
-_MAX_REFERENCES = 8
-_DEFINITIONS = ("$schema", "$defs", "definitions")
 
 
 @dataclass(frozen=True)
@@ -56,14 +58,14 @@ class Parameter:
     def alternatives(self) -> list[dict[str, Any]]:
         """Schemas of which the argument satisfies one: members of ``anyOf``, or one per type."""
         keywords = constraints(self.schema)
-        definitions = _definitions(self.schema)
+        definitions = definitions_of(self.schema)
         if keywords == {"anyOf"}:
             members = self.schema["anyOf"]
         elif keywords == {"type"} and isinstance(self.schema["type"], list):
             members = [{"type": name} for name in self.schema["type"]]
         else:
             members = [self.schema]
-        return [_document(member, definitions) for member in members]
+        return [document_of(member, definitions) for member in members]
 
     @property
     def texts(self) -> list[str] | None:
@@ -84,18 +86,13 @@ def union(schemas: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return schemas[0]
     members = []
     for schema in schemas:
-        members.append({key: part for key, part in schema.items() if key not in _DEFINITIONS})
-    return {"anyOf": members, **_definitions(schemas[0])}
+        members.append({key: part for key, part in schema.items() if key not in DEFINITIONS})
+    return {"anyOf": members, **definitions_of(schemas[0])}
 
 
 def is_plain(schema: Mapping[str, Any], type_name: str) -> bool:
     """Return whether a schema allows all values of a type, and no others."""
     return constraints(schema) == {"type"} and schema["type"] == type_name
-
-
-def constraints(schema: Mapping[str, Any]) -> Set[str]:
-    """Return the keywords of a schema except for annotations and definitions."""
-    return schema.keys() - _ANNOTATIONS - set(_DEFINITIONS)
 
 
 def read_parameters(
@@ -108,7 +105,8 @@ def read_parameters(
     ApiError
         If the notation cannot express the schema of the arguments.
     """
-    schema = function.get("parameters") or NO_ARGUMENTS
+    schema = arguments_schema(function)
+    definitions = definitions_of(schema)
 
     def refusal(reason: str) -> ApiError:
         return ApiError(
@@ -122,15 +120,14 @@ def read_parameters(
     keywords = sorted(_OBJECT_KEYWORDS & schema.keys())
     if keywords:
         raise refusal(f"the schema of the object has the keyword {keywords[0]}")
-    if schema.get("type", "object") != "object" or not isinstance(properties, dict):
-        raise refusal("the schema is not that of an object")
+    if not isinstance(properties, dict):
+        raise refusal(f"properties is {short_repr(properties)}")
     parameters = []
-    definitions = _definitions(schema)
     strict = is_strict(function, tools)
     for key, value in properties.items():
         if not NAME.fullmatch(key):
             raise refusal(f"the name {key!r} has characters other than letters and digits")
-        document = _document(value, definitions)
+        document = document_of(value, definitions)
         place = f"function {function['name']!r}: parameter {key!r}"
         parameters.append(Parameter(key, document, key in required, strict, place))
     for key in required:
@@ -142,22 +139,3 @@ def read_parameters(
             if target == "#" or target.startswith(("#/properties", "#/items")):
                 raise refusal(f"{parameter.key}: {pointer} refers to {target!r}")
     return parameters
-
-
-def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: schema[key] for key in _DEFINITIONS if key in schema}
-
-
-def _document(schema: Any, definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a subschema as a separate document. A mere reference is replaced by its target."""
-    for _ in range(_MAX_REFERENCES):
-        if isinstance(schema, bool):
-            schema = {} if schema else {"not": {}}
-        target = _TARGET.fullmatch(str(schema.get("$ref", "")))
-        if target is None or constraints(schema) != {"$ref"}:
-            break
-        found = definitions.get(target[1], {}).get(target[2])
-        if not isinstance(found, (dict, bool)):
-            break  # the backend reports that the reference points to nothing
-        schema = found
-    return {**schema, **definitions}

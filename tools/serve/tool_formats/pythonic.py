@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graft.tools.serve.tool_calls import ToolChoice
+from graft.tools.serve.tool_formats.arguments import constraints
 from graft.tools.serve.tool_formats.base import (
     Format,
     ToolFormat,
@@ -24,7 +25,6 @@ from graft.tools.serve.tool_formats.base import (
 )
 from graft.tools.serve.tool_formats.parameters import (
     Parameter,
-    constraints,
     is_plain,
     read_parameters,
     union,
@@ -131,6 +131,7 @@ def _value(parameter: Parameter) -> Format:
             options.append(const("None"))
         else:
             as_json.append(schema)
+            options += [const(text) for text in _listed_texts(schema)]
             if not constraints(schema):
                 options += [const(text) for text in _CONSTANTS]
             if not constraints(schema) or is_plain(schema, "string"):
@@ -140,6 +141,23 @@ def _value(parameter: Parameter) -> Format:
         schema = parameter.schema if whole else union(as_json)
         options.append(json_format(schema, parameter.place, strict=parameter.strict))
     return one_of(options)
+
+
+def _listed_texts(schema: Mapping[str, Any]) -> list[str]:
+    """Return what Python writes otherwise than JSON of the values of an ``enum`` or ``const``."""
+    keywords = constraints(schema)
+    keyword = "const" if "const" in keywords else "enum"
+    is_text = schema.get("type") == "string"
+    if keywords - {"type"} != {keyword} or ("type" in keywords and not is_text):
+        return []
+    values = [schema["const"]] if keyword == "const" else schema["enum"]
+    texts = []
+    for value in values if isinstance(values, list) else []:
+        if isinstance(value, str) and not any(char in value for char in (*_ESCAPED, "'")):
+            texts.append(f"'{value}'")
+        elif not is_text and (value is None or isinstance(value, bool)):
+            texts.append(str(value))
+    return texts
 
 
 def _parse_arguments(source: TextSource, parameters: list[Parameter]) -> Steps[None]:
