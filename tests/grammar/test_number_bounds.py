@@ -159,3 +159,71 @@ def test_random_bounds_are_exact(seed: int, count: int):
                 assert found.spelling or accepted == list(texts)
         checked += 1
     assert checked > 0.8 * count
+
+
+@pytest.mark.parametrize("bound", [5e-324, 2.2250738585072014e-308, 1e-100, 1e-30])
+def test_bounds_very_near_0_end_the_search_for_a_form(bound: float):
+    """A search that visited each double from such a bound on would not end."""
+    for sign, keyword in itertools.product((1, -1), ("inimum", "aximum")):
+        for name in (f"m{keyword}", f"exclusiveM{keyword}"):
+            found = route({"type": "number", name: sign * bound})
+            assert found.exact and found.narrowed
+            grammar = Grammar.routed(found)
+            assert grammar.accepts("0") == (sign == (-1 if keyword == "inimum" else 1))
+            assert grammar.accepts("1") == (keyword == "inimum")
+
+
+@pytest.mark.parametrize("keyword", ["minimum", "exclusiveMaximum", "multipleOf"])
+def test_numbers_of_400_digits_are_refused(keyword: str):
+    value = -(10**400) if keyword == "exclusiveMaximum" else 10**400
+    found = route({"type": "number", keyword: value})
+    assert not found.exact
+    assert [reason.keyword for reason in found.reasons] == [keyword]
+    assert len(found.refusal()) < 200
+
+
+@pytest.mark.parametrize("bound", [float(2**53 - 1), float(2**52 + 1), -float(2**53 - 1)])
+def test_whole_bound_with_decimal_point_is_exact(bound: float):
+    """LLGuidance reads 9007199254740991.0 as 9007199254740990."""
+    for json_type in ("integer", "number"):
+        least = Grammar.routed(route({"type": json_type, "minimum": bound}))
+        assert least.accepts(str(int(bound))) and not least.accepts(str(int(bound) - 1))
+        most = Grammar.routed(route({"type": json_type, "maximum": bound}))
+        assert most.accepts(str(int(bound))) and not most.accepts(str(int(bound) + 1))
+
+
+def random_multiples(rng: random.Random) -> dict[str, Any]:
+    """Return a schema of the multiples of a decimal fraction near bounds."""
+    step = Fraction(rng.choice(("0.25", "0.125", "0.75", "1.5", "2.5", "0.05", "0.1", "12.5")))
+    low = rng.randint(-12, 12) * step
+    high = low + rng.choice((0, 0, 1, 2, 3, 8, 40)) * step
+    low -= rng.choice((0, 0, Fraction("0.01"), step / 4))
+    high += rng.choice((0, 0, Fraction("0.01"), step / 4))
+    bounds = {"minimum": float(low), "maximum": float(high)}
+    if rng.random() < 0.3:
+        del bounds[rng.choice(list(bounds))]
+    return {"multipleOf": float(step), **bounds}
+
+
+@pytest.mark.parametrize("seed, count", [(1, 150), pytest.param(2, 5000, marks=pytest.mark.full)])
+def test_multiples_of_decimal_fractions_are_all_produced(seed: int, count: int):
+    """LLGuidance writes multiples of 0.25 as 0.50, but numbers up to the maximum 0.5 as 0.5."""
+    rng = random.Random(seed)
+    refused = 0
+    for _ in range(count):
+        schema = {"type": "number", **random_multiples(rng)}
+        inner = {key: schema[key] for key in ("type", "multipleOf")}
+        bounds = {key: schema[key] for key in schema.keys() - inner.keys()}
+        for document in (schema, {"allOf": [inner, bounds]}):
+            found = route(document)
+            if not found.exact:
+                refused += 1
+                continue
+            grammar = Grammar.routed(found)
+            assert grammar.matcher().legal().size, document
+            for value in candidates(schema):
+                texts = spellings(value)
+                if satisfies(schema, min(texts, key=len)):
+                    is_produced = any(map(grammar.accepts, texts))
+                    assert is_produced or found.narrowed, (document, texts)
+    assert refused < count  # bounds in another subschema are often refused

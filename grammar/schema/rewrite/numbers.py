@@ -34,8 +34,11 @@ _LARGEST = "9.22e18"
 _MANY_DIGITS = 10**18
 _DOUBLE_DIGITS = 15
 _MAX_EXPONENT = 300  # maximum exponent of 10 in a number that is considered to be read exactly
+#: Bounds nearer to 0 are not used, because LLGuidance nests their patterns once per digit.
+_SMALLEST = 1e-22
 _MAX_COEFFICIENT = (1 << 32) - 1  # of a multipleOf
 _MAX_MULTIPLES = 16  # maximum number of multiples that are listed
+_NOT_BELOW_0 = "not all numbers between -1 and 0 are produced"
 
 
 class _Bound(NamedTuple):
@@ -112,17 +115,29 @@ class Numbers:
         if "multipleOf" in schema:
             step = self._step(schema["multipleOf"])
         low, high = _bounds(schema)
+        own_bounds = _named_numbers(schema)
         if self._combines:
-            self._bounds |= _named_numbers(schema)
+            self._bounds |= own_bounds
         else:
-            self._bounds = _named_numbers(schema)
+            self._bounds = own_bounds
         is_integer = "integer" in types
         narrowed: dict[str, str] = {}
+        if step is not None and step.denominator > 1 and "number" in types:
+            for bound in self._bounds - own_bounds:
+                if bound.denominator > 1:
+                    why = f"LLGuidance cannot combine it with the bound {_text(bound)}"
+                    raise NoExactForm("multipleOf", why)
+                if step < 1 and not _is_power_of_ten(step):
+                    narrowed["multipleOf"] = _NOT_BELOW_0
         if step is not None and (low or high):
-            return self._multiples_between(keywords, step, low, high, is_integer)
+            return self._multiples_between(keywords, step, low, high, is_integer, narrowed)
         is_read = all(_is_read(bound.value) for bound in (low, high) if bound)
         if is_read and (is_integer or not (self._is_ignored(low) or self._is_ignored(high, -1))):
-            return Restricted(keywords, {})
+            # LLGuidance divides the digits of 9007199254740991.0 by 10, and rounds.
+            whole = {
+                key: _json(_exact(keywords[key])) for key in BOUNDS if _is_number(keywords.get(key))
+            }
+            return Restricted({**keywords, **whole}, narrowed)
         if is_integer:
             low = _whole(low, 1)
             high = _whole(high, -1)
@@ -138,8 +153,8 @@ class Numbers:
     def _step(self, value: Any) -> Fraction:
         """Return ``multipleOf`` if LLGuidance reads it exactly."""
         step = _exact(value)
-        if _read_multiple(float(value)) != step:
-            raise NoExactForm("multipleOf", f"LLGuidance cannot read {value} exactly")
+        if step > _MAX_COEFFICIENT or _read_multiple(float(value)) != step:
+            raise NoExactForm("multipleOf", f"LLGuidance cannot read {str(value)[:40]} exactly")
         for other in self._multiples:
             scale = max(step.denominator, other.denominator)
             if step != other and step * other * scale * scale > _MAX_COEFFICIENT:
@@ -156,23 +171,36 @@ class Numbers:
         low: _Bound | None,
         high: _Bound | None,
         is_integer: bool,
+        narrowed: dict[str, str],
     ) -> Restricted:
         """Return the form of a ``multipleOf`` with bounds: the bounds become multiples."""
         if is_integer:
             step = Fraction(step.numerator)  # least common multiple with 1
-        narrowed: dict[str, str] = {}
         low = _multiple(low, step, 1)
         high = _multiple(high, step, -1)
         if low and high and low.value > high.value:
             return Restricted({}, {}, empty=True)
         low, high = _within_64_bits(low, high, is_integer, narrowed)
+        # LLGuidance writes multiples of 0.25 with two decimals, but may end the numbers near a
+        # bound that is not whole after one decimal, and so those between -1 and 0.
+        is_split = any(bound.value.denominator > 1 for bound in (low, high) if bound)
+        is_listed = low and high and high.value - low.value < _MAX_MULTIPLES * step
+        if not _is_power_of_ten(step) and not (is_split and is_listed):
+            low = _inner_whole(low, 1, narrowed)
+            high = _inner_whole(high, -1, narrowed)
+            if low and high and low.value > high.value:
+                raise NoExactForm("multipleOf", "LLGuidance cannot write all multiples")
+            is_below_0 = (not low or low.value < 0) and (not high or high.value >= 0)
+            if step < 1 and is_below_0:
+                narrowed["multipleOf"] = _NOT_BELOW_0
         low = self._representable(low, 1, is_integer, narrowed)
         high = self._representable(high, -1, is_integer, narrowed)
         if low and high:
             count = high.value // step - math.ceil(low.value / step) + 1
             if count < 1:
                 raise NoExactForm("multipleOf", "LLGuidance reads no multiple exactly")
-            if not _finds_multiple(low, high, float(keywords["multipleOf"]), is_integer):
+            found = _finds_multiple(low, high, float(keywords["multipleOf"]), is_integer)
+            if not found or (is_split and is_listed):
                 if count > _MAX_MULTIPLES:
                     raise NoExactForm("multipleOf", "LLGuidance finds no multiple between bounds")
                 first = math.ceil(low.value / step)
@@ -210,6 +238,9 @@ class Numbers:
         if is_integer and bound.value == _MAX_INTEGER and sign < 0:
             return bound  # LLGuidance reads it as 2**63, and reduces it again
         found = float(bound.value)
+        if 0 < abs(found) < _SMALLEST:
+            near = (sign * value for value in (-_SMALLEST, 0.0, _SMALLEST))
+            found = sign * min(value for value in near if value > sign * bound.value)
         while True:
             # LLGuidance's patterns of integers have the value of the double, those of other numbers
             # have its shortest decimal form.
@@ -329,6 +360,19 @@ def _multiple(bound: _Bound | None, step: Fraction, sign: int) -> _Bound | None:
     return _Bound(count * step, False, bound.keyword)
 
 
+def _inner_whole(bound: _Bound | None, sign: int, narrowed: dict[str, str]) -> _Bound | None:
+    """Return the next whole bound inside a bound, and note that it excludes numbers."""
+    inner = _whole(bound, sign)
+    if bound and inner and inner.value != bound.value:
+        narrowed.setdefault(bound.keyword, _not_produced(bound.value, inner.value))
+    return inner
+
+
+def _is_power_of_ten(step: Fraction) -> bool:
+    """Return whether a decimal fraction is 1, 0.1, 0.01 and so on."""
+    return step.numerator == 1 and str(step.denominator).rstrip("0") == "1"
+
+
 def _within_64_bits(
     low: _Bound | None, high: _Bound | None, is_integer: bool, narrowed: dict[str, str]
 ) -> tuple[_Bound | None, _Bound | None]:
@@ -347,6 +391,8 @@ def _within_64_bits(
     elif high and not low and high.value <= -_MANY_DIGITS:
         low = _Bound(smallest, False, high.keyword)
         narrowed[high.keyword] = f"numbers below -{_LARGEST} are not produced"
+    if low and high and low.value > high.value:
+        raise NoExactForm(low.keyword, "LLGuidance writes no such number")
     return low, high
 
 
@@ -362,11 +408,11 @@ def _text(value: Fraction) -> str:
 
 
 def _is_read(value: Fraction) -> bool:
-    """Return whether LLGuidance reads a number below 2**53 exactly."""
+    """Return whether LLGuidance reads a number exactly that is below 2**53 and not too small."""
     if value.denominator == 1:
         return abs(value) < _MAX_EXACT
     number = float(value)
-    return _exact(number) == value and _read_double(number) == number
+    return abs(number) >= _SMALLEST and _exact(number) == value and _read_double(number) == number
 
 
 def _read_double(value: int | float) -> float:

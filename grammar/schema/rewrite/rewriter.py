@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -290,7 +291,8 @@ class Rewriter:
             return
         for keyword, why in numbers.narrowed.items():
             self.narrowed.append(Reason(site.at, keyword, why))
-        if numbers.keywords == old and not numbers.empty:
+        # Unlike dicts, JSON texts distinguish 1.0 from 1.
+        if json.dumps(numbers.keywords) == json.dumps(old) and not numbers.empty:
             return
         for keyword in old:
             del out[keyword]
