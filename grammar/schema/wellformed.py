@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -69,11 +70,12 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Python reads numbers such as 1e400 as infinite.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) != math.inf
 
 
 def _is_number_or_boolean(value: Any) -> bool:
-    return isinstance(value, (int, float))
+    return isinstance(value, bool) or _is_number(value)
 
 
 def _is_positive(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from fractions import Fraction
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from router_util import Grammar
 
+from graft.grammar import GrammarError
 from graft.grammar.schema.router import route
 
 pytest.importorskip("llguidance")
@@ -180,6 +182,13 @@ def test_numbers_of_400_digits_are_refused(keyword: str):
     assert not found.exact
     assert [reason.keyword for reason in found.reasons] == [keyword]
     assert len(found.refusal()) < 200
+
+
+@pytest.mark.parametrize("keyword", ["minimum", "exclusiveMaximum", "multipleOf", "maxLength"])
+def test_numbers_beyond_doubles_are_refused(keyword: str):
+    """Python reads 1e400 as an infinite number."""
+    with pytest.raises(GrammarError, match=f"#: {keyword}: must be a .*inf"):
+        route(json.loads(f'{{"{keyword}": 1e400}}'))
 
 
 @pytest.mark.parametrize("bound", [float(2**53 - 1), float(2**52 + 1), -float(2**53 - 1)])
