@@ -277,9 +277,9 @@ class GrammarSpec(Spec):
             Whether stop ids are illegal before the marker. If False, the model may end its output
             within the free text, so that the output contains no text of the grammar.
         opening
-            Text that begins the free text, such as ``<think>``. The grammar then applies to an
-            output that does not begin with this text from the first token. Empty: every output
-            begins with free text.
+            Text that begins the free text, such as ``<think>``. If an output does not begin with
+            this text, the grammar applies from its first token. Empty: every output begins with
+            free text.
 
         Raises
         ------

@@ -102,8 +102,8 @@ class CompiledGrammar:
     def matcher(self, stop_ids: Iterable[int] | None = None, tokens: Iterable[int] = ()) -> Matcher:
         """Return a new matcher that has already accepted the given tokens.
 
-        If the specification has a marker, the matcher starts in the free text before the marker, or
-        where the output can become free text or text of the grammar.
+        If the specification has a marker, the matcher starts in the free text before the marker. If
+        the marker has an opening, both free text and text of the grammar can follow the start.
 
         Parameters
         ----------

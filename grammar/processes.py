@@ -15,7 +15,7 @@ POOL = ProcessPool(preload=("graft.grammar",))
 
 
 def run_call(kind: str, call: Call) -> Any:
-    """Run a call on a grammar of a kind in a process of the pool and return its result.
+    """Run a call in a child process of the pool and return its result. `kind` begins the messages.
 
     Raises
     ------
@@ -31,7 +31,7 @@ def run_call(kind: str, call: Call) -> Any:
 
 
 def call_error(kind: str, error: ChildLost) -> GrammarError:
-    """Return the error of a grammar whose call in a child process had no answer."""
+    """Return the error of a grammar whose call in a child process did not return."""
     subject = "JSON schema" if kind == "json_schema" else kind
     if isinstance(error, ChildUnavailable):
         return GrammarUnavailableError(f"{subject}: could not be compiled: {error}")

@@ -45,8 +45,9 @@ class Marker:
     opening
         Text that begins the free text, such as ``<think>``. An output has free text only if it
         begins with the opening, after at most `MAX_OPENING_SPACE` characters of `OPENING_SPACE`.
-        The grammar applies to any other output from the first token. As long as an output can
-        become either, both kinds of tokens are legal. If empty, every output begins with free text.
+        The grammar applies to any other output from the first token. As long as an output can still
+        begin with the opening, the tokens of both continuations are legal. If empty, every output
+        begins with free text.
     """
 
     text: str = ""
@@ -77,7 +78,7 @@ class Marker:
 
     @staticmethod
     def _checked_ids(ids: list[int], text: str, vocabulary: Vocabulary) -> tuple[int, ...]:
-        """Return `ids` and the id of the added token with a text."""
+        """Return `ids` and the id of the added token whose text is `text`, if there is one."""
         if text and text in vocabulary.names:
             ids.append(vocabulary.names[text])
         for token in ids:

@@ -1,4 +1,4 @@
-"""Which grammar libraries this process can use."""
+"""Determines which grammar libraries this process can use."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _log = logging.getLogger("graft.grammar")
 def unusable_reason(name: str) -> str:
     """Return why a backend's library cannot be used, or an empty string if it can.
 
-    The function loads the library. The reason is that the library is not installed, has an untested
-    version, or has another interface than this version should have.
+    The function loads the library. Possible reasons: the library is not installed, its version is
+    not tested, or its interface differs from that of the tested version.
     """
-    # The modules of the backends import the modules that call this function.
+    # Imported here, because the backends' modules import modules that call this function.
     module = importlib.import_module(f"graft.grammar.backends.{name}")
     try:
         module.load_native()
@@ -33,7 +33,7 @@ def unusable_reason(name: str) -> str:
 
 
 def usable_backends() -> Iterator[str]:
-    """Yield the usable backends in order of preference. A library is loaded when it is reached."""
+    """Yield the usable backends in order of preference. Libraries are loaded one by one."""
     for name in BACKENDS:
         if not unusable_reason(name):
             yield name

@@ -105,10 +105,10 @@ def search_pattern(pattern: str, text: str) -> bool:
 
 
 def _python_pattern(pattern: str) -> str:
-    """Return the form of a pattern for ``re``, in which some parts have another meaning.
+    """Return an equivalent pattern for ``re``, which reads some parts of patterns differently.
 
-    In ECMA-262, ``$`` does not match before a line feed at the end, ``\\d`` and ``\\w`` match ASCII
-    characters only, and ``.`` matches no line separators.
+    In ECMA-262, ``$`` does not match before a final line feed, ``\\d`` and ``\\w`` match only ASCII
+    characters, and ``.`` matches no line separators.
     """
 
     def replacement(match: re.Match[str]) -> str:
@@ -167,14 +167,14 @@ def satisfies_schema(schema: str, text: str) -> bool:
 
 
 def _parse(text: str) -> Any:
-    """Return a parsed JSON text, in which numbers are integers or decimal fractions."""
+    """Parse a JSON text. Numbers become integers or decimal fractions."""
     return json.loads(text, parse_float=_exact_number, parse_constant=_reject_constant)
 
 
 def _exact_number(text: str) -> Any:
-    """Return a number with a fraction or exponent, as an integer if it is one.
+    """Parse a number with a fraction or exponent. The result is an int if the value is whole.
 
-    jsonschema recognizes only integers and floats as integers.
+    jsonschema does not recognize whole decimal fractions as integers.
     """
     value = decimal.Decimal(text)
     if value.adjusted() < _MAX_DIGITS and value == value.to_integral_value():

@@ -287,11 +287,11 @@ class DeviceAutomata:
             offset = self._allocate(lane, len(data))
             if offset is None:
                 self._counts["refused"] += 1
-                if self._counts["refused"] == 1:  # the counter tells of later ones
+                if self._counts["refused"] == 1:  # the counter `refused` counts all refusals
                     LOG.warning(
                         "no memory for an automaton of %d bytes on the device (the option "
-                        "automaton_bytes is %d); its requests, and later ones without memory, run "
-                        "their grammar steps on the host",
+                        "automaton_bytes is %d); requests with this or a later automaton that does "
+                        "not fit run their grammar steps on the host",
                         len(data),
                         self._memory.nbytes,
                     )
@@ -305,9 +305,9 @@ class DeviceAutomata:
         return table
 
     def _allocate(self, lane: Lane, nbytes: int) -> int | None:
-        """Return the offset of free memory; None if too much memory is in use.
+        """Return the offset of a range for a new table; None if tables in use leave no such range.
 
-        Only tables that are in the way of the new one are evicted, and none if it does not fit.
+        Only the unused tables in this range are evicted. If there is no range, none is evicted.
         """
         place = self._find_place(nbytes)
         if place is None:
@@ -326,10 +326,11 @@ class DeviceAutomata:
         return offset
 
     def _find_place(self, nbytes: int) -> tuple[int, list[_Table]] | None:
-        """Return an offset for a new table, and the unused tables that occupy its place.
+        """Return the offset of a range for a new table, and the unused tables in this range.
 
-        A place without tables is preferred, otherwise that whose most recently used table has been
-        unused for the longest time. Return None if tables with users occupy every place.
+        A range without tables is preferred. Otherwise, the function chooses the range whose most
+        recently used table was used least recently. It returns None if every range contains a
+        table with users.
         """
         age = {table.grammar: number for number, table in enumerate(self._tables.values())}
         tables = sorted(self._tables.values(), key=lambda table: table.offset)

@@ -69,7 +69,7 @@ def require_release(name: str, package: str, releases: tuple[str, ...], install:
     package
         Name of the library's distribution package.
     releases
-        The supported versions. ``"1.9.x"`` stands for all versions that begin with ``"1.9."``.
+        Supported versions. ``"1.9.x"`` means all versions that begin with ``"1.9."``.
     install
         Arguments of ``pip install`` for a supported version.
 
@@ -86,8 +86,8 @@ def require_release(name: str, package: str, releases: tuple[str, ...], install:
         ) from error
     if found not in releases and f"{found.rpartition('.')[0]}.x" not in releases:
         raise OptionError(
-            f"grammar_backend: {name} {found} is installed, graft needs {' or '.join(releases)}; "
-            f"install it with: pip install {install}"
+            f"grammar_backend: {name} {found} is installed, but graft needs "
+            f"{' or '.join(releases)}; install it with: pip install {install}"
         )
     return found
 

@@ -59,7 +59,7 @@ def prepare(spec: Spec, validated: bool, special: Mapping[str, int] = NO_TOKENS)
     validated
         Whether LLGuidance is known to accept the grammar.
     special
-        Ids of the special tokens that may stand for their names in tags, by name.
+        Special tokens that are legal where tags contain their names: ids by name.
 
     Raises
     ------
@@ -134,7 +134,7 @@ def validated_grammar_text(spec: Spec, special: Mapping[str, int] = NO_TOKENS) -
 
 
 def check_syntax(spec: Spec) -> None:
-    """Raise `GrammarError` if LLGuidance refuses a grammar. LLGuidance parses it only."""
+    """Raise `GrammarError` if LLGuidance refuses a grammar. The grammar is parsed, not compiled."""
     if not _was_validated(spec):
         validated_grammar_text(spec)
 
@@ -204,7 +204,7 @@ def _structural_tag(
 
 
 def _spelled(text: str, special: Mapping[str, int]) -> str:
-    """Return the expression of a text in which special tokens may stand for their names."""
+    """Return the expression of a text in which special tokens may replace their names."""
     parts = []
     for part, is_name in split_names(text, special):
         parts.append(f"({literal(part)} | <[{special[part]}]>)" if is_name else literal(part))
@@ -249,9 +249,10 @@ class LLGuidanceBackend:
     matcher takes microseconds, because it is a deep copy of a matcher at the start of the grammar.
     Matchers share neither state nor locks. They allow every tokenization of a legal text.
 
-    In a grammar that names a token with text, this token is a special token without text, so that
-    it is legal exactly where the grammar names it. LLGuidance gets such a grammar with a tokenizer
-    of its own. The backend keeps the tokenizers for the last few sets of named tokens.
+    If a grammar names a token that has text, the token must be legal exactly where the grammar
+    names it. LLGuidance therefore gets the grammar with a separate tokenizer, in which this token
+    is a special token without text. The backend keeps the tokenizers of the last few sets of named
+    tokens.
 
     Parameters
     ----------
@@ -374,7 +375,7 @@ class LLGuidanceBackend:
     def automaton_call(self, compiled: CompiledGrammar) -> Call | None:
         """Return the call that builds the automaton of a grammar; see `AutomatonBackend`."""
         if not self._automata or self._special_tokens(compiled.spec):
-            return None  # an automaton reads bytes, which special tokens do not have
+            return None  # an automaton reads bytes, and special tokens have none
         return Call(f"{__name__}:prepare_automaton", (compiled.spec,))
 
     def add_automaton(self, compiled: CompiledGrammar, result: bytes | None) -> bool:

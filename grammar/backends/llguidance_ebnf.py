@@ -1,14 +1,15 @@
 """EBNF grammars in XGrammar's notation (GBNF), as Lark grammars for LLGuidance.
 
-LLGuidance's lexer is greedy: a terminal matches as much text as it can, and the lexer never goes
-back. A Lark grammar with the rules of an EBNF grammar therefore loses texts, unless the lexer can
-see where each terminal ends. `lark_grammar` returns a grammar of exactly the same texts:
+LLGuidance's lexer is greedy: a terminal matches as much text as possible, and the lexer never
+backtracks. If the rules of an EBNF grammar were copied to Lark, some texts would be refused, unless
+the lexer could see where each terminal ends. `lark_grammar` returns a grammar that allows exactly
+the same texts:
 
-* If no rule is recursive, the whole grammar becomes one terminal. Within a terminal nothing is
+* If no rule is recursive, the whole grammar becomes one terminal. Matching within a terminal is not
   greedy.
-* Otherwise, the largest parts without recursion become terminals. A terminal that the lexer could
-  extend although the rest of the grammar could continue with the same character is split into its
-  parts, and finally into terminals of one character, which always end after this character.
+* Otherwise, the largest parts without recursion become terminals. If the next character could both
+  extend a terminal and begin the text after it, the terminal is split into its parts, and if
+  necessary into terminals of one character, which always end after this character.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ _CHARACTER = re.compile(
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "b": "\b", "a": "\a", "0": "\0"}
 _COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 _SURROGATES = (0xD800, 0xDFFF)
-#: Maximum number of lexer states that `_Lexer` visits before it gives up.
+#: Maximum number of lexer states that `_Lexer` visits before it stops the search.
 _MAX_STATES = 2000
-#: Maximum number of positions in these states, counted once per class of characters.
+#: Maximum number of positions in the visited states, each counted once per character class.
 _MAX_STEPS = 500_000
-#: Maximum number of positions of a terminal in a recursive grammar. Repetitions are copied.
+#: Maximum number of positions of a terminal in a recursive grammar. A repetition with a count has
+#: a copy of its positions per count.
 _MAX_POSITIONS = 2000
 
 
@@ -64,7 +66,7 @@ class Set:
 
 @dataclass(frozen=True)
 class Sequence:
-    """Parts that follow each other; the empty text if there is no part."""
+    """A sequence of parts; without parts, the empty text."""
 
     parts: tuple[Node, ...]
 
@@ -78,7 +80,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Repeat:
-    """`low` to `high` repetitions of a part; `high` is None if there is no limit."""
+    """A part, repeated `low` to `high` times; `high` is None if there is no maximum."""
 
     part: Node
     low: int
@@ -96,7 +98,7 @@ Node = Set | Sequence | Choice | Repeat | Rule
 
 
 def lark_grammar(text: str, root: str) -> str:
-    """Return a Lark grammar of exactly the texts of an EBNF grammar.
+    """Return a Lark grammar that allows exactly the texts of an EBNF grammar.
 
     Raises
     ------
@@ -182,7 +184,8 @@ class _Parser:
         if not parts or not at_end:
             raise self._syntax_error("expected an element, got", text, position)
         if len(parts) > 2 and isinstance(parts[-1], Rule | Repeat):
-            # Often, only optional white space at the end prevents a part from being a terminal.
+            # The last part is separated, because often only white space at the end prevents the
+            # other parts from being a terminal.
             parts = [Sequence(tuple(parts[:-1])), parts[-1]]
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
@@ -335,8 +338,8 @@ class _Positions:
             firsts, lasts, nullables = zip(*added, strict=True)
             return empty.union(*firsts), empty.union(*lasts), any(nullables)
         assert isinstance(node, Repeat)
-        # x{2,4} is x(x(x(x)?)?). Each copy follows the copy before it only, so that there are few
-        # connections. If x can be empty, so can the repetition, and the copies need not be empty.
+        # x{2,4} is read as x(x(x(x)?)?). Each copy follows only the copy before it, so there are
+        # few connections. If x can be empty, the repetition can be empty, and its copies need not.
         first, last, nullable = self._add(node.part)
         if not last:  # the only text is empty
             return empty, empty, True
@@ -386,7 +389,7 @@ class _Lowering:
             self._regular |= found
         self.reachable = references.keys()
         self._nullables: dict[Node, bool] = {}
-        self._split: set[Node] = set()  # nodes that are no terminals
+        self._split: set[Node] = set()  # nodes that must not become terminals
         self._lines: list[str] = []
         self._names: dict[tuple[bool, Node], str] = {}
 
@@ -434,7 +437,7 @@ class _Lowering:
                 queue += _children(node)
 
     def _conflicts(self) -> set[Node]:
-        """Return terminals that the lexer might extend although another one should begin."""
+        """Return the terminals that the lexer might extend where another terminal should begin."""
         terminals = list(dict.fromkeys(self._terminals()))
         too_large = set()
         machines = {}
@@ -467,7 +470,7 @@ class _Lowering:
     # Notation
 
     def _define(self, node: Node, terminal: bool) -> str:
-        """Return the name of the terminal or rule with this expression."""
+        """Return the name of the terminal or rule with this expression; define it if it is new."""
         key = (terminal, node)
         if key not in self._names:
             self._names[key] = name = f"{'T' if terminal else 'r'}{len(self._names)}"
@@ -525,14 +528,9 @@ def _combined(node: Node, text_of: Callable[[Node], str]) -> str:
 
 
 def _is_nullable(node: Node, nullable: Callable[[Node], bool]) -> bool:
-    """Return whether a node other than a reference matches the empty text.
+    """Return whether a node matches the empty text. The node must not be a reference.
 
-    Parameters
-    ----------
-    node
-        The node.
-    nullable
-        Returns the same for a child of the node.
+    `nullable` returns whether a child of the node matches the empty text.
     """
     if isinstance(node, Sequence):
         return all(map(nullable, node.parts))
@@ -576,8 +574,8 @@ def _references_from(root: str, rules: dict[str, Node]) -> dict[str, frozenset[s
 def _finite_rules(rules: dict[str, Node]) -> dict[str, Node]:
     """Return the rules without the parts that match no finite text.
 
-    LLGuidance would begin such a part, for example the second option of ``x ::= "a" | "b" y`` with
-    ``y ::= "c" y``, and never end it.
+    LLGuidance would begin to generate these parts and never end. For example, the second option of
+    ``x ::= "a" | "b" y`` with ``y ::= "c" y`` has no finite text.
     """
     finite: set[str] = set()
     pending = list(rules)
@@ -585,13 +583,13 @@ def _finite_rules(rules: dict[str, Node]) -> dict[str, Node]:
     while len(finite) > count:
         count = len(finite)
         finite.update(name for name in pending if _is_finite(rules[name], finite))
-        # Rules often refer to the rules after them.
+        # Rules often refer to later rules, so the last rules are examined first.
         pending = [name for name in reversed(pending) if name not in finite]
     return {name: _finite_part(node, finite) for name, node in rules.items() if name in finite}
 
 
 def _is_finite(node: Node, finite: set[str]) -> bool:
-    """Return whether a node matches a finite text if the rules `finite` do."""
+    """Return whether a node matches a finite text, given that the rules in `finite` do."""
     if isinstance(node, Rule):
         return node.name in finite
     if isinstance(node, Choice):
@@ -602,7 +600,7 @@ def _is_finite(node: Node, finite: set[str]) -> bool:
 
 
 def _finite_part(node: Node, finite: set[str]) -> Node:
-    """Return a node that matches a finite text without its options and parts that match none."""
+    """Return the node without its parts that match no finite text."""
     if isinstance(node, Sequence):
         return Sequence(tuple(_finite_part(part, finite) for part in node.parts))
     if isinstance(node, Choice):
@@ -619,7 +617,7 @@ def _finite_part(node: Node, finite: set[str]) -> Node:
 
 
 class _Following:
-    """Computes the characters with which the text after a terminal can begin."""
+    """Computes with which characters the text after each terminal can begin."""
 
     def __init__(self, lowering: _Lowering, machines: dict[Node, _Positions]):
         self._lowering = lowering
@@ -631,7 +629,7 @@ class _Following:
         self._changed = False
 
     def of_terminals(self) -> dict[Node, Ranges]:
-        """Return the characters by terminal."""
+        """Return the characters that can follow each terminal."""
         rules = self._lowering.rules
         for table, compute in ((self._nullable, self.nullable), (self._first, self.first)):
             self._changed = True
@@ -654,7 +652,7 @@ class _Following:
             self._changed = True
 
     def nullable(self, node: Node) -> bool:
-        """Return whether a node can match the empty text, as far as it is known."""
+        """Return whether a node matches the empty text, according to the table computed so far."""
         if node in self._machines:
             return False
         if isinstance(node, Rule):
@@ -662,7 +660,7 @@ class _Following:
         return _is_nullable(node, self.nullable)
 
     def first(self, node: Node) -> Ranges:
-        """Return the characters with which a node can begin, as far as they are known."""
+        """Return the characters with which a node can begin, according to the table so far."""
         if node in self._machines:
             machine = self._machines[node]
             return _normalized(pair for at in machine.first for pair in machine.ranges[at])
@@ -676,7 +674,7 @@ class _Following:
         return _normalized(found)
 
     def _pass_down(self, node: Node, after: Ranges) -> None:
-        """Note which characters can follow the terminals and rules of a node."""
+        """Record which characters can follow the terminals and rules of a node."""
         if node in self._machines:
             self._set(self._after_terminal, node, _union(self._after_terminal[node], after))
         elif isinstance(node, Rule):
@@ -717,15 +715,15 @@ class _Lexer:
         for ranges in [*self._following, *(r for m in self._machines for r in m.ranges)]:
             bounds.update(edge for low, high in ranges for edge in (low, high + 1))
         ordered = sorted(bounds)
-        #: One range for each class of characters that no terminal distinguishes.
+        #: Ranges of characters. No terminal distinguishes two characters of the same range.
         self._classes: list[Ranges] = [
             ((low, high - 1),) for low, high in itertools.pairwise(ordered)
         ]
 
     def conflicts(self) -> set[Node]:
-        """Return the terminals that the lexer may continue where it should end another one.
+        """Return the terminals that the lexer might extend where another terminal should begin.
 
-        If this takes too long, all terminals of more than one character are returned.
+        If the search exceeds its limits, return all terminals of more than one character.
         """
         members: dict[Ranges, frozenset[int]] = {}
 
@@ -739,7 +737,7 @@ class _Lexer:
         start = frozenset((t, p) for t, m in enumerate(self._machines) for p in m.first)
         found: set[Node] = set()
         seen = set()
-        # A pending state is the set of positions that can come next, by terminal.
+        # A pending state: the positions that can come next, and the terminals that have ended.
         queue = [(start, frozenset[int]())]
         steps = 0
         while queue:

@@ -32,8 +32,8 @@ def make_backend(
     Parameters
     ----------
     choice
-        Name of a backend, a factory, that is, a function that creates a backend for a vocabulary,
-        or the import name ``module:attribute`` of a factory.
+        Name of a backend, a factory (a function that creates a backend for a vocabulary), or the
+        import name ``module:attribute`` of a factory.
     vocabulary
         Vocabulary of the backend.
 
@@ -50,7 +50,7 @@ def make_backend(
             backend = factory(vocabulary)
         except GraftError:
             raise
-        except Exception as error:  # user code: importing or calling it may raise anything
+        except Exception as error:  # importing or calling user code may raise any exception
             raise OptionError(f"grammar_backend {choice!r}: {describe(error)}") from error
         if not isinstance(backend, GrammarBackend):
             raise OptionError(
@@ -83,7 +83,8 @@ def check_syntax(spec: Spec, backend: str) -> None:
     """Raise `GrammarError` if an engine with the option `grammar_backend` refuses a grammar.
 
     The function needs no vocabulary. It must run in a child process, because its running time
-    depends on the grammar and is not bounded, and because XGrammar prints its warnings.
+    depends on the grammar and is not bounded, and because graft reads XGrammar's warnings from the
+    standard output of the child process.
     """
     if spec.kind == "structural_format":  # the router tries several backends
         resolved = resolve_spec(spec, backend)

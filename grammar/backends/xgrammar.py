@@ -46,8 +46,8 @@ _MODULE = __name__ + ":"
 # Deserializing a compiled grammar that is longer than this number of characters fragments the heap.
 _TRIM_BYTES = 1 << 19
 _XGRAMMAR_ERRORS = (RuntimeError, ValueError, TypeError)
-# First bytes of characters after which not every second byte is UTF-8, and the ranges of the other
-# second bytes. XGrammar allows encoded surrogates and, for some patterns, too long encodings.
+# First bytes of characters after which some second bytes are not UTF-8, and the ranges of these
+# second bytes. XGrammar allows encoded surrogates and, for some patterns, overlong encodings.
 _LEADS = {
     b"\xe0": (b"\x80", b"\x9f"),
     b"\xed": (b"\xa0", b"\xbf"),
@@ -182,8 +182,8 @@ def new_compiler(info: Any) -> Any:
     """Return a compiler with one thread and without a cache."""
     arguments = [info, 1, False, -1]
     if require_xgrammar() != "0.2.8":
-        # Without dynamic compilation, which would compile the masks of a state when a matcher first
-        # reaches it. Compilation does not delay a round of decoding, but filling a mask row does.
+        # Disable dynamic compilation, which would compile the masks of a state when a matcher first
+        # reaches it, while a round of decoding waits for its mask row.
         arguments.append(False)
     return library().GrammarCompiler(*arguments)
 
@@ -191,7 +191,7 @@ def new_compiler(info: Any) -> Any:
 def check_syntax(spec: Spec) -> None:
     """Raise `GrammarError` if XGrammar refuses a grammar or would enforce only a part of it.
 
-    XGrammar parses the grammar but does not compile it. Must run in a child process.
+    XGrammar parses the grammar but does not compile it. The caller must be a child process.
     """
     grammar = library().Grammar
     text = spec.text
@@ -216,8 +216,8 @@ def check_syntax(spec: Spec) -> None:
 def _require_no_warnings(spec: Spec) -> None:
     """Raise `GrammarError` if XGrammar has warned that it ignores a part of the grammar.
 
-    XGrammar prints a warning about each part. In a child process, file descriptor 1 refers to a
-    file that is empty when a call begins.
+    XGrammar prints a warning about each such part to file descriptor 1. In a child process, this is
+    a file that is empty when a call begins.
     """
     printed = os.pread(1, 1 << 20, 0).decode("utf-8", "replace")
     ignored = list(dict.fromkeys(clean_message(line) for line in printed.splitlines()))
@@ -388,7 +388,7 @@ class XGrammarBackend:
             vocabulary.stop_ids,
         )
         tokens = vocabulary.tokens
-        # Tokens that a matcher can accept, without stop ids.
+        # Tokens other than stop ids that a matcher can accept.
         self._acceptable_texts = self._bitmask(
             [bool(text) and not _NOT_UTF8.search(text) for text in tokens]
         )
@@ -405,10 +405,10 @@ class XGrammarBackend:
     def compile(self, spec: Spec) -> CompiledGrammar:
         """Compile a grammar in a child process, as an engine does.
 
-        XGrammar prints which parts of a grammar it ignores. Only in a child process can graft read
-        these warnings and refuse the grammar.
+        XGrammar prints which parts of a grammar it ignores. graft can read these warnings, and then
+        refuse the grammar, only in a child process.
         """
-        resolve_spec(spec, self.name.lower())  # refuses most grammars without a child process
+        resolve_spec(spec, self.name.lower())  # most refusals need no child process
         return self.load(spec, run_call(spec.kind, self.compile_call(spec, routed=False)))
 
     def compile_call(self, spec: Spec, routed: bool) -> Call:
@@ -481,12 +481,7 @@ class XGrammarBackend:
     def _acceptable(self, stops: tuple[int, ...]) -> np.ndarray:
         """Return the token bitmask of the ids that a matcher can accept.
 
-        These ids are the stop ids `stops` and the tokens with text that can be a part of UTF-8.
-
-        Parameters
-        ----------
-        stops
-            Stop ids that terminate the matcher.
+        These ids are the stop ids `stops`, and the tokens whose text can be a part of UTF-8.
         """
         acceptable = self._acceptable_texts.copy()
         for stop in stops:

@@ -62,7 +62,7 @@ def _convert_escape(piece: str, pattern: str, escapes: str) -> str:
     if piece.startswith("\\x") and digits:
         return f"\\u{{{digits}}}"
     letter = piece[1:]
-    if letter == "\n":  # XGrammar would print a warning
+    if letter == "\n":  # XGrammar prints a warning about an escaped line feed
         return r"\n"
     if letter.isascii() and letter.isalnum() and letter not in escapes:
         raise GrammarError(

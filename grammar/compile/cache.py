@@ -14,7 +14,7 @@ __all__ = ["CACHE_BYTES", "GrammarCache"]
 
 #: Default size limit in bytes.
 CACHE_BYTES = 1 << 29
-#: Estimated size of the Python objects of an entry, besides its texts and its grammar.
+#: Estimated size of the Python objects of an entry, except for its texts and its grammar.
 _ENTRY_BYTES = 1024
 
 #: Result of a compilation: the compiled grammar, or the message with which it was refused.

@@ -371,7 +371,7 @@ class GrammarService:
 
         Complete the futures of all other jobs with an error.
         """
-        crashed = isinstance(error, ChildCrashed)  # would crash the slow queue's processes, too
+        crashed = isinstance(error, ChildCrashed)  # the call would crash in the slow queue, too
         unavailable = isinstance(error, ChildUnavailable) and not crashed
         timed_out = isinstance(error, ChildTimeout)
         has_more_time = timed_out and jobs.timeout_s < self._timeout_s
@@ -406,8 +406,8 @@ class GrammarService:
     def _build_automaton(self, job: _AutomatonJob, child: ChildProcess) -> None:
         """Build the automaton of a compiled grammar. Runs on a thread of the fast queue.
 
-        When the service is closed, a grammar without its automaton leaves the cache, so that other
-        services that share the cache compile the grammar again and build the automaton.
+        If the service is closed before that, the grammar is removed from the cache. Another service
+        that shares the cache then compiles the grammar again and builds the automaton.
         """
         cache = self._shared.cache
         try:
@@ -465,15 +465,15 @@ class GrammarService:
         try:
             self._shared.cache.put(spec, outcome)
         except BaseException as error:  # the `nbytes` of a user-defined backend may be invalid
-            _log.warning("compiled grammar not kept: %s: %s", type(error).__name__, error)
+            _log.warning("compiled grammar not cached: %s: %s", type(error).__name__, error)
 
 
 @contextmanager
 def _log_errors(subject: str) -> Iterator[None]:
     """Log an exception instead of raising it.
 
-    A compile thread must survive every exception, also a SystemExit of a done callback or of a
-    user-defined backend. Otherwise, later grammars would wait for ever.
+    A compile thread must survive every exception, even a SystemExit that a done callback or a
+    user-defined backend raises. Otherwise, later grammars would never be compiled.
     """
     try:
         yield
@@ -484,8 +484,8 @@ def _log_errors(subject: str) -> Iterator[None]:
 def _completed(outcome: Outcome) -> Future[CompiledGrammar]:
     """Return a new completed future.
 
-    A future that callers shared would keep alive what their callbacks and the tracebacks of its
-    exception refer to.
+    Callers do not share this future, because a future keeps its callbacks, the tracebacks of its
+    exception and all objects that they refer to alive.
     """
     future: Future[CompiledGrammar] = Future()
     future.set_running_or_notify_cancel()

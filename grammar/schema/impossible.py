@@ -1,8 +1,8 @@
 """Find definitions that no finite value satisfies.
 
-LLGuidance refuses a schema if any definition that it reaches is unsatisfiable, even if values exist
-that need no value of this definition. An example is a definition that only an optional property
-refers to.
+LLGuidance refuses a schema if any definition that the schema reaches is unsatisfiable, even if some
+values of the schema do not need this definition, for example because only an optional property
+refers to it.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def impossible_definitions(document: SchemaObject) -> frozenset[str]:
 
 
 def endless_definitions(document: Any) -> frozenset[str]:
-    """Return the JSON pointers of definitions that only endless values satisfy.
+    """Return the JSON pointers of definitions that only infinitely nested values satisfy.
 
-    LLGuidance would begin such a value and never end it. An example is a definition that requires
-    a property with the same definition.
+    An example is a definition that requires a property with the same definition. LLGuidance would
+    begin to generate a value and never end.
     """
     parts = subschemas(document)
     if not any("$ref" in part for _, part in parts):

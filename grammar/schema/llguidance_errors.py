@@ -68,7 +68,7 @@ def validate(grammar: dict[str, Any], limits: dict[str, Any] = _LIMITS) -> tuple
     text = json.dumps({"grammars": [grammar]})
     try:
         return LLMatcher.validate_grammar_with_warnings(text, limits=LLParserLimits(**limits))
-    except BaseException as error:  # a panic of Rust code is no Exception
+    except BaseException as error:  # a panic of Rust code is not a subclass of Exception
         if type(error).__name__ != "PanicException":
             raise
         return True, [f"LLGuidance fails: {error}"]

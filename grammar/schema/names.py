@@ -1,9 +1,10 @@
 """Make LLGuidance compare property names independently of their spelling.
 
-LLGuidance reads the name of an additional property as any JSON string except the literal texts of
-the listed names, such as ``"id"``. JSON can spell a character as an escape sequence, so that
-``"\\u0069d"`` evades the comparison with ``"id"``. `with_one_spelling` returns an equivalent schema
-in which each character of a compared name has only one spelling.
+LLGuidance allows any JSON string as the name of an additional property, except for the literal
+texts of the listed names, such as ``"id"``. A JSON string can also contain escape sequences, so
+LLGuidance would allow ``"\\u0069d"`` as an additional name although it means ``"id"``.
+`with_one_spelling` returns an equivalent schema in which each character of a compared name has only
+one spelling.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class OneSpelling(NamedTuple):
     schema
         The schema.
     narrowed
-        Valid values that the schema excludes.
+        Descriptions of the valid values that the schema excludes.
     """
 
     schema: Any
@@ -43,9 +44,9 @@ def with_one_spelling(schema: Any) -> OneSpelling:
     r"""Return the form of a routed schema in which LLGuidance compares names correctly.
 
     If additional properties may have any value, they become properties with a pattern that every
-    name matches. LLGuidance spells names that match a pattern without needless escape sequences.
-    If additional properties have a schema or the schema has patterns, a second pattern is not
-    possible, because LLGuidance accepts disjoint patterns only. ``\u`` escapes are then disabled in
+    name matches, because LLGuidance writes names that match a pattern without unnecessary escape
+    sequences. If additional properties have a schema, or if the schema has patterns, this is not
+    possible, because LLGuidance only accepts disjoint patterns. ``\u`` escapes are then disabled in
     all strings, which excludes the control characters that have no other escape sequence.
 
     Parameters
@@ -76,7 +77,7 @@ def with_one_spelling(schema: Any) -> OneSpelling:
 
 
 def _compares(part: SchemaObject) -> bool:
-    """Return whether LLGuidance compares names of objects with names in another spelling."""
+    """Return whether LLGuidance would compare names whose spelling can differ."""
     if "object" not in types_of(part):
         return False
     names = [*part.get("properties", ()), *required_of(part)]
@@ -87,7 +88,7 @@ def _compares(part: SchemaObject) -> bool:
 
 
 def _allows_any_addition(part: SchemaObject) -> bool:
-    """Return whether additional properties may have any value, and all names are plain."""
+    """Return whether additional properties may have any value and no listed name needs escapes."""
     if part.get("additionalProperties", True) not in (True, {}):
         return False
     names = [*part.get("properties", ()), *required_of(part)]
@@ -98,11 +99,7 @@ def _limits_patterns(parts: list[tuple[str, SchemaObject]]) -> bool:
     """Return whether LLGuidance may refuse an additional pattern in objects of a schema.
 
     This is the case if the schema has patterns, or counts the properties of a closed object.
-
-    Parameters
-    ----------
-    parts
-        All subschemas of the schema, with their pointers.
+    `parts` are all subschemas with their pointers.
     """
     counts = closed = False
     for _, part in parts:

@@ -31,7 +31,7 @@ _MAX_REASONS_IN_MESSAGE = 5
 #: Processor time in which the keywords of a rewritten schema that LLGuidance refuses are searched
 #: for, and again for those of the given schema.
 _SEARCH_SECONDS = 2.0
-#: Parts of a pattern that may stand for a character of `CONTROL`.
+#: Parts of a pattern that may match a character of `CONTROL`.
 _CONTROL_IN_PATTERN = re.compile(r"\\(?:x[017]|u00[017]|U000000[017]|v)|[\x00-\x1f\x7f]")
 _BOUNDS = word_set("minimum maximum exclusiveMinimum exclusiveMaximum")
 
@@ -157,8 +157,8 @@ def _closest_form(
     """Return the closest form of a schema that LLGuidance accepts.
 
     References to definitions that no finite value satisfies are replaced by ``false`` if LLGuidance
-    refuses the definitions or would begin an endless value. The pointers of the reasons refer to
-    the given schema.
+    refuses the definitions, or would begin a value that never ends. The pointers of the reasons
+    refer to the given schema.
 
     Returns
     -------
@@ -247,7 +247,7 @@ def _closest_accepted(schema: Any, deadline: float) -> tuple[Any, bool]:
 
 
 def _only_control(schema: Any) -> Iterator[Reason]:
-    """Yield a reason for each keyword that allows a string only with certain characters."""
+    """Yield a reason for each keyword that requires a character of `CONTROL` in a string."""
     why = "control characters cannot be enforced next to compared names of additional properties"
     for pointer, part in subschemas(schema):
         for keyword in ("enum", "const"):

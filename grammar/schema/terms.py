@@ -156,7 +156,7 @@ def subschemas(schema: Any, at: str = "#") -> list[tuple[str, SchemaObject]]:
     return found
 
 
-#: Keywords of schemas that hold in addition to the schema that contains them.
+#: Keywords whose subschemas apply to the same value as the schema that contains the keyword.
 _COMBINING = word_set(
     """allOf anyOf oneOf not if $ref dependencies dependentSchemas contains unevaluatedProperties
     unevaluatedItems"""
@@ -164,7 +164,7 @@ _COMBINING = word_set(
 
 
 def can_combine(root: Any) -> bool:
-    """Return whether several subschemas of a document may have to hold for the same value."""
+    """Return whether several subschemas of a document may apply to the same value."""
     return any(_COMBINING & part.keys() for _, part in subschemas(root))
 
 
@@ -269,7 +269,7 @@ def any_of(options: list[Any]) -> Any:
 
 
 def without_duplicates(values: list[Any]) -> list[Any]:
-    """Return the values without those that equal an earlier one according to JSON Schema."""
+    """Return the values without those that equal an earlier value according to JSON Schema."""
     return list({_equality_key(value): value for value in reversed(values)}.values())[::-1]
 
 

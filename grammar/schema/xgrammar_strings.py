@@ -1,8 +1,8 @@
 """String keywords of JSON schemas with which XGrammar would write text that is not JSON.
 
-XGrammar writes a string with a length bound without escapes, and copies the characters of a pattern
-unchanged. The first may thus contain raw control characters, and the second also quotes and
-backslashes.
+XGrammar writes a string with a length bound without escapes, so the string may contain raw control
+characters. It copies the characters of a pattern unchanged, so a string may also contain raw quotes
+and backslashes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _PIECE = re.compile(
     re.DOTALL,
 )
 _CONTROL_LETTERS = "nrtfv0ae"
-#: Properties whose strings some styles of structural formats write as they are, not as JSON.
+#: Properties whose strings some styles of structural formats write as plain text, not as JSON.
 _RAW = re.compile(r"#/(properties/[^/]*|additionalProperties)")
 _CALENDAR = "XGrammar allows dates that do not exist, such as 2024-02-30"
 
 
 class UnsafeString(NamedTuple):
-    """A keyword of a subschema, its key in `patternProperties` if it is one, and the reason."""
+    """A keyword of a subschema, its key if the keyword is `patternProperties`, and the reason."""
 
     schema: SchemaObject
     keyword: str
@@ -38,7 +38,7 @@ class UnsafeString(NamedTuple):
 def unsafe_strings(
     schema: Any, assert_formats: bool | None, *, raw: bool = False
 ) -> Iterator[UnsafeString]:
-    """Yield the keywords with which XGrammar would not write strings as JSON, or not exactly.
+    """Yield the keywords with which XGrammar would write strings that are not JSON, or not exact.
 
     Parameters
     ----------
@@ -47,7 +47,7 @@ def unsafe_strings(
     assert_formats
         As in `graft.grammar.spec.Spec`.
     raw
-        Whether the strings of the outermost object are written as they are.
+        Whether the strings of the outermost object are written as plain text.
     """
     if assert_formats is None:
         assert_formats = dialect(schema, 7) <= 7

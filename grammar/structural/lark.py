@@ -32,7 +32,7 @@ _ANY = "/(?s:.*)/"
 
 
 def lark_text(form: Format, whitespace: Whitespace, special: Mapping[str, int] = NO_TOKENS) -> str:
-    """Return the Lark grammar of exactly the texts of a structural format.
+    """Return a Lark grammar that allows exactly the texts of a structural format.
 
     Parameters
     ----------
@@ -42,7 +42,8 @@ def lark_text(form: Format, whitespace: Whitespace, special: Mapping[str, int] =
         White space between JSON tokens, as in `graft.grammar.spec.Spec`.
     special
         Ids of special tokens by name. In the begin, end and trigger texts of tags, a special token
-        may stand for its name. If no exact grammar is known then, the texts are spelled.
+        is legal instead of its name. If no exact grammar with these tokens is known, only the
+        names are legal.
 
     Raises
     ------
@@ -58,7 +59,7 @@ def lark_text(form: Format, whitespace: Whitespace, special: Mapping[str, int] =
 
 
 def split_names(text: str, names: Mapping[str, int]) -> list[tuple[str, bool]]:
-    """Split a text into names of tokens, of which the longest are found first, and other parts.
+    """Split a text into names of tokens and other parts. The longest names are searched first.
 
     Returns
     -------
@@ -202,8 +203,8 @@ class _Lowering:
     ) -> Piece:
         """Return a piece of free text.
 
-        The text contains none of the texts in `excluded` and `ends`, and begins with none of those
-        in `excluded_starts`.
+        The free text contains no text of `excluded` or `ends`, and does not begin with a text of
+        `excluded_starts`.
         """
         if ends is None:
             raise LoweringError("LLGuidance cannot repeat free text")
@@ -271,9 +272,10 @@ class _Lowering:
         ]
 
     def _tag(self, form: Format) -> list[list[Piece]]:
-        """Return the alternatives of a tag, one for each way to write the beginning of its begin.
+        """Return the alternatives of a tag, one for each way to write the start of its begin text.
 
-        Free text before the tag and the begin can so become one terminal.
+        With separate alternatives, free text before the tag and the begin text can form one
+        terminal.
         """
         begin = form["begin"]
         end = form["end"]
@@ -297,7 +299,7 @@ class _Lowering:
                 alternatives.append([*pieces, self._choose(ends, "tag.end")])
         rest = alternatives[0]
         if len(alternatives) > 1:
-            # The alternatives begin with the same text, which therefore comes before them.
+            # All alternatives begin with the same text, so it is written once, before them.
             rest = [self._choose(alternatives, "tag.content")]
         if len(begins) > 1:
             rest = [self.joiner.named(self.joiner.sequence(rest))]
@@ -306,8 +308,8 @@ class _Lowering:
     def _spellings(self, text: str) -> list[list[Piece]]:
         """Return the ways to write a text of a tag, as pieces.
 
-        A text that begins with the name of a special token is one way as text, and another way with
-        the token. Later special tokens are pieces with two alternatives.
+        If the text begins with the name of a special token, there are two ways: the name as text,
+        and the token. Each later name is one piece that matches the text or the token.
         """
         parts = split_names(text, self._special)
         if not any(is_name for _, is_name in parts):
@@ -335,8 +337,8 @@ class _Lowering:
         tag = self.joiner.named(self._choose(tags, "tags_with_separator"))
         pieces = [tag]
         if before:
-            # The text before the tags is a part of their beginnings, which may tell them apart from
-            # free text.
+            # The text before the tags becomes a part of the first tag, because it may distinguish
+            # the tag from free text.
             first = [[constant(before), *pieces] for pieces in tags]
             pieces = [self._choose(first, "tags_with_separator")]
         if not form["stop_after_first"]:
@@ -419,7 +421,7 @@ class _Lowering:
 
 
 def _with_texts_in_tags(elements: Sequence[Format]) -> list[Format]:
-    """Return the elements of a sequence, with a text before tags as their field ``before``."""
+    """Return the elements of a sequence. A text before tags becomes their field ``before``."""
     merged: list[Format] = []
     for element in elements:
         has_tags = element["type"] == "tags_with_separator" and element["at_least_one"]

@@ -36,11 +36,11 @@ class Piece:
     terminal
         Whether the expression is regular, so that it can be a part of a terminal.
     closed
-        Whether no match can be continued to a longer match, except by the texts of `more`, and by
-        digits if the piece is `numeric`.
+        Whether no match is the beginning of a longer match. Exceptions are continuations with a
+        text of `more`, and with digits if the piece is `numeric`.
     starts
-        Texts of which every match starts with one, except for the empty match of a piece that is
-        `empty`; None if they are not known.
+        Texts such that every match starts with one of them, except for the empty match of a piece
+        that is `empty`; None if they are not known.
     exact
         Whether the texts of `starts` are all matches.
     absent
@@ -52,12 +52,12 @@ class Piece:
     special
         Whether the piece is a special token, which has no text.
     empty
-        Whether the piece is known to match the empty text. Then `starts` has the beginnings of the
+        Whether the piece is known to match the empty text. `starts` then contains the starts of the
         other matches.
     more
-        Texts with which the rule may go on after a match; None if they are not known.
+        Starts of the texts that may continue a match of the rule; None if they are not known.
     repeated
-        The same language as a rule; None if it is not known that the lexer can read this rule.
+        The same language as a rule; None if the lexer might read this rule wrongly.
     """
 
     text: str
@@ -112,7 +112,7 @@ def _comparable(a: frozenset[str] | None, b: frozenset[str] | None) -> bool:
 
 
 def _are_distinct(a: Piece, b: Piece) -> bool:
-    """Return whether it can be seen which of two pieces a text belongs to as it goes on."""
+    """Return whether the start of a text always shows which of two pieces it belongs to."""
     for free, other in ((a, b), (b, a)):
         if free.not_first and other.starts is not None:
             return all(start.startswith(free.not_first) for start in other.starts)
@@ -180,7 +180,7 @@ class Joiner:
         return replace(piece, repeated=rule) if rule and rule.closed else piece
 
     def _rule(self, groups: Sequence[Piece]) -> Piece:
-        """Return the rule of several pieces one after the other."""
+        """Return the rule of a sequence of pieces."""
         for index, piece in enumerate(groups):
             for following in groups[index + 1 :]:
                 check_boundary(piece, following)
@@ -296,9 +296,9 @@ class Joiner:
 
 
 def _split_repetitions(parts: Sequence[Piece]) -> list[Piece]:
-    """Join terminals except for repetitions at the end, which are rules if this is possible.
+    """Join terminals. Repetitions at the end become rules if this is possible.
 
-    As rules, they tell what they may go on with.
+    In contrast to a terminal, a rule has the field `more`, the texts that may continue it.
     """
     front = list(parts)
     rules: list[Piece] = []
@@ -312,10 +312,11 @@ def _split_repetitions(parts: Sequence[Piece]) -> list[Piece]:
 
 
 def _starts(pieces: Sequence[Piece]) -> frozenset[str] | None:
-    """Return texts of which every match of a sequence starts with one; None if not known.
+    """Return texts such that every match of a sequence starts with one of them; None if unknown.
 
-    Several tags can begin with the same token or text. What follows it tells them apart. After a
-    text, this is only one character, because the lexer must not go on into a longer terminal.
+    Several tags can begin with the same token or text, so the returned texts include the start of
+    the next piece, which distinguishes the tags. After a text, only one character is included,
+    because the lexer must not go on into a longer terminal.
     """
     first = pieces[0]
     if len(pieces) == 1:
@@ -331,9 +332,9 @@ def _starts(pieces: Sequence[Piece]) -> frozenset[str] | None:
 
 
 def _last_pieces(pieces: Sequence[Piece]) -> list[Piece]:
-    """Return the pieces after which a sequence can end: the last one, and those before empty ones.
+    """Return the pieces that can be the last non-empty one in a match of a sequence.
 
-    The lexer sees where each piece ends, so that a match of the sequence goes on in one of these.
+    The lexer sees where each piece ends, so only these pieces can continue a match of the sequence.
     """
     found = []
     for piece in reversed(pieces):

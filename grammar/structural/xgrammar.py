@@ -55,7 +55,7 @@ def xgrammar_format(
         if part["type"] == "json_schema" and part["style"] == "json" and not part["excludes"]:
             return _rules(part, schema_rules(part))
         if part["type"] == "json_schema":
-            # Without a maximum, a model could generate white space without end.
+            # Without a maximum, a model could generate unlimited white space.
             most = part["max_whitespace_cnt"]
             most = 1 if most is None else most
             return {**part, "strict": None, "place": None, "max_whitespace_cnt": most}
@@ -77,10 +77,10 @@ def _has_free_text(form: Format) -> bool:
 
 
 def _ends_early(ends: Sequence[str]) -> str:
-    """Return an end of free text before which one of the ends can occur, or an empty string.
+    """Return an end of free text before which an end could occur earlier, or an empty string.
 
-    XGrammar allows free text without the ends, followed by an end. Another occurrence can lie in
-    both, or within the end.
+    XGrammar allows free text that contains no end, followed by an end. An earlier occurrence of an
+    end could begin in the free text and overlap with the end, or lie within the end.
     """
     for end in ends:
         for length in range(1, len(end)):
@@ -98,7 +98,7 @@ def _rules(form: Format, rules: str) -> Format:
 
 
 def _other_starts(texts: Iterable[str]) -> str:
-    """Return the regular expression of all texts that begin with none of some texts."""
+    """Return a regular expression that matches the texts that begin with none of `texts`."""
     if "" in texts:
         return "[^\\s\\S]"
     following: dict[str, list[str]] = {}
@@ -106,7 +106,8 @@ def _other_starts(texts: Iterable[str]) -> str:
         following.setdefault(text[0], []).append(text[1:])
     if not following:
         return "[\\s\\S]*"
-    # A text is empty, begins with another character, or continues in another way.
+    # A text is empty, begins with a character that begins none of `texts`, or differs from each of
+    # them later.
     options = [f"[^{''.join(map(_escape, following))}][\\s\\S]*"]
     options += [f"{_escape(char)}{_other_starts(rest)}" for char, rest in following.items()]
     return f"({'|'.join(options)})?"

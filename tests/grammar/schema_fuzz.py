@@ -563,7 +563,7 @@ def spellings(value: Any) -> Iterator[str]:
 
 
 def escaped(text: str) -> str:
-    r"""Return a JSON text in which letters and digits inside strings are ``\\u`` escapes."""
+    r"""Return a JSON text in which letters and digits inside strings are ``\u`` escapes."""
 
     def escape(match: re.Match[str]) -> str:
         characters = re.findall(r"\\.|[^\\]", match[0])

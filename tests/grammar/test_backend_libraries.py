@@ -256,7 +256,7 @@ def test_backend_rejects_incompatible_library(monkeypatch, library, release):
     module, backend, package, name, check = library
     real = importlib.metadata.version
     if release:
-        message = f"{name} 9.9.0 is installed, graft needs .*pip install"
+        message = f"{name} 9.9.0 is installed, but graft needs .*pip install"
         why = "9.9.0"
         monkeypatch.setattr(
             importlib.metadata,

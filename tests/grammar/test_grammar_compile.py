@@ -560,7 +560,7 @@ def test_compile_service_survives_faulty_backend(serve, caplog):
     for text in ("a+", "b+", "a+"):
         assert service.submit(GrammarSpec("regex", text)).result(timeout=300) is not None
     wait_until(lambda: not service._pending)
-    assert "not kept" in caplog.text
+    assert "not cached" in caplog.text
 
 
 RESIDENT = """

@@ -10,20 +10,13 @@ import jsonschema
 import pytest
 from guide_util import STOP
 from router_util import Grammar
+from schema_fuzz import escaped
 
 from graft.grammar import GrammarError
 from graft.grammar.schema.enforcement import ignored_keywords
 from graft.grammar.schema.router import route
 
 pytest.importorskip("llguidance")
-
-
-def escaped(text: str) -> str:
-    r"""Return a JSON text in which letters and digits inside strings are ``\u`` escapes."""
-    pieces = text.split('"')
-    for i in range(1, len(pieces), 2):
-        pieces[i] = "".join(f"\\u{ord(c):04x}" if c.isalnum() else c for c in pieces[i])
-    return '"'.join(pieces)
 
 
 @pytest.mark.parametrize("key_order", ["schema", "any"])

@@ -41,8 +41,8 @@ struct Advance {
 };
 
 // Assigns a slot to a request. The request's state contains the commits of all replays so far,
-// except for the last `num_unread` ones. If there are none, the slot's commit record is renewed: an
-// old one could seem to be later than this replay.
+// except for the last `num_unread` replays. If `num_unread` is 0, the slot's commit record is
+// renewed, because the number in an old record could seem to be later than this replay.
 extern "C" __global__ void automaton_join(AutomatonSlot* states, int slot, const int* replay,
                                           int num_unread, int* exchange,
                                           const ExchangeLayout layout,

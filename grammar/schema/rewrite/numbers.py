@@ -1,10 +1,10 @@
-"""Bounds, multiples and values of numbers in forms that LLGuidance enforces exactly.
+"""Rewrites bounds, multiples and values of numbers into forms that LLGuidance enforces exactly.
 
 LLGuidance 1.9 reads all numbers of a schema as doubles, and some numbers with 16 or more digits as
-a neighbor of the nearest double. It converts bounds to 64-bit integers, and bounds of ``integer``
-that exclude their value by adding or subtracting 1. A bound beyond 2**53 can therefore allow a
-number outside. LLGuidance also ignores that a whole bound excludes its value if the other bound has
-the same whole part, for example 0 and 0.5.
+a neighbor of the nearest double. It converts bounds to 64-bit integers. For ``integer``, it makes
+an exclusive bound inclusive by adding or subtracting 1. With a bound beyond 2**53, it can therefore
+allow a number outside the bounds. LLGuidance also treats an exclusive whole bound as inclusive if
+the other bound has the same whole part, for example 0 and 0.5.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from graft.grammar.schema.terms import (
 __all__ = ["BOUNDS", "Numbers", "Restricted", "has_many_digits"]
 
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
-#: All integers up to this one are doubles.
+#: All integers up to this number are exactly representable as doubles.
 _MAX_EXACT = 1 << 53
-_MAX_INTEGER = (1 << 63) - 1  # largest number that LLGuidance's patterns of numbers can have
+_MAX_INTEGER = (1 << 63) - 1  # largest number in LLGuidance's patterns of numbers
 _LARGEST_DOUBLE = (1 << 63) - 1024  # largest double below 2**63
 _LARGEST = "9.22e18"
 #: LLGuidance needs an upper bound if the lower bound has this many digits.
 _MANY_DIGITS = 10**18
 _DOUBLE_DIGITS = 15
-_MAX_EXPONENT = 300  # maximum exponent of 10 in a number that is considered to be read exactly
+_MAX_EXPONENT = 300  # numbers with a larger exponent of 10 are treated as read inexactly
 #: Bounds nearer to 0 are not used, because LLGuidance nests their patterns once per digit.
 _SMALLEST = 1e-22
-_MAX_COEFFICIENT = (1 << 32) - 1  # of a multipleOf
-_MAX_MULTIPLES = 16  # maximum number of multiples that are listed
+_MAX_COEFFICIENT = (1 << 32) - 1  # maximum coefficient of a multipleOf
+_MAX_MULTIPLES = 16  # maximum number of multiples between bounds that are written as an enum
 _NOT_BELOW_0 = "not all numbers between -1 and 0 are produced"
 
 
@@ -55,9 +55,9 @@ class Restricted(NamedTuple):
     Attributes
     ----------
     keywords
-        New values of the subschema's keywords for numbers. All old ones are to be removed.
+        Keywords that replace all keywords of the subschema for numbers.
     narrowed
-        For each keyword that excludes valid numbers, the explanation.
+        Descriptions of the valid numbers that are excluded, by the keyword that excludes them.
     empty
         Whether no number is valid.
     """
@@ -68,13 +68,7 @@ class Restricted(NamedTuple):
 
 
 class Numbers:
-    """Numbers of one schema document.
-
-    Parameters
-    ----------
-    root
-        The document.
-    """
+    """Rewrites the numbers of one schema document, `root`."""
 
     def __init__(self, root: Any):
         self._has_integers = False
@@ -92,7 +86,7 @@ class Numbers:
                 self._bounds |= _named_numbers(part)
 
     def values(self, values: list[Any]) -> list[Any]:
-        """Return the values of an ``enum`` that LLGuidance writes as they are."""
+        """Return the values of an ``enum`` that LLGuidance writes exactly."""
         return [value for value in values if self._is_written(value)]
 
     def restrict(self, schema: SchemaObject, types: JsonTypes) -> Restricted:
@@ -108,7 +102,7 @@ class Numbers:
         Raises
         ------
         NoExactForm
-            There is no such form.
+            No exact form is known.
         """
         keywords = {key: schema[key] for key in (*BOUNDS, "multipleOf") if key in schema}
         step = None
@@ -147,7 +141,7 @@ class Numbers:
         low = self._representable(low, 1, is_integer, narrowed)
         high = self._representable(high, -1, is_integer, narrowed)
         if low and high and low.value > high.value:
-            raise NoExactForm(low.keyword, "LLGuidance reads no such number exactly")
+            raise NoExactForm(low.keyword, "LLGuidance reads no number between the bounds exactly")
         return Restricted(_keywords(low, high), narrowed)
 
     def _step(self, value: Any) -> Fraction:
@@ -173,7 +167,7 @@ class Numbers:
         is_integer: bool,
         narrowed: dict[str, str],
     ) -> Restricted:
-        """Return the form of a ``multipleOf`` with bounds: the bounds become multiples."""
+        """Return the exact form of a ``multipleOf`` with bounds. Each bound becomes a multiple."""
         if is_integer:
             step = Fraction(step.numerator)  # least common multiple with 1
         low = _multiple(low, step, 1)
@@ -209,7 +203,7 @@ class Numbers:
         return Restricted({"multipleOf": keywords["multipleOf"], **_keywords(low, high)}, narrowed)
 
     def _is_ignored(self, bound: _Bound | None, sign: int = 1) -> bool:
-        """Return whether LLGuidance may ignore that a bound excludes its value.
+        """Return whether LLGuidance may treat an exclusive bound as inclusive.
 
         `sign` is 1 for lower bounds and -1 for upper bounds.
         """
@@ -218,14 +212,14 @@ class Numbers:
         return sign * bound.value >= 0 and self._gap(bound, sign) < 1
 
     def _gap(self, bound: _Bound, sign: int) -> Fraction:
-        """Return the distance from a bound to the next bound inside."""
+        """Return the distance from a bound to the next bound in the direction of valid numbers."""
         distances = [sign * (value - bound.value) for value in self._bounds]
         return min((distance for distance in distances if distance > 0), default=Fraction(1))
 
     def _representable(
         self, bound: _Bound | None, sign: int, is_integer: bool, narrowed: dict[str, str]
     ) -> _Bound | None:
-        """Return the next bound inside that LLGuidance reads exactly.
+        """Return the closest bound that LLGuidance reads exactly and that allows no invalid number.
 
         `sign` is 1 for lower bounds and -1 for upper bounds.
         """
@@ -236,14 +230,14 @@ class Numbers:
                 return bound
             return self._above(bound, sign, narrowed)
         if is_integer and bound.value == _MAX_INTEGER and sign < 0:
-            return bound  # LLGuidance reads it as 2**63, and reduces it again
+            return bound  # LLGuidance reads this number as 2**63 and reduces it to 2**63 - 1
         found = float(bound.value)
         if 0 < abs(found) < _SMALLEST:
             near = (sign * value for value in (-_SMALLEST, 0.0, _SMALLEST))
             found = sign * min(value for value in near if value > sign * bound.value)
         while True:
-            # LLGuidance's patterns of integers have the value of the double, those of other numbers
-            # have its shortest decimal form.
+            # LLGuidance's patterns of integers use the value of the double. Its patterns of other
+            # numbers use the shortest decimal form of the double.
             read = [Fraction(found)] if is_integer else [Fraction(found), _exact(found)]
             inside = [sign * (value - bound.value) for value in read]
             is_inside = min(inside) > 0 or (min(inside) == 0 and not bound.strict)
@@ -256,7 +250,7 @@ class Numbers:
         return _Bound(value, False, bound.keyword)
 
     def _above(self, bound: _Bound, sign: int, narrowed: dict[str, str]) -> _Bound:
-        """Return a bound next to a strict whole bound that is not whole."""
+        """Return an inclusive fractional bound close to an exclusive whole bound."""
         digits = max(1, 15 - len(str(abs(bound.value.numerator)).lstrip("0")))
         gap = self._gap(bound, sign)
         while Fraction(1, 10**digits) * 10 > gap:
@@ -268,7 +262,7 @@ class Numbers:
         return _Bound(value, False, bound.keyword)
 
     def _is_written(self, value: Any) -> bool:
-        """Return whether LLGuidance writes a value of an ``enum`` as it is."""
+        """Return whether LLGuidance writes a value of an ``enum`` exactly."""
         if isinstance(value, list):
             return all(map(self._is_written, value))
         if isinstance(value, dict):
@@ -293,7 +287,7 @@ class Numbers:
 
 
 def has_many_digits(value: Any) -> bool:
-    """Return whether a number has more digits than every double represents."""
+    """Return whether a number has more digits than doubles represent exactly."""
     if not _is_number(value):
         return False
     return abs(value) >= _MAX_EXACT or len(Decimal(repr(value)).as_tuple().digits) > _DOUBLE_DIGITS
@@ -376,7 +370,7 @@ def _is_power_of_ten(step: Fraction) -> bool:
 def _within_64_bits(
     low: _Bound | None, high: _Bound | None, is_integer: bool, narrowed: dict[str, str]
 ) -> tuple[_Bound | None, _Bound | None]:
-    """Return bounds that fit into 64 bits as far as LLGuidance requires it."""
+    """Return the bounds, limited to 64 bits where LLGuidance requires it."""
     largest = Fraction(_MAX_INTEGER if is_integer else _LARGEST_DOUBLE)
     smallest = Fraction(-_LARGEST_DOUBLE)
     if high and high.value > _MAX_INTEGER:
@@ -418,8 +412,8 @@ def _is_read(value: Fraction) -> bool:
 def _read_double(value: int | float) -> float:
     """Return the double that LLGuidance reads for a number.
 
-    LLGuidance divides or multiplies the digits by a power of 10, so that it rounds up to three
-    times.
+    LLGuidance divides or multiplies the digits by a power of 10, so the result is rounded up to
+    three times.
     """
     if isinstance(value, int):
         return float(value)
@@ -447,7 +441,7 @@ def _read_multiple(value: float) -> Fraction | None:
 
 
 def _finds_multiple(low: _Bound, high: _Bound, step: float, is_integer: bool) -> bool:
-    """Return whether LLGuidance, which calculates with doubles, finds a multiple between bounds."""
+    """Return whether LLGuidance, which calculates with doubles, finds a multiple in the bounds."""
     first = math.ceil(float(low.value) / step) * step
     last = math.floor(float(high.value) / step) * step
     if is_integer:

@@ -126,7 +126,7 @@ def property_names(names: Any, schema: SchemaObject) -> SchemaObject:
     listed = dict(schema.get("properties", {}))
     rest = schema.get("additionalProperties", True)
     words = names.get("enum", [names["const"]] if "const" in names else None)
-    # A schema for additional properties does not apply to listed ones.
+    # A schema for additional properties does not apply to listed properties.
     pattern = _name_pattern(names, () if rest in (True, {}) else listed)
     if schema.get("patternProperties"):
         raise NoExactForm("propertyNames", "is combined with patternProperties")
@@ -178,8 +178,8 @@ def property_count(schema: SchemaObject) -> tuple[list[Any] | None, bool]:
     """Return schemas whose union is equivalent to ``minProperties`` and ``maxProperties``.
 
     The union has one option for each set of optional properties that may be present together. The
-    name of a property that is not listed may occur twice. At most one of these properties therefore
-    counts.
+    same unlisted name may occur twice in an object. At most one unlisted property is therefore
+    counted.
 
     Parameters
     ----------

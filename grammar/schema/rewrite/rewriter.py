@@ -38,7 +38,7 @@ _UNSUPPORTED = word_set(
     divisibleBy"""
 )
 _APPLICATORS = word_set("allOf anyOf oneOf $ref const enum")
-#: Pairs of keywords of which the second depends on the first.
+#: Pairs of keywords. The meaning of the second keyword depends on the first.
 _ADJACENT = (("patternProperties", "additionalProperties"), ("items", "additionalItems"))
 _NUMERIC = word_set("number integer")
 _DRAFT_3 = frozenset(("extends", "disallow", "divisibleBy"))
@@ -309,8 +309,8 @@ class Rewriter:
     def _fold_pattern_properties(self, out: SchemaObject) -> None:
         """Move patterns that match only listed names from ``patternProperties`` to ``properties``.
 
-        LLGuidance would otherwise allow a comma for a further property, although each name that
-        matches the pattern is in use.
+        Otherwise, LLGuidance would allow a comma for a further property even if all names that
+        match the pattern are already in the object, and no name could follow.
         """
         patterns = out.get("patternProperties", {})
         for pattern in list(patterns):
@@ -353,9 +353,9 @@ Rule = Callable[[Rewriter, Any, Site], None]
 
 
 def _make_adjacent(out: SchemaObject, first: str, second: str) -> None:
-    """Move the keyword `second` behind `first` if a keyword of `_APPLICATORS` separates them.
+    """Move the keyword `second` to the place after `first` if an applicator is between them.
 
-    LLGuidance reads the keywords between two applicators as a schema of their own.
+    LLGuidance reads the keywords between two keywords of `_APPLICATORS` as a separate schema.
     """
     if first not in out or second not in out or not _APPLICATORS & out.keys():
         return

@@ -13,7 +13,7 @@ from graft.grammar.schema.terms import NoExactForm
 
 __all__ = ["FORMATS", "HOSTNAME", "ecma_pattern", "literals", "none_of", "quote"]
 
-_MAX_WORDS = 1000  # maximum number of words that a pattern is replaced by
+_MAX_WORDS = 1000  # maximum number of words that replace a pattern
 ANY = r"[\x00-\U0010FFFF]"
 _SPACE = r"\t-\r \xA0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
 _NOT_LINE_END = r"[^\n\r\u2028\u2029]"
