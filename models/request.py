@@ -134,8 +134,8 @@ class Request(SamplingParams):
     skip_special_tokens
         Whether the text of the output omits special tokens. Stop ids produce no text in any case.
     shown_tokens
-        Names of special tokens, such as ``[TOOL_CALLS]``, that the text of the output contains in
-        any case. Names that the tokenizer does not have are ignored.
+        Names of special tokens, such as ``[TOOL_CALLS]``, that the text of the output contains even
+        if `skip_special_tokens` is true. Names that the tokenizer does not have are ignored.
     priority
         Waiting requests with the highest priority get slots first. Running requests with the lowest
         priority are preempted first when KV-cache pages run out.
@@ -237,8 +237,8 @@ class Output:
     logprobs
         Log probabilities of the tokens in order; None unless requested.
     satisfies_grammar
-        False if a stop id that has text ended the output before the text satisfied its grammar. For
-        an output that did not end with a stop id, this field has no meaning.
+        False if a stop id that has text ended the output before the text satisfied the grammar.
+        The field has no meaning for an output that did not end with a stop id.
     exact
         Whether exact verification would have accepted the same drafts. False only if
         ``verify="relaxed"`` has accepted a draft that the target did not sample.

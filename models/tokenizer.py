@@ -107,7 +107,7 @@ class Tokenizer:
             self._templates[name] = ChatTemplate(sources[name], str(self.path))
 
     def _check_unique_ids(self, file: Path) -> None:
-        """Raise `TokenizerError` if two tokens have the same id: the id would have two texts."""
+        """Raise `TokenizerError` if two tokens have the same id, which would have two texts."""
         names: dict[int, str] = {}
         for name, token in self._ids.items():
             other = names.setdefault(token, name)
@@ -181,7 +181,8 @@ class Tokenizer:
         special
             As in `decode`.
         shown
-            Names of special tokens that the text includes in any case. Other names have no effect.
+            Names of special tokens that the text includes even if `special` is false. Unknown names
+            have no effect.
         """
         ids = [self._ids[name] for name in shown if name in self._ids]
         return IncrementalDecoder(self._detokenizer, special=special, shown=ids)
@@ -256,7 +257,7 @@ class Tokenizer:
         if not self._templates:
             raise TokenizerError(f"{self.path}: the tokenizer has no chat template")
         special = {name: text for name, text in self._special.items() if text is not None}
-        # Templates test whether tools and documents are None, which differs from undefined.
+        # Templates test whether tools and documents are None. An undefined variable is not None.
         absent = {"tools": None, "documents": None}
         all_variables = {"messages": list(messages), **absent, **special, **variables}
         template = self._templates["default"]
@@ -286,8 +287,8 @@ class Tokenizer:
     def _stop_ids(self, vocab_size: int) -> tuple[int, ...]:
         """Return the stop ids of all files.
 
-        The files of many checkpoints differ. For example, ``config.json`` has the end of a text,
-        and ``generation_config.json`` the end of a message.
+        In many checkpoints, the files list different ids. For example, ``config.json`` has the id
+        that ends a text, and ``generation_config.json`` the id that ends a message.
         """
         ids: list[int] = []
         for file in ("generation_config.json", "config.json"):
@@ -324,7 +325,7 @@ class Tokenizer:
             sources[file.stem] = _read_template(file)
         if sources and "default" not in sources:
             raise TokenizerError(
-                f"{self.path}: has the chat templates {', '.join(sorted(sources))}, but none that "
+                f"{self.path}: there are the chat templates {', '.join(sorted(sources))}, but none "
                 "is named 'default'"
             )
         return sources

@@ -139,18 +139,18 @@ class Exchange:
         return other
 
     def renew_records(self, slot: int, replay: int) -> None:
-        """Empty the records of a slot and mark them as those of a replay.
+        """Empty the records of a slot and set their replay number to `replay`.
 
-        Records contain the lower 32 bits of replay numbers. Records that have not been written for
-        2**31 replays would seem to be later than the current replay. No launched replay may refer
-        to the slot.
+        Records contain the lower 32 bits of replay numbers. A record that has not been written for
+        2**31 replays would seem to be later than the current replay. The caller must ensure that no
+        launched replay refers to the slot.
 
         Parameters
         ----------
         slot
             Slot that a request joins.
         replay
-            Number of the last replay before those that refer to the slot.
+            Number of the last replay before the first one that refers to the request.
         """
         word = replay_word(replay)
         for records in (self.committed, self.drafted, self.candidates):

@@ -3,11 +3,12 @@
 A *slot* is the index of a running request on the device. Row ``s`` of the page table lists the
 pages of slot ``s`` in the order of their positions.
 
-A page counts the slots that have it. The prefix cache retains pages. A page is free again when no
-slot has it and the prefix cache does not retain it. A retained page that no slot has is *idle*.
+Pages are reference-counted: each page has a number of slots that use it. The prefix cache can also
+retain a page. A page becomes free when no slot uses it and the prefix cache does not retain it. A
+retained page that no slot uses is *idle*.
 
 Rejected drafts need no cleanup on the device. Keys and values are addressed by position, so the
-next token at this position overwrites the keys and values of a rejected draft.
+next token at the same position overwrites those of a rejected draft.
 
 Invariants
 ----------
@@ -45,8 +46,8 @@ class PagedKV:
     layers, kv_heads, head_dim
         Attention shape of the model.
     pages
-        Number of pages for all slots together. One more page, the scratch page, is added. Page
-        table entries without a page refer to it, and it is never written.
+        Number of pages for all slots together. One more page, the scratch page, is added. Unused
+        entries of the page table refer to the scratch page, which is never written.
     page_size
         Positions per page, a power of two.
     dtype
@@ -190,7 +191,7 @@ class PagedKV:
         return True
 
     def release(self, slot: int) -> None:
-        """Take all its pages from a slot. Later pages become idle or free before earlier ones."""
+        """Remove all pages from a slot. Later pages become idle or free before earlier ones."""
         owned = self._owned[self._checked(slot)]
         self._staged[slot].array[: len(owned)] = self.scratch_page
         for page in reversed(owned):
@@ -199,15 +200,15 @@ class PagedKV:
         owned.clear()
 
     def retain(self, page: int) -> None:
-        """Keep a page when no slot has it any more, or although no slot has it.
+        """Retain a page: it does not become free when no slot uses it.
 
-        The page must have a slot, or must have been removed from `free` by the caller.
+        A slot must use the page, or the caller must have removed the page from `free`.
         """
         self._retained[page] = True
         self._update_idle_or_free(page)
 
     def drop(self, page: int) -> None:
-        """Retain a page no longer. The page becomes free if no slot has it."""
+        """Stop retaining a page. The page becomes free if no slot uses it."""
         self._retained[page] = False
         self._remove_idle(page)
         self._update_idle_or_free(page)
@@ -219,7 +220,7 @@ class PagedKV:
             self.idle_version += 1
 
     def _update_idle_or_free(self, page: int) -> None:
-        """Make a page idle or free if no slot has it."""
+        """Make a page idle or free if no slot uses it."""
         if self._num_slots[page]:
             return
         if self._retained[page]:

@@ -15,10 +15,10 @@ Invariants
    from the cache.
 2. A page is cached only after its writes have been enqueued on the stream of the rounds. Work that
    reads the cached page is enqueued on the same stream later, so it runs after the writes.
-3. The cache retains its pages (`PagedKV.retain`). To make pages free, it evicts idle pages, which
-   no slot has.
-4. A page is idle in all caches or in none. The order of the idle pages in the first cache decides
-   which are evicted first. No operation visits all cached pages, except for `clear`.
+3. The prefix cache retains its pages (`PagedKV.retain`). To make pages free, it evicts idle pages,
+   which no slot uses.
+4. A page is idle in all KV caches or in none. Pages are evicted in the order of the idle pages of
+   the first KV cache. No operation except `clear` visits all cached pages.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class PrefixCache:
         self._lookahead = lookahead
         self.max_pages = max_pages
         self._cached: OrderedDict[bytes, PageGroup] = OrderedDict()  # least recently used first
-        self._key_by_page: dict[int, bytes] = {}  # keys by page of the first cache
+        self._key_by_page: dict[int, bytes] = {}  # keys by page number in the first KV cache
         self.hit_tokens = 0
         self.evictions = 0
         self._changes = 0  # number of insertions and evictions of pages
@@ -115,7 +115,7 @@ class PrefixCache:
 
     @property
     def version(self) -> tuple[int, int]:
-        """A value that changes whenever the set of cached or of unused pages changes."""
+        """A value that changes whenever the set of cached pages or of unused pages changes."""
         return self._changes, self._caches[0].idle_version
 
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
@@ -125,7 +125,7 @@ class PrefixCache:
         return page_keys(tokens, self._caches[0].page_size, self._lookahead)
 
     def count_hits(self, keys: Iterable[bytes]) -> tuple[int, int]:
-        """Return the number of pages that `match` would find, and how many of them are unused."""
+        """Return the number of pages that `match` would find, and how many of them no slot uses."""
         found = self._find(keys)
         idle = self._caches[0].idle
         return len(found), sum(self._cached[key][0] in idle for key in found)

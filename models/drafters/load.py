@@ -21,7 +21,7 @@ __all__ = ["is_block_drafter", "make_drafter"]
 
 LOG = logging.getLogger("graft")
 _BLOCK_DRAFTER_TENSOR = "hidden_norm.weight"
-#: End of the errors about a callable that creates no drafter.
+#: Last part of error messages about a callable that does not create a drafter.
 _EXPECTED = (
     "a callable given as drafter must take a DrafterContext and return a Drafter. For a function "
     "that takes token ids and returns drafts, give UserDrafter.of(function)"

@@ -85,7 +85,7 @@ class Admission:
             return self._admit(request, output, waiting)
         except GraftError:
             raise
-        except Exception as error:  # the methods of objects in the request may raise anything
+        except Exception as error:  # methods of objects in the request may raise any exception
             LOG.warning("request %s cannot be read", output.id, exc_info=True)
             raise RequestError(
                 f"the request cannot be read: {type(error).__name__}: {error}"

@@ -66,9 +66,9 @@ RELEASE_POLL_S = 0.25
 
 
 class _Submission(NamedTuple):
-    """A submitted request: its id, and a number that is unique within the engine.
+    """The id of a submitted request, and a submission number that is unique within the engine.
 
-    The id may be used again after the request has finished.
+    The id alone is not unique, because it may be used again after the request has finished.
     """
 
     id: str
@@ -143,7 +143,7 @@ class Engine:
         self._ids = itertools.count()
         self._guard = ReentrancyGuard()
         self._submissions = itertools.count()
-        # Work for `_end_abandoned`, which `cancel` and each ending stream append. An entry has the
+        # Work for `_end_abandoned`. `cancel` and each stream that ends append an entry: the
         # requests whose events the stream no longer claims, and the requests to cancel.
         self._abandoned: deque[tuple[Iterable[_Submission], Iterable[_Submission]]] = deque()
         self.failure: str | None = None
@@ -476,9 +476,9 @@ class Engine:
             )
 
     def _begin_call(self) -> None:
-        """Raise an error unless the engine works. End the requests that have been cancelled.
+        """Raise an error unless the engine works, and end the requests that have been cancelled.
 
-        Otherwise, the ids of these requests would be in use until the next step.
+        If cancelled requests were not ended here, their ids would stay in use until the next step.
         """
         self._require_working()
         self._end_abandoned()
@@ -527,9 +527,9 @@ class Engine:
             self._try_end_abandoned()
 
     def _require_scheduled(self, submissions: Iterable[_Submission]) -> None:
-        """Raise an error if none of the requests, which have no events, is unfinished.
+        """Raise an error if all requests of a stream that has no events left have ended.
 
-        Further steps would then never produce an event.
+        Without this check, the stream would wait for ever for an event.
         """
         if self._closed:
             return  # the next step raises the error
@@ -538,7 +538,7 @@ class Engine:
             if state is not None and state.submission == submission.number:
                 return
         names = ", ".join(submission.id for submission in submissions)
-        raise EngineError(f"requests {names} have ended without a last event")
+        raise EngineError(f"requests {names} have ended without a final event")
 
     def _try_end_abandoned(self) -> None:
         """End cancelled and abandoned requests now, or in the next step if another call runs."""
@@ -749,7 +749,8 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A forked child that leaves the context, as with sys.exit, does not own the engine.
+        # A forked child can leave the context too, for example by sys.exit. It does not own the
+        # engine.
         if not is_forked():
             self.close()
 

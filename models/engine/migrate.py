@@ -274,7 +274,7 @@ def engine_properties(
         "drafter": drafter_name,
         "activations": options.activations,
         "weights": options.weights,
-        # Some kinds of RoPE scaling depend on max_length, and so do the keys in the pages.
+        # With some kinds of RoPE scaling, the keys in the pages depend on max_length.
         "rope_type": config.rope.variant,
         "grammar_backend": str(getattr(backend, "__qualname__", backend)),
         "device": f"{device.kind} {device.compute_capability}",

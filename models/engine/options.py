@@ -155,9 +155,9 @@ class Options:
     grammar_backend
         Grammar backend for grammars that do not name one: "auto", "xgrammar", "llguidance", a
         function that takes a `Vocabulary` and returns a `GrammarBackend`, or the import name
-        "module:attribute" of such a function. "auto" chooses a backend
-        that enforces every keyword of a JSON schema, possibly after rewriting it, and otherwise
-        rejects the schema.
+        "module:attribute" of such a function. "auto" chooses a backend that enforces every keyword
+        of a JSON schema, possibly after rewriting the schema. If no backend does, the schema is
+        rejected.
     grammar_transport
         Mechanism by which the graph runs grammar steps on the CPU: "native" (host nodes), "mailbox"
         or "spinkernel". "auto" selects the first of mailbox, spinkernel and native that works if at
@@ -413,7 +413,7 @@ def _error(name: str, expected: str, value: Any) -> OptionError:
 
 
 def _require_number(name: str, value: Any, low: float, *, above: bool = False) -> None:
-    """Raise `OptionError` unless a value is a number of at least `low`, or `above` it."""
+    """Raise `OptionError` unless `value` is a number of at least (or above) `low`."""
     # Comparing an int with a float is exact, so this also rejects ints too large for a float.
     is_number = type(value) in (int, float) and low <= value <= sys.float_info.max
     if not is_number or (above and value == low):

@@ -66,8 +66,8 @@ class RequestState:
     prefix_keys
         Prefix-cache keys of the full pages; None until first computed.
     prefix_hits
-        Number of these pages that the prefix cache had at its version `prefix_version`, and how
-        many of them no slot used.
+        Number of full pages that the prefix cache had at its version `prefix_version`, and how many
+        of these pages no slot used.
     prefix_version
         See `prefix_hits`; None if the numbers are unknown.
     slot
@@ -181,8 +181,8 @@ class RequestState:
     def satisfies_grammar(self) -> bool:
         """Return whether the output without its last token, a stop id, satisfies the grammar.
 
-        A matcher accepts a stop id without text only at the end of the grammar. A stop id with text
-        may stand anywhere in the output, because the grammar takes it as text.
+        A matcher accepts a stop id without text only where the grammar can end. A stop id with text
+        may occur anywhere in the output, because the grammar treats it as text.
         """
         if self.grammar is None or self.matcher is None:
             return True

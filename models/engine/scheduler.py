@@ -53,10 +53,10 @@ IDLE_WAIT_S = 0.1
 PREFIX_LOOKAHEAD = 16
 
 #: Maximum number of times that the first request in the queue is bypassed, because another request
-#: has more cache hits or because the first one does not fit.
+#: has more cache hits or because there are too few pages for the first request.
 MAX_BYPASSES = 16
 
-#: Number of deadlines of finished requests that are kept until they have elapsed.
+#: Number of deadlines of finished requests that may remain in the heap of deadlines.
 MIN_DEADLINES = 64
 
 #: A warning is logged after this many consecutive rounds without drafts.
@@ -274,7 +274,7 @@ class Scheduler:
                 self.end(state, "timeout", error)
 
     def _drop_deadlines(self) -> None:
-        """Drop the deadlines of finished requests if most deadlines are theirs."""
+        """Drop the deadlines of finished requests if they are the majority."""
         if len(self._deadlines) <= 2 * len(self.unfinished) + MIN_DEADLINES:
             return
         kept = []
@@ -290,7 +290,7 @@ class Scheduler:
         while self._compiled:
             number = self._compiled.popleft()
             compiled = self._compiling.pop(number, None)
-            if compiled is not None:  # otherwise, the request has left the queue meanwhile
+            if compiled is not None:  # otherwise, the request has left the queue
                 self._insert_ready(number, compiled)
         self.slots.reclaim(self.replays.retired)
         while self._ready and self._admit_next():
@@ -307,7 +307,7 @@ class Scheduler:
         return False
 
     def _candidates(self) -> list[RequestState]:
-        """Return the ready requests that may get the next slot, the preferred one first."""
+        """Return the ready requests that may get the next slot, in the order of preference."""
         priority, number, first = self._ready[0]
         # Requests that were preempted because pages ran out have negative numbers. They go first.
         at_front = number < 0
@@ -548,8 +548,9 @@ class Scheduler:
     def _check_drafts(self, state: RequestState, row: RowResult) -> None:
         """Warn if a drafter that computes logits has had no drafts for many rounds.
 
-        The device then drafts nothing, and the outputs are right but slow. Rounds in which a
-        grammar, the batch or the end of the output may leave no drafts do not count.
+        In this case the outputs are correct but slow. Rounds are not counted if there may be no
+        drafts for another reason: the grammar, the division of drafts among the batch, or the end
+        of the output.
         """
         num_left = state.position_limit - state.num_tokens
         may_have_none = state.matcher is not None or row.cut or num_left <= state.draft_capacity
@@ -690,7 +691,8 @@ def _report_compiled(
 ) -> None:
     """Report to a scheduler that the grammar of a queue number has been compiled.
 
-    The parameters before the future are attributes of the scheduler.
+    The function gets attributes of the scheduler instead of the scheduler itself, so that the
+    future does not keep the scheduler alive.
     """
     compiled.append(number)
     woken.set()

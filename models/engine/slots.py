@@ -41,7 +41,7 @@ from graft.sampling.state import SlotRequest, SlotState
 
 __all__ = ["SlotManager", "SlotObserver"]
 
-#: Greatest epoch. The next one is 1 again: each slot has been assigned again many times by then.
+#: Greatest epoch. The next epoch is 1. By then, no round with the first epoch 1 is in flight.
 MAX_EPOCH = 2**31 - 1
 
 #: Number of free pages that are allocated in advance, so that few rounds have to allocate.
@@ -203,7 +203,7 @@ class SlotManager:
         return num_cached
 
     def _prefix_hits(self, state: RequestState) -> tuple[int, int]:
-        """Return the number of cached pages of a waiting request, and how many are unused."""
+        """Return the number of cached pages of a waiting request, and how many no slot uses."""
         if not len(self._prefix_cache):
             return 0, 0
         if state.prefix_keys is None:
@@ -218,9 +218,9 @@ class SlotManager:
     def may_join(self, states: Sequence[RequestState]) -> list[RequestState]:
         """Return the waiting requests among `states` for which there are a slot and pages.
 
-        The work of this method does not depend on the lengths of the prompts, unless the contents
-        or the use of the prefix cache have changed since the last call. A request may wait for many
-        rounds.
+        A request may wait for many rounds, so this method must be fast. Its work depends on the
+        lengths of the prompts only if the set of cached pages or the set of unused pages has
+        changed since the last call.
         """
         if not self.has_free_slot:
             return []
@@ -231,10 +231,11 @@ class SlotManager:
         for state in states:
             num_pages = -(-self._required_positions(state) // page_size)
             num_cached, num_unused = self._prefix_hits(state)
-            # A cached page that no slot uses is not evicted for the request that will use it.
+            # `available` includes the unused cached pages. Those that the request itself will use
+            # cannot be evicted for it, so they are added to the needed pages.
             needed = num_pages - num_cached + num_unused
             if needed > available - self.num_assigned:
-                continue  # `num_spare` is at least `num_assigned`, and takes longer to compute
+                continue  # faster than computing `num_spare`, which is at least `num_assigned`
             if num_spare is None:
                 num_spare = self._num_spare_pages()
             if needed <= available - num_spare:
@@ -317,9 +318,8 @@ class SlotManager:
         """Allocate pages for rounds after the next one.
 
         The free pages are divided among the requests. If a request gets fewer than `PAGES_AHEAD` of
-        them, idle pages of the prefix cache are evicted to make up for the difference. The prefix
-        cache thus loses only a few pages per request, because the request may end long before it
-        uses the pages.
+        them, idle pages of the prefix cache are evicted until it has this many. No more pages are
+        evicted, because the request may end long before it uses them.
 
         Parameters
         ----------

@@ -72,7 +72,8 @@ class Checkpoint:
             return
         single = self.path / "model.safetensors"
         index = self.path / "model.safetensors.index.json"
-        # The index comes first: a model.safetensors beside it may be left over from another model.
+        # The index takes precedence, because a model.safetensors in the same folder may belong to
+        # another model.
         if index.exists():
             self._entries = _read_shards(index)
         elif single.is_file():

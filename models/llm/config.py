@@ -28,7 +28,7 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Differences between an architecture and Llama.
+    """An architecture of target models, described by its differences from Llama.
 
     Attributes
     ----------
@@ -157,7 +157,7 @@ class LlamaConfig:
     rope
         Parameters of the rotary position embedding.
     max_position_embeddings
-        Maximum sequence length that the model was trained for, without YaRN and dynamic scaling.
+        Maximum sequence length of the model before YaRN or dynamic scaling extends it.
     tie_word_embeddings
         Whether the LM head is the embedding matrix.
     dtype
@@ -169,8 +169,8 @@ class LlamaConfig:
     layers_without_rope
         Ids of the layers without RoPE, ascending (SmolLM3).
     sliding_window
-        Number of positions that a row attends to, counting its own position, in at least one layer;
-        None if a row attends to all positions.
+        Size of the sliding window, that is, the number of positions that a row attends to including
+        its own; None if no layer has a sliding window.
     num_nextn_predict_layers
         Number of multi-token prediction modules after the last layer.
     """
@@ -216,7 +216,7 @@ class LlamaConfig:
 
     @property
     def max_length(self) -> int:
-        """Maximum sequence length. YaRN and dynamic scaling extend `max_position_embeddings`."""
+        """Maximum sequence length, including the extension by YaRN or dynamic scaling."""
         return self.rope.max_length(self.max_position_embeddings)
 
     def for_length(self, length: int, where: str | Path) -> Self:
@@ -525,15 +525,7 @@ def _check_quantization(fields: Fields) -> None:
 
 
 def _architecture(fields: Fields, known: Mapping[str, Architecture]) -> Architecture:
-    """Return the architecture of a config, which `architectures` or `model_type` names.
-
-    Parameters
-    ----------
-    fields
-        Fields of the config.
-    known
-        Allowed architectures.
-    """
+    """Return the one of the `known` architectures that `architectures` or `model_type` names."""
     names = fields.get("architectures")
     model_type = fields.get("model_type")
     by_type = {architecture.model_type: architecture for architecture in known.values()}
@@ -551,7 +543,7 @@ def _architecture(fields: Fields, known: Mapping[str, Architecture]) -> Architec
 
 def _decoder(fields: Fields, architecture: Architecture = _LLAMA) -> dict[str, Any]:
     """Read the fields that all decoders have and return them as arguments of `LlamaConfig`."""
-    # A field that is null does not get the default of its architecture, as in transformers.
+    # As in transformers, only absent fields get the default of the architecture. A null does not.
     fields = Fields({**architecture.defaults, **fields.data}, fields.where)
     _refuse_unimplemented(fields, architecture)
     hidden = fields.integer("hidden_size", low=1, high=MAX_WIDTH)
@@ -626,7 +618,7 @@ def _head_shape(fields: Fields, hidden: int) -> dict[str, int]:
     }
 
 
-#: Allowed values of fields that request something that graft does not implement otherwise.
+#: Fields that can request options that graft does not implement, with the supported values.
 _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -654,7 +646,7 @@ def _layers_without_rope(
         fields.require("no_rope_layers")
         fields.require("no_rope_layer_interval")
         return ()
-    # Despite its name, the list has a 1 for a layer with RoPE and a 0 for a layer without.
+    # Despite its name, the list contains a 1 for each layer with RoPE and a 0 for one without.
     has_rope = fields.integers("no_rope_layers")
     if has_rope is None:
         interval = fields.integer("no_rope_layer_interval", low=1, high=MAX_LAYERS)

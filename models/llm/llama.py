@@ -1,4 +1,4 @@
-"""Target model on a paged KV cache: Llama, or an architecture with a small difference from it."""
+"""Target model on a paged KV cache: a Llama, or a similar architecture of `config.TARGETS`."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class _Model(NamedTuple):
     max_positions
         `max_position_embeddings` of the config.
     original
-        Number of positions before the extension by scaling.
+        Maximum number of positions before scaling extends it.
     """
 
     head_dim: int
@@ -49,7 +49,7 @@ def _unscaled(theta: float, head_dim: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Scaling(ABC):
-    """Scaling of RoPE for sequences longer than those of the first training.
+    """Scaling of RoPE for sequences longer than those that the model was first trained on.
 
     Attributes
     ----------
@@ -58,7 +58,7 @@ class Scaling(ABC):
     fields
         Names of the kind's config fields.
     attention_factor
-        Factor of cosines and sines.
+        Factor by which cosines and sines are multiplied.
     """
 
     kind: ClassVar[str]
@@ -67,13 +67,13 @@ class Scaling(ABC):
 
     @property
     def variant(self) -> str:
-        """Name that differs between two lengths if `for_length` returns different scalings."""
+        """Name of the scaling. It differs if `for_length` returns different scalings."""
         return self.kind
 
     @classmethod
     @abstractmethod
     def from_fields(cls, section: Fields, model: _Model) -> Self:
-        """Read the fields of a config section whose field names are known to be valid."""
+        """Read the fields of a config section. The caller has checked the names of the fields."""
 
     @abstractmethod
     def frequencies(self, theta: float, head_dim: int) -> np.ndarray:
@@ -140,8 +140,8 @@ class Llama3(Scaling):
     def frequencies(self, theta: float, head_dim: int) -> np.ndarray:
         inverse = _unscaled(theta, head_dim)
         wavelength = 2.0 * math.pi / inverse
-        # `keep` is 1 for short wavelengths, which do not change, and 0 for long wavelengths, which
-        # are multiplied by the factor.
+        # `keep` is 1 for short wavelengths, which are kept, and 0 for long wavelengths, which are
+        # multiplied by the factor.
         span = self.high - self.low
         keep = (self.original / wavelength - self.low) / span
         keep = np.clip(keep, 0.0, 1.0)
@@ -154,8 +154,9 @@ class Yarn(Scaling):
     """YaRN (Peng et al., 2023): divides low frequencies by `factor`, and keeps high frequencies.
 
     A frequency is kept if it makes more than `beta_fast` rotations in `original` positions, and
-    divided if it makes fewer than `beta_slow`. Frequencies in between are interpolated by their
-    index. If `truncate` is true, the limits of the interpolation are rounded to whole indices.
+    divided if it makes fewer than `beta_slow` rotations. Between these limits, frequencies are
+    interpolated by their index. If `truncate` is true, the limits of the interpolation are rounded
+    to whole indices.
     """
 
     factor: float
@@ -238,8 +239,8 @@ class Dynamic(Scaling):
     """Dynamic NTK: a larger base for sequences longer than `original`.
 
     In transformers, the base grows with the sequence, and keys that are already cached keep the
-    rotation of an earlier base. As in vLLM, there is one base here, that of the maximum length
-    ``factor * original``. If no sequence is longer than `original`, nothing is scaled.
+    rotation of an earlier base. In graft, as in vLLM, all sequences use the base of the maximum
+    length ``factor * original``. If no sequence is longer than `original`, nothing is scaled.
     """
 
     factor: float
@@ -453,16 +454,16 @@ class Rope:
 
 
 def identity_table(positions: int, head_dim: int) -> np.ndarray:
-    """Return a table that rotates nothing, for layers without RoPE."""
+    """Return the table of layers without RoPE, in which all angles are zero."""
     table = np.zeros((positions, head_dim), np.float32)
     table[:, : head_dim // 2] = 1.0
     return table
 
 
 def _agreed(fields: Fields, sections: list[Fields], name: str) -> float | None:
-    """Return a number that the config itself, one of its sections, or several of them contain.
+    """Return the number `name`, which the config and each of its sections may contain.
 
-    The result is None if the number is absent. If the numbers differ, a `ConfigError` names them.
+    The result is None if the number is absent. If the values differ, a `ConfigError` lists them.
     """
     values = {}
     for source in (fields, *sections):
@@ -481,7 +482,7 @@ def _agreed(fields: Fields, sections: list[Fields], name: str) -> float | None:
 
 
 def _parameters(section: Fields) -> dict[str, Any]:
-    """Check the names in a section and return its `rope_type` and the parameters of scaling."""
+    """Check the field names of a section; return its `rope_type` and the fields of the scaling."""
     types = [section.data[name] for name in ("rope_type", "type") if section.get(name) is not None]
     if len(types) == 2 and types[0] != types[1]:
         raise ConfigError(f"{section.where}: rope_type {types[0]!r} and type {types[1]!r} differ")

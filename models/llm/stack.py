@@ -267,7 +267,7 @@ class DecoderStack:
         self.rope_table = kernels.device.from_host(config.rope.table(*shape))
         self._rope_tables = [self.rope_table] * len(layers)
         if config.layers_without_rope:
-            # The kernels rotate the layers without RoPE too, by an angle of zero, which is exact.
+            # In layers without RoPE, the kernels rotate by an angle of zero, which is exact.
             identity = kernels.device.from_host(identity_table(*shape))
             for layer in config.layers_without_rope:
                 self._rope_tables[layer] = identity

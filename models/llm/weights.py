@@ -122,8 +122,8 @@ class Weights:
         Returns
         -------
         Matrix
-            A `ScaledMatrix` if there are biases, or row scales because the dtype is E4M3; else a
-            plain array.
+            A `ScaledMatrix` if there are biases, or row scales (dtype E4M3); otherwise a plain
+            array.
         """
         arrays = []
         scales = []

@@ -255,7 +255,7 @@ class LaunchModes:
             self.loops.leave()
 
     def should_leave_loop(self, running: Collection[RequestState], num_requests: int) -> bool:
-        """Return whether another graph than that of the running loop would be selected now.
+        """Return whether the running loop should end because another graph is preferable now.
 
         Parameters
         ----------
@@ -276,7 +276,7 @@ class LaunchModes:
     def _has_other_loop(self, states: Collection[RequestState]) -> bool:
         """Return whether a loop with fewer batch rows or other grammar steps can run the requests.
 
-        The requests of a loop end one after another, and its batch rows and grammar steps remain.
+        A running loop keeps its batch rows and grammar steps when some of its requests have ended.
         """
         key = self._launched_loop
         if key is None or self.loops is None:

@@ -134,9 +134,9 @@ def _make_environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlock(Extension):
-    """The block ``{% generation %}``, which marks the text of the assistant for training.
+    """The template block ``{% generation %}``, which marks the assistant's text for training.
 
-    It renders its content. Variables that are set in the block do not exist after it.
+    The block renders its content. Variables that are set in the block are local to it.
     """
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares the type

@@ -1,4 +1,4 @@
-"""Conversion of token ids to text, all at once or while they are generated."""
+"""Conversion of token ids to text, for complete outputs and during generation."""
 
 from __future__ import annotations
 
@@ -50,12 +50,11 @@ codecs.register_error("graft.replace_each_byte", _replace_each_byte)
 class Detokenizer:
     """Decoding rules of a tokenizer, shared by all its incremental decoders.
 
-    A token is converted to text in one of two ways. The first way applies to all tokens of a
-    byte-level tokenizer, and to the tokens ``<0x80>`` to ``<0xFF>`` of a byte-fallback tokenizer:
-    the token stands for bytes, and the text is the bytes of consecutive tokens, decoded as UTF-8.
-    The second way applies to all other tokens: the tokenizers library converts the token. Its text
-    then depends on the token before it only in whether that token exists (a leading space is
-    stripped at the beginning of a text) and how it ends.
+    There are two kinds of tokens. All tokens of a byte-level tokenizer, and the tokens ``<0x80>``
+    to ``<0xFF>`` of a byte-fallback tokenizer, represent bytes: the bytes of consecutive tokens are
+    concatenated and decoded as UTF-8. The tokenizers library converts all other tokens. The text of
+    these tokens depends on the token before it only in two respects: whether there is one, because
+    a leading space is stripped at the beginning of a text, and how that token ends.
 
     Parameters
     ----------
@@ -70,15 +69,15 @@ class Detokenizer:
     ----------
     utf8_errors
         Name of the error handler for bytes that are not valid UTF-8. The handlers yield the same
-        number of U+FFFD as the library: for a byte-level tokenizer, one for each maximal prefix of
-        a character; for a byte-fallback tokenizer, one for each byte.
+        number of U+FFFD as the library: for a byte-level tokenizer, one for each maximal incomplete
+        character; for a byte-fallback tokenizer, one for each invalid byte.
     special_ids
         Ids of special tokens.
 
     Raises
     ------
     TokenizerError
-        If the decoder combines the step ByteLevel with steps that change the text.
+        If the tokenizer's decoder combines ByteLevel with steps that change the text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, size: int, where: str) -> None:
@@ -99,9 +98,9 @@ class Detokenizer:
         self._bytes: dict[int, bytes | None] = {}
 
     def token_bytes(self, token: int) -> bytes | None:
-        """Return the bytes that an id stands for; None if the library converts the id.
+        """Return the bytes that an id represents; None if the library converts the id.
 
-        Ids without a token stand for no bytes.
+        The result is empty for an id without a token.
 
         Raises
         ------
@@ -125,13 +124,13 @@ class Detokenizer:
         return None
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the library's text of ids that it converts, including special tokens."""
+        """Return the text that the library returns for ids, including special tokens."""
         id_list = list(ids)
         return call_tokenizer(lambda: self._backend.decode(id_list, skip_special_tokens=False))
 
     @cached_property
     def anchor(self) -> list[int]:
-        """An id that the library converts to a text that is not empty; empty if there is none."""
+        """An id that the library converts to a non-empty text; an empty list if there is none."""
         if self._is_byte_level:
             return []
         ids = (token for token in range(self._size) if self.token_bytes(token) is None)
@@ -152,7 +151,7 @@ class IncrementalDecoder:
     special
         Whether to include special tokens.
     shown
-        Special ids that are included in any case.
+        Special ids that are included even if `special` is false.
     """
 
     def __init__(
@@ -161,7 +160,7 @@ class IncrementalDecoder:
         self._detokenizer = detokenizer
         self._hidden = frozenset() if special else detokenizer.special_ids.difference(shown)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(detokenizer.utf8_errors)
-        # Ids before the next one, as far as the library's text of the next one depends on them.
+        # The previous ids on which the library's text of the next id depends.
         self._context: list[int] = []
 
     def push(self, ids: Iterable[int]) -> str:

@@ -172,7 +172,7 @@ def test_engine_stream_raises_if_its_requests_are_lost(engine):
     state = engine._scheduler.unfinished["lost"]
     engine._scheduler.end(state, "cancelled")
     engine._scheduler.outbox.release([state.submission])
-    with pytest.raises(EngineError, match="requests lost have ended without a last event"):
+    with pytest.raises(EngineError, match="requests lost have ended without a final event"):
         next(stream)
     assert engine.generate([FREE])[0].finished
 

@@ -1,9 +1,8 @@
 // Computes y = x W^T (+ bias) (+ residual) on the soft device, which runs kernels on the CPU. Each
 // thread computes COLUMNS output columns without barriers.
 //
-// Reduction order: each output has LANES partial sums. Partial sum i adds inner indices i, i +
-// LANES,
-// ... in order; the partial sums are then folded as a tree. The order depends only on `inner`, so
+// Reduction order: each output has LANES partial sums. Partial sum i adds the inner indices i,
+// i + LANES, ... in order; the partial sums are then folded as a tree. The order depends only on `inner`, so
 // the kernel is row invariant.
 //
 // Register tiles of rows x columns are as large as the vector registers allow. With few rows, the
