@@ -46,7 +46,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def is_forked() -> bool:
-    """Return whether this process was forked, so that driver calls are refused."""
+    """Return whether this process is a forked child, in which driver calls are refused."""
     return _forked
 
 

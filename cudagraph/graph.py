@@ -44,7 +44,7 @@ PROGRAMMATIC_MIN_CAPABILITY = 9
 PROGRAMMATIC_MIN_CUDA = 12030
 #: Kinds of nodes that the driver allows in the body of a conditional, at any depth.
 BODY_NODE_KINDS = frozenset({"kernel", "copy", "fill", "child", "if", "while"})
-#: Kinds of the two nodes of a mailbox. With `GraphLane.spinkernel`, both are kernels to the driver.
+#: Kinds of the two nodes of a mailbox. With `GraphLane.spinkernel`, both are kernel nodes.
 _MAILBOX_NODE_KINDS = frozenset({"request", "wait"})
 #: Kinds of conditional nodes. The driver allows none in a child graph, at any depth.
 _CONDITIONAL_KINDS = frozenset({"if", "while"})
@@ -461,7 +461,7 @@ class Graph(GraphBase):
         self.child_status: list[PinnedArray] = []
         self.unused_conditions: dict[int, str] = {}
         self.completed: PinnedArray | None = None
-        self._launch_counter: int | None = None  # index of the node that adds to `completed`
+        self._launch_counter: int | None = None  # index of the node that increments `completed`
         self._resource: _native.Resource | None = None
         self._worker: MailboxWorker | None = None
         self._parent_name: str | None = None
@@ -547,8 +547,8 @@ class Graph(GraphBase):
     def place_launch_counter(self) -> None:
         """Make the node that counts completed launches, if there is one, depend on all other nodes.
 
-        A launch has completed only after the bodies of all conditionals. The node is therefore
-        placed when the definition is used, and again if nodes were added since.
+        A launch is complete only after the bodies of all conditionals. The node is therefore placed
+        each time the definition is used, if nodes were added since the last time.
         """
         if self.completed is None:
             return
@@ -971,7 +971,7 @@ class GraphLane:
                 )
             self.count_completed()
             completed = graph.root.completed
-            # The worker counts the launches from now on.
+            # The worker counts only launches from now on.
             graph.root.wait_for_earlier_launches()
         thread = graph.root.worker if worker is None else worker
         box = Mailbox(

@@ -32,7 +32,8 @@ LINE_WORDS = 16
 #: reached its deadline.
 REQUEST, ACK, TIMED_OUT = range(3)
 ONE_THREAD = (1, 1, 1)
-#: Number from which the requests of a mailbox are counted. After 2**32 - 1 they begin with 1 again.
+#: Number from which the requests of a mailbox are counted. After 2**32 - 1 follows 1, because 0
+#: means that there is no request.
 FIRST_REQUEST = 0
 #: A worker in mode "park" polls continuously for SPIN_S after a request and then every SLEEP_S.
 SPIN_S = 50e-6
@@ -180,7 +181,7 @@ class Mailbox:
         self._completed = completed
         self._words = PinnedArray(context, (3, LINE_WORDS), "int32")
         self._counter = from_host(context, np.array([FIRST_REQUEST], np.uint32))
-        # The host side reads the number at which the device begins.
+        # The host reads this number to know where the device begins to count.
         self._words.array.view(np.uint32)[ACK, 0] = FIRST_REQUEST
         self._kernels = load(context, KERNELS)
         self._scratch = None if output is None else np.zeros(output.shape, output.array.dtype)

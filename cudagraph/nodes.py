@@ -58,7 +58,7 @@ class KernelLaunch(NamedTuple):
 
 
 def add_dependencies(graph: int, before: list[Any], node: Any) -> None:
-    """Make an existing node depend on other nodes that exist as well."""
+    """Make an existing node depend on other existing nodes."""
     call(cu.cuGraphAddDependencies, graph, before, [node] * len(before), None, len(before))
 
 

@@ -185,7 +185,7 @@ class PinnedSlots:
 
 
 def replay_word(replay: int) -> int:
-    """Return the lower 32 bits of a replay number as a signed integer, as records contain it."""
+    """Return the lower 32 bits of a replay number as a signed integer, the form in records."""
     return (replay + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
@@ -298,8 +298,8 @@ class Ring(PinnedSlots):
             raise OptionError(f"replay numbers begin with 1, got {replay}")
         if replay >= 1 << 32 and self.entries & (self.entries - 1):
             raise OptionError(
-                f"replay {replay}: replay numbers of a ring with {self.entries} entries must be "
-                "less than 2**32; the number of entries must be a power of two for greater ones"
+                f"replay {replay}: a ring with {self.entries} entries supports replay numbers less "
+                "than 2**32; greater numbers require that the number of entries is a power of two"
             )
         return replay % self.entries
 

@@ -50,10 +50,11 @@ class Parameter(NamedTuple):
 def kernel_parameters(text: str) -> Mapping[str, tuple[Parameter, ...]]:
     """Return the parameters of each kernel, by kernel name.
 
-    Kernels are ``extern "C" __global__`` functions. Kernels that a macro expands to are not found.
+    Kernels are ``extern "C" __global__`` functions. Kernels that a macro defines are not found.
 
-    If the source defines several kernels with the same name (in branches of ``#if``), a parameter
-    that differs between them has no name, or the kind ``OTHER``.
+    The source may define several kernels with the same name, in branches of ``#if``. If the names
+    of a parameter differ between them, the parameter has no name. If its kinds differ, it has the
+    kind ``OTHER``.
     """
     found: dict[str, tuple[Parameter, ...]] = {}
     for kernel, text_between, _ in _entries(text):

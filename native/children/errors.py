@@ -16,7 +16,7 @@ class Refusal(Exception):
 
 
 class ChildLost(Exception):
-    """The call failed without an answer of the function.
+    """The call ended without a result of the function.
 
     The child process exited or ran out of memory, or the function raised an exception that
     is not a `Refusal`. The message states the reason and does not name the function.
@@ -38,5 +38,6 @@ class ChildUnavailable(ChildLost):
 class ChildCrashed(ChildUnavailable):
     """Each process that ran the call ended with a signal such as SIGSEGV.
 
-    The call or another process has caused the signal. The parent process cannot tell them apart.
+    The signal may be caused by the call or sent by another process. The parent process cannot
+    distinguish these cases.
     """

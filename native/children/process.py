@@ -50,8 +50,8 @@ TIMEOUT_S = 30.0
 MEMORY_BYTES = 4 << 30
 # Time limit for starting Python and importing graft, and for the setup of a call, in seconds.
 _START_TIMEOUT_S = 120.0
-# A process whose resident memory is larger after a call is killed, because an idle process would
-# keep the memory. The C library returns little of it to the system.
+# A process is killed if its resident memory exceeds this size after a call. Otherwise, the idle
+# process would keep the memory, because the C library returns little of it to the system.
 _MAX_RESIDENT_BYTES = 1 << 29
 # Maximum time that a process may be stopped during a call, in seconds.
 _MAX_STOPPED_S = 0.5
@@ -145,7 +145,7 @@ class ChildProcess:
         self._ready = False  # whether the process has reported that it has started
         self._closed = False
         self._mapped_bytes = 0  # address space of the process when it was ready
-        self._peak_bytes = 0  # largest address space that was added since
+        self._peak_bytes = 0  # maximum growth of the address space since then
         self._finished_setups: set[str] = set()
         _children.add(self)
 
@@ -272,7 +272,7 @@ class ChildProcess:
             refusal_type, message = value
             raise refusal_type(message)
         if outcome == "memory":
-            self._reap(kill=True)  # the process would keep the memory
+            self._reap(kill=True)  # an idle process would keep the memory
             raise ChildLost(f"needs more than {self._memory_limit()}")
         raise ChildLost(value)
 
@@ -321,9 +321,9 @@ class ChildProcess:
             name = signal.Signals(-status).name
             return ChildUnavailable(f"the child process was killed by another process ({name})")
         if self._peak_bytes > self.memory_bytes / 2:
-            # When memory is exhausted, some libraries abort, and the dynamic linker exits.
+            # When memory is exhausted, some libraries call abort(), and the dynamic linker exits.
             return ChildLost(f"needs more than {self._memory_limit()}")
-        if status < 0 and status != -signal.SIGABRT:  # a library has called abort()
+        if status < 0 and status != -signal.SIGABRT:  # SIGABRT: a library has called abort()
             name = signal.Signals(-status).name
             return ChildCrashed(f"the child processes ended with {name}")
         return ChildLost(
@@ -369,7 +369,7 @@ _children: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
 
 
 def _reap_dead() -> None:
-    """Let the system forget idle processes that have been killed, which it keeps until then."""
+    """Reap idle processes that have been killed. Until then, they remain as zombies."""
     for child in list(_children):
         process = child._process
         if process is not None:

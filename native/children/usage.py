@@ -1,10 +1,10 @@
 """Time limits of calls, and the time that a child process has used for a call.
 
-On a busy machine, a process may have to wait for a processor most of the time. A limit of the
-elapsed time would then depend on the other processes of the machine. The time of a call is
-therefore the time in which its process computes or is blocked, without the time in which the
-process waits for a processor or is stopped by a signal. The elapsed time has a limit of its own, so
-that a caller never waits much longer than the limit that it has set.
+On a busy machine, a process may wait for a processor most of the time. Whether a call exceeds a
+limit of the elapsed time would then depend on the other processes of the machine. The time of a
+call is therefore the time in which its process computes or is blocked, without the time in which
+the process waits for a processor or is stopped by a signal. A separate limit of the elapsed time
+ensures that a caller does not wait much longer than the limit that it has set.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 
 __all__ = ["ProcessClock", "TimeLimit", "memory_of"]
 
-# Smallest limit of the elapsed time, in seconds. Calls with a shorter limit of the used time may
-# wait this long for a processor.
+# Minimum limit of the elapsed time, in seconds. It also applies to calls with a shorter limit of
+# the used time, which may therefore wait for a processor for some time.
 _MIN_ELAPSED_S = 30.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CPUCLOCK_SCHED = 2  # kind of the clock id, see clock_getcpuclockid(3)
@@ -27,8 +27,7 @@ class TimeLimit:
     Parameters
     ----------
     seconds
-        The limit of the used time. It is the limit of the elapsed time too, if it is at least 30 s;
-        shorter limits have an elapsed time of 30 s.
+        Limit of the used time. The limit of the elapsed time is the same, but at least 30 s.
 
     Attributes
     ----------

@@ -24,8 +24,8 @@ namespace {
 
 constexpr size_t kMaxTokenLength = 4095;
 constexpr int kMaxNesting = 500;
-// Maximum number of expressions that are visited per allowed state of the nondeterministic
-// automaton.
+// Maximum number of visited expressions, divided by the maximum number of states of the
+// nondeterministic automaton.
 constexpr int64_t kWorkPerState = 8;
 // Upper bound of the elementary steps of a determinization, so that it ends within about 50 ms.
 constexpr int64_t kMaxWork = 10'000'000;
@@ -231,7 +231,7 @@ class Nfa {
 
   // Adds an expression that begins at state `from` and returns the state at its end.
   int32_t emit(int32_t index, int32_t from) {
-    // A repetition of the empty text adds no states, however often it is repeated.
+    // The number of states does not limit the work, because repetitions of the empty text add none.
     if (++work_ > kWorkPerState * max_states_) {
       throw std::length_error("automaton: expression is too large");
     }

@@ -3,7 +3,8 @@
 // Invariants
 // 1. load() runs once, before the first call. It checks the release, every symbol, the layout of
 // the
-//    options and the masks of a small grammar, and throws std::runtime_error with what differs.
+//    options and the masks of a small grammar. If one of them differs from what graft expects,
+//    load() throws std::runtime_error that names the difference.
 // 2. A Tokenizer is immutable and shared by its matchers, which keep it alive.
 // 3. A Grammar holds one matcher in the start state, and each request gets a copy of this matcher.
 //    In release 1.9.1, copies share no mutable state. Two copies that fill masks on two threads
@@ -248,8 +249,8 @@ class Grammar {
     return Handle(api.clone(start_.get()));
   }
 
-  // Makes a finished matcher the one that start() copies, unless it is unsuitable. Called on the
-  // thread that drops the matcher, without the GIL.
+  // Makes a finished matcher the one that start() copies, unless the matcher is unsuitable. The
+  // thread that drops the matcher calls this function without the GIL.
   void hand_back(Handle matcher) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -292,7 +293,8 @@ class LLGuidanceMatcher final : public NativeMatcher {
   }
 
   ~LLGuidanceMatcher() override {
-    // Resetting a matcher and computing its mask take time, and Python deallocates with the GIL.
+    // Python deallocates objects while it holds the GIL. Release it, because resetting a matcher
+    // and computing its mask take time.
     if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
       const graft::hostwork::GilRelease release;
       grammar_->hand_back(std::move(live_));
@@ -565,7 +567,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
 };
 
 // Runs a small grammar, because another release of LLGuidance could have the same symbols and
-// layout but behave differently. Throws std::runtime_error with what differs.
+// layout but behave differently. Throws std::runtime_error that names the difference.
 void check_behaviour() {
   constexpr char kText[] =
       R"({"grammars": [{"lark_grammar": "%llguidance {\"no_forcing\": true}\nstart: \"ab\""}]})";
@@ -580,7 +582,7 @@ void check_behaviour() {
     throw std::runtime_error(
         "LLGuidance behaves differently from release 1.9: " + std::string(what) + reason);
   };
-  for (int run = 0; run < 2; ++run) {  // the second matcher is a copy of the first one, reset
+  for (int run = 0; run < 2; ++run) {  // the second matcher copies the first one, after its reset
     LLGuidanceMatcher matcher(grammar, stop_ids);
     const auto row = [&] {
       int32_t word = 0;

@@ -5,10 +5,9 @@
 // Invariants
 // 1. The grammar begins with the token after the one that completes the marker. A token that
 //    contains the end of the marker and further text is illegal, so no byte bypasses the grammar.
-// 2. The marker may extend over several tokens. Within a part of the marker, a token without text
-// is
-//    illegal. Decoding may omit this token or print its name, so the text could or could not
-//    contain the marker.
+// 2. The marker may extend over several tokens. After an incomplete part of the marker, a token
+//    without text is illegal. Decoding may omit this token or print its name, so it would be
+//    undefined whether the text contains the marker.
 // 3. rollback() may undo tokens of the grammar and then tokens of the free text, for which it
 //    restores the state of the scanner. At most the last kHistory tokens of the free text can be
 //    undone.
@@ -17,9 +16,10 @@
 // 5. If the marker has an opening text, the output has free text only if it begins with this text,
 //    after at most `max_space` white-space characters. Otherwise, the grammar applies from the
 //    first token. While the tokens can still become the opening, the matcher of the grammar accepts
-//    the same tokens, as far as they are legal in the grammar; both ways to go on are legal. When
-//    the opening is complete, the matcher of the grammar returns to its start. These first tokens
-//    are few, because each of them has text, so all of them can be undone.
+//    the same tokens until one is illegal in the grammar. Legal tokens are then those that continue
+//    the opening and those that continue the grammar. When the opening is complete, the matcher of
+//    the grammar returns to its start. There are only few of these first tokens, because each of
+//    them has text, so all of them can be undone.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
@@ -60,12 +60,13 @@ class Marker {
   // Returns the bitmask of the legal ids in `state`, including the stop ids. Returns null if all
   // ids are legal.
   const int32_t* row(int32_t state) const noexcept;
-  // What the tokens so far and one more are: kOpening, if they can become the opening; kOpened, if
-  // they begin with the opening, so that free text has begun; kIllegal, likewise, but the token is
-  // illegal in the free text; kOther, if they do not begin with the opening.
+  // State of an output after one more token. kOpening: the tokens can still become the opening.
+  // kOpened: the tokens begin with the opening, and the rest is free text. kIllegal: the tokens
+  // begin with the opening, but the last token is illegal in the free text. kOther: the tokens do
+  // not begin with the opening.
   enum class First { kOther, kOpening, kOpened, kIllegal };
-  // `state` is the next state of the opening or, for kOpened, of the scanner. `found` is true if
-  // the token completes the marker, too.
+  // `state` is the next state of the opening or, for kOpened, of the scanner. `found` says whether
+  // the token also completes the marker.
   struct FirstStep {
     First first;
     int32_t state;
@@ -119,8 +120,9 @@ class Marker {
   std::vector<int32_t> opening_ids_;
   std::string opening_;
   int32_t max_space_;
-  // By state of the opening. States up to `max_space_` are numbers of white-space characters; state
-  // max_space_ + n means that n bytes of the opening have been read.
+  // Bitmasks and illegal ids by state of the opening. A state up to `max_space_` is the number of
+  // white-space characters read so far. State max_space_ + n means that n bytes of the opening have
+  // been read.
   std::vector<std::vector<int32_t>> first_rows_;
   std::vector<std::vector<int32_t>> first_illegal_;
 };
@@ -349,8 +351,8 @@ class MarkedMatcher final : public NativeMatcher {
     if (inside == tokens && !in_first) return Answer::kYes;
     started_ = stopped_ = false;
     if (free > 0) {
-      // The tokens that are undone now have overwritten older states in the ring, so a later call
-      // cannot undo the tokens of these states.
+      // The tokens that this call undoes have overwritten older states in the ring. A later call
+      // cannot undo the tokens that belong to the overwritten states.
       undone_to_ = std::max(undone_to_, scanned_ - kHistory);
       scanned_ -= free;
       state_ = history_[static_cast<size_t>(scanned_ % kHistory)];
@@ -427,7 +429,7 @@ class MarkedMatcher final : public NativeMatcher {
     return Filled::kMask;
   }
 
-  // Undoes the last `count` tokens of `first_`. No tokens follow them.
+  // Undoes the last `count` tokens of `first_`, which must be the last tokens of the output.
   Answer roll_back_first(size_t count, ErrorText* error) noexcept {
     const size_t left = first_.size() - count;
     const size_t in_grammar = std::min(in_grammar_, left);
@@ -470,9 +472,9 @@ class MarkedMatcher final : public NativeMatcher {
   int32_t state_ = 0;                        // state of the opening or of the scanner
   bool started_ = false;  // whether the grammar applies: the marker is complete or has no opening
   bool stopped_ = false;  // whether a stop token has ended the free text
-  // Tokens that could become the opening and, in free text, the token that has completed it. The
-  // matcher of the grammar has accepted the first `in_grammar_` of them, until the opening was
-  // complete.
+  // First tokens of the output: those that could become the opening, and the token that has
+  // completed it. Before the opening was complete, the matcher of the grammar has accepted the
+  // first `in_grammar_` of them.
   std::vector<int32_t> first_;
   size_t in_grammar_ = 0;
   bool opening_;         // whether the tokens so far can become the opening

@@ -82,7 +82,7 @@ class PythonMatcher final : public NativeMatcher {
         PyObject* const raised = hostwork::take_exception();
         const std::string message = hostwork::describe_exception(raised);
         error->keep(message.data(), message.size());
-        // The traceback is in the exception. Objects of user code may refuse the attribute.
+        // The exception contains the traceback. Objects of user code may refuse the attribute.
         if (matcher != nullptr && PyObject_SetAttrString(matcher, "failure", raised) != 0) {
           PyErr_Clear();
         }

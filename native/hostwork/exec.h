@@ -36,8 +36,8 @@ class ExecRelease final : public Reapable {
 
   // Exec sets these members before it retires this object.
   PyObject* owners = nullptr;  // owners of the operands of changed nodes
-  // Event that was recorded after the last launch. Null if that failed: nothing shows when the
-  // launch ends, so the owners are then never released.
+  // Event that was recorded after the last launch; null if recording failed. Without the event, it
+  // is unknown when the launch ends, so the owners are never released.
   std::shared_ptr<Resource> event;
 
  private:
@@ -56,8 +56,8 @@ class Exec {
         event_(std::make_shared<Resource>(ResourceKind::kEvent, event)) {
     use_state(std::move(state));
   }
-  // In a forked child, the mutex is free: a thread that holds it also has a reference to this
-  // object.
+  // In a forked child, the mutex is not locked. A thread that had locked it in the parent would
+  // also hold a reference to this object, and the destructor would not run.
   ~Exec() { close(); }
   Exec(const Exec&) = delete;
   Exec& operator=(const Exec&) = delete;

@@ -114,10 +114,10 @@ bool Port::try_claim(std::uint32_t seq, Claimant claimant) noexcept {
   return claim_.compare_exchange_strong(expected, pack(seq, claimant));
 }
 
-// Stores the answer to a request. Called once per request, by the thread that claimed it. The
+// Stores the answer to a request. The thread that has claimed the request calls it once. The
 // request word is cleared first, because the device may post the next request as soon as it sees
-// the answer. A spinning kernel whose own deadline has passed does not wait for the answer, so the
-// word may contain the next request already and is then left unchanged.
+// the answer. A spinning kernel whose own deadline has passed does not wait for the answer. The
+// word may then already contain the next request, and is left unchanged.
 void Port::acknowledge(std::uint32_t seq) noexcept {
   if (expecting(seq)) due_since_ns_.store(monotonic_ns(), std::memory_order_relaxed);
   std::uint32_t posted = seq;

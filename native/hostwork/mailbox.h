@@ -57,16 +57,16 @@ class Worker : public std::enable_shared_from_this<Worker> {
 struct MailboxWords {
   // Number of the posted request, which the device stores; 0: none.
   std::uint32_t* request = nullptr;
-  // Answer, which the host stores. For a spinning kernel it is the number of the request, for a
-  // batch memory operation it is 1. Before the first launch it is the number from which the device
-  // counts the requests.
+  // Answer, which the host stores: the number of the request for a spinning kernel, and 1 for a
+  // batch memory operation. Before the first launch, it is the number from which the device counts
+  // the requests.
   std::uint32_t* ack = nullptr;
   // Number of the last request whose spinning kernel ended at its own deadline; 0: none. The
   // pointer is null if the mailbox has no spinning kernel.
   std::uint32_t* timed_out = nullptr;
-  // Number of launches that have completed, which the device counts; null: each launch posts one
-  // request. With this word, a launch may post any number of requests. While the step is added to
-  // the graph, no launch that is counted may be in flight.
+  // Number of completed launches, which the device counts. With this word, a launch may post any
+  // number of requests; if it is null, each launch posts one request. While the step is added to
+  // the graph, no counted launch may be in flight.
   const std::uint32_t* completed = nullptr;
 };
 

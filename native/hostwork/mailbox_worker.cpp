@@ -122,8 +122,8 @@ Worker::Worker(WorkerOptions options) : core_(std::make_shared<Core>(std::move(o
 }
 
 Worker::~Worker() {
-  // In a forked child, the worker's thread does not exist, and it may have held the mutex at the
-  // time of the fork (L10).
+  // A forked child has no worker thread. The thread may have held the mutex at the time of the
+  // fork, so the child must not lock the mutex (L10).
   if (!gate_open()) return;
   update_and_wake(*core_, [this] {
     core_->stop = true;

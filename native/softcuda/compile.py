@@ -262,9 +262,9 @@ def _write_cached(path: Path, image: bytes) -> None:
 
 
 def _warn_about_cache(folder: Path, error: OSError) -> None:
-    """Warn that kernels cannot be written to the cache, for the first kernel of each folder only.
+    """Warn once per folder that kernels cannot be written to the cache.
 
-    The warning has no place in the source, because it is not the caller's fault.
+    The warning names no source line, because the caller is not its cause.
     """
     if folder not in _unusable_caches:
         _unusable_caches.add(folder)

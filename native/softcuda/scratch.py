@@ -14,7 +14,7 @@ from pathlib import Path
 
 __all__ = ["scratch_folder"]
 
-# A folder that is younger may not be locked yet, in seconds.
+# Minimum age in seconds of a folder to delete. A younger folder may not be locked yet.
 _MIN_AGE_S = 60.0
 
 
@@ -23,8 +23,8 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
     """Create a temporary folder, and delete it when the context ends.
 
     A process that is killed cannot delete its folder. The first call in a process therefore deletes
-    the folders with this prefix that no process uses. A process locks its folder, and the operating
-    system releases the lock when the process ends in any way.
+    the folders with this prefix that no process uses. A process locks its folder while it uses the
+    folder, and the operating system releases the lock when the process ends.
     """
     _delete_unused(prefix)
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as name:

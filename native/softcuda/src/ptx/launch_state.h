@@ -21,15 +21,15 @@ class AccessLog {
  public:
   explicit AccessLog(std::string kernel) : kernel_(std::move(kernel)) {}
   void add(const char* storage, unsigned bytes, bool write);
-  // Return whether the launch has written, or has accessed, one of the words. Only valid after the
-  // launch has completed.
+  // Return whether the launch has written, or has read or written, one of the words. Only valid
+  // after the launch has completed.
   bool writes(const char* storage, unsigned bytes) const;
   bool accesses(const char* storage, unsigned bytes) const;
   const std::string& kernel() const { return kernel_; }
   std::atomic<bool> known{false};  // see is_known()
 
  private:
-  // One bit per word and kind of access of 2 KiB, by the storage address divided by 2048.
+  // Accesses to 2 KiB of memory, one bit per word. Pages are found by storage address / 2048.
   struct Page {
     uint64_t read[8] = {};
     uint64_t written[8] = {};

@@ -52,7 +52,7 @@ constexpr uint32_t kAcquire = 4;        // orders later accesses after this one
 constexpr uint32_t kRelease = 8;        // orders earlier accesses before this one
 constexpr uint32_t kDeviceScope = 16;   // scope .gpu or .sys
 constexpr uint32_t kSystemScope = 32;   // scope .sys
-constexpr uint32_t kBuffered = 64;      // a weak ld or st, which uses the buffers of stores
+constexpr uint32_t kBuffered = 64;      // a weak ld or st, which uses the store buffers
 constexpr uint32_t kNonCoherent = 128;  // ld.nc, which may read from a cache of read-only data
 // The state space of an instruction that decides it at run time.
 constexpr unsigned kSpaceShift = 8;

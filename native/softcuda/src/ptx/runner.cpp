@@ -99,9 +99,10 @@ void Block::fail(CUresult code, const Warp* w, int lane, const Instr* in, const 
 // ---- memory -----------------------------------------------------------------------------------
 
 // Checks an access against the accesses of the kernels that precede this one over programmatic
-// edges. Until griddepcontrol.wait, such a kernel may still run: it must not write what this kernel
-// reads, nor access what this kernel writes. Its writes never become visible to a non-coherent
-// load, which may read from a cache that was filled before. Returns false after a fault.
+// edges. Until griddepcontrol.wait, a preceding kernel may still run: it must not write what this
+// kernel reads, nor access what this kernel writes. Even after the wait, a non-coherent load may
+// not see the writes of a preceding kernel, because it may read from a cache that was filled
+// earlier. Returns false after a fault.
 static bool check_preceding(Warp& w, const Instr* in, unsigned lane, uint64_t address,
                             const char* storage, unsigned bytes, bool write) {
   const bool nc = !write && (in->aux & kNonCoherent) != 0;
@@ -308,7 +309,7 @@ void lanes_exited(Warp& w, uint32_t lanes) {
   w.exited |= lanes;
   publish_stores(w, 0);
   // A warp-synchronous operation does not wait for lanes that have exited, so the groups that wait
-  // at one try again.
+  // at such an operation try again.
   for (unsigned g = 0; g < w.group_count; ++g) {
     if (w.groups[g].state == Group::at_warp_sync) w.groups[g].state = Group::ready;
   }
