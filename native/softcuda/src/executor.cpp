@@ -93,6 +93,7 @@ bool Executor::run_blocks(const Op& op, uint64_t first, uint64_t last) {
       succeeded =
           ptx::run_blocks(work, op.launch_state.get(), worker_, first, last, &running_kernel_);
     });
+    if (!returned) ptx::unlock_stores();
     return returned && succeeded;
   }
   const softcuda_image& image = *function.images[worker_];

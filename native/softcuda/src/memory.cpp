@@ -216,18 +216,28 @@ std::shared_ptr<Allocation> allocate(size_t size, MemoryKind kind, unsigned flag
   a->host = host;
   a->kind = kind;
   a->flags = flags;
+  {
+    std::lock_guard<std::mutex> lock(g_table.mutex);
+    const size_t left = host ? physical_memory() : free_device_bytes();
+    if (size > left) {
+      refuse(CUDA_ERROR_OUT_OF_MEMORY,
+             std::to_string(size) + " bytes were requested, " + std::to_string(left) + " are free");
+    }
+    if (!host) g_table.used += size;
+  }
+  // Without the lock, because filling gigabytes (SOFTCUDA_POISON) takes a long time.
+  const bool mapped = map_storage(a.get());
   std::lock_guard<std::mutex> lock(g_table.mutex);
-  const size_t left = host ? physical_memory() : free_device_bytes();
-  if (size > left) {
-    refuse(CUDA_ERROR_OUT_OF_MEMORY,
-           std::to_string(size) + " bytes were requested, " + std::to_string(left) + " are free");
+  try {
+    if (!mapped) {
+      refuse(CUDA_ERROR_OUT_OF_MEMORY,
+             "cannot map " + std::to_string(size) + " bytes" + address_limit());
+    }
+    assign_alias(a);
+  } catch (const Refused&) {
+    if (!host) g_table.used -= size;
+    throw;
   }
-  if (!map_storage(a.get())) {
-    refuse(CUDA_ERROR_OUT_OF_MEMORY,
-           "cannot map " + std::to_string(size) + " bytes" + address_limit());
-  }
-  assign_alias(a);
-  if (!host) g_table.used += size;
   live_add(resource_of(*a), 1);
   return a;
 }

@@ -25,6 +25,9 @@ bool check_syntax(const std::string& text, std::string* log);
 // Runs blocks of an interpreted kernel on a worker. Returns false after a fault.
 bool run_blocks(const KernelWork& work, LaunchState* launch, unsigned worker, uint64_t first,
                 uint64_t last, std::atomic<const char*>* running);
+// Releases the mutexes that the calling thread has locked while it wrote buffered stores to memory.
+// Called after a fault in run_blocks().
+void unlock_stores();
 // Prepares the state of a launch that its workers share, before any of them runs a block, and
 // releases what is not needed after the last one has left.
 void begin_launch(Op& op);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "launch_state.h"
 
@@ -18,6 +19,25 @@ namespace {
 constexpr size_t kWarpWords = 64;
 constexpr size_t kBlockWords = 1024;
 constexpr size_t kPendingWords = 1 << 16;
+
+// Holds the mutex of a buffer whose words are written to memory. Memory that is freed meanwhile
+// causes a fault, which leaves the kernel by a jump without destructors; unlock_stores() then
+// releases the mutexes. A thread holds at most two of them: of a launch, and of the device.
+thread_local std::mutex* t_locked[2] = {};
+
+class WriteLock {
+ public:
+  explicit WriteLock(std::mutex& mutex) : held_(t_locked[0] == nullptr ? t_locked : t_locked + 1) {
+    mutex.lock();
+    *held_ = &mutex;
+  }
+  ~WriteLock() { std::exchange(*held_, nullptr)->unlock(); }
+  WriteLock(const WriteLock&) = delete;
+  WriteLock& operator=(const WriteLock&) = delete;
+
+ private:
+  std::mutex** const held_;
+};
 
 // Words of host memory that were published to the device, but not to the system.
 struct DeviceStores {
@@ -73,7 +93,7 @@ void keep_owners(const std::vector<std::shared_ptr<Allocation>>& from,
 void flush_device_word(uint64_t word) {
   DeviceStores& device = device_stores();
   if (!device.used.load(std::memory_order_acquire)) return;
-  std::lock_guard<std::mutex> lock(device.mutex);
+  const WriteLock lock(device.mutex);
   StoredWord bytes;
   if (device.words.take(word, &bytes)) write_word(word, bytes);
 }
@@ -81,7 +101,7 @@ void flush_device_word(uint64_t word) {
 void flush_device() {
   DeviceStores& device = device_stores();
   if (!device.used.load(std::memory_order_acquire)) return;
-  std::lock_guard<std::mutex> lock(device.mutex);
+  const WriteLock lock(device.mutex);
   for (const auto& item : device.words.take_all()) write_word(item.first, item.second);
   device.owners.clear();
   device.used.store(false, std::memory_order_release);
@@ -105,7 +125,7 @@ void publish(Warp& w, uint32_t scope) {
   }
   if ((scope & kDeviceScope) != 0 && !stores.block.empty()) {
     DeviceStores& device = device_stores();
-    std::lock_guard<std::mutex> lock(device.mutex);
+    const WriteLock lock(device.mutex);
     for (const auto& item : stores.block.take_all()) {
       if (host_can_read(item.second.owner)) {
         device.words.put(item.first, item.second);
@@ -231,16 +251,22 @@ void end_block_stores(Block& b) {
   for (Warp& w : b.warps) publish_stores(w, 0);
   if (b.stores->block.empty()) return;
   PendingStores& pending = *b.launch->pending;
-  std::lock_guard<std::mutex> lock(pending.mutex);
+  const WriteLock lock(pending.mutex);
   for (const auto& item : b.stores->block.take_all()) pending.words.put(item.first, item.second);
   keep_owners(b.owners, &pending.owners);
   if (pending.words.size() > kPendingWords) flush_pending(pending, 0);
 }
 
+void unlock_stores() {
+  for (std::mutex*& mutex : t_locked) {
+    if (mutex != nullptr) std::exchange(mutex, nullptr)->unlock();
+  }
+}
+
 void end_launch_stores(LaunchState& launch) {
   if (launch.pending == nullptr) return;
   flush_device();
-  std::lock_guard<std::mutex> lock(launch.pending->mutex);
+  const WriteLock lock(launch.pending->mutex);
   static thread_local uint64_t random = options().seed;
   flush_pending(*launch.pending, random = random * 6364136223846793005u + 1442695040888963407u);
 }
@@ -278,7 +304,7 @@ void age_stores(Warp& w) {
   if ((random >> 18 & 3) != 0) return;
   flush_device();
   PendingStores& pending = *b.launch->pending;
-  std::lock_guard<std::mutex> lock(pending.mutex);
+  const WriteLock lock(pending.mutex);
   flush_pending(pending, 0);
 }
 
