@@ -180,6 +180,7 @@ class SteppingCache(PagedKV):
         self.scratch_page = pages
         self.free = list(range(pages))
         self.idle = OrderedDict()
+        self.idle_version = 0
         self._num_slots = [0] * pages
         self._retained = bytearray(pages)
         self._owned = [[] for _ in range(slots)]

@@ -11,6 +11,7 @@ The outputs were recorded with commit 3d46e1de. Where a change is intended, reco
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -341,6 +342,7 @@ CONFIGURATIONS: list[dict[str, Any]] = [
         "programmatic": False,
     },
 ]
+DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 SAMPLING = {
     "greedy": {},
     "coupled": {"temperature": 0.9, "top_p": 0.95, "verify": "coupled"},
@@ -393,13 +395,21 @@ def record() -> dict[str, list[dict[str, Any]]]:
     [pytest.param(i, marks=pytest.mark.full if i % 3 else ()) for i in range(len(CONFIGURATIONS))],
 )
 def test_engine_outputs_equal_recorded_ones(record, index: int) -> None:
-    """Reasons, tokens and text are equal, log probabilities up to rounding."""
+    """Reasons, tokens and text are equal, log probabilities up to rounding.
+
+    Since the outputs were recorded, graft refuses schemas with dates for XGrammar, because XGrammar
+    allows dates that do not exist.
+    """
     for sampling in SAMPLING:
         key = record_key(sampling, index)
         if key is None:
             continue
         for output, expected in zip(generate(sampling, index), record[key], strict=True):
             logprobs = output.pop("logprobs", [])
+            if output["reason"] == "refused":
+                assert CONFIGURATIONS[index]["grammar_backend"] == "xgrammar"
+                assert DATE.search(expected["text"])
+                continue
             for entry, numbers in zip(logprobs, expected.get("logprobs", []), strict=True):
                 assert entry == pytest.approx(numbers, abs=1e-5)
             assert output == {name: expected[name] for name in output}
