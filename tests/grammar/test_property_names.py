@@ -8,12 +8,14 @@ from typing import Any
 
 import jsonschema
 import pytest
-from guide_util import STOP
+from guide_util import BYTES, STOP
 from router_util import Grammar
 from schema_fuzz import escaped
 
-from graft.grammar import GrammarError
+from graft.grammar import GrammarError, GrammarSpec, LLGuidanceBackend
 from graft.grammar.schema.enforcement import ignored_keywords
+from graft.grammar.schema.names import EVERY_NAME
+from graft.grammar.schema.options import with_options
 from graft.grammar.schema.router import route
 
 pytest.importorskip("llguidance")
@@ -241,3 +243,25 @@ def test_dependency_of_required_property_applies_to_objects_only():
 def test_endless_schema_is_refused():
     with pytest.raises(GrammarError, match="allows no output"):
         route({"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}})
+
+
+def test_pattern_of_every_name_allows_what_the_empty_pattern_allows():
+    """The two patterns differ in the time that LLGuidance needs for a mask."""
+    listed = {"type": "object", "properties": {"id": {"type": "integer"}, "a\n": False}}
+    backend = LLGuidanceBackend(BYTES, automata=False)
+    grammars = []
+    for pattern in ("", EVERY_NAME):
+        document = {**listed, "patternProperties": {pattern: {}}, "additionalProperties": False}
+        text = json.dumps({"grammars": [{"json_schema": with_options(document, "line")}]})
+        grammars.append(backend.load(GrammarSpec.json_schema(document), text))
+    rng = random.Random(1)
+    for _ in range(60):
+        matchers = [grammar.matcher() for grammar in grammars]
+        for _ in range(30):
+            legal, same = (matcher.legal().tolist() for matcher in matchers)
+            assert legal == same
+            likely = [token for token in legal if token in set(b'\\u0069"idan')]
+            token = rng.choice(likely or legal)
+            if token == 256:
+                break
+            assert all(matcher.accept(token) for matcher in matchers)
