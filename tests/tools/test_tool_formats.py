@@ -447,6 +447,22 @@ def test_chat_template_determines_the_notation(template, name):
     assert find_tool_format(template).name == name
 
 
+@pytest.mark.parametrize(
+    ("template", "warns"),
+    [
+        (None, False),
+        ("{% for tool in tools %}{{ tool }}{% endfor %}", False),
+        ("{% for c in m.tool_calls %}<|call|>{{ c.name }}<|sep|>{{ c.arguments }}", True),
+        ("{% for c in m.tool_calls %}<tool_call>{{ c.name }}<key>{{ c.arguments }}", True),
+        ('{% for c in m.tool_calls %}<tool_call>\n{"name": 1, "arguments": 2}', False),
+        ("{% for c in m.tool_calls %}{{ '<tool_call>{\\\"arguments\\\": ' }}", False),
+    ],
+)
+def test_unknown_notation_of_a_chat_template_is_logged(template, warns, caplog):
+    assert find_tool_format(template).name == "hermes"
+    assert ["--tool-call-parser" in record.message for record in caplog.records] == [True] * warns
+
+
 #: Schemas of parameters, with a value.
 PARAMETERS = [
     ({"type": "string"}, "a,b"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 from graft.tools.serve.tool_formats.base import ToolFormat
@@ -18,20 +19,32 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     one.name: one for one in (Hermes(), Llama3Json(), Mistral(), Qwen3Coder(), Pythonic())
 }
 _LLAMA_OBJECT = re.compile(r'\{"name":[^{}]*"parameters":')
+#: The key of a call's arguments in quotes, which a backslash may precede.
+_HERMES_KEY = re.compile(r"""["']arguments\\?["']""")
+_CALLS = re.compile(r"\btool_calls\b")
 _PYTHON_CALL = re.compile(r"\[\w+\(\w+=")
 
 
 def find_tool_format(template: str | None) -> ToolFormat:
-    """Return the tool format that a chat template describes, and hermes if it describes none."""
+    """Return the tool format that a chat template describes.
+
+    If it describes none, return hermes. If it contains tools, log a warning, because the model then
+    probably writes calls in a notation that the server does not read.
+    """
     template = template or ""
-    name = "hermes"
-    if "<tool_call>" in template:
-        if "<function=" in template:
-            name = "qwen3_coder"
-    elif "[TOOL_CALLS]" in template:
-        name = "mistral"
-    elif "<|python_tag|>" in template or _LLAMA_OBJECT.search(template):
-        name = "llama3_json"
-    elif _PYTHON_CALL.search(template):
-        name = "pythonic"
-    return TOOL_FORMATS[name]
+    if "<tool_call>" in template and "<function=" in template:
+        return TOOL_FORMATS["qwen3_coder"]
+    if "<tool_call>" in template and _HERMES_KEY.search(template):
+        return TOOL_FORMATS["hermes"]
+    if "[TOOL_CALLS]" in template:
+        return TOOL_FORMATS["mistral"]
+    if "<|python_tag|>" in template or _LLAMA_OBJECT.search(template):
+        return TOOL_FORMATS["llama3_json"]
+    if _PYTHON_CALL.search(template):
+        return TOOL_FORMATS["pythonic"]
+    if _CALLS.search(template):
+        logging.getLogger("graft").warning(
+            "the chat template describes no known notation of tool calls, so that of hermes is "
+            "used; --tool-call-parser selects one"
+        )
+    return TOOL_FORMATS["hermes"]
