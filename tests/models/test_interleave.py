@@ -16,7 +16,6 @@ from graft.grammar import decoder
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.cache import prefix
 from graft.models.cache.kv import PagedKV
-from graft.models.cache.prefix import PrefixCache
 from graft.models.engine import migrate
 from graft.models.engine.replay import Replays, RowAssignment
 from graft.models.engine.request_state import RequestState
@@ -206,12 +205,6 @@ MUTANTS = {
         "page_keys",
         "len(array) - max(lookahead, 1)",
         "len(array)",
-    ),
-    "matched pages evicted": (
-        PrefixCache,
-        "evict_until_free",
-        "for group in keep",
-        "for group in ()",
     ),
     "pages cached before their prefill is complete": (
         SlotManager,

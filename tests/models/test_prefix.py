@@ -146,6 +146,9 @@ def test_prefix_cache_evicts_least_recently_used_unused_pages(device):
         release_slot(caches, 0)
     prefixes.evict_until_free(PAGES - 2, ())
     assert prefixes.count_hits(prefixes.keys(first)) == (2, 2)
+    found = prefixes.match(prefixes.keys(first))
+    prefixes.evict_until_free(PAGES, found)
+    assert prefixes.match(prefixes.keys(first)) == found, "pages to keep were evicted"
     version = prefixes.version
     assign_pages(prefixes, caches, 0, first)
     assert prefixes.version != version and prefixes.count_hits(prefixes.keys(first)) == (2, 0)
