@@ -6,7 +6,9 @@ import re
 from collections.abc import Mapping, Set
 from typing import Any
 
+from graft.grammar.errors import GrammarError
 from graft.grammar.schema.terms import word_set
+from graft.grammar.schema.wellformed import check_schema
 from graft.sampling.checks import short_repr
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.tool_calls import NO_ARGUMENTS
@@ -31,9 +33,14 @@ def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     Raises
     ------
     ApiError
-        If ``parameters`` allow no objects.
+        If ``parameters`` are no JSON schema, or allow no objects.
     """
     given = function.get("parameters") or NO_ARGUMENTS
+    try:
+        check_schema(given)
+    except GrammarError as error:
+        message = f"function {function['name']!r}: parameters: {error}"
+        raise ApiError(message, param="tools") from error
     definitions = definitions_of(given)
     schema = document_of(given, definitions)
     types = schema.get("type", "object")

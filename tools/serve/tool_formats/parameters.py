@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from graft.grammar.schema.terms import subschemas, word_set
-from graft.sampling.checks import short_repr
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.tool_calls import ToolChoice
 from graft.tools.serve.tool_formats.arguments import (
@@ -96,9 +96,17 @@ def is_plain(schema: Mapping[str, Any], type_name: str) -> bool:
 
 
 def read_parameters(
-    function: Mapping[str, Any], tools: ToolChoice, format_name: str
+    function: Mapping[str, Any],
+    tools: ToolChoice,
+    format_name: str,
+    names: re.Pattern[str] = NAME,
 ) -> list[Parameter]:
     """Return the parameters of a function in the order of its schema.
+
+    Parameters
+    ----------
+    names
+        Names of parameters that the notation can express.
 
     Raises
     ------
@@ -117,16 +125,16 @@ def read_parameters(
 
     properties = schema.get("properties", {})
     required = schema.get("required", [])
+    if isinstance(required, bool):
+        required = []  # in draft 3, it concerns the document, not its properties
     keywords = sorted(_OBJECT_KEYWORDS & schema.keys())
     if keywords:
         raise refusal(f"the schema of the object has the keyword {keywords[0]}")
-    if not isinstance(properties, dict):
-        raise refusal(f"properties is {short_repr(properties)}")
     parameters = []
     strict = is_strict(function, tools)
     for key, value in properties.items():
-        if not NAME.fullmatch(key):
-            raise refusal(f"the name {key!r} has characters other than letters and digits")
+        if not names.fullmatch(key):
+            raise refusal(f"a property is named {key!r}")
         document = document_of(value, definitions)
         place = f"function {function['name']!r}: parameter {key!r}"
         parameters.append(Parameter(key, document, key in required, strict, place))

@@ -7,6 +7,7 @@ that must satisfy keywords such as ``pattern`` is written as JSON, too.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,8 @@ _BEGIN = "<tool_call>"
 _END = "</function>\n</tool_call>"
 _VALUE_END = "\n</parameter>"
 _SEPARATOR = "\n"
+#: Names of parameters, which stand in tags.
+_KEY = re.compile(r"[^<>\r\n]+")
 
 
 class Qwen3Coder(ToolFormat):
@@ -55,7 +58,7 @@ class Qwen3Coder(ToolFormat):
             yield from source.content_until([_BEGIN], separator)
             function = functions[(yield from source.expect(*functions))]
             yield CallBegin(function["name"])
-            yield from _parse_arguments(source, read_parameters(function, tools, self.name))
+            yield from _parse_arguments(source, read_parameters(function, tools, self.name, _KEY))
             yield CallEnd()
             separator = _SEPARATOR
 
@@ -68,7 +71,7 @@ def _calls(tools: ToolChoice) -> list[Format]:
 def _call(function: Mapping[str, Any], tools: ToolChoice) -> Format:
     begin = f"{_BEGIN}\n<function={function['name']}>\n"
     parameters = []
-    for parameter in read_parameters(function, tools, Qwen3Coder.name):
+    for parameter in read_parameters(function, tools, Qwen3Coder.name, _KEY):
         value = tag(_value_begin(parameter), _value_format(parameter), _VALUE_END)
         section = sequence(value, const("\n"))
         if not parameter.required:
