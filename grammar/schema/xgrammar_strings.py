@@ -16,11 +16,16 @@ from graft.grammar.schema.terms import Reason, SchemaObject, dialect, subschemas
 __all__ = ["unsafe_strings", "without_unsafe_strings"]
 
 _PIECE = re.compile(
-    r"\[(?P<set>(?:\\.|[^\]\\])*)\]|\\[xu]\{?(?P<code>[0-9A-Fa-f]+)\}?|\\c(?P<control>.)"
-    r"|\\(?P<escape>.)|(?P<character>.)",
+    r"\[(?P<set>(?:\\.|[^\]\\])*)\]"
+    r"|\\(?P<code>x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|u\{[0-9A-Fa-f]+\})"
+    r"|\\c(?P<control>.)|\\(?P<escape>.)|(?P<character>.)",
     re.DOTALL,
 )
 _CONTROL_LETTERS = "nrtfv0ae"
+#: Content of a character class without characters that need an escape.
+_PLAIN_SET = re.compile(
+    r"(?:[A-Z]-[A-Z]|[a-z]-[a-z]|[0-9]-[0-9]|[A-Za-z0-9_]|[^\x00-\x7f](?:-[^\x00-\x7f])?)*"
+)
 #: Properties whose strings some styles of structural formats write as plain text, not as JSON.
 _RAW = re.compile(r"#/(properties/[^/]*|additionalProperties)")
 _CALENDAR = "XGrammar allows dates that do not exist, such as 2024-02-30"
@@ -102,22 +107,35 @@ def _unsafe_pattern(pattern: Any) -> str:
     """Return why XGrammar cannot write the texts of a pattern as JSON; empty if it can.
 
     XGrammar removes the characters that need an escape from classes such as ``[ -~]`` and ``.``,
-    but not from a class of only one character.
+    but not from a class of only one character, and not from a class in a pattern with a character
+    that is not ASCII. In such a pattern, XGrammar also reads ``[\\^a]`` as ``[^a]``.
     """
     if not isinstance(pattern, str):
         return ""
     for match in _PIECE.finditer(pattern):
+        if not pattern.isascii() and _is_wide(match):
+            return (
+                f"XGrammar would write characters of the class {match[0]!r} without an escape, "
+                "because the pattern has a character that is not ASCII"
+            )
         inner = match if match["set"] is None else _PIECE.fullmatch(match["set"])
         if inner is not None and _needs_escape(inner):
             return f"XGrammar would write the character {match[0]!r} of a pattern without an escape"
     return ""
 
 
+def _is_wide(match: re.Match[str]) -> bool:
+    """Return whether a piece of a pattern is a class that may have characters to be escaped."""
+    if match["set"] is not None:
+        return not _PLAIN_SET.fullmatch(match["set"])
+    return match[0] == "." or match["escape"] in ("s", "S", "D", "W")
+
+
 def _needs_escape(match: re.Match[str]) -> bool:
     if match["control"]:
         return True
     if match["code"]:
-        code = int(match["code"], 16)
+        code = int(match["code"].strip("xu{}"), 16)
     elif match["escape"]:
         if match["escape"] in _CONTROL_LETTERS:
             return True

@@ -134,6 +134,14 @@ PATTERNS = [
     (r"[\x1f]", False),
     (r"\cA", False),
     ('(a|"b)', False),
+    (r"^\u0022a$", False),
+    (r"^\x5Cb\u{22}$", False),
+    ("^[A-Zà-ÿ]*é?[a-c_]$", True),
+    (r"^\u00e9?[^a]$", True),
+    ("^é[^a]$", False),
+    ("^[ -~]é$", False),
+    (r"^[\^a]日$", False),
+    (r"^(é|\S)*$", False),
 ]
 STRINGS = [
     ({"type": "string"}, True),
