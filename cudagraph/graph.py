@@ -181,7 +181,14 @@ class GraphBase(ABC):
         """Return the lane with this name; create it if it does not exist.
 
         The first node of a lane depends on no other node.
+
+        Raises
+        ------
+        OptionError
+            The name is that of the lane on which the graph counts its launches.
         """
+        if name == _COUNTER_LANE:
+            raise OptionError(f"graph {self.name!r} uses the lane name {name!r} itself")
         with self._lock:
             self._tails.setdefault(name, ())
         return GraphLane(self, name)
@@ -558,8 +565,8 @@ class Graph(GraphBase):
             last = [i for i in range(len(self.nodes)) if i not in has_dependents and i != counter]
             if counter is None:
                 kernel = load(self.context, MAILBOX_KERNELS)["mailbox_completed"]
-                lane = self.lane(_COUNTER_LANE)
-                self.add_dependencies(_COUNTER_LANE, last)
+                self._tails[_COUNTER_LANE] = tuple(last)
+                lane = GraphLane(self, _COUNTER_LANE)
                 lane.kernel(kernel, 1, 1, [self.completed], name="count completed launch")
                 self._launch_counter = len(self.nodes) - 1
             else:

@@ -29,7 +29,7 @@ from graft.grammar import GrammarSpec
 from graft.models.drafters import Suffix
 from graft.models.engine import replay
 from graft.models.modes import parts as mode_parts
-from graft.models.modes.loop.batches import PAGES_AHEAD
+from graft.models.modes.loop.batches import MAX_PAGES_AHEAD
 from graft.models.modes.loop.control import LOOP_ENTRIES, LoopControl
 from graft.models.request import Request
 
@@ -373,7 +373,7 @@ def test_loop_ends_before_pages_run_out(pages):
 
 
 def test_loops_do_not_accumulate_reserved_pages():
-    """However many loops a request has run in, it has at most `PAGES_AHEAD` additional pages."""
+    """However many loops a request has run in, it has few additional pages."""
     options = {"pages": 60, "page_size": 4, "max_length": 200, "prefix_cache_bytes": 0}
     with settled(loop_engine(max_batch_size=2, **options)) as engine:
         start_loop(engine, replace(LONG, max_tokens=150))
@@ -387,7 +387,7 @@ def test_loops_do_not_accumulate_reserved_pages():
                 excess.append(state.reserved_positions - state.num_tokens)
         assert engine._replays.loops > loops + 5
         # A loop that is read now was launched with fewer tokens; a round commits at most four.
-        assert max(excess) <= 4 * (PAGES_AHEAD + 1) + 3 * 4 + 4
+        assert max(excess) <= 4 * (MAX_PAGES_AHEAD + 1) + 3 * 4 + 4
 
 
 def test_loop_is_replaced_when_a_smaller_graph_suffices():

@@ -13,7 +13,7 @@ from graft.sampling.mode import DraftMode
 __all__ = ["Loops"]
 
 #: Maximum number of pages that a request gets for the rounds of a loop after the first one.
-PAGES_AHEAD = 16
+MAX_PAGES_AHEAD = 16
 
 
 class Loops:
@@ -82,4 +82,4 @@ class Loops:
 
     def reserve_pages(self, states: Sequence[RequestState]) -> None:
         """Reserve pages for the requests of a loop."""
-        self._slots.reserve_ahead(states, PAGES_AHEAD)
+        self._slots.reserve_ahead(states, MAX_PAGES_AHEAD)
