@@ -41,12 +41,28 @@ def convert_pattern(pattern: str, *, ecma: bool = False) -> str:
     escapes = _ESCAPES if ecma else _ESCAPES + _CONTROL_ESCAPES
     pieces = _TOKEN.findall(pattern)
     in_class = False
-    out = []
+    caret = ""  # escaped circumflex at the start of a class; XGrammar would read [\^a] as [^a]
+    out: list[str] = []
     for index, piece in enumerate(pieces):
         if piece.startswith("\\"):
             piece = _convert_escape(piece, pattern, escapes)
+            if in_class and piece == r"\^" and out[-1] == "[":
+                if pieces[index + 1 : index + 2] == ["-"]:
+                    raise GrammarError(
+                        f"pattern {pattern[:60]!r}: XGrammar does not support '[\\^-'"
+                    )
+                caret = piece
+                continue
         elif in_class:
             in_class = piece != "]"
+            if caret and not in_class:
+                if out[-1] == "[":  # the class is [\^]
+                    out.pop()
+                    piece = ""
+                elif out[-1] == "-":
+                    out[-1] = r"\-"
+                out.append(caret)
+                caret = ""
         elif piece == "[":
             in_class = True
         elif piece == "^" and index > 0:

@@ -23,17 +23,24 @@ from graft.grammar.backends.xgrammar import XGrammarBackend, _compile
         (r"\\x41b", r"\x41b"),
         ("^a$", "a"),
         ("[$^]", "^"),
+        (r"[\^a]", "^"),
+        (r"é[\^]+b", "é^^b"),
+        (r"[\^a-]{3}", "^-a"),
     ],
 )
 def test_xgrammar_patterns_are_converted(xgrammar, pattern, text):
-    assert accepts(xgrammar.compile(GrammarSpec("regex", pattern)), text)
-    if "\\" not in text:
+    compiled = xgrammar.compile(GrammarSpec("regex", pattern))
+    assert accepts(compiled, text) and not accepts(compiled, text.replace("^", "_") + "_")
+    assert "^" not in text or not accepts(compiled, text.replace("^", "_"))
+    if "\\" not in text and pattern.isascii():
         schema = {"type": "string", "pattern": pattern}
         value = GrammarSpec.json_schema(schema, backend="xgrammar")
         assert accepts(xgrammar.compile(value), f'"{text}"')
 
 
-@pytest.mark.parametrize("pattern", [r"a\Zb", r"\Aa", r"a\z", r"\Qa\E", r"\h", "a^", "a$b"])
+@pytest.mark.parametrize(
+    "pattern", [r"a\Zb", r"\Aa", r"a\z", r"\Qa\E", r"\h", "a^", "a$b", r"[\^-z]"]
+)
 def test_xgrammar_refuses_patterns_that_it_misreads(xgrammar, pattern):
     for spec in (
         GrammarSpec("regex", pattern),
