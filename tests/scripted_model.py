@@ -5,14 +5,14 @@ model knows several scripts. The prompt contains the name of a script as a token
 ``<script:hello>`` in the content of a user message, and the model then writes the text of this
 script, token by token, and its stop token.
 
-The next token is a function of the last token and of the script. A tokenizer would use the same
-token at several places of a text. Here, texts are therefore cut into pieces that occur only once,
-the shortest ones first ("a", "b", "ab", "aba", ...), and each piece is a token. Added tokens such
-as ``<think>`` are single tokens. If an added token occurs a second time in a script, it is spelled.
+The next token is a function of the last token and of the script, so a token must not occur twice in
+a script. Texts are therefore cut into pieces that occur only once, the shortest ones first ("a",
+"b", "ab", "aba", ...), and each piece is a token. Added tokens such as ``<think>`` are single
+tokens. If an added token occurs a second time in a script, it is spelled with other tokens.
 
-A mask may forbid the wanted token. After the end of its text, a script prefers the tokens in
-`Script.closing`, in this order. Otherwise the model prefers `CLOSING`, which soon ends any JSON
-text. The script goes on as soon as one of its tokens has been chosen.
+A mask may forbid the next token of the script. The model then prefers the tokens in `CLOSING`,
+which soon end any JSON text. After the end of the script's text, it first prefers the tokens in
+`Script.closing`, in this order. The script continues as soon as one of its tokens is chosen.
 
 How it works: the attention of every position selects the script's name in the prompt, and adds the
 one-hot vector of the script to the one-hot vector of the last token. The MLP has one unit per pair
@@ -32,8 +32,8 @@ from safetensors.numpy import save_file
 from tiny_models import llama_config, write_json
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-#: Tokens that the model prefers where the script's token is illegal or there is none, best first.
-#: Stop tokens come before all of them. After ``</think>``, the model prefers a quotation mark.
+#: Tokens that the model prefers if the script's token is illegal or if there is none, best first.
+#: The model prefers stop tokens to all of them. After ``</think>``, it prefers a quotation mark.
 CLOSING = ("</think>", '"', "}", "]", "0", "{", "[", ":", ",", " ", "a")
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
@@ -53,7 +53,7 @@ class Script:
     text
         The text. Names of added tokens are single tokens.
     stop
-        Name of the stop token after the text; empty to repeat the text for ever.
+        Name of the stop token after the text; empty to repeat the text endlessly.
     closing
         Names of added tokens that follow the text if `stop` is illegal, best first.
     spelled
@@ -95,7 +95,7 @@ def write_scripted_model(
     names = {f"<script:{name}>": False for name in scripts}
     all_added = special | (added or {}) | names
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    encode = {byte: char for byte, char in zip(_alphabet_bytes(), _alphabet(), strict=True)}
+    encode = byte_alphabet()
     pieces: dict[bytes, int] = {bytes([byte]): alphabet.index(encode[byte]) for byte in range(256)}
     used: set[bytes] = set()
     paths = {}
@@ -160,8 +160,8 @@ def _cut(
 ) -> list[str | bytes]:
     """Cut a text into names of added tokens and pieces that are not in `used`; add the pieces.
 
-    If `bounded`, a piece ends where an added token begins, so that the token is not spelled. If no
-    cut is found, the text is cut without this rule.
+    If `bounded`, each piece ends before the next added token, so that the token is not spelled. If
+    no such cut exists, the text is cut without this rule.
     """
     parts: list[str | bytes] = []
     data = text.encode()
@@ -194,15 +194,13 @@ def _cut(
     return parts
 
 
-def _alphabet_bytes() -> list[int]:
-    """Return the bytes in the order of the characters of `_alphabet`."""
+def byte_alphabet() -> dict[int, str]:
+    """Return the character with which byte-level tokenizers (GPT-2) write each byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    return [*printable, *(byte for byte in range(256) if byte not in printable)]
-
-
-def _alphabet() -> list[str]:
-    """Return the characters with which byte-level tokenizers write bytes (GPT-2)."""
-    return [*map(chr, _alphabet_bytes()[:188]), *(chr(0x100 + i) for i in range(68))]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(0x100 + i) for i, byte in enumerate(others)
+    }
 
 
 def _weights(
@@ -211,15 +209,17 @@ def _weights(
     transitions: list[tuple[int, int, dict[int, float]]],
     ranks: dict[int, float],
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the config and the weights. Dimension i of the hidden state is token i; the scripts
-    come after the tokens."""
+    """Return the config and the weights.
+
+    The first dimensions of the hidden state represent the tokens, the following ones the scripts.
+    """
     dim = _MAX_SCRIPTS
     hidden = -(-(vocab_size + len(selectors)) // 16) * 16
     inner = -(-(len(transitions) + 1) // 16) * 16
-    one = np.float32(np.sqrt(hidden))  # a single one of the hidden state after the first norm
-    two = np.float32(np.sqrt(hidden / 2))  # one of two ones after the second norm
+    one = np.float32(np.sqrt(hidden))  # value of a one-hot vector's one after the first norm
+    two = np.float32(np.sqrt(hidden / 2))  # value of each of two ones after the second norm
     query, key, value = (np.zeros((dim, hidden), np.float32) for _ in range(3))
-    # The last rotary pair hardly turns, so the score does not depend on the distance.
+    # RoPE hardly rotates the last pair, so the score does not depend on the distance.
     query[dim // 2 - 1, :vocab_size] = 24 / one
     key[dim // 2 - 1, selectors] = 24 / one
     output = np.zeros((hidden, dim), np.float32)

@@ -89,7 +89,7 @@ def test_child_graph_cannot_be_edited_or_moved_again(device: Device, stream: Str
 
 
 def test_child_graph_with_conditional_is_refused(device: Device) -> None:
-    """CUDA allows no conditional nodes in child graphs, so the error comes before the driver's."""
+    """CUDA forbids conditional nodes in child graphs. graft raises an error before CUDA does."""
     child = Graph(device, "child")
     if_(child.lane("x"), condition(child, 1), name="maybe")
     parent = Graph(device, "parent")

@@ -221,10 +221,9 @@ def test_while_body_runs_host_work_through_spinning_kernel(
 def test_host_work_in_body_runs_in_graph_that_is_extended_later(
     device: Device, stream: Stream, module
 ) -> None:
-    """Launches are counted after all nodes, wherever `count_completed` is called.
+    """The node that counts launches depends on all other nodes, also on those added later.
 
-    The graph has a second lane with a second conditional, which is added after the first
-    executable.
+    A second lane with a second conditional is added after the first executable was created.
     """
     calls = []
     data = [device.pinned((1,), "int32") for _ in range(2)]
@@ -260,10 +259,10 @@ def test_host_work_in_body_runs_in_graph_that_is_extended_later(
 
 
 @pytest.mark.parametrize("counts_before", [False, True])
-def test_host_work_in_body_runs_although_earlier_launches_were_counted(
+def test_host_work_in_body_added_after_launches_runs(
     device: Device, stream: Stream, module, counts_before: bool
 ) -> None:
-    """A worker that is new in an old graph serves the body, and then sleeps."""
+    """A worker that joins a graph after launches serves the body, and then sleeps."""
     data = device.pinned((1,), "int32")
     worker = MailboxWorker(wait="park")
     calls = []

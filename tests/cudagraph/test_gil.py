@@ -205,7 +205,7 @@ print(outcome)
 
 
 def test_import_without_gil_is_refused() -> None:
-    """On a free-threaded interpreter whose GIL is disabled, the import says what to change."""
+    """On a free-threaded interpreter without the GIL, the import error says what to change."""
     check_gil(True)
     with pytest.raises(ImportError, match=r"needs the GIL.*-X gil=0"):
         check_gil(False)

@@ -196,7 +196,7 @@ def test_kernel_pack_rejects_values_for_struct(module, value) -> None:
 def test_kernel_parameters_are_parsed_from_source() -> None:
     """The parser handles comments, qualifiers, launch bounds and unnamed parameters.
 
-    A parameter has the kind "other", or no name, if definitions with the same name differ in it.
+    If two kernels have the same name but different parameters, the kinds or names are unknown.
     """
     text = """
     // extern "C" __global__ void commented(int a) {}
@@ -343,7 +343,7 @@ for name in ("a", "b"):
 
 
 def test_kernel_cache_warns_about_failed_writes_once(tmp_path: Path) -> None:
-    """The message of a full disk appears once, not for every kernel, and without source code."""
+    """A warning about a full disk is printed once, not for every kernel, without a source line."""
     done = run_program(WRITING, GRAFT_DEVICE="soft", GRAFT_CACHE=str(tmp_path))
     assert done.returncode == 0
     words = f"compiled kernels cannot be written to the cache {tmp_path}: File too large"

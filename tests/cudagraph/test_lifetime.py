@@ -265,8 +265,8 @@ print(data.to_host()[0], other.to_host()[0])
 def test_launch_without_recorded_event_does_not_count_as_complete() -> None:
     """If the event after a launch cannot be recorded, waiting for the launch raises the error.
 
-    The event of the launch before would say that the executable is idle. The next launch records
-    an event that covers both.
+    Without the error, the event of the previous launch would show that the executable is idle. The
+    event of the next launch covers both launches.
     """
     done = run_program(UNRECORDED, GRAFT_DEVICE="soft", SOFTCUDA_FAIL="cuEventRecord:2:999")
     lines = done.stdout.splitlines()

@@ -50,10 +50,10 @@ def test_mailbox_answers_every_replay_of_unreferenced_graph(device, stream, tran
     run.synchronize(LIMIT_S)
 
 
-def test_mailbox_continues_after_numbers_of_requests_repeat(device, stream, transport, monkeypatch):
+def test_mailbox_continues_after_request_numbers_wrap(device, stream, transport, monkeypatch):
     """Requests are counted up to 2**32 - 1 and then from 1 again.
 
-    The answers and the number of a failed replay stay right.
+    The answers and the replay number in an error remain correct.
     """
     monkeypatch.setattr(mailbox, "FIRST_REQUEST", 2**32 - 6)
     count = [0]
@@ -360,9 +360,9 @@ def test_spinkernel_ends_at_device_deadline(device, stream):
 
 
 def test_late_answer_leaves_next_request_in_place(device, stream):
-    """The device posts its next request although the worker still runs the work of the last one.
+    """The device posts its next request while the worker still runs the work of the previous one.
 
-    The test plays the device: it writes the words that kernels of `spinkernel` in a body write.
+    The test writes the words that the kernels of `spinkernel` in a body would write.
     """
     words = np.zeros((4, mailbox.LINE_WORDS), np.uint32)
     request, answer, timed_out, completed = words[:, 0:1]

@@ -334,7 +334,7 @@ def test_ring_rejects_overwriting_entry_in_use(device: Device) -> None:
     )
 
 
-def test_ring_continues_after_lower_bits_of_numbers_repeat(device: Device) -> None:
+def test_ring_continues_after_replay_numbers_exceed_32_bits(device: Device) -> None:
     """A stamp contains the lower 32 bits of a replay number."""
     ring = Ring(device, 2, {"token": ("int32", (1,))})
     for replay in (2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**40 + 4):

@@ -28,8 +28,8 @@ def in_short_run(variant: Variant) -> bool:
     """Return whether the short test run compiles a variant.
 
     The short run compiles every file with default macros. It also compiles the matrix products with
-    16-bit inputs (macro X16), with one of GATED, WEIGHT8 and BIAS. Of the sizes of linear_many, it
-    compiles the smallest one, because the others take longer.
+    16-bit inputs (macro X16) and one of the macros GATED, WEIGHT8 and BIAS. It compiles linear_many
+    only in the smallest size, because the other sizes take longer.
     """
     if not variant.defines:
         return True
@@ -289,11 +289,11 @@ def test_kernel_report_raises_nvrtc_log_on_compile_error(tmp_path):
         kernel_report.compile_variant(Variant(path), 80)
 
 
-def test_kernels_do_not_ask_for_non_coherent_loads():
+def test_kernels_do_not_request_non_coherent_loads():
     """NVRTC generates ld.nc for ``__ldg`` and for pointers that are const and ``__restrict__``.
 
-    Such loads may return old values of memory that the previous kernel writes: a programmatic edge
-    lets both kernels run at the same time.
+    A programmatic edge lets a kernel run at the same time as the previous one. Non-coherent loads
+    may then return old values of memory that the previous kernel writes.
     """
     asks = re.compile(r"__ldg|__restrict__|\.nc\.")
     comment = re.compile(r"//[^\n]*")

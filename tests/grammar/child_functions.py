@@ -1,4 +1,4 @@
-"""Functions that the tests run in child processes. The module imports little."""
+"""Functions that tests run in child processes. The module imports little to start quickly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ kept = []
 
 
 def keep_memory(size: int, refuse: bool = False) -> int:
-    """Keep memory, as a library does that has run out of memory, and return the process id."""
+    """Keep `size` bytes like a library that has run out of memory, and return the process id."""
     kept.append(bytearray(b"a" * 4096) * (size // 4096))
     if refuse:
         raise GrammarError("the grammar needs too much memory")

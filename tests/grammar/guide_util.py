@@ -372,6 +372,6 @@ SPECS = {
     "dead end": GrammarSpec.ebnf('root ::= "a" ("b" "Z" | "c"*)'),
     "text, then choice": GrammarSpec.choice(["abab", "abc"]).after('a":'),
     "id, then regex": GrammarSpec.regex("(ab|c)+[0-9]*").after(265, required=True),
-    # Texts that begin with the opening "ab" are free text, others are text of the grammar.
+    # Texts that begin with the opening "ab" are free text. Other texts belong to the grammar.
     "opening, then regex": GrammarSpec.regex("(ab?|c)+[0-9]*").after('a":', opening="ab"),
 }

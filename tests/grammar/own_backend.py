@@ -1,4 +1,4 @@
-"""Grammar backends of users, which tests name as ``own_backend:attribute``."""
+"""User-defined grammar backends. Tests refer to them by import names like ``own_backend:fail``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from graft.grammar import GrammarError, XGrammarBackend
 
 
 class OwnBackend(XGrammarBackend):
-    """Backend that counts nothing and enforces what XGrammar enforces."""
+    """XGrammar's backend under another name."""
 
     name = "own"
 
 
 class UnfinishedBackend(ReferenceLLGuidance):
-    """Backend whose matchers or whose compilation fail for some grammars."""
+    """Backend that fails for some grammars: during compilation, or when a mask row is filled."""
 
     def compile(self, spec):
         if spec.text == "compile+":

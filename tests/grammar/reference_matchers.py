@@ -184,7 +184,7 @@ class XGrammarMatcher(Matcher):
     """XGrammar's own Python matcher, restricted to tokens with text and the request's stop ids.
 
     The class avoids calls for which XGrammar would print a warning. A token is illegal if the text
-    that ends with this token could not be continued to UTF-8.
+    up to its end cannot be the beginning of valid UTF-8.
     """
 
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
@@ -232,16 +232,10 @@ class XGrammarMatcher(Matcher):
 
 @functools.cache
 def _may_be_utf8(last: bytes, text: bytes) -> bool:
-    """Return whether all characters of a text begin as Python's decoder accepts them.
+    """Return whether the first two bytes of each character of a text are valid UTF-8.
 
-    XGrammar itself refuses texts with a missing or an additional byte of a character.
-
-    Parameters
-    ----------
-    last
-        The byte before the text, or nothing.
-    text
-        The text.
+    XGrammar itself refuses texts in which a character has too few or too many bytes. `last` is the
+    byte before the text; it is empty at the beginning.
     """
     data = last + text
     for lead, second in itertools.pairwise(data):

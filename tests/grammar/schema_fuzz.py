@@ -5,11 +5,12 @@ from it in both directions:
 
 * Random walks over the token bitmasks generate texts, which must satisfy the schema. A walk never
   reaches a state without a legal token.
-* Random values near the schema are written as JSON. A valid value is accepted in one of its
-  spellings, unless `Route.narrowed` names a reason. An invalid value is not accepted.
+* Random values that satisfy the schema, or nearly do, are written as JSON. A valid value must be
+  accepted in at least one of its spellings, unless `Route.narrowed` names a reason. An invalid
+  value must not be accepted.
 
-jsonschema decides with exact numbers: numbers are parsed as integers and decimal fractions. If an
-object repeats a name, the last value counts, as in most JSON parsers.
+The oracle is jsonschema with exact numbers: numbers are parsed as integers and decimal fractions.
+If an object repeats a name, the last value counts, as in most JSON parsers.
 """
 
 from __future__ import annotations
@@ -74,13 +75,13 @@ class Outcome(NamedTuple):
     Attributes
     ----------
     status
-        ``exact``, ``refused``, ``impossible``, or ``endless`` if jsonschema cannot decide.
+        ``exact``, ``refused``, ``impossible``, or ``endless`` if jsonschema would not terminate.
     problems
         Description of each violation.
     texts
         Number of generated texts.
     values
-        Number of valid and of invalid values.
+        Number of valid values, and number of invalid values.
     excused
         Number of valid values that were refused for a reason that the route names.
     """
@@ -327,7 +328,7 @@ def parse(text: str) -> Any:
 
 
 def judge(schema: Any) -> Callable[[Any], bool]:
-    """Return a function that returns whether jsonschema accepts a value of `parse`."""
+    """Return a function that tells whether jsonschema accepts a value that `parse` has returned."""
     cls = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
     cls = jsonschema.validators.extend(cls, {"uniqueItems": _unique_items})
     document = _for_python(parse(json.dumps(schema)))
@@ -341,7 +342,7 @@ def judge(schema: Any) -> Callable[[Any], bool]:
 
 
 def _unique_items(validator: Any, is_unique: bool, value: Any, schema: Any) -> Iterator[Any]:
-    """Yield an error for an array with equal items, some of which jsonschema itself misses."""
+    """Yield an error for an array with equal items. jsonschema itself misses some of them."""
     if not is_unique or not isinstance(value, list):
         return
     for item, other in itertools.combinations(value, 2):
@@ -358,10 +359,10 @@ def _equality_key(value: Any) -> Any:
 
 
 def leads_back(document: Any) -> bool:
-    """Return whether a definition applies to the values that it applies to, which has no end."""
+    """Return whether a definition refers to itself for the same value, so checks never end."""
 
     def applied(part: Any) -> set[str]:
-        """Return the definitions that apply to each value of a schema."""
+        """Return the definitions that a schema applies to the same value."""
         if not isinstance(part, dict):
             return set()
         found = {part["$ref"][8:]} if "$ref" in part else set()
@@ -380,7 +381,7 @@ def leads_back(document: Any) -> bool:
 
 
 def _for_python(part: Any, keyword: str = "") -> Any:
-    """Return a schema in which ``$`` of patterns does not match before a line feed at the end."""
+    """Return the schema with patterns in which ``$`` does not match before a final line feed."""
     if isinstance(part, list):
         return [_for_python(item) for item in part]
     if not isinstance(part, dict) or keyword in ("enum", "const"):
@@ -551,8 +552,8 @@ def mutated(value: Any, rng: random.Random) -> Any:
 def spellings(value: Any) -> Iterator[str]:
     """Yield JSON texts of a value.
 
-    The texts differ in the order of names, in the number of zeros at the end of fractions, and in
-    the last text, integers have a fraction.
+    The texts differ in the order of names and in the number of trailing zeros of fractions. In the
+    last text, integers have a fraction, too.
     """
     for ordered in itertools.islice(_orders(value), _MAX_ORDERS):
         plain = _written(ordered, 0, 0)
@@ -640,7 +641,7 @@ def check_random_schema(
     texts, values
         Numbers of texts and values.
     backend
-        Backend whose vocabulary one further text is generated with.
+        Backend with another vocabulary. One more text is generated with it.
     """
     rng = random.Random(seed)
     schema = random_schema(rng)

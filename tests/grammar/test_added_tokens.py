@@ -86,7 +86,7 @@ def backend(request, vocabulary, llguidance) -> GrammarBackend:
 
 
 def legal_ids(vocabulary: Vocabulary, text: bytes, texts: Iterable[bytes]) -> set[int]:
-    """Return the ids with text that continue `text` to a beginning of one of `texts`."""
+    """Return the ids with text after which `text` is still the beginning of one of `texts`."""
     left = [full[len(text) :] for full in texts if full.startswith(text)]
     tokens = enumerate(vocabulary.tokens)
     return {token for token, t in tokens if t and any(rest.startswith(t) for rest in left)}
@@ -104,8 +104,8 @@ def test_added_token_has_text_unless_special(tokenizer, vocabulary):
         assert tokenizer.decode([token]) == ""
 
 
-def test_added_tokens_are_legal_where_text_is(tokenizer, vocabulary, backend):
-    """In a choice, exactly the ids that continue an option are legal, at each position."""
+def test_added_token_is_legal_where_its_text_is_legal(tokenizer, vocabulary, backend):
+    """At each position of a choice, exactly the ids that continue an option are legal."""
     options = ["<think>é\n</think>", "<tool_call>   <think>", "x[CALL]<|end_call|>"]
     matcher = backend.compile(GrammarSpec.choice(options)).matcher()
     texts = [option.encode() for option in options]
@@ -143,7 +143,7 @@ def test_added_token_opens_and_closes_tool_call(tokenizer, vocabulary, backend):
 
 
 def test_special_token_is_illegal_in_free_text(tokenizer, vocabulary, backend):
-    """No bytes of a string or of free text reach a special token that the grammar does not name."""
+    """Strings and free text contain no special token that the grammar does not name."""
     special = {tokenizer.token_to_id(text) for text in SPECIAL_TOKENS} - set(vocabulary.stop_ids)
     grammars = [
         (GrammarSpec.regex(r"(.|\n)*"), "a [CA"),
@@ -161,8 +161,8 @@ def test_special_token_is_illegal_in_free_text(tokenizer, vocabulary, backend):
 def test_named_text_token_ends_free_text(tokenizer, vocabulary, llguidance):
     """In a grammar that names a token with text, only this id is legal where the token is named.
 
-    The spelling of the token is then free text, also as a part of a longer token. Other added
-    tokens stay text.
+    The spelling of the token is then ordinary free text, also within a longer token. Other added
+    tokens remain text.
     """
     think, end = (tokenizer.token_to_id(name) for name in ("<think>", "</think>"))
     call = tokenizer.token_to_id("<tool_call>")
@@ -194,8 +194,8 @@ def tag(begin: str, content: dict[str, Any], end: str) -> dict[str, Any]:
 FREE = {"type": "any_text"}
 JSON = {"type": "json_schema", "json_schema": SCHEMA}
 CALLS = [tag("[CALL]f", JSON, "<|end_call|>"), tag("[CALL]g", JSON, "}<|end_call|>!")]
-#: Grammars with special tokens in the texts of tags. In the texts that fit and in those that do
-#: not, "@" stands for the token [CALL], and "$" for <|end_call|>.
+#: Grammars with special tokens in the texts of tags, texts that match, and texts that do not. In
+#: these texts, "@" is the token [CALL], and "$" is the token <|end_call|>.
 SPECIAL_TAGS = {
     "structural_tag": (
         GrammarSpec.structural_tag(
@@ -255,7 +255,9 @@ SPECIAL_TAGS = {
 
 
 @pytest.mark.parametrize("name", SPECIAL_TAGS)
-def test_special_token_may_stand_for_its_name_in_tags(tokenizer, vocabulary, llguidance, name):
+def test_special_token_is_legal_instead_of_its_name_in_tags(
+    tokenizer, vocabulary, llguidance, name
+):
     """A special token is legal where its name begins or ends a tag, and nowhere else."""
     grammar, fits, differs = SPECIAL_TAGS[name]
     spec = grammar

@@ -242,7 +242,7 @@ def test_structural_format_automaton_has_masks_of_llguidance(name):
 
 
 def test_structural_format_with_special_tokens_has_no_automaton():
-    """An automaton could not read the token."""
+    """An automaton reads bytes, and special tokens have none."""
     tokens = [bytes([byte]) for byte in range(256)] + [b"", b""]
     vocabulary = Vocabulary(tokens, 258, [256], {"<a>": 257})
     spec = GrammarSpec.structural_format(tag("<a>", OBJECT, ""))

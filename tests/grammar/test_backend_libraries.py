@@ -346,7 +346,7 @@ def unusable_xgrammar(tmp_path, monkeypatch):
 
 
 def test_auto_backend_falls_back_to_llguidance(unusable_xgrammar, serve, caplog):
-    """LLGuidance serves what it can, and ``check`` and the service refuse the same grammars."""
+    """LLGuidance compiles what it supports. ``check`` and the service refuse the same grammars."""
     service = serve("auto", byte_vocabulary(273))
     served = GrammarSpec.ebnf('root ::= "a" [0-9]')
     served.check()

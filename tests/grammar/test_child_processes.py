@@ -143,7 +143,7 @@ def test_child_process_replaces_killed_or_stopped_process(child, number, state):
 
 
 def test_killed_idle_processes_do_not_stay_as_zombies(child):
-    """The next call in any child process reaps them."""
+    """The next call of any child process reaps the killed processes."""
     others = [ChildProcess() for _ in range(2)]
     pids = [running_process_id(other) for other in others]
     for pid in pids:
@@ -257,7 +257,7 @@ def test_child_process_that_keeps_memory_is_replaced(monkeypatch, outcome):
     child.close()
 
 
-def test_child_process_crash_out_of_memory_names_the_limit(monkeypatch):
+def test_child_process_crash_at_memory_limit_names_the_limit(monkeypatch):
     """A crash at the memory limit has the same message as an orderly refusal."""
     monkeypatch.setattr(process_module, "_MAX_CRASHES", 1)
     child = ChildProcess(1 << 27, preload=("child_functions",))

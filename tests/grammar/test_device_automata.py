@@ -368,11 +368,11 @@ def test_automaton_table_that_cannot_fit_evicts_no_other(device, stream, shape):
 
 
 @pytest.mark.parametrize("in_use", [0, 1])
-def test_automaton_table_evicts_only_tables_in_its_place(device, stream, shape, caplog, in_use):
-    """Nothing is evicted for a table that does not fit next to tables with users.
+def test_automaton_table_evicts_only_tables_in_its_range(device, stream, shape, caplog, in_use):
+    """If a table does not fit because other tables have users, no table is evicted.
 
-    Three tables fill the memory. The large table needs the places of two neighbours. It does not
-    fit while the middle one has a user.
+    Three small tables fill the memory. The large table needs the memory of two adjacent tables, so
+    it does not fit while the middle table has a user.
     """
     small = [GrammarSpec.choice([f"{letter}{letter}"]) for letter in "abc"]
     large = GrammarSpec.choice(["dd" * 30])
@@ -395,7 +395,9 @@ def test_automaton_table_evicts_only_tables_in_its_place(device, stream, shape, 
     assert counters["tables_refused"] == (3 if in_use else 0)
     assert len(caplog.records) == in_use  # only the first refusal is a warning
     if not in_use:
-        assert rig.join(2, 9, compiled(small[2]).matcher())  # the least recently used ones are gone
+        assert rig.join(
+            2, 9, compiled(small[2]).matcher()
+        )  # the least recently used tables were evicted
         assert rig.automata.counters()["tables_evicted"] == 2
 
 

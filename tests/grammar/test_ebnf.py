@@ -1,7 +1,7 @@
 """Tests of EBNF grammars with LLGuidance, whose lexer is greedy.
 
-The oracle is a recognizer that knows neither terminals nor a lexer: it computes where each
-expression can end, for all rules at once, until nothing changes.
+The oracle is a recognizer without terminals and a lexer. For all rules at once, it computes the
+positions at which each expression can end, until nothing changes.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class Recognizer:
 TEXTS = ["".join(t) for length in range(6) for t in itertools.product(ALPHABET, repeat=length)]
 
 
-def spelled(compiled, texts: list[str]) -> set[str]:
-    """Return the texts that a grammar accepts, found by a walk over the legal bytes."""
+def accepted_texts(compiled, texts: list[str]) -> set[str]:
+    """Return all accepted texts that are at most as long as the longest of `texts`."""
     matcher = compiled.matcher()
     longest = max(map(len, texts))
     found = set()
@@ -154,7 +154,7 @@ def test_random_ebnf_grammars_have_exactly_their_texts(backend, seeds):
         except GrammarError:
             assert not expected, text
             continue
-        assert spelled(compiled, TEXTS) == expected, text
+        assert accepted_texts(compiled, TEXTS) == expected, text
         recursive += lark_grammar(text, "root").startswith("start: r")
     assert recursive > len(seeds) // 5
 
@@ -203,7 +203,7 @@ def test_recursive_ebnf_grammar_keeps_long_terminals(backend):
 
 
 def test_ebnf_terminals_with_many_states_are_split(backend, monkeypatch):
-    """Without the limits of states and positions, the terminals are longer."""
+    """With small limits of states and positions, terminals are split. The texts are the same."""
     text = 'root ::= "x" | "(" root ")" | [ab]* "a" [ab]{6} "c"'
     whole = lark_grammar(text, "root")
     for limit in ("_MAX_STATES", "_MAX_STEPS", "_MAX_POSITIONS"):
@@ -219,11 +219,11 @@ def test_ebnf_terminals_with_many_states_are_split(backend, monkeypatch):
     "rest", ['"b" x', 'x "b"', "x", '"b"? x', '"b" x{2,3} | "c" x', '[^a] y\ny ::= "b" x']
 )
 def test_ebnf_options_without_finite_text_are_never_begun(backend, rest):
-    """Each of these rules x would need an endless text."""
+    """Each of these rules x has only endless texts."""
     compiled = backend.compile(
         GrammarSpec.ebnf(f'root ::= "a" | "b" x | "ab" x{{0,2}}\nx ::= {rest}')
     )
-    assert spelled(compiled, ["bbbb"]) == {"a", "ab"}
+    assert accepted_texts(compiled, ["bbbb"]) == {"a", "ab"}
     with pytest.raises(GrammarError, match='the root rule "root" has no text'):
         backend.compile(GrammarSpec.ebnf(f"root ::= x+\nx ::= {rest}"))
 
@@ -233,7 +233,7 @@ def test_ebnf_options_without_finite_text_are_never_begun(backend, rest):
     ["[a-z]{0,1000}", "(([a-z]{0,9}){0,9}){0,9}", "([a-z]? [0-9]?){500}", '(""){1000000000}'],
 )
 def test_ebnf_translation_counts_few_connections(backend, string):
-    """The connections of a terminal determine the time of the search for conflicts."""
+    """The time to search for conflicts grows with the number of connections in a terminal."""
     node = llguidance_ebnf._Parser(f"root ::= {string}").parse()["root"]
     positions = llguidance_ebnf._Positions.of(node)
     connections = sum(map(len, positions.following))
@@ -269,8 +269,8 @@ def test_ebnf_errors_state_the_cause(backend, text, message):
         GrammarSpec("ebnf", text).check("llguidance")
 
 
-def test_ebnf_names_agree_with_xgrammar(backend, xgrammar):
-    """Both libraries read the notation alike."""
+def test_ebnf_texts_agree_with_xgrammar(backend, xgrammar):
+    """Both libraries accept the same texts for grammars in this notation."""
     for text in EXAMPLES:
         spec = GrammarSpec.ebnf(text, text.partition(" ")[0])
         grammars = backend.compile(spec), xgrammar.compile(spec)

@@ -230,7 +230,7 @@ def test_compile_service_survives_failed_automaton(serve):
 
 
 def test_compile_service_builds_automata_of_closed_services(serve, monkeypatch):
-    """A grammar whose automaton a closed service has not built gets it in another service."""
+    """If a service is closed before it builds an automaton, another service builds it."""
     spec = GrammarSpec.regex("shared[0-9]+")
     first, second = [serve("llguidance", late_automata=True) for _ in range(2)]
     with monkeypatch.context() as patch:
@@ -245,9 +245,9 @@ def test_compile_service_builds_automata_of_closed_services(serve, monkeypatch):
 
 
 class ExitingBackend(GatedBackend):
-    """A backend that raises SystemExit when a grammar is compiled, measured or gets an automaton.
+    """A backend that raises SystemExit while it loads or measures a grammar or builds an automaton.
 
-    The pattern of the grammar says when: "exit_load", "exit_nbytes" or "exit_automaton".
+    The pattern of the grammar selects the time: "exit_load", "exit_nbytes" or "exit_automaton".
     """
 
     class Grammar(CompiledGrammar):
@@ -474,7 +474,7 @@ def test_grammar_cache_counts_everything_it_holds(serve):
 def test_compile_service_drops_callbacks(serve, pattern):
     """A cached grammar or refusal keeps alive neither callbacks nor the frames of its waiters.
 
-    The futures of waiters are dead once the waiters drop them.
+    Nothing keeps a future alive once its waiter drops it.
     """
 
     class Waiter:

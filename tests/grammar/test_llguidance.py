@@ -196,7 +196,7 @@ STOP_TERMINALS = {
 
 @pytest.mark.parametrize("text", STOP_TERMINALS)
 def test_terminal_that_is_a_stop_id_is_the_last_token(text):
-    """Such a token ends the request, so it is legal only where the grammar can end after it."""
+    """A stop id ends the request, so it is legal only where the grammar can end after it."""
     backend = LLGuidanceBackend(byte_vocabulary(names={"<|eom|>": OTHER_STOP}))
     matcher = backend.compile(GrammarSpec.lark(text)).matcher()
     assert not matcher.accept(OTHER_STOP) and matcher.accept(ord("a"))
@@ -231,7 +231,7 @@ def test_tag_ends_with_a_stop_id():
 
 
 def test_finished_matcher_is_reset_without_the_gil():
-    """Python drops a matcher with the GIL. Other threads run while LLGuidance computes its mask."""
+    """Other threads run while LLGuidance resets a matcher that Python has dropped."""
     backend = LLGuidanceBackend(vocabulary())
     turns = 0
     running = True

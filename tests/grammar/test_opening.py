@@ -1,6 +1,6 @@
-"""Tests of markers with an opening: free text or, without the opening, text of the grammar.
+"""Tests of markers with an opening: an output is free text only if it begins with the opening.
 
-The oracle knows the texts of the grammar and decides about the bytes of all tokens together.
+The oracle has a list of the grammar's texts, and decides on the joined bytes of all tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from graft.grammar.backends.xgrammar import XGrammarBackend
 
 OPENING = b"<think>"
 END = b"</think>"
-#: Texts of the grammar. The first characters of some can also be those of the opening, and one text
-#: begins with the opening, so that only free text can follow.
+#: Texts of the grammar. Some of them share their first characters with the opening. One text begins
+#: with the opening, so the output is then free text.
 TEXTS = [b"ok", b"<thin", b"<table>", b"\n<t", b"<think>no", b"  </think>x"]
 LONGER = [
     *(b"<think>", b"</think>", b"<th", b"ink>", b"ink>\n", b"think>a</think>", b"</think>o"),
@@ -79,7 +79,7 @@ def is_possible(tokens: list[int], required: bool, texts: list[bytes] = TEXTS) -
 
 
 def text_of(tokens: list[int]) -> bytes:
-    """Return the text of tokens, in which the byte 0xff stands for each token without text."""
+    """Return the text of tokens, with the byte 0xff for each token without text."""
     pieces = (TOKENS[token] if 0 <= token < len(TOKENS) else b"" for token in tokens)
     return b"".join(piece or b"\xff" for piece in pieces)
 
@@ -162,7 +162,7 @@ def test_special_tokens_open_and_end_free_text(name):
 
 
 def test_matcher_of_python_backend_with_opening():
-    """The matcher of the grammar returns to its start also if it is written in Python."""
+    """A matcher that is written in Python also returns to its start after the opening."""
     spec = GrammarSpec.choice(["<x", "ok"]).after("</think>", opening="<think>")
 
     class Backend(LLGuidanceBackend):

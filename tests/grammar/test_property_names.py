@@ -1,4 +1,4 @@
-"""Tests of property names: their spelling in JSON, their number, and names that are used up."""
+"""Tests of property names: their spelling in JSON, their number, and names already in use."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_escaped_name_does_not_evade_schema(schema: dict[str, Any], text: str, k
 
 
 def test_values_next_to_compared_names_keep_control_characters():
-    """Strings lose control characters only next to patterns, and the route says so."""
+    """Strings lose control characters only in schemas with patterns; the route reports the loss."""
     found = route({"type": "object", "properties": {"a": {"type": "string"}}})
     assert Grammar.routed(found).accepts('{"a": "\\u001b\\u000a", "\\u001b": 1}')
     assert set(found.narrowed) == set(found.ordered)
@@ -103,7 +103,7 @@ def test_no_comma_is_legal_when_all_names_are_used(schema: dict[str, Any]):
 
 
 def test_reference_to_endless_value_is_not_produced():
-    """A definition that only endless values satisfy is as ``false``."""
+    """A definition that only endless values satisfy is treated as ``false``."""
     endless = {
         "type": "object",
         "required": ["n"],
@@ -138,7 +138,7 @@ def test_repeated_name_does_not_count_twice(schema: dict[str, Any], narrowed: bo
     assert not grammar.accepts('{"c": 1, "c": 2}') and not grammar.accepts('{"a": 1, "a": 2}')
 
 
-def test_several_names_that_are_not_listed_are_refused():
+def test_min_properties_of_several_unlisted_names_is_refused():
     """LLGuidance cannot require that two names differ."""
     schema = {"type": "object", "minProperties": 2}
     [reason] = route(schema).reasons
@@ -186,7 +186,7 @@ def test_unique_items_are_enforced_in_each_draft(draft: str):
     assert grammar.accepts("[1, 2]") and not grammar.accepts("[1, 1]")
 
 
-def test_unique_items_next_to_prefix_items_are_refused():
+def test_unique_items_with_prefix_items_are_refused():
     schema = {"prefixItems": [{"type": "string"}], "items": {"enum": [1, 2]}, "uniqueItems": True}
     [reason] = route({"type": "array", **schema}).reasons
     assert reason.keyword == "uniqueItems"
@@ -218,7 +218,7 @@ def test_dollar_sign_does_not_match_before_line_feed():
         assert grammar.accepts('{"a\\n": 1}') and not grammar.accepts('{"a\\n": null}')
 
 
-def test_keywords_depend_on_each_other_around_an_applicator():
+def test_keywords_separated_by_an_applicator_are_enforced_together():
     """LLGuidance reads the keywords before and after ``anyOf`` as two schemas."""
     either = {"anyOf": [{"type": "object"}, {"type": "array"}]}
     patterns = {"patternProperties": {"^a": {"type": "null"}}}

@@ -168,9 +168,9 @@ STRINGS = [
 
 @pytest.mark.parametrize("schema, safe", STRINGS, ids=lambda value: json.dumps(value))
 def test_xgrammar_strings_are_json_or_refused(xgrammar, schema, safe):
-    """Random outputs prefer the characters that JSON strings must escape. `partial` changes this.
+    """Outputs are JSON. Schemas for which XGrammar cannot ensure this are refused, or partial.
 
-    A partial schema is accepted, and its outputs are JSON too.
+    The random outputs prefer the characters that JSON strings must escape.
     """
     if not safe:
         for call in (xgrammar.compile, GrammarSpec.check):
@@ -256,7 +256,7 @@ def test_xgrammar_free_text_ends_at_the_first_end_or_is_refused(xgrammar, ends):
 
 
 def test_xgrammar_refuses_triggers_that_overlap_with_begins(xgrammar):
-    """Only where free text precedes a tag that must occur, XGrammar does not see the trigger."""
+    """XGrammar misses a trigger only where free text precedes a tag that must occur."""
     for begin, is_refused in ((">>", True), ("<a", False), ("aba", True)):
         tag = StructuralTag.of(begin, {"type": "integer"}, ".")
         for options in ({}, {"at_once": True}):
@@ -273,7 +273,7 @@ def test_xgrammar_refuses_triggers_that_overlap_with_begins(xgrammar):
 
 
 def test_xgrammar_backend_keeps_nothing_of_stop_ids():
-    """Matchers with a set of stop ids of their own accept these ids and leave no trace of them."""
+    """A matcher accepts its own stop ids. The backend stores nothing about them."""
     backend = XGrammarBackend(byte_vocabulary())
     compiled = backend.compile(GrammarSpec.regex("a+"))
     sizes = {name: len(value) for name, value in vars(backend).items() if hasattr(value, "__len__")}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
+from scripted_model import byte_alphabet
 from tiny_models import (
     edit_tensors,
     llama_config,
@@ -20,8 +21,6 @@ from tiny_models import (
     write_json,
 )
 from tokenizers import decoders, models, pre_tokenizers
-
-from graft.grammar.vocabulary import byte_level_bytes
 
 EOS = 0
 BOS = 1
@@ -86,11 +85,6 @@ class Script:
             if count == max_tokens:
                 return "length", tokens, text
         return "stop", [*self.ids[start:], EOS], text
-
-
-def byte_alphabet() -> dict[int, str]:
-    """Return the character that stands for each byte in byte-level pieces."""
-    return {byte_level_bytes(char)[0]: char for char in pre_tokenizers.ByteLevel.alphabet()}
 
 
 def make_bigram_model(folder: Path, script: Script) -> dict:

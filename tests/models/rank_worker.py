@@ -172,7 +172,7 @@ def idle(ranks: RankGroup, stderr_file: str) -> None:
 
 
 def main(case: str, path: str) -> int:
-    """Run a case. `path` is the file of stderr, or the model of the case "architecture"."""
+    """Run a case. `path` is the file for stderr; in the case "architecture", it is the model."""
     if case == "idle":
         idle(RankGroup.from_mpi(2.0), path)
         return 1

@@ -26,7 +26,7 @@ def test_checkpoint_returns_tensors_exactly(tmp_path, dtype, shards):
 
 
 def test_checkpoint_index_takes_precedence_over_single_file(tmp_path):
-    """A model.safetensors beside an index is read only if the index lists it."""
+    """A model.safetensors in a folder with an index is read only if the index lists it."""
     written = make_tiny_llama(tmp_path, shards=3)
     stray = tmp_path / "model.safetensors"
     save_file({"model.norm.weight": np.zeros(48, np.float32)}, stray)

@@ -162,7 +162,7 @@ def test_llama_config_rejects_unreadable_files(
     ],
 )
 def test_rope_accepts_equivalent_forms(scaling, more):
-    """Two sections that say the same in other forms agree. An empty section counts as absent."""
+    """Two sections with equivalent contents are accepted. An empty section counts as absent."""
     parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     fields = {"rope_parameters": parameters, "rope_scaling": scaling, **more}
     assert read(**fields).rope == Rope(10000.0, Linear(2.0))
@@ -204,7 +204,7 @@ def test_rope_rejects_contradicting_fields(fields, words):
 
 
 def test_yarn_fields_default_as_in_transformers():
-    """The original length and the factor follow from each other and from the maximum length."""
+    """If the original length or the factor is absent, it follows from the other fields."""
     whole = {**YARN, "original_max_position_embeddings": None}
     assert read(rope_scaling=whole).rope.scaling.original == 256
     assert read(rope_scaling=whole, original_max_position_embeddings=32).rope.scaling.original == 32
@@ -222,7 +222,7 @@ FREQUENCIES = json.loads((FIXTURES / "rope_scaling" / "frequencies.json").read_t
 def test_rope_frequencies_equal_transformers_at_real_sizes(case):
     """Frequencies and attention factors equal those of transformers, in both forms of the config.
 
-    The table has cosines and sines multiplied by the attention factor.
+    The RoPE table contains the cosines and sines, multiplied by the attention factor.
     """
     wanted = FREQUENCIES[case]
     fields = {**wanted["config"], "num_key_value_heads": None, "head_dim": None}
@@ -260,7 +260,7 @@ def test_llama_config_max_length_includes_rope_scaling(scaling, length):
 
 
 def test_rope_scaling_by_length_depends_on_maximum_length_only():
-    """LongRoPE and dynamic scaling have one table for all sequences up to a maximum length."""
+    """With LongRoPE and dynamic scaling, all sequences use the table of the maximum length."""
     config = read(rope_scaling=LONG_ROPE)
     tables = {n: config.for_length(n, "model").rope.table(8, 8) for n in (64, 65, 256)}
     assert not np.array_equal(tables[64], tables[65])
@@ -274,7 +274,7 @@ def test_rope_scaling_by_length_depends_on_maximum_length_only():
     np.testing.assert_array_equal(config.rope.frequencies(8), wanted)
 
 
-#: Fields of published configs that matter, by model.
+#: Relevant fields of published configs, by model.
 PUBLISHED = {
     "Qwen2.5-7B-Instruct": {
         "architectures": ["Qwen2ForCausalLM"],
@@ -369,7 +369,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_read(name):
-    """Configs of models that people run are accepted, without a window and with their lengths."""
+    """Configs of popular models are accepted, with the right length and without a window."""
     config = LlamaConfig.from_dict(PUBLISHED[name])
     assert config.sliding_window is None and config.head_dim == 128
     lengths = {"Qwen3-8B with YaRN": 131072}

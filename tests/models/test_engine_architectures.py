@@ -51,7 +51,7 @@ def test_engine_outputs_do_not_depend_on_speculation_in_other_architectures(make
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash"])
 def test_draft_heads_work_with_other_architectures(make, tmp_path, kind):
-    """Heads draft for a Qwen2 with YaRN, and read the RoPE scaling of their own config."""
+    """Draft heads work with a Qwen2 with YaRN, and use the RoPE scaling of their own config."""
     target = make("target", **QWEN2, rope_scaling=YARN)
     drafter = tmp_path / "drafter"
     if kind == "eagle3":
@@ -81,7 +81,7 @@ def rope_table_of(drafter):
 
 
 def test_engine_refuses_max_length_beyond_sliding_window(make):
-    """The engine accepts a sliding window of the target or of a drafter up to its size."""
+    """`max_length` must not exceed the sliding window of the target or of a drafter."""
     target = make("target", **MISTRAL, sliding_window=128)
     drafter = make("drafter", **MISTRAL, sliding_window=64)
     request = Request(tokens=[5, 6, 7], max_tokens=2)
@@ -94,7 +94,7 @@ def test_engine_refuses_max_length_beyond_sliding_window(make):
 
 
 def test_migration_rejects_other_rope_factors(make):
-    """The cached keys of engines with other LongRoPE factors, chosen by max_length, differ."""
+    """Engines whose `max_length` selects different LongRoPE factors have different cached keys."""
     scaling = {
         "rope_type": "longrope",
         "short_factor": [1.0] * 4,

@@ -89,7 +89,7 @@ def set_nan(file, name):
 
 @pytest.mark.parametrize("options", [{}, {"draft_tree": (2, 2)}], ids=["chain", "tree"])
 def test_engine_reports_drafter_with_nan_logits(tmp_path, caplog, options):
-    """The outputs are those without a drafter, and one warning names the cause."""
+    """The outputs equal those without a drafter, and one warning names the cause."""
     requests = [
         Request(tokens=[40], max_tokens=150, temperature=4.0, seed=1, min_tokens=149),
         *mixed_requests(2),
@@ -112,7 +112,7 @@ def test_engine_reports_drafter_with_nan_logits(tmp_path, caplog, options):
 
 
 def test_engine_reports_nan_logits(target):
-    """If weights are NaN, requests with and without a grammar fail with an error about logits."""
+    """If a weight is NaN, requests with and without a grammar fail with an error about logits."""
     set_nan(target / "model.safetensors", "model.norm.weight")
     with Engine(target, max_batch_size=2) as engine:
         free, guided = engine.generate([Request(tokens=[40], max_tokens=4), *mixed_requests(1)])

@@ -1,4 +1,4 @@
-"""Engines that have run for months: replay numbers and slot epochs that exceed 32 bits."""
+"""Engines that have run for months, whose replay numbers and slot epochs exceed 32 bits."""
 
 from dataclasses import replace
 
@@ -13,8 +13,8 @@ from graft.cudagraph.pinned import replay_word
 from graft.models.engine.slots import MAX_EPOCH
 from graft.models.modes.loop.replays import LoopReplays
 
-#: Numbers near which a run begins. The lower 32 bits of a replay number become negative, are
-#: negative from the first use of a slot on, or repeat.
+#: Replay numbers at which a run begins. During the run, the lower 32 bits become negative, or are
+#: negative from the first use of a slot on, or begin to repeat.
 NUMBERS = [2**31 - 8, 2**31 + 1000, 2**32 - 8]
 OPTIONS = {
     "rounds": {},
@@ -35,7 +35,7 @@ QUICK = [("rounds", number) for number in NUMBERS] + [
 
 
 def continue_from(engine, number):
-    """Continue the numbers of replays after `number`, and the epochs before their greatest one."""
+    """Continue the replay numbers after `number`, and the epochs just before the greatest one."""
     engine.synchronize()
     replays = engine._replays
     parts = engine._parts
@@ -64,7 +64,7 @@ def cases():
 
 
 @pytest.mark.parametrize("name, number", cases())
-def test_engine_continues_after_replay_numbers_repeat(name, number):
+def test_engine_continues_after_replay_numbers_exceed_32_bits(name, number):
     """Outputs and drafts are the same whatever the numbers of replays and epochs are."""
     options = {"max_batch_size": 2, "grammar_budget_us": None, **OPTIONS[name]}
     requests = [*mixed_requests(3, max_tokens=40), replace(FREE, max_tokens=30)]
@@ -87,7 +87,7 @@ def test_engine_continues_after_replay_numbers_repeat(name, number):
     assert found[0] == found[1]
 
 
-def test_replay_word_is_the_lower_half_of_a_number():
+def test_replay_word_is_the_lower_32_bits():
     numbers = [1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**32 + 5, 2**40 + 7]
     words = [replay_word(number) for number in numbers]
     assert words == np.array(numbers, np.int64).astype(np.int32).tolist()

@@ -243,8 +243,8 @@ def test_drafter_continues_after_rounds_without_drafts(options):
     tokens.
     """
     always = drafts_by_position([3] * 60, **options)
-    # If all drafts are accepted, a round commits four tokens. The pause commits eight tokens one by
-    # one, so that both runs have rounds at the same positions again.
+    # If all drafts are accepted, a round commits four tokens. During the pause, eight rounds commit
+    # one token each, so that later rounds are at the same positions in both runs.
     paused = drafts_by_position([3] * 3 + [0] * 7 + [3] * 60, **options)
     assert sum(not ids for ids, _ in paused.values()) >= 4
     both = [n for n in always if n in paused and paused[n][0]]

@@ -1,4 +1,4 @@
-"""Memory of finished requests: the engine keeps nothing of them, whatever it caches."""
+"""Memory of finished requests: the engine keeps no reference to them, whatever it caches."""
 
 import ctypes
 import gc
@@ -95,5 +95,5 @@ print(closed - resident())
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
 def test_closed_engine_returns_memory_to_the_system():
-    """The C library keeps no free memory of grammars for itself."""
+    """After an engine is closed, the C library returns the memory of its grammars to the system."""
     assert int(output_of(CLOSED)) < 8  # MiB; measured: 0, and 25 without return_free_memory

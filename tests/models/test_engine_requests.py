@@ -202,7 +202,7 @@ ILL_TYPED_FIELDS = {
 
 
 @pytest.mark.parametrize("fields", ILL_TYPED_FIELDS.values(), ids=ILL_TYPED_FIELDS)
-def test_ill_typed_request_does_not_affect_others(engine, fields):
+def test_request_with_wrong_types_does_not_affect_others(engine, fields):
     """`generate` refuses a request with a field of a wrong type, and serves the others."""
     served = mixed_requests(1)[0]
     ill_typed = replace(served, **{"grammar": None, **fields})
@@ -353,8 +353,8 @@ def test_stop_string_ends_output_with_grammar(engine):
     assert cut.text == whole.text[: whole.text.index('":')]
 
 
-def test_stop_id_with_text_ends_output_that_is_finished_only_if_grammar_is_satisfied(engine):
-    """A stop id with text, which a grammar takes as text, may end an incomplete output."""
+def test_output_ended_by_stop_id_with_text_is_finished_if_grammar_is_satisfied(engine):
+    """A grammar treats a stop id with text as text, so the id may end an incomplete output."""
     request = Request(prompt="a", grammar=GrammarSpec.regex("[ab]{4}(c[ab]{4})?"), max_tokens=20)
     c, a = (engine.tokenizer.encode(char, special=False)[-1] for char in "ca")
     banned = {token: -1e3 for token in engine.tokenizer.stop_ids}

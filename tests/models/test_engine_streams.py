@@ -110,7 +110,7 @@ def test_engine_ids_can_be_used_again_before_events_are_fetched(engine):
 
 
 def test_deferred_cancel_does_not_end_later_request_with_same_id(engine, monkeypatch):
-    """`cancel` during a step ends the request in the next step, if it is unfinished then."""
+    """If `cancel` is called during a step, the next step ends the request if it is unfinished."""
     expected = engine.generate([FREE])[0].tokens
     original_end = Scheduler.end
     cancelled = []
@@ -131,7 +131,7 @@ def test_deferred_cancel_does_not_end_later_request_with_same_id(engine, monkeyp
 
 
 def test_id_of_cancelled_request_can_be_used_at_once(engine, monkeypatch):
-    """A request that was cancelled during a step does not occupy its id after the step."""
+    """If a request is cancelled during a step, its id can be used again after the step."""
     expected = engine.generate([FREE])[0].tokens
     original_end = Scheduler.end
 
@@ -166,7 +166,7 @@ def drain_events(engine):
 
 
 def test_engine_stream_raises_if_its_requests_are_lost(engine):
-    """A stream without events and unfinished requests raises an error instead of waiting."""
+    """A stream with neither events nor unfinished requests raises an error instead of waiting."""
     stream = engine.stream([replace(LONG, id="lost")])
     next(stream)
     state = engine._scheduler.unfinished["lost"]

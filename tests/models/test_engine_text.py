@@ -1,4 +1,4 @@
-"""Text of outputs: it is the text of the tokens, whatever rounds the tokens were committed in."""
+"""The text of an output depends on its tokens only, not on the rounds that committed them."""
 
 import random
 from collections import defaultdict
@@ -46,7 +46,7 @@ MIGRATION_QUICK = ("ngram",)
 
 
 def parameters(quick):
-    """Return the modes as parameters; those outside `quick` are for the full run."""
+    """Return the modes as test parameters. Modes outside `quick` run only in the full run."""
     return [pytest.param(name, marks=() if name in quick else pytest.mark.full) for name in MODES]
 
 
@@ -130,7 +130,7 @@ def copy(migrated):
 
 
 def disturb(engines, rng):
-    """Preempt a request, or migrate one to the next engine. Prefer running requests."""
+    """Preempt a request or migrate it to the next engine. Running requests are preferred."""
     index = rng.randrange(len(engines))
     scheduler = engines[index]._scheduler
     unfinished = list(scheduler.unfinished)
@@ -211,7 +211,7 @@ def test_undrafted_tokens_are_tokens_of_output_after_stop_string(models, monkeyp
 
 
 def test_output_text_omits_incomplete_character_before_stop_id(models):
-    """A stop id inside a character omits this character, as the end by length does."""
+    """If a stop id follows an incomplete character, the character is omitted."""
     inside = (k for k in range(6, 40) if not SCRIPT.starts_character(k))
     end = next(inside)
     begin = next(k for k in range(1, 6) if SCRIPT.starts_character(k))

@@ -393,7 +393,7 @@ def test_loops_do_not_accumulate_reserved_pages():
 def test_loop_is_replaced_when_a_smaller_graph_suffices():
     """A request that outlives the others of its loop continues in a graph for one request.
 
-    The grammar steps of the others end with them.
+    The graph has no grammar steps, because only the other requests had a grammar.
     """
     guided = Request(tokens=[300], max_tokens=9, grammar=GrammarSpec.regex("[a-z]{9}"))
     requests = [LONG, *(replace(guided, tokens=[310 + i]) for i in range(3))]
@@ -408,7 +408,7 @@ def test_loop_is_replaced_when_a_smaller_graph_suffices():
     assert len(small) > length - 9 - 2 * LOOP_ENTRIES
 
 
-def test_loops_do_not_displace_the_prefix_cache():
+def test_loops_keep_prefix_cache_hits():
     """Loops reserve free pages, and evict at most a few pages per request.
 
     The requests end long before they reach their maximum number of tokens.

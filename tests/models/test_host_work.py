@@ -1,4 +1,4 @@
-"""Work of the host per step: it does not depend on the sizes of prefix cache, prompts and queue."""
+"""The host's work per step does not depend on the sizes of prefix cache, prompts and queue."""
 
 import sys
 
@@ -29,7 +29,7 @@ def count_opcodes(call):
 
 @pytest.mark.parametrize("case", host_time.CASES)
 def test_host_work_per_step_does_not_grow(device, case):
-    """A step needs as many instructions with 20 times the cached pages and waiting requests.
+    """With 20 times the cached pages and waiting requests, a step needs no more instructions.
 
     The steps include those in which the running requests get new pages.
     """

@@ -104,7 +104,7 @@ def sequences(tokenizer, rng):
 
 
 def pieces_of(tokenizer, ids, rng, special, max_size=64):
-    """Return the pieces that a decoder returns for ids in groups of random size."""
+    """Return the strings that a decoder returns for ids in groups of random size."""
     stream = tokenizer.incremental(special=special)
     pieces = []
     begin = 0
@@ -189,7 +189,7 @@ def split_characters(data):
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("make", [byte_fallback, byte_fallback_with_strip])
 def test_tokenizer_decode_keeps_valid_characters_among_byte_tokens(make, seed, tmp_path):
-    """Texts decode as in the library. Among invalid byte tokens, valid characters are kept."""
+    """`decode` equals the library, except that valid characters among invalid bytes are kept."""
     tokenizer = make(tmp_path)
     for ids in sequences(tokenizer, random.Random(seed)):
         expected = ""

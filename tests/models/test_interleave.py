@@ -193,7 +193,7 @@ MUTANTS = {
         "if chunk is None:",
         "if chunk is None or not chunk.is_done():",
     ),
-    "page freed while a slot has it": (
+    "page freed while a slot uses it": (
         PagedKV,
         "_update_idle_or_free",
         "if self._num_slots[page]",

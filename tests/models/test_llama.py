@@ -198,7 +198,7 @@ def test_tensor_cores_equal_other_form_in_every_architecture(
 ):
     """Fused QKV products with biases, and layers without RoPE, equal those of the other form.
 
-    The QKV rows of the warp form are interleaved, and so are its biases.
+    In the warp form, the rows of the QKV matrix and its biases are interleaved.
     """
     if "thread" not in model_util.FORMS:
         pytest.skip("GPU code has only one form of kernels")

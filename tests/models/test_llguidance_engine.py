@@ -134,7 +134,7 @@ def test_python_grammar_backend_serves_requests(transport, threads, budget_us):
 
 
 def test_failures_of_own_backend_are_errors_with_traceback(caplog):
-    """A failure is not called a refusal. The log has its traceback, also without a message."""
+    """A failure is not reported as a refusal. The log contains its traceback."""
     patterns = ("compile+", "fill+", "[0-9]{3}", "refused+")
     requests = [Request(prompt="?", grammar=GrammarSpec.regex(p)) for p in patterns]
     with demo_engine(max_batch_size=4, grammar_backend="own_backend:UnfinishedBackend") as engine:

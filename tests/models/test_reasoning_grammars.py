@@ -1,7 +1,7 @@
-"""Grammars that apply to outputs without a reasoning section, and to the text after the section.
+"""Grammars of outputs with an optional reasoning section, which apply to the text after it.
 
 The scripted model writes outputs that begin with ``<think>``, with white space and ``<think>``, or
-with neither. Sampled tokens at a high temperature leave the scripts anywhere.
+with other text. At a high temperature, sampled outputs deviate from the scripts at random places.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def test_drafts_do_not_change_outputs_with_optional_reasoning(model, expected, o
 
 
 def test_preemption_does_not_change_outputs_with_optional_reasoning(model, expected):
-    """The tokens of a preempted request rebuild the state of its matcher."""
+    """After a preemption, the state of the matcher is rebuilt from the tokens of the request."""
     found, stats = outputs(
         model, max_tokens=200, max_batch_size=8, draft_length=3, page_size=4, pages=56
     )
@@ -103,7 +103,7 @@ def test_preemption_does_not_change_outputs_with_optional_reasoning(model, expec
 
 @pytest.mark.parametrize("count", [1, 5])
 def test_migration_does_not_change_outputs_with_optional_reasoning(model, expected, count):
-    """Requests are migrated while their output can become either, and in both parts."""
+    """Requests migrate before, during and after the reasoning section."""
     options: dict[str, Any] = {"max_batch_size": 16, "draft_length": 3, "max_length": 256}
     finished = {}
     with Engine(model, model, **options) as first, Engine(model, model, **options) as second:

@@ -351,10 +351,10 @@ SAMPLING = {
 
 
 def record_key(sampling: str, index: int) -> str | None:
-    """Return the key of a configuration's outputs in the record; None if they are not reproducible.
+    """Return the key of a configuration's recorded outputs; None if they are not reproducible.
 
     Greedy and coupled outputs depend on the weights only. Other outputs depend on the drafts, and
-    on the time of grammar steps if it is limited.
+    if the time of grammar steps is limited, on that time.
     """
     options = CONFIGURATIONS[index]
     relaxed = options["verify"] == "relaxed"
@@ -367,7 +367,7 @@ def record_key(sampling: str, index: int) -> str | None:
 
 
 def generate(sampling: str, index: int) -> list[dict[str, Any]]:
-    """Return the outputs of the workload, as JSON holds them."""
+    """Return the outputs of the workload as JSON values."""
     with settled(demo_engine(**CONFIGURATIONS[index])) as engine:
         outputs = engine.generate(workload(**SAMPLING[sampling]))
     found = []
@@ -380,7 +380,7 @@ def generate(sampling: str, index: int) -> list[dict[str, Any]]:
 
 
 def flat_logprob(entry: Logprob) -> list[float]:
-    """Return the numbers of an entry in one list, rounded to fit into the record."""
+    """Return the numbers of an entry in one list, rounded to keep the record small."""
     pairs = [number for pair in entry.top for number in pair]
     return [round(number, 6) for number in (entry.value, entry.rank, *pairs)]
 
@@ -415,7 +415,7 @@ def test_engine_outputs_equal_recorded_ones(record, index: int) -> None:
             assert output == {name: expected[name] for name in output}
 
 
-def test_recorded_outputs_are_used_and_of_every_finish_reason(record) -> None:
+def test_recorded_outputs_have_every_finish_reason_and_a_test(record) -> None:
     used = {record_key(name, i) for name in SAMPLING for i in range(len(CONFIGURATIONS))}
     assert used - {None} == set(record)
     reasons = {output["reason"] for outputs in record.values() for output in outputs}

@@ -242,7 +242,7 @@ def test_scheduler_admits_by_priority_then_prefix_cache_hits():
 def test_slot_manager_predicts_which_requests_can_join(monkeypatch):
     """`may_join` returns exactly the requests that can join.
 
-    An attempt to join reads the whole prompt, and a request may wait for many rounds.
+    An exact prediction matters, because an attempt to join reads the whole prompt.
     """
     joined = []
     refused = []
@@ -279,8 +279,7 @@ def test_slot_manager_predicts_which_requests_can_join(monkeypatch):
 def test_scheduler_admits_requests_that_fit_before_those_that_do_not():
     """A waiting request for which there are too few pages does not block smaller requests.
 
-    The first request of the queue is bypassed at most 16 times, whether it is the one that does not
-    fit or not.
+    The first request of the queue is bypassed at most 16 times, whether it fits or not.
     """
     running = Request(tokens=[60] * 20, min_tokens=100, max_tokens=100, id="running", priority=1)
     shared = list(range(70, 90))

@@ -37,7 +37,7 @@ def test_tokenizer_decode_omits_special_tokens_by_default(tokenizer):
 
 
 def test_tokenizer_stop_ids_are_those_of_all_files(folder):
-    """The stop ids of both configs and the tokenizer's EOS token end an output, each once."""
+    """The stop ids of both configs and the tokenizer's EOS token are united without duplicates."""
     write_json(folder / "config.json", {"vocab_size": 320, "eos_token_id": 5})
     assert Tokenizer(folder).stop_ids == (5, 0)
     write_json(folder / "generation_config.json", {"eos_token_id": [7, 5, 7, 9]})
@@ -268,7 +268,7 @@ def test_chat_template_precedence(folder):
 
 
 def test_chat_template_variables_are_none_if_absent(folder):
-    """Templates compare tools and documents with None, which differs from undefined."""
+    """Templates compare tools and documents with None. An undefined variable is not None."""
     template = "{{ tools is none }} {{ documents is none }} {{ tools is defined }}"
     tokenizer = set_template(folder, template)
     assert tokenizer.render([]) == "True True True"
@@ -276,7 +276,7 @@ def test_chat_template_variables_are_none_if_absent(folder):
 
 
 def test_chat_template_renders_generation_blocks(folder):
-    """The expected text is that of transformers, in which the block is a scope of its own."""
+    """The expected text is that of transformers: variables set in the block are local to it."""
     template = (
         "{% set x = 1 %}\n{% for m in messages %}\n  {% generation %}\n{{ loop.index }}"
         "{{ m.content }}{% set x = 2 %}{{ x }}\n  {% endgeneration %}\n{{ x }}{% endfor %}\n"

@@ -284,7 +284,7 @@ DONE:
 @pytest.mark.parametrize("steps", [1, 20000], ids=["exit-first", "exit-later"])
 @pytest.mark.parametrize("seed", ["", "1", "2"])
 def test_ptx_warp_operation_does_not_wait_for_lanes_that_exit(steps, seed):
-    """The other lanes may exit before or after the first ones reach the operation."""
+    """Lanes may exit before or after the remaining lanes reach the operation."""
     body = EXITS.format(store=STORE.format(1, "%r5"), steps=steps)
     text = outcome(body, **({"SOFTCUDA_PTX_SEED": seed} if seed else {}))
     assert text.startswith("SUCCESS"), text

@@ -247,7 +247,7 @@ def test_read_after_griddepcontrol_wait_is_accepted():
     assert text.startswith("SUCCESS")
 
 
-def test_write_before_griddepcontrol_wait_to_memory_that_is_still_read_is_a_fault():
+def test_write_before_griddepcontrol_wait_to_memory_that_is_read_is_a_fault():
     """The preceding kernel may read the memory until griddepcontrol.wait returns."""
     consumer = "{} mad.wide.u32 %rd5, %r0, 4, %rd0; st.global.u32 [%rd5], %r0; {}"
     reader = CONSUMER.format(first="", second="").replace("%rd0", "%rd2").replace("%rd1", "%rd0")
@@ -259,7 +259,7 @@ def test_write_before_griddepcontrol_wait_to_memory_that_is_still_read_is_a_faul
 
 
 def test_non_coherent_load_after_griddepcontrol_wait_is_a_fault():
-    """A cache of read-only data may hold the value from before the preceding kernel's write."""
+    """The read-only cache may contain the value before the preceding kernel's write."""
     load = CONSUMER.format(first=WAIT, second="").replace("ld.global", "ld.global.nc")
     text = edge_outcome(load, SOFTCUDA_PTX_SEED="1")
     assert "ld.nc of" in text and "preceding kernel 'k'" in text

@@ -1,4 +1,4 @@
-"""Tests of temporary folders: deletion at the end, and of those that killed processes have left."""
+"""Tests of the deletion of temporary folders, also of those that killed processes have left."""
 
 from __future__ import annotations
 

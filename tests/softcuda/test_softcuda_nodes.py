@@ -308,7 +308,7 @@ def test_child_graph_moved_into_parent_belongs_to_it(soft, stream) -> None:
 
 
 def test_child_graph_with_conditional_node_is_refused(soft) -> None:
-    """A conditional node is refused in a child graph, and at instantiation if added to it later."""
+    """A graph with a conditional node cannot be a child graph, even if the node is added later."""
     d = soft.d
     parent = soft.cuGraphCreate(0)
     child = soft.cuGraphCreate(0)

@@ -674,7 +674,7 @@ def test_command_handles_write_errors_and_limited_encodings(tmp_path, monkeypatc
 
 
 def run_shell(command: str):
-    """Run a shell command in which GRAFT stands for ``python -m graft.tools.cli``."""
+    """Run a shell command after replacing GRAFT by ``python -m graft.tools.cli``."""
     script = command.replace("GRAFT", f"{sys.executable} -m graft.tools.cli")
     env = {**os.environ, "GRAFT_DEVICE": "soft"}
     return subprocess.run(["bash", "-c", script], text=True, capture_output=True, env=env)
@@ -715,7 +715,7 @@ def run_shell(command: str):
     ],
 )
 def test_command_works_with_closed_and_full_standard_streams(command, status, stdout, stderr):
-    """Without standard error, the output is complete. Without standard output, nothing runs."""
+    """Without standard error, the output is complete. Without standard output, commands fail."""
     done = run_shell(command)
     assert (done.returncode, done.stdout, done.stderr) == (status, stdout, stderr)
 
@@ -740,7 +740,7 @@ def test_server_works_with_closed_and_full_standard_streams(streams, has_url):
     assert (done.returncode, bool(done.stdout), done.stderr) == (0, has_url, "")
 
 
-def test_standard_streams_name_stdout_in_errors_and_ignore_errors_of_stderr(monkeypatch):
+def test_standard_streams_raise_errors_of_stdout_and_ignore_errors_of_stderr(monkeypatch):
     with open("/dev/full", "w") as out, open("/dev/full", "w") as err:
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", err)
@@ -753,7 +753,7 @@ def test_standard_streams_name_stdout_in_errors_and_ignore_errors_of_stderr(monk
 
 
 def test_interrupt_during_imports_prints_one_line(monkeypatch, capsys):
-    """Ctrl-C during the imports, which take most of the start, has no traceback."""
+    """Ctrl-C during the imports, which take most of the startup time, prints no traceback."""
 
     class Interrupt:
         def find_spec(self, name, *_):

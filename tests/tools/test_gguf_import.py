@@ -200,7 +200,7 @@ QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     ("architecture", "fields"), [("qwen2", QWEN2), ("qwen3", QWEN3), ("smollm3", SMOLLM3)]
 )
 def test_gguf_import_preserves_other_architectures(tiny, tmp_path, architecture, fields):
-    """Biases and head norms are copied. Only SmolLM3 has interleaved rows, as Llama has."""
+    """Biases and head norms are copied. Of these models, only SmolLM3 has interleaved rows."""
     norms = {}
     if architecture == "qwen3":
         for i, name in itertools.product(range(2), ("q_norm", "k_norm")):
@@ -439,8 +439,8 @@ def test_gguf_import_rejects_unreadable_files_and_existing_folders(tiny, tmp_pat
         convert(file, tmp_path / "out")
 
 
-def test_gguf_import_says_that_a_file_is_truncated(tiny, tmp_path):
-    """The error does not quote NumPy, wherever the file ends."""
+def test_gguf_import_reports_truncated_file(tiny, tmp_path):
+    """Wherever the file ends, the error does not contain NumPy's message."""
     file, *_ = tiny()
     data = file.read_bytes()
     for numerator in range(1, 16):

@@ -1,4 +1,4 @@
-"""Tests of the scripted model, with which other tests show the server what a model writes."""
+"""Tests of the scripted model. Other tests use it to control what the model of a server writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("drafts", [False, True])
 def test_scripted_model_writes_its_scripts(folder, drafts):
-    """The model is its own drafter in the second case, so that rounds have several tokens."""
+    """In the second case, the model is its own drafter, so rounds commit several tokens."""
     with Engine(folder, folder if drafts else None, max_batch_size=4, max_length=256) as engine:
 
         def ask(name, grammar=None):
@@ -50,7 +50,7 @@ def test_scripted_model_writes_its_scripts(folder, drafts):
     assert outputs["again"].reason == "length"
     assert outputs["other stop"].tokens[-2:] == [ids["<call>"], ids["<end>"]]
     assert ids["<call>"] not in outputs["spelled"].tokens
-    # A mask that forbids the script does not keep the output from ending.
+    # An output ends even if a mask forbids the script.
     assert (closed.text, closed.reason) == ("[]", "stop")
     assert (resumed.text, resumed.reason) == ("0<call>no</call>", "stop")
     assert (outputs["languages"].rounds < 20) == drafts

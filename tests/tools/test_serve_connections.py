@@ -60,8 +60,8 @@ def many_files():
 @pytest.mark.parametrize(
     ("max_files", "num_silent"), [(256, 300), pytest.param(1024, 2000, marks=pytest.mark.full)]
 )
-def test_server_serves_others_beside_silent_connections(max_files, num_silent, many_files):
-    """More silent connections than file descriptors neither stop other clients nor fill the log."""
+def test_server_serves_others_while_many_connections_are_silent(max_files, num_silent, many_files):
+    """More silent connections than file descriptors do not block other clients or fill the log."""
     serve = f"{sys.executable} -m graft.tools.cli serve --port 0"
     with (
         subprocess.Popen(
@@ -92,9 +92,9 @@ def test_server_serves_others_beside_silent_connections(max_files, num_silent, m
 
 @pytest.mark.parametrize("data", [b"", HALF_HEADER, REQUEST, REQUEST + HALF_HEADER, UNSENT_BODY])
 def test_server_closes_connections_without_request(data, engine, monkeypatch):
-    """The server closes a connection that sends no complete header, also if it sends single bytes.
+    """The server closes a connection that sends no complete header, even if it sends some bytes.
 
-    Requests before that are answered.
+    Earlier requests of the connection are answered.
     """
     monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 0.1)
     received = b""
@@ -114,7 +114,7 @@ def test_server_closes_connections_without_request(data, engine, monkeypatch):
 
 
 def test_server_closes_connections_that_receive_no_responses(engine):
-    """The server closes a connection that sends requests and does not receive the responses."""
+    """The server closes a connection that sends requests and does not read the responses."""
     request = b"GET /v1/models/%s HTTP/1.1\r\nHost: localhost\r\n\r\n" % (b"a" * 8000)
     with run_server(engine, io_timeout_s=0.1) as server, connect(server.url) as connection:
         with contextlib.suppress(ConnectionError):
@@ -124,7 +124,7 @@ def test_server_closes_connections_that_receive_no_responses(engine):
 
 
 def test_server_at_connection_limit_closes_only_waiting_connections(engine):
-    """The server closes silent connections at the limit, those with a running request stay open."""
+    """At the limit, silent connections are closed. Connections with a running request stay open."""
     with (
         run_server(engine) as server,
         openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,

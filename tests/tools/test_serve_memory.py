@@ -1,4 +1,4 @@
-"""Resident memory of the server over thousands of requests, each with a schema of its own."""
+"""Resident memory of the server over thousands of requests, each with a different schema."""
 
 import gc
 import http.client
@@ -62,7 +62,7 @@ def resident_bytes(process_id: int) -> int:
 
 
 def send(port: int, number: int) -> str:
-    """Send a chat completion whose prompt and schema only this number has; return the reason."""
+    """Send a chat completion with a prompt and schema for this number; return the finish reason."""
     properties = {f"field_{number}_{i}": {"type": "integer"} for i in range(40)}
     schema = {"type": "object", "properties": properties, "required": list(properties)}
     body = {
@@ -105,7 +105,7 @@ def live_requests() -> list[object]:
 
 
 def test_idle_server_keeps_no_finished_request() -> None:
-    """Nothing of a finished request is alive while its grammar is cached."""
+    """No object of a finished request is alive while its grammar is cached."""
     before = len(live_requests())
     with demo_engine(speculation=False, max_batch_size=2) as engine, run_server(engine) as server:
         port = server._listener.getsockname()[1]

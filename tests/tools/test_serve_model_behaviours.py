@@ -1,14 +1,15 @@
-"""A table of what models write, and of what the server answers: nothing unconstrained.
+"""Tests of the server with models that write unexpected text: responses satisfy the constraint.
 
-Each row of `ROWS` is a text that a scripted model writes, whatever it was asked: it skips its
-reasoning, ends within it, or writes JSON of another schema. Each column of `COLUMNS` is a
-constraint of the request, with a check of the response by jsonschema and re. Each configuration of
-`CONFIGURATIONS` is a server. Every test sends all rows with all columns to one server.
+Each row of `ROWS` is a text that a scripted model writes whatever the request is. For example, the
+text has no reasoning section, ends within the section, or is JSON of another schema. Each column of
+`COLUMNS` is a constraint of the request, with a check of the response by jsonschema and re. Each
+configuration of `CONFIGURATIONS` is a server. Every test sends all rows with all columns to one
+server.
 
-To add a behaviour, add a row; the checks compute what is expected from the text. To add a format of
-tool calls, add a configuration with its settings, for example ``tool_call_parser``, and rows whose
-field `only` has the name of the configuration and whose field `call` has the expected call. Rows
-without `only` are sent to the new configuration, too, except for those with `call`.
+To add a behaviour, add a row; the checks derive the expected response from the text. To add a
+format of tool calls, add a configuration with its settings, for example ``tool_call_parser``. Then
+add rows with the name of the configuration in `only` and the expected call in `call`. Rows without
+`only` are also sent to the new configuration, except for those with `call`.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Row:
     Attributes
     ----------
     text
-        The text. It is written again and again if `stop` is empty.
+        The text. It is repeated endlessly if `stop` is empty.
     stop, spelled
         As in `Script`.
     call
@@ -77,8 +78,8 @@ class Row:
     fields
         Fields of the requests, such as ``stop``.
     only
-        Names of the configurations with this row; empty for all configurations or, if the row has a
-        call, for those that read the calls of the Hermes models.
+        Names of the configurations that use this row. Empty: all configurations use it or, if the
+        row has a call, those that read the calls of the Hermes models.
     """
 
     text: str
@@ -187,7 +188,7 @@ class Configuration:
     hermes
         Whether the server reads the calls of the Hermes models.
     closes
-        Whether the model ends a call that it did not want. It knows the ends of JSON only.
+        Whether the model can end a call that the grammar forces. It only knows how JSON ends.
     """
 
     parser: str | None = None
@@ -204,7 +205,7 @@ CONFIGURATIONS = {
     "no parser": Configuration(),
     "qwen3": Configuration("qwen3", drafts=True),
     "deepseek_r1": Configuration("deepseek_r1"),
-    # Special tokens that a request does not name are no text, so these outputs lose tags.
+    # The text omits special tokens that a request does not name, so these outputs lose tags.
     "qwen3, special tags": Configuration(
         "qwen3", special=True, without=("text", "ends reasoning that did not begin")
     ),
@@ -276,7 +277,7 @@ def check_text(answer: Answer, is_valid: Callable[[str], bool]) -> None:
     """Check a response whose content must satisfy a constraint."""
     assert not answer.calls
     if answer.finish_reason == "length":
-        # Only an output that has not left its reasoning section has no end.
+        # Only an output that is still in its reasoning section does not end by itself.
         assert not answer.row.stop and not answer.content
         return
     assert answer.finish_reason == "stop"
@@ -315,7 +316,7 @@ def check_calls(answer: Answer, names: tuple[str, ...]) -> None:
         return
     if answer.finish_reason == "length":
         assert not answer.row.stop or not answer.closes
-        for name, arguments in answer.calls:  # a stream has the beginning of a call
+        for name, arguments in answer.calls:  # a streamed call may be incomplete
             assert name in names and not is_json(arguments, {})
         return
     assert answer.calls and answer.finish_reason in ("tool_calls", "stop")

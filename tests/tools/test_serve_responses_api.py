@@ -80,7 +80,7 @@ def respond(client, **fields):
     ],
 )
 def test_responses_equal_chat_completions(client, fields, chat_options, stream):
-    """A response has the text, usage and end of the chat completion with the same fields."""
+    """The text, usage and status of a response equal those of the chat completion."""
     expected = chat(client, **{"max_tokens": None} | chat_options)
     response = respond(client, **fields, stream=stream)
     if stream:
@@ -220,9 +220,9 @@ TOOLS = ToolChoice([{"name": "f"}])
 def test_output_items_and_events_follow_from_the_text(
     server, text, reason, options, expected, status, size
 ):
-    """The items of a response and of its stream follow from the text, in any division.
+    """The items of a response and of its stream depend on the text, not on how it is divided.
 
-    Every event is valid for the types of OpenAI's client, and the deltas of an item add up to it.
+    OpenAI's client can parse every event, and the deltas of an item concatenate to the item.
     """
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
     options = {"reasoning": [None]} | options
@@ -480,7 +480,7 @@ def test_last_chunk_of_a_chat_has_the_finish_reason_and_no_text(client, fields):
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 def test_chat_helpers_of_the_client_work_and_their_messages_continue_the_chat(client):
-    """Messages that the helpers return have fields of their own, such as ``parsed``."""
+    """Messages that the helpers return have additional fields, such as ``parsed``."""
     tool = openai.pydantic_function_tool(Person)
     user = {"role": "user", "content": PROMPT}
     fields = {"model": "demo", "messages": [user], "temperature": 0}
@@ -577,7 +577,7 @@ def test_reasoning_model_has_items_for_reasoning_text_and_calls(
     details = response.usage.output_tokens_details
     assert (details.reasoning_tokens > 0) == (script != "plain")
     assert details.reasoning_tokens <= response.usage.output_tokens
-    # The output continues the conversation, in the form in which the client has received it.
+    # The client sends the output back unchanged as a part of the conversation.
     turn = [{"role": "user", "content": "hi"}, *response.output]
     for item in response.output:
         if item.type == "function_call":

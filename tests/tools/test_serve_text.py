@@ -35,7 +35,7 @@ def client(tmp_path_factory):
 def test_response_text_does_not_depend_on_rounds(client, start, stop):
     """Complete and streamed responses have the text, usage and stop reason of the script.
 
-    The stop string is a part of the text on request.
+    If the request asks for it, the text includes the stop string.
     """
     reason, tokens, text = SCRIPT.output(start, stop=stop)
     fields = {
@@ -89,7 +89,7 @@ def cut(text, rng):
 
 
 def feed_tool_calls(tool_format, required, pieces):
-    """Return content and calls of a text, as a streamed and as a complete response have them."""
+    """Return the content and calls of a text, in a streamed and in a complete response."""
     parser = ToolCallParser(ToolChoice(FUNCTIONS, required=required), tool_format)
     content = ""
     streamed = {}

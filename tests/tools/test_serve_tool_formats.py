@@ -207,7 +207,7 @@ def test_required_calls_are_written_in_the_notation_of_the_model(ask, stream):
 
 
 def test_calls_satisfy_the_schemas_whatever_the_model_writes(ask):
-    """The model wants to write prose, or a call to an unknown function."""
+    """The script of the model is prose, or a call to an unknown function."""
     for script in ("unknown", "prose"):
         for choice in ("auto", "required"):
             content, calls, reason = ask(script, tool_choice=choice)
@@ -219,7 +219,7 @@ def test_calls_satisfy_the_schemas_whatever_the_model_writes(ask):
 
 
 def test_special_tokens_of_a_notation_are_generated_and_read(ask):
-    """A model that spells them is understood as well."""
+    """Calls are also parsed if the model spells the special tokens."""
     for key in cases_of(ask.form):
         text = scripts()[f"{key}-one"].text
         special = [name for name in MARKERS if MARKERS[name] and name in text]

@@ -149,7 +149,7 @@ def test_required_output_is_an_array_of_calls(backend):
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("strict", [None, True, False])
 def test_strict_determines_whether_arguments_have_additional_properties(backend, choice, strict):
-    """Without the field, they are allowed only in calls that are required."""
+    """Without the field `strict`, additional properties are allowed only in required calls."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     plain, extra = (f'{{"name": "f", "arguments": {{"a": 1{more}}}}}' for more in ("", ', "b": 2'))
     if choice == "required":

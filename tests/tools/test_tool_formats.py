@@ -149,7 +149,7 @@ def backend(request):
 
 
 def accepter(backend, form, **fields):
-    """Return a function that tells whether the grammar of a request allows a text."""
+    """Return a function that returns whether the grammar of a request allows a text."""
     output = TOOL_FORMATS[form].output(read_tool_choice({"tools": TOOLS, **fields}))
     compiled = backend.compile(GrammarSpec.structural_format(output))
 
@@ -211,7 +211,7 @@ def test_grammar_of_calls_allows_what_the_schemas_allow(backend, notation):
 
 
 @pytest.mark.parametrize("notation", NOTATIONS)
-def test_special_tokens_may_stand_for_their_names(notation):
+def test_special_tokens_are_legal_instead_of_their_names_in_calls(notation):
     """Each marker of a notation may be a token or be spelled, in calls but not in arguments."""
     form = notation.split("/")[0]
     write, join = NOTATIONS[notation]
@@ -247,7 +247,7 @@ def test_special_tokens_may_stand_for_their_names(notation):
 
 
 def replaced(ids, old, new):
-    """Return a list in which each occurrence of a list has been replaced."""
+    """Return the list `ids` with each occurrence of the list `old` replaced by `new`."""
     out = []
     at = 0
     while at < len(ids):
@@ -290,7 +290,7 @@ def cut(form, text, **fields):
 
 @pytest.mark.parametrize("notation", NOTATIONS)
 def test_parser_reports_the_call_that_was_cut(notation):
-    """Before the arguments, the text is content. Within them, the call is incomplete."""
+    """A call that is cut before its arguments is content. If it is cut later, it is incomplete."""
     form = notation.split("/")[0]
     write, join = NOTATIONS[notation]
     first, second = CALLS[0], CALLS[-1]
@@ -316,7 +316,7 @@ def test_parser_reports_the_call_that_was_cut(notation):
     assert both[:-6].endswith(cut_text)
 
 
-def test_strings_are_written_and_read_in_the_ways_of_python():
+def test_pythonic_string_in_single_quotes_is_read():
     """Texts in single quotes have no escape sequences."""
     arguments = {"city": "東京 {x}, y", "size": -1.5e3}
     text = f"[{pythonic_call('town', arguments, quote=chr(39))}]"
