@@ -34,7 +34,7 @@ from graft.models.engine.scheduler import Scheduler
 from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
 from graft.models.modes.launch import LaunchModes
-from graft.models.modes.loop.batches import PAGES_AHEAD
+from graft.models.modes.loop.batches import MAX_PAGES_AHEAD
 from graft.models.request import Output, Request
 from graft.models.round.prefill import PrefillScheduler
 from graft.tools.report import program, table
@@ -204,7 +204,7 @@ class HostRounds:
     def step(self) -> None:
         """Run a step of the scheduler and fetch its events."""
         if self._case == "loop launch":
-            self.slots.reserve_ahead(list(self.slots.running.values()), PAGES_AHEAD)
+            self.slots.reserve_ahead(list(self.slots.running.values()), MAX_PAGES_AHEAD)
         self.scheduler.step(None)  # type: ignore[arg-type]
         self.scheduler.outbox.fetch_rest()
 
