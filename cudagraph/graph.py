@@ -188,7 +188,9 @@ class GraphBase(ABC):
             The name is that of the lane on which the graph counts its launches.
         """
         if name == _COUNTER_LANE:
-            raise OptionError(f"graph {self.name!r} uses the lane name {name!r} itself")
+            raise OptionError(
+                f"lane name {name!r} is reserved for the launch counter of graph {self.name!r}"
+            )
         with self._lock:
             self._tails.setdefault(name, ())
         return GraphLane(self, name)

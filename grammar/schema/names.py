@@ -22,8 +22,8 @@ __all__ = ["CONTROL", "EVERY_NAME", "NO_CONTROL", "OneSpelling", "with_one_spell
 CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
 #: Pattern of the strings without these characters.
 NO_CONTROL = r"^[^\x00-\x07\x0B\x0E-\x1F\x7F]*$"
-#: Pattern that every name matches, as the pattern "" does. With "", LLGuidance needs about 25 times
-#: as long for the mask of a name, because it does not see that most tokens are legal.
+#: Pattern that every name matches. The pattern "" is equivalent, but LLGuidance then needs about 25
+#: times as long for the mask of a name, because it does not see that most tokens are legal.
 EVERY_NAME = r"^(.|\n)*$"
 _ESCAPED = re.compile("[\x00-\x1f\x7f]")
 

@@ -125,7 +125,7 @@ def _unsafe_pattern(pattern: Any) -> str:
 
 
 def _is_wide(match: re.Match[str]) -> bool:
-    """Return whether a piece of a pattern is a class that may have characters to be escaped."""
+    """Return whether a piece of a pattern is a class that may match characters to be escaped."""
     if match["set"] is not None:
         return not _PLAIN_SET.fullmatch(match["set"])
     return match[0] == "." or match["escape"] in ("s", "S", "D", "W")

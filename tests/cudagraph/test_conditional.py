@@ -245,7 +245,7 @@ def test_host_work_in_body_runs_in_graph_that_is_extended_later(
     add_loop(graph.lane("other"), 1)
     for count in data:
         count.array[0] = 0
-    with pytest.raises(OptionError, match="uses the lane name 'completed launches' itself"):
+    with pytest.raises(OptionError, match="lane name 'completed launches' is reserved"):
         graph.lane("completed launches")
     executable = replay(graph, stream, 2)
     assert sorted(calls[3:]) == [0] * 4 + [1] * 4

@@ -165,7 +165,7 @@ def test_random_bounds_are_exact(seed: int, count: int):
 
 @pytest.mark.parametrize("bound", [5e-324, 2.2250738585072014e-308, 1e-100, 1e-30])
 def test_bounds_very_near_0_end_the_search_for_a_form(bound: float):
-    """A search that visited each double from such a bound on would not end."""
+    """A search that visits each double from the bound on would never end."""
     for sign, keyword in itertools.product((1, -1), ("inimum", "aximum")):
         for name in (f"m{keyword}", f"exclusiveM{keyword}"):
             found = route({"type": "number", name: sign * bound})

@@ -373,7 +373,7 @@ def test_loop_ends_before_pages_run_out(pages):
 
 
 def test_loops_do_not_accumulate_reserved_pages():
-    """However many loops a request has run in, it has few additional pages."""
+    """The additional pages of a request do not grow with the number of its loops."""
     options = {"pages": 60, "page_size": 4, "max_length": 200, "prefix_cache_bytes": 0}
     with settled(loop_engine(max_batch_size=2, **options)) as engine:
         start_loop(engine, replace(LONG, max_tokens=150))

@@ -34,7 +34,7 @@ _LARGEST = "9.22e18"
 _MANY_DIGITS = 10**18
 _DOUBLE_DIGITS = 15
 _MAX_EXPONENT = 300  # numbers with a larger exponent of 10 are treated as read inexactly
-#: Bounds nearer to 0 are not used, because LLGuidance nests their patterns once per digit.
+#: Smallest absolute value of a bound. LLGuidance nests the pattern of a bound once per digit.
 _SMALLEST = 1e-22
 _MAX_COEFFICIENT = (1 << 32) - 1  # maximum coefficient of a multipleOf
 _MAX_MULTIPLES = 16  # maximum number of multiples between bounds that are written as an enum
@@ -127,7 +127,7 @@ class Numbers:
             return self._multiples_between(keywords, step, low, high, is_integer, narrowed)
         is_read = all(_is_read(bound.value) for bound in (low, high) if bound)
         if is_read and (is_integer or not (self._is_ignored(low) or self._is_ignored(high, -1))):
-            # LLGuidance divides the digits of 9007199254740991.0 by 10, and rounds.
+            # LLGuidance divides the digits of 9007199254740991.0 by 10, which rounds the number.
             whole = {
                 key: _json(_exact(keywords[key])) for key in BOUNDS if _is_number(keywords.get(key))
             }
@@ -175,8 +175,8 @@ class Numbers:
         if low and high and low.value > high.value:
             return Restricted({}, {}, empty=True)
         low, high = _within_64_bits(low, high, is_integer, narrowed)
-        # LLGuidance writes multiples of 0.25 with two decimals, but may end the numbers near a
-        # bound that is not whole after one decimal, and so those between -1 and 0.
+        # LLGuidance writes multiples of 0.25 with two decimals. Near a fractional bound, and
+        # between -1 and 0, it may end numbers after one decimal, so multiples are missing there.
         is_split = any(bound.value.denominator > 1 for bound in (low, high) if bound)
         is_listed = low and high and high.value - low.value < _MAX_MULTIPLES * step
         if not _is_power_of_ten(step) and not (is_split and is_listed):
@@ -355,7 +355,7 @@ def _multiple(bound: _Bound | None, step: Fraction, sign: int) -> _Bound | None:
 
 
 def _inner_whole(bound: _Bound | None, sign: int, narrowed: dict[str, str]) -> _Bound | None:
-    """Return the next whole bound inside a bound, and note that it excludes numbers."""
+    """Return the closest whole bound inside a bound, and record the numbers that it excludes."""
     inner = _whole(bound, sign)
     if bound and inner and inner.value != bound.value:
         narrowed.setdefault(bound.keyword, _not_produced(bound.value, inner.value))
@@ -386,7 +386,7 @@ def _within_64_bits(
         low = _Bound(smallest, False, high.keyword)
         narrowed[high.keyword] = f"numbers below -{_LARGEST} are not produced"
     if low and high and low.value > high.value:
-        raise NoExactForm(low.keyword, "LLGuidance writes no such number")
+        raise NoExactForm(low.keyword, "LLGuidance writes no number between the bounds")
     return low, high
 
 

@@ -225,7 +225,7 @@ std::shared_ptr<Allocation> allocate(size_t size, MemoryKind kind, unsigned flag
     }
     if (!host) g_table.used += size;
   }
-  // Without the lock, because filling gigabytes (SOFTCUDA_POISON) takes a long time.
+  // The lock is not held here, because filling gigabytes (SOFTCUDA_POISON) takes a long time.
   const bool mapped = map_storage(a.get());
   std::lock_guard<std::mutex> lock(g_table.mutex);
   try {

@@ -28,8 +28,8 @@ _PYTHON_CALL = re.compile(r"\[\w+\(\w+=")
 def find_tool_format(template: str | None) -> ToolFormat:
     """Return the tool format that a chat template describes.
 
-    If it describes none, return hermes. If it contains tools, log a warning, because the model then
-    probably writes calls in a notation that the server does not read.
+    If the template describes no known format, return hermes. If such a template contains tools, log
+    a warning, because the model probably writes calls in a notation that the server cannot read.
     """
     template = template or ""
     if "<tool_call>" in template and "<function=" in template:
@@ -45,6 +45,6 @@ def find_tool_format(template: str | None) -> ToolFormat:
     if _CALLS.search(template):
         logging.getLogger("graft").warning(
             "the chat template describes no known notation of tool calls, so that of hermes is "
-            "used; --tool-call-parser selects one"
+            "used; --tool-call-parser selects another notation"
         )
     return TOOL_FORMATS["hermes"]

@@ -1,4 +1,4 @@
-"""Schemas of arguments: references to definitions, and the type of a function's arguments."""
+"""Schemas of a function's arguments: their type, and references to definitions."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ _ANNOTATIONS = word_set("title description default examples deprecated")
 #: A reference to a definition whose name has no escaped characters.
 _TARGET = re.compile(r"#/(\$defs|definitions)/([^/~%]+)")
 _MAX_REFERENCES = 8
-#: Depth up to which unions are followed to find the type of arguments.
+#: Maximum depth of unions that are searched for the type of arguments.
 _MAX_NESTING = 4
 
 
 def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a function's arguments, which allows objects only.
 
-    Clients read arguments as an object. If ``parameters`` also allow other values, the schema gets
-    the type "object". XGrammar refuses a type next to a union, so other schemas do not get one.
+    Clients read arguments as an object. The type "object" is therefore added to the schema. It is
+    added only if ``parameters`` also allow other values, because XGrammar refuses a type next to a
+    union.
 
     Raises
     ------
     ApiError
-        If ``parameters`` are no JSON schema, or allow no objects.
+        If ``parameters`` are not a JSON schema, or allow no objects.
     """
     given = function.get("parameters") or NO_ARGUMENTS
     try:
@@ -56,7 +57,7 @@ def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _allows_only_objects(schema: Any, definitions: Mapping[str, Any], depth: int) -> bool:
-    """Return whether the type of all values is "object", as far as the keywords of types say so."""
+    """Return whether the keywords for types show that all values are objects."""
     if not isinstance(schema, (dict, bool)) or depth == 0:
         return False
     schema = document_of(schema, definitions)
@@ -77,12 +78,12 @@ def constraints(schema: Mapping[str, Any]) -> Set[str]:
 
 
 def definitions_of(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of a document to which references in its parts refer."""
+    """Return the keywords of a document that contain definitions for references."""
     return {key: schema[key] for key in DEFINITIONS if key in schema}
 
 
 def document_of(schema: Any, definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a subschema as a document of its own. A reference alone is replaced by its target."""
+    """Return a subschema as a separate document. A mere reference is replaced by its target."""
     for _ in range(_MAX_REFERENCES):
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}

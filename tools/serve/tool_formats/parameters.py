@@ -126,7 +126,7 @@ def read_parameters(
     properties = schema.get("properties", {})
     required = schema.get("required", [])
     if isinstance(required, bool):
-        required = []  # in draft 3, it concerns the document, not its properties
+        required = []  # in draft 3, `required` does not list properties
     keywords = sorted(_OBJECT_KEYWORDS & schema.keys())
     if keywords:
         raise refusal(f"the schema of the object has the keyword {keywords[0]}")

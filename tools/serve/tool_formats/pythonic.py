@@ -144,7 +144,7 @@ def _value(parameter: Parameter) -> Format:
 
 
 def _listed_texts(schema: Mapping[str, Any]) -> list[str]:
-    """Return what Python writes otherwise than JSON of the values of an ``enum`` or ``const``."""
+    """Return the Python forms of the ``enum`` or ``const`` values that differ from their JSON."""
     keywords = constraints(schema)
     keyword = "const" if "const" in keywords else "enum"
     is_text = schema.get("type") == "string"

@@ -32,7 +32,7 @@ _BEGIN = "<tool_call>"
 _END = "</function>\n</tool_call>"
 _VALUE_END = "\n</parameter>"
 _SEPARATOR = "\n"
-#: Names of parameters, which stand in tags.
+#: Names of parameters that can be written in a tag.
 _KEY = re.compile(r"[^<>\r\n]+")
 
 

@@ -20,9 +20,10 @@ constexpr size_t kWarpWords = 64;
 constexpr size_t kBlockWords = 1024;
 constexpr size_t kPendingWords = 1 << 16;
 
-// Holds the mutex of a buffer whose words are written to memory. Memory that is freed meanwhile
-// causes a fault, which leaves the kernel by a jump without destructors; unlock_stores() then
-// releases the mutexes. A thread holds at most two of them: of a launch, and of the device.
+// Holds the mutex of a buffer while its words are written to memory. If the memory is freed during
+// the write, the fault leaves the kernel by a jump that runs no destructors; unlock_stores() then
+// releases the mutexes. A thread holds at most two of them: that of a launch and that of the
+// device.
 thread_local std::mutex* t_locked[2] = {};
 
 class WriteLock {
