@@ -627,10 +627,7 @@ def _quoted(value: Any) -> str:
 
 
 def check_random_schema(
-    seed: int,
-    texts: int = 6,
-    values: int = 10,
-    backend: LLGuidanceBackend | None = None,
+    seed: int, texts: int = 6, values: int = 10, backend: LLGuidanceBackend | None = None
 ) -> Outcome:
     """Generate a schema from a seed and check its grammar.
 

@@ -47,11 +47,7 @@ def real_tokenizer(name: str, folder: Path) -> tokenizers.Tokenizer:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "small",
-        "cl100k-llama3-like",
-        pytest.param("deepseek-128k", marks=pytest.mark.full),
-    ],
+    params=["small", "cl100k-llama3-like", pytest.param("deepseek-128k", marks=pytest.mark.full)],
 )
 def tokenizer(request) -> tokenizers.Tokenizer:
     """A tokenizer to which `TEXT_TOKENS` and `SPECIAL_TOKENS` have been added."""

@@ -13,13 +13,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 from scripted_model import byte_alphabet
-from tiny_models import (
-    edit_tensors,
-    llama_config,
-    make_tiny_eagle3,
-    make_tiny_llama,
-    write_json,
-)
+from tiny_models import edit_tensors, llama_config, make_tiny_eagle3, make_tiny_llama, write_json
 from tokenizers import decoders, models, pre_tokenizers
 
 EOS = 0

@@ -62,9 +62,7 @@ def run_tests(tmp_path, *options: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [(), pytest.param(("-n", "1"), marks=pytest.mark.full)],
-    ids=["one process", "xdist"],
+    "options", [(), pytest.param(("-n", "1"), marks=pytest.mark.full)], ids=["one process", "xdist"]
 )
 def test_plugin_runs_each_test_after_fault_in_separate_process(tmp_path, options):
     """Without the plugin, all tests after the fault fail."""

@@ -269,10 +269,7 @@ def test_usage_counts_reasoning_tokens(server):
 def test_log_probabilities_equal_those_of_chat_completions(client):
     expected = chat(client, logprobs=True, top_logprobs=2, max_tokens=4).choices[0].logprobs
     response = respond(
-        client,
-        include=["message.output_text.logprobs"],
-        top_logprobs=2,
-        max_output_tokens=4,
+        client, include=["message.output_text.logprobs"], top_logprobs=2, max_output_tokens=4
     )
     [part] = response.output[0].content
     found = [token.model_dump() for token in part.logprobs]
@@ -320,20 +317,10 @@ def test_input_items_become_messages():
         {"role": "system", "content": "Be brief."},
         {"role": "developer", "content": "Use tools."},
         {"role": "user", "content": "hi"},
-        {
-            "role": "assistant",
-            "content": "so",
-            "reasoning_content": "hm",
-            "tool_calls": calls[:2],
-        },
+        {"role": "assistant", "content": "so", "reasoning_content": "hm", "tool_calls": calls[:2]},
         {"role": "tool", "tool_call_id": "1", "content": "one"},
         {"role": "tool", "tool_call_id": "2", "content": "two"},
-        {
-            "role": "assistant",
-            "content": "",
-            "reasoning_content": "hm",
-            "tool_calls": calls[2:],
-        },
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": calls[2:]},
     ]
 
 

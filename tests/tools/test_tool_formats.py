@@ -135,9 +135,7 @@ NOTATIONS = {
     "pythonic": (pythonic, lambda calls: f"[{', '.join(call[1:-1] for call in calls)}]"),
 }
 #: Calls that a grammar of required calls allows, where they differ from those in free text.
-REQUIRED = {
-    "hermes": (hermes_object, lambda calls: f"[{', '.join(calls)}]"),
-}
+REQUIRED = {"hermes": (hermes_object, lambda calls: f"[{', '.join(calls)}]")}
 ONLY_AUTO = ("llama3_json/function", "llama3_json/python_tag")
 
 

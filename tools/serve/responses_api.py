@@ -17,12 +17,7 @@ from typing import Any
 from graft.models.request import Event, Output
 from graft.sampling.checks import short_repr
 from graft.tools.serve.errors import ApiError
-from graft.tools.serve.fields import (
-    GRAMMAR_FIELDS,
-    PLAIN_FIELDS,
-    read_bool,
-    read_integer,
-)
+from graft.tools.serve.fields import GRAMMAR_FIELDS, PLAIN_FIELDS, read_bool, read_integer
 from graft.tools.serve.protocol import ApiRequest
 from graft.tools.serve.responses import ResponseChoice, output_event, token_usage
 

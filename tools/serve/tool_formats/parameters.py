@@ -96,10 +96,7 @@ def is_plain(schema: Mapping[str, Any], type_name: str) -> bool:
 
 
 def read_parameters(
-    function: Mapping[str, Any],
-    tools: ToolChoice,
-    format_name: str,
-    names: re.Pattern[str] = NAME,
+    function: Mapping[str, Any], tools: ToolChoice, format_name: str, names: re.Pattern[str] = NAME
 ) -> list[Parameter]:
     """Return the parameters of a function in the order of its schema.
 

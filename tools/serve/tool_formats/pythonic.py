@@ -23,12 +23,7 @@ from graft.tools.serve.tool_formats.base import (
     some_calls,
     tag,
 )
-from graft.tools.serve.tool_formats.parameters import (
-    Parameter,
-    is_plain,
-    read_parameters,
-    union,
-)
+from graft.tools.serve.tool_formats.parameters import Parameter, is_plain, read_parameters, union
 from graft.tools.serve.tool_formats.source import (
     Arguments,
     CallBegin,
