@@ -451,7 +451,9 @@ class Scheduler:
         for index, assignment in enumerate(flight.rows):
             row = self.replays.row(index)
             if assignment.stale:
-                self.stats.count_stale(len(row.tokens))
+                # A generation loop empties the row of a request that has ended.
+                if row.slot == assignment.slot:
+                    self.stats.count_stale(len(row.tokens))
             elif row.slot == assignment.slot:
                 self._process_row(assignment.state, row, flight.graph)
             else:

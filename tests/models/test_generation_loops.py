@@ -408,6 +408,15 @@ def test_loop_is_replaced_when_a_smaller_graph_suffices():
     assert len(small) > length - 9 - 2 * LOOP_ENTRIES
 
 
+def test_loop_counts_no_stale_rows_for_requests_that_ended():
+    """The device does not run the row of a request that has ended in a loop."""
+    requests = [replace(LONG, max_tokens=count, tokens=[300 + count]) for count in (5, 6, 60)]
+    with settled(loop_engine(speculation=False, max_batch_size=4)) as engine:
+        outputs = engine.generate(requests)
+        assert engine.stats.stale_rows == engine.stats.surplus_tokens == 0
+    assert [len(output.tokens) for output in outputs] == [5, 6, 60]
+
+
 def test_loops_keep_prefix_cache_hits():
     """Loops reserve free pages, and evict at most a few pages per request.
 
