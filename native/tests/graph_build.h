@@ -283,14 +283,13 @@ class Builder {
   CUgraphNode child(CUgraph graph, size_t i, const After& after, bool move) const {
     CUgraph inner = nullptr;
     CALL(cuGraphCreate(&inner, 0));
+    kernel(inner, {}, *cell_kernel(i));
     if (move) {
-      conditional(inner, i, {}, CU_GRAPH_COND_TYPE_IF, 1, condition(inner, true));
       CUgraphNodeParams params{};
       params.type = CU_GRAPH_NODE_TYPE_GRAPH;
       params.graph = {inner, CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE};
       return generic(graph, after, &params);
     }
-    kernel(inner, {}, *cell_kernel(i));
     CUgraphNode out = nullptr;
     CALL(cuGraphAddChildGraphNode(&out, graph, after.data(), after.size(), inner));
     CALL(cuGraphDestroy(inner));

@@ -26,7 +26,7 @@ enum class Kind {
   child,       // child graph with one plain kernel node
   mailbox,     // mailbox whose wait is a batch memory operation
   spinkernel,  // mailbox whose wait is a spinning kernel
-  moved,       // child graph that is moved into the parent and contains an IF node
+  moved,       // child graph that is moved into the parent
   choice,      // IF-ELSE node; the value of a cell selects the body
   loop,        // WHILE node with one to three iterations
   record_event,

@@ -270,7 +270,7 @@ def test_slot_manager_predicts_which_requests_can_join(monkeypatch):
         requests.append(Request(tokens=tokens, max_tokens=rng.choice([2, 30, 90]), seed=1))
     with settled(demo_engine(max_batch_size=4, page_size=4, pages=70, max_length=200)) as engine:
         outputs = engine.generate(requests)
-        assert engine.stats.preemptions > 3
+        assert engine.stats.preemptions > 0
     assert {output.reason for output in outputs} <= {"stop", "length"}
     assert len(joined) >= len(requests) and all(joined)
     assert len(refused) > 20
