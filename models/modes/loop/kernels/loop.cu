@@ -15,7 +15,7 @@
 // ring with one entry. The stamp of this entry is `next`.
 struct Loop {
   int first;  // first replay of the loop
-  int next;  // replay that the body runs next, if the host has published its entry; else another
+  int next;   // replay that the body runs next, if the host has published its entry; else another
 };
 
 // Begins a loop at replay `*replay + 1`: copies the slots of the batch rows from the input ring,
