@@ -2,8 +2,8 @@
 // thread computes COLUMNS output columns without barriers.
 //
 // Reduction order: each output has LANES partial sums. Partial sum i adds the inner indices i,
-// i + LANES, ... in order; the partial sums are then folded as a tree. The order depends only on `inner`, so
-// the kernel is row invariant.
+// i + LANES, ... in order; the partial sums are then folded as a tree. The order depends only on
+// `inner`, so the kernel is row invariant.
 //
 // Register tiles of rows x columns are as large as the vector registers allow. With few rows, the
 // columns of a tile are far apart, so memory is read in several long sequential streams. With
