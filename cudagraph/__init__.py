@@ -12,13 +12,7 @@ Terms:
 * A *payload* is a value that a host step receives and that can be changed between replays.
 """
 
-from graft.cudagraph.conditional import (
-    Condition,
-    condition,
-    if_,
-    if_else,
-    while_,
-)
+from graft.cudagraph.conditional import Condition, condition, if_, if_else, while_
 from graft.cudagraph.device import Device, open_device
 from graft.cudagraph.errors import (
     DeadlineError,

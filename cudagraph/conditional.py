@@ -57,13 +57,7 @@ def condition(
     context = call(cu.cuCtxGetCurrent)
     flags = 0 if default is None else int(cu.CU_GRAPH_COND_ASSIGN_DEFAULT)
     with root.editing() as graph_handle:
-        handle = call(
-            cu.cuGraphConditionalHandleCreate,
-            graph_handle,
-            context,
-            default or 0,
-            flags,
-        )
+        handle = call(cu.cuGraphConditionalHandleCreate, graph_handle, context, default or 0, flags)
         out = Condition(int(handle))
         out.name = name
         out.graph_handle = graph_handle
@@ -92,10 +86,7 @@ def while_(lane: GraphLane, condition: Condition, *, name: str = "while") -> Gra
 
 
 def _add_conditional(
-    lane: GraphLane,
-    kind: str,
-    condition: Condition,
-    body_names: list[str],
+    lane: GraphLane, kind: str, condition: Condition, body_names: list[str]
 ) -> list[GraphBody]:
     graph = lane.graph
     root = graph.root
@@ -112,11 +103,7 @@ def _add_conditional(
 
     def make(handle: int, dependencies: list[Any], _: Attached) -> Any:
         node, handles = nodes.add_conditional(
-            handle,
-            dependencies,
-            int(condition),
-            kind,
-            len(body_names),
+            handle, dependencies, int(condition), kind, len(body_names)
         )
         body_handles.extend(handles)
         return node

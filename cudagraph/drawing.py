@@ -23,10 +23,7 @@ _LANE_CROSSING = "#dc2626"
 
 
 def dot(
-    name: str,
-    lanes: Sequence[str],
-    nodes: Sequence[Node],
-    edges: Sequence[tuple[int, int]],
+    name: str, lanes: Sequence[str], nodes: Sequence[Node], edges: Sequence[tuple[int, int]]
 ) -> str:
     """Return a graph in Graphviz's DOT language.
 

@@ -158,13 +158,7 @@ def check_code(api: str, code: int) -> None:
     message = f"{api} failed with {name}"
     if detail:
         message += f" ({detail})"
-    raise DeviceError(
-        message,
-        api=api,
-        code=code,
-        code_name=name,
-        detail=detail,
-    )
+    raise DeviceError(message, api=api, code=code, code_name=name, detail=detail)
 
 
 def is_ready(api: str, code: int) -> bool:

@@ -17,17 +17,7 @@ from graft.cudagraph.errors import ShapeError
 E4M3 = "float8_e4m3fn"
 #: Unsigned integer types that store the bits of types that NumPy lacks.
 _STORED_AS_BITS = {"bfloat16": "uint16", E4M3: "uint8"}
-_NAMES = (
-    "float32",
-    "float16",
-    "bfloat16",
-    E4M3,
-    "int32",
-    "uint32",
-    "int64",
-    "uint64",
-    "uint8",
-)
+_NAMES = ("float32", "float16", "bfloat16", E4M3, "int32", "uint32", "int64", "uint64", "uint8")
 #: NumPy storage type by name.
 DTYPES: dict[str, np.dtype] = {name: np.dtype(_STORED_AS_BITS.get(name, name)) for name in _NAMES}
 

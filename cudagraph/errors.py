@@ -23,13 +23,7 @@ class DeviceError(GraftError):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        api: str = "",
-        code: int = 0,
-        code_name: str = "",
-        detail: str = "",
+        self, message: str, *, api: str = "", code: int = 0, code_name: str = "", detail: str = ""
     ) -> None:
         super().__init__(message)
         self.api = api

@@ -122,11 +122,7 @@ class GraphBase(ABC):
     """
 
     def __init__(
-        self,
-        context: Context,
-        name: str,
-        status: PinnedArray,
-        state: _native.GraphState,
+        self, context: Context, name: str, status: PinnedArray, state: _native.GraphState
     ) -> None:
         self.context = context
         self.name = name
@@ -331,13 +327,7 @@ class GraphBase(ABC):
             tail = self._tails[lane]
             self.add(first.kind, first.name, lane, first.attach, first.make)
             try:
-                self.add(
-                    second.kind,
-                    second.name,
-                    lane,
-                    second.attach,
-                    second.make,
-                )
+                self.add(second.kind, second.name, lane, second.attach, second.make)
             except BaseException:
                 call(cu.cuGraphDestroyNode, self._node_handles.pop())
                 index = self.nodes.pop().index
@@ -459,12 +449,7 @@ class Graph(GraphBase):
         if programmatic:
             _check_programmatic(context, name)
         status = PinnedArray(context, (STATUS_WORDS,), "int32")
-        super().__init__(
-            context,
-            name,
-            status,
-            _native.GraphState(status.host_ptr),
-        )
+        super().__init__(context, name, status, _native.GraphState(status.host_ptr))
         self.programmatic = programmatic
         self.payloads: list[Payload] = []
         self.child_status: list[PinnedArray] = []
@@ -573,9 +558,7 @@ class Graph(GraphBase):
                 self._launch_counter = len(self.nodes) - 1
             else:
                 nodes.add_dependencies(
-                    self.handle,
-                    [self._node_handles[i] for i in last],
-                    self._node_handles[counter],
+                    self.handle, [self._node_handles[i] for i in last], self._node_handles[counter]
                 )
                 self.edges.extend((i, counter) for i in last)
 
@@ -806,11 +789,7 @@ class GraphLane:
             name or "fill",
             (dst.owner,),
             lambda graph, dependencies, _: nodes.add_fill(
-                graph,
-                dependencies,
-                address,
-                value,
-                nbytes,
+                graph, dependencies, address, value, nbytes
             ),
         )
 
@@ -860,19 +839,10 @@ class GraphLane:
             title,
             self.name,
             lambda handle: _native.attach_host(
-                handle,
-                graph.state,
-                title,
-                item.native,
-                owners,
-                native_payload,
+                handle, graph.state, title, item.native, owners, native_payload
             ),
             lambda handle, dependencies, attached: nodes.add_host(
-                handle,
-                dependencies,
-                attached.host_function,
-                attached.host_data,
-                spinning,
+                handle, dependencies, attached.host_function, attached.host_data, spinning
             ),
         )
 
@@ -913,14 +883,7 @@ class GraphLane:
             Node name. Default: the name of the work.
         """
         limits = Limits(deadline_s, replay_deadline_s)
-        self._add_mailbox(
-            work,
-            worker,
-            limits,
-            output,
-            name,
-            spinkernel=False,
-        )
+        self._add_mailbox(work, worker, limits, output, name, spinkernel=False)
 
     def spinkernel(
         self,
@@ -940,14 +903,7 @@ class GraphLane:
         no host thread runs any more. The other parameters are the same as for :meth:`mailbox`.
         """
         limits = Limits(deadline_s, replay_deadline_s, device_deadline_s)
-        self._add_mailbox(
-            work,
-            worker,
-            limits,
-            output,
-            name,
-            spinkernel=True,
-        )
+        self._add_mailbox(work, worker, limits, output, name, spinkernel=True)
 
     def count_completed(self) -> None:
         """Count the completed launches of the graph in ``Graph.completed``.
@@ -984,13 +940,7 @@ class GraphLane:
             graph.root.wait_for_earlier_launches()
         thread = graph.root.worker if worker is None else worker
         box = Mailbox(
-            graph.context,
-            work,
-            thread,
-            limits,
-            output,
-            spinkernel=spinkernel,
-            completed=completed,
+            graph.context, work, thread, limits, output, spinkernel=spinkernel, completed=completed
         )
         title = name or box.item.title
         owners = (graph.status.owner, *box.owners)
@@ -1002,38 +952,19 @@ class GraphLane:
                 box.attach_port(graph.state, title, owners),
                 box.add_request,
             ),
-            NodeSpec(
-                "wait",
-                f"answer: {title}",
-                keep_owners(owners),
-                box.add_wait,
-            ),
+            NodeSpec("wait", f"answer: {title}", keep_owners(owners), box.add_wait),
         )
 
     def record_event(self, event: Event, *, name: str | None = None) -> None:
         """Add a node that records an event in every replay, for waits outside this graph."""
-        self._add_event(
-            "event record",
-            event,
-            cu.cuGraphAddEventRecordNode,
-            name,
-        )
+        self._add_event("event record", event, cu.cuGraphAddEventRecordNode, name)
 
     def wait_event(self, event: Event, *, name: str | None = None) -> None:
         """Add a node that waits for the event's last record before the launch of the replay."""
-        self._add_event(
-            "event wait",
-            event,
-            cu.cuGraphAddEventWaitNode,
-            name,
-        )
+        self._add_event("event wait", event, cu.cuGraphAddEventWaitNode, name)
 
     def _add_event(
-        self,
-        kind: str,
-        event: Event,
-        add_node: Callable[..., tuple],
-        name: str | None,
+        self, kind: str, event: Event, add_node: Callable[..., tuple], name: str | None
     ) -> None:
         if not isinstance(event, Event):
             raise OptionError(f"lane {self.name!r} needs an Event, not {type(event).__name__}")
@@ -1063,13 +994,7 @@ class GraphLane:
             )
         self.graph.add_dependencies(self.name, mark.nodes)
 
-    def _add(
-        self,
-        kind: str,
-        name: str,
-        owners: tuple[object, ...],
-        make: Make,
-    ) -> None:
+    def _add(self, kind: str, name: str, owners: tuple[object, ...], make: Make) -> None:
         self.graph.add(kind, name, self.name, keep_owners(owners), make)
 
     def __repr__(self) -> str:

@@ -149,12 +149,7 @@ def as_work(work: HostWork, *args: object) -> PythonWork | NativeWork:
     return PythonWork(work, *args)
 
 
-def hostfunc(
-    stream: StreamLike | int,
-    work: HostWork,
-    *args: object,
-    spin: Spin = False,
-) -> None:
+def hostfunc(stream: StreamLike | int, work: HostWork, *args: object, spin: Spin = False) -> None:
     """Enqueue host work on a stream, to run once after the work enqueued before it.
 
     If the stream is capturing a graph, for example through CuPy or torch, the work becomes a host
@@ -193,10 +188,7 @@ def hostfunc(
 
 
 def enqueue(
-    handle: int,
-    item: PythonWork | NativeWork,
-    name: str | None,
-    spin: bool = False,
+    handle: int, item: PythonWork | NativeWork, name: str | None, spin: bool = False
 ) -> None:
     """Enqueue host work on a CUstream; see :func:`hostfunc`.
 

@@ -38,10 +38,7 @@ MAX_PRINTED_BITS = 128
 _POINTER_TYPES = (DeviceArray, PinnedArray, PinnedField)
 _ADDRESS = struct.Struct("<Q")
 #: Name and layout of a float, by its size in bytes.
-_FLOATS = {
-    4: ("float32", struct.Struct("<f")),
-    8: ("float64", struct.Struct("<d")),
-}
+_FLOATS = {4: ("float32", struct.Struct("<f")), 8: ("float64", struct.Struct("<d"))}
 #: Kinds of NumPy dtypes that a parameter accepts, by the kind of the parameter.
 _NUMPY_KINDS = {INT: "biu", FLOAT: "f", POINTER: "u", OTHER: "biufV"}
 #: Layouts of a non-negative and of a negative int, by size in bytes.
@@ -364,12 +361,7 @@ def load_text(
     """
     prepare_driver_call("cuModuleLoadData")
     loaded = compile_source(context, KernelSource(text, name, defines or {}, folder))
-    return KernelModule(
-        name,
-        loaded,
-        kernel_parameters(text),
-        waiting_kernels(text),
-    )
+    return KernelModule(name, loaded, kernel_parameters(text), waiting_kernels(text))
 
 
 def _parameter_layout(function: Any) -> list[tuple[int, int]]:

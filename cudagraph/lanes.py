@@ -14,14 +14,7 @@ import numpy as np
 
 from graft.cudagraph.driver import call, cu
 from graft.cudagraph.errors import KernelError, OptionError, ShapeError
-from graft.cudagraph.hostwork import (
-    HostWork,
-    Spin,
-    as_work,
-    enqueue,
-    keep_captured,
-    resolve_spin,
-)
+from graft.cudagraph.hostwork import HostWork, Spin, as_work, enqueue, keep_captured, resolve_spin
 from graft.cudagraph.kernels import Kernel
 from graft.cudagraph.memory import DeviceArray, PinnedArray, Span, check_byte
 from graft.cudagraph.streams import Event, Stream
@@ -116,51 +109,22 @@ class StreamLane:
         stream = self.stream.handle
         keep_captured(stream, (to.owner, source.owner))
         if to.pinned:
-            call(
-                cu.cuMemcpyDtoHAsync,
-                to.address,
-                source.address,
-                to.nbytes,
-                stream,
-            )
+            call(cu.cuMemcpyDtoHAsync, to.address, source.address, to.nbytes, stream)
         elif source.pinned:
-            call(
-                cu.cuMemcpyHtoDAsync,
-                to.address,
-                source.address,
-                to.nbytes,
-                stream,
-            )
+            call(cu.cuMemcpyHtoDAsync, to.address, source.address, to.nbytes, stream)
         else:
-            call(
-                cu.cuMemcpyDtoDAsync,
-                to.address,
-                source.address,
-                to.nbytes,
-                stream,
-            )
+            call(cu.cuMemcpyDtoDAsync, to.address, source.address, to.nbytes, stream)
 
     def fill(self, dst: Array, byte: int = 0, *, name: str | None = None) -> None:
         """Set every byte of an array."""
         address = dst.ptr
         nbytes = dst.nbytes
         keep_captured(self.stream.handle, (dst.owner,))
-        call(
-            cu.cuMemsetD8Async,
-            address,
-            check_byte(byte),
-            nbytes,
-            self.stream.handle,
-        )
+        call(cu.cuMemsetD8Async, address, check_byte(byte), nbytes, self.stream.handle)
 
     def host(self, work: HostWork, *, name: str | None = None, spin: Spin = False) -> None:
         """Enqueue host work. If it fails, the stream's ``synchronize()`` raises HostWorkError."""
-        enqueue(
-            self.stream.handle,
-            as_work(work),
-            name,
-            resolve_spin(spin),
-        )
+        enqueue(self.stream.handle, as_work(work), name, resolve_spin(spin))
 
     def record_event(self, event: Event) -> None:
         """Record an event. In a capture, add a node that records the event in every replay."""
@@ -186,12 +150,7 @@ class StreamLane:
         call(cu.cuStreamWaitEvent, self.stream.handle, mark.handle, 0)
 
 
-def check_launch(
-    kernel: Kernel,
-    grid: Dims,
-    block: Dims,
-    shared: int,
-) -> tuple[Triple, Triple]:
+def check_launch(kernel: Kernel, grid: Dims, block: Dims, shared: int) -> tuple[Triple, Triple]:
     """Check the dimensions of a launch and return grid and block as triples.
 
     Raises

@@ -83,11 +83,7 @@ class MailboxWorker:
         self.cpus = () if cpus is None else tuple(selected)
         self.wait = wait
         self.native = _native.MailboxThread(
-            list(self.cpus),
-            self.wait == "spin",
-            SPIN_S,
-            SLEEP_S,
-            name,
+            list(self.cpus), self.wait == "spin", SPIN_S, SLEEP_S, name
         )
 
     @property
@@ -197,12 +193,7 @@ class Mailbox:
     def add_request(self, graph: int, dependencies: list[Any], _: object) -> Any:
         """Add the node that posts a request and return its CUgraphNode."""
         args = (self._counter, self._device_address(REQUEST), self._device_address(ACK))
-        return self._add_kernel(
-            graph,
-            dependencies,
-            self._kernels["mailbox_request"],
-            args,
-        )
+        return self._add_kernel(graph, dependencies, self._kernels["mailbox_request"], args)
 
     def add_wait(self, graph: int, dependencies: list[Any], _: object) -> Any:
         """Add the node that waits for the answer and return its CUgraphNode."""
@@ -214,33 +205,13 @@ class Mailbox:
             self._device_address(TIMED_OUT),
             self._limits.device_ns,
         )
-        return self._add_kernel(
-            graph,
-            dependencies,
-            self._kernels["mailbox_wait"],
-            args,
-        )
+        return self._add_kernel(graph, dependencies, self._kernels["mailbox_wait"], args)
 
     def _add_kernel(
-        self,
-        graph: int,
-        dependencies: list[Any],
-        kernel: Kernel,
-        args: tuple[object, ...],
+        self, graph: int, dependencies: list[Any], kernel: Kernel, args: tuple[object, ...]
     ) -> Any:
-        launch = nodes.KernelLaunch(
-            kernel.function,
-            ONE_THREAD,
-            ONE_THREAD,
-            0,
-            kernel.pack(args),
-        )
-        return nodes.add_kernel(
-            graph,
-            dependencies,
-            launch,
-            nodes.highest_priority(),
-        )
+        launch = nodes.KernelLaunch(kernel.function, ONE_THREAD, ONE_THREAD, 0, kernel.pack(args))
+        return nodes.add_kernel(graph, dependencies, launch, nodes.highest_priority())
 
     def attach_port(self, state: Any, title: str, keep: object) -> Callable[[int], tuple]:
         """Return a function that attaches the host side of the mailbox (its port) to a CUgraph.
@@ -266,15 +237,7 @@ class Mailbox:
         limits = (self._limits.answer_s, self._limits.replay_s or 0.0)
 
         return lambda graph: _native.attach_mailbox(
-            graph,
-            state,
-            self._worker.native,
-            title,
-            work,
-            words,
-            results,
-            limits,
-            keep,
+            graph, state, self._worker.native, title, work, words, results, limits, keep
         )
 
     def _device_address(self, word: int) -> int:

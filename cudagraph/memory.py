@@ -247,24 +247,14 @@ class DeviceArray:
         return self._view(tuple(dims), self._offset)
 
     def _view(self, shape: tuple[int, ...], offset: int) -> DeviceArray:
-        return DeviceArray(
-            self.context,
-            shape,
-            self.dtype,
-            self._allocation,
-            offset,
-        )
+        return DeviceArray(self.context, shape, self.dtype, self._allocation, offset)
 
     def to_host(self) -> NDArray:
         """Wait until the device is idle, then return a copy in the storage type."""
         out = np.empty(self.shape, numpy_dtype(self.dtype))
         self.context.synchronize()
         self.context.transfer(
-            (self.owner, out),
-            cu.cuMemcpyDtoHAsync,
-            out.ctypes.data,
-            self.ptr,
-            self.nbytes,
+            (self.owner, out), cu.cuMemcpyDtoHAsync, out.ctypes.data, self.ptr, self.nbytes
         )
         return out
 
@@ -285,11 +275,7 @@ class DeviceArray:
 
     def _write(self, source: NDArray) -> None:
         self.context.transfer(
-            (self.owner, source),
-            cu.cuMemcpyHtoDAsync,
-            self.ptr,
-            source.ctypes.data,
-            self.nbytes,
+            (self.owner, source), cu.cuMemcpyHtoDAsync, self.ptr, source.ctypes.data, self.nbytes
         )
 
     def fill(self, byte: int = 0) -> None:
@@ -299,13 +285,7 @@ class DeviceArray:
         self._set(value)
 
     def _set(self, value: int) -> None:
-        self.context.transfer(
-            (self.owner,),
-            cu.cuMemsetD8Async,
-            self.ptr,
-            value,
-            self.nbytes,
-        )
+        self.context.transfer((self.owner,), cu.cuMemsetD8Async, self.ptr, value, self.nbytes)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

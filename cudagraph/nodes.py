@@ -88,14 +88,7 @@ def add_kernel(
     params.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
     _set_launch(params.kernel, launch)
     edges = [_programmatic_edge() for _ in dependencies] if programmatic else None
-    node = call(
-        cu.cuGraphAddNode,
-        graph,
-        dependencies,
-        edges,
-        len(dependencies),
-        params,
-    )
+    node = call(cu.cuGraphAddNode, graph, dependencies, edges, len(dependencies), params)
     del launch, params  # must live until the call has returned
     if priority is not None:
         value = cu.CUkernelNodeAttrValue()
@@ -132,12 +125,7 @@ def _set_launch(params: Any, launch: KernelLaunch) -> None:
     params.kernelParams = launch.packed.address
 
 
-def add_copy(
-    graph: int,
-    dependencies: list[Any],
-    dst: Span,
-    src: Span,
-) -> Any:
+def add_copy(graph: int, dependencies: list[Any], dst: Span, src: Span) -> Any:
     """Add a one-dimensional copy node and return its CUgraphNode."""
     params = cu.CUDA_MEMCPY3D()
     host = cu.CUmemorytype.CU_MEMORYTYPE_HOST
@@ -158,23 +146,10 @@ def add_copy(
     params.Height = 1
     params.Depth = 1
     context = call(cu.cuCtxGetCurrent)
-    return call(
-        cu.cuGraphAddMemcpyNode,
-        graph,
-        dependencies,
-        len(dependencies),
-        params,
-        context,
-    )
+    return call(cu.cuGraphAddMemcpyNode, graph, dependencies, len(dependencies), params, context)
 
 
-def add_fill(
-    graph: int,
-    dependencies: list[Any],
-    address: int,
-    byte: int,
-    nbytes: int,
-) -> Any:
+def add_fill(graph: int, dependencies: list[Any], address: int, byte: int, nbytes: int) -> Any:
     """Add a memset node that sets each byte of a range, and return its CUgraphNode."""
     params = cu.CUDA_MEMSET_NODE_PARAMS()
     params.dst = cu.CUdeviceptr(address)
@@ -183,14 +158,7 @@ def add_fill(
     params.width = nbytes
     params.height = 1
     context = call(cu.cuCtxGetCurrent)
-    return call(
-        cu.cuGraphAddMemsetNode,
-        graph,
-        dependencies,
-        len(dependencies),
-        params,
-        context,
-    )
+    return call(cu.cuGraphAddMemsetNode, graph, dependencies, len(dependencies), params, context)
 
 
 def move_child(graph: int, dependencies: list[Any], child: int) -> Any:
@@ -199,32 +167,16 @@ def move_child(graph: int, dependencies: list[Any], child: int) -> Any:
     params.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH
     params.graph.graph = cu.CUgraph(child)
     params.graph.ownership = cu.CUgraphChildGraphNodeOwnership.CU_GRAPH_CHILD_GRAPH_OWNERSHIP_MOVE
-    return call(
-        cu.cuGraphAddNode,
-        graph,
-        dependencies,
-        None,
-        len(dependencies),
-        params,
-    )
+    return call(cu.cuGraphAddNode, graph, dependencies, None, len(dependencies), params)
 
 
-def add_event(
-    function: Any,
-    graph: int,
-    dependencies: list[Any],
-    event: int,
-) -> Any:
+def add_event(function: Any, graph: int, dependencies: list[Any], event: int) -> Any:
     """Add a node with `function`, which is cuGraphAddEventRecordNode or cuGraphAddEventWaitNode."""
     return call(function, graph, dependencies, len(dependencies), event)
 
 
 def add_conditional(
-    graph: int,
-    dependencies: list[Any],
-    condition: int,
-    kind: str,
-    bodies: int,
+    graph: int, dependencies: list[Any], condition: int, kind: str, bodies: int
 ) -> tuple[Any, list[int]]:
     """Add a conditional node.
 
@@ -253,23 +205,12 @@ def add_conditional(
     params.conditional.type = getattr(types, f"CU_GRAPH_COND_TYPE_{kind.upper()}")
     params.conditional.size = bodies
     params.conditional.ctx = call(cu.cuCtxGetCurrent)
-    node = call(
-        cu.cuGraphAddNode,
-        graph,
-        dependencies,
-        None,
-        len(dependencies),
-        params,
-    )
+    node = call(cu.cuGraphAddNode, graph, dependencies, None, len(dependencies), params)
     return node, [int(body) for body in params.conditional.phGraph_out]
 
 
 def add_host(
-    graph: int,
-    dependencies: list[Any],
-    function: int,
-    data: int,
-    spin: bool = False,
+    graph: int, dependencies: list[Any], function: int, data: int, spin: bool = False
 ) -> Any:
     """Add a host node and return its CUgraphNode.
 
@@ -290,24 +231,11 @@ def add_host(
         params.host.fn = cu.CUhostFn(function)
         params.host.userData = data
         params.host.syncMode = int(cu.CUhostTaskSyncMode.CU_HOST_TASK_SPINWAIT)
-        return call(
-            cu.cuGraphAddNode,
-            graph,
-            dependencies,
-            None,
-            len(dependencies),
-            params,
-        )
+        return call(cu.cuGraphAddNode, graph, dependencies, None, len(dependencies), params)
     params = cu.CUDA_HOST_NODE_PARAMS()
     params.fn = cu.CUhostFn(function)
     params.userData = data
-    return call(
-        cu.cuGraphAddHostNode,
-        graph,
-        dependencies,
-        len(dependencies),
-        params,
-    )
+    return call(cu.cuGraphAddHostNode, graph, dependencies, len(dependencies), params)
 
 
 def add_mailbox_wait(graph: int, dependencies: list[Any], address: int) -> Any:
@@ -325,12 +253,6 @@ def add_mailbox_wait(graph: int, dependencies: list[Any], address: int) -> Any:
     params.count = 1
     params.paramArray = [wait]
     params.flags = 0
-    node = call(
-        cu.cuGraphAddBatchMemOpNode,
-        graph,
-        dependencies,
-        len(dependencies),
-        params,
-    )
+    node = call(cu.cuGraphAddBatchMemOpNode, graph, dependencies, len(dependencies), params)
     del params, wait  # must live until the call has returned
     return node

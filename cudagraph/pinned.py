@@ -52,13 +52,7 @@ class PinnedField:
 
     __slots__ = ("_memory", "array", "dtype", "host_ptr", "ptr", "shape", "slots", "stride")
 
-    def __init__(
-        self,
-        context: Context,
-        slots: int,
-        dtype: str,
-        shape: tuple[int, ...],
-    ) -> None:
+    def __init__(self, context: Context, slots: int, dtype: str, shape: tuple[int, ...]) -> None:
         elements = math.prod(shape)
         per_line = LINE_BYTES // itemsize(dtype)
         self.slots = slots
@@ -160,12 +154,7 @@ class PinnedSlots:
             raise OptionError(f"slots must be a positive integer, not {slots!r}")
         self.slots = slots
         self._fields = {
-            name: PinnedField(
-                context,
-                slots,
-                dtype,
-                check_shape(shape, f"field {name!r}"),
-            )
+            name: PinnedField(context, slots, dtype, check_shape(shape, f"field {name!r}"))
             for name, (dtype, shape) in fields.items()
         }
 

@@ -145,11 +145,7 @@ class RankGroup:
         return self._mpi.failure
 
     def exchange(
-        self,
-        lane: Lane,
-        sent: RankBuffers,
-        received: RankBuffers = (),
-        name: str = "ranks",
+        self, lane: Lane, sent: RankBuffers, received: RankBuffers = (), name: str = "ranks"
     ) -> None:
         """Add a host step that sends messages to other ranks and receives messages from them.
 

@@ -138,22 +138,12 @@ class Event:
     def record(self, stream: Stream) -> None:
         """Record the event on a stream; in a capture, add a node that records it."""
         external = keep_captured(stream.handle, (self.owner,))
-        call(
-            cu.cuEventRecordWithFlags,
-            self.handle,
-            stream.handle,
-            int(external),
-        )
+        call(cu.cuEventRecordWithFlags, self.handle, stream.handle, int(external))
 
     def wait(self, stream: Stream) -> None:
         """Make a stream wait for the event; in a capture, add a node that waits."""
         external = keep_captured(stream.handle, (self.owner,))
-        call(
-            cu.cuStreamWaitEvent,
-            stream.handle,
-            self.handle,
-            int(external),
-        )
+        call(cu.cuStreamWaitEvent, stream.handle, self.handle, int(external))
 
     def query(self) -> bool:
         """Return whether the work before the last record of the event has finished.

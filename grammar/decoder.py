@@ -341,12 +341,7 @@ class GuidedDecoder:
             self._mailbox_worker = MailboxWorker(name="grammar")
         # The driver allows only spinning kernels in the bodies of conditionals.
         add = lane.mailbox if self.transport == "mailbox" and not in_body else lane.spinkernel
-        add(
-            work,
-            worker=self._mailbox_worker,
-            deadline_s=self._deadline_s,
-            name=name,
-        )
+        add(work, worker=self._mailbox_worker, deadline_s=self._deadline_s, name=name)
 
     def open_work(self) -> NativeWork:
         """Return the open step, the first step of a replay.
@@ -483,10 +478,7 @@ class GuidedDecoder:
         self._require_open()
         name = f"draft {j}" if kind == _DRAFT else STEPS[kind]
         return NativeWork(
-            _native.guide.STEP,
-            self._worker.record(kind, j),
-            keep=self,
-            name=f"grammar {name}",
+            _native.guide.STEP, self._worker.record(kind, j), keep=self, name=f"grammar {name}"
         )
 
     def _check_requests(self, requests: Sequence[GuidedRequest]) -> dict[int, GuidedRequest]:

@@ -37,11 +37,7 @@ class ForcedTokens:
     def __init__(self, vocabulary: Vocabulary, *, unique_only: bool = False):
         texts = vocabulary.tokens
         lengths = [len(text) for text in texts]
-        self.native = _native.guide.Forced(
-            lengths,
-            b"".join(texts),
-            unique_only,
-        )
+        self.native = _native.guide.Forced(lengths, b"".join(texts), unique_only)
 
     def token(self, row: np.ndarray) -> int:
         """Return the forced token of a mask row (int32, one bit per id); -1 if there is none."""

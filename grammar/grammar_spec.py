@@ -219,22 +219,14 @@ class GrammarSpec(Spec):
         document = {
             "triggers": list(dict.fromkeys(triggers)),
             "tags": [
-                {
-                    "begin": tag.begin,
-                    "schema": json.loads(tag.schema),
-                    "end": tag.end,
-                }
+                {"begin": tag.begin, "schema": json.loads(tag.schema), "end": tag.end}
                 for tag in tags
             ],
             "at_least_one": at_least_one,
             "at_once": at_once,
         }
         text = json.dumps(document, ensure_ascii=False)
-        return cls(
-            "structural_tag",
-            text,
-            whitespace=whitespace,
-        )
+        return cls("structural_tag", text, whitespace=whitespace)
 
     @classmethod
     def structural_format(cls, form: Any, *, whitespace: Whitespace = "line") -> GrammarSpec:

@@ -85,13 +85,7 @@ class CompiledGrammar:
         there is none, or if it has not been built yet.
     """
 
-    def __init__(
-        self,
-        backend: GrammarBackend,
-        spec: Spec,
-        native: Any,
-        nbytes: int,
-    ):
+    def __init__(self, backend: GrammarBackend, spec: Spec, native: Any, nbytes: int):
         self.backend = backend
         self.spec = spec
         self.native = native
@@ -166,11 +160,7 @@ class Matcher(ABC):
     @functools.cached_property
     def native(self) -> Any:
         """Native matcher with the state of this object, for the guided decoder's native worker."""
-        return _native.guide.PythonMatcher(
-            self,
-            np.zeros(self.words, np.int32),
-            self.size,
-        )
+        return _native.guide.PythonMatcher(self, np.zeros(self.words, np.int32), self.size)
 
     @abstractmethod
     def accept(self, token: int) -> bool:
@@ -274,11 +264,7 @@ class NativeBackedMatcher(Matcher):
     """
 
     def __init__(
-        self,
-        compiled: CompiledGrammar,
-        stop_ids: tuple[int, ...],
-        native: Any,
-        keep: Any = None,
+        self, compiled: CompiledGrammar, stop_ids: tuple[int, ...], native: Any, keep: Any = None
     ):
         super().__init__(compiled, stop_ids)
         self.native = native
@@ -333,13 +319,6 @@ def _with_marker(inner: Matcher, marker: Marker) -> Matcher:
     if ids & set(inner.stop_ids):
         raise GrammarError("marker: its token is one of the request's stop ids")
     native = _native.guide.MarkedMatcher(
-        inner.native,
-        _native_marker(vocabulary, marker),
-        inner.stop_ids,
+        inner.native, _native_marker(vocabulary, marker), inner.stop_ids
     )
-    return NativeBackedMatcher(
-        compiled,
-        inner.stop_ids,
-        native,
-        keep=inner,
-    )
+    return NativeBackedMatcher(compiled, inner.stop_ids, native, keep=inner)

@@ -111,11 +111,7 @@ def without_partial_hint(message: str) -> str:
 def json_text(schema: Any) -> str:
     """Return a schema as JSON text."""
     try:
-        text = json.dumps(
-            schema,
-            ensure_ascii=False,
-            allow_nan=False,
-        )
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except RecursionError:
         raise GrammarError("JSON schema: is nested too deeply") from None
     except (TypeError, ValueError) as error:
@@ -245,10 +241,7 @@ def _resolve_tags(spec: AnySpec, backend: str) -> AnySpec:
     for tag in structural_tag["tags"]:
         try:
             content = Spec(
-                "json_schema",
-                json_text(tag["schema"]),
-                strict=True,
-                whitespace=spec.whitespace,
+                "json_schema", json_text(tag["schema"]), strict=True, whitespace=spec.whitespace
             )
             tag["schema"] = json.loads(_resolve_schema(content, backend).text)
         except GrammarError as error:

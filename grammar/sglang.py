@@ -54,10 +54,7 @@ def register() -> None:
 
 
 def create_backend(
-    server_args: Any,
-    tokenizer: Any,
-    vocab_size: int,
-    eos_token_ids: Iterable[int] | None = None,
+    server_args: Any, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int] | None = None
 ) -> Any:
     """Return the backend for a server, as an SGLang ``BaseGrammarBackend``.
 

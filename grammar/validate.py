@@ -55,21 +55,9 @@ def check_output(schema: Any, text: str) -> bool:
     """
     # The import of jsonschema takes a second. It is a `Setup` of the call, because the time of a
     # `Setup` does not count towards the time limit.
-    setup = Setup(
-        "jsonschema",
-        _MODULE + "import_jsonschema",
-        (),
-    )
-    request = Call(
-        _MODULE + "satisfies_schema",
-        (json.dumps(schema), text),
-        setup,
-    )
-    return _call_bounded(
-        "JSON schema: an output",
-        request,
-        CHECK_TIMEOUT_S,
-    )
+    setup = Setup("jsonschema", _MODULE + "import_jsonschema", ())
+    request = Call(_MODULE + "satisfies_schema", (json.dumps(schema), text), setup)
+    return _call_bounded("JSON schema: an output", request, CHECK_TIMEOUT_S)
 
 
 def search_pattern(pattern: str, text: str) -> bool:
@@ -97,11 +85,7 @@ def search_pattern(pattern: str, text: str) -> bool:
         return re.search(pattern, text) is not None
     re.compile(pattern)
     request = Call(_MODULE + "search", (pattern, text))
-    return _call_bounded(
-        f"pattern {original[:60]!r}",
-        request,
-        SEARCH_TIMEOUT_S,
-    )
+    return _call_bounded(f"pattern {original[:60]!r}", request, SEARCH_TIMEOUT_S)
 
 
 def _python_pattern(pattern: str) -> str:
@@ -153,11 +137,7 @@ def satisfies_schema(schema: str, text: str) -> bool:
         document = _parse(schema)
         latest = jsonschema.validators.Draft202012Validator
         validator = jsonschema.validators.validator_for(document, default=latest)
-        checker = validator(
-            document,
-            registry=REGISTRY,
-            format_checker=validator.FORMAT_CHECKER,
-        )
+        checker = validator(document, registry=REGISTRY, format_checker=validator.FORMAT_CHECKER)
         with decimal.localcontext(_EXACT):
             return bool(checker.is_valid(value))
     except MemoryError:

@@ -213,11 +213,7 @@ def _pipeline_steps(pipeline: dict[str, Any] | None) -> dict[str, dict[str, Any]
 
 
 # GPT-2's byte alphabet: printable bytes map to themselves, the others to U+0100 and up.
-_PRINTABLE = [
-    *range(0x21, 0x7F),
-    *range(0xA1, 0xAD),
-    *range(0xAE, 0x100),
-]
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)

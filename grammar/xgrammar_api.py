@@ -80,10 +80,7 @@ class GrammarCompiler:
     ):
         self.vocabulary = vocabulary
         self._service = GrammarService(
-            vocabulary,
-            backend,
-            threads=max_threads,
-            timeout_s=timeout_s,
+            vocabulary, backend, threads=max_threads, timeout_s=timeout_s
         )
 
     def compile(self, spec: Spec) -> CompiledGrammar:
@@ -426,10 +423,7 @@ class BatchGrammarMatcher:
         self._executor = ThreadPoolExecutor(max_threads) if max_threads > 1 else None
 
     def batch_fill_next_token_bitmask(
-        self,
-        matchers: Sequence[GrammarMatcher],
-        bitmask: Any,
-        indices: Sequence[int] | None = None,
+        self, matchers: Sequence[GrammarMatcher], bitmask: Any, indices: Sequence[int] | None = None
     ) -> None:
         """Fill the row ``indices[i]`` for matcher ``i``; row ``i`` if `indices` is None.
 
@@ -446,9 +440,7 @@ class BatchGrammarMatcher:
             )
         run: Callable[..., Iterable[bool]] = self._executor.map if self._executor else map
         fills = run(
-            lambda matcher, row: matcher.fill_next_token_bitmask(bitmask, row),
-            matchers,
-            rows,
+            lambda matcher, row: matcher.fill_next_token_bitmask(bitmask, row), matchers, rows
         )
         for _ in fills:  # raises the first exception
             pass

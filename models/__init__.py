@@ -1,13 +1,6 @@
 """Target models, drafters, and the engine: continuous batching with speculative decoding."""
 
-from graft.models.drafters import (
-    Drafter,
-    DrafterContext,
-    DraftVocab,
-    Eagle3,
-    Feed,
-    TreeShape,
-)
+from graft.models.drafters import Drafter, DrafterContext, DraftVocab, Eagle3, Feed, TreeShape
 from graft.models.engine.engine import Engine
 from graft.models.engine.migrate import MigratedRequest
 from graft.models.engine.options import Options

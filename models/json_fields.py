@@ -81,14 +81,7 @@ class Fields:
             raise self._error(name, value, "an object")
         return Fields(value, f"{self.where}: {name}")
 
-    def integer(
-        self,
-        name: str,
-        *,
-        low: int,
-        high: int,
-        default: Any = _REQUIRED,
-    ) -> int:
+    def integer(self, name: str, *, low: int, high: int, default: Any = _REQUIRED) -> int:
         """Return an integer from `low` to `high`."""
         value = self._value(name, default)
         if not _is_integer(value):
@@ -98,12 +91,7 @@ class Fields:
         return value
 
     def number(
-        self,
-        name: str,
-        *,
-        low: float = 0.0,
-        high: float = 1e12,
-        default: Any = _REQUIRED,
+        self, name: str, *, low: float = 0.0, high: float = 1e12, default: Any = _REQUIRED
     ) -> float:
         """Return a number from `low` to `high`."""
         value = self._value(name, default)

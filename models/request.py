@@ -331,12 +331,7 @@ def check_token_ids(name: str, ids: Iterable[object], vocab_size: int) -> None:
         raise RequestError(str(error)) from error
 
 
-def check_size(
-    description: str,
-    value: object,
-    limit: str,
-    limits: Limits,
-) -> None:
+def check_size(description: str, value: object, limit: str, limits: Limits) -> None:
     """Check the size of a text, or of all texts in nested lists and mappings.
 
     Parameters
@@ -436,12 +431,7 @@ def _check_prompt(request: Request, limits: Limits) -> None:
         is_list = isinstance(messages, (list, tuple))
         if not is_list or not all(isinstance(message, Mapping) for message in messages):
             raise RequestError(f"messages must be a list of mappings, got {short_repr(messages)}")
-    check_size(
-        "the prompt",
-        request.prompt or messages,
-        "prompt_bytes",
-        limits,
-    )
+    check_size("the prompt", request.prompt or messages, "prompt_bytes", limits)
 
 
 def _check_types(request: Request, limits: Limits) -> None:
@@ -458,12 +448,7 @@ def _check_types(request: Request, limits: Limits) -> None:
             raise RequestError(
                 f"grammar must be a GrammarSpec or None, got {type(request.grammar).__name__}"
             )
-        check_size(
-            "the grammar",
-            request.grammar.text,
-            "grammar_bytes",
-            limits,
-        )
+        check_size("the grammar", request.grammar.text, "grammar_bytes", limits)
     for name in ("special_tokens", "skip_special_tokens"):
         value = getattr(request, name)
         if not isinstance(value, bool):
@@ -475,12 +460,7 @@ def _check_ranges(request: Request) -> None:
     if request.max_tokens is not None:
         check_integer("max_tokens", request.max_tokens, 1, 2**31 - 1)
     max_min_tokens = request.max_tokens or 2**31 - 1
-    check_integer(
-        "min_tokens",
-        request.min_tokens,
-        0,
-        max_min_tokens,
-    )
+    check_integer("min_tokens", request.min_tokens, 0, max_min_tokens)
     if request.stop_after is not None:
         check_integer("stop_after", request.stop_after, 0, 2**31 - 1)
     check_integer("priority", request.priority, -(2**31), 2**31 - 1)

@@ -63,11 +63,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        *,
-        vocab_size: int | None = None,
-        chat_template: str | None = None,
+        self, path: str | Path, *, vocab_size: int | None = None, chat_template: str | None = None
     ) -> None:
         self.path = Path(path)
         file = self.path / "tokenizer.json"
@@ -120,12 +116,7 @@ class Tokenizer:
     def _model_vocab_size(self) -> int:
         """Return `vocab_size` of config.json, or the size of the tokenizer's vocabulary."""
         config = _read_optional(self.path / "config.json")
-        return config.integer(
-            "vocab_size",
-            low=1,
-            high=1 << 31,
-            default=self.vocab_size,
-        )
+        return config.integer("vocab_size", low=1, high=1 << 31, default=self.vocab_size)
 
     @property
     def has_chat_template(self) -> bool:

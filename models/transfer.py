@@ -245,10 +245,7 @@ class Mooncake(Transfer):
     def fetch(self, ticket: Ticket) -> np.ndarray:
         buffer = self.allocate(ticket.nbytes)
         code = self._engine.transfer_sync_read(
-            ticket.sender,
-            buffer.address,
-            ticket.address,
-            ticket.nbytes,
+            ticket.sender, buffer.address, ticket.address, ticket.nbytes
         )
         self._engine.unregister_memory(buffer.address)
         self._check(code, f"{ticket}: the data cannot be read")

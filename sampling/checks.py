@@ -7,22 +7,10 @@ from typing import Any
 
 from graft.cudagraph.errors import OptionError, ShapeError
 
-__all__ = [
-    "check_ids",
-    "check_integer",
-    "check_range",
-    "check_real",
-    "expect",
-    "short_repr",
-]
+__all__ = ["check_ids", "check_integer", "check_range", "check_real", "expect", "short_repr"]
 
 
-def expect(
-    name: str,
-    array: Any,
-    dtype: str | tuple[str, ...],
-    **dims: int,
-) -> None:
+def expect(name: str, array: Any, dtype: str | tuple[str, ...], **dims: int) -> None:
     """Check dtype and shape of an array.
 
     Parameters
@@ -51,23 +39,13 @@ def expect(
     raise ShapeError(f"{name} is {found}, expected {expected_dtype}[{expected_shape}]")
 
 
-def check_range(
-    name: str,
-    value: float,
-    low: float,
-    high: float,
-) -> None:
+def check_range(name: str, value: float, low: float, high: float) -> None:
     """Raise OptionError unless ``low <= value <= high``. NaN is out of every range."""
     if not low <= value <= high:
         raise OptionError(f"{name} must be from {low} to {high}, got {short_repr(value)}")
 
 
-def check_integer(
-    name: str,
-    value: object,
-    low: int,
-    high: int,
-) -> None:
+def check_integer(name: str, value: object, low: int, high: int) -> None:
     """Raise OptionError unless `value` is an int, not a bool, from `low` to `high`."""
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if is_integer and low <= value <= high:  # type: ignore[operator]
@@ -76,12 +54,7 @@ def check_integer(
 
 
 def check_real(
-    name: str,
-    value: object,
-    low: float,
-    high: float,
-    *,
-    open_low: bool = False,
+    name: str, value: object, low: float, high: float, *, open_low: bool = False
 ) -> None:
     """Raise OptionError unless `value` is an int or float from `low` to `high`.
 

@@ -74,13 +74,7 @@ class Exchange:
         If a size is out of range.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        slots: int,
-        vocab_size: int,
-        mode: DraftMode,
-    ) -> None:
+    def __init__(self, context: Context, slots: int, vocab_size: int, mode: DraftMode) -> None:
         for name, value in (("slots", slots), ("vocab_size", vocab_size)):
             if value < 1:
                 raise OptionError(f"exchange: {name} must be at least 1, got {value}")
@@ -212,12 +206,7 @@ def _offsets(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
 
 
 def _layout(
-    slots: int,
-    rows: int,
-    words: int,
-    mode: DraftMode,
-    offsets: dict[str, int],
-    stride: int,
+    slots: int, rows: int, words: int, mode: DraftMode, offsets: dict[str, int], stride: int
 ) -> Any:
     """Return the ``ExchangeLayout``."""
     layout = np.zeros((), read_struct(RECORDS_HEADER, "ExchangeLayout"))

@@ -95,12 +95,7 @@ class DraftMode:
             raise OptionError(
                 f"masking of {self.kind} drafts must be one of {allowed}, got {self.masking!r}"
             )
-        check_range(
-            "nodes fed to the drafter",
-            self.fed_nodes,
-            0,
-            _MAX_NODES,
-        )
+        check_range("nodes fed to the drafter", self.fed_nodes, 0, _MAX_NODES)
         if not self.probes:
             low, high = 0, 0
         elif self.kind == "tree" and not self.is_lattice:
@@ -114,12 +109,7 @@ class DraftMode:
         """Return the mode of a chain with one draft per level; without drafts, "proposed"."""
         if drafts == 0:
             return cls(drafts=0)
-        return cls(
-            drafts=drafts,
-            levels=drafts,
-            masking=masking,
-            candidates=candidates,
-        )
+        return cls(drafts=drafts, levels=drafts, masking=masking, candidates=candidates)
 
     @property
     def value(self) -> int:

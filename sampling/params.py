@@ -15,13 +15,7 @@ from graft.cudagraph.errors import OptionError
 from graft.sampling.checks import check_ids, check_integer, check_real, short_repr
 from graft.sampling.loading import KERNELS
 
-__all__ = [
-    "MAX_LOGPROBS",
-    "MAX_STOP_IDS",
-    "Relaxed",
-    "SamplingParams",
-    "VERIFY_MODES",
-]
+__all__ = ["MAX_LOGPROBS", "MAX_STOP_IDS", "Relaxed", "SamplingParams", "VERIFY_MODES"]
 
 _NUMBERS = read_numbers(KERNELS / "slot.cuh")
 MAX_STOP_IDS = _NUMBERS["MAX_STOP_IDS"]
@@ -32,11 +26,7 @@ _GREEDY_TEMPERATURE = np.float32(1e-5)  # as in kernels/slot.cuh
 VERIFY_MODES = ("rejection", "coupled", "per_token", "relaxed")
 
 #: Inclusive ranges of the integer parameters.
-_INTEGERS = {
-    "top_k": (0, 2**31 - 1),
-    "sample": (0, 2**24 - 1),
-    "min_tokens": (0, 2**31 - 1),
-}
+_INTEGERS = {"top_k": (0, 2**31 - 1), "sample": (0, 2**24 - 1), "min_tokens": (0, 2**31 - 1)}
 #: Ranges of the real parameters; True if the lower bound itself is excluded.
 _REALS = {
     "temperature": (0.0, 1e4, False),
@@ -228,13 +218,7 @@ class SamplingParams:
         for name, (low, high) in _INTEGERS.items():
             check_integer(name, getattr(self, name), low, high)
         for name, (lowest, highest, open_low) in _REALS.items():
-            check_real(
-                name,
-                getattr(self, name),
-                lowest,
-                highest,
-                open_low=open_low,
-            )
+            check_real(name, getattr(self, name), lowest, highest, open_low=open_low)
         if self.seed is not None:
             check_integer("seed", self.seed, 0, 2**64 - 1)
         is_known = isinstance(self.verify, str) and self.verify in VERIFY_MODES
@@ -257,12 +241,7 @@ class SamplingParams:
                 f"logprobs_masked must be True or False, got {short_repr(self.logprobs_masked)}"
             )
         if self.logprobs is not None:
-            check_integer(
-                "logprobs",
-                self.logprobs,
-                0,
-                min(MAX_LOGPROBS, vocab_size),
-            )
+            check_integer("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
         elif self.logprobs_masked:
             raise OptionError("logprobs_masked requires logprobs, which is None")
 
@@ -272,12 +251,7 @@ class SamplingParams:
             raise OptionError(f"logit_bias must map ids to numbers, got {short_repr(bias)}")
         check_ids("logit_bias", bias, vocab_size)
         for value in bias.values():
-            check_real(
-                "each value of logit_bias",
-                value,
-                -_MAX_BIAS,
-                _MAX_BIAS,
-            )
+            check_real("each value of logit_bias", value, -_MAX_BIAS, _MAX_BIAS)
         for name in ("banned_ids", "allowed_ids"):
             ids = getattr(self, name) or ()
             if len(ids) > vocab_size:

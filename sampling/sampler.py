@@ -38,12 +38,7 @@ def row_words(draft_length: int) -> int:
     return _HEADER_WORDS + 2 * (draft_length + 1)
 
 
-def output_ring(
-    device: Device,
-    entries: int,
-    max_batch: int,
-    draft_length: int,
-) -> Ring:
+def output_ring(device: Device, entries: int, max_batch: int, draft_length: int) -> Ring:
     """Create the ring through which rounds return their results.
 
     Parameters
@@ -313,13 +308,7 @@ class Sampler:
             Rows of the forward pass.
         """
         self._check_rows(rows)
-        expect(
-            "logits",
-            logits,
-            "float32",
-            R=rows.count,
-            V=self.vocab_size,
-        )
+        expect("logits", logits, "float32", R=rows.count, V=self.vocab_size)
         grid = (rows.count, self._parts, 1)
         inputs = self._target_inputs(logits, rows, self.exchange.device_masks)
         self._add_adjust(lane, grid, inputs)
@@ -350,13 +339,7 @@ class Sampler:
             self.state.tables,
             self.raw,
         ]
-        lane.kernel(
-            self._adjust,
-            grid,
-            self.block,
-            args,
-            name="adjust logits",
-        )
+        lane.kernel(self._adjust, grid, self.block, args, name="adjust logits")
 
     def _add_target_steps(self, lane: Lane, grid: tuple[int, int, int], inputs: list[Any]) -> None:
         """Add the launches of the kernel that filters the logits and samples the tokens."""
@@ -375,13 +358,7 @@ class Sampler:
                 self.target_tok,
                 self.row_ok,
             ]
-            lane.kernel(
-                self._target,
-                grid,
-                self.block,
-                args,
-                name=f"target rows {first}",
-            )
+            lane.kernel(self._target, grid, self.block, args, name=f"target rows {first}")
 
     def publish_sampled(self, lane: Lane, rows: RowMap) -> None:
         """Publish the tokens that `target` has sampled, for the check step of the grammar.
@@ -460,12 +437,7 @@ class Sampler:
         """
         batch = self._check_rows(rows)
         results = out_ring["rows"]
-        check_range(
-            "words of an output row",
-            results.shape[1],
-            self.row_words,
-            self.row_words,
-        )
+        check_range("words of an output row", results.shape[1], self.row_words, self.row_words)
         check_range("output rows", results.shape[0], batch, 1 << 16)
         inputs: list[Any] = [
             self.vocab_size,
@@ -491,13 +463,7 @@ class Sampler:
             self.rows,
             self.row_words,
         ]
-        lane.kernel(
-            self._verify,
-            (batch, self._parts, 1),
-            self.block,
-            args,
-            name="verify",
-        )
+        lane.kernel(self._verify, (batch, self._parts, 1), self.block, args, name="verify")
         if before_publishing is not None:
             before_publishing()
         self._add_publish(lane, rows, out_ring, batch)
@@ -505,21 +471,9 @@ class Sampler:
     def _add_tests(self, lane: Lane, rows: RowMap, inputs: list[Any]) -> None:
         """Add the kernel that tests drafts by rejection sampling."""
         args = [rows.slot, rows.map, *inputs, self.cross_block, self.faults]
-        lane.kernel(
-            self._test,
-            (rows.count, self._parts, 1),
-            self.block,
-            args,
-            name="test drafts",
-        )
+        lane.kernel(self._test, (rows.count, self._parts, 1), self.block, args, name="test drafts")
 
-    def _add_publish(
-        self,
-        lane: Lane,
-        rows: RowMap,
-        out_ring: Ring,
-        batch: int,
-    ) -> None:
+    def _add_publish(self, lane: Lane, rows: RowMap, out_ring: Ring, batch: int) -> None:
         """Add the kernel that writes log probabilities and the entry of the output ring."""
         results = out_ring["rows"]
         logprobs = out_ring["logprobs"]
@@ -543,21 +497,9 @@ class Sampler:
             stamp,
             stamp.stride,
         ]
-        lane.kernel(
-            self._publish,
-            rows.count,
-            self.block,
-            args,
-            name="publish tokens",
-        )
+        lane.kernel(self._publish, rows.count, self.block, args, name="publish tokens")
 
-    def draft(
-        self,
-        lane: Lane,
-        draft_logits: DeviceArray,
-        row_slot: DeviceArray,
-        j: int,
-    ) -> None:
+    def draft(self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int) -> None:
         """Sample draft `j` of every slot that committed tokens in this replay and still drafts.
 
         With masking "fill", the draft is sampled under mask row ``j - 1`` of the slot. With the
@@ -596,20 +538,10 @@ class Sampler:
             *self.shared,
         ]
         grid = (batch, self.draft_parts, 1)
-        lane.kernel(
-            self._draft,
-            grid,
-            self.block,
-            args,
-            name=f"draft {j}",
-        )
+        lane.kernel(self._draft, grid, self.block, args, name=f"draft {j}")
 
     def candidates(
-        self,
-        lane: Lane,
-        draft_logits: DeviceArray,
-        row_slot: DeviceArray,
-        j: int,
+        self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int
     ) -> None:
         """Write the candidates that the grammar tests.
 
@@ -648,13 +580,7 @@ class Sampler:
             *self.shared,
         ]
         grid = (levels * batch, self.draft_parts, 1)
-        lane.kernel(
-            self._candidates,
-            grid,
-            self.block,
-            args,
-            name=f"candidates {j}",
-        )
+        lane.kernel(self._candidates, grid, self.block, args, name=f"candidates {j}")
 
     def place(
         self,
@@ -705,12 +631,7 @@ class Sampler:
             self.row_words,
             *self.shared,
         ]
-        lane.kernel(
-            self._place,
-            *self._threads(batch),
-            args,
-            name="place drafts",
-        )
+        lane.kernel(self._place, *self._threads(batch), args, name="place drafts")
 
     def forced(self, lane: Lane, row_slot: DeviceArray, proposal: DeviceArray) -> None:
         """Propose the tokens that the grammar forces, as drafts.
@@ -737,12 +658,7 @@ class Sampler:
             self.exchange.layout,
             proposal,
         ]
-        lane.kernel(
-            self._forced,
-            *self._threads(batch),
-            args,
-            name="forced drafts",
-        )
+        lane.kernel(self._forced, *self._threads(batch), args, name="forced drafts")
 
     @property
     def shared(self) -> tuple[object, ...]:
@@ -766,11 +682,7 @@ class Sampler:
         return -(-batch // _PLACE_BLOCK), _PLACE_BLOCK
 
     def _check_draft(
-        self,
-        draft_logits: DeviceArray,
-        row_slot: DeviceArray,
-        j: int,
-        levels: int = 1,
+        self, draft_logits: DeviceArray, row_slot: DeviceArray, j: int, levels: int = 1
     ) -> int:
         batch = self._batch(row_slot)
         check_range("j", j, 1, self.draft_length)
@@ -781,24 +693,13 @@ class Sampler:
 
     def _check_proposal(self, proposal: DeviceArray, row_slot: DeviceArray) -> int:
         batch = self._batch(row_slot)
-        expect(
-            "proposal",
-            proposal,
-            "int32",
-            B=batch,
-            K=self.draft_length,
-        )
+        expect("proposal", proposal, "int32", B=batch, K=self.draft_length)
         return batch
 
     def _check_rows(self, rows: RowMap) -> int:
         batch = self._batch(rows.slot)
         expect("first", rows.first, "int32", B=batch)
-        check_range(
-            "rows R",
-            rows.count,
-            batch,
-            batch * (self.draft_length + 1),
-        )
+        check_range("rows R", rows.count, batch, batch * (self.draft_length + 1))
         expect("map", rows.map, "int32", R=rows.count)
         return batch
 

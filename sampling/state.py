@@ -179,13 +179,7 @@ class SlotState:
             If `slot` is out of range.
         """
         check_range("slot", slot, 0, self.slots - 1)
-        lane.kernel(
-            self._leave,
-            1,
-            1,
-            [self.array, slot],
-            name=f"leave slot {slot}",
-        )
+        lane.kernel(self._leave, 1, 1, [self.array, slot], name=f"leave slot {slot}")
 
 
 def _params_record(params: SamplingParams) -> Any:

@@ -224,11 +224,7 @@ class TreeSampler:
         return smaller
 
     def candidates(
-        self,
-        lane: Lane,
-        logits: DeviceArray,
-        row_slot: DeviceArray,
-        level: int,
+        self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int
     ) -> None:
         """Write the candidates for the children of a level's nodes, for the grammar to test.
 
@@ -248,13 +244,7 @@ class TreeSampler:
             raise OptionError("candidates requires masking 'probe', it is 'none'")
         self._rank(lane, logits, row_slot, level)
 
-    def draft(
-        self,
-        lane: Lane,
-        logits: DeviceArray,
-        row_slot: DeviceArray,
-        level: int,
-    ) -> None:
+    def draft(self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int) -> None:
         """Choose the nodes of a level, or at the last level the drafts.
 
         Parameters
@@ -278,34 +268,16 @@ class TreeSampler:
             *sampler.shared,
         ]
         name = f"tree level {level}"
-        lane.kernel(
-            self._grow,
-            row_slot.shape[0],
-            sampler.block,
-            args,
-            name=name,
-        )
+        lane.kernel(self._grow, row_slot.shape[0], sampler.block, args, name=name)
 
-    def _rank(
-        self,
-        lane: Lane,
-        logits: DeviceArray,
-        row_slot: DeviceArray,
-        level: int,
-    ) -> None:
+    def _rank(self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int) -> None:
         """Add the kernel that finds the most likely candidates of each node."""
         sampler = self._sampler
         check_range("level", level, 1, self._levels)
         rows = row_slot.shape[0]
         if level > 1:
             rows *= self._branch
-        expect(
-            "logits",
-            logits,
-            "float32",
-            R=rows,
-            Vd=sampler.draft_vocab.size,
-        )
+        expect("logits", logits, "float32", R=rows, Vd=sampler.draft_vocab.size)
         args = [
             logits,
             sampler.draft_vocab.size,
@@ -326,10 +298,4 @@ class TreeSampler:
             *sampler.shared,
         ]
         grid = (rows, sampler.draft_parts, 1)
-        lane.kernel(
-            self._candidates,
-            grid,
-            sampler.block,
-            args,
-            name=f"candidates {level}",
-        )
+        lane.kernel(self._candidates, grid, sampler.block, args, name=f"candidates {level}")

@@ -83,22 +83,12 @@ def philox4x32_10(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def words(
-    seed: int,
-    position: int,
-    purpose: int,
-    ids: np.ndarray,
-    sample: int = 0,
-    round_start: int = 0,
+    seed: int, position: int, purpose: int, ids: np.ndarray, sample: int = 0, round_start: int = 0
 ) -> np.ndarray:
     """Return the random word of each id for a seed, position, purpose and round."""
     ids = np.asarray(ids)
     purpose_and_sample = purpose | sample << 8
-    parts = np.broadcast_arrays(
-        position,
-        purpose_and_sample,
-        ids // 4,
-        round_start,
-    )
+    parts = np.broadcast_arrays(position, purpose_and_sample, ids // 4, round_start)
     counter = np.stack(parts, axis=-1).astype(np.uint32)
     low = seed & 0xFFFFFFFF
     high = seed >> 32 & 0xFFFFFFFF
@@ -122,12 +112,7 @@ def gumbel(word: np.ndarray) -> FloatArray:
     return -np.log(exponential)
 
 
-def coin(
-    seed: int,
-    position: int,
-    sample: int,
-    round_start: int,
-) -> float:
+def coin(seed: int, position: int, sample: int, round_start: int) -> float:
     """Return the random number in [0, 1) with which rejection sampling tests a draft."""
     word = words(seed, position, COIN, np.array([0]), sample, round_start)
     return float(uniform(word)[0])
@@ -421,12 +406,7 @@ def commit(slot: Slot, outcome: Outcome) -> None:
     slot.active = slot.active and outcome.reason == RUNNING
 
 
-def adjusted(
-    slot: Slot,
-    node: int,
-    logits: np.ndarray,
-    legal: BoolArray,
-) -> np.ndarray:
+def adjusted(slot: Slot, node: int, logits: np.ndarray, legal: BoolArray) -> np.ndarray:
     """Return the adjusted float32 logits of a node's row.
 
     The output consists of the tokens at the last commit and the path to the node.
@@ -486,9 +466,7 @@ def adjusted_draft(
 
 
 def _with_bias_and_penalties(
-    adjustment: Adjustment,
-    path: Sequence[int],
-    logits: np.ndarray,
+    adjustment: Adjustment, path: Sequence[int], logits: np.ndarray
 ) -> np.ndarray:
     """Return logits with bias and penalties, after the output and the drafts of a path."""
     params = adjustment.params
@@ -517,12 +495,7 @@ def _logit_bias(params: SamplingParams, size: int) -> np.ndarray:
     return bias
 
 
-def verify(
-    slot: Slot,
-    logits: np.ndarray,
-    masks: Sequence[MaskRow],
-    token_limit: int,
-) -> Outcome:
+def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit: int) -> Outcome:
     """Verify the drafts of a slot and commit the tokens.
 
     In most cases, every node samples a token with the random numbers of its position, and `walk`
@@ -595,13 +568,7 @@ def verify(
     return outcome
 
 
-def _relaxed(
-    how: Any,
-    tree: Tree,
-    node: int,
-    p: FloatArray,
-    token: int,
-) -> int:
+def _relaxed(how: Any, tree: Tree, node: int, p: FloatArray, token: int) -> int:
     """Return the token that relaxed verification chooses for a node.
 
     This is `token` if a child has it. Otherwise it is the most likely child that the relaxed
@@ -694,25 +661,14 @@ def _tested(slot: Slot, p: list[FloatArray]) -> list[int]:
     residual = np.maximum(weight * p[accepted] - q[accepted], 0.0)
     position = slot.n + accepted + 1
     for distribution_ in (residual, p[accepted]):
-        token = draw(
-            distribution_,
-            slot.seed,
-            position,
-            RESIDUAL,
-            None,
-            slot.sample,
-            slot.n,
-        )
+        token = draw(distribution_, slot.seed, position, RESIDUAL, None, slot.sample, slot.n)
         if token >= 0:
             break
     return [*drafts[:accepted], token]
 
 
 def _num_passed_per_token(
-    drafts: Sequence[int],
-    p: Sequence[FloatArray],
-    q: Sequence[FloatArray],
-    coins: Sequence[float],
+    drafts: Sequence[int], p: Sequence[FloatArray], q: Sequence[FloatArray], coins: Sequence[float]
 ) -> int:
     """Return the number of drafts before the first draft that fails its per-token test."""
     failed = False
@@ -737,11 +693,7 @@ def is_drafting(slot: Slot, j: int) -> bool:
 
 
 def keep(
-    slot: Slot,
-    token: int,
-    kind: int = POINT,
-    q: Any = None,
-    parent: int | None = None,
+    slot: Slot, token: int, kind: int = POINT, q: Any = None, parent: int | None = None
 ) -> None:
     """Append a draft as a child of `parent`, by default of the last node."""
     if parent is None:
@@ -827,13 +779,7 @@ def draft(
         keep(slot, int(ids[column]), DENSE, q)
 
 
-def candidates(
-    slot: Slot,
-    j: int,
-    logits: np.ndarray,
-    ids: np.ndarray,
-    token_limit: int,
-) -> list:
+def candidates(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, token_limit: int) -> list:
     """Return the candidates for draft j, which the grammar tests in this order.
 
     It is the order in which the target will prefer the ids. Ids that top-k, top-p or min-p remove
@@ -855,24 +801,10 @@ def candidates(
 
 def _race_noise(slot: Slot, position: int, ids: np.ndarray) -> FloatArray:
     """Return the Gumbel variates with which the target samples the token at a position."""
-    return gumbel(
-        words(
-            slot.seed,
-            position,
-            NOISE,
-            np.maximum(ids, 0),
-            slot.sample,
-        )
-    )
+    return gumbel(words(slot.seed, position, NOISE, np.maximum(ids, 0), slot.sample))
 
 
-def shares(
-    slot: Slot,
-    j: int,
-    logits: np.ndarray,
-    ids: np.ndarray,
-    limit: int,
-) -> dict[int, float]:
+def shares(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, limit: int) -> dict[int, float]:
     """Return the probability of each id for draft j.
 
     For sampled requests, it is weighted with the random numbers of the target (`_race_noise`), so

@@ -46,12 +46,7 @@ def read_draft_tree(record: Any) -> ref.Tree:
     return ref.Tree((int(record["last"]), *drafts), (-1, *parents))
 
 
-def write_mask_row(
-    exchange: Exchange,
-    slot: int | slice,
-    j: int,
-    row: ref.MaskRow,
-) -> None:
+def write_mask_row(exchange: Exchange, slot: int | slice, j: int, row: ref.MaskRow) -> None:
     """Write mask row `j` of a slot to exchange memory, as the grammar does.
 
     With a slice of slots, the values of `row` may be arrays with one entry per slot.
@@ -69,12 +64,7 @@ def read_mask_stamp(exchange: Exchange, slot: int, j: int) -> ref.MaskRow:
     return ref.MaskRow(state, epoch, position, detail=detail)
 
 
-def write_committed(
-    exchange: Exchange,
-    slot: int,
-    replay: int,
-    tokens: Sequence[int],
-) -> None:
+def write_committed(exchange: Exchange, slot: int, replay: int, tokens: Sequence[int]) -> None:
     """Write a slot's record of committed tokens. If there are any, clear the slot's drafts."""
     exchange.committed[slot, : 2 + len(tokens)] = (replay, len(tokens), *tokens)
     if len(tokens):
@@ -165,13 +155,7 @@ class Decision:
         """
         return False
 
-    def target(
-        self,
-        slot: Any,
-        node: int,
-        position: int,
-        legal: Any,
-    ) -> int:
+    def target(self, slot: Any, node: int, position: int, legal: Any) -> int:
         """Return the token that the target samples after a node, for the next position."""
         raise NotImplementedError
 
@@ -268,10 +252,4 @@ class RoundSimulator:
         slot = self.slots[index]
         ref.keep(slot, token, parent=parent)
         for exchange in self.exchanges:
-            write_drafted(
-                exchange,
-                index,
-                self.replay,
-                slot.drafts,
-                slot.tree.parent[1:],
-            )
+            write_drafted(exchange, index, self.replay, slot.drafts, slot.tree.parent[1:])

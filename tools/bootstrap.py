@@ -202,14 +202,7 @@ def install_pins(folder: Path, python: Path, project: dict[str, Any]) -> None:
 
 def pip_install(python: Path, *options: str) -> list[str]:
     """Return the command line of ``pip install`` with options."""
-    pip = [
-        str(python),
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-    ]
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     return [*pip, *options]
 
 
@@ -226,24 +219,13 @@ def build_native(folder: Path, python: Path, force: bool) -> None:
     stamp = folder / ".graft-native"
     if not force and stamp.exists() and stamp.read_text() == state:
         return
-    command = pip_install(
-        python,
-        "--no-build-isolation",
-        "--no-deps",
-        "-e",
-        ".",
-    )
+    command = pip_install(python, "--no-build-isolation", "--no-deps", "-e", ".")
     cores = len(os.sched_getaffinity(0))
     jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(cores))
     system_path = os.environ.get("PATH", "")
     path = f"{folder / 'bin'}{os.pathsep}{system_path}"
     with step("building the C++ part"):
-        run(
-            command,
-            "building the C++ part",
-            CMAKE_BUILD_PARALLEL_LEVEL=jobs,
-            PATH=path,
-        )
+        run(command, "building the C++ part", CMAKE_BUILD_PARALLEL_LEVEL=jobs, PATH=path)
     stamp.write_text(state)
 
 

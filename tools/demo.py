@@ -32,11 +32,7 @@ DRAFT_LENGTH = 3
 MAX_TOKENS = 128
 MAX_LENGTH = 1024
 #: Name of the check that is independent of the grammar backend, by kind of grammar.
-CHECKERS = {
-    "json_schema": "jsonschema",
-    "regex": "re",
-    "choice": "comparison",
-}
+CHECKERS = {"json_schema": "jsonschema", "regex": "re", "choice": "comparison"}
 #: Two times that differ by less than this fraction are reported as equal.
 TIME_TOLERANCE = 0.05
 
@@ -224,13 +220,7 @@ def main(llm: bool = False, drafter_name: str | None = None) -> int:
     configurations = [run_configuration("drafts masked", prompts, target, drafter)]
     all_valid = print_outputs(prompts, configurations[0].outputs)
     if not llm:
-        unmasked = run_configuration(
-            "drafts unmasked",
-            prompts,
-            target,
-            drafter,
-            mask_drafts=False,
-        )
+        unmasked = run_configuration("drafts unmasked", prompts, target, drafter, mask_drafts=False)
         configurations.append(unmasked)
     configurations.append(run_configuration("no speculation", prompts, target))
     print_statistics(configurations)

@@ -46,14 +46,7 @@ def demo_prompts(name: str = "demo_prompts") -> list[DemoPrompt]:
     for line in text.split("\n")[:-1]:
         row = json.loads(line)
         grammar = make_grammar(row, partial=False)
-        prompts.append(
-            DemoPrompt(
-                row["shows"],
-                row["prompt"],
-                grammar,
-                row.get("answer"),
-            )
-        )
+        prompts.append(DemoPrompt(row["shows"], row["prompt"], grammar, row.get("answer")))
     return prompts
 
 

@@ -168,10 +168,7 @@ def make_string(rng: random.Random, kind: str) -> str:
 
 
 def _make_name(
-    rng: random.Random,
-    names: Sequence[str],
-    known_share: float,
-    syllables: int | None = None,
+    rng: random.Random, names: Sequence[str], known_share: float, syllables: int | None = None
 ) -> str:
     """Return one of `names` with probability `known_share`, and an invented name otherwise."""
     if rng.random() < known_share:
@@ -328,12 +325,7 @@ WEIGHTS = {
 }
 
 
-def new_key(
-    rng: random.Random,
-    kind: str,
-    unseen: bool,
-    used: set[str],
-) -> str:
+def new_key(rng: random.Random, kind: str, unseen: bool, used: set[str]) -> str:
     """Return a random key that is not in `used`, and add the key to `used`.
 
     Parameters
@@ -375,12 +367,7 @@ def _make_label(rng: random.Random, key: str) -> str:
     return label.replace("_", " ")
 
 
-def _make_field(
-    rng: random.Random,
-    kind: str,
-    unseen: bool,
-    used: set[str],
-) -> Field:
+def _make_field(rng: random.Random, kind: str, unseen: bool, used: set[str]) -> Field:
     """Return a random field of a kind. `unseen` and `used` are passed to `new_key`."""
     key = new_key(rng, kind, unseen, used)
     label = _make_label(rng, key)
@@ -390,13 +377,7 @@ def _make_field(
     return Field(key, label, schema, value, words, PHRASES.get(key))
 
 
-def _make_nested_field(
-    rng: random.Random,
-    kind: str,
-    unseen: bool,
-    key: str,
-    label: str,
-) -> Field:
+def _make_nested_field(rng: random.Random, kind: str, unseen: bool, key: str, label: str) -> Field:
     """Return a field whose value is an object or a list of objects."""
     count = 2 if kind == "objects" else rng.randint(2, 3)
     kinds = [rng.choice(SCALARS) for _ in range(count)]
@@ -418,13 +399,7 @@ def _make_nested_field(
     objects = [_object_words(row, joiner) for row in rows]
     words = separator.join(wrapper.format(text) for text in objects)
     values = [_object_value(row) for row in rows]
-    return Field(
-        key,
-        label,
-        {"type": "array", "items": schema},
-        values,
-        words,
-    )
+    return Field(key, label, {"type": "array", "items": schema}, values, words)
 
 
 def _object_words(fields: Iterable[Field], joiner: str) -> str:
@@ -503,11 +478,7 @@ def _format_fields(template: str, fields: Iterable[Field]) -> list[str]:
 
 
 def _make_fields(
-    rng: random.Random,
-    unseen: bool,
-    low: int,
-    high: int,
-    kinds: Sequence[str],
+    rng: random.Random, unseen: bool, low: int, high: int, kinds: Sequence[str]
 ) -> list[Field]:
     """Return `low` to `high` fields of random kinds.
 

@@ -206,12 +206,7 @@ def _write_pages(modules: dict[str, pdoc.doc.Module], output: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the pages. Return 1 if pdoc issued a warning, else 0."""
     parser = argparse.ArgumentParser(description="Write the API reference as HTML.")
-    parser.add_argument(
-        "packages",
-        nargs="*",
-        metavar="PACKAGE",
-        help="default: all packages",
-    )
+    parser.add_argument("packages", nargs="*", metavar="PACKAGE", help="default: all packages")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "docs")
     options = parser.parse_args(arguments)
     found = write_docs(options.packages or PACKAGES, options.output)

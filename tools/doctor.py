@@ -28,14 +28,7 @@ from graft.tools import watch
 #: Default of ``--limit`` in seconds.
 WATCH_LIMIT_S = 60
 #: Distributions that graft requires.
-REQUIRED_PACKAGES = (
-    "numpy",
-    "cuda-bindings",
-    "safetensors",
-    "tokenizers",
-    "jinja2",
-    "tqdm",
-)
+REQUIRED_PACKAGES = ("numpy", "cuda-bindings", "safetensors", "tokenizers", "jinja2", "tqdm")
 _COMPILER_ADVICE = "the soft device compiles kernels with it: apt install g++"
 
 
@@ -90,12 +83,7 @@ def check_packages() -> Finding:
         parts.append(f"{name} {version}")
     detail = ", ".join(parts)
     if missing:
-        return Finding(
-            "packages",
-            "missing",
-            detail,
-            f"pip install {' '.join(missing)}",
-        )
+        return Finding("packages", "missing", detail, f"pip install {' '.join(missing)}")
     return Finding("packages", "ok", detail)
 
 
@@ -161,12 +149,7 @@ def check_transports() -> Finding:
     try:
         device = open_device()
     except GraftError:
-        return Finding(
-            "host work",
-            "missing",
-            "no device",
-            "see the finding for the device",
-        )
+        return Finding("host work", "missing", "no device", "see the finding for the device")
     errors = {}
     for transport in ("mailbox", "spinkernel"):
         error = probe_transport(transport, device.kind, device.ordinal)
@@ -227,21 +210,11 @@ def check_backend(name: str, requirement: str, fallback: str = "") -> Finding:
     version = version_of(name)
     if version is None:
         status = "absent" if fallback else "missing"
-        return Finding(
-            name,
-            status,
-            f"not installed{fallback}",
-            f"pip install {requirement}",
-        )
+        return Finding(name, status, f"not installed{fallback}", f"pip install {requirement}")
     try:
         build = importlib.import_module(f"graft.grammar.backends.{name}").load_native()
     except GraftError as error:
-        return Finding(
-            name,
-            "missing",
-            f"{version}: {error}",
-            f"pip install {requirement}",
-        )
+        return Finding(name, "missing", f"{version}: {error}", f"pip install {requirement}")
     detail = f"{version} ({build})" if build else version
     return Finding(name, "ok", f"{detail}, all required symbols found")
 
@@ -264,12 +237,7 @@ def check_tvm_ffi() -> Finding:
     """Check tvm-ffi, through which graft calls XGrammar."""
     version = version_of("apache-tvm-ffi")
     advice = "pip install apache-tvm-ffi==0.1.15.post2"
-    return Finding(
-        "tvm-ffi",
-        "ok" if version else "missing",
-        version or "not installed",
-        advice,
-    )
+    return Finding("tvm-ffi", "ok" if version else "missing", version or "not installed", advice)
 
 
 def check_demo_model() -> Finding:
@@ -400,10 +368,7 @@ def run(options: argparse.Namespace) -> int:
     findings = examine()
     healthy = all(finding.status != "missing" for finding in findings)
     if options.json:
-        report = {
-            "healthy": healthy,
-            "findings": [asdict(finding) for finding in findings],
-        }
+        report = {"healthy": healthy, "findings": [asdict(finding) for finding in findings]}
         print(json.dumps(report, indent=1))
     else:
         _print_findings(findings)

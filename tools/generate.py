@@ -114,10 +114,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     models.set_defaults(ranks=None)
     models.add_argument(
-        "--max-batch-size",
-        type=int,
-        default=8,
-        help="number of request slots (default 8)",
+        "--max-batch-size", type=int, default=8, help="number of request slots (default 8)"
     )
     models.add_argument(
         "--max-length",
@@ -251,17 +248,11 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, help="seed of the first prompt; prompt i, counted from 0, uses seed + i"
     )
     sampling.add_argument(
-        "--n",
-        type=int,
-        default=1,
-        help="number of outputs per prompt (default 1)",
+        "--n", type=int, default=1, help="number of outputs per prompt (default 1)"
     )
     _add_logit_arguments(sampling)
     sampling.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        help="stop string; can be repeated",
+        "--stop", action="append", default=[], help="stop string; can be repeated"
     )
     sampling.add_argument(
         "--verify",
@@ -364,10 +355,7 @@ def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> l
 
 
 def make_report(
-    engine: Engine,
-    rows: Sequence[PromptRow],
-    outputs: Sequence[Output],
-    seconds: float,
+    engine: Engine, rows: Sequence[PromptRow], outputs: Sequence[Output], seconds: float
 ) -> dict[str, Any]:
     """Return the report that ``--json`` prints: outputs and statistics."""
     stats = engine.stats
@@ -472,10 +460,7 @@ def prepare_requests(
 
 
 def print_outputs(
-    rows: Sequence[PromptRow],
-    outputs: Sequence[Output],
-    report: dict[str, Any],
-    streamed: bool,
+    rows: Sequence[PromptRow], outputs: Sequence[Output], report: dict[str, Any], streamed: bool
 ) -> None:
     """Print the texts to stdout, and errors and statistics to stderr.
 

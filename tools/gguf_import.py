@@ -328,11 +328,7 @@ def make_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     window = file.get_size("attention.sliding_window", 0)
     windows: dict[str, Any] = {}
     if window:
-        windows = {
-            "sliding_window": window,
-            "use_sliding_window": True,
-            "max_window_layers": 0,
-        }
+        windows = {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
     name = file.architecture.name
     return {
         "architectures": [name],
@@ -473,10 +469,7 @@ def map_tensor_names(file: GgufFile, config: dict[str, Any]) -> dict[str, str]:
 
 
 def write_weights(
-    path: Path,
-    file: GgufFile,
-    names: dict[str, str],
-    config: dict[str, Any],
+    path: Path, file: GgufFile, names: dict[str, str], config: dict[str, Any]
 ) -> None:
     """Write all tensors to a safetensors file, one after the other.
 

@@ -59,11 +59,7 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
         "marker is free text, and cannot end before the marker",
     )
     group.add_argument(
-        "--backend",
-        type=parse_backend,
-        metavar=BACKEND_METAVAR,
-        default="auto",
-        help=BACKEND_HELP,
+        "--backend", type=parse_backend, metavar=BACKEND_METAVAR, default="auto", help=BACKEND_HELP
     )
     group.add_argument(
         "--key-order",
@@ -95,31 +91,11 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_kind_arguments(grammar: argparse._MutuallyExclusiveGroup) -> None:
     """Declare one option for each key of `GRAMMARS`."""
-    grammar.add_argument(
-        "--schema",
-        type=Path,
-        metavar="FILE",
-        help="JSON schema",
-    )
-    grammar.add_argument(
-        "--json-object",
-        action="store_const",
-        const=True,
-        help="any JSON object",
-    )
+    grammar.add_argument("--schema", type=Path, metavar="FILE", help="JSON schema")
+    grammar.add_argument("--json-object", action="store_const", const=True, help="any JSON object")
     grammar.add_argument("--regex", metavar="R", help="regular expression for the whole output")
-    grammar.add_argument(
-        "--ebnf",
-        type=Path,
-        metavar="FILE",
-        help="EBNF grammar with rule root",
-    )
-    grammar.add_argument(
-        "--lark",
-        type=Path,
-        metavar="FILE",
-        help="Lark grammar with rule start",
-    )
+    grammar.add_argument("--ebnf", type=Path, metavar="FILE", help="EBNF grammar with rule root")
+    grammar.add_argument("--lark", type=Path, metavar="FILE", help="Lark grammar with rule start")
     grammar.add_argument("--choice", metavar="A,B", help="one of these texts, separated by commas")
     grammar.add_argument(
         "--structural-tag",
@@ -223,10 +199,7 @@ def make_grammar(
         return None
     constructors: dict[str, Callable[[Any], GrammarSpec]] = {
         "schema": functools.partial(
-            GrammarSpec.json_schema,
-            partial=partial,
-            backend=backend,
-            **options,
+            GrammarSpec.json_schema, partial=partial, backend=backend, **options
         ),
         "json_object": lambda _: GrammarSpec.json_object(**options),
         "regex": GrammarSpec.regex,

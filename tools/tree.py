@@ -85,12 +85,7 @@ def build(python: str) -> int:
     compile_sources = [cmake, "--build", str(BUILD), "--parallel", jobs]
     install = [cmake, "--install", str(BUILD), "--prefix", str(TREE)]
     for command in (configure, compile_sources, install):
-        done = subprocess.run(
-            command,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+        done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         if done.returncode:
             print(done.stdout, file=sys.stderr)
             print(f"graft: {' '.join(command)} failed", file=sys.stderr)

@@ -26,9 +26,6 @@ def is_valid(spec: GrammarSpec | None, text: str) -> bool | None:
             return text in json.loads(spec.text)
         if spec.kind == "regex":
             return search_pattern(rf"\A(?:{spec.text})\Z", text)
-    except (
-        re.error,
-        GrammarError,
-    ):  # `re` cannot parse it, or it took too long
+    except (re.error, GrammarError):  # `re` cannot parse it, or it took too long
         pass
     return None

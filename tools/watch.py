@@ -204,12 +204,7 @@ def run_watched(
     with tempfile.TemporaryDirectory(prefix="graft-watch-") as folder:
         path = Path(folder) / "edges.jsonl"
         variables = {"SOFTCUDA_WATCH": str(path), "SOFTCUDA_WATCHDOG": str(limit_s)}
-        done = subprocess.run(
-            command,
-            env={**environment, **variables},
-            stdout=stdout,
-            check=False,
-        )
+        done = subprocess.run(command, env={**environment, **variables}, stdout=stdout, check=False)
         return read_report(path), done.returncode
 
 

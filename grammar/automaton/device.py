@@ -356,14 +356,7 @@ class DeviceAutomata:
 
     # Grammar steps ------------------------------------------------------------------------------
 
-    def add_open(
-        self,
-        lane: Lane,
-        row_slot: DeviceArray,
-        num_rows: int,
-        *,
-        copied: bool,
-    ) -> None:
+    def add_open(self, lane: Lane, row_slot: DeviceArray, num_rows: int, *, copied: bool) -> None:
         """Add the kernels that fill the missing rows of the drafts to be verified.
 
         Parameters
@@ -377,22 +370,12 @@ class DeviceAutomata:
         copied
             Whether the host's mask rows have been copied to the device before.
         """
-        self._add_kernel(
-            lane,
-            "open",
-            row_slot,
-            [num_rows, int(copied)],
-        )
+        self._add_kernel(lane, "open", row_slot, [num_rows, int(copied)])
         batch = row_slot.shape[0]
         if self._is_fused(batch):
             return
         num_items = batch * num_rows
-        self._add_fill(
-            lane,
-            "open",
-            num_items,
-            self._exchange.device_masks,
-        )
+        self._add_fill(lane, "open", num_items, self._exchange.device_masks)
 
     def add_commit(self, lane: Lane, row_slot: DeviceArray, *, fill: bool) -> None:
         """Add the kernels that advance states by the committed tokens.
@@ -406,19 +389,9 @@ class DeviceAutomata:
         fill
             Whether to fill mask row 0.
         """
-        self._add_kernel(
-            lane,
-            "commit",
-            row_slot,
-            [int(fill), *self._results],
-        )
+        self._add_kernel(lane, "commit", row_slot, [int(fill), *self._results])
         if fill and not self._is_fused(row_slot.shape[0]):
-            self._add_fill(
-                lane,
-                "commit",
-                row_slot.shape[0],
-                self._exchange.device_masks,
-            )
+            self._add_fill(lane, "commit", row_slot.shape[0], self._exchange.device_masks)
 
     def add_draft(self, lane: Lane, row_slot: DeviceArray, j: int) -> None:
         """Add the kernels of draft step `j`, see `graft.grammar.decoder.GuidedDecoder.draft_work`.
@@ -429,34 +402,13 @@ class DeviceAutomata:
         batch = row_slot.shape[0]
         args = [j, *self._results]
         if not exchange.mode.probes:
-            self._add_kernel(
-                lane,
-                "draft",
-                row_slot,
-                args,
-            )
+            self._add_kernel(lane, "draft", row_slot, args)
             if not self._is_fused(batch):
-                self._add_fill(
-                    lane,
-                    "draft",
-                    batch,
-                    exchange.device_masks,
-                )
+                self._add_fill(lane, "draft", batch, exchange.device_masks)
             return
-        self._add_kernel(
-            lane,
-            "probe",
-            row_slot,
-            args,
-            blocks=batch,
-        )
+        self._add_kernel(lane, "probe", row_slot, args, blocks=batch)
         if exchange.mode.kind == "chain":
-            self._add_fill(
-                lane,
-                "probe",
-                batch,
-                exchange.host_masks,
-            )
+            self._add_fill(lane, "probe", batch, exchange.host_masks)
 
     @property
     def _results(self) -> tuple[object, ...]:
@@ -467,12 +419,7 @@ class DeviceAutomata:
         return self._memory, self._offsets, self._bytes, self._num_tokens
 
     def _add_kernel(
-        self,
-        lane: Lane,
-        step: str,
-        row_slot: DeviceArray,
-        args: Sequence[object],
-        blocks: int = 1,
+        self, lane: Lane, step: str, row_slot: DeviceArray, args: Sequence[object], blocks: int = 1
     ) -> None:
         """Add the kernel that advances states in a step."""
         exchange = self._exchange
@@ -508,11 +455,7 @@ class DeviceAutomata:
         return self._parts == 1 and batch <= _FUSED_BATCH
 
     def _add_fill(
-        self,
-        lane: Lane,
-        step: str,
-        num_items: int,
-        masks: DeviceArray | PinnedArray,
+        self, lane: Lane, step: str, num_items: int, masks: DeviceArray | PinnedArray
     ) -> None:
         """Add the kernel that fills the mask rows that a step has requested."""
         args = [

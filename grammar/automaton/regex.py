@@ -78,10 +78,7 @@ class _Parser:
     """Recursive-descent parser of a pattern."""
 
     def __init__(
-        self,
-        pattern: str,
-        one_of: Callable[[Ranges], Expression],
-        classes: Mapping[str, Ranges],
+        self, pattern: str, one_of: Callable[[Ranges], Expression], classes: Mapping[str, Ranges]
     ):
         self._pattern = pattern
         self._one_of = one_of

@@ -49,15 +49,7 @@ _TYPE_KEYWORDS = {
 _INTEGER = lower_regex("-?(0|[1-9][0-9]*)")
 _NUMBER = lower_regex(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?")
 #: Characters that a JSON string contains only as an escape, by the letter of the short escape.
-_SHORT_ESCAPES = {
-    0x08: "b",
-    0x09: "t",
-    0x0A: "n",
-    0x0C: "f",
-    0x0D: "r",
-    0x22: '"',
-    0x5C: "\\",
-}
+_SHORT_ESCAPES = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
 _ESCAPED = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]
 _PLAIN = complement(_ESCAPED)
 #: Any character of a JSON string, as LLGuidance writes it.
@@ -65,10 +57,7 @@ _ANY_CHARACTER = union(
     [characters(_PLAIN), lower_regex(r'\\(["\\bfnrt]|u00([01][0-9a-fA-F]|7[fF]))')]
 )
 #: Class escapes in the patterns of JSON schemas, where they contain ASCII characters only.
-_CLASSES = {
-    "d": [(0x30, 0x39)],
-    "w": [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)],
-}
+_CLASSES = {"d": [(0x30, 0x39)], "w": [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]}
 _PRINTABLE = re.compile(r"[ !#-\[\]-~]*")
 
 
@@ -128,11 +117,7 @@ class _Lowering:
         return expression
 
     def _lower_only(
-        self,
-        schema: dict[str, Any],
-        keywords: set[str],
-        allowed: set[str],
-        nesting: int,
+        self, schema: dict[str, Any], keywords: set[str], allowed: set[str], nesting: int
     ) -> Expression:
         """Lower a schema that consists of ``$ref`` or ``anyOf``."""
         if keywords - allowed:
@@ -213,12 +198,7 @@ def _lower_values(schema: dict[str, Any], keywords: set[str]) -> Expression:
     if keywords - {"const", "enum", "type"} or {"const", "enum"} <= keywords:
         raise NotRegular("keywords beside 'enum' are not supported")
     values = [schema["const"]] if "const" in keywords else schema["enum"]
-    types = {
-        "str": "string",
-        "bool": "boolean",
-        "NoneType": "null",
-        "int": "integer",
-    }
+    types = {"str": "string", "bool": "boolean", "NoneType": "null", "int": "integer"}
     for value in values:
         name = types.get(type(value).__name__)
         if name is None or schema.get("type", name) != name:

@@ -91,12 +91,7 @@ def load_native() -> str:
         import llguidance
 
         return str(_native.guide.load_llguidance(llguidance._lib.__file__))
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-        AttributeError,
-    ) as error:
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
         raise OptionError(
             f"grammar_backend: graft cannot call the installed LLGuidance: {error}"
         ) from error
@@ -365,12 +360,7 @@ class LLGuidanceBackend:
             if "removal index" in message:  # the panic that an unknown special token causes
                 message = "names a special token that the vocabulary does not have"
             raise GrammarError(f"{spec.kind}: {message}") from None
-        return CompiledGrammar(
-            self,
-            spec,
-            native,
-            _MATCHER_BYTES + len(result),
-        )
+        return CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(result))
 
     def automaton_call(self, compiled: CompiledGrammar) -> Call | None:
         """Return the call that builds the automaton of a grammar; see `AutomatonBackend`."""

@@ -79,13 +79,7 @@ def library() -> Any:
     try:
         with _keep_signal_handler(signal.SIGSEGV):
             return _register_types()
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-        ValueError,
-        AttributeError,
-    ) as error:
+    except (ImportError, OSError, RuntimeError, ValueError, AttributeError) as error:
         raise OptionError(f"grammar_backend: XGrammar cannot be used: {error}") from error
 
 
@@ -141,13 +135,7 @@ def tokenizer_info(tokens: Sequence[bytes], size: int, stops: Sequence[int]) -> 
     there is a token with this id, so that empty tokens are added.
     """
     padding = [b""] * (max(stops, default=-1) + 1 - len(tokens))
-    return library().TokenizerInfo(
-        [*tokens, *padding],
-        _RAW,
-        size,
-        list(stops),
-        False,
-    )
+    return library().TokenizerInfo([*tokens, *padding], _RAW, size, list(stops), False)
 
 
 def _compile(info: Any, spec: Spec) -> Any:
@@ -270,14 +258,7 @@ def _structural_tag(text: str, whitespace: Whitespace) -> str:
     tags = []
     for tag in document["tags"]:
         content = {"type": "grammar", "grammar": _schema_rules(tag["schema"], whitespace)}
-        tags.append(
-            {
-                "type": "tag",
-                "begin": tag["begin"],
-                "content": content,
-                "end": tag["end"],
-            }
-        )
+        tags.append({"type": "tag", "begin": tag["begin"], "content": content, "end": tag["end"]})
     form = {
         "type": "triggered_tags",
         "triggers": document["triggers"],
@@ -293,14 +274,8 @@ def _structural_tag(text: str, whitespace: Whitespace) -> str:
                 )
         # XGrammar's at_least_one requires the output to start with a tag. The free text before the
         # first tag must therefore be added explicitly.
-        free_text = {
-            "type": "any_text",
-            "excludes": document["triggers"],
-        }
-        form = {
-            "type": "sequence",
-            "elements": [free_text, form],
-        }
+        free_text = {"type": "any_text", "excludes": document["triggers"]}
+        form = {"type": "sequence", "elements": [free_text, form]}
     return json.dumps({"type": "structural_tag", "format": form})
 
 
@@ -382,11 +357,7 @@ class XGrammarBackend:
         self.vocabulary = vocabulary
         self._types = library()
         load_native()
-        self._info = tokenizer_info(
-            vocabulary.tokens,
-            vocabulary.size,
-            vocabulary.stop_ids,
-        )
+        self._info = tokenizer_info(vocabulary.tokens, vocabulary.size, vocabulary.stop_ids)
         tokens = vocabulary.tokens
         # Tokens other than stop ids that a matcher can accept.
         self._acceptable_texts = self._bitmask(
@@ -418,18 +389,9 @@ class XGrammarBackend:
         setup = Setup(
             f"xgrammar {fingerprint}",
             _MODULE + "add_vocabulary",
-            (
-                fingerprint,
-                vocabulary.tokens,
-                vocabulary.size,
-                vocabulary.stop_ids,
-            ),
+            (fingerprint, vocabulary.tokens, vocabulary.size, vocabulary.stop_ids),
         )
-        return Call(
-            _MODULE + "compiled_text",
-            (fingerprint, spec),
-            setup,
-        )
+        return Call(_MODULE + "compiled_text", (fingerprint, spec), setup)
 
     def load(self, spec: Spec, result: str) -> CompiledGrammar:
         """Create the compiled grammar from the JSON text that `compiled_text` returned."""
@@ -447,13 +409,7 @@ class XGrammarBackend:
         """
         ending = ending_ids(self, compiled, stop_ids)
         override = None if ending == self.vocabulary.stop_ids else list(ending)
-        handle = self._types.GrammarMatcher(
-            compiled.native,
-            override,
-            False,
-            -1,
-            None,
-        )
+        handle = self._types.GrammarMatcher(compiled.native, override, False, -1, None)
         acceptable = self._acceptable(ending)
         native = _native.guide.XGrammarMatcher(
             handle.__chandle__(),
@@ -471,12 +427,7 @@ class XGrammarBackend:
         )
 
     def _compiled_grammar(self, spec: Spec, native: Any) -> CompiledGrammar:
-        return CompiledGrammar(
-            self,
-            spec,
-            native,
-            int(native.memory_size_bytes()),
-        )
+        return CompiledGrammar(self, spec, native, int(native.memory_size_bytes()))
 
     def _acceptable(self, stops: tuple[int, ...]) -> np.ndarray:
         """Return the token bitmask of the ids that a matcher can accept.

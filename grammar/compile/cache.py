@@ -85,10 +85,7 @@ class GrammarCache:
     def counters(self) -> dict[str, int]:
         """Return the number of entries and their total size in bytes."""
         with self._lock:
-            return {
-                "cache_entries": len(self._entries),
-                "cache_bytes": self._nbytes,
-            }
+            return {"cache_entries": len(self._entries), "cache_bytes": self._nbytes}
 
 
 def _entry_bytes(spec: Spec, outcome: Outcome) -> int:

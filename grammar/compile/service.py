@@ -28,12 +28,7 @@ from graft.grammar.resolve import select_backend
 from graft.grammar.spec import Spec
 from graft.grammar.usable import unusable_reason, usable_backends, warn_if_unusable
 from graft.grammar.vocabulary import Vocabulary
-from graft.native.children.errors import (
-    ChildCrashed,
-    ChildLost,
-    ChildTimeout,
-    ChildUnavailable,
-)
+from graft.native.children.errors import ChildCrashed, ChildLost, ChildTimeout, ChildUnavailable
 from graft.native.children.process import MEMORY_BYTES, TIMEOUT_S, Call, ChildProcess
 from graft.native.children.usage import TimeLimit
 from graft.sampling.checks import short_repr
@@ -223,22 +218,14 @@ class GrammarService:
         cache_bytes: int = CACHE_BYTES,
         late_automata: bool = False,
     ):
-        limits = {
-            "threads": threads,
-            "timeout_s": timeout_s,
-            "memory_bytes": memory_bytes,
-        }
+        limits = {"threads": threads, "timeout_s": timeout_s, "memory_bytes": memory_bytes}
         for name, value in limits.items():
             if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
                 raise OptionError(
                     f"compile service: {name} is {short_repr(value)}, must be a positive number"
                 )
         self._choice = choice if choice in ("auto", *BACKENDS) else ""
-        self._shared = _get_shared_backends(
-            vocabulary,
-            choice,
-            cache_bytes,
-        )
+        self._shared = _get_shared_backends(vocabulary, choice, cache_bytes)
         self.backend = self._shared.default
         self._timeout_s = timeout_s
         self._late_automata = late_automata
@@ -314,10 +301,7 @@ class GrammarService:
 
     def _start_thread(self, jobs: _CompileQueue, child: ChildProcess) -> None:
         thread = threading.Thread(
-            target=self._run,
-            args=(jobs, child),
-            name="graft-compile",
-            daemon=True,
+            target=self._run, args=(jobs, child), name="graft-compile", daemon=True
         )
         self._children.append(child)
         jobs.threads.append(thread)
@@ -352,12 +336,7 @@ class GrammarService:
         except GrammarError as error:
             self._finish(job, error, "refused")
         except OptionError as error:
-            self._finish(
-                job,
-                GrammarError(f"{kind}: {error}"),
-                "refused",
-                keep=False,
-            )
+            self._finish(job, GrammarError(f"{kind}: {error}"), "refused", keep=False)
         except BaseException as error:
             # Requests wait for the future, so the future must be completed after any exception.
             self._finish(job, GrammarBackendError.of(kind, error), "failed", keep=False)

@@ -150,12 +150,7 @@ class _Search:
         As for `find_causes`.
     """
 
-    def __init__(
-        self,
-        schema: SchemaObject,
-        rewrite: Callable[[Any], Rewritten],
-        deadline: float,
-    ):
+    def __init__(self, schema: SchemaObject, rewrite: Callable[[Any], Rewritten], deadline: float):
         self._schema = schema
         self._rewrite = rewrite
         self._deadline = deadline
@@ -199,10 +194,7 @@ class _Search:
         raise _NotFound
 
     def _quoted_cause(
-        self,
-        error: str,
-        candidates: list[_Place],
-        removed: Sequence[_Place],
+        self, error: str, candidates: list[_Place], removed: Sequence[_Place]
     ) -> _Place | None:
         """Return a candidate whose value the error message quotes and that alone causes it."""
         for place in candidates:
@@ -249,11 +241,7 @@ class _Search:
         return candidates[0], removed
 
     def _innermost(
-        self,
-        kind: str,
-        cause: _Place,
-        candidates: list[_Place],
-        removed: list[_Place],
+        self, kind: str, cause: _Place, candidates: list[_Place], removed: list[_Place]
     ) -> _Place:
         """Return the innermost candidate inside a cause whose removal alone ends the error."""
         while True:

@@ -28,10 +28,7 @@ _LIMITS: dict[str, Any] = {
     "step_max_items": 10**6,
 }
 #: Lower limits for proofs of unsatisfiability. A proof that exceeds them is given up.
-_SMALL_LIMITS: dict[str, Any] = {
-    "max_grammar_size": 20_000,
-    "initial_lexer_fuel": 50_000,
-}
+_SMALL_LIMITS: dict[str, Any] = {"max_grammar_size": 20_000, "initial_lexer_fuel": 50_000}
 _MAX_SEARCHED = 400  # maximum number of subschemas that are searched for the cause of an error
 #: Patterns of error messages, with the keyword that causes the error.
 _KEYWORD_OF = (
@@ -90,11 +87,7 @@ def schema_error(schema: Any, *, lenient: bool = False) -> str:
         document = {}
     elif schema is False:
         document = {"not": {}}
-    options = {
-        "whitespace_flexible": False,
-        "lenient": lenient,
-        "coerce_one_of": lenient,
-    }
+    options = {"whitespace_flexible": False, "lenient": lenient, "coerce_one_of": lenient}
     grammar = {"json_schema": {**document, OPTIONS: {**document.get(OPTIONS, {}), **options}}}
     limits = _SMALL_LIMITS if lenient else _LIMITS
     return _first_error(*validate(grammar, limits))
@@ -150,13 +143,7 @@ def schema_errors(schema: Any) -> list[Reason]:
     if not error:
         return []
     if error.startswith("Unsatisfiable"):
-        return [
-            Reason(
-                "#",
-                "schema",
-                f"allows no output ({error})",
-            )
-        ]
+        return [Reason("#", "schema", f"allows no output ({error})")]
     keyword = keyword_of(error)
     shared = {}  # keywords of the document that every subschema needs
     for key in (OPTIONS, "$schema", "$id", "id", "$defs", "definitions"):

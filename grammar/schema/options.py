@@ -70,11 +70,7 @@ def json_options(whitespace: Whitespace) -> dict[str, Any]:
     if isinstance(whitespace, int):
         return {"whitespace_pattern": f"[\\x20\\x0A\\x0D\\x09]{{1,{whitespace}}}"}
     comma, colon = (", ", ": ") if whitespace == "line" else (",", ":")
-    return {
-        "whitespace_flexible": False,
-        "item_separator": comma,
-        "key_separator": colon,
-    }
+    return {"whitespace_flexible": False, "item_separator": comma, "key_separator": colon}
 
 
 def with_options(schema: Any, whitespace: Whitespace) -> dict[str, Any]:

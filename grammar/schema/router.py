@@ -114,11 +114,7 @@ def route(
     GrammarError
         The argument is not a schema, no finite value satisfies it, or an option is unknown.
     """
-    check_options(
-        key_order,
-        whitespace,
-        assert_formats,
-    )
+    check_options(key_order, whitespace, assert_formats)
     check_schema(schema)
     rewritten, reasons, accepted = _closest_form(schema, draft, assert_formats)
     closest = rewritten.schema
@@ -132,13 +128,7 @@ def route(
         rules, ordered, excluded_keys = any_order_grammar(closest, whitespace)
         excluded = excluded_keys if rules else excluded
     elif accepted and any(has_orders(part) for _, part in subschemas(closest)):
-        ordered = (
-            Reason(
-                "#",
-                "properties",
-                "keys are produced in the schema's order only",
-            ),
-        )
+        ordered = (Reason("#", "properties", "keys are produced in the schema's order only"),)
     return Route(
         backend="llguidance" if accepted else None,
         schema=spelled.schema,
@@ -169,12 +159,7 @@ def _closest_form(
     impossible: frozenset[str] = frozenset()
 
     def rewritten_form(document: Any) -> Rewritten:
-        return rewrite(
-            document,
-            draft=draft,
-            assert_formats=assert_formats,
-            impossible=impossible,
-        )
+        return rewrite(document, draft=draft, assert_formats=assert_formats, impossible=impossible)
 
     deadline = time.thread_time() + _SEARCH_SECONDS
     while True:
@@ -191,11 +176,7 @@ def _closest_form(
     reasons: list[Reason] = []
     if rewritten.lost or closest is not rewritten.schema or not accepted:
         lost, refused = find_causes(
-            schema,
-            rewritten,
-            rewritten_form,
-            _MAX_REASONS,
-            time.thread_time() + _SEARCH_SECONDS,
+            schema, rewritten, rewritten_form, _MAX_REASONS, time.thread_time() + _SEARCH_SECONDS
         )
         reasons = lost + refused if accepted else refused + lost
     narrowed = tuple(dict.fromkeys(narrowed))
@@ -274,11 +255,7 @@ def _restricted_spellings(schema: Any) -> Iterator[Reason]:
         json_type = part.get("type")
         types = json_type if isinstance(json_type, list) else [json_type]
         if "integer" in types:
-            yield Reason(
-                pointer,
-                "type",
-                "integers are written without a fraction or exponent",
-            )
+            yield Reason(pointer, "type", "integers are written without a fraction or exponent")
         elif _BOUNDS & part.keys():
             keyword = min(_BOUNDS & part.keys())
             yield Reason(
@@ -295,11 +272,7 @@ def _restricted_spellings(schema: Any) -> Iterator[Reason]:
             )
         for keyword in ("const", "enum"):
             if keyword in part and _contains_number(part[keyword]):
-                yield Reason(
-                    pointer,
-                    keyword,
-                    "each number has only one spelling",
-                )
+                yield Reason(pointer, keyword, "each number has only one spelling")
 
 
 def _contains_number(value: Any) -> bool:

@@ -44,14 +44,7 @@ def word_set(text: str) -> frozenset[str]:
 
 #: The JSON types. A set of types contains ``integer`` only if it does not contain ``number``.
 JSON_TYPES = word_set("null boolean number string array object")
-_YEARS = {
-    "03": 3,
-    "04": 4,
-    "06": 6,
-    "07": 7,
-    "2019-09": 2019,
-    "2020-12": 2020,
-}
+_YEARS = {"03": 3, "04": 4, "06": 6, "07": 7, "2019-09": 2019, "2020-12": 2020}
 _DRAFT = re.compile(r"draft[-/](03|04|06|07|2019-09|2020-12)\b")
 _MAX_REFERENCE_CHAIN = 8
 
@@ -189,12 +182,7 @@ def type_of_value(value: Any) -> str:
         return "boolean"
     if isinstance(value, (int, float)):
         return "number"
-    names = {
-        str: "string",
-        type(None): "null",
-        list: "array",
-        dict: "object",
-    }
+    names = {str: "string", type(None): "null", list: "array", dict: "object"}
     return names[type(value)]
 
 
@@ -385,11 +373,7 @@ def replace_references(
             copy[key] = value
         else:
             copy[key] = replace_references(
-                value,
-                pointers,
-                references,
-                replacement,
-                is_map=key in MAPS and not is_map,
+                value, pointers, references, replacement, is_map=key in MAPS and not is_map
             )
     return copy
 

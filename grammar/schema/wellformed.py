@@ -235,12 +235,7 @@ def _check_keywords(pointer: str, part: SchemaObject) -> None:
             )
 
 
-def _resolve(
-    references: References,
-    pointer: str,
-    keyword: str,
-    reference: Any,
-) -> Any:
+def _resolve(references: References, pointer: str, keyword: str, reference: Any) -> Any:
     """Return the target of a local reference; raise `GrammarError` if it is not a schema."""
     try:
         target = references.resolve(reference)
@@ -296,11 +291,7 @@ def _check_finite(
     visited: set[int] = set()
     endless: Any = schema
     while not is_finite(endless):
-        found = _endless_keyword(
-            endless,
-            is_finite,
-            references,
-        )
+        found = _endless_keyword(endless, is_finite, references)
         assert found is not None
         keyword, inner = found
         at = f"JSON schema: {pointers[id(endless)]}: {keyword}: allows no output"

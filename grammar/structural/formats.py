@@ -77,11 +77,7 @@ class _Field(NamedTuple):
     default: Any = ...
 
 
-def parse_format(
-    value: Any,
-    path: str = "format",
-    depth: int = 0,
-) -> Format:
+def parse_format(value: Any, path: str = "format", depth: int = 0) -> Format:
     """Check a format and return it with the default values of absent fields.
 
     Parameters
@@ -184,11 +180,7 @@ def _short(value: Any) -> str:
     return f"{value!r:.80}"
 
 
-def _string(
-    value: Any,
-    path: str,
-    _depth: int,
-) -> str:
+def _string(value: Any, path: str, _depth: int) -> str:
     if not isinstance(value, str):
         raise _error(path, f"must be a string, got {_short(value)}")
     try:
@@ -198,29 +190,17 @@ def _string(
     return value
 
 
-def _text(
-    value: Any,
-    path: str,
-    depth: int,
-) -> str:
+def _text(value: Any, path: str, depth: int) -> str:
     if not _string(value, path, depth):
         raise _error(path, "must not be empty")
     return str(value)
 
 
-def _texts(
-    value: Any,
-    path: str,
-    depth: int,
-) -> list[str]:
+def _texts(value: Any, path: str, depth: int) -> list[str]:
     return [_text(item, f"{path}[{i}]", depth) for i, item in _items(value, path)]
 
 
-def _some_texts(
-    value: Any,
-    path: str,
-    depth: int,
-) -> list[str]:
+def _some_texts(value: Any, path: str, depth: int) -> list[str]:
     return _texts(_not_empty(value, path), path, depth)
 
 
@@ -236,68 +216,40 @@ def _not_empty(value: Any, path: str) -> Any:
     return value
 
 
-def _flag(
-    value: Any,
-    path: str,
-    _depth: int,
-) -> bool:
+def _flag(value: Any, path: str, _depth: int) -> bool:
     if not isinstance(value, bool):
         raise _error(path, f"must be true or false, got {_short(value)}")
     return value
 
 
-def _count(
-    value: Any,
-    path: str,
-    _depth: int,
-) -> int:
+def _count(value: Any, path: str, _depth: int) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_COUNT:
         raise _error(path, f"must be an integer from 0 to {_MAX_COUNT}, got {_short(value)}")
     return value
 
 
-def _maximum(
-    value: Any,
-    path: str,
-    depth: int,
-) -> int:
+def _maximum(value: Any, path: str, depth: int) -> int:
     return -1 if value == -1 else _count(value, path, depth)
 
 
-def _schema(
-    value: Any,
-    path: str,
-    _depth: int,
-) -> Any:
+def _schema(value: Any, path: str, _depth: int) -> Any:
     if not isinstance(value, (dict, bool)):
         raise _error(path, f"must be a JSON schema, got {_short(value)}")
     return value
 
 
-def _style(
-    value: Any,
-    path: str,
-    _depth: int,
-) -> str:
+def _style(value: Any, path: str, _depth: int) -> str:
     if value not in _STYLES:
         raise _error(path, f"must be one of {', '.join(_STYLES)}, got {_short(value)}")
     return str(value)
 
 
-def _formats(
-    value: Any,
-    path: str,
-    depth: int,
-) -> list[Format]:
+def _formats(value: Any, path: str, depth: int) -> list[Format]:
     found = _items(_not_empty(value, path), path)
     return [parse_format(item, f"{path}[{i}]", depth) for i, item in found]
 
 
-def _tags(
-    value: Any,
-    path: str,
-    depth: int,
-) -> list[Format]:
+def _tags(value: Any, path: str, depth: int) -> list[Format]:
     """Read a list of tags. The type of a tag may be absent, as in XGrammar."""
     tags = []
     for i, item in _items(_not_empty(value, path), path):
@@ -310,11 +262,7 @@ def _tags(
     return tags
 
 
-def _rules(
-    value: Any,
-    path: str,
-    depth: int,
-) -> list[list[Any]]:
+def _rules(value: Any, path: str, depth: int) -> list[list[Any]]:
     rules = []
     for i, item in _items(_not_empty(value, path), path):
         if not isinstance(item, list) or len(item) != 2:
@@ -324,19 +272,11 @@ def _rules(
     return rules
 
 
-def _token(
-    value: Any,
-    path: str,
-    depth: int,
-) -> int | str:
+def _token(value: Any, path: str, depth: int) -> int | str:
     return _text(value, path, depth) if isinstance(value, str) else _count(value, path, depth)
 
 
-def _begin(
-    value: Any,
-    path: str,
-    depth: int,
-) -> str | Format:
+def _begin(value: Any, path: str, depth: int) -> str | Format:
     """Read the begin of a tag: a text, or a format of the type ``token``."""
     if isinstance(value, str):
         return _string(value, path, depth)
@@ -346,11 +286,7 @@ def _begin(
     return form
 
 
-def _end(
-    value: Any,
-    path: str,
-    depth: int,
-) -> list[str] | Format:
+def _end(value: Any, path: str, depth: int) -> list[str] | Format:
     """Read the end of a tag: one text or several, or a format of the type ``token``."""
     if isinstance(value, list):
         texts = _items(_not_empty(value, path), path)
@@ -396,16 +332,8 @@ _FIELDS: dict[str, dict[str, _Field]] = {
     "optional": {"content": _CONTENT},
     "plus": {"content": _CONTENT},
     "star": {"content": _CONTENT},
-    "repeat": {
-        "min": _Field(_count),
-        "max": _Field(_maximum),
-        "content": _CONTENT,
-    },
-    "tag": {
-        "begin": _Field(_begin),
-        "content": _CONTENT,
-        "end": _Field(_end),
-    },
+    "repeat": {"min": _Field(_count), "max": _Field(_maximum), "content": _CONTENT},
+    "tag": {"begin": _Field(_begin), "content": _CONTENT, "end": _Field(_end)},
     "triggered_tags": {
         "triggers": _Field(_some_texts),
         "tags": _Field(_tags),
@@ -419,10 +347,6 @@ _FIELDS: dict[str, dict[str, _Field]] = {
         "at_least_one": _FALSE,
         "stop_after_first": _FALSE,
     },
-    "dispatch": {
-        "rules": _Field(_rules),
-        "loop": _TRUE,
-        "excludes": _NO_TEXTS,
-    },
+    "dispatch": {"rules": _Field(_rules), "loop": _TRUE, "excludes": _NO_TEXTS},
     "token": {"token": _Field(_token)},
 }

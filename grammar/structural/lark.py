@@ -85,9 +85,7 @@ def _lark_text(form: Format, lowering: _Lowering) -> str:
 def lark_pattern(pattern: str) -> str:
     """Return a regular expression as a terminal. In Lark, a slash or a line feed would end it."""
     escaped = re.sub(
-        r"(\\[^\n])|\\?\n|/",
-        lambda m: m[1] or (r"\/" if m[0] == "/" else r"\n"),
-        pattern,
+        r"(\\[^\n])|\\?\n|/", lambda m: m[1] or (r"\/" if m[0] == "/" else r"\n"), pattern
     )
     return f"/{escaped}/"
 
@@ -121,11 +119,7 @@ class _Lowering:
         # If all sequences begin with the same free text, the text after it decides between them.
         is_free = bool(first.absent) and all(pieces[0] is first for pieces in alternatives)
         pieces = [self.joiner.sequence(pieces) for pieces in alternatives]
-        return self.joiner.alternatives(
-            pieces,
-            name,
-            check=not is_free,
-        )
+        return self.joiner.alternatives(pieces, name, check=not is_free)
 
     def _spread(self, form: Format, ends: Sequence[str] | None) -> list[list[Piece]]:
         """Return the alternatives of a format, each as pieces that follow each other.
@@ -186,12 +180,7 @@ class _Lowering:
         if form["max_tokens"] is not None:
             raise LoweringError("any_text.max_tokens is not supported")
         return [
-            self._free_text(
-                [*form["excludes"]],
-                ends,
-                form["max_chars"],
-                form["excluded_starts"],
-            )
+            self._free_text([*form["excludes"]], ends, form["max_chars"], form["excluded_starts"])
         ]
 
     def _free_text(
@@ -238,14 +227,7 @@ class _Lowering:
         text = self.joiner.define(f"%json {document}", terminal=False)
         starts = frozenset("".join(_JSON_STARTS[name] for name in types))
         return [
-            Piece(
-                text,
-                "json_schema",
-                terminal=False,
-                closed=True,
-                starts=starts,
-                numeric=numeric,
-            )
+            Piece(text, "json_schema", terminal=False, closed=True, starts=starts, numeric=numeric)
         ]
 
     def _optional(self, form: Format, _ends: Any) -> list[Piece]:
@@ -262,14 +244,7 @@ class _Lowering:
         high = None if form["max"] == -1 else form["max"]
         if high == 0:
             return [constant("")]
-        return [
-            self.joiner.repeat(
-                content,
-                form["min"],
-                high,
-                form["type"],
-            )
-        ]
+        return [self.joiner.repeat(content, form["min"], high, form["type"])]
 
     def _tag(self, form: Format) -> list[list[Piece]]:
         """Return the alternatives of a tag, one for each way to write the start of its begin text.
@@ -343,24 +318,10 @@ class _Lowering:
             pieces = [self._choose(first, "tags_with_separator")]
         if not form["stop_after_first"]:
             more = self.joiner.sequence([constant(form["separator"]), tag])
-            pieces.append(
-                self.joiner.repeat(
-                    more,
-                    0,
-                    None,
-                    "tags_with_separator",
-                )
-            )
+            pieces.append(self.joiner.repeat(more, 0, None, "tags_with_separator"))
         if form["at_least_one"]:
             return pieces
-        return [
-            self.joiner.repeat(
-                self.joiner.sequence(pieces),
-                0,
-                1,
-                "tags_with_separator",
-            )
-        ]
+        return [self.joiner.repeat(self.joiner.sequence(pieces), 0, 1, "tags_with_separator")]
 
     def _dispatch(self, form: Format, ends: Sequence[str] | None) -> list[list[Piece]]:
         """Lower ``triggered_tags`` and ``dispatch``: free text in which triggers start a part."""
@@ -394,30 +355,16 @@ class _Lowering:
             return [first] if first else [*([free, *part] for part in parts), [free]]
         return [[*first, self._loop(parts, free, form["type"]), free]]
 
-    def _loop(
-        self,
-        parts: Sequence[Sequence[Piece]],
-        free: Piece,
-        name: str,
-    ) -> Piece:
+    def _loop(self, parts: Sequence[Sequence[Piece]], free: Piece, name: str) -> Piece:
         """Return the piece that matches any number of parts, each preceded by free text."""
         following = [self.joiner.sequence([free, *part]) for part in parts]
         # A part begins with free text, as the end does. The lexer decides by the trigger of a part.
-        either = self.joiner.alternatives(
-            following,
-            name,
-            check=False,
-        )
+        either = self.joiner.alternatives(following, name, check=False)
         if either.terminal:
             return Piece(f"({either.text})*", name)
         check_boundary(either, free)
         text = self.joiner.define(f"({either.text})*", terminal=False)
-        return Piece(
-            text,
-            name,
-            terminal=False,
-            closed=either.closed,
-        )
+        return Piece(text, name, terminal=False, closed=either.closed)
 
 
 def _with_texts_in_tags(elements: Sequence[Format]) -> list[Format]:

@@ -78,13 +78,7 @@ class Piece:
 def constant(text: str) -> Piece:
     """Return the piece that matches exactly a text."""
     starts = frozenset([text]) if text else None
-    return Piece(
-        literal(text),
-        "const_string",
-        closed=True,
-        starts=starts,
-        exact=bool(text),
-    )
+    return Piece(literal(text), "const_string", closed=True, starts=starts, exact=bool(text))
 
 
 def overlap(texts: Iterable[str]) -> tuple[str, str] | None:
@@ -218,13 +212,7 @@ class Joiner:
                 groups.append(rule or _join_terminals(list(some)))
         return groups
 
-    def alternatives(
-        self,
-        pieces: Sequence[Piece],
-        name: str,
-        *,
-        check: bool = True,
-    ) -> Piece:
+    def alternatives(self, pieces: Sequence[Piece], name: str, *, check: bool = True) -> Piece:
         """Return the piece that matches one of several pieces.
 
         Raises
@@ -254,13 +242,7 @@ class Joiner:
             more=_union(piece.more for piece in pieces),
         )
 
-    def repeat(
-        self,
-        piece: Piece,
-        low: int,
-        high: int | None,
-        name: str,
-    ) -> Piece:
+    def repeat(self, piece: Piece, low: int, high: int | None, name: str) -> Piece:
         """Return the piece that matches `low` to `high` repetitions of a piece."""
         count = f"{{{low},{'' if high is None else high}}}"
         piece = self.named(piece)

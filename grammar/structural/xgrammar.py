@@ -28,9 +28,7 @@ def check_xgrammar_format(form: Format) -> None:
 
 
 def xgrammar_format(
-    form: Format,
-    schema_rules: Callable[[Format], str],
-    regex_rules: Callable[[str], str],
+    form: Format, schema_rules: Callable[[Format], str], regex_rules: Callable[[str], str]
 ) -> dict[str, Any]:
     """Return a format in the JSON form that XGrammar reads.
 
@@ -90,11 +88,7 @@ def _ends_early(ends: Sequence[str]) -> str:
 
 
 def _rules(form: Format, rules: str) -> Format:
-    return {
-        "type": "grammar",
-        "path": form["path"],
-        "grammar": rules,
-    }
+    return {"type": "grammar", "path": form["path"], "grammar": rules}
 
 
 def _other_starts(texts: Iterable[str]) -> str:

@@ -159,9 +159,7 @@ class PrefixCache:
         self._insert(pages)
 
     def insert_migrated(
-        self,
-        keys: Sequence[bytes],
-        write: Callable[[list[PageGroup], list[int]], object],
+        self, keys: Sequence[bytes], write: Callable[[list[PageGroup], list[int]], object]
     ) -> None:
         """Cache pages of another engine.
 

@@ -166,11 +166,7 @@ class Drafter:
         return not self.shape.levels
 
     def prefill(
-        self,
-        lane: Lane,
-        rows: Rows,
-        next_rows: Rows,
-        features: DeviceArray | None,
+        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
     ) -> None:
         """Process a chunk of a prompt.
 

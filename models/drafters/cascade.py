@@ -82,11 +82,7 @@ class CascadeDrafter(Drafter):
         return True
 
     def prefill(
-        self,
-        lane: Lane,
-        rows: Rows,
-        next_rows: Rows,
-        features: DeviceArray | None,
+        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
     ) -> None:
         for drafter in (self._first, self._then):
             drafter.prefill(lane, rows, next_rows, features)

@@ -100,20 +100,9 @@ class DFlash(Drafter):
         weights.finish(("rotary_emb.inv_freq", "confidence_head."))
         heads = config.num_key_value_heads
         dim = config.head_dim
-        self._kv = context.make_cache(
-            config.num_hidden_layers,
-            heads,
-            dim,
-            config.dtype,
-        )
+        self._kv = context.make_cache(config.num_hidden_layers, heads, dim, config.dtype)
         self.caches = (self._kv,)
-        self._stack = DecoderStack(
-            self._kernels,
-            config,
-            layers,
-            self._kv,
-            max_rows=rows,
-        )
+        self._stack = DecoderStack(self._kernels, config, layers, self._kv, max_rows=rows)
         self._context_kv = device.empty((rows, 2 * heads * dim), "float32")
         self._previous = device.empty((nodes, max(config.markov_rank, 1)), "float32")
         row_of_node = np.arange(nodes, dtype=np.int32) // self.shape.branch
@@ -137,13 +126,7 @@ class DFlash(Drafter):
         self._fc = weights.matrix("fc.weight", hidden, len(self.feature_layers) * hidden)
         self._context_norm = weights.vector("hidden_norm.weight", hidden)
         layers = [
-            DecoderLayer.load(
-                weights,
-                f"layers.{i}",
-                config,
-                hidden,
-                self._kernels,
-            )
+            DecoderLayer.load(weights, f"layers.{i}", config, hidden, self._kernels)
             for i in range(config.num_hidden_layers)
         ]
         self._norm = weights.vector("norm.weight", hidden)
@@ -155,11 +138,7 @@ class DFlash(Drafter):
         return layers
 
     def prefill(
-        self,
-        lane: Lane,
-        rows: Rows,
-        next_rows: Rows,
-        features: DeviceArray | None,
+        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
     ) -> None:
         self._write_context(lane, next_rows, features)
 
@@ -175,24 +154,12 @@ class DFlash(Drafter):
         self._run_layers(lane, batch, rows, attend_rows)
         residual = self._stack.buffers.residual[:count]
         normed = self._stack.buffers.normed[:count]
-        kernels.norm(
-            lane,
-            residual,
-            self._norm,
-            config.rms_norm_eps,
-            normed,
-        )
+        kernels.norm(lane, residual, self._norm, config.rms_norm_eps, normed)
         first = config.first_row * batch
         # The round no longer needs the logits of the target. Their buffer, which is large enough,
         # is reused for the logits of the drafter.
         logits = feed.scratch.logits[: count - first]
-        kernels.linear(
-            lane,
-            normed[first:],
-            self._head,
-            logits,
-            name="draft head",
-        )
+        kernels.linear(lane, normed[first:], self._head, logits, name="draft head")
         factor = config.output_multiplier
         cap = config.final_logit_softcapping
         if factor != 1 or cap:
@@ -239,22 +206,10 @@ class DFlash(Drafter):
             pos,
             last,
         ]
-        lane.kernel(
-            self._block_rows,
-            -(-count // _BLOCK),
-            _BLOCK,
-            args,
-            name="block rows",
-        )
+        lane.kernel(self._block_rows, -(-count // _BLOCK), _BLOCK, args, name="block rows")
         return Rows(token, slot, pos), Rows(token, slot, last)
 
-    def _run_layers(
-        self,
-        lane: Lane,
-        batch: int,
-        rows: Rows,
-        attend_rows: Rows,
-    ) -> None:
+    def _run_layers(self, lane: Lane, batch: int, rows: Rows, attend_rows: Rows) -> None:
         """Embed the rows of the block and run the decoder layers."""
         config = self._config
         kernels = self._kernels
@@ -264,41 +219,18 @@ class DFlash(Drafter):
         # The gather kernel also computes the norm, unless a scaling or a convolution has to run
         # between the gather and the norm.
         norm = None if is_scaled or self._convolutions else x
-        kernels.gather(
-            lane,
-            self._embedding,
-            rows.token,
-            residual,
-            name="embed",
-            norm=norm,
-        )
+        kernels.gather(lane, self._embedding, rows.token, residual, name="embed", norm=norm)
         if is_scaled:
             kernels.scale(lane, residual, config.input_embedding_scale)
         if self._convolutions:
-            self._convolutions.run(
-                lane,
-                self._stack,
-                rows,
-                attend_rows,
-                batch,
-            )
+            self._convolutions.run(lane, self._stack, rows, attend_rows, batch)
             return
         if is_scaled:
-            kernels.norm(
-                lane,
-                residual,
-                x.weight,
-                config.rms_norm_eps,
-                x.out,
-            )
+            kernels.norm(lane, residual, x.weight, config.rms_norm_eps, x.out)
         self._stack.run(lane, rows, x, attend_rows=attend_rows)
 
     def _level(
-        self,
-        lane: Lane,
-        feed: Feed,
-        level: int,
-        previous: DeviceArray | None,
+        self, lane: Lane, feed: Feed, level: int, previous: DeviceArray | None
     ) -> DeviceArray:
         """Return the logits of a level.
 
@@ -320,40 +252,17 @@ class DFlash(Drafter):
         logits = feed.scratch.logits[begin : begin + feed.batch]
         if level and feed.branch > 1:
             row_of_node = self._row_of_node[: feed.batch * feed.branch]
-            self._kernels.gather(
-                lane,
-                logits,
-                row_of_node,
-                feed.logits,
-                name="nodes' logits",
-            )
+            self._kernels.gather(lane, logits, row_of_node, feed.logits, name="nodes' logits")
             logits = feed.logits
         if self._markov is not None and previous is not None:
             w1, w2 = self._markov
             gathered_rows = self._previous[: logits.shape[0]]
-            self._kernels.gather(
-                lane,
-                w1,
-                previous,
-                gathered_rows,
-                name="draft before",
-            )
+            self._kernels.gather(lane, w1, previous, gathered_rows, name="draft before")
             self._kernels.linear(
-                lane,
-                gathered_rows,
-                w2,
-                logits,
-                residual=logits,
-                name="markov head",
+                lane, gathered_rows, w2, logits, residual=logits, name="markov head"
             )
         if self._selector and previous is not None:
-            self._selector.score(
-                lane,
-                logits,
-                level,
-                feed.batch,
-                previous,
-            )
+            self._selector.score(lane, logits, level, feed.batch, previous)
         return logits
 
     def _write_context(self, lane: Lane, rows: Rows, features: DeviceArray | None) -> None:
@@ -369,37 +278,12 @@ class DFlash(Drafter):
         residual = self._stack.buffers.residual[:count]
         context = self._stack.buffers.normed[:count]
         kv = self._context_kv[:count]
-        kernels.linear(
-            lane,
-            features,
-            self._fc,
-            residual,
-            name="fc",
-        )
-        kernels.norm(
-            lane,
-            residual,
-            self._context_norm,
-            config.rms_norm_eps,
-            context,
-        )
+        kernels.linear(lane, features, self._fc, residual, name="fc")
+        kernels.norm(lane, residual, self._context_norm, config.rms_norm_eps, context)
         for layer, weights in enumerate(self._stack.layers):
-            write = KVWrite(
-                self._stack.rope_table,
-                rows,
-                self._kv,
-                layer,
-                heads=0,
-            )
+            write = KVWrite(self._stack.rope_table, rows, self._kv, layer, heads=0)
             key_value = weights.qkv[queries:]
-            kernels.project_qkv(
-                lane,
-                context,
-                key_value,
-                kv,
-                write,
-                weights.head_norms,
-            )
+            kernels.project_qkv(lane, context, key_value, kv, write, weights.head_norms)
 
 
 def _draft_shape(config: DFlashConfig, context: DrafterContext) -> TreeShape:

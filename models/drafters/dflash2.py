@@ -80,11 +80,7 @@ class Convolutions:
     """
 
     def __init__(
-        self,
-        weights: Weights,
-        config: DFlashConfig,
-        kernels: ModelKernels,
-        max_rows: int,
+        self, weights: Weights, config: DFlashConfig, kernels: ModelKernels, max_rows: int
     ) -> None:
         self._layers = []
         for i in range(config.num_hidden_layers):
@@ -95,12 +91,7 @@ class Convolutions:
         self._convolved = kernels.device.empty((max_rows, config.hidden_size), "float32")
 
     def run(
-        self,
-        lane: Lane,
-        stack: DecoderStack,
-        rows: Rows,
-        attend_rows: Rows,
-        row_stride: int,
+        self, lane: Lane, stack: DecoderStack, rows: Rows, attend_rows: Rows, row_stride: int
     ) -> None:
         """Run all layers of `stack` as `DecoderStack.run` does, and add the convolutions.
 
@@ -128,47 +119,17 @@ class Convolutions:
 
         def convolve_input(norm: DeviceArray, convolution: _Convolution) -> None:
             kernels.norm(lane, residual, norm, eps, x)
-            kernels.linear(
-                lane,
-                x,
-                convolution.projection,
-                dynamic,
-                name="kernels",
-            )
-            kernels.convolve(
-                lane,
-                x,
-                convolution.base,
-                dynamic,
-                0,
-                row_stride,
-                convolved,
-            )
+            kernels.linear(lane, x, convolution.projection, dynamic, name="kernels")
+            kernels.convolve(lane, x, convolution.base, dynamic, 0, row_stride, convolved)
 
         def convolve_output(convolution: _Convolution) -> None:
             base = convolution.base
-            kernels.convolve(
-                lane,
-                x,
-                base,
-                dynamic,
-                1,
-                row_stride,
-                residual,
-                residual,
-            )
+            kernels.convolve(lane, x, base, dynamic, 1, row_stride, residual, residual)
 
         for layer, (attention, mlp) in enumerate(self._layers):
             weights = stack.layers[layer]
             convolve_input(weights.input_norm, attention)
-            stack.attention(
-                lane,
-                layer,
-                rows,
-                convolved,
-                x,
-                attend_rows=attend_rows,
-            )
+            stack.attention(lane, layer, rows, convolved, x, attend_rows=attend_rows)
             convolve_output(attention)
             convolve_input(weights.post_norm, mlp)
             stack.mlp(lane, layer, convolved, x)
@@ -194,12 +155,7 @@ class Selector:
     """
 
     def __init__(
-        self,
-        weights: Weights,
-        config: DFlashConfig,
-        kernels: ModelKernels,
-        rows: int,
-        nodes: int,
+        self, weights: Weights, config: DFlashConfig, kernels: ModelKernels, rows: int, nodes: int
     ) -> None:
         device = kernels.device
         vocab = config.vocab_size
@@ -235,36 +191,15 @@ class Selector:
         rows, vocab = logits.shape
         best = self._best[: rows * self._count]
         self._model_kernels.linear(
-            lane,
-            normed,
-            self._projection,
-            self._hidden[:rows],
-            name="selector",
+            lane, normed, self._projection, self._hidden[:rows], name="selector"
         )
         args = [logits, vocab, self._count, best]
-        lane.kernel(
-            self._kernels["selector_best"],
-            rows,
-            self._block,
-            args,
-            name="best ids",
-        )
+        lane.kernel(self._kernels["selector_best"], rows, self._block, args, name="best ids")
         successor = self._successor[: rows * self._count]
-        self._model_kernels.gather(
-            lane,
-            self._successors,
-            best,
-            successor,
-            name="successors",
-        )
+        self._model_kernels.gather(lane, self._successors, best, successor, name="successors")
 
     def score(
-        self,
-        lane: Lane,
-        logits: DeviceArray,
-        level: int,
-        batch: int,
-        previous: DeviceArray,
+        self, lane: Lane, logits: DeviceArray, level: int, batch: int, previous: DeviceArray
     ) -> None:
         """Score the logits of a level in place.
 
@@ -286,11 +221,7 @@ class Selector:
         first = level * batch
         predecessor = self._predecessor[:nodes]
         self._model_kernels.gather(
-            lane,
-            self._predecessors,
-            previous,
-            predecessor,
-            name="predecessors",
+            lane, self._predecessors, previous, predecessor, name="predecessors"
         )
         args = [
             logits,
@@ -303,10 +234,4 @@ class Selector:
             self._hidden[first:],
             predecessor,
         ]
-        lane.kernel(
-            self._kernels["selector_score"],
-            nodes,
-            self._block,
-            args,
-            name="select",
-        )
+        lane.kernel(self._kernels["selector_score"], nodes, self._block, args, name="select")

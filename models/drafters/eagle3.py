@@ -103,12 +103,7 @@ class Eagle3Head:
         layers = self._load(Weights(device, checkpoint))
         hidden = config.hidden_size
         self.stack = DecoderStack(
-            self.kernels,
-            config,
-            layers,
-            kv,
-            max_rows=max_rows,
-            attention_width=2 * hidden,
+            self.kernels, config, layers, kv, max_rows=max_rows, attention_width=2 * hidden
         )
         self._fused = device.empty((max_rows, hidden), "float32")
         self._gathered = device.empty((max_rows, hidden), "float32")
@@ -121,25 +116,9 @@ class Eagle3Head:
         vocab = config.vocab_size
         prefix = "midlayer" if "midlayer.hidden_norm.weight" in checkpoint else "layers.0"
         self.fc = weights.matrix("fc.weight", hidden, 3 * config.target_hidden_size)
-        layers = [
-            DecoderLayer.load(
-                weights,
-                prefix,
-                config,
-                2 * hidden,
-                self.kernels,
-            )
-        ]
+        layers = [DecoderLayer.load(weights, prefix, config, 2 * hidden, self.kernels)]
         for i in range(1, config.num_hidden_layers):
-            layers.append(
-                DecoderLayer.load(
-                    weights,
-                    f"layers.{i}",
-                    config,
-                    hidden,
-                    self.kernels,
-                )
-            )
+            layers.append(DecoderLayer.load(weights, f"layers.{i}", config, hidden, self.kernels))
         self.hidden_norm = weights.vector(f"{prefix}.hidden_norm.weight", hidden)
         self.final_norm = weights.vector("norm.weight", hidden)
         if "embed_tokens.weight" in checkpoint:
@@ -201,29 +180,13 @@ class Eagle3Head:
             float32[R, hidden], output before the final norm; a view that the next call overwrites.
         """
         count = rows.check(self.max_rows)
-        expect(
-            "features",
-            features,
-            "float32",
-            R=count,
-            width=3 * self.config.target_hidden_size,
-        )
+        expect("features", features, "float32", R=count, width=3 * self.config.target_hidden_size)
         fused = self._fused[:count]
-        self.kernels.linear(
-            lane,
-            features,
-            self.fc,
-            fused,
-            name="fc",
-        )
+        self.kernels.linear(lane, features, self.fc, fused, name="fc")
         return self._run(lane, rows, fused)
 
     def step(
-        self,
-        lane: Lane,
-        rows: Rows,
-        hidden: DeviceArray,
-        logits: DeviceArray | None = None,
+        self, lane: Lane, rows: Rows, hidden: DeviceArray, logits: DeviceArray | None = None
     ) -> DeviceArray:
         """Run the head on drafts, for which no features of the target exist yet.
 
@@ -247,32 +210,16 @@ class Eagle3Head:
             float32[B, hidden], output before the final norm; a view that the next call overwrites.
         """
         count = rows.check(self.max_rows)
-        expect(
-            "hidden",
-            hidden,
-            "float32",
-            B=count,
-            width=self.config.hidden_size,
-        )
+        expect("hidden", hidden, "float32", B=count, width=self.config.hidden_size)
         if logits is None:
             return self._run(lane, rows, hidden)
         final = self._final_norm(count, self.stack.layers[-1].down)
         out = self._run(lane, rows, hidden, final)
-        self.kernels.linear(
-            lane,
-            final,
-            self.lm_head,
-            logits,
-            name="draft head",
-        )
+        self.kernels.linear(lane, final, self.lm_head, logits, name="draft head")
         return out
 
     def head(
-        self,
-        lane: Lane,
-        out: DeviceArray,
-        logits: DeviceArray,
-        index: DeviceArray | None = None,
+        self, lane: Lane, out: DeviceArray, logits: DeviceArray, index: DeviceArray | None = None
     ) -> DeviceArray:
         """Apply the final norm and the LM head.
 
@@ -294,32 +241,15 @@ class Eagle3Head:
         """
         final = self._final_norm(logits.shape[0])
         if index is None:
-            self.kernels.norm(
-                lane,
-                out,
-                final.weight,
-                final.eps,
-                final.out,
-            )
+            self.kernels.norm(lane, out, final.weight, final.eps, final.out)
         else:
             out = self.gather(lane, out, index, norm=final)
-        self.kernels.linear(
-            lane,
-            final,
-            self.lm_head,
-            logits,
-            name="draft head",
-        )
+        self.kernels.linear(lane, final, self.lm_head, logits, name="draft head")
         return out
 
     def _final_norm(self, count: int, producer: Matrix | None = None) -> Norm:
         """Return the norm before the LM head, as described in `ActivationBuffers.norm`."""
-        return self.stack.buffers.norm(
-            count,
-            self.final_norm,
-            self.lm_head,
-            producer,
-        )
+        return self.stack.buffers.norm(count, self.final_norm, self.lm_head, producer)
 
     def gather(
         self,
@@ -353,21 +283,11 @@ class Eagle3Head:
         """
         buffer = self._fused if again else self._gathered
         gathered_rows = buffer[: index.shape[0]]
-        self.kernels.gather(
-            lane,
-            out,
-            index,
-            gathered_rows,
-            norm=norm,
-        )
+        self.kernels.gather(lane, out, index, gathered_rows, norm=norm)
         return gathered_rows
 
     def _run(
-        self,
-        lane: Lane,
-        rows: Rows,
-        hidden: DeviceArray,
-        final_norm: Norm | None = None,
+        self, lane: Lane, rows: Rows, hidden: DeviceArray, final_norm: Norm | None = None
     ) -> DeviceArray:
         """Run the decoder layers over [embedding, hidden] and return the residual stream."""
         count = rows.count
@@ -411,10 +331,7 @@ class Eagle3(Drafter):
     def from_dir(cls, folder: Path, config: Eagle3Config, context: DrafterContext) -> Eagle3:
         """Load the head of a checkpoint folder. Raises the same exceptions as `Eagle3Head`."""
         cache = context.make_cache(
-            config.num_hidden_layers,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.dtype,
+            config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.dtype
         )
         head = Eagle3Head(
             context.device,
@@ -427,11 +344,7 @@ class Eagle3(Drafter):
         return cls(head, TreeShape.by_level(context.max_drafts, context.tree))
 
     def prefill(
-        self,
-        lane: Lane,
-        rows: Rows,
-        next_rows: Rows,
-        features: DeviceArray | None,
+        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
     ) -> None:
         self.head.entries(lane, next_rows, _require(features))
 

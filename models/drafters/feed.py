@@ -204,15 +204,7 @@ class Feed:
         """
         rows = self.scratch.drafts.first(self.batch * self.branch, self.branch)
         if rows.ancestors is None:
-            args = [
-                *self._round_args,
-                self.batch,
-                level,
-                shift,
-                rows.token,
-                rows.slot,
-                rows.pos,
-            ]
+            args = [*self._round_args, self.batch, level, shift, rows.token, rows.slot, rows.pos]
             self._launch(lane, "draft_rows", args, f"draft {level} rows")
             return rows
         args = [
@@ -234,24 +226,7 @@ class Feed:
     def _round_args(self) -> list[object]:
         """Arguments that all layout kernels have in common."""
         sampler = self.sampler
-        return [
-            self.row_slot,
-            self.state.array,
-            sampler.rows,
-            sampler.row_words,
-        ]
+        return [self.row_slot, self.state.array, sampler.rows, sampler.row_words]
 
-    def _launch(
-        self,
-        lane: Lane,
-        kernel: str,
-        args: list[object],
-        name: str,
-    ) -> None:
-        lane.kernel(
-            self.device.load(_KERNELS)[kernel],
-            1,
-            _THREADS,
-            args,
-            name=name,
-        )
+    def _launch(self, lane: Lane, kernel: str, args: list[object], name: str) -> None:
+        lane.kernel(self.device.load(_KERNELS)[kernel], 1, _THREADS, args, name=name)

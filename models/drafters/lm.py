@@ -48,10 +48,7 @@ class SmallModel(Drafter):
         config = LlamaConfig.from_dir(folder).for_length(context.max_length, folder)
         check_tokenizer(folder, context.tokenizer)
         cache = context.make_cache(
-            config.num_hidden_layers,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.dtype,
+            config.num_hidden_layers, config.num_key_value_heads, config.head_dim, config.dtype
         )
         model = LlamaModel(
             context.device,
@@ -64,11 +61,7 @@ class SmallModel(Drafter):
         return cls(model, TreeShape.by_level(context.max_drafts, context.tree))
 
     def prefill(
-        self,
-        lane: Lane,
-        rows: Rows,
-        next_rows: Rows,
-        features: DeviceArray | None,
+        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
     ) -> None:
         self.model.forward(lane, rows)
 

@@ -136,11 +136,7 @@ class PromptLookup(Drafter):
         self._block = row_block(context.device)
 
     def prefill(
-        self,
-        lane: Lane,
-        rows: Rows,
-        next_rows: Rows,
-        features: DeviceArray | None,
+        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
     ) -> None:
         self._record(lane, rows)
 
@@ -163,13 +159,7 @@ class PromptLookup(Drafter):
             feed.proposal,
             feed.parents,
         ]
-        lane.kernel(
-            self._kernels["propose_drafts"],
-            feed.batch,
-            self._block,
-            args,
-            name="look up",
-        )
+        lane.kernel(self._kernels["propose_drafts"], feed.batch, self._block, args, name="look up")
 
     def _record(self, lane: Lane, rows: Rows) -> None:
         """Add a kernel that stores the tokens of `rows` in the histories of their slots."""
@@ -184,10 +174,4 @@ class PromptLookup(Drafter):
             self._kept,
             self._next_kept,
         ]
-        lane.kernel(
-            self._kernels["record_tokens"],
-            1,
-            self._block,
-            args,
-            name="record tokens",
-        )
+        lane.kernel(self._kernels["record_tokens"], 1, self._block, args, name="record tokens")

@@ -86,10 +86,7 @@ class Mtp(Drafter):
         hidden = config.hidden_size
         layers = config.num_hidden_layers
         check_target(
-            target,
-            vocab_size=config.vocab_size,
-            hidden_size=hidden,
-            num_hidden_layers=layers,
+            target, vocab_size=config.vocab_size, hidden_size=hidden, num_hidden_layers=layers
         )
         modules = _load_modules(folder, config, target)
         self._several = len(modules) > 1
@@ -106,12 +103,7 @@ class Mtp(Drafter):
         self.vocab = DraftVocab(config.vocab_size)
         self._modules = modules[:drafts]
         count = len(self._modules)
-        kv = context.make_cache(
-            count,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.dtype,
-        )
+        kv = context.make_cache(count, config.num_key_value_heads, config.head_dim, config.dtype)
         self.caches = (kv,)
         self._config = config
         self._target = target
@@ -140,21 +132,12 @@ class Mtp(Drafter):
         self._last_hidden = device.zeros(size, "float32")
 
     def prefill(
-        self,
-        lane: Lane,
-        rows: Rows,
-        next_rows: Rows,
-        features: DeviceArray | None,
+        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
     ) -> None:
         self._process_committed(lane, next_rows, features)
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:
-        self._process_committed(
-            lane,
-            feed.committed(lane),
-            feed.features,
-            feed.last,
-        )
+        self._process_committed(lane, feed.committed(lane), feed.features, feed.last)
         if feed.width == 1:
             return None
         return self._predict(lane, feed, 0, self._last_hidden[0][: feed.batch])
@@ -189,11 +172,7 @@ class Mtp(Drafter):
         return self._predict(lane, feed, 0, hidden)
 
     def _process_committed(
-        self,
-        lane: Lane,
-        rows: Rows,
-        features: DeviceArray | None,
-        last: DeviceArray | None = None,
+        self, lane: Lane, rows: Rows, features: DeviceArray | None, last: DeviceArray | None = None
     ) -> None:
         """Run committed tokens through all modules.
 
@@ -219,57 +198,25 @@ class Mtp(Drafter):
         kernels = target.kernels
         count = rows.check(len(self._hidden))
         hidden = self._hidden[:count]
-        kernels.norm(
-            lane,
-            features,
-            target.final_norm,
-            target.config.rms_norm_eps,
-            hidden,
-        )
+        kernels.norm(lane, features, target.final_norm, target.config.rms_norm_eps, hidden)
         for j in range(len(self._modules)):
             if j:
                 rows = self._delay_rows(lane, rows, hidden, j)
             self._run(lane, j, rows, hidden)
             if last is not None:
-                kernels.gather(
-                    lane,
-                    hidden,
-                    last,
-                    self._last_hidden[j][: len(last)],
-                )
+                kernels.gather(lane, hidden, last, self._last_hidden[j][: len(last)])
 
     def _delay_rows(self, lane: Lane, rows: Rows, hidden: DeviceArray, j: int) -> Rows:
         """Shift `hidden` by one row for module j and return rows with positions lower by one."""
         carried = self._carried[j - 1]
         width = self._config.hidden_size
         earlier = self._earlier[: rows.count]
-        args = [
-            hidden,
-            rows.slot,
-            rows.pos,
-            earlier,
-            carried,
-            rows.count,
-            len(carried),
-            width,
-        ]
+        args = [hidden, rows.slot, rows.pos, earlier, carried, rows.count, len(carried), width]
         kernel = self._target.device.load(KERNELS)["delay_rows"]
-        lane.kernel(
-            kernel,
-            -(-width // _BLOCK),
-            _BLOCK,
-            args,
-            name="delay rows",
-        )
+        lane.kernel(kernel, -(-width // _BLOCK), _BLOCK, args, name="delay rows")
         return Rows(rows.token, rows.slot, earlier, rows_per_slot=rows.rows_per_slot)
 
-    def _run(
-        self,
-        lane: Lane,
-        j: int,
-        rows: Rows,
-        hidden: DeviceArray,
-    ) -> None:
+    def _run(self, lane: Lane, j: int, rows: Rows, hidden: DeviceArray) -> None:
         """Run module j and replace `hidden` in place by the module's output.
 
         Parameters
@@ -302,46 +249,23 @@ class Mtp(Drafter):
             residual,
         )
         x = self._stack.input_norm(count, j, module.eh_proj)
-        kernels.linear(
-            lane,
-            joined,
-            module.eh_proj,
-            residual,
-            norm=x,
-            name="eh_proj",
-        )
+        kernels.linear(lane, joined, module.eh_proj, residual, norm=x, name="eh_proj")
         copies = None if self._norm_hidden else {j: (hidden, 0)}
         self._stack.run(lane, rows, x, layers=range(j, j + 1), copies=copies)
         if self._norm_hidden:
             kernels.norm(lane, residual, module.norm, eps, hidden)
 
-    def _predict(
-        self,
-        lane: Lane,
-        feed: Feed,
-        j: int,
-        hidden: DeviceArray,
-    ) -> DeviceArray:
+    def _predict(self, lane: Lane, feed: Feed, j: int, hidden: DeviceArray) -> DeviceArray:
         """Compute the logits of module j from its hidden states and return them."""
         count = hidden.shape[0]
         logits = feed.logits[:count]
         if not self._norm_hidden:
             normed = self._normed[:count]
             self._target.kernels.norm(
-                lane,
-                hidden,
-                self._modules[j].norm,
-                self._config.rms_norm_eps,
-                normed,
+                lane, hidden, self._modules[j].norm, self._config.rms_norm_eps, normed
             )
             hidden = normed
-        self._target.kernels.linear(
-            lane,
-            hidden,
-            self._modules[j].head,
-            logits,
-            name="MTP head",
-        )
+        self._target.kernels.linear(lane, hidden, self._modules[j].head, logits, name="MTP head")
         return logits
 
 
@@ -365,13 +289,7 @@ def _load_modules(folder: Path, config: LlamaConfig, target: LlamaModel) -> list
                 enorm=weights.vector(f"{name}.enorm.weight", hidden),
                 hnorm=weights.vector(f"{name}.hnorm.weight", hidden),
                 eh_proj=weights.matrix(f"{name}.eh_proj.weight", hidden, 2 * hidden),
-                layer=DecoderLayer.load(
-                    weights,
-                    name,
-                    config,
-                    hidden,
-                    target.kernels,
-                ),
+                layer=DecoderLayer.load(weights, name, config, hidden, target.kernels),
                 norm=weights.vector(f"{name}.shared_head.norm.weight", hidden),
                 head=load_or_share(f"{name}.shared_head.head.weight", target.lm_head),
             )

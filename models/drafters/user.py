@@ -142,11 +142,7 @@ class UserDrafter(Drafter):
         return partial(cls, propose=propose, **options)
 
     def prefill(
-        self,
-        lane: Lane,
-        rows: Rows,
-        next_rows: Rows,
-        features: DeviceArray | None,
+        self, lane: Lane, rows: Rows, next_rows: Rows, features: DeviceArray | None
     ) -> None:
         self.resume(lane, rows)
 
@@ -167,50 +163,22 @@ class UserDrafter(Drafter):
         first = feed.device.pinned(feed.first.shape, "int32")
         lane.copy(first, feed.first, name="first rows")
         host_arrays = [pinned.array for pinned in staging]
-        work = PythonWork(
-            self._draft,
-            committed.array,
-            first.array,
-            *host_arrays,
-        )
+        work = PythonWork(self._draft, committed.array, first.array, *host_arrays)
         lane.host(work, name=f"drafter {self._name}")
         for array, pinned in zip(outputs, staging, strict=True):
             lane.copy(array, pinned, name="drafts")
-        args = [
-            feed.row_slot,
-            feed.batch,
-            feed.proposal,
-            self.shape.nodes,
-            feed.state.array,
-        ]
-        lane.kernel(
-            self._kernels["end_failed"],
-            1,
-            _THREADS,
-            args,
-            name="end failed requests",
-        )
+        args = [feed.row_slot, feed.batch, feed.proposal, self.shape.nodes, feed.state.array]
+        lane.kernel(self._kernels["end_failed"], 1, _THREADS, args, name="end failed requests")
 
     def failure(self, slot: int, epoch: int) -> DrafterError | None:
         failed_epoch, error = self._failures.get(slot, (epoch, None))
         return error if failed_epoch == epoch else None
 
     def _copy_rows(
-        self,
-        lane: Lane,
-        rows: Rows,
-        slots: DeviceArray | None,
-        host_rows: PinnedArray,
+        self, lane: Lane, rows: Rows, slots: DeviceArray | None, host_rows: PinnedArray
     ) -> None:
         """Add the kernel that writes slot, epoch, position and token of every row to the host."""
-        args = [
-            rows.token,
-            rows.slot,
-            rows.pos,
-            rows.count,
-            slots,
-            host_rows,
-        ]
+        args = [rows.token, rows.slot, rows.pos, rows.count, slots, host_rows]
         kernel = self._kernels["copy_rows_to_host"]
         lane.kernel(kernel, 1, _THREADS, args, name="rows to host")
 
@@ -277,9 +245,7 @@ class UserDrafter(Drafter):
 
 
 def _serve(
-    queries: SimpleQueue[_Query | None],
-    name: str,
-    propose: Callable[[list[int]], _Proposal],
+    queries: SimpleQueue[_Query | None], name: str, propose: Callable[[list[int]], _Proposal]
 ) -> None:
     """Answer queries until None arrives. This function runs on the drafter's thread."""
     while True:
@@ -301,12 +267,7 @@ def _serve(
         del query  # do not keep this query alive while waiting for the next query
 
 
-def _read_proposal(
-    proposal: Any,
-    vocab_size: int,
-    max_drafts: int,
-    tree: bool,
-) -> _Proposal:
+def _read_proposal(proposal: Any, vocab_size: int, max_drafts: int, tree: bool) -> _Proposal:
     """Check a returned proposal and return its ids and parents.
 
     Parameters

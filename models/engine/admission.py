@@ -43,11 +43,7 @@ class Admission:
     """
 
     def __init__(
-        self,
-        options: Options,
-        tokenizer: Tokenizer,
-        vocab_size: int,
-        compiler: GrammarService,
+        self, options: Options, tokenizer: Tokenizer, vocab_size: int, compiler: GrammarService
     ):
         if len(tokenizer.stop_ids) > MAX_STOP_IDS:
             raise TokenizerError(

@@ -158,14 +158,7 @@ def assemble(
         stream = device.stream("rounds")
         resources.callback(stream.close)
         parts = _round_parts(
-            device,
-            options,
-            target,
-            drafter,
-            mode,
-            optimistic_mode or mode,
-            tokenizer,
-            vocabulary,
+            device, options, target, drafter, mode, optimistic_mode or mode, tokenizer, vocabulary
         )
         for part in (parts.inputs, parts.outputs, parts.timeline, parts.exchange, parts.decoder):
             resources.callback(part.close)
@@ -210,11 +203,7 @@ def _make_compiler(options: Options, vocabulary: Vocabulary) -> GrammarService:
 
 
 def _load_target(
-    device: Device,
-    options: Options,
-    model: Path,
-    config: LlamaConfig,
-    ranks: RankGroup | None,
+    device: Device, options: Options, model: Path, config: LlamaConfig, ranks: RankGroup | None
 ) -> LlamaModel:
     """Load the target.
 
@@ -227,25 +216,12 @@ def _load_target(
         leader = TensorParallelLeader(device, ranks, config, max_rows)
         kv_heads = leader.shard.local_config.num_key_value_heads
     layers = config.num_hidden_layers
-    cache = _make_cache(
-        device,
-        options,
-        layers,
-        kv_heads,
-        config.head_dim,
-        config.dtype,
-    )
+    cache = _make_cache(device, options, layers, kv_heads, config.head_dim, config.dtype)
     precision = {"activations": options.activations, "weights": options.weights}
     if leader is not None:
         leader.load_workers(model, cache, max_length=options.sizes[0], **precision)
     target = LlamaModel(
-        device,
-        config,
-        Checkpoint(model),
-        cache,
-        max_rows=max_rows,
-        leader=leader,
-        **precision,
+        device, config, Checkpoint(model), cache, max_rows=max_rows, leader=leader, **precision
     )
     if leader is not None:
         leader.wait_for_workers()
@@ -312,12 +288,7 @@ def _max_rows(options: Options) -> int:
 
 
 def _make_cache(
-    device: Device,
-    options: Options,
-    layers: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: str,
+    device: Device, options: Options, layers: int, kv_heads: int, head_dim: int, dtype: str
 ) -> PagedKV:
     """Allocate a paged KV cache with the engine's number of slots and pages."""
     length, pages = options.sizes
@@ -479,10 +450,7 @@ def _round_parts(
 
 
 def _make_decoder(
-    options: Options,
-    exchange: Exchange,
-    drafter: Drafter | None,
-    vocabulary: Vocabulary,
+    options: Options, exchange: Exchange, drafter: Drafter | None, vocabulary: Vocabulary
 ) -> GuidedDecoder:
     """Create the grammar decoder, which also finds forced tokens if `forced_drafts` is set.
 

@@ -155,23 +155,12 @@ class Engine:
             )
             self.options = replace(requested, grammar_transport=transport)
             self._built = assemble(
-                self.device,
-                self.options,
-                folder,
-                drafter,
-                config,
-                self.tokenizer,
-                ranks,
-                shield,
+                self.device, self.options, folder, drafter, config, self.tokenizer, ranks, shield
             )
             self._start(folder, drafter, config.vocab_size, shield)
 
     def _start(
-        self,
-        model: Path,
-        drafter: DrafterChoice | None,
-        vocab_size: int,
-        shield: Shield,
+        self, model: Path, drafter: DrafterChoice | None, vocab_size: int, shield: Shield
     ) -> None:
         """Create the parts that run rounds, and build the graphs; on an error, close all parts."""
         built = self._built
@@ -184,12 +173,7 @@ class Engine:
         self.stats = EngineStats(draft_length=built.parts.depth, choice=self._modes.choice)
         self._forced_tokens_at_reset = 0
         try:
-            self._admission = Admission(
-                self.options,
-                self.tokenizer,
-                vocab_size,
-                built.compiler,
-            )
+            self._admission = Admission(self.options, self.tokenizer, vocab_size, built.compiler)
             self._migrator = self._make_migrator(model, drafter)
             self._make_scheduler()
             self._build_rounds(shield)
@@ -210,11 +194,7 @@ class Engine:
             built.parts.target.config,
         )
         return Migrator(
-            self.device,
-            StreamLane(built.stream),
-            built.caches,
-            built.prefixes,
-            properties,
+            self.device, StreamLane(built.stream), built.caches, built.prefixes, properties
         )
 
     def _make_scheduler(self) -> None:
@@ -718,12 +698,7 @@ class Engine:
             stack.callback(self._scheduler.slots.reclaim_all)
             stack.callback(self._replays.drain)
             for state in list(self._scheduler.unfinished.values()):
-                stack.callback(
-                    self._scheduler.end,
-                    state,
-                    "cancelled",
-                    ended_on_device=True,
-                )
+                stack.callback(self._scheduler.end, state, "cancelled", ended_on_device=True)
 
     def _close_parts(self) -> None:
         """Wait for the device, and close the round graphs and the parts of the assembly."""
@@ -756,10 +731,7 @@ class Engine:
 
 
 def _check_arguments(
-    model: object,
-    drafter: DrafterChoice | None,
-    ranks: object,
-    options: dict[str, Any],
+    model: object, drafter: DrafterChoice | None, ranks: object, options: dict[str, Any]
 ) -> Options:
     """Check the arguments of `Engine` and return its options.
 

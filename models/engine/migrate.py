@@ -183,11 +183,7 @@ def describe_request(state: RequestState, verify: str) -> dict[str, Any]:
         if name not in _LOCAL_OUTPUT_FIELDS:
             output_values[name] = value
     output_values["tokens"] = list(output.tokens)
-    return {
-        "request": values,
-        "output": output_values,
-        "age_s": state.age_s,
-    }
+    return {"request": values, "output": output_values, "age_s": state.age_s}
 
 
 def read_request(description: Mapping[str, Any]) -> Request:
@@ -407,12 +403,6 @@ class Migrator:
                 read = int(not contents)
                 args = (array, half, pages, cache.scratch_page + 1, words, read)
                 grid = (len(groups), cache.layers, 1)
-                self._lane.kernel(
-                    self._copy_pages,
-                    grid,
-                    _THREADS,
-                    args,
-                    name="copy pages",
-                )
+                self._lane.kernel(self._copy_pages, grid, _THREADS, args, name="copy pages")
             packed_arrays.append(packed)
         return packed_arrays

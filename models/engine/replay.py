@@ -254,10 +254,7 @@ class Replays:
             graph.launch(self._stream)
 
     def wait(
-        self,
-        stats: EngineStats,
-        shield: Shield,
-        count_progress: Callable[[], int] = lambda: 0,
+        self, stats: EngineStats, shield: Shield, count_progress: Callable[[], int] = lambda: 0
     ) -> ReplayInFlight:
         """Wait until the oldest unread replay has published its results, and return it.
 
@@ -286,12 +283,7 @@ class Replays:
         flight = self.unread[0]
         self._retire(flight.number - 1, stats)
         self._check(flight)
-        wait_for = partial(
-            self._wait_until_published,
-            flight.number,
-            shield,
-            count_progress,
-        )
+        wait_for = partial(self._wait_until_published, flight.number, shield, count_progress)
         with self._engine_numbers(flight):
             flight.graph.finish(self._stream, wait_for)
         return flight
@@ -445,12 +437,7 @@ class Replays:
             stats.round_ns += ns
             if not is_idle:
                 self._round_s.update(1e-9 * ns)
-            self._budget.record_time(
-                graph.batch,
-                graph.drafts,
-                ns,
-                idle=is_idle,
-            )
+            self._budget.record_time(graph.batch, graph.drafts, ns, idle=is_idle)
             if not is_idle and self.on_time is not None:
                 self.on_time(flight, ns, self._gap_ns(flight, max(stamps)), tokens)
         if not self._parts.every_part:
@@ -485,8 +472,4 @@ def _read_logprob(record: np.void, num_top: int) -> Logprob:
     for token, logprob in zip(ids[:num_top], logprobs[:num_top], strict=True):
         if logprob > -math.inf:
             top.append((token, logprob))
-    return Logprob(
-        float(record["logprob"]),
-        tuple(top),
-        int(record["rank"]),
-    )
+    return Logprob(float(record["logprob"]), tuple(top), int(record["rank"]))

@@ -362,10 +362,7 @@ class Scheduler:
         if verify == "relaxed" and request.relaxed.until in output.tokens:
             verify = "coupled"
         params = SamplingParams.from_fields(
-            request,
-            seed=output.seed,
-            verify=verify,
-            stop_ids=state.stop_ids,
+            request, seed=output.seed, verify=verify, stop_ids=state.stop_ids
         )
         if not self.slots.join(state, params):
             return False
@@ -650,14 +647,7 @@ class Scheduler:
             if not ended_on_device:
                 self.modes.leave_loop()
             self.slots.leave(state, self.replays.launched, ended_on_device=ended_on_device)
-        self.deliver(
-            state.submission,
-            output,
-            error,
-            state.take_new_tokens(),
-            text,
-            state.age_s,
-        )
+        self.deliver(state.submission, output, error, state.take_new_tokens(), text, state.age_s)
 
     def deliver(
         self,
@@ -678,13 +668,7 @@ class Scheduler:
                 cause = error
             elif isinstance(error, GrammarBackendError | MatcherError):
                 cause = error.__cause__
-            LOG.warning(
-                "request %s %s: %s",
-                output.id,
-                output.reason,
-                output.error,
-                exc_info=cause,
-            )
+            LOG.warning("request %s %s: %s", output.id, output.reason, output.error, exc_info=cause)
         self.outbox.post(submission, _make_event(output, tokens, text, finished=True))
 
 
@@ -708,11 +692,7 @@ def _backend_error(exception: Exception) -> GraftError:
 
 
 def _make_event(
-    output: Output,
-    tokens: tuple[int, ...],
-    text: str,
-    *,
-    finished: bool = False,
+    output: Output, tokens: tuple[int, ...], text: str, *, finished: bool = False
 ) -> Event:
     """Return an event that reports `tokens`, which are the last tokens of `output`."""
     logprobs = None

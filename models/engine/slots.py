@@ -286,13 +286,7 @@ class SlotManager:
         num_cached = len(shared) * self._caches[0].page_size
         self._prefix_cache.hit_tokens += num_cached
         state.output.cached_tokens += num_cached
-        chunks = self._prefill.run(
-            self._lane,
-            slot,
-            tokens,
-            num_cached,
-            self._max_chunk_rows,
-        )
+        chunks = self._prefill.run(self._lane, slot, tokens, num_cached, self._max_chunk_rows)
         self._prefilling[slot] = _PrefillingRequest(state, chunks, tokens[-1])
         for cache in self._caches:
             cache.set_table(self._lane, slot)
@@ -485,11 +479,7 @@ class SlotManager:
         return pages
 
     def _allocate(
-        self,
-        state: RequestState,
-        slot: int,
-        shared: Sequence[PageGroup] = (),
-        spare: int = 0,
+        self, state: RequestState, slot: int, shared: Sequence[PageGroup] = (), spare: int = 0
     ) -> bool:
         """Allocate pages for the next round in all caches. If one cache has too few, allocate none.
 
@@ -528,11 +518,7 @@ class SlotManager:
         return True
 
     def _set_pages(
-        self,
-        state: RequestState,
-        slot: int,
-        pages: int,
-        shared: Sequence[PageGroup] = (),
+        self, state: RequestState, slot: int, pages: int, shared: Sequence[PageGroup] = ()
     ) -> None:
         """Allocate free pages until a slot has `pages` pages in all caches."""
         positions = pages * self._caches[0].page_size

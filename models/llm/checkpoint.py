@@ -98,10 +98,7 @@ class Checkpoint:
         return name in self._entries
 
     def get(
-        self,
-        name: str,
-        shape: tuple[int, ...] | None = None,
-        dtypes: tuple[str, ...] = FLOATS,
+        self, name: str, shape: tuple[int, ...] | None = None, dtypes: tuple[str, ...] = FLOATS
     ) -> tuple[np.ndarray, str]:
         """Return a tensor as stored.
 
@@ -196,11 +193,5 @@ def _read_header(file: Path) -> dict[str, _Entry]:
     entries = {}
     for name, spec in header.items():
         begin, end = (8 + length + offset for offset in spec["data_offsets"])
-        entries[name] = _Entry(
-            file,
-            spec["dtype"],
-            tuple(spec["shape"]),
-            begin,
-            end,
-        )
+        entries[name] = _Entry(file, spec["dtype"], tuple(spec["shape"]), begin, end)
     return entries

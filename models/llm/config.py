@@ -78,10 +78,7 @@ TARGETS = {
         },
     ),
     "Qwen2ForCausalLM": Architecture(
-        model_type="qwen2",
-        qkv_bias=True,
-        defaults=_QWEN_DEFAULTS,
-        unused=("attention_bias",),
+        model_type="qwen2", qkv_bias=True, defaults=_QWEN_DEFAULTS, unused=("attention_bias",)
     ),
     "Qwen3ForCausalLM": _QWEN3,
     "SmolLM3ForCausalLM": Architecture(
@@ -116,11 +113,7 @@ _QUANTIZATION: dict[str, dict[str, tuple[Any, ...] | None]] = {
         "sparsity_config": ({},),
         "transform_config": ({},),
     },
-    "fp8": {
-        **_MODULE_LISTS,
-        "activation_scheme": ("dynamic", "static"),
-        "fmt": ("e4m3",),
-    },
+    "fp8": {**_MODULE_LISTS, "activation_scheme": ("dynamic", "static"), "fmt": ("e4m3",)},
 }
 _QUANTIZATION_GROUP = {
     "targets": None,
@@ -293,17 +286,9 @@ class Eagle3Config(LlamaConfig):
         hidden = layer["hidden_size"]
         return cls(
             **layer,
-            draft_vocab_size=fields.integer(
-                "draft_vocab_size",
-                low=1,
-                high=vocab,
-                default=vocab,
-            ),
+            draft_vocab_size=fields.integer("draft_vocab_size", low=1, high=vocab, default=vocab),
             target_hidden_size=fields.integer(
-                "target_hidden_size",
-                low=1,
-                high=MAX_WIDTH,
-                default=hidden,
+                "target_hidden_size", low=1, high=MAX_WIDTH, default=hidden
             ),
             norm_before_residual=fields.boolean("norm_before_residual", default=False),
             feature_layers=_feature_layers(fields),
@@ -471,13 +456,7 @@ def _dflash_section(fields: Fields, sizes: Mapping[str, int]) -> Fields:
     section = fields.section("dflash_config")
     if section is None:
         raise ConfigError(f"{fields.where}: dflash_config is missing")
-    known = {
-        "block_size",
-        "mask_token_id",
-        "target_layer_ids",
-        *_DFLASH_NUMBERS,
-        *sizes,
-    }
+    known = {"block_size", "mask_token_id", "target_layer_ids", *_DFLASH_NUMBERS, *sizes}
     for name in section.data.keys() - known:
         section.require(name)
     return Fields({**fields.data, **section.data}, section.where)
@@ -587,12 +566,7 @@ def _decoder(fields: Fields, architecture: Architecture = _LLAMA) -> dict[str, A
 def _head_shape(fields: Fields, hidden: int) -> dict[str, int]:
     """Read the numbers of query and KV heads and the size of a head."""
     heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)
-    kv_heads = fields.integer(
-        "num_key_value_heads",
-        low=1,
-        high=heads,
-        default=heads,
-    )
+    kv_heads = fields.integer("num_key_value_heads", low=1, high=heads, default=heads)
     if heads % kv_heads:
         raise ConfigError(
             f"{fields.where}: num_attention_heads {heads} is not a multiple of "
@@ -603,19 +577,10 @@ def _head_shape(fields: Fields, hidden: int) -> dict[str, int]:
             f"{fields.where}: hidden_size {hidden} is not a multiple of "
             f"num_attention_heads {heads}, and head_dim is not given"
         )
-    head_dim = fields.integer(
-        "head_dim",
-        low=2,
-        high=MAX_HEAD_DIM,
-        default=hidden // heads,
-    )
+    head_dim = fields.integer("head_dim", low=2, high=MAX_HEAD_DIM, default=hidden // heads)
     if head_dim % 2:
         raise ConfigError(f"{fields.where}: head_dim {head_dim} is odd, but RoPE rotates pairs")
-    return {
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-    }
+    return {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
 
 
 #: Fields that can request options that graft does not implement, with the supported values.

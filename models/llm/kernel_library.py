@@ -222,8 +222,7 @@ def _choose_splits(tiles: int, rows: int, inner: int) -> int:
     """
     # min() returns the first, that is the smallest, of several equally good numbers.
     return min(
-        (1, 2, 4, _MMA_MAX_SPLITS),
-        key=lambda splits: _estimated_time(tiles, rows, inner, splits),
+        (1, 2, 4, _MMA_MAX_SPLITS), key=lambda splits: _estimated_time(tiles, rows, inner, splits)
     )
 
 
@@ -468,13 +467,7 @@ class ModelKernels:
             for weight in (producer, consumer)
         )
 
-    def can_fuse_rope(
-        self,
-        head_dim: int,
-        dtype: str,
-        columns: int,
-        inner: int,
-    ) -> bool:
+    def can_fuse_rope(self, head_dim: int, dtype: str, columns: int, inner: int) -> bool:
         """Return whether the kernel of a QKV product can also apply RoPE and write the KV cache.
 
         Parameters
@@ -534,26 +527,12 @@ class ModelKernels:
             not run on tensor cores.
         """
         if isinstance(weight, ScaledMatrix) and weight.all_gather is not None:
-            self._linear_row_parallel(
-                lane,
-                x,
-                weight,
-                out,
-                residual,
-                copy_to,
-                name,
-            )
+            self._linear_row_parallel(lane, x, weight, out, residual, copy_to, name)
             if norm is not None:
                 self.norm(lane, out, norm.weight, norm.eps, norm.out)
             return
         product = self._check_product(x, weight, name)
-        expect(
-            f"{name}: out",
-            out,
-            "float32",
-            R=product.rows,
-            columns=product.columns,
-        )
+        expect(f"{name}: out", out, "float32", R=product.rows, columns=product.columns)
         if residual is not None:
             shape = {"R": product.rows, "columns": product.columns}
             expect(f"{name}: residual", residual, "float32", **shape)
@@ -563,14 +542,7 @@ class ModelKernels:
             folded = norm
         args = self._linear_args(product, out, residual, copy_to, name)
         if product.tensor_cores:
-            self._launch_mma(
-                lane,
-                product,
-                out,
-                args,
-                name,
-                norm=folded,
-            )
+            self._launch_mma(lane, product, out, args, name, norm=folded)
         else:
             self._launch_without_tensor_cores(lane, product, args, name)
         if norm is not None and folded is None:
@@ -607,23 +579,10 @@ class ModelKernels:
             cores.
         """
         product = self._check_product(x, weight, name)
-        expect(
-            f"{name}: out",
-            out,
-            out.dtype,
-            R=product.rows,
-            columns=product.columns >> 1,
-        )
+        expect(f"{name}: out", out, out.dtype, R=product.rows, columns=product.columns >> 1)
         self._require_tensor_cores(product, "a gated product", name)
         args = self._linear_args(product, out, None, None, name)
-        self._launch_mma(
-            lane,
-            product,
-            out,
-            args,
-            name,
-            gated=True,
-        )
+        self._launch_mma(lane, product, out, args, name, gated=True)
 
     def project_qkv(
         self,
@@ -666,33 +625,15 @@ class ModelKernels:
         self.rope_and_store(lane, qkv, write)
 
     def _fused_qkv(
-        self,
-        lane: Lane,
-        x: DeviceArray | Norm,
-        weight: Matrix,
-        qkv: DeviceArray,
-        write: KVWrite,
+        self, lane: Lane, x: DeviceArray | Norm, weight: Matrix, qkv: DeviceArray, write: KVWrite
     ) -> None:
         """Compute `project_qkv` in one kernel. The rows of each head are interleaved."""
         name = "qkv"
         store_args = _kv_write_args(qkv, write)
         product = self._check_product(x, weight, name)
-        expect(
-            f"{name}: out",
-            qkv,
-            "float32",
-            R=product.rows,
-            columns=product.columns,
-        )
+        expect(f"{name}: out", qkv, "float32", R=product.rows, columns=product.columns)
         args = self._linear_args(product, qkv, None, None, name)
-        self._launch_mma(
-            lane,
-            product,
-            qkv,
-            args,
-            name,
-            store=(write.kv, store_args),
-        )
+        self._launch_mma(lane, product, qkv, args, name, store=(write.kv, store_args))
 
     def _linear_row_parallel(
         self,
@@ -707,35 +648,14 @@ class ModelKernels:
         """Compute this rank's partial product and add the partial products of all ranks."""
         assert weight.all_gather is not None and weight.bias is None
         partial = weight.all_gather.local_buffer(*out.shape)
-        self.linear(
-            lane,
-            x,
-            ScaledMatrix(weight.values, weight.scale),
-            partial,
-            name=name,
-        )
+        self.linear(lane, x, ScaledMatrix(weight.values, weight.scale), partial, name=name)
         partials = weight.all_gather.all_gather(lane, partial)
         ranks, rows, width = partials.shape
         grid, block = self._elementwise_launch(rows, width, self._chunk)
         copy, offset = copy_to if copy_to is not None else (None, 0)
         stride = copy.shape[1] if copy is not None else 0
-        kernel = self._kernel(
-            "elements",
-            "add_parts",
-            WEIGHT="float",
-            CHUNK=self._chunk,
-        )
-        args = (
-            partials,
-            residual,
-            out,
-            copy,
-            ranks,
-            rows,
-            width,
-            offset,
-            stride,
-        )
+        kernel = self._kernel("elements", "add_parts", WEIGHT="float", CHUNK=self._chunk)
+        args = (partials, residual, out, copy, ranks, rows, width, offset, stride)
         lane.kernel(kernel, grid, block, args, name="sum of ranks")
 
     def _check_product(self, x: DeviceArray | Norm, weight: Matrix, name: str) -> _Product:
@@ -759,20 +679,8 @@ class ModelKernels:
             expect(f"{name}: scale", scale, "float32", columns=columns)
         if bias is not None:
             expect(f"{name}: bias", bias, "float32", columns=columns)
-        expect(
-            f"{name}: weight",
-            weight,
-            weight.dtype,
-            columns=columns,
-            inner=inner,
-        )
-        expect(
-            f"{name}: x",
-            x,
-            x.dtype if x_is_rounded else "float32",
-            R=rows,
-            inner=inner,
-        )
+        expect(f"{name}: weight", weight, weight.dtype, columns=columns, inner=inner)
+        expect(f"{name}: x", x, x.dtype if x_is_rounded else "float32", R=rows, inner=inner)
         product = _Product(
             x=x,
             weight=weight,
@@ -789,13 +697,7 @@ class ModelKernels:
         if square_sums is not None:
             self._require_tensor_cores(product, "a folded norm", name)
             groups = inner // NORM_GROUP
-            expect(
-                f"{name}: square sums of x",
-                square_sums,
-                "float32",
-                R=rows,
-                groups=groups,
-            )
+            expect(f"{name}: square sums of x", square_sums, "float32", R=rows, groups=groups)
         return product
 
     def _require_tensor_cores(self, product: _Product, what: str, name: str) -> None:
@@ -809,13 +711,7 @@ class ModelKernels:
                 f"use for a {product.weight.dtype}[{product.columns}, {product.inner}] weight"
             )
 
-    def _check_folded_norm(
-        self,
-        product: _Product,
-        norm: Norm,
-        weight: Matrix,
-        name: str,
-    ) -> None:
+    def _check_folded_norm(self, product: _Product, norm: Norm, weight: Matrix, name: str) -> None:
         """Check that a product runs on tensor cores, and check the arrays of its folded norm."""
         self._require_tensor_cores(product, "a folded norm", name)
         assert norm.square_sums is not None
@@ -823,20 +719,8 @@ class ModelKernels:
         columns = product.columns
         groups = columns // NORM_GROUP
         expect(f"{name}: norm", norm.weight, "float32", columns=columns)
-        expect(
-            f"{name}: norm output",
-            norm.out,
-            self.input_dtype(weight),
-            R=rows,
-            columns=columns,
-        )
-        expect(
-            f"{name}: square sums",
-            norm.square_sums,
-            "float32",
-            R=rows,
-            groups=groups,
-        )
+        expect(f"{name}: norm output", norm.out, self.input_dtype(weight), R=rows, columns=columns)
+        expect(f"{name}: square sums", norm.square_sums, "float32", R=rows, groups=groups)
 
     @staticmethod
     def _linear_args(
@@ -853,13 +737,7 @@ class ModelKernels:
         stride = 0
         if copy is not None:
             stride = copy.shape[1]
-            expect(
-                f"{name}: copy_to",
-                copy,
-                "float32",
-                R=rows,
-                stride=stride,
-            )
+            expect(f"{name}: copy_to", copy, "float32", R=rows, stride=stride)
             if offset < 0 or offset + columns > stride:
                 raise ShapeError(
                     f"{name}: copy_to columns {offset}..{offset + columns} are outside "
@@ -881,11 +759,7 @@ class ModelKernels:
         )
 
     def _launch_without_tensor_cores(
-        self,
-        lane: Lane,
-        product: _Product,
-        args: tuple[object, ...],
-        name: str,
+        self, lane: Lane, product: _Product, args: tuple[object, ...], name: str
     ) -> None:
         if self._thread:
             across = _ceil_div(product.columns, _THREAD_COLUMNS)
@@ -952,31 +826,13 @@ class ModelKernels:
             inner=product.inner,
             allow_tall=product.x_is_rounded and self._allows_tall_tiles,
         )
-        kernel = self._kernel(
-            shape.kernel,
-            shape.kernel,
-            **defines,
-            **shape.defines,
-        )
-        args = (
-            *args,
-            product.square_sums,
-            product.eps,
-            *norm_args,
-            *store_args,
-        )
+        kernel = self._kernel(shape.kernel, shape.kernel, **defines, **shape.defines)
+        args = (*args, product.square_sums, product.eps, *norm_args, *store_args)
         if shape.kernel == "linear_many":
             partials = self._zeroed_workspace("float32", shape.partials)
             counters = self._zeroed_workspace("int32", shape.grid[0] * shape.grid[1])
             args = (*args, partials, counters)
-        lane.kernel(
-            kernel,
-            shape.grid,
-            _MMA_BLOCK,
-            args,
-            shared=shape.shared,
-            name=name,
-        )
+        lane.kernel(kernel, shape.grid, _MMA_BLOCK, args, shared=shape.shared, name=name)
 
     def _zeroed_workspace(self, dtype: str, size: int) -> DeviceArray | None:
         """Return workspace, which is zeroed when it is allocated and not between calls.
@@ -995,12 +851,7 @@ class ModelKernels:
     # Norms, RoPE and attention.
 
     def norm(
-        self,
-        lane: Lane,
-        x: DeviceArray,
-        weight: DeviceArray,
-        eps: float,
-        out: DeviceArray,
+        self, lane: Lane, x: DeviceArray, weight: DeviceArray, eps: float, out: DeviceArray
     ) -> None:
         """Compute the RMSNorm of each row.
 
@@ -1023,21 +874,11 @@ class ModelKernels:
         expect("norm: out", out, out.dtype, R=rows, width=width)
         args = (x, weight, out, rows, width, eps)
         kernel = self._kernel(
-            "norm",
-            "norm_rows",
-            WEIGHT="float",
-            OUT=_storage(out),
-            NORM_THREADS=self._norm_block,
+            "norm", "norm_rows", WEIGHT="float", OUT=_storage(out), NORM_THREADS=self._norm_block
         )
         lane.kernel(kernel, rows, self._norm_block, args, name="norm")
 
-    def head_norm(
-        self,
-        lane: Lane,
-        qkv: DeviceArray,
-        norms: HeadNorms,
-        heads: int,
-    ) -> None:
+    def head_norm(self, lane: Lane, qkv: DeviceArray, norms: HeadNorms, heads: int) -> None:
         """Compute the RMSNorm of each query head and key head in place.
 
         Parameters
@@ -1054,39 +895,13 @@ class ModelKernels:
         rows, width = qkv.shape
         dim = norms.query.shape[0]
         kv_heads = (width // dim - heads) // 2
-        expect(
-            "head norm: qkv",
-            qkv,
-            "float32",
-            R=rows,
-            width=(heads + 2 * kv_heads) * dim,
-        )
+        expect("head norm: qkv", qkv, "float32", R=rows, width=(heads + 2 * kv_heads) * dim)
         for weight in (norms.query, norms.key):
             expect("head norm: weight", weight, "float32", D=dim)
         block = 1 if self._thread else 32
-        kernel = self._kernel(
-            "norm",
-            "head_norm",
-            WEIGHT="float",
-            NORM_THREADS=block,
-        )
-        args = (
-            qkv,
-            norms.query,
-            norms.key,
-            rows,
-            heads,
-            kv_heads,
-            dim,
-            norms.eps,
-        )
-        lane.kernel(
-            kernel,
-            rows * (heads + kv_heads),
-            block,
-            args,
-            name="head norm",
-        )
+        kernel = self._kernel("norm", "head_norm", WEIGHT="float", NORM_THREADS=block)
+        args = (qkv, norms.query, norms.key, rows, heads, kv_heads, dim, norms.eps)
+        lane.kernel(kernel, rows * (heads + kv_heads), block, args, name="head norm")
 
     def rope_and_store(self, lane: Lane, qkv: DeviceArray, write: KVWrite) -> None:
         """Rotate queries (in place) and keys, and write keys and values to the KV cache.
@@ -1106,21 +921,11 @@ class ModelKernels:
         store_args = _kv_write_args(qkv, write)
         chunk = dim // 2 if self._thread else 1
         kernel = self._kernel(
-            "rope",
-            "rope_and_store",
-            CACHE=STORAGE[kv.dtype],
-            HEAD_DIM=dim,
-            CHUNK=chunk,
+            "rope", "rope_and_store", CACHE=STORAGE[kv.dtype], HEAD_DIM=dim, CHUNK=chunk
         )
         heads = write.heads + 2 * kv.kv_heads
         grid, block = self._elementwise_launch(count * heads, dim // 2, chunk)
-        lane.kernel(
-            kernel,
-            grid,
-            block,
-            (qkv, count, *store_args),
-            name="rope, kv write",
-        )
+        lane.kernel(kernel, grid, block, (qkv, count, *store_args), name="rope, kv write")
 
     def attention(
         self,
@@ -1156,13 +961,7 @@ class ModelKernels:
         dim = kv.head_dim
         width = (heads + 2 * kv.kv_heads) * dim
         expect("attention: qkv", qkv, "float32", R=count, heads=width)
-        expect(
-            "attention: out",
-            out,
-            "float32",
-            R=count,
-            heads=heads * dim,
-        )
+        expect("attention: out", out, "float32", R=count, heads=heads * dim)
         args = (
             qkv,
             rows.slot,
@@ -1182,24 +981,12 @@ class ModelKernels:
         )
         parts = self.reserve_attention(count, heads, kv)
         if parts:
-            self._launch_split_attention(
-                lane,
-                args,
-                rows,
-                kv,
-                heads,
-                parts,
-            )
+            self._launch_split_attention(lane, args, rows, kv, heads, parts)
         else:
             self._launch_unsplit_attention(lane, args, count, kv, heads)
 
     def _launch_unsplit_attention(
-        self,
-        lane: Lane,
-        args: tuple[object, ...],
-        count: int,
-        kv: PagedKV,
-        heads: int,
+        self, lane: Lane, args: tuple[object, ...], count: int, kv: PagedKV, heads: int
     ) -> None:
         """Launch attention without tensor cores for `count` rows."""
         defines = {"CACHE": STORAGE[kv.dtype], "HEAD_DIM": kv.head_dim}
@@ -1211,22 +998,10 @@ class ModelKernels:
             grid = (_ceil_div(count * group, queries), kv.kv_heads, 1)
             lane.kernel(kernel, grid, 1, (*args, queries), name="attention")
         else:
-            lane.kernel(
-                kernel,
-                (heads, count, 1),
-                _WARP_BLOCK,
-                args,
-                name="attention",
-            )
+            lane.kernel(kernel, (heads, count, 1), _WARP_BLOCK, args, name="attention")
 
     def _launch_split_attention(
-        self,
-        lane: Lane,
-        args: tuple[object, ...],
-        rows: Rows,
-        kv: PagedKV,
-        heads: int,
-        parts: int,
+        self, lane: Lane, args: tuple[object, ...], rows: Rows, kv: PagedKV, heads: int, parts: int
     ) -> None:
         """Launch attention on tensor cores.
 
@@ -1235,10 +1010,7 @@ class ModelKernels:
         count = rows.count
         dim = kv.head_dim
         kernel = self._kernel(
-            "attention_split",
-            "attention_split",
-            CACHE16=STORAGE[kv.dtype],
-            WIDE_HEAD=dim,
+            "attention_split", "attention_split", CACHE16=STORAGE[kv.dtype], WIDE_HEAD=dim
         )
         group = heads // kv.kv_heads
         tiles_per_group = _ceil_div(group, _ATTENTION_TILE)
@@ -1248,13 +1020,7 @@ class ModelKernels:
         head_tiles = kv.kv_heads * tiles_per_group
         blocks = _ATTENTION_BLOCKS // (tiles * head_tiles)
         grid = (tiles, head_tiles, max(1, min(blocks, parts)))
-        args = (
-            *args,
-            run,
-            tile_heads,
-            self._attention_partials,
-            self._attention_counters,
-        )
+        args = (*args, run, tile_heads, self._attention_partials, self._attention_counters)
         lane.kernel(kernel, grid, _WARP_BLOCK, args, name="attention")
 
     def reserve_attention(self, rows: int, heads: int, kv: PagedKV) -> int:
@@ -1316,42 +1082,14 @@ class ModelKernels:
         kernel = self._kernel("compact", "compact_cache", CACHE=STORAGE[kv.dtype])
         sizes = (kv.slots, kv.max_pages, kv.page_shift, item)
         layer = (kv.scratch_page + 1) * kv.page_size * item
-        args = (
-            kv.k,
-            kv.v,
-            layer,
-            row_slot,
-            result,
-            result.shape[1],
-            kv.page_table,
-            *sizes,
-        )
+        args = (kv.k, kv.v, layer, row_slot, result, result.shape[1], kv.page_table, *sizes)
         block = 1 if self._thread else _ELEMENT_BLOCK
-        lane.kernel(
-            kernel,
-            (batch, kv.layers, 1),
-            block,
-            args,
-            name="compact cache",
-        )
+        lane.kernel(kernel, (batch, kv.layers, 1), block, args, name="compact cache")
         if features is not None:
             expect("compact: first", first, "int32", B=batch)
             kernel = self._kernel("compact", "compact_rows", CACHE=STORAGE[kv.dtype])
-            row_args = (
-                features,
-                first,
-                features.shape[1],
-                row_slot,
-                result,
-                result.shape[1],
-            )
-            lane.kernel(
-                kernel,
-                batch,
-                block,
-                row_args,
-                name="compact features",
-            )
+            row_args = (features, first, features.shape[1], row_slot, result, result.shape[1])
+            lane.kernel(kernel, batch, block, row_args, name="compact features")
 
     # Elementwise kernels.
 
@@ -1368,29 +1106,13 @@ class ModelKernels:
             [R, width], float32 or of `input_dtype`.
         """
         rows, width = out.shape
-        expect(
-            "silu: gate_up",
-            gate_up,
-            "float32",
-            R=rows,
-            width=2 * width,
-        )
+        expect("silu: gate_up", gate_up, "float32", R=rows, width=2 * width)
         expect("silu: out", out, out.dtype, R=rows, width=width)
         grid, block = self._elementwise_launch(rows, width, self._chunk)
         kernel = self._kernel(
-            "elements",
-            "silu_mul",
-            WEIGHT="float",
-            OUT=_storage(out),
-            CHUNK=self._chunk,
+            "elements", "silu_mul", WEIGHT="float", OUT=_storage(out), CHUNK=self._chunk
         )
-        lane.kernel(
-            kernel,
-            grid,
-            block,
-            (gate_up, out, rows, width),
-            name="silu",
-        )
+        lane.kernel(kernel, grid, block, (gate_up, out, rows, width), name="silu")
 
     def gather(
         self,
@@ -1425,13 +1147,7 @@ class ModelKernels:
         expect(f"{name}: out", out, "float32", B=count, width=x.shape[1])
         if norm is not None:
             expect(f"{name}: norm", norm.weight, "float32", width=width)
-            expect(
-                f"{name}: norm output",
-                norm.out,
-                norm.out.dtype,
-                B=count,
-                width=width,
-            )
+            expect(f"{name}: norm output", norm.out, norm.out.dtype, B=count, width=width)
             block = self._norm_block
             kernel = self._kernel(
                 "norm",
@@ -1440,40 +1156,14 @@ class ModelKernels:
                 OUT=_storage(norm.out),
                 NORM_THREADS=block,
             )
-            args = (
-                x,
-                index,
-                out,
-                norm.weight,
-                norm.out,
-                x.shape[0],
-                width,
-                norm.eps,
-            )
+            args = (x, index, out, norm.weight, norm.out, x.shape[0], width, norm.eps)
             lane.kernel(kernel, count, block, args, name=name)
             return
         grid, block = self._elementwise_launch(count, width, self._chunk)
-        kernel = self._kernel(
-            "elements",
-            "gather_rows",
-            WEIGHT=_storage(x),
-            CHUNK=self._chunk,
-        )
-        lane.kernel(
-            kernel,
-            grid,
-            block,
-            (x, index, out, count, x.shape[0], width),
-            name=name,
-        )
+        kernel = self._kernel("elements", "gather_rows", WEIGHT=_storage(x), CHUNK=self._chunk)
+        lane.kernel(kernel, grid, block, (x, index, out, count, x.shape[0], width), name=name)
 
-    def scale(
-        self,
-        lane: Lane,
-        x: DeviceArray,
-        factor: float,
-        cap: float = 0.0,
-    ) -> None:
+    def scale(self, lane: Lane, x: DeviceArray, factor: float, cap: float = 0.0) -> None:
         """Compute x = factor * x in place, and then x = cap * tanh(x / cap) if `cap` is not 0.
 
         Parameters
@@ -1490,19 +1180,8 @@ class ModelKernels:
         rows, width = x.shape
         expect("scale: x", x, "float32", R=rows, width=width)
         grid, block = self._elementwise_launch(rows, width, self._chunk)
-        kernel = self._kernel(
-            "elements",
-            "scale_rows",
-            WEIGHT="float",
-            CHUNK=self._chunk,
-        )
-        lane.kernel(
-            kernel,
-            grid,
-            block,
-            (x, rows, width, factor, cap),
-            name="scale",
-        )
+        kernel = self._kernel("elements", "scale_rows", WEIGHT="float", CHUNK=self._chunk)
+        lane.kernel(kernel, grid, block, (x, rows, width, factor, cap), name="scale")
 
     def convolve(
         self,
@@ -1537,31 +1216,13 @@ class ModelKernels:
         rows, width = x.shape
         size = base.shape[1]
         groups = dynamic.shape[1] // (2 * size)
-        expect(
-            "convolve: base",
-            base,
-            "float32",
-            two=2,
-            size=size,
-            width=width,
-        )
-        expect(
-            "convolve: dynamic",
-            dynamic,
-            "float32",
-            R=rows,
-            columns=2 * size * groups,
-        )
+        expect("convolve: base", base, "float32", two=2, size=size, width=width)
+        expect("convolve: dynamic", dynamic, "float32", R=rows, columns=2 * size * groups)
         for array in (x, out, residual):
             if array is not None:
                 expect("convolve: rows", array, "float32", R=rows, width=width)
         grid, block = self._elementwise_launch(rows, width, self._chunk)
-        kernel = self._kernel(
-            "elements",
-            "convolve_rows",
-            WEIGHT="float",
-            CHUNK=self._chunk,
-        )
+        kernel = self._kernel("elements", "convolve_rows", WEIGHT="float", CHUNK=self._chunk)
         sizes = (rows, width, size, groups, kernel_index, row_stride)
         args = (x, base, dynamic, residual, out, *sizes)
         lane.kernel(kernel, grid, block, args, name="convolution")
@@ -1604,62 +1265,17 @@ class ModelKernels:
         """
         rows, width = hidden.shape
         expect("eagle input: token", token, "int32", R=rows)
-        expect(
-            "eagle input: hidden",
-            hidden,
-            "float32",
-            R=rows,
-            width=embedding.shape[1],
-        )
+        expect("eagle input: hidden", hidden, "float32", R=rows, width=embedding.shape[1])
         expect("eagle input: x", x, "float32", R=rows, width=2 * width)
-        expect(
-            "eagle input: residual",
-            residual,
-            "float32",
-            R=rows,
-            width=width,
-        )
-        expect(
-            "eagle input: embedding norm",
-            embedding_norm,
-            "float32",
-            width=width,
-        )
-        expect(
-            "eagle input: hidden norm",
-            hidden_norm,
-            "float32",
-            width=width,
-        )
+        expect("eagle input: residual", residual, "float32", R=rows, width=width)
+        expect("eagle input: embedding norm", embedding_norm, "float32", width=width)
+        expect("eagle input: hidden norm", hidden_norm, "float32", width=width)
         kernel = self._kernel(
-            "norm",
-            "eagle_input",
-            WEIGHT=_storage(embedding),
-            NORM_THREADS=self._norm_block,
+            "norm", "eagle_input", WEIGHT=_storage(embedding), NORM_THREADS=self._norm_block
         )
-        args = (
-            embedding,
-            token,
-            hidden,
-            embedding_norm,
-            hidden_norm,
-            x,
-            residual,
-        )
-        sizes = (
-            rows,
-            embedding.shape[0],
-            width,
-            eps,
-            int(norm_before_residual),
-        )
-        lane.kernel(
-            kernel,
-            rows,
-            self._norm_block,
-            (*args, *sizes),
-            name="eagle input",
-        )
+        args = (embedding, token, hidden, embedding_norm, hidden_norm, x, residual)
+        sizes = (rows, embedding.shape[0], width, eps, int(norm_before_residual))
+        lane.kernel(kernel, rows, self._norm_block, (*args, *sizes), name="eagle input")
 
 
 def _kv_write_args(qkv: DeviceArray, write: KVWrite) -> tuple[object, ...]:
@@ -1668,13 +1284,7 @@ def _kv_write_args(qkv: DeviceArray, write: KVWrite) -> tuple[object, ...]:
     rows = write.rows
     width = (write.heads + 2 * kv.kv_heads) * kv.head_dim
     expect("rope: qkv", qkv, "float32", R=rows.count, heads=width)
-    expect(
-        "rope: table",
-        write.rope_table,
-        "float32",
-        positions=kv.positions,
-        head_dim=kv.head_dim,
-    )
+    expect("rope: table", write.rope_table, "float32", positions=kv.positions, head_dim=kv.head_dim)
     return (
         write.rope_table,
         rows.slot,

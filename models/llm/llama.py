@@ -92,21 +92,9 @@ class LlamaModel:
         if leader is None:
             tensors = Weights(device, checkpoint, weights)
         else:
-            tensors = ShardedWeights(
-                device,
-                checkpoint,
-                weights,
-                leader.shard,
-                leader.all_gather,
-            )
+            tensors = ShardedWeights(device, checkpoint, weights, leader.shard, leader.all_gather)
         layers = self._load(tensors)
-        self.stack = DecoderStack(
-            self.kernels,
-            local_config,
-            layers,
-            kv,
-            max_rows=max_rows,
-        )
+        self.stack = DecoderStack(self.kernels, local_config, layers, kv, max_rows=max_rows)
         self.stack.reserve_attention(max_rows)
 
     def _load(self, tensors: Weights) -> list[DecoderLayer]:
@@ -116,13 +104,7 @@ class LlamaModel:
         vocab = config.vocab_size
         self.embedding = tensors.matrix("model.embed_tokens.weight", vocab, hidden)
         layers = [
-            DecoderLayer.load(
-                tensors,
-                f"model.layers.{i}",
-                config,
-                hidden,
-                self.kernels,
-            )
+            DecoderLayer.load(tensors, f"model.layers.{i}", config, hidden, self.kernels)
             for i in range(config.num_hidden_layers)
         ]
         self.final_norm = tensors.vector("model.norm.weight", hidden)
@@ -201,46 +183,22 @@ class LlamaModel:
             if not self._feature_columns:
                 raise OptionError("no feature layers: call set_feature_layers before forward")
             width = len(self._feature_columns) * self.config.hidden_size
-            expect(
-                "features",
-                features,
-                "float32",
-                R=count,
-                width=width,
-            )
+            expect("features", features, "float32", R=count, width=width)
             for layer, column in self._feature_columns.items():
                 copies[layer] = (features, column)
         stack = self.stack
         residual = stack.buffers.residual[:count]
         x = stack.input_norm(count)
-        self.kernels.gather(
-            lane,
-            self.embedding,
-            rows.token,
-            residual,
-            name="embed",
-            norm=x,
-        )
+        self.kernels.gather(lane, self.embedding, rows.token, residual, name="embed", norm=x)
         if self._leader is not None:
             self._leader.forward(lane, rows, residual, self.kv)
         final = None
         if logits is not None:
             producer = stack.layers[-1].down
-            final = stack.buffers.norm(
-                count,
-                self.final_norm,
-                self.lm_head,
-                producer,
-            )
+            final = stack.buffers.norm(count, self.final_norm, self.lm_head, producer)
         stack.run(lane, rows, x, copies=copies, final_norm=final)
         if final is not None and logits is not None:
-            self.kernels.linear(
-                lane,
-                final,
-                self.lm_head,
-                logits,
-                name="lm head",
-            )
+            self.kernels.linear(lane, final, self.lm_head, logits, name="lm head")
         return residual
 
     def compact(
@@ -255,14 +213,7 @@ class LlamaModel:
 
         The parameters are those of `ModelKernels.compact`.
         """
-        self.kernels.compact(
-            lane,
-            self.kv,
-            row_slot,
-            result,
-            features,
-            first,
-        )
+        self.kernels.compact(lane, self.kv, row_slot, result, features, first)
         if self._leader is not None:
             self._leader.compact(lane, row_slot, result)
 
@@ -272,11 +223,7 @@ class LlamaModel:
             self._leader.release_workers()
 
     def head(
-        self,
-        lane: Lane,
-        hidden: DeviceArray,
-        logits: DeviceArray,
-        index: DeviceArray,
+        self, lane: Lane, hidden: DeviceArray, logits: DeviceArray, index: DeviceArray
     ) -> None:
         """Apply the final norm and the LM head to selected rows.
 
@@ -294,17 +241,5 @@ class LlamaModel:
         buffers = self.stack.buffers
         norm = buffers.norm(logits.shape[0], self.final_norm, self.lm_head)
         gathered = buffers.array("gathered_rows", hidden.shape[1])[: index.shape[0]]
-        self.kernels.gather(
-            lane,
-            hidden,
-            index,
-            gathered,
-            norm=norm,
-        )
-        self.kernels.linear(
-            lane,
-            norm,
-            self.lm_head,
-            logits,
-            name="lm head",
-        )
+        self.kernels.gather(lane, hidden, index, gathered, norm=norm)
+        self.kernels.linear(lane, norm, self.lm_head, logits, name="lm head")

@@ -119,12 +119,7 @@ class Llama3(Scaling):
     original: int
 
     kind = "llama3"
-    fields = (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    )
+    fields = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
     @classmethod
     def from_fields(cls, section: Fields, model: _Model) -> Self:
@@ -359,11 +354,7 @@ class Rope:
 
     @staticmethod
     def from_fields(
-        fields: Fields,
-        *,
-        head_dim: int,
-        max_positions: int,
-        default_theta: float = 10000.0,
+        fields: Fields, *, head_dim: int, max_positions: int, default_theta: float = 10000.0
     ) -> Rope:
         """Read the RoPE fields of a config.
 

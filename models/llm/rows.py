@@ -50,11 +50,7 @@ class Rows:
         """Return the first `count` rows as views."""
         ancestors = None if self.ancestors is None else self.ancestors[:count]
         return Rows(
-            self.token[:count],
-            self.slot[:count],
-            self.pos[:count],
-            ancestors,
-            rows_per_slot,
+            self.token[:count], self.slot[:count], self.pos[:count], ancestors, rows_per_slot
         )
 
     def check(self, limit: int) -> int:
@@ -66,12 +62,7 @@ class Rows:
             If an array has the wrong shape or dtype, or R is not in 1..limit.
         """
         for name in ("token", "slot", "pos"):
-            expect(
-                f"rows.{name}",
-                getattr(self, name),
-                "int32",
-                R=self.count,
-            )
+            expect(f"rows.{name}", getattr(self, name), "int32", R=self.count)
         if self.ancestors is not None:
             expect("rows.ancestors", self.ancestors, "uint64", R=self.count)
         if self.rows_per_slot < 1:

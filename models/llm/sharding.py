@@ -275,11 +275,7 @@ class TensorParallelLeader:
     """
 
     def __init__(
-        self,
-        device: Device,
-        ranks: RankGroup,
-        config: LlamaConfig,
-        max_rows: int,
+        self, device: Device, ranks: RankGroup, config: LlamaConfig, max_rows: int
     ) -> None:
         if ranks.rank:
             raise OptionError(
@@ -342,13 +338,7 @@ class TensorParallelLeader:
                 raise EngineError(f"rank {rank}: {error}")
         self.all_gather.connect()
 
-    def forward(
-        self,
-        lane: Lane,
-        rows: Rows,
-        embeddings: DeviceArray,
-        kv: PagedKV,
-    ) -> None:
+    def forward(self, lane: Lane, rows: Rows, embeddings: DeviceArray, kv: PagedKV) -> None:
         """Send the rows of a forward pass to the worker ranks, which run their layers over them.
 
         This method must be called before the kernels of rank 0's first layer are added to the lane.
@@ -365,19 +355,8 @@ class TensorParallelLeader:
             KV cache of rank 0. The workers receive a copy of its page table.
         """
         ancestors = () if rows.ancestors is None else (rows.ancestors,)
-        header = (
-            Command.FORWARD,
-            rows.count,
-            rows.rows_per_slot,
-            len(ancestors),
-        )
-        arrays = (
-            rows.slot,
-            rows.pos,
-            kv.page_table,
-            embeddings,
-            *ancestors,
-        )
+        header = (Command.FORWARD, rows.count, rows.rows_per_slot, len(ancestors))
+        arrays = (rows.slot, rows.pos, kv.page_table, embeddings, *ancestors)
         self._send(lane, header, arrays)
 
     def compact(self, lane: Lane, row_slot: DeviceArray, result: DeviceArray) -> None:

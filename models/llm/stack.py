@@ -57,11 +57,7 @@ class DecoderLayer:
 
     @staticmethod
     def load(
-        weights: Weights,
-        prefix: str,
-        config: LlamaConfig,
-        input_width: int,
-        kernels: ModelKernels,
+        weights: Weights, prefix: str, config: LlamaConfig, input_width: int, kernels: ModelKernels
     ) -> DecoderLayer:
         """Upload one layer in the layout that the kernels read.
 
@@ -88,10 +84,7 @@ class DecoderLayer:
 
         def qkv_group(dtype: str, rows: int, columns: int) -> int:
             fused = not config.head_norm and kernels.can_fuse_rope(
-                config.head_dim,
-                dtype,
-                rows,
-                columns,
+                config.head_dim, dtype, rows, columns
             )
             return config.head_dim if fused else 0
 
@@ -112,10 +105,7 @@ class DecoderLayer:
         out = weights.stacked({f"{attention}.o_proj.weight": hidden}, queries)
         post_norm = weights.vector(f"{prefix}.post_attention_layernorm.weight", hidden)
         gate_up = weights.stacked(
-            {
-                f"{mlp}.gate_proj.weight": inner,
-                f"{mlp}.up_proj.weight": inner,
-            },
+            {f"{mlp}.gate_proj.weight": inner, f"{mlp}.up_proj.weight": inner},
             hidden,
             gate_up_group,
         )
@@ -127,15 +117,7 @@ class DecoderLayer:
                 key=weights.vector(f"{attention}.k_norm.weight", config.head_dim),
                 eps=config.rms_norm_eps,
             )
-        return DecoderLayer(
-            input_norm,
-            qkv,
-            out,
-            post_norm,
-            gate_up,
-            down,
-            head_norms,
-        )
+        return DecoderLayer(input_norm, qkv, out, post_norm, gate_up, down, head_norms)
 
 
 class ActivationBuffers:
@@ -160,11 +142,7 @@ class ActivationBuffers:
     """
 
     def __init__(
-        self,
-        kernels: ModelKernels,
-        config: LlamaConfig,
-        max_rows: int,
-        attention_width: int,
+        self, kernels: ModelKernels, config: LlamaConfig, max_rows: int, attention_width: int
     ) -> None:
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
@@ -190,11 +168,7 @@ class ActivationBuffers:
         return self.array(name, weight.shape[1], self._kernels.input_dtype(weight))
 
     def norm(
-        self,
-        count: int,
-        weight: DeviceArray,
-        consumer: Matrix,
-        producer: Matrix | None = None,
+        self, count: int, weight: DeviceArray, consumer: Matrix, producer: Matrix | None = None
     ) -> Norm:
         """Return the `Norm` between two products.
 
@@ -291,12 +265,7 @@ class DecoderStack:
             Weight of the product that writes the rows, as in `ActivationBuffers.norm`.
         """
         weights = self.layers[layer]
-        return self.buffers.norm(
-            count,
-            weights.input_norm,
-            weights.qkv,
-            producer,
-        )
+        return self.buffers.norm(count, weights.input_norm, weights.qkv, producer)
 
     def run(
         self,
@@ -336,12 +305,7 @@ class DecoderStack:
             layers = range(len(self.layers))
         for layer in layers:
             weights = self.layers[layer]
-            mlp_norm = self.buffers.norm(
-                count,
-                weights.post_norm,
-                weights.gate_up,
-                weights.out,
-            )
+            mlp_norm = self.buffers.norm(count, weights.post_norm, weights.gate_up, weights.out)
             if layer + 1 in layers:
                 next_norm: Norm | None = self.input_norm(count, layer + 1, weights.down)
             else:
@@ -390,31 +354,10 @@ class DecoderStack:
         qkv = self.buffers.qkv[: rows.count]
         output = self.buffers.attention_output[: rows.count]
         write = KVWrite(self._rope_tables[layer], rows, self.kv, layer, heads)
-        self.kernels.project_qkv(
-            lane,
-            x,
-            weights.qkv,
-            qkv,
-            write,
-            weights.head_norms,
-        )
-        self.kernels.attention(
-            lane,
-            qkv,
-            attend_rows or rows,
-            self.kv,
-            layer,
-            heads,
-            output,
-        )
+        self.kernels.project_qkv(lane, x, weights.qkv, qkv, write, weights.head_norms)
+        self.kernels.attention(lane, qkv, attend_rows or rows, self.kv, layer, heads, output)
         self.kernels.linear(
-            lane,
-            output,
-            weights.out,
-            out,
-            residual=residual,
-            norm=norm,
-            name="attention out",
+            lane, output, weights.out, out, residual=residual, norm=norm, name="attention out"
         )
 
     def mlp(
@@ -438,13 +381,7 @@ class DecoderStack:
         gate_up = weights.gate_up
         gated = self.buffers.input_of(weights.down, "gated")[:count]
         if self.kernels.uses_tensor_cores(gate_up.dtype, *gate_up.shape):
-            self.kernels.gated_linear(
-                lane,
-                x,
-                gate_up,
-                gated,
-                name="gate, up",
-            )
+            self.kernels.gated_linear(lane, x, gate_up, gated, name="gate, up")
         else:
             both = self.buffers.array("gate_up", gate_up.shape[0])[:count]
             self.kernels.linear(lane, x, gate_up, both, name="gate, up")

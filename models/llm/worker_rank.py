@@ -188,30 +188,12 @@ class TensorParallelWorker:
         cache = PagedKV(self._device, **{**kv, "kv_heads": local.num_key_value_heads})
         kernels = ModelKernels(self._device, activations=activations)
         self.all_gather = make_all_gather(self._device, ranks, max_rows * hidden)
-        tensors = ShardedWeights(
-            self._device,
-            Checkpoint(folder),
-            weights,
-            shard,
-            self.all_gather,
-        )
+        tensors = ShardedWeights(self._device, Checkpoint(folder), weights, shard, self.all_gather)
         layers = [
-            DecoderLayer.load(
-                tensors,
-                f"model.layers.{i}",
-                whole,
-                hidden,
-                kernels,
-            )
+            DecoderLayer.load(tensors, f"model.layers.{i}", whole, hidden, kernels)
             for i in range(whole.num_hidden_layers)
         ]
-        self._stack = DecoderStack(
-            kernels,
-            local,
-            layers,
-            cache,
-            max_rows=max_rows,
-        )
+        self._stack = DecoderStack(kernels, local, layers, cache, max_rows=max_rows)
         self._stack.reserve_attention(max_rows)
         slot = self._device.zeros((max_rows,), "int32")
         pos = self._device.zeros((max_rows,), "int32")
@@ -287,13 +269,7 @@ class TensorParallelWorker:
             return self._compact_task(*arguments)
         return self._forward_task(*arguments)
 
-    def _forward_task(
-        self,
-        count: int,
-        rows_per_slot: int,
-        has_ancestors: int,
-        *_: int,
-    ) -> _Task:
+    def _forward_task(self, count: int, rows_per_slot: int, has_ancestors: int, *_: int) -> _Task:
         rows = self._rows.first(count, rows_per_slot)
         residual = self._stack.buffers.residual[:count]
         arrays = [rows.slot, rows.pos, self._stack.kv.page_table, residual]
@@ -305,13 +281,7 @@ class TensorParallelWorker:
 
     def _forward(self, rows: Rows, residual: DeviceArray, lane: Lane) -> None:
         x = self._stack.input_norm(rows.count)
-        self._stack.kernels.norm(
-            lane,
-            residual,
-            x.weight,
-            x.eps,
-            x.out,
-        )
+        self._stack.kernels.norm(lane, residual, x.weight, x.eps, x.out)
         self._stack.run(lane, rows, x)
 
     def _compact_task(self, batch: int, width: int, *_: int) -> _Task:
@@ -320,13 +290,6 @@ class TensorParallelWorker:
 
         def launch(lane: Lane) -> None:
             stack = self._stack
-            stack.kernels.compact(
-                lane,
-                stack.kv,
-                row_slot,
-                result,
-                None,
-                row_slot,
-            )
+            stack.kernels.compact(lane, stack.kv, row_slot, result, None, row_slot)
 
         return _Task([row_slot, result], launch)

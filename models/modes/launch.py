@@ -127,12 +127,7 @@ class LaunchModes:
         return min(batch for batch, _ in self.round_graphs if batch >= num_requests)
 
     def select(
-        self,
-        batch: int,
-        drafts: int,
-        states: Sequence[RequestState],
-        *,
-        may_loop: bool,
+        self, batch: int, drafts: int, states: Sequence[RequestState], *, may_loop: bool
     ) -> Selection:
         """Select the graph for a batch of requests.
 

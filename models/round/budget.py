@@ -100,13 +100,7 @@ class DraftBudget:
         self._undecided_rounds: Counter[int] = Counter()
         self._reported_zero = False
 
-    def record_time(
-        self,
-        bucket: int,
-        length: int,
-        ns: int,
-        idle: bool,
-    ) -> None:
+    def record_time(self, bucket: int, length: int, ns: int, idle: bool) -> None:
         """Record the time of a completed replay.
 
         Parameters

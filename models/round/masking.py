@@ -206,12 +206,7 @@ class ProbeMasking(DraftMasking):
     commit_name = "commit"
 
     def before_draft(self, level: int, logits: DeviceArray) -> None:
-        self._draft_sampler.candidates(
-            self._model_lane,
-            logits,
-            self._feed.row_slot,
-            level,
-        )
+        self._draft_sampler.candidates(self._model_lane, logits, self._feed.row_slot, level)
         self._end_drafter_part(level)
         name = f"probe {level}"
         self._add_draft_step(level, name)
@@ -234,21 +229,11 @@ class LatticeProbeMasking(DraftMasking):
         feed = self._feed
         sampler = feed.sampler
         logits = drafter.all_levels(feed)[: self._levels * feed.batch]
-        sampler.candidates(
-            self._model_lane,
-            logits,
-            feed.row_slot,
-            max_drafts,
-        )
+        sampler.candidates(self._model_lane, logits, feed.row_slot, max_drafts)
         self._stamps.end("drafter extend")
         self._add_draft_step(1, "lattice probe")
         self._wait_for_step("wait for drafts", "lattice probe")
-        sampler.place(
-            self._model_lane,
-            None,
-            feed.row_slot,
-            max_drafts=max_drafts,
-        )
+        sampler.place(self._model_lane, None, feed.row_slot, max_drafts=max_drafts)
         return 0 if feed.branch > 1 else self._levels
 
 

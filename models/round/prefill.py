@@ -243,23 +243,10 @@ class Prefill:
         _, executable = self._graphs[size]
         return executable
 
-    def _add_rows(
-        self,
-        lane: StreamLane,
-        slot: int,
-        begin: int,
-        end: int,
-        last: int,
-    ) -> None:
+    def _add_rows(self, lane: StreamLane, slot: int, begin: int, end: int, last: int) -> None:
         """Enqueue the kernel that writes the rows of tokens `begin` to `end`, and padding."""
         args = (self._tokens, slot, begin, end, last, CHUNK, self._rows)
-        lane.kernel(
-            self._write_rows,
-            1,
-            _THREADS,
-            args,
-            name="prompt rows",
-        )
+        lane.kernel(self._write_rows, 1, _THREADS, args, name="prompt rows")
 
     def run(
         self,
@@ -314,12 +301,7 @@ class Prefill:
             begin = end
 
     def _resume(
-        self,
-        lane: StreamLane,
-        drafter: Drafter,
-        slot: int,
-        num_cached: int,
-        last: int,
+        self, lane: StreamLane, drafter: Drafter, slot: int, num_cached: int, last: int
     ) -> None:
         """Let the drafter process the first `num_cached` tokens of a prompt.
 

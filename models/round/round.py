@@ -202,22 +202,11 @@ class RoundGraph:
         self._add_graph()
         self._model, self._grammar = self._make_lanes()
         self._stamps = Stamps(
-            parts.device,
-            parts.timeline,
-            parts.replay,
-            self._model,
-            parts.every_part,
+            parts.device, parts.timeline, parts.replay, self._model, parts.every_part
         )
         rows = batch * (drafts + 1)
         feed = Feed(
-            parts.device,
-            batch,
-            rows,
-            made + 1,
-            parts.branch,
-            parts.state,
-            parts.sampler,
-            scratch,
+            parts.device, batch, rows, made + 1, parts.branch, parts.state, parts.sampler, scratch
         )
         self._grammar_steps = parts.make_grammar_steps(grammar, feed.row_slot)
         self._add_target_forward(feed)
@@ -308,12 +297,7 @@ class RoundGraph:
         masks_ready = grammar.record("masks ready")
         scratch = feed.scratch
         rows = scratch.target_rows.first(feed.count, self.drafts + 1)
-        parts.target.forward(
-            self._model,
-            rows,
-            feed.features,
-            scratch.logits[: feed.count],
-        )
+        parts.target.forward(self._model, rows, feed.features, scratch.logits[: feed.count])
         self._stamps.end("target forward")
         self._model.wait(masks_ready)
         self._stamps.end("wait for masks", open_name)
@@ -362,18 +346,11 @@ class RoundGraph:
             self._model, self._grammar, sampler, feed, self._stamps
         )
         sampler.verify(
-            self._model,
-            feed.rows,
-            parts.outputs,
-            before_publishing=self._before_publishing,
+            self._model, feed.rows, parts.outputs, before_publishing=self._before_publishing
         )
         if parts.branch > 1 and feed.count > self.batch + 1:
             parts.target.compact(
-                self._model,
-                feed.row_slot,
-                sampler.rows[: self.batch],
-                feed.features,
-                feed.first,
+                self._model, feed.row_slot, sampler.rows[: self.batch], feed.features, feed.first
             )
         self._stamps.end("verify", last=parts.drafter is None)
 
@@ -401,13 +378,7 @@ class RoundGraph:
             masking.wait_for_commit()
         logits = drafter.start(model, feed)
         if drafter.proposes and self.made:
-            parts.sampler.place(
-                model,
-                feed.proposal,
-                feed.row_slot,
-                feed.parents,
-                self.made,
-            )
+            parts.sampler.place(model, feed.proposal, feed.row_slot, feed.parents, self.made)
         remaining_levels = masking.add_all_levels(drafter, self.made)
         for level in range(1, remaining_levels + 1):
             if level > 1:

@@ -75,12 +75,7 @@ class Stamps:
     """
 
     def __init__(
-        self,
-        device: Device,
-        timeline: PinnedSlots,
-        replay: DeviceArray,
-        lane: Lane,
-        every: bool,
+        self, device: Device, timeline: PinnedSlots, replay: DeviceArray, lane: Lane, every: bool
     ) -> None:
         self._kernel = device.load(_KERNELS)["stamp_time"]
         self._timeline = timeline_args(timeline)

@@ -162,11 +162,7 @@ def _to_json(
 ) -> str:
     """Return a value as JSON, without the HTML escapes of Jinja's own filter."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

@@ -35,14 +35,7 @@ from graft.native.children.errors import (
 )
 from graft.native.children.usage import ProcessClock, TimeLimit, memory_of
 
-__all__ = [
-    "MEMORY_BYTES",
-    "TIMEOUT_S",
-    "Call",
-    "ChildProcess",
-    "ProcessPool",
-    "Setup",
-]
+__all__ = ["MEMORY_BYTES", "TIMEOUT_S", "Call", "ChildProcess", "ProcessPool", "Setup"]
 
 #: Default time limit of one call, in seconds.
 TIMEOUT_S = 30.0
@@ -67,13 +60,7 @@ _SAMPLE_INTERVAL_S = 0.05
 _MAX_CRASHES = 2
 _MAX_KILLS = 3
 # Signals by which a process ends because of its own actions.
-_CRASHES = (
-    signal.SIGSEGV,
-    signal.SIGABRT,
-    signal.SIGBUS,
-    signal.SIGILL,
-    signal.SIGFPE,
-)
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 # Maximum number of idle processes that are kept for reuse. An engine uses three processes, and
 # starting one takes 0.5 s.
 _MAX_IDLE = 3
@@ -396,12 +383,7 @@ def _spawn(
     def start() -> subprocess.Popen[bytes]:
         null = subprocess.DEVNULL
         return subprocess.Popen(
-            command,
-            env=environment,
-            stdin=null,
-            stdout=null,
-            stderr=null,
-            pass_fds=[pipe_fd],
+            command, env=environment, stdin=null, stdout=null, stderr=null, pass_fds=[pipe_fd]
         )
 
     with child_end:

@@ -53,11 +53,7 @@ FLAGS = (
     "-Wl,-z,now",
 )
 #: Added if ``SOFTCUDA_ALIGNMENT=1`` is in the environment. A misaligned access then raises a fault.
-ALIGNMENT = (
-    "-fsanitize=alignment",
-    "-fsanitize-undefined-trap-on-error",
-    "-DSOFTCUDA_ALIGNMENT=1",
-)
+ALIGNMENT = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-DSOFTCUDA_ALIGNMENT=1")
 #: Added for a source that contains ``#pragma softcuda quick``, which long sources use whose loops
 #: gain little from -O3.
 QUICK = ("-O1", "-ftree-vectorize")
@@ -110,10 +106,7 @@ def _toolchain() -> tuple[tuple[str, ...], str]:
     The digest covers the compiler's version, the processor, the flags, the shim and this file.
     """
     version = subprocess.run(
-        [*compiler(), "--version"],
-        capture_output=True,
-        text=True,
-        check=False,
+        [*compiler(), "--version"], capture_output=True, text=True, check=False
     ).stdout
     flags: tuple[str, ...] = () if "clang" in version else GCC_ONLY
     flags += ("-march=native",) if platform.machine() == "x86_64" else ("-mcpu=native",)
@@ -286,16 +279,7 @@ def _build(
     search = [f"-I{folder}" for folder in (*folders, INCLUDE)]
     source_path = scratch / "source.cu"
     source_path.write_text(f'#line 1 "{name}"\n{source}')
-    preprocess = [
-        "-E",
-        "-std=c++17",
-        *flags,
-        *macros,
-        *search,
-        "-x",
-        "c++",
-        str(source_path),
-    ]
+    preprocess = ["-E", "-std=c++17", *flags, *macros, *search, "-x", "c++", str(source_path)]
     expanded = _run(name, preprocess)
     unit_path = scratch / "unit.cc"
     unit_path.write_text(rewrite(expanded, name))
@@ -330,12 +314,7 @@ def _check_image(name: str, image: bytes) -> None:
 
 def _run(name: str, arguments: Sequence[str]) -> str:
     """Run the compiler and return its standard output; raise KernelCompileError if it fails."""
-    done = subprocess.run(
-        [*compiler(), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = subprocess.run([*compiler(), *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         log = done.stderr or f"the compiler ended with exit status {done.returncode}"
         raise KernelCompileError(name, log)

@@ -116,12 +116,7 @@ def resident_kib() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
 
 
-def mailbox_graph(
-    device: Device,
-    transport: str,
-    work: object,
-    **options: object,
-):
+def mailbox_graph(device: Device, transport: str, work: object, **options: object):
     """Build a graph of one mailbox, whose output is copied to the device.
 
     Returns
@@ -133,12 +128,7 @@ def mailbox_graph(
     output = device.pinned((4,), "int32")
     result = device.zeros((4,), "int32")
     lane = graph.lane("main")
-    getattr(lane, transport)(
-        work,
-        output=output,
-        name="answer",
-        **options,
-    )
+    getattr(lane, transport)(work, output=output, name="answer", **options)
     lane.copy(result, output)
     return graph.instantiate(), result
 

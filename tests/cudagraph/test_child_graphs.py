@@ -123,12 +123,7 @@ def test_child_graph_failure_fails_replay_of_parent(device: Device, stream: Stre
     child.lane("x").kernel(kernel, 1, 1, [child.status, good[0]])
     parent = Graph(device, "parent")
     parent.lane("main").child(child)
-    parent.lane("main").kernel(
-        kernel,
-        1,
-        1,
-        [parent.status, good[1]],
-    )
+    parent.lane("main").kernel(kernel, 1, 1, [parent.status, good[1]])
     run = parent.instantiate()
     run.launch(stream)
     replay(run, stream)

@@ -6,14 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from cudagraph_util import (
-    LIMIT_S,
-    assert_raises,
-    replay,
-    run_program,
-    wait_until,
-    wait_until_freed,
-)
+from cudagraph_util import LIMIT_S, assert_raises, replay, run_program, wait_until, wait_until_freed
 
 from graft.cudagraph import (
     Device,
@@ -61,11 +54,7 @@ def test_while_runs_body_until_kernel_clears_condition(
 
 @pytest.mark.parametrize(("start", "expected"), [(0, 1), (50, 150)])
 def test_if_else_runs_one_body(
-    device: Device,
-    stream: Stream,
-    module,
-    start: int,
-    expected: int,
+    device: Device, stream: Stream, module, start: int, expected: int
 ) -> None:
     data = device.from_host(np.array([start], np.int32))
     graph = Graph(device, "branch")
@@ -170,13 +159,7 @@ def test_conditional_header_compiles_with_nvrtc() -> None:
     from graft.cudagraph.compiler import nvrtc_options
 
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
-    code, program = nvrtc.nvrtcCreateProgram(
-        TEXT.encode(),
-        b"conditional_test.cu",
-        0,
-        [],
-        [],
-    )
+    code, program = nvrtc.nvrtcCreateProgram(TEXT.encode(), b"conditional_test.cu", 0, [], [])
     assert int(code) == 0
     options = [*nvrtc_options(), "--gpu-architecture=compute_90"]
     (code,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])

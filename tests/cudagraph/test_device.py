@@ -100,7 +100,7 @@ def test_open_device_cuda_without_driver_raises_device_error() -> None:
         "from graft.cudagraph.errors import DeviceError\n"
         "try: open_device('cuda')\n"
         "except DeviceError as error: print(error)\n"
-        "print(open_device('soft').kind)",
+        "print(open_device('soft').kind)"
     )
     lines = done.stdout.splitlines()
     assert len(lines) >= 2 and lines[-1] == "soft", done.stderr

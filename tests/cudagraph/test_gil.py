@@ -12,15 +12,7 @@ import pytest
 from cudagraph_util import Semaphore, replay, run_program, run_python
 
 from graft import native
-from graft.cudagraph import (
-    Device,
-    Graph,
-    Stream,
-    StreamLane,
-    hostfunc,
-    load_text,
-    softstats,
-)
+from graft.cudagraph import Device, Graph, Stream, StreamLane, hostfunc, load_text, softstats
 from graft.native import _native, check_gil
 
 TEXT = 'extern "C" __global__ void one(int* p) { p[0] += 1; }'
@@ -151,14 +143,7 @@ def test_foreign_thread_releases_python_state_at_exit(device: Device) -> None:
     seen: list[int] = []
     graph = Graph(device, "foreign thread")
     work = (lambda: seen.append(threading.get_ident()), (), 0, 0)
-    attached = _native.attach_host(
-        graph.handle,
-        graph.state,
-        "step",
-        work,
-        None,
-        None,
-    )
+    attached = _native.attach_host(graph.handle, graph.state, "step", work, None, None)
     function, data = attached[3:]
     before = native.live_thread_states()
     libc = ctypes.CDLL(None)

@@ -154,12 +154,7 @@ def test_exec_synchronize_ignores_later_launches(device: Device, module) -> None
     graph = Graph(device, "busy")
     other = Graph(device, "next")
     for value, definition in enumerate((graph, other), start=1):
-        definition.lane("main").kernel(
-            module["add"],
-            1,
-            8,
-            [data, value],
-        )
+        definition.lane("main").kernel(module["add"], 1, 8, [data, value])
     executable = graph.instantiate()
     stop = threading.Event()
 
@@ -214,12 +209,7 @@ def test_graph_lanes_are_filled_by_threads(device: Device, stream: Stream, modul
 
     def work(i: int) -> None:
         for _ in range(25):
-            graph.lane(f"lane {i}").kernel(
-                module["add"],
-                1,
-                8,
-                [data[i], i + 1],
-            )
+            graph.lane(f"lane {i}").kernel(module["add"], 1, 8, [data[i], i + 1])
 
     run_in_threads(*(partial(work, i) for i in range(4)))
     assert len(graph.nodes) == 100 and len(graph.edges) == 96
@@ -254,24 +244,12 @@ def test_update_kernel_affects_later_launches(device: Device, stream: Stream, mo
     a = device.zeros((4,), "int32")
     b = device.from_host(np.ones(4, np.int32))
     graph = Graph(device, "changing")
-    graph.lane("main").kernel(
-        module["add"],
-        1,
-        4,
-        [a, 3],
-        name="work",
-    )
+    graph.lane("main").kernel(module["add"], 1, 4, [a, 3], name="work")
     executable = graph.instantiate()
     executable.launch(stream)
     executable.update_kernel("work", module["add"], 1, 2, [a, 10])
     executable.launch(stream)
-    executable.update_kernel(
-        graph.nodes[0],
-        module["scale"],
-        1,
-        2,
-        [b, 2],
-    )
+    executable.update_kernel(graph.nodes[0], module["scale"], 1, 2, [b, 2])
     replay(executable, stream)
     assert a.to_host().tolist() == [13, 13, 3, 3] and b.to_host().tolist() == [2, 2, 1, 1]
 
@@ -280,13 +258,7 @@ def test_update_kernel_operands_live_until_replaced(device: Device, stream: Stre
     """Replaced operands are released, so 300 changes of a node do not accumulate resources."""
     data = device.zeros((4,), "int32")
     graph = Graph(device, "kept")
-    graph.lane("main").kernel(
-        module["add"],
-        1,
-        4,
-        [data, 1],
-        name="work",
-    )
+    graph.lane("main").kernel(module["add"], 1, 4, [data, 1], name="work")
     executable = graph.instantiate()
     wait_until_freed()
     before = native.live_resources()
@@ -329,10 +301,7 @@ def test_closed_exec_keeps_operands_of_launch_in_flight(
 
 @pytest.mark.parametrize("priorities", [False, True])
 def test_set_enabled_skips_kernel_node(
-    device: Device,
-    stream: Stream,
-    module,
-    priorities: bool,
+    device: Device, stream: Stream, module, priorities: bool
 ) -> None:
     """A disabled kernel node does nothing, and host nodes cannot be disabled.
 
@@ -342,14 +311,7 @@ def test_set_enabled_skips_kernel_node(
     graph = Graph(device, "switch")
     lane = graph.lane("main")
     lane.kernel(module["add"], 1, 1, [data, 1], name="one")
-    lane.kernel(
-        module["add"],
-        1,
-        1,
-        [data, 10],
-        name="ten",
-        priority=-1,
-    )
+    lane.kernel(module["add"], 1, 1, [data, 10], name="ten", priority=-1)
     lane.host(list, name="masks")
     executable = graph.instantiate(priorities=priorities)
     executable.set_enabled("one", False)
@@ -374,10 +336,7 @@ def programmatic_edges(graph: Graph | GraphBody) -> list[tuple[int, int]]:
 
 
 def waiting_graph(
-    device: Device,
-    kernels: KernelModule,
-    data: DeviceArray,
-    programmatic: bool,
+    device: Device, kernels: KernelModule, data: DeviceArray, programmatic: bool
 ) -> tuple[Graph, GraphBody]:
     """Build a graph of the kernels in WAITING, with marks, other nodes and a conditional body.
 
@@ -470,13 +429,7 @@ def test_invalid_node_and_payload_changes_raise(device: Device, stream: Stream, 
         },
     )
     with pytest.raises(KernelError, match="2 arguments"):
-        executable.update_kernel(
-            graph.nodes[0],
-            module["add"],
-            1,
-            1,
-            [data],
-        )
+        executable.update_kernel(graph.nodes[0], module["add"], 1, 1, [data])
     replay(executable, stream)
     assert data.to_host()[0] == 2
 

@@ -55,12 +55,7 @@ def native_functions(tmp_path_factory) -> ctypes.CDLL:
 def work(functions: ctypes.CDLL, name: str, data: ctypes._SimpleCData | Api) -> NativeWork:
     """Return native work that calls one of the C functions with the address of `data`."""
     address = ctypes.cast(getattr(functions, name), ctypes.c_void_p).value or 0
-    return NativeWork(
-        address,
-        ctypes.addressof(data),
-        keep=(functions, data),
-        name=name,
-    )
+    return NativeWork(address, ctypes.addressof(data), keep=(functions, data), name=name)
 
 
 def api() -> Api:
@@ -146,18 +141,10 @@ def test_host_work_failure_skips_replays_in_flight(device: Device, stream: Strea
 
 @pytest.mark.parametrize(
     ("function", "words"),
-    [
-        ("throws", "native trouble"),
-        ("throws_int", "unknown"),
-        ("fails", "native failure"),
-    ],
+    [("throws", "native trouble"), ("throws_int", "unknown"), ("fails", "native failure")],
 )
 def test_native_host_work_failure_raises_at_synchronize(
-    device: Device,
-    stream: Stream,
-    native_functions,
-    function: str,
-    words: str,
+    device: Device, stream: Stream, native_functions, function: str, words: str
 ) -> None:
     """A C++ exception does not enter the driver. Native work can mark its replay as failed."""
     graph = Graph(device, "native trouble")

@@ -217,12 +217,7 @@ CASES: list[Case] = [
     ("slots-slot-type", OptionError, "slot must be 0 to 1, not 'x'", bind(ctypes_row, "x", None)),
     ("slots-layout", OptionError, "a ctypes type or a NumPy dtype", bind(ctypes_row, 0, int)),
     ("slots-layout-size", ShapeError, "12 bytes, but a row has 8", bind(ctypes_row, 0, TOO_LARGE)),
-    (
-        "ring-name",
-        OptionError,
-        "stamp",
-        lambda o: Ring(o.device, 2, {"stamp": ("int32", (1,))}),
-    ),
+    ("ring-name", OptionError, "stamp", lambda o: Ring(o.device, 2, {"stamp": ("int32", (1,))})),
     # lanes
     ("graph-copy-size", ShapeError, "32 bytes", bind(copy_to_larger, "lane")),
     ("graph-copy-type", ShapeError, "ndarray", bind(copy_from_numpy, "lane")),
@@ -311,9 +306,7 @@ CASES: list[Case] = [
 
 
 @pytest.mark.parametrize(
-    ("error", "words", "attempt"),
-    [case[1:] for case in CASES],
-    ids=[case[0] for case in CASES],
+    ("error", "words", "attempt"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
 )
 def test_invalid_argument_raises(
     objects: Objects, error: type[Exception], words: str, attempt: Callable[[Objects], object]

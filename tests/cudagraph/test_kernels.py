@@ -14,15 +14,7 @@ import numpy as np
 import pytest
 from cudagraph_util import run_program
 
-from graft.cudagraph import (
-    Device,
-    Kernel,
-    KernelError,
-    Stream,
-    StreamLane,
-    load_text,
-    progress,
-)
+from graft.cudagraph import Device, Kernel, KernelError, Stream, StreamLane, load_text, progress
 from graft.cudagraph.pinned import PinnedSlots
 from graft.cudagraph.signature import kernel_parameters, waiting_kernels
 
@@ -58,14 +50,7 @@ extern "C" __global__ void doubled(double d, double* out) { out[0] = d; }
 """
 
 
-def launch(
-    stream: Stream,
-    kernel: Kernel,
-    grid,
-    block,
-    args,
-    **options,
-) -> None:
+def launch(stream: Stream, kernel: Kernel, grid, block, args, **options) -> None:
     """Launch a kernel and wait."""
     StreamLane(stream).kernel(kernel, grid, block, args, **options)
     stream.synchronize(60)
@@ -85,15 +70,7 @@ def test_kernel_receives_scalars_of_all_sizes_and_null(
     device: Device, stream: Stream, module
 ) -> None:
     out = device.zeros((6,), "uint64")
-    args = [
-        np.uint8(200),
-        7 << 32,
-        np.int16(-300),
-        np.float64(0.1),
-        -5,
-        None,
-        out,
-    ]
+    args = [np.uint8(200), 7 << 32, np.int16(-300), np.float64(0.1), -5, None, out]
     launch(stream, module["mixed"], 1, 1, args)
     assert out.to_host().view(np.float64).tolist() == [200, 7, -300, 0.1, -5, 1]
 
@@ -113,12 +90,7 @@ class AsStructure(ctypes.Structure):
     ],
     ids=["bytes", "numpy", "ctypes"],
 )
-def test_kernel_receives_struct_by_value(
-    device: Device,
-    stream: Stream,
-    module,
-    make,
-) -> None:
+def test_kernel_receives_struct_by_value(device: Device, stream: Stream, module, make) -> None:
     out = device.zeros((2,), "int32")
     launch(stream, module["by_value"], 1, 1, [make(-7, 20.5), out])
     assert out.to_host().tolist() == [-7, 41]
@@ -126,13 +98,7 @@ def test_kernel_receives_struct_by_value(
 
 def test_kernel_converts_python_numbers_to_parameter_type(device: Device, stream, module) -> None:
     y = device.from_host(np.zeros(4, np.float32))
-    launch(
-        stream,
-        module["saxpy"],
-        1,
-        4,
-        [y, device.from_host(np.ones(4, np.float32)), 3, 4],
-    )
+    launch(stream, module["saxpy"], 1, 4, [y, device.from_host(np.ones(4, np.float32)), 3, 4])
     assert y.to_host().tolist() == [3.0] * 4
     out = device.zeros((1,), "int64")
     launch(stream, module["doubled"], 1, 1, [0.1, out])
@@ -144,13 +110,7 @@ def test_kernel_receives_pinned_arrays_and_fields(device: Device, stream: Stream
     slots = PinnedSlots(device, 2, {"x": ("float32", (4,))})
     slots["x"].array[0] = [1, 2, 3, 4]
     pinned.array[:] = 10
-    launch(
-        stream,
-        module["saxpy"],
-        1,
-        4,
-        [pinned, slots["x"], 2.0, 4],
-    )
+    launch(stream, module["saxpy"], 1, 4, [pinned, slots["x"], 2.0, 4])
     assert pinned.array.tolist() == [12, 14, 16, 18]
 
 

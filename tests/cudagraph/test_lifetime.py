@@ -93,10 +93,7 @@ class Watched:
 @all_kinds
 @pytest.mark.parametrize("close", [True, False])
 def test_executable_outlives_closed_or_dropped_definition(
-    device: Device,
-    stream: Stream,
-    all_kinds: bool,
-    close: bool,
+    device: Device, stream: Stream, all_kinds: bool, close: bool
 ) -> None:
     """After its definition was released, an executable keeps everything alive that it uses (L5)."""
     watched = Watched(device, all_kinds)
@@ -160,11 +157,7 @@ def test_launch_in_flight_keeps_everything_alive(device: Device, all_kinds: bool
     ],
 )
 def test_failed_graph_build_releases_resources(
-    device: Device,
-    stream: Stream,
-    monkeypatch: pytest.MonkeyPatch,
-    function: str,
-    kind: str,
+    device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch, function: str, kind: str
 ) -> None:
     """If the driver rejects a node, its records are released and the graph still runs (L9).
 

@@ -275,12 +275,7 @@ def test_mailbox_deadline_releases_wait_and_discards_late_result(device, stream,
     output = device.pinned((4,), "int32")
     result = device.zeros((4,), "int32")
     lane = graph.lane("main")
-    getattr(lane, transport)(
-        work,
-        output=output,
-        name="grammar",
-        deadline_s=1.5,
-    )
+    getattr(lane, transport)(work, output=output, name="grammar", deadline_s=1.5)
     lane.copy(result, output)
     getattr(lane, transport)(lambda: later.append(1), name="after")
     run = graph.instantiate()
@@ -340,11 +335,7 @@ def test_spinkernel_ends_at_device_deadline(device, stream):
         out[:] = 1
 
     run, result = mailbox_graph(
-        device,
-        "spinkernel",
-        work,
-        deadline_s=LIMIT_S,
-        device_deadline_s=1.5,
+        device, "spinkernel", work, deadline_s=LIMIT_S, device_deadline_s=1.5
     )
     start = time.monotonic()
     run.launch(stream)

@@ -23,14 +23,7 @@ from graft.cudagraph import (
     ShapeError,
     memory,
 )
-from graft.cudagraph.dtypes import (
-    DTYPES,
-    E4M3,
-    from_float32,
-    itemsize,
-    numpy_dtype,
-    to_float32,
-)
+from graft.cudagraph.dtypes import DTYPES, E4M3, from_float32, itemsize, numpy_dtype, to_float32
 from graft.native import _native
 
 
@@ -232,11 +225,7 @@ def test_dlpack_and_array_interface_share_memory_with_cupy(device: Device) -> No
     assert array.to_host().tolist() == [[2, 3, 4], [5, 6, 7]]
 
 
-FIELDS = {
-    "mask": ("int32", (3, 5)),
-    "count": ("int32", ()),
-    "wide": ("uint64", (9,)),
-}
+FIELDS = {"mask": ("int32", (3, 5)), "count": ("int32", ()), "wide": ("uint64", (9,))}
 
 
 def test_pinned_field_rows_start_on_cache_lines(device: Device) -> None:

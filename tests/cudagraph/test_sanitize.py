@@ -33,12 +33,7 @@ def has_sanitizer(kind: str) -> bool:
     BUILD.mkdir(parents=True, exist_ok=True)
     out = str(BUILD / f"try-{kind}")
     command = [*compiler(), f"-fsanitize={kind}", "-x", "c++", "-", "-o", out]
-    done = subprocess.run(
-        command,
-        input=b"int main() {}",
-        capture_output=True,
-        check=False,
-    )
+    done = subprocess.run(command, input=b"int main() {}", capture_output=True, check=False)
     return done.returncode == 0
 
 
@@ -100,12 +95,7 @@ def image() -> Path:
     return path
 
 
-def run(
-    kind: str,
-    *arguments: object,
-    timeout_s: float = 60,
-    **settings: str,
-) -> str:
+def run(kind: str, *arguments: object, timeout_s: float = 60, **settings: str) -> str:
     """Run the stress program and return its output; fail the test on any finding."""
     command = [str(stress(kind)), *map(str, arguments)]
     done = execute(command, timeout_s, settings)
@@ -133,33 +123,16 @@ def execute(
 
 
 def graphs(
-    kind: str,
-    seed: int,
-    count: int,
-    threads: int,
-    timeout_s: float = 60,
-    **settings: str,
+    kind: str, seed: int, count: int, threads: int, timeout_s: float = 60, **settings: str
 ) -> None:
     """Run random graphs. The program checks results and failures, and that nothing is leaked."""
-    output = run(
-        kind,
-        "graphs",
-        image(),
-        seed,
-        count,
-        threads,
-        timeout_s=timeout_s,
-        **settings,
-    )
+    output = run(kind, "graphs", image(), seed, count, threads, timeout_s=timeout_s, **settings)
     assert re.match(rf"{count} graphs on {threads} threads; ", output)
 
 
 @pytest.mark.parametrize(
     "kind, first, count",
-    [
-        ("address", 1, 150),
-        pytest.param("undefined", 1, 400, marks=pytest.mark.full),
-    ],
+    [("address", 1, 150), pytest.param("undefined", 1, 400, marks=pytest.mark.full)],
 )
 def test_random_graphs_match_sequential_model(kind, first, count):
     """Random graphs with forks, joins, host steps and failures agree with the sequential model."""
@@ -218,12 +191,7 @@ def test_guide_worker_has_no_data_race():
     guide("undefined", 2000, 100, timeout_s=600)
 
 
-def guide(
-    kind: str,
-    seed: int,
-    cases: int,
-    timeout_s: float = 120,
-) -> None:
+def guide(kind: str, seed: int, cases: int, timeout_s: float = 120) -> None:
     """Run the guide worker between a host thread and a device thread; 40 requests per case."""
     output = run(kind, "guide", seed, cases, timeout_s=timeout_s)
     numbers = re.match(r"(\d+) requests, (\d+) late, (\d+) probes, (\d+) forced", output)
@@ -262,19 +230,7 @@ def test_plan_edit_after_launch_has_no_data_race():
         ),
     ],
 )
-def test_random_graphs_match_model_under_all_settings(
-    kind,
-    seed,
-    count,
-    setting,
-):
+def test_random_graphs_match_model_under_all_settings(kind, seed, count, setting):
     """Four threads run graphs with each soft-device setting of workers, locks and destructors."""
     name, _, value = setting.partition("=")
-    graphs(
-        kind,
-        seed,
-        count,
-        4,
-        timeout_s=600,
-        **{f"SOFTCUDA_{name}": value} if name else {},
-    )
+    graphs(kind, seed, count, 4, timeout_s=600, **{f"SOFTCUDA_{name}": value} if name else {})

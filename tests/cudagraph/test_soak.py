@@ -43,12 +43,7 @@ def repeated(count: int) -> pytest.MarkDecorator:
 
 
 @repeated(20_000)
-def test_replays_keep_memory_constant(
-    device: Device,
-    stream: Stream,
-    module,
-    count: int,
-) -> None:
+def test_replays_keep_memory_constant(device: Device, stream: Stream, module, count: int) -> None:
     """Memory stays constant over many replays, in which every node runs exactly once.
 
     The graph has two Python and two native host nodes between two kernels that increment counters.

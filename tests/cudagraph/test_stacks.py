@@ -94,13 +94,7 @@ def test_deadline_report_of_engine_round(
     )
     shield = SimpleNamespace(check=lambda: None)
     text = error_text(
-        DeviceError,
-        lambda: replay.Replays._wait_until_published(
-            rounds,
-            7,
-            shield,
-            lambda: 0,
-        ),
+        DeviceError, lambda: replay.Replays._wait_until_published(rounds, 7, shield, lambda: 0)
     )
     assert text.startswith("replay 7 published no result")
     check_both_sides(text)

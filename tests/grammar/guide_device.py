@@ -90,13 +90,7 @@ class RandomDecision(Decision):
     def is_late(self, slot: SlotTruth, node: int, state: int) -> bool:
         return node == 0 and self.rng.random() < 0.05
 
-    def target(
-        self,
-        slot: SlotTruth,
-        node: int,
-        position: int,
-        legal: np.ndarray,
-    ) -> int:
+    def target(self, slot: SlotTruth, node: int, position: int, legal: np.ndarray) -> int:
         if slot.start and self.rng.random() < self.device.wrong:
             slot.confused = True
             illegal = np.setdiff1d(np.arange(self.device.size + 3), legal)
@@ -175,12 +169,7 @@ class Device:
         self.kinds = kinds
         mode = DraftMode.chain(draft_length, "probe", 4) if probe else DraftMode.chain(draft_length)
         self.exchanges = [exchange_for(slots, self.size, mode) for _ in kinds]
-        options = {
-            "masked_drafts": masked,
-            "forced": forced,
-            "max_in_flight": 4,
-            **(options or {}),
-        }
+        options = {"masked_drafts": masked, "forced": forced, "max_in_flight": 4, **(options or {})}
         self.decoders = [GuidedDecoder(exchange, **options) for exchange in self.exchanges]
         self.slots: list[Any] = [None] * slots
         self.simulator = RoundSimulator(self.exchanges, self.slots, RandomDecision(self))

@@ -61,13 +61,7 @@ def fits(backend: GrammarBackend, spec: GrammarSpec, *parts: str | int) -> bool:
 def output_of(code: str, *arguments: str, **options: Any) -> str:
     """Run code in another Python process and return what it prints."""
     command = [sys.executable, "-c", code, *arguments]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        **options,
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -240,15 +234,7 @@ class Rig:
             last = 1
         self.drafts = [self.decoder.draft_work(j) for j in range(1, last + 1)]
 
-    def request(
-        self,
-        spec="regex",
-        *,
-        slot=0,
-        epoch=1,
-        position=10,
-        gated=True,
-    ):
+    def request(self, spec="regex", *, slot=0, epoch=1, position=10, gated=True):
         matcher = MATCHER_KINDS[self.kind](self.backend.compile(SPECS[spec]).matcher())
         if self.held and gated and slot == 0:
             matcher = GatedMatcher(matcher, self.gate)
@@ -259,13 +245,7 @@ class Rig:
         for one in np.atleast_1d(slot):
             write_committed(self.exchange, one, replay, tokens)
 
-    def drafted(
-        self,
-        replay,
-        *tokens,
-        slot=0,
-        parents=None,
-    ):
+    def drafted(self, replay, *tokens, slot=0, parents=None):
         """Write drafts to the exchange memory, as the drafter does."""
         for one in np.atleast_1d(slot):
             write_drafted(self.exchange, one, replay, tokens, parents)
@@ -321,14 +301,7 @@ class Rig:
         """Return the state, epoch and position of a slot's mask rows that are not NOT_READY."""
         return [tuple(row[:3]) for row in self.states(slot) if row[0] != NOT_READY]
 
-    def expect_row(
-        self,
-        tokens,
-        *,
-        slot=0,
-        j=0,
-        spec="regex",
-    ):
+    def expect_row(self, tokens, *, slot=0, j=0, spec="regex"):
         """Compare mask row `j` with the row of a new matcher that has accepted `tokens`."""
         compiled = self.backend.compile(SPECS[spec])
         row = oracle_row(lambda: compiled.matcher(), tokens)
@@ -338,13 +311,7 @@ class Rig:
             np.testing.assert_array_equal(self.exchange.masks[slot, j], row)
 
 
-def joined(
-    backend,
-    kind="native",
-    *,
-    slots=1,
-    **options,
-):
+def joined(backend, kind="native", *, slots=1, **options):
     """Create a rig with one request per slot, and run the open step of replay 1.
 
     Return the rig and the requests.

@@ -20,10 +20,7 @@ from graft.grammar.backends.llguidance import grammar_text
 from graft.grammar.backends.xgrammar import library
 
 _LIMITS = llguidance.LLParserLimits(  # the same limits as in native/guide/llguidance_abi.cpp
-    initial_lexer_fuel=10**7,
-    step_lexer_fuel=10**7,
-    max_items_in_row=10**6,
-    step_max_items=10**6,
+    initial_lexer_fuel=10**7, step_lexer_fuel=10**7, max_items_in_row=10**6, step_max_items=10**6
 )
 
 
@@ -95,12 +92,7 @@ class ReferenceLLGuidance:
             rules = "start: %json " + json.dumps(grammar["json_schema"])
             grammar = {"lark_grammar": '%llguidance {"no_forcing": true}\n' + rules}
         text = json.dumps({"grammars": [grammar]})
-        handle = llguidance.LLMatcher(
-            self._tokenizer,
-            text,
-            log_level=0,
-            limits=_LIMITS,
-        )
+        handle = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
         if handle.is_error():
             raise ValueError(handle.get_error())
         return CompiledGrammar(self, spec, handle, len(text))
@@ -190,11 +182,7 @@ class XGrammarMatcher(Matcher):
     def __init__(self, compiled: CompiledGrammar, stop_ids: tuple[int, ...]):
         super().__init__(compiled, stop_ids)
         self._handle: Any = library().GrammarMatcher(
-            compiled.native,
-            list(stop_ids),
-            False,
-            -1,
-            None,
+            compiled.native, list(stop_ids), False, -1, None
         )
         vocabulary: Vocabulary = compiled.backend.vocabulary
         ids = range(vocabulary.words * 32)

@@ -41,12 +41,7 @@ class Grammar:
     ):
         text = json.dumps(schema)
         unchanged = GrammarSpec(
-            "json_schema",
-            text,
-            backend="llguidance",
-            partial=True,
-            source=text,
-            rules=rules,
+            "json_schema", text, backend="llguidance", partial=True, source=text, rules=rules
         )
         self._compiled = (backend or _backend()).compile(spec or unchanged)
 

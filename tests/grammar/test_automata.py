@@ -318,10 +318,7 @@ NOT_REGULAR = {
     "free_object": GrammarSpec.json_schema({"type": "object"}),
     "anchored_alternative": GrammarSpec.json_schema({"type": "string", "pattern": "^a|b$"}),
     "recursive": GrammarSpec.json_schema(
-        {
-            "$ref": "#/$defs/n",
-            "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}},
-        }
+        {"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}}
     ),
     "whitespace": GrammarSpec.json_schema({"type": "integer"}, whitespace="any"),
     "escaped_key": GrammarSpec.json_schema(closed({'a"b': {"type": "null"}})),

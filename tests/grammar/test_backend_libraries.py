@@ -80,13 +80,7 @@ def load(kind: str, library: Path) -> str:
     return output_of(code, str(library))
 
 
-def tvm_ffi_like(
-    *,
-    version: int = 1,
-    method: str = "",
-    arguments: str = "",
-    key: int = 0,
-) -> str:
+def tvm_ffi_like(*, version: int = 1, method: str = "", arguments: str = "", key: int = 0) -> str:
     """Return the C++ source of a library with TVM-FFI's symbols.
 
     Parameters
@@ -183,12 +177,7 @@ FILL_NAMED_TYPES = f'"named_args":{{"return":[{{"type":"bool"}}],"params":[{FILL
         ("xgrammar", "int nothing;", "no symbol TVMFFIGetVersion"),
     ],
 )
-def test_native_loader_rejects_incompatible_libraries(
-    tmp_path,
-    kind,
-    text,
-    message,
-):
+def test_native_loader_rejects_incompatible_libraries(tmp_path, kind, text, message):
     """The error names the version, symbol, layout, type, method or signature that differs."""
     assert message in load(kind, build(tmp_path, text) if text else Path("/nowhere/_lib.so"))
 
@@ -209,20 +198,8 @@ def test_loading_xgrammar_keeps_signal_handler():
 
 @pytest.fixture(
     params=[
-        (
-            llguidance_module,
-            LLGuidanceBackend,
-            "llguidance",
-            "LLGuidance",
-            doctor.check_llguidance,
-        ),
-        (
-            xgrammar_module,
-            XGrammarBackend,
-            "xgrammar",
-            "XGrammar",
-            doctor.check_xgrammar,
-        ),
+        (llguidance_module, LLGuidanceBackend, "llguidance", "LLGuidance", doctor.check_llguidance),
+        (xgrammar_module, XGrammarBackend, "xgrammar", "XGrammar", doctor.check_xgrammar),
     ],
     ids=["llguidance", "xgrammar"],
 )

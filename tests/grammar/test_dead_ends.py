@@ -62,11 +62,7 @@ def test_grammar_dead_end_finishes_only_its_request(masking: str) -> None:
     ]
     late = Request(prompt="Say.", grammar=GrammarSpec.ebnf('root ::= "abc" [0-9]{3} "~"'))
     immediate = Request(prompt="Say.", grammar=GrammarSpec.ebnf('root ::= "~"'))
-    options = {
-        "grammar_backend": backend,
-        "draft_masking": masking,
-        "max_batch_size": 4,
-    }
+    options = {"grammar_backend": backend, "draft_masking": masking, "max_batch_size": 4}
     with demo_engine(**options) as engine:
         alone = engine.generate(others)
         mixed = engine.generate([late, others[0], immediate, others[1]])

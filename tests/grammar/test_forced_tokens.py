@@ -48,14 +48,7 @@ def test_forced_tokens_match_brute_force():
 def test_guide_follows_forced_tokens(xgrammar, name, chain):
     """Mask rows equal the reference matcher's rows, with Python and with native matchers."""
     forced = ForcedTokens(xgrammar.vocabulary)
-    device = Device(
-        xgrammar,
-        slots=3,
-        draft_length=3,
-        masked=not chain,
-        seed=5,
-        forced=forced,
-    )
+    device = Device(xgrammar, slots=3, draft_length=3, masked=not chain, seed=5, forced=forced)
     for slot in range(3):
         device.join(slot, xgrammar.compile(SPECS[name]), limit=40)
     for _ in range(14):

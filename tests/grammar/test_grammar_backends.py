@@ -38,13 +38,7 @@ OPTIONS = [
 def test_choice_accepts_exactly_its_strings(backend, option):
     spec = GrammarSpec.choice([option, "other"])
     assert fits(backend, spec, option) and fits(backend, spec, "other")
-    for wrong in (
-        option + "x",
-        option[:-1],
-        option[1:],
-        "x" + option,
-        option.replace("\\", ""),
-    ):
+    for wrong in (option + "x", option[:-1], option[1:], "x" + option, option.replace("\\", "")):
         assert wrong == option or not fits(backend, spec, wrong)
 
 
@@ -205,13 +199,7 @@ def test_lark_special_tokens_must_be_in_vocabulary():
     for names in ({"</think>": THINK}, {}):
         backend = make_backend("llguidance", byte_vocabulary(names=names))
         if names:
-            assert fits(
-                backend,
-                GrammarSpec.lark('start: "a" </think> "b"'),
-                "a",
-                THINK,
-                "b",
-            )
+            assert fits(backend, GrammarSpec.lark('start: "a" </think> "b"'), "a", THINK, "b")
         with pytest.raises(GrammarError, match="special token") as caught:
             backend.compile(GrammarSpec.lark('start: "a" <|y|>'))
         assert len(str(caught.value)) < 200 and "\n" not in str(caught.value)

@@ -117,11 +117,7 @@ def test_compile_service_shares_results(serve):
     ],
 )
 def test_compile_service_reports_xgrammar_errors_and_warnings(
-    xgrammar,
-    serve,
-    capfd,
-    spec,
-    message,
+    xgrammar, serve, capfd, spec, message
 ):
     """The error message is one sentence without source locations, time stamps or backtraces.
 
@@ -612,11 +608,7 @@ def test_compile_service_rejects_invalid_options(serve, monkeypatch):
         serve("auto", byte_vocabulary(272))
 
 
-PLAIN = {
-    "type": "object",
-    "properties": {"n": {"type": "integer"}},
-    "required": ["n"],
-}
+PLAIN = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 
 
 @pytest.mark.parametrize("choice", ["auto", "llguidance"])

@@ -203,11 +203,7 @@ def test_grammar_constructors_accept_models_enums_and_patterns():
     assert json.loads(GrammarSpec.choice([1, 2.5, "x"]).text) == ["1", "2.5", "x"]
     colours = enum.Enum("colours", {"RED": "r", "TWO": 2})
     assert GrammarSpec.choice(colours) == GrammarSpec.choice(["r", "2"])
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}},
-        "required": ["a"],
-    }
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     model = type("Model", (), {"model_json_schema": classmethod(lambda cls: schema)})
     plain = type("Plain", (), {"__json_schema__": schema})
     for provider in (model, model(), plain):
@@ -283,11 +279,7 @@ TEXTS = ['{"a": [1, 2]}', '{"a":[1,2]}', '{"a":  [1,\n 2]}', '{\n   "a" : [1,\n2
 )
 def test_json_schema_whitespace_option(backend, whitespace, accepted):
     """The option `whitespace` applies to JSON schemas and to the content of structural tags."""
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "array"}},
-        "required": ["a"],
-    }
+    schema = {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}
     spec = GrammarSpec.json_schema(schema, whitespace=whitespace)
     if (backend.name, whitespace) == ("XGrammar", "compact"):
         with pytest.raises(GrammarError, match="'compact' is not supported by XGrammar"):
@@ -325,31 +317,13 @@ UNENFORCED = [
         },
         {"a": 1},
     ),
-    (
-        {
-            "type": "array",
-            "items": {"type": "integer"},
-            "uniqueItems": True,
-        },
-        [1, 1],
-    ),
+    ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, [1, 1]),
     ({"type": "array", "items": {}, "contains": {"type": "string"}}, [1]),
     (
-        {
-            "type": "object",
-            "properties": {"a": {}, "b": {}},
-            "dependentRequired": {"a": ["b"]},
-        },
+        {"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}},
         {"a": 1},
     ),
-    (
-        {
-            "type": "object",
-            "properties": {"bb": {}},
-            "propertyNames": {"enum": ["x"]},
-        },
-        {"bb": 1},
-    ),
+    ({"type": "object", "properties": {"bb": {}}, "propertyNames": {"enum": ["x"]}}, {"bb": 1}),
     (
         {
             "type": "object",
@@ -361,29 +335,9 @@ UNENFORCED = [
     ({"type": "object", "properties": {"a": {}}, "required": ["c"]}, {"a": 1}),
     ({"minimum": 5}, 3),
     ({"type": ["string", "integer"], "enum": [1.5, "a"]}, 1.5),
-    (
-        {
-            "anyOf": [{"type": "string"}, {"type": "integer"}],
-            "minimum": 5,
-        },
-        3,
-    ),
-    (
-        {
-            "type": "object",
-            "properties": {"a": {}},
-            "anyOf": [{"required": ["a"]}],
-        },
-        {},
-    ),
-    (
-        {
-            "$ref": "#/$defs/d",
-            "minimum": 5,
-            "$defs": {"d": {"type": "integer"}},
-        },
-        3,
-    ),
+    ({"anyOf": [{"type": "string"}, {"type": "integer"}], "minimum": 5}, 3),
+    ({"type": "object", "properties": {"a": {}}, "anyOf": [{"required": ["a"]}]}, {}),
+    ({"$ref": "#/$defs/d", "minimum": 5, "$defs": {"d": {"type": "integer"}}}, 3),
     ({"enum": [1, 2, 3], "minimum": 2}, 1),
     ({"const": 1, "type": "string"}, 1),
     ({"type": "integer", "allOf": [{"minimum": 5}]}, 3),
@@ -399,10 +353,7 @@ def test_xgrammar_schema_with_ignored_keyword_is_refused_unless_partial(xgrammar
     assert fits(xgrammar, partial, json.dumps(instance))  # the reason for the refusal
     with pytest.raises(GrammarError, match=r"cannot be enforced: #: \w+: XGrammar ignores"):
         GrammarSpec.json_schema(schema, backend="xgrammar").check()
-    nested = {
-        "type": "object",
-        "properties": {"p": {"type": "array", "items": schema}},
-    }
+    nested = {"type": "object", "properties": {"p": {"type": "array", "items": schema}}}
     if "$ref" not in schema:
         with pytest.raises(GrammarError, match="#/properties/p/items: "):
             GrammarSpec.json_schema(nested, backend="xgrammar").check()
@@ -411,35 +362,17 @@ def test_xgrammar_schema_with_ignored_keyword_is_refused_unless_partial(xgrammar
 def test_grammar_check_accepts_redundant_keywords_and_annotations():
     """A type next to an enum, for example, is redundant if all values of the enum have the type."""
     for schema in (
-        {
-            "type": "string",
-            "enum": ["a", "b"],
-            "title": "t",
-            "description": "d",
-            "default": "a",
-        },
+        {"type": "string", "enum": ["a", "b"], "title": "t", "description": "d", "default": "a"},
         {"type": ["integer", "null"], "const": None},
-        {
-            "type": "object",
-            "anyOf": [{"type": "object"}, {"type": "object", "properties": {}}],
-        },
+        {"type": "object", "anyOf": [{"type": "object"}, {"type": "object", "properties": {}}]},
         {
             "$schema": "http://json-schema.org/draft-07/schema#",
             "$ref": "#/definitions/x",
             "minimum": 3,
             "definitions": {"x": {"type": "integer"}},
         },
-        {
-            "type": "array",
-            "items": {"type": "integer"},
-            "minItems": 2,
-            "uniqueItems": False,
-        },
-        {
-            "type": "object",
-            "properties": {"not": {"type": "string"}, "if": {}},
-            "required": ["if"],
-        },
+        {"type": "array", "items": {"type": "integer"}, "minItems": 2, "uniqueItems": False},
+        {"type": "object", "properties": {"not": {"type": "string"}, "if": {}}, "required": ["if"]},
         {"enum": [{"not": 1}]},
     ):
         GrammarSpec.json_schema(schema).check()

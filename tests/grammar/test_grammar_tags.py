@@ -70,13 +70,7 @@ SCHEMAS: dict[str, tuple[Any, str, str, bool]] = {
 
 
 @pytest.mark.parametrize("schema, good, bad, plain", SCHEMAS.values(), ids=SCHEMAS)
-def test_structural_tag_schema_is_enforced_or_refused(
-    service,
-    schema,
-    good,
-    bad,
-    plain,
-):
+def test_structural_tag_schema_is_enforced_or_refused(service, schema, good, bad, plain):
     """The router converts the schema of a tag like the schema of a whole output.
 
     With XGrammar, a schema with a keyword that XGrammar ignores is refused.
@@ -96,10 +90,7 @@ def test_structural_tag_error_names_tag_and_pointer(service):
 
     Compilation fails if the engine's backend does not enforce this schema.
     """
-    unique = {
-        "type": "object",
-        "properties": {"a": {"type": "array", "uniqueItems": True}},
-    }
+    unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     with pytest.raises(GrammarError, match=r"^tag schema: .*#/properties/a: uniqueItems: cannot"):
         StructuralTag.of("<t>", unique, "</t>").check()
     tag = StructuralTag("<tool=b>", GrammarSpec.json_schema(unique, partial=True).text, "</t>")

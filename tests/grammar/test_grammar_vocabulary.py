@@ -59,10 +59,7 @@ def test_bitmask_of_large_vocabulary_is_exact(real):
     _, vocabulary = real
     backend = XGrammarBackend(vocabulary)
     text = b'{"name": "'
-    schema = {
-        "type": "object",
-        "properties": {"name": {"enum": ["Zoë", "日本"]}},
-    }
+    schema = {"type": "object", "properties": {"name": {"enum": ["Zoë", "日本"]}}}
     matcher = backend.compile(GrammarSpec.json_schema({**schema, "required": ["name"]})).matcher()
     endings = [(text + name.encode() + b'"}') for name in ("Zoë", "日本")]
     done = b""
@@ -134,11 +131,6 @@ def test_vocabulary_rejects_unsupported_tokenizers(tmp_path):
         ([b"", b"x"], 4, [1], "no token has text"),
     ],
 )
-def test_vocabulary_rejects_invalid_arguments(
-    tokens,
-    size,
-    stops,
-    message,
-):
+def test_vocabulary_rejects_invalid_arguments(tokens, size, stops, message):
     with pytest.raises(GrammarError, match=message):
         Vocabulary(tokens, size, stops)

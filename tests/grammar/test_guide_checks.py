@@ -37,40 +37,22 @@ POSITION = 10
 PROPOSED = DraftMode(drafts=NODES)
 
 
-def optimistic(
-    rig: Rig,
-    spec: str = "regex",
-    **options,
-) -> GuidedRequest:
+def optimistic(rig: Rig, spec: str = "regex", **options) -> GuidedRequest:
     """Return a request whose tokens are sampled without masks."""
     request = rig.request(spec, **options)
     return GuidedRequest(
-        request.slot,
-        request.epoch,
-        request.matcher,
-        request.position,
-        optimistic=True,
+        request.slot, request.epoch, request.matcher, request.position, optimistic=True
     )
 
 
-def write_sampled(
-    rig: Rig,
-    replay: int,
-    tokens: list[int],
-    slot: int = 0,
-) -> None:
+def write_sampled(rig: Rig, replay: int, tokens: list[int], slot: int = 0) -> None:
     """Write the sampled token of each row, as the sampling kernels do."""
     sampled = rig.exchange.sampled[slot]
     sampled["replay"][: len(tokens)] = replay
     sampled["id"][: len(tokens)] = tokens
 
 
-def random_samples(
-    rng: np.random.Generator,
-    start,
-    text: list[int],
-    tree: Tree,
-) -> list[int]:
+def random_samples(rng: np.random.Generator, start, text: list[int], tree: Tree) -> list[int]:
     """Return a token for each row of a tree: a draft, a legal token, or any token."""
     tokens = []
     for node in range(len(tree.token)):
@@ -87,12 +69,7 @@ def random_samples(
     return tokens
 
 
-def expected_states(
-    start,
-    text: list[int],
-    tree: Tree,
-    tokens: list[int],
-) -> dict[int, int]:
+def expected_states(start, text: list[int], tree: Tree, tokens: list[int]) -> dict[int, int]:
     """Return the states of the rows that verification can reach; others remain unchecked."""
     states = {}
     reached = [0]
@@ -112,14 +89,7 @@ def expected_states(
     return states
 
 
-def accepted_path(
-    rng,
-    start,
-    text,
-    tree: Tree,
-    tokens: list[int],
-    states,
-) -> list[int]:
+def accepted_path(rng, start, text, tree: Tree, tokens: list[int], states) -> list[int]:
     """Return the tokens that verification commits; the tokens of filled rows are sampled anew."""
     node: int | None = 0
     path: list[int] = []
@@ -135,14 +105,7 @@ def accepted_path(
     return path
 
 
-def check_round(
-    rig: Rig,
-    replay: int,
-    start,
-    text: list[int],
-    tree: Tree,
-    tokens: list[int],
-):
+def check_round(rig: Rig, replay: int, start, text: list[int], tree: Tree, tokens: list[int]):
     """Run the check step of a replay, compare its results, and return the expected states."""
     depth = [len(tree.path(node)) for node in range(len(tree.token))]
     position = POSITION + len(text)
@@ -161,19 +124,11 @@ def check_round(
     after = rig.decoder.counters()
     added = {name: after[name] - before[name] for name in ("checks", "check_misses", "fills")}
     misses = sum(state != CHECKED for state in states.values())
-    assert added == {
-        "checks": len(states),
-        "check_misses": misses,
-        "fills": misses,
-    }
+    assert added == {"checks": len(states), "check_misses": misses, "fills": misses}
     return states
 
 
-def guide_request(
-    rig: Rig,
-    spec: str,
-    rng: np.random.Generator,
-) -> list[int]:
+def guide_request(rig: Rig, spec: str, rng: np.random.Generator) -> list[int]:
     """Run up to seven rounds of a request, and return the states of the rows that were checked."""
     start = rig.backend.compile(SPECS[spec]).matcher
     request = optimistic(rig, spec)
@@ -193,17 +148,8 @@ def guide_request(
         if oracle_row(start, text) is None:  # the text is complete
             break
         assert rig.rows() == []
-        tree = random_tree(
-            rng,
-            start,
-            text,
-            int(rng.integers(1, NODES + 1)),
-        )
-        rig.drafted(
-            replay,
-            *tree.token[1:],
-            parents=tree.parent[1:],
-        )
+        tree = random_tree(rng, start, text, int(rng.integers(1, NODES + 1)))
+        rig.drafted(replay, *tree.token[1:], parents=tree.parent[1:])
         rig.decoder.retire(replay)
         rig.start(replay + 1, [request])
     return seen
@@ -211,11 +157,7 @@ def guide_request(
 
 @both
 @pytest.mark.parametrize("spec", ["regex", "schema", "dead end"])
-def test_check_accepts_legal_tokens_and_fills_rows_of_illegal_ones(
-    backend,
-    kind,
-    spec,
-):
+def test_check_accepts_legal_tokens_and_fills_rows_of_illegal_ones(backend, kind, spec):
     """Only rows that verification can reach are checked, and only illegal tokens cost a fill."""
     rng = np.random.default_rng(4)
     seen: list[int] = []
@@ -357,11 +299,7 @@ def test_check_step_requires_draft_steps_for_forced_tokens(backend):
     """Forced tokens that the commit step drafts come from mask rows, which are not filled."""
     rig, _ = joined(backend, mode=DraftMode(drafts=2))
     forced = ForcedTokens(backend.vocabulary, unique_only=True)
-    decoder = GuidedDecoder(
-        rig.exchange,
-        masked_drafts=False,
-        forced=forced,
-    )
+    decoder = GuidedDecoder(rig.exchange, masked_drafts=False, forced=forced)
     with pytest.raises(OptionError, match="check step cannot be combined with forced tokens"):
         decoder.check_work()
 

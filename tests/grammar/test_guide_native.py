@@ -20,13 +20,7 @@ from reference_round import ERROR, FREE, READY
 
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.hostwork import NativeWork
-from graft.grammar import (
-    GrammarBackend,
-    GuidedDecoder,
-    GuidedRequest,
-    GuideError,
-    XGrammarBackend,
-)
+from graft.grammar import GrammarBackend, GuidedDecoder, GuidedRequest, GuideError, XGrammarBackend
 from graft.native import _native
 from graft.sampling.mode import DraftMode
 
@@ -124,10 +118,7 @@ def test_guide_internal_error_fails_one_slot(backend):
     exchange = exchange_for(2, 64, DraftMode.chain(1))
     # The worker fills mask rows for 64 columns, which XGrammar refuses.
     worker = _native.guide.Worker(
-        exchange.host_ptr,
-        exchange.layout.tobytes(),
-        vocab_size=64,
-        ring=4,
+        exchange.host_ptr, exchange.layout.tobytes(), vocab_size=64, ring=4
     )
     matcher = backend.compile(SPECS["regex"]).matcher()
     assert worker.publish(1, [(0, 1, 5, matcher.native, False), (1, 1, 5, None, False)])
@@ -218,14 +209,7 @@ def test_guide_keeps_matchers_until_replay_retires(backend, kind):
 
 
 def test_guide_step_keeps_decoder_alive(backend):
-    device = Device(
-        backend,
-        slots=1,
-        draft_length=0,
-        masked=False,
-        seed=0,
-        kinds=["native"],
-    )
+    device = Device(backend, slots=1, draft_length=0, masked=False, seed=0, kinds=["native"])
     work = device.decoders[0].open_work()
     assert isinstance(work, NativeWork)
     decoder = weakref.ref(device.decoders[0])

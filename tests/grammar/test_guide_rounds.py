@@ -74,13 +74,7 @@ def equal_counters(device: Device) -> dict[str, int]:
     ],
 )
 def test_guide_rows_equal_reference_matcher(
-    backend,
-    oracle,
-    pytestconfig,
-    draft_length,
-    masked,
-    threads,
-    probe,
+    backend, oracle, pytestconfig, draft_length, masked, threads, probe
 ):
     """After every step, mask rows and stamps equal the rows and stamps of a reference matcher.
 

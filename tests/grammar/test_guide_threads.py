@@ -136,10 +136,7 @@ def test_late_slot_advances_one_token_per_round(backend):
 
 
 def play_by_processor_time(
-    backend,
-    slots: int,
-    budget_us: float,
-    steps: int = 40,
+    backend, slots: int, budget_us: float, steps: int = 40
 ) -> tuple[dict[str, int], bool]:
     """Run rounds with one grammar; return the counters and whether the grammar is trusted.
 
@@ -149,12 +146,7 @@ def play_by_processor_time(
     """
     size = backend.vocabulary.size
     exchange = exchange_for(slots, size, DraftMode.chain(0))
-    decoder = GuidedDecoder(
-        exchange,
-        masked_drafts=False,
-        threads=1,
-        budget_us=budget_us,
-    )
+    decoder = GuidedDecoder(exchange, masked_drafts=False, threads=1, budget_us=budget_us)
     compiled = backend.compile(SPECS["regex"])
     requests = [GuidedRequest(s, 1, compiled.matcher(), 0) for s in range(slots)]
     work = decoder.open_work()
@@ -174,12 +166,7 @@ def play_by_processor_time(
 
 
 @pytest.mark.parametrize("slots, budget_us, late", [(2, 1e9, 0), (2, 1.0, None), (1, 1.0, 0)])
-def test_guide_trusts_fast_grammars(
-    backend,
-    slots,
-    budget_us,
-    late,
-):
+def test_guide_trusts_fast_grammars(backend, slots, budget_us, late):
     """A grammar is trusted after 32 steps within the time budget. Once late, it is never trusted.
 
     The thread that runs a step runs the matchers of trusted grammars itself. A request that is the
@@ -270,12 +257,7 @@ def test_late_probe_is_not_answered(backend):
 
     The worker thread rolls back the tokens that it has accepted during the probe.
     """
-    rig, requests = joined(
-        backend,
-        mode=DraftMode.chain(3, "probe", 4),
-        slots=2,
-        held=True,
-    )
+    rig, requests = joined(backend, mode=DraftMode.chain(3, "probe", 4), slots=2, held=True)
     rig.verify(1, *b"a", slot=(0, 1))
     rig.exchange.candidates[:, :5] = (1, 1, 2, ord("!"), ord("b"))
     rig.close_gate(2)  # the second call belongs to the test of the second candidate

@@ -20,12 +20,7 @@ VOCAB_SIZE = 270
 TEXT = [*b"abcab", STOP, OTHER_STOP, 261, 264]  # tokens that random drafts consist of
 
 
-def random_tree(
-    rng: np.random.Generator,
-    start,
-    last: list[int],
-    nodes: int,
-) -> Tree:
+def random_tree(rng: np.random.Generator, start, last: list[int], nodes: int) -> Tree:
     """Return a random tree of mostly legal drafts, in which the children of a node are distinct."""
     tree = chain(last[-1])
     while len(tree.token) <= nodes:
@@ -120,13 +115,7 @@ def test_guide_returns_legal_children_of_each_node(backend, kind):
     """
     branch = 2
     max_candidates = TREE_CANDIDATES
-    mode = DraftMode(
-        drafts=5,
-        levels=3,
-        branch=branch,
-        masking="probe",
-        candidates=max_candidates,
-    )
+    mode = DraftMode(drafts=5, levels=3, branch=branch, masking="probe", candidates=max_candidates)
     rig, [request] = joined(backend, kind, mode=mode)
     compiled = backend.compile(SPECS["regex"])
     head = 3
@@ -198,12 +187,7 @@ def offer(
 @both
 @pytest.mark.parametrize("branch", [1, 3])
 @pytest.mark.parametrize("spec", ["regex", "schema", "dead end", None])
-def test_guide_lattice_probe_matches_reference(
-    backend,
-    kind,
-    spec,
-    branch,
-):
+def test_guide_lattice_probe_matches_reference(backend, kind, spec, branch):
     """A lattice probe finds the same drafts as a reference that uses new matchers.
 
     The probe does not change the mask rows that later steps fill. For a request without a grammar,
@@ -214,11 +198,7 @@ def test_guide_lattice_probe_matches_reference(
     max_candidates = 6
     k = 7
     mode = DraftMode(
-        drafts=k,
-        levels=levels,
-        branch=branch,
-        masking="lattice-probe",
-        candidates=max_candidates,
+        drafts=k, levels=levels, branch=branch, masking="lattice-probe", candidates=max_candidates
     )
     rig = Rig(backend, kind, mode=mode)
     compiled = spec and backend.compile(SPECS[spec])
@@ -263,15 +243,7 @@ def test_guide_lattice_probe_matches_reference(
         max_drafts = int(rng.integers(k // 2, k + 1))
         probe(replay, max_drafts, offers)
         tests = 4 * max_drafts + max_candidates
-        tree = legal_tree(
-            text[-1],
-            offers,
-            branch,
-            max_drafts,
-            tests,
-            legal,
-            ended,
-        )
+        tree = legal_tree(text[-1], offers, branch, max_drafts, tests, legal, ended)
         count = len(tree.token) - 1
         sizes.add(count)
         assert tuple(rig.exchange.answer[0]) == (replay, 0, count), offers

@@ -74,26 +74,14 @@ def document(rng: random.Random) -> dict[str, Any]:
     """Return a random schema with one shared, recursive definition."""
     shared = {
         "type": "object",
-        "properties": {
-            "a": {"type": "integer"},
-            "b": {},
-            "n": {"$ref": "#/$defs/shared"},
-        },
+        "properties": {"a": {"type": "integer"}, "b": {}, "n": {"$ref": "#/$defs/shared"}},
         "required": rng.choice([[], ["a"]]),
     }
     schema = random_schema(rng, 3)
-    return {
-        **(schema if isinstance(schema, dict) else {}),
-        "$defs": {"shared": shared},
-    }
+    return {**(schema if isinstance(schema, dict) else {}), "$defs": {"shared": shared}}
 
 
-def random_value(
-    rng: random.Random,
-    schema: Any,
-    defs: Any,
-    depth: int = 0,
-) -> Any:
+def random_value(rng: random.Random, schema: Any, defs: Any, depth: int = 0) -> Any:
     """Return a random value that may or may not satisfy the schema."""
     if not isinstance(schema, dict) or depth > 6 or rng.random() < 0.03:
         return rng.choice(VALUES)
@@ -245,11 +233,7 @@ def test_any_order_whitespace_equals_schema_order():
 
 def test_key_order_option():
     """The schema's order is the default, and it is the only order that XGrammar supports."""
-    schema = {
-        "type": "object",
-        "properties": {"why": {}, "what": {}},
-        "required": ["why", "what"],
-    }
+    schema = {"type": "object", "properties": {"why": {}, "what": {}}, "required": ["why", "what"]}
     kept = GrammarSpec.json_schema(schema, backend="auto")
     free = GrammarSpec.json_schema(schema, backend="auto", key_order="any")
     assert kept == GrammarSpec.json_schema(schema, backend="auto", key_order="schema") != free
@@ -274,10 +258,7 @@ def test_any_order_falls_back_to_schema_order():
 
     The route reports this restriction, and check() refuses such a schema with ``key_order="any"``.
     """
-    wide: dict[str, Any] = {
-        "type": "object",
-        "properties": {f"k{i}": {} for i in range(65)},
-    }
+    wide: dict[str, Any] = {"type": "object", "properties": {f"k{i}": {} for i in range(65)}}
     schema = {"type": "object", "properties": {"a": {}, "b": wide}}
     found = route(schema, key_order="any")
     assert found.exact and found.rules and found.narrowed == found.ordered
@@ -289,10 +270,7 @@ def test_any_order_falls_back_to_schema_order():
         GrammarSpec.json_schema(schema, key_order="any").check()
     del wide["properties"]["k64"]
     assert route(schema, key_order="any").narrowed == ()
-    pair = {
-        "type": "object",
-        "properties": {"a": {"type": "null"}, "b": {}},
-    }
+    pair = {"type": "object", "properties": {"a": {"type": "null"}, "b": {}}}
     found = route(pair)
     assert not found.rules and found.ordered == found.narrowed
     assert [r.keyword for r in found.ordered] == ["properties"]

@@ -38,18 +38,12 @@ EXAMPLES: list[tuple[Any, ...]] = [
     (
         "patternProperties",
         "patterns that exclude each other",
-        {
-            "type": "object",
-            "patternProperties": {"^a": INTEGER, "^b": STRING},
-        },
+        {"type": "object", "patternProperties": {"^a": INTEGER, "^b": STRING}},
     ),
     (
         "patternProperties",
         "patterns that overlap",
-        {
-            "type": "object",
-            "patternProperties": {"a": INTEGER, "b": STRING},
-        },
+        {"type": "object", "patternProperties": {"a": INTEGER, "b": STRING}},
     ),
     (
         "propertyNames",
@@ -60,12 +54,7 @@ EXAMPLES: list[tuple[Any, ...]] = [
     (
         "minProperties",
         "up to 64 combinations",
-        {
-            "type": "object",
-            "properties": PAIR,
-            "additionalProperties": False,
-            "minProperties": 1,
-        },
+        {"type": "object", "properties": PAIR, "additionalProperties": False, "minProperties": 1},
     ),
     (
         "minProperties",
@@ -85,21 +74,13 @@ EXAMPLES: list[tuple[Any, ...]] = [
     (
         "dependencies",
         "names or a schema",
-        {
-            "type": "object",
-            "properties": PAIR,
-            "dependencies": {"a": ["b"]},
-        },
+        {"type": "object", "properties": PAIR, "dependencies": {"a": ["b"]}},
         7,
     ),
     (
         "dependentRequired",
         "names",
-        {
-            "type": "object",
-            "properties": PAIR,
-            "dependentRequired": {"a": ["b"]},
-        },
+        {"type": "object", "properties": PAIR, "dependentRequired": {"a": ["b"]}},
     ),
     (
         "dependentSchemas",
@@ -182,11 +163,7 @@ EXAMPLES: list[tuple[Any, ...]] = [
     (
         "oneOf",
         "overlaps that can be expanded",
-        {
-            "type": "object",
-            "properties": PAIR,
-            "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
-        },
+        {"type": "object", "properties": PAIR, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
     ),
     (
         "oneOf",
@@ -194,14 +171,8 @@ EXAMPLES: list[tuple[Any, ...]] = [
         {
             "type": "object",
             "oneOf": [
-                {
-                    "required": ["a"],
-                    "properties": {"a": {"type": "array", "items": INTEGER}},
-                },
-                {
-                    "required": ["b"],
-                    "properties": {"b": {"type": "array", "items": STRING}},
-                },
+                {"required": ["a"], "properties": {"a": {"type": "array", "items": INTEGER}}},
+                {"required": ["b"], "properties": {"b": {"type": "array", "items": STRING}}},
             ],
         },
     ),
@@ -235,29 +206,19 @@ EXAMPLES: list[tuple[Any, ...]] = [
     (
         "$ref",
         "a pointer into the schema, possibly recursive",
-        {
-            "$ref": "#/$defs/n",
-            "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}},
-        },
+        {"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}},
     ),
     ("$ref", "another document", {"$ref": REMOTE}),
     (
         "$dynamicRef",
         "with one target",
-        {
-            "$dynamicRef": "#n",
-            "$defs": {"n": {"$dynamicAnchor": "n", "type": "null"}},
-        },
+        {"$dynamicRef": "#n", "$defs": {"n": {"$dynamicAnchor": "n", "type": "null"}}},
     ),
     ("$recursiveRef", "in one document", {"items": {"$recursiveRef": "#"}}, 2019),
     (
         "unevaluatedProperties",
         "determined by the schema alone",
-        {
-            "type": "object",
-            "allOf": [{"properties": PAIR}],
-            "unevaluatedProperties": False,
-        },
+        {"type": "object", "allOf": [{"properties": PAIR}], "unevaluatedProperties": False},
     ),
     (
         "unevaluatedProperties",

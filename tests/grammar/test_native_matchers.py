@@ -18,21 +18,14 @@ from graft.grammar.backends.xgrammar import XGrammarBackend
 
 SIZE = 270
 BACKENDS = {"xgrammar": XGrammarBackend, "llguidance": LLGuidanceBackend}
-REFERENCES = {
-    "xgrammar": ReferenceXGrammar,
-    "llguidance": ReferenceLLGuidance,
-}
+REFERENCES = {"xgrammar": ReferenceXGrammar, "llguidance": ReferenceLLGuidance}
 NODE = {
     "type": "object",
     "required": ["b"],
     "additionalProperties": False,
     "properties": {
         "a": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "integer"}]},
-        "abc": {
-            "type": "array",
-            "items": {"$ref": "#/$defs/node"},
-            "maxItems": 2,
-        },
+        "abc": {"type": "array", "items": {"$ref": "#/$defs/node"}, "maxItems": 2},
         "b": {"type": "boolean"},
     },
 }
@@ -70,11 +63,7 @@ LIKELY = {key: [*b'a":<end>', 259, 261, 265, 266] for key in FREE} | {
 
 
 def compare_streams(
-    native,
-    reference,
-    rng: np.random.Generator,
-    length: int,
-    kind: str,
+    native, reference, rng: np.random.Generator, length: int, kind: str
 ) -> tuple[int, int]:
     """Compare two matchers while they accept random tokens, some illegal, and roll back.
 
@@ -133,14 +122,7 @@ def vocabulary() -> Vocabulary:
     ],
 )
 @pytest.mark.parametrize("name", BACKENDS)
-def test_native_matcher_equals_reference_matcher(
-    name,
-    specs,
-    streams,
-    seed,
-    least,
-    capfd,
-):
+def test_native_matcher_equals_reference_matcher(name, specs, streams, seed, least, capfd):
     """Native and reference matchers have equal masks and results.
 
     The native matcher's mask is filled before most tokens but not before all, because the libraries
@@ -159,13 +141,7 @@ def test_native_matcher_equals_reference_matcher(
             pair = [g.matcher(stops) for g in grammars]
             if spec.marker is not None:
                 pair[1] = SearchingMatcher(pair[1], spec.marker)
-            more = compare_streams(
-                pair[0].native,
-                pair[1],
-                rng,
-                int(rng.integers(5, 30)),
-                kind,
-            )
+            more = compare_streams(pair[0].native, pair[1], rng, int(rng.integers(5, 30)), kind)
             ends = ends + more[0]
             rows = rows + more[1]
     assert ends > least[0] and rows > least[1]
@@ -236,9 +212,7 @@ def test_llguidance_matcher_accepts_runs_under_limits_of_tokens():
 
 
 @pytest.mark.parametrize(
-    "word",
-    ["word[max_tokens=5]: /[a-c]+/", 'word[stop="x"]: /[a-c]*/'],
-    ids=["max_tokens", "stop"],
+    "word", ["word[max_tokens=5]: /[a-c]+/", 'word[stop="x"]: /[a-c]*/'], ids=["max_tokens", "stop"]
 )
 def test_llguidance_matcher_rolls_back_lexemes_with_limits(word):
     """LLGuidance does not roll back such lexemes; the matcher accepts the tokens again instead."""

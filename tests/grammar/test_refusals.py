@@ -83,10 +83,7 @@ VALUES: list[dict[str, Any]] = [
     {"type": "object", "maxProperties": 3, "properties": {f"p{i}": {} for i in range(20)}},
     {"type": "object", "dependentRequired": {f"p{i}": [f"q{i}"] for i in range(12)}},
     {"type": "object", "additionalProperties": {"type": "string", "pattern": "^(?!a)"}},
-    {
-        "unevaluatedProperties": False,
-        "anyOf": [{"properties": {"a": STRING}}, {"required": ["x"]}],
-    },
+    {"unevaluatedProperties": False, "anyOf": [{"properties": {"a": STRING}}, {"required": ["x"]}]},
     # combinations
     {"oneOf": OVERLAPPING},
     {"allOf": [{"oneOf": OVERLAPPING}]},
@@ -166,7 +163,7 @@ def test_refusal_names_every_cause():
             "a": {"type": "string", "pattern": "a$b"},
             "b": {"items": {"$ref": "other.json"}},
             "c": {"type": "string", "format": "regex"},
-        },
+        }
     }
     places = named_places(schema)
     assert len(places) == 3 and named_places(without(schema, places)) == []

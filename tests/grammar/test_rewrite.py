@@ -15,39 +15,13 @@ from graft.grammar.schema.rewrite.negate import Negation
 from graft.grammar.schema.rewrite.strings import FORMATS, none_of
 from graft.grammar.schema.terms import NoExactForm, References
 
-ATOMS: list[Any] = [
-    None,
-    True,
-    False,
-    0,
-    1,
-    -3,
-    2.5,
-    12,
-    "",
-    "a",
-    "b",
-    "ab",
-    "abc",
-    "xyz",
-]
+ATOMS: list[Any] = [None, True, False, 0, 1, -3, 2.5, 12, "", "a", "b", "ab", "abc", "xyz"]
 OBJECTS: list[Any] = [
     dict(items)
     for size in range(4)
     for items in itertools.combinations([("a", 1), ("b", "x"), ("c", True), ("zz", None)], size)
 ] + [{"a": "s"}, {"a": 5, "b": 1}, {"b": "y", "zz": 7}]
-ARRAYS: list[Any] = [
-    [],
-    [1],
-    ["a"],
-    [1, 1],
-    [1, 2],
-    ["a", "b"],
-    ["b", "a"],
-    ["a", "a"],
-    [[]],
-    [{}],
-]
+ARRAYS: list[Any] = [[], [1], ["a"], [1, 1], [1, 2], ["a", "b"], ["b", "a"], ["a", "a"], [[]], [{}]]
 VALUES = [*ATOMS, *OBJECTS, *ARRAYS]
 PROPERTIES = {"a": {}, "b": {}, "c": {}, "zz": {}}
 
@@ -60,16 +34,8 @@ SCHEMAS: list[Any] = [
     {"type": "integer", "not": {"enum": [0, 12]}},
     {"not": {"const": {"a": 1}}, "type": "object"},
     {"not": {"enum": [[1], ["a", "b"]]}, "type": "array"},
-    {
-        "type": "object",
-        "properties": PROPERTIES,
-        "not": {"required": ["a", "b"]},
-    },
-    {
-        "type": "object",
-        "properties": PROPERTIES,
-        "not": {"properties": {"a": {"type": "number"}}},
-    },
+    {"type": "object", "properties": PROPERTIES, "not": {"required": ["a", "b"]}},
+    {"type": "object", "properties": PROPERTIES, "not": {"properties": {"a": {"type": "number"}}}},
     {
         "type": "object",
         "properties": PROPERTIES,
@@ -87,10 +53,7 @@ SCHEMAS: list[Any] = [
         "properties": PROPERTIES,
         "oneOf": [{"required": ["a"]}, {"required": ["b"]}, {"required": ["c"]}],
     },
-    {
-        "properties": PROPERTIES,
-        "oneOf": [{"required": ["a"]}, {"required": ["b"]}],
-    },
+    {"properties": PROPERTIES, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
     {
         "oneOf": [
             {"type": "array", "items": {"type": "integer"}},
@@ -101,14 +64,8 @@ SCHEMAS: list[Any] = [
     {
         "type": "object",
         "oneOf": [
-            {
-                "properties": {"a": {"const": 1}},
-                "additionalProperties": False,
-            },
-            {
-                "properties": {"b": {"type": "string"}},
-                "additionalProperties": False,
-            },
+            {"properties": {"a": {"const": 1}}, "additionalProperties": False},
+            {"properties": {"b": {"type": "string"}}, "additionalProperties": False},
         ],
     },
     {
@@ -129,16 +86,8 @@ SCHEMAS: list[Any] = [
         "if": {"properties": {"a": {"const": 1}}, "required": ["a"]},
         "then": {"properties": {"b": {"type": "string"}}},
     },
-    {
-        "type": "object",
-        "properties": PROPERTIES,
-        "dependentRequired": {"a": ["b", "c"]},
-    },
-    {
-        "type": "object",
-        "properties": PROPERTIES,
-        "dependentRequired": {"a": ["b"], "b": ["a"]},
-    },
+    {"type": "object", "properties": PROPERTIES, "dependentRequired": {"a": ["b", "c"]}},
+    {"type": "object", "properties": PROPERTIES, "dependentRequired": {"a": ["b"], "b": ["a"]}},
     {
         "properties": PROPERTIES,
         "dependentSchemas": {"a": {"properties": {"b": {"type": "string"}}}},
@@ -164,44 +113,15 @@ SCHEMAS: list[Any] = [
         "required": ["a", "b"],
         "maxProperties": 1,
     },
-    {
-        "type": "object",
-        "properties": PROPERTIES,
-        "propertyNames": {"maxLength": 1},
-    },
-    {
-        "type": "object",
-        "properties": PROPERTIES,
-        "propertyNames": {"enum": ["a", "zz"]},
-    },
-    {
-        "type": "object",
-        "properties": PROPERTIES,
-        "propertyNames": {"pattern": "^[ab]"},
-    },
+    {"type": "object", "properties": PROPERTIES, "propertyNames": {"maxLength": 1}},
+    {"type": "object", "properties": PROPERTIES, "propertyNames": {"enum": ["a", "zz"]}},
+    {"type": "object", "properties": PROPERTIES, "propertyNames": {"pattern": "^[ab]"}},
     {"propertyNames": False},
-    {
-        "type": "array",
-        "uniqueItems": True,
-        "items": {"enum": ["a", "b"]},
-    },
-    {
-        "type": "array",
-        "uniqueItems": True,
-        "items": {},
-        "maxItems": 1,
-    },
-    {
-        "type": "array",
-        "uniqueItems": True,
-        "items": {"enum": [1, 2, "a"]},
-        "minItems": 2,
-    },
+    {"type": "array", "uniqueItems": True, "items": {"enum": ["a", "b"]}},
+    {"type": "array", "uniqueItems": True, "items": {}, "maxItems": 1},
+    {"type": "array", "uniqueItems": True, "items": {"enum": [1, 2, "a"]}, "minItems": 2},
     {"type": "string", "format": "no-such-format"},
-    {
-        "$defs": {"s": {"type": "string"}},
-        "not": {"$ref": "#/$defs/s"},
-    },
+    {"$defs": {"s": {"type": "string"}}, "not": {"$ref": "#/$defs/s"}},
     {
         "properties": {
             "a": {"oneOf": [{"type": "integer"}, {"type": "string"}]},
@@ -235,11 +155,7 @@ def test_negation_is_complement():
         {"properties": {"a": {"type": "number"}, "b": False}},
         {"minimum": 1},
         {"maxLength": 1},
-        {
-            "type": "object",
-            "properties": {"a": {}},
-            "additionalProperties": False,
-        },
+        {"type": "object", "properties": {"a": {}}, "additionalProperties": False},
         {"oneOf": [{"required": ["a"]}, {"minProperties": 2}]},
         {"exclusiveMaximum": 2.5},
         {"minItems": 2},
@@ -271,13 +187,7 @@ NARROWED: list[tuple[Any, list[Any], list[Any]]] = [
             ],
         },
         [{"a": ["x"]}, {"b": [None]}, {"a": [], "c": 1}],
-        [
-            {},
-            {"a": [], "b": []},
-            {"a": [1]},
-            {"a": ["x"], "b": [None]},
-            {"c": 1},
-        ],
+        [{}, {"a": [], "b": []}, {"a": [1]}, {"a": ["x"], "b": [None]}, {"c": 1}],
     ),
     # A narrowed option leaves out valid values. The other options must not allow these values.
     (
@@ -310,19 +220,12 @@ NARROWED: list[tuple[Any, list[Any], list[Any]]] = [
     [
         {"propertyNames": {"enum": ["a_b"]}},
         {"propertyNames": {"pattern": "^a_b$"}},
-        {
-            "patternProperties": {"^(a_b)$": {"type": "integer"}},
-            "additionalProperties": False,
-        },
+        {"patternProperties": {"^(a_b)$": {"type": "integer"}}, "additionalProperties": False},
     ],
 )
 def test_pattern_of_listed_names_allows_no_extra_key(part: dict[str, Any]) -> None:
     """A pattern that matches only listed names applies to them and allows no further property."""
-    schema = {
-        "type": "object",
-        "properties": {"a_b": {"enum": [1, "x"]}},
-        **part,
-    }
+    schema = {"type": "object", "properties": {"a_b": {"enum": [1, "x"]}}, **part}
     grammar = Grammar(rewrite(schema).schema)
     texts: list[bytes] = []
 
@@ -360,14 +263,8 @@ def test_one_of_option_is_never_narrowed_to_nothing():
         "type": "object",
         "required": ["a"],
         "oneOf": [
-            {
-                "properties": {"a": {"type": "string", "pattern": "x+"}},
-                "required": ["a"],
-            },
-            {
-                "properties": {"a": {"type": "string", "pattern": "y+"}},
-                "required": ["a"],
-            },
+            {"properties": {"a": {"type": "string", "pattern": "x+"}}, "required": ["a"]},
+            {"properties": {"a": {"type": "string", "pattern": "y+"}}, "required": ["a"]},
         ],
     }
     new = rewrite(schema)
@@ -391,14 +288,7 @@ def test_negation_raises_for_inexpressible_complements():
 
 
 LABEL = "a" * 63
-HOSTS = [
-    "a",
-    "1host",
-    "a--b.com",
-    "A-1.example",
-    f"{LABEL}.com",
-    ".".join([LABEL] * 3) + ".b",
-]
+HOSTS = ["a", "1host", "a--b.com", "A-1.example", f"{LABEL}.com", ".".join([LABEL] * 3) + ".b"]
 NO_HOSTS = [
     "",
     ".",

@@ -29,22 +29,13 @@ pytest.importorskip("llguidance")
 # with an invalid value that the closest form accepts.
 INEXACT: list[tuple[Any, str, str, Any]] = [
     (
-        {
-            "type": "array",
-            "items": {"type": "string"},
-            "uniqueItems": True,
-        },
+        {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
         "#",
         "uniqueItems",
         ["a", "a"],
     ),
     (
-        {
-            "type": "array",
-            "items": {},
-            "uniqueItems": True,
-            "x-guidance": {"lenient": True},
-        },
+        {"type": "array", "items": {}, "uniqueItems": True, "x-guidance": {"lenient": True}},
         "#",
         "uniqueItems",
         [1, 1],
@@ -80,21 +71,13 @@ INEXACT: list[tuple[Any, str, str, Any]] = [
         {"a": 1},
     ),
     (
-        {
-            "unevaluatedProperties": False,
-            "anyOf": [{"properties": {"a": True}}, True],
-        },
+        {"unevaluatedProperties": False, "anyOf": [{"properties": {"a": True}}, True]},
         "#",
         "unevaluatedProperties",
         {"a": 1},
     ),
     (
-        {
-            "type": "array",
-            "contains": {"const": 1},
-            "maxContains": 1,
-            "maxItems": 3,
-        },
+        {"type": "array", "contains": {"const": 1}, "maxContains": 1, "maxItems": 3},
         "#",
         "contains",
         [1, 1],
@@ -103,12 +86,7 @@ INEXACT: list[tuple[Any, str, str, Any]] = [
 
 
 @pytest.mark.parametrize("schema, pointer, keyword, value", INEXACT, ids=lambda x: str(x)[:30])
-def test_route_reports_unenforced_keyword_and_pointer(
-    schema,
-    pointer,
-    keyword,
-    value,
-):
+def test_route_reports_unenforced_keyword_and_pointer(schema, pointer, keyword, value):
     """The closest form of the schema accepts an invalid value, and is used only with partial=True.
 
     LLGuidance's own options (``x-guidance``) have no effect if a schema contains them.
@@ -227,11 +205,7 @@ def test_grammar_check_refuses_malformed_schemas():
         {"patternProperties": {"(": {}}},
         {"$ref": "#/x", "x": {"properties": [1]}},
         {"$ref": "#/x", "x": {"not": {"enum": 3}}},
-        {
-            "type": "array",
-            "uniqueItems": True,
-            "items": {"enum": list(range(300))},
-        },
+        {"type": "array", "uniqueItems": True, "items": {"enum": list(range(300))}},
     ]
     for schema in nonsense:
         with pytest.raises(GrammarError, match="JSON schema: ") as caught:
@@ -267,40 +241,22 @@ ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{"c": 1}, {"b": 1}],
     ),
     "unevaluated, all seen": (
-        {
-            "type": "object",
-            "additionalProperties": {"type": "null"},
-            **REST,
-        },
+        {"type": "object", "additionalProperties": {"type": "null"}, **REST},
         [{"a": None}],
         [{"a": 1}],
     ),
     "unevaluatedItems": (
-        {
-            "type": "array",
-            "prefixItems": [True],
-            "unevaluatedItems": False,
-        },
+        {"type": "array", "prefixItems": [True], "unevaluatedItems": False},
         [[1], []],
         [[1, 2]],
     ),
     "contains": (
-        {
-            "type": "array",
-            "items": {"type": "integer"},
-            "contains": {"const": 1},
-            "maxItems": 3,
-        },
+        {"type": "array", "items": {"type": "integer"}, "contains": {"const": 1}, "maxItems": 3},
         [[1], [2, 1], [2, 2, 1], [1, 1]],
         [[], [2], [2, 2, 2], ["x", 1]],
     ),
     "contains twice": (
-        {
-            "type": "array",
-            "contains": {"const": 1},
-            "minContains": 2,
-            "maxItems": 3,
-        },
+        {"type": "array", "contains": {"const": 1}, "minContains": 2, "maxItems": 3},
         [[1, 1], [1, 2, 1]],
         [[1], [1, 2]],
     ),
@@ -309,11 +265,7 @@ ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
         {
             "$dynamicRef": "#n",
             "$defs": {
-                "n": {
-                    "$dynamicAnchor": "n",
-                    "type": "array",
-                    "items": {"$dynamicRef": "#n"},
-                }
+                "n": {"$dynamicAnchor": "n", "type": "array", "items": {"$dynamicRef": "#n"}}
             },
         },
         [[], [[]]],
@@ -504,10 +456,7 @@ def test_routed_schema_follows_the_standard():
 
 def node(**more: Any) -> dict[str, Any]:
     """Return a recursive object schema."""
-    return {
-        "type": "object",
-        "properties": {"v": {"type": "integer"}, "n": {"$ref": "#"}},
-    } | more
+    return {"type": "object", "properties": {"v": {"type": "integer"}, "n": {"$ref": "#"}}} | more
 
 
 ENDLESS: dict[str, Any] = {
@@ -518,21 +467,11 @@ ENDLESS: dict[str, Any] = {
     },
     "a required property": node(required=["n"]),
     "an item": {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
-    "a first item": {
-        "type": "array",
-        "prefixItems": [True, {"$ref": "#"}],
-        "minItems": 2,
-    },
+    "a first item": {"type": "array", "prefixItems": [True, {"$ref": "#"}], "minItems": 2},
     "every option": {"anyOf": [node(required=["n"]), {"$ref": "#"}]},
     "a conjunct": {"allOf": [{"type": "integer"}, {"$ref": "#"}]},
-    "far away": {
-        "$ref": "#/x/y~1z/0",
-        "x": {"y/z": [{"oneOf": [{"$ref": "#/x/y~1z/0"}]}]},
-    },
-    "quoted": {
-        "$ref": "#/$defs/a%20b",
-        "$defs": {"a b": {"$ref": "#/$defs/a%20b"}},
-    },
+    "far away": {"$ref": "#/x/y~1z/0", "x": {"y/z": [{"oneOf": [{"$ref": "#/x/y~1z/0"}]}]}},
+    "quoted": {"$ref": "#/$defs/a%20b", "$defs": {"a b": {"$ref": "#/$defs/a%20b"}}},
 }
 #: Schemas that refer to themselves, each with a value that satisfies it.
 FINITE: dict[str, tuple[Any, Any]] = {
@@ -542,19 +481,11 @@ FINITE: dict[str, tuple[Any, Any]] = {
     "no items": ({"type": "array", "items": {"$ref": "#"}}, []),
     "an option": ({"anyOf": [node(required=["n"]), {"type": "null"}]}, None),
     "the second of two": (
-        {
-            "type": "array",
-            "prefixItems": [True, {"$ref": "#"}],
-            "minItems": 1,
-        },
+        {"type": "array", "prefixItems": [True, {"$ref": "#"}], "minItems": 1},
         [0],
     ),
     "a name that is no keyword": (
-        {
-            "type": "object",
-            "properties": {"$ref": {"type": "integer"}},
-            "required": ["$ref"],
-        },
+        {"type": "object", "properties": {"$ref": {"type": "integer"}}, "required": ["$ref"]},
         {"$ref": 1},
     ),
     "elsewhere": ({"anyOf": [{"type": "null"}, {"$ref": "http://localhost/x"}]}, None),

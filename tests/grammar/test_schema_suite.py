@@ -45,11 +45,7 @@ REFUSED = {
 }
 #: Tests of the suite whose wrong results are ignored: large numbers that grammars do not produce,
 #: and annotations of string content.
-EXEMPT = (
-    "draft7/optional/bignum#",
-    "draft7/optional/content#",
-    "draft7/optional/float-overflow#0",
-)
+EXEMPT = ("draft7/optional/bignum#", "draft7/optional/content#", "draft7/optional/float-overflow#0")
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -114,12 +110,7 @@ def test_json_schema_test_suite(shared_data: Path, key_order: Any):
 
 
 @pytest.mark.parametrize("share, timeout_s", [(6, 3), pytest.param(25, 5, marks=pytest.mark.full)])
-def test_real_schemas_accept_no_invalid_instance(
-    shared_data,
-    serve,
-    share,
-    timeout_s,
-):
+def test_real_schemas_accept_no_invalid_instance(shared_data, serve, share, timeout_s):
     """No invalid instance is accepted, and most valid instances are.
 
     Some valid instances are not accepted, because the grammar fixes the order of keys and forbids

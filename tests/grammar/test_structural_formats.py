@@ -273,10 +273,7 @@ def test_special_tokens_delimit_a_tag(service):
         ({"type": "nothing"}, r"format\.type: must be one of any_text, .*, got 'nothing'"),
         (form("any_tokens"), r"format\.type: must be one of"),
         (sequence(), r"format\.elements: must have at least one element"),
-        (
-            sequence(const("a"), form("regex")),
-            r"elements\[1\]: regex needs the field 'pattern'",
-        ),
+        (sequence(const("a"), form("regex")), r"elements\[1\]: regex needs the field 'pattern'"),
         (sequence(form("regex", pattern=1)), r"elements\[0\]\.pattern: must be a string, got 1"),
         (tag("<a>", FREE, []), r"format\.end: must have at least one element"),
         (tag("<a>", FREE, ""), r"at least one end string must be non-empty"),

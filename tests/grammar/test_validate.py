@@ -43,11 +43,7 @@ def test_router_refuses_pattern_with_catastrophic_backtracking():
 
 
 def test_check_output_applies_formats_and_rejects_non_json_numbers():
-    schema = {
-        "type": "array",
-        "uniqueItems": True,
-        "items": {"format": "date"},
-    }
+    schema = {"type": "array", "uniqueItems": True, "items": {"format": "date"}}
     assert check_output(schema, '["2024-02-29"]') and check_output({"type": "number"}, "1.5")
     for text in ('["2024-02-29", "2024-02-29"]', '["2023-02-29"]', '["2024-02-29"'):
         assert not check_output(schema, text)

@@ -156,10 +156,7 @@ STRINGS = [
     ({"type": "string", "minLength": 1}, False),
     ({"type": "string", "maxLength": 5}, False),
     (closed(properties={"a": {"type": ["null", "string"], "maxLength": 3}}), False),
-    (
-        closed(propertyNames={"type": "string", "maxLength": 3}, additionalProperties={}),
-        False,
-    ),
+    (closed(propertyNames={"type": "string", "maxLength": 3}, additionalProperties={}), False),
     ({"type": "string", "format": "json-pointer"}, False),
     *(({"type": "string", "pattern": pattern}, safe) for pattern, safe in PATTERNS),
     *((closed(patternProperties={pattern: {"type": "null"}}), safe) for pattern, safe in PATTERNS),

@@ -42,16 +42,7 @@ class Rounds:
         Arguments of `TreePlan`; None for a chain.
     """
 
-    def __init__(
-        self,
-        device,
-        stream,
-        target,
-        folder: Path,
-        drafts: int,
-        tokens=None,
-        tree=None,
-    ):
+    def __init__(self, device, stream, target, folder: Path, drafts: int, tokens=None, tree=None):
         self.device = device
         self.stream = stream
         self.lane = StreamLane(stream)
@@ -82,28 +73,12 @@ class Rounds:
             draft_vocab=drafter.vocab.size,
         )
 
-    def _load_drafter(
-        self,
-        target,
-        folder,
-        drafts,
-        tree,
-    ):
+    def _load_drafter(self, target, folder, drafts, tree):
         """Load the drafter with separate float32 caches."""
 
-        def make_cache(
-            layers,
-            kv_heads,
-            head_dim,
-            dtype,
-        ):
+        def make_cache(layers, kv_heads, head_dim, dtype):
             config = SimpleNamespace(num_key_value_heads=kv_heads, head_dim=head_dim, dtype=dtype)
-            return model_util.make_cache(
-                self.device,
-                config,
-                layers,
-                dtype="float32",
-            )
+            return model_util.make_cache(self.device, config, layers, dtype="float32")
 
         context = SimpleNamespace(
             device=self.device,
@@ -126,21 +101,9 @@ class Rounds:
         features = np.zeros((SLOTS, LENGTH, size), np.float32)
         for slot in range(SLOTS):
             for kv in (target.kv, *self.drafter.caches):
-                model_util.allocate_pages(
-                    self.stream,
-                    kv,
-                    slot,
-                    LENGTH + MAX_DRAFTS,
-                )
+                model_util.allocate_pages(self.stream, kv, slot, LENGTH + MAX_DRAFTS)
             output = self.device.zeros((LENGTH, size), "float32")
-            model_util.forward(
-                self.stream,
-                target,
-                self.tokens[slot],
-                slot,
-                range(LENGTH),
-                output,
-            )
+            model_util.forward(self.stream, target, self.tokens[slot], slot, range(LENGTH), output)
             features[slot] = output.to_host()
         return features
 
@@ -167,10 +130,7 @@ class Rounds:
         """Process a prompt in chunks. Its last token is at the last position of `chunks`."""
         for begin, end in itertools.pairwise(chunks):
             rows = model_util.make_rows(
-                self.device,
-                self.tokens[slot, begin + 1 : end + 1],
-                slot,
-                range(begin, end),
+                self.device, self.tokens[slot, begin + 1 : end + 1], slot, range(begin, end)
             )
             features = model_util.upload(self.device, self.features[slot, begin:end])
             self.drafter.prefill(self.lane, rows, rows, features)

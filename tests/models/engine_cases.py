@@ -18,10 +18,7 @@ from graft.models.drafters.load import make_drafter
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.request import Request
 
-MODES = {
-    "greedy": {},
-    "coupled": {"temperature": 0.9, "top_p": 0.95, "verify": "coupled"},
-}
+MODES = {"greedy": {}, "coupled": {"temperature": 0.9, "top_p": 0.95, "verify": "coupled"}}
 
 
 def workload(**options):
@@ -37,33 +34,12 @@ def workload(**options):
         requests[index] = replace(requests[index], max_tokens=max_tokens)
     free = Request(tokens=[300, 301, 302], max_tokens=40)
     requests += [replace(free, stop=["e", "a"]), replace(free, tokens=[41]), free]
-    penalties = {
-        "presence_penalty": 1.0,
-        "frequency_penalty": 0.5,
-        "repetition_penalty": 1.2,
-    }
+    penalties = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
     requests += [
-        replace(
-            requests[1],
-            repetition_penalty=1.4,
-            min_tokens=9,
-            logprobs=2,
-        ),
+        replace(requests[1], repetition_penalty=1.4, min_tokens=9, logprobs=2),
         replace(requests[3], **penalties, logit_bias={t: 2.0 for t in range(40, 90)}),
-        replace(
-            free,
-            **penalties,
-            banned_ids=range(100, 200, 3),
-            logprobs=0,
-            stop=["e", "a"],
-        ),
-        replace(
-            free,
-            allowed_ids=range(4, 400),
-            min_tokens=20,
-            logprobs=20,
-            presence_penalty=-1.5,
-        ),
+        replace(free, **penalties, banned_ids=range(100, 200, 3), logprobs=0, stop=["e", "a"]),
+        replace(free, allowed_ids=range(4, 400), min_tokens=20, logprobs=20, presence_penalty=-1.5),
     ]
     numbered = []
     for i, request in enumerate(requests):
@@ -128,13 +104,7 @@ class RandomDrafter:
             if self.modules:
                 make_tiny_mtp(Path(folder), config, modules=self.modules)
             else:
-                make_tiny_dflash(
-                    Path(folder),
-                    config,
-                    layers=(0, 2),
-                    block=5,
-                    rank=self.rank,
-                )
+                make_tiny_dflash(Path(folder), config, layers=(0, 2), block=5, rank=self.rank)
             return make_drafter(folder, context)
 
 
@@ -209,17 +179,7 @@ def random_lengths(lengths, seed):
 CASCADE = partial(CascadeDrafter, first=NGram)
 LOOKUP_CASCADE = partial(CASCADE, then=DRAFTER)
 DFLASH = DEMO / "dflash"
-TREE_PATHS = [
-    (0,),
-    (1,),
-    (2,),
-    (0, 0),
-    (0, 1),
-    (1, 0),
-    (0, 0, 0),
-    (0, 0, 1),
-    (0, 0, 0, 0),
-]
+TREE_PATHS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)]
 GROWN_TREE = {"draft_length": 5, "draft_tree": (2, 3)}
 #: Engine options for each drafter, as a chain and as a tree.
 DRAFTER_OPTIONS = {
@@ -252,30 +212,12 @@ MORE_TREE_OPTIONS = {
 #: times. The first `NUM_QUICK` run in the quick suite.
 ENGINE_OPTIONS = [
     {"max_batch_size": 1, "mask_drafts": False},
-    {
-        "max_batch_size": 4,
-        "grammar_threads": 2,
-        "grammar_budget_us": 1.0,
-    },
-    {
-        "max_batch_size": 5,
-        "pages": 40,
-        "page_size": 16,
-        "max_length": 400,
-    },
-    {
-        "max_batch_size": 8,
-        "grammar_transport": "mailbox",
-        "programmatic": False,
-    },
+    {"max_batch_size": 4, "grammar_threads": 2, "grammar_budget_us": 1.0},
+    {"max_batch_size": 5, "pages": 40, "page_size": 16, "max_length": 400},
+    {"max_batch_size": 8, "grammar_transport": "mailbox", "programmatic": False},
     {"max_batch_size": 3, "composition": "two"},
     {"max_batch_size": 3, "draft_length": "auto"},
-    {
-        "max_batch_size": 3,
-        "drafter": DFLASH,
-        "draft_masking": "probe",
-        "forced_drafts": True,
-    },
+    {"max_batch_size": 3, "drafter": DFLASH, "draft_masking": "probe", "forced_drafts": True},
 ]
 NUM_QUICK = len(ENGINE_OPTIONS)
 for drafter_options in (*DRAFTER_OPTIONS.values(), *MORE_TREE_OPTIONS.values()):
@@ -288,192 +230,50 @@ ENGINE_OPTIONS += [
     {"max_batch_size": 3, "draft_masking": "optimistic", "draft_length": "auto"},
     {"max_batch_size": 4, "draft_masking": "optimistic", "grammar_budget_us": 1.0},
     {"max_batch_size": 3, "speculation": False},
-    {
-        "max_batch_size": 6,
-        "grammar_transport": "spinkernel",
-        "draft_length": 2,
-    },
-    {
-        "max_batch_size": 3,
-        "drafter": partial(Suffix, public=True),
-        "draft_length": 5,
-    },
-    {
-        "max_batch_size": 5,
-        "mask_drafts": False,
-        "draft_length": 1,
-        "overlap": False,
-    },
-    {
-        "max_batch_size": 4,
-        "draft_length": 20,
-        "draft_tree": (4, 5),
-        "mask_drafts": False,
-    },
-    {
-        "max_batch_size": 3,
-        "drafter": partial(CASCADE, then=RandomDrafter(3)),
-    },
-    {
-        "max_batch_size": 3,
-        "draft_length": 9,
-        "draft_tree": TREE_PATHS,
-    },
-    {
-        "max_batch_size": 2,
-        "drafter": partial(NGram, longest=2, public=True, oldest=True),
-    },
-    {
-        "max_batch_size": 2,
-        "drafter": partial(NGram, match="all", drafts=2),
-    },
-    {
-        "max_batch_size": 3,
-        "drafter": partial(CascadeDrafter, first=Suffix, then=DRAFTER),
-    },
-    {
-        "max_batch_size": 2,
-        "drafter": DFLASH,
-        "draft_length": 9,
-        "draft_tree": TREE_PATHS,
-    },
-    {
-        "max_batch_size": 3,
-        "draft_length": 9,
-        "draft_tree": TREE_PATHS,
-        "mask_drafts": False,
-    },
+    {"max_batch_size": 6, "grammar_transport": "spinkernel", "draft_length": 2},
+    {"max_batch_size": 3, "drafter": partial(Suffix, public=True), "draft_length": 5},
+    {"max_batch_size": 5, "mask_drafts": False, "draft_length": 1, "overlap": False},
+    {"max_batch_size": 4, "draft_length": 20, "draft_tree": (4, 5), "mask_drafts": False},
+    {"max_batch_size": 3, "drafter": partial(CASCADE, then=RandomDrafter(3))},
+    {"max_batch_size": 3, "draft_length": 9, "draft_tree": TREE_PATHS},
+    {"max_batch_size": 2, "drafter": partial(NGram, longest=2, public=True, oldest=True)},
+    {"max_batch_size": 2, "drafter": partial(NGram, match="all", drafts=2)},
+    {"max_batch_size": 3, "drafter": partial(CascadeDrafter, first=Suffix, then=DRAFTER)},
+    {"max_batch_size": 2, "drafter": DFLASH, "draft_length": 9, "draft_tree": TREE_PATHS},
+    {"max_batch_size": 3, "draft_length": 9, "draft_tree": TREE_PATHS, "mask_drafts": False},
     {"max_batch_size": 3, "composition": "two", "mask_drafts": False},
-    {
-        "max_batch_size": 4,
-        "composition": "two",
-        "draft_masking": "probe",
-        "draft_length": 5,
-    },
-    {
-        "max_batch_size": 2,
-        "composition": "two",
-        "grammar_transport": "mailbox",
-    },
-    {
-        "max_batch_size": 3,
-        "composition": "two",
-        "draft_length": 7,
-        "draft_tree": (3, 3),
-    },
-    {
-        "max_batch_size": 3,
-        "composition": "two",
-        "speculation": False,
-        "forced_drafts": True,
-    },
-    {
-        "max_batch_size": 3,
-        "composition": "two",
-        "drafter": LOOKUP_CASCADE,
-        "draft_length": 4,
-    },
+    {"max_batch_size": 4, "composition": "two", "draft_masking": "probe", "draft_length": 5},
+    {"max_batch_size": 2, "composition": "two", "grammar_transport": "mailbox"},
+    {"max_batch_size": 3, "composition": "two", "draft_length": 7, "draft_tree": (3, 3)},
+    {"max_batch_size": 3, "composition": "two", "speculation": False, "forced_drafts": True},
+    {"max_batch_size": 3, "composition": "two", "drafter": LOOKUP_CASCADE, "draft_length": 4},
     {
         "max_batch_size": 4,
         "drafter": partial(CascadeDrafter, first=UserDrafter.of(propose_repeat), then=DRAFTER),
     },
-    {
-        "max_batch_size": 2,
-        "drafter": LOOKUP_CASCADE,
-        "mask_drafts": False,
-    },
-    {
-        "max_batch_size": 3,
-        "drafter": LOOKUP_CASCADE,
-        "draft_masking": "probe",
-    },
-    {
-        "max_batch_size": 3,
-        "drafter": TARGET,
-        "draft_masking": "probe",
-    },
-    {
-        "max_batch_size": 2,
-        "draft_length": 63,
-        "draft_tree": (8, 8),
-        "grammar_budget_us": 1.0,
-    },
-    {
-        "max_batch_size": 2,
-        "drafter": RandomDrafter(1),
-        "draft_length": 2,
-        "draft_masking": "probe",
-    },
-    {
-        "max_batch_size": 3,
-        "drafter": partial(CASCADE, then=DFLASH),
-        "mask_drafts": False,
-    },
-    {
-        "max_batch_size": 3,
-        "drafter": partial(CASCADE, then=RandomDrafter(rank=8)),
-    },
+    {"max_batch_size": 2, "drafter": LOOKUP_CASCADE, "mask_drafts": False},
+    {"max_batch_size": 3, "drafter": LOOKUP_CASCADE, "draft_masking": "probe"},
+    {"max_batch_size": 3, "drafter": TARGET, "draft_masking": "probe"},
+    {"max_batch_size": 2, "draft_length": 63, "draft_tree": (8, 8), "grammar_budget_us": 1.0},
+    {"max_batch_size": 2, "drafter": RandomDrafter(1), "draft_length": 2, "draft_masking": "probe"},
+    {"max_batch_size": 3, "drafter": partial(CASCADE, then=DFLASH), "mask_drafts": False},
+    {"max_batch_size": 3, "drafter": partial(CASCADE, then=RandomDrafter(rank=8))},
     {
         "max_batch_size": 4,
         "drafter": RandomDFlash2(),
         "draft_masking": "probe",
         "forced_drafts": True,
     },
-    {
-        "max_batch_size": 3,
-        "drafter": RandomDFlash2(40),
-        "draft_length": 9,
-        "draft_tree": (3, 4),
-    },
-    {
-        "max_batch_size": 2,
-        "drafter": partial(CASCADE, then=RandomDFlash2()),
-        "mask_drafts": False,
-    },
-    {
-        "max_batch_size": 2,
-        "drafter": RandomDFlash2(),
-        "draft_length": "auto",
-        "composition": "two",
-    },
-    {
-        "max_batch_size": 2,
-        "drafter": partial(CASCADE, then=RandomDrafter(1)),
-        "draft_length": 4,
-    },
-    {
-        "max_batch_size": 3,
-        "draft_length": "auto",
-        "draft_masking": "probe",
-    },
-    {
-        "max_batch_size": 3,
-        "draft_length": "auto",
-        "mask_drafts": False,
-        "overlap": False,
-    },
-    {
-        "max_batch_size": 2,
-        "draft_length": "auto",
-        "drafter": RandomDrafter(3),
-    },
-    {
-        "max_batch_size": 2,
-        "draft_length": "auto",
-        "composition": "two",
-    },
-    {
-        "max_batch_size": 2,
-        "draft_length": "auto",
-        "forced_drafts": True,
-        "grammar_budget_us": 1.0,
-    },
-    {
-        "max_batch_size": 3,
-        "drafter": DFLASH,
-        "draft_masking": "probe",
-        "grammar_budget_us": 1.0,
-    },
+    {"max_batch_size": 3, "drafter": RandomDFlash2(40), "draft_length": 9, "draft_tree": (3, 4)},
+    {"max_batch_size": 2, "drafter": partial(CASCADE, then=RandomDFlash2()), "mask_drafts": False},
+    {"max_batch_size": 2, "drafter": RandomDFlash2(), "draft_length": "auto", "composition": "two"},
+    {"max_batch_size": 2, "drafter": partial(CASCADE, then=RandomDrafter(1)), "draft_length": 4},
+    {"max_batch_size": 3, "draft_length": "auto", "draft_masking": "probe"},
+    {"max_batch_size": 3, "draft_length": "auto", "mask_drafts": False, "overlap": False},
+    {"max_batch_size": 2, "draft_length": "auto", "drafter": RandomDrafter(3)},
+    {"max_batch_size": 2, "draft_length": "auto", "composition": "two"},
+    {"max_batch_size": 2, "draft_length": "auto", "forced_drafts": True, "grammar_budget_us": 1.0},
+    {"max_batch_size": 3, "drafter": DFLASH, "draft_masking": "probe", "grammar_budget_us": 1.0},
     {
         "max_batch_size": 2,
         "drafter": DFLASH,

@@ -23,12 +23,7 @@ ROUND = "models/round/kernels/round.cu"
 #: Unconstrained request.
 FREE = Request(tokens=[300, 301, 302], max_tokens=40)
 #: Unconstrained request that generates `max_tokens` tokens.
-LONG = Request(
-    tokens=[300, 301, 302],
-    max_tokens=1000,
-    temperature=4.0,
-    seed=1,
-)
+LONG = Request(tokens=[300, 301, 302], max_tokens=1000, temperature=4.0, seed=1)
 #: Text in the kernel file `ROUND`, and a replacement that assigns forward rows to the drafts of
 #: arbitrary requests instead of the drafts most likely to be accepted.
 UNEVEN_DRAFTS = (
@@ -44,12 +39,7 @@ def demo_engine(*, speculation: bool = True, drafter: Any = DRAFTER, **options: 
     return Engine(TARGET, drafter, **options)
 
 
-def patch_kernel_source(
-    monkeypatch: pytest.MonkeyPatch,
-    path: str,
-    old: str,
-    new: str,
-) -> None:
+def patch_kernel_source(monkeypatch: pytest.MonkeyPatch, path: str, old: str, new: str) -> None:
     """Replace a text in a kernel source file. Kernels that are loaded later use the changed source.
 
     Parameters
@@ -111,13 +101,7 @@ class FixedDraftLengths:
         return next(self._lengths)
 
     def record_acceptance(
-        self,
-        request: Any,
-        bucket: int,
-        length: int,
-        capacity: int,
-        num_known: int,
-        accepted: int,
+        self, request: Any, bucket: int, length: int, capacity: int, num_known: int, accepted: int
     ) -> None:
         assert accepted <= num_known <= capacity
         assert accepted <= bucket * length

@@ -139,10 +139,7 @@ class Interleaving:
         ]
         toy.inputs, toy.outputs, timeline = self.rings
         toy.decoder = SteppingDecoder(
-            toy.exchange,
-            masked_drafts=toy.masked,
-            max_in_flight=max(entries, 2),
-            threads=1,
+            toy.exchange, masked_drafts=toy.masked, max_in_flight=max(entries, 2), threads=1
         )
         for part in (*self.rings, toy.decoder):
             part.toy = toy
@@ -167,9 +164,7 @@ class Interleaving:
             for drafts in range(k + 1)
         }
         modes = LaunchModes(
-            graphs,
-            chooses_loops=self.choice is not None,
-            chooses_promotion=self.choice is not None,
+            graphs, chooses_loops=self.choice is not None, chooses_promotion=self.choice is not None
         )
         if self.choice is not None:
             modes.choice = self.choice
@@ -192,10 +187,7 @@ class Interleaving:
         if self.has_loops:
             replays = LoopReplays(parts, toy, budget, toy.control)
             modes.loops = Loops(
-                replays,
-                manager,
-                DraftMode.chain(k),
-                has_automata=self.has_automata,
+                replays, manager, DraftMode.chain(k), has_automata=self.has_automata
             )
         for key in graphs:
             for place in modes.loops.grammar_places if modes.loops else ():

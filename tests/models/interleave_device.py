@@ -43,11 +43,7 @@ from graft.sampling.exchange import Exchange
 from graft.sampling.state import SlotRequest
 
 PAGE = 4
-HOST_STEPS = {
-    "open": "open_work",
-    "commit": "commit_work",
-    "fill": "draft_work",
-}
+HOST_STEPS = {"open": "open_work", "commit": "commit_work", "fill": "draft_work"}
 
 
 class Hang(AssertionError):
@@ -145,13 +141,7 @@ class LanguageDecision(Decision):
             self.starved += 1
         return state in USABLE and self.rng.random() < self.stall
 
-    def target(
-        self,
-        slot: SteppingSlot,
-        node: int,
-        position: int,
-        legal: tuple[int, ...],
-    ) -> int:
+    def target(self, slot: SteppingSlot, node: int, position: int, legal: tuple[int, ...]) -> int:
         return choose(slot.contexts[node], slot.seed, legal)
 
     def draft(self, slot: SteppingSlot, j: int, legal: tuple[int, ...] | None) -> int:
@@ -166,13 +156,7 @@ class LanguageDecision(Decision):
 class SteppingCache(PagedKV):
     """The real page allocator with simulated memory and page table."""
 
-    def __init__(
-        self,
-        device: SteppingDevice,
-        slots: int,
-        pages: int,
-        length: int,
-    ):
+    def __init__(self, device: SteppingDevice, slots: int, pages: int, length: int):
         self.toy = device
         self.slots = slots
         self.page_size = PAGE
@@ -323,12 +307,7 @@ class SteppingDevice:
             pass
 
     def run(
-        self,
-        lane: Any,
-        slot: int,
-        tokens: Sequence[int],
-        cached: int,
-        max_rows: Callable[[], int],
+        self, lane: Any, slot: int, tokens: Sequence[int], cached: int, max_rows: Callable[[], int]
     ) -> Iterator[PrefillChunk]:
         """Simulate `Prefill.run`.
 

@@ -43,32 +43,16 @@ def download(stream: Any, array: Any) -> np.ndarray:
     return array.to_host()
 
 
-def make_rows(
-    device: Any,
-    token: Any,
-    slot: Any,
-    pos: Any,
-) -> Rows:
+def make_rows(device: Any, token: Any, slot: Any, pos: Any) -> Rows:
     """Create rows from host lists; a scalar slot applies to all rows."""
     count = len(token)
     slots = np.broadcast_to(np.asarray(slot, dtype=np.int32), (count,))
     return Rows(upload_ints(device, token), upload_ints(device, slots), upload_ints(device, pos))
 
 
-def make_cache(
-    device: Any,
-    config: Any,
-    layers: int | None = None,
-    **changes: Any,
-) -> PagedKV:
+def make_cache(device: Any, config: Any, layers: int | None = None, **changes: Any) -> PagedKV:
     """Create a KV cache for a model, by default with 3 slots of 64 positions in pages of 8."""
-    sizes = {
-        "pages": 40,
-        "page_size": 8,
-        "slots": 3,
-        "max_pages_per_slot": 8,
-        **changes,
-    }
+    sizes = {"pages": 40, "page_size": 8, "slots": 3, "max_pages_per_slot": 8, **changes}
     of_model = {
         "kv_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
@@ -105,46 +89,24 @@ def load_llama(
 
 
 def load_eagle3(
-    device: Any,
-    folder: Path,
-    target: LlamaModel,
-    *,
-    max_rows: int = 64,
-    **cache: Any,
+    device: Any, folder: Path, target: LlamaModel, *, max_rows: int = 64, **cache: Any
 ) -> Eagle3Head:
     """Load an EAGLE-3 head with its own KV cache and set the feature layers of the target."""
     config = Eagle3Config.from_dir(folder)
     kv = make_cache(device, config, config.num_hidden_layers, **cache)
-    head = Eagle3Head(
-        device,
-        config,
-        Checkpoint(folder),
-        target,
-        kv,
-        max_rows=max_rows,
-    )
+    head = Eagle3Head(device, config, Checkpoint(folder), target, kv, max_rows=max_rows)
     target.set_feature_layers(head.feature_layers)
     return head
 
 
-def allocate_pages(
-    stream: Any,
-    kv: PagedKV,
-    slot: int,
-    positions: int,
-) -> None:
+def allocate_pages(stream: Any, kv: PagedKV, slot: int, positions: int) -> None:
     """Allocate the pages of a slot's first positions and update the page table on the device."""
     assert kv.allocate(slot, positions)
     kv.set_table(StreamLane(stream), slot)
 
 
 def forward(
-    stream: Any,
-    model: LlamaModel,
-    token: Any,
-    slot: Any,
-    pos: Any,
-    features: Any = None,
+    stream: Any, model: LlamaModel, token: Any, slot: Any, pos: Any, features: Any = None
 ) -> np.ndarray:
     """Run a forward pass on a stream and return logits [R, vocab]."""
     lane = StreamLane(stream)

@@ -55,12 +55,7 @@ def rotate(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.
     return np.concatenate([first, second], axis=-1)
 
 
-def attention(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    mask: np.ndarray,
-) -> np.ndarray:
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """Return softmax attention: q [Q, heads, d], k and v [T, kv_heads, d], mask [Q, T]."""
     group = q.shape[1] // k.shape[1]
     k = np.repeat(k, group, axis=1)
@@ -80,11 +75,7 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 
 def decoder_layer(
-    w: Weights,
-    prefix: str,
-    config: dict[str, Any],
-    x: np.ndarray,
-    residual: np.ndarray,
+    w: Weights, prefix: str, config: dict[str, Any], x: np.ndarray, residual: np.ndarray
 ) -> np.ndarray:
     """Return the residual stream after one causal layer with attention input `x`."""
     length = x.shape[0]

@@ -30,13 +30,7 @@ def workload() -> list[Request]:
     free = Request(tokens=[300 + i % 90 for i in range(300)], max_tokens=12)
     coupled = {"temperature": 0.9, "top_p": 0.95, "verify": "coupled"}
     return [
-        replace(
-            r,
-            id=str(i),
-            seed=i,
-            logprobs=0,
-            **(coupled if i % 2 else {}),
-        )
+        replace(r, id=str(i), seed=i, logprobs=0, **(coupled if i % 2 else {}))
         for i, r in enumerate([*guided, free])
     ]
 
@@ -89,13 +83,7 @@ def real(ranks: RankGroup) -> None:
     print(
         json.dumps(
             [
-                answers(
-                    ranks,
-                    order,
-                    cache_folder(),
-                    HEAD,
-                    max_batch_size=batch,
-                )
+                answers(ranks, order, cache_folder(), HEAD, max_batch_size=batch)
                 for order, batch in ((1, 1), (-1, 3))
             ]
         )

@@ -29,16 +29,7 @@ SPLIT = 64  # positions per split; splits s and s + 32 belong to the same part
 class Case:
     """Two slots of `length` positions in shuffled pages, with random queries for every position."""
 
-    def __init__(
-        self,
-        device,
-        heads=4,
-        kv_heads=1,
-        dim=64,
-        dtype="bfloat16",
-        length=600,
-        page=16,
-    ):
+    def __init__(self, device, heads=4, kv_heads=1, dim=64, dtype="bfloat16", length=600, page=16):
         rng = np.random.default_rng(length)
         pages = -(-length // page)
         self.device = device
@@ -82,15 +73,7 @@ class Case:
             stored[1, page, inside] = given
             cache.copy_from(upload(self.device, stored, self.kv.dtype).to_host())
 
-    def run(
-        self,
-        lane,
-        slots,
-        positions,
-        run=1,
-        paths=None,
-        queries=None,
-    ):
+    def run(self, lane, slots, positions, run=1, paths=None, queries=None):
         """Add the attention kernel to a lane and return its output array.
 
         Unless `queries` is given, row r uses the query of position ``positions[r]`` of slot
@@ -113,15 +96,7 @@ class Case:
         filler = np.full((count, self.heads * dim), 9, np.float32)
         out = self.device.from_host(filler)
         qkv_on_device = upload(self.device, qkv.reshape(count, -1))
-        self.kernels.attention(
-            lane,
-            qkv_on_device,
-            rows,
-            self.kv,
-            1,
-            self.heads,
-            out,
-        )
+        self.kernels.attention(lane, qkv_on_device, rows, self.kv, 1, self.heads, out)
         return out
 
     def on_stream(self, stream, *args, **more):
@@ -149,49 +124,19 @@ class Case:
         (5, 1, 128, "float16", 16),
     ],
 )
-def test_split_attention_equals_causal_softmax(
-    device,
-    stream,
-    heads,
-    kv_heads,
-    dim,
-    dtype,
-    run,
-):
+def test_split_attention_equals_causal_softmax(device, stream, heads, kv_heads, dim, dtype, run):
     """Rows at all boundaries of steps, splits and runs are correct; padding rows give zeros.
 
     The cases have 1 to 18 query heads per KV head, both head sizes and both dtypes.
     """
     case = Case(device, heads, kv_heads, dim, dtype)
     slots = [0, 0, 0, 1, 1, -1, 0, 0, 0, 1, 1, 0, 0, 0, 1, 0]
-    positions = [
-        0,
-        15,
-        16,
-        63,
-        64,
-        5,
-        255,
-        256,
-        -1,
-        257,
-        599,
-        511,
-        512,
-        10**6,
-        31,
-        271,
-    ]
+    positions = [0, 15, 16, 63, 64, 5, 255, 256, -1, 257, 599, 511, 512, 10**6, 31, 271]
     got = case.on_stream(stream, slots, positions, run)
     for r, (s, p) in enumerate(zip(slots, positions, strict=True)):
         is_live = s >= 0 and 0 <= p < 600
         wanted = case.wanted(s, p) if is_live else np.zeros(heads * dim)
-        np.testing.assert_allclose(
-            got[r],
-            wanted,
-            atol=3e-5,
-            err_msg=f"row {r}",
-        )
+        np.testing.assert_allclose(got[r], wanted, atol=3e-5, err_msg=f"row {r}")
 
 
 def test_split_attention_reuses_parts_for_long_rows(device, stream):
@@ -206,12 +151,7 @@ def test_split_attention_reuses_parts_for_long_rows(device, stream):
 
 
 @pytest.mark.parametrize("heads", [4, pytest.param(1, marks=pytest.mark.full)])
-def test_split_attention_is_row_invariant(
-    device,
-    stream,
-    monkeypatch,
-    heads,
-):
+def test_split_attention_is_row_invariant(device, stream, monkeypatch, heads):
     """The result of a row is the same, bit for bit, alone, in prefill chunks and in mixed batches.
 
     Mixed batches contain rows of both slots, so their actual number of rows per slot differs from
@@ -246,11 +186,7 @@ def test_split_attention_is_row_invariant(
 @pytest.mark.skipif(model_util.FORMS[0] != "thread" or "avx512bw" not in CPU, reason="no AVX-512")
 @pytest.mark.parametrize(("dim", "dtype"), [(64, "bfloat16"), (36, "float16")])
 def test_thread_kernels_are_bit_identical_for_all_register_widths(
-    device,
-    stream,
-    monkeypatch,
-    dim,
-    dtype,
+    device, stream, monkeypatch, dim, dtype
 ):
     """The linear and attention kernels give the same bits with and without 64-byte registers.
 
@@ -261,14 +197,7 @@ def test_thread_kernels_are_bit_identical_for_all_register_widths(
     weights = [rounded(np.resize(x, (columns, 100)), dtype) for columns in (7, 130)]
 
     def results():
-        case = Case(
-            device,
-            heads=6,
-            kv_heads=2,
-            dim=dim,
-            dtype=dtype,
-            length=150,
-        )
+        case = Case(device, heads=6, kv_heads=2, dim=dim, dtype=dtype, length=150)
         case.kernels = ModelKernels(device, "thread")
         positions = [*range(90, 130), *range(9, 29), 3, 149]
         slots = [0] * 40 + [1] * 20 + [-1, 1]
@@ -279,12 +208,7 @@ def test_thread_kernels_are_bit_identical_for_all_register_widths(
                 out = device.zeros((rows, len(weight)), "float32")
                 x_on_device = upload(device, x[:rows])
                 weight_on_device = upload(device, weight, dtype)
-                case.kernels.linear(
-                    StreamLane(stream),
-                    x_on_device,
-                    weight_on_device,
-                    out,
-                )
+                case.kernels.linear(StreamLane(stream), x_on_device, weight_on_device, out)
                 yield download(stream, out)
 
     wide = list(results())
@@ -347,14 +271,7 @@ def test_split_attention_tree_rows_equal_chain_rows(device, stream, base):
     values[0, base + len(parent) :] = np.nan
     case.fill(keys, values)
     queries = case.query[0, base : base + len(parent)]
-    got = case.on_stream(
-        stream,
-        0,
-        base + np.array(depth),
-        12,
-        paths,
-        queries,
-    )
+    got = case.on_stream(stream, 0, base + np.array(depth), 12, paths, queries)
     assert np.isnan(got[2]).all()
     for j in {*range(len(parent))} - {2}:
         path = []
@@ -368,12 +285,7 @@ def test_split_attention_tree_rows_equal_chain_rows(device, stream, base):
         chain_keys[0, chain] = keys[0, on_path]
         chain_values[0, chain] = values[0, on_path]
         case.fill(chain_keys, chain_values)
-        alone = case.on_stream(
-            stream,
-            0,
-            [base + depth[j]],
-            queries=queries[j : j + 1],
-        )
+        alone = case.on_stream(stream, 0, [base + depth[j]], queries=queries[j : j + 1])
         assert np.isfinite(alone).all(), j
         assert same_bits(got[j], alone[0]), j
 

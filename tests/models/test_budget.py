@@ -41,15 +41,7 @@ def chosen(draft_budget, requests, rounds):
     return [draft_budget.choose(1, requests) for _ in range(rounds)]
 
 
-def record(
-    draft_budget,
-    request,
-    length,
-    accepted,
-    size=1,
-    before=None,
-    known=None,
-):
+def record(draft_budget, request, length, accepted, size=1, before=None, known=None):
     """Record the acceptance of one round.
 
     By default, the previous round had the same draft length, and no draft was cut.
@@ -58,23 +50,10 @@ def record(
         before = draft_budget.drafts_to_generate(size, length)
     if known is None:
         known = before
-    draft_budget.record_acceptance(
-        request,
-        size,
-        length,
-        before,
-        known,
-        accepted,
-    )
+    draft_budget.record_acceptance(request, size, length, before, known, accepted)
 
 
-def accept(
-    draft_budget,
-    request,
-    length,
-    accepted,
-    rounds=40,
-):
+def accept(draft_budget, request, length, accepted, rounds=40):
     """Record `rounds` rounds with `accepted` accepted drafts each."""
     for _ in range(rounds):
         record(draft_budget, request, length, accepted)
@@ -263,12 +242,7 @@ def test_engine_auto_draft_length_follows_acceptance(drafter, wanted):
 
     It stops drafting if all drafts are rejected.
     """
-    request = Request(
-        tokens=[300, 301, 302],
-        max_tokens=120,
-        min_tokens=120,
-        banned_ids=[5],
-    )
+    request = Request(tokens=[300, 301, 302], max_tokens=120, min_tokens=120, banned_ids=[5])
     with demo_engine(drafter=drafter, max_batch_size=1, draft_length="auto") as engine:
         budget = engine._scheduler.budget
         budget._idle_ns = {(1, 0): 10, (1, 1): 11, (1, 3): 13, (1, 7): 16}

@@ -124,10 +124,7 @@ def test_checkpoint_rejects_missing_shards_and_tensors(tmp_path):
     make_tiny_llama(tmp_path, shards=3)
     index = tmp_path / "model.safetensors.index.json"
     whole = json.loads(index.read_text())
-    extra = {
-        **whole["weight_map"],
-        "model.extra": "model-00001-of-00003.safetensors",
-    }
+    extra = {**whole["weight_map"], "model.extra": "model-00001-of-00003.safetensors"}
     index.write_text(json.dumps({"weight_map": extra}))
     with pytest.raises(CheckpointError, match=r"model\.extra"):
         Checkpoint(tmp_path)

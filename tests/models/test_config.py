@@ -133,12 +133,7 @@ NO_OBJECTS = ["{", "[1, 2]", '"config"', '{"a":' * 99999, "[1" + "0" * 5000]
         (str, "{folder}"),
     ],
 )
-def test_llama_config_rejects_unreadable_files(
-    tmp_path,
-    monkeypatch,
-    make,
-    words,
-):
+def test_llama_config_rejects_unreadable_files(tmp_path, monkeypatch, make, words):
     """A config.json that is too large or not a regular file with a JSON object raises an error."""
     make(tmp_path / "config.json")
     if words.startswith("more"):
@@ -473,18 +468,9 @@ def test_smollm3_config_lists_layers_without_rope():
     [
         {"rope_theta": 500000.0},
         {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
-        {
-            "rope_theta": 10000.0,
-            "rope_scaling": {"type": "linear", "factor": 2.5},
-        },
-        {
-            "rope_theta": None,
-            "rope_parameters": {**LLAMA3, "rope_theta": 300000.0},
-        },
-        {
-            "rope_theta": None,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        },
+        {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 2.5}},
+        {"rope_theta": None, "rope_parameters": {**LLAMA3, "rope_theta": 300000.0}},
+        {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ],
 )
 def test_rope_frequencies_equal_reference(rope):
@@ -499,21 +485,9 @@ def test_rope_frequencies_equal_reference(rope):
     np.testing.assert_allclose(table[77, 32:], np.sin(77 * wanted), atol=1e-5)
 
 
-def eagle(
-    tmp_path,
-    *,
-    layers=8,
-    names="official",
-    **overrides,
-) -> Eagle3Config:
+def eagle(tmp_path, *, layers=8, names="official", **overrides) -> Eagle3Config:
     target = llama_config(num_hidden_layers=layers)
-    make_tiny_eagle3(
-        tmp_path,
-        target,
-        draft_vocab=64,
-        names=names,
-        **overrides,
-    )
+    make_tiny_eagle3(tmp_path, target, draft_vocab=64, names=names, **overrides)
     return Eagle3Config.from_dir(tmp_path)
 
 

@@ -49,12 +49,7 @@ OPTIONS = {
     "optimistic tree": {"max_batch_size": 3, "draft_masking": "optimistic", **GROWN_TREE},
     "loops": {"max_batch_size": 3, "generation": "graph"},
     "loops, tree": {"max_batch_size": 3, "generation": "graph", **GROWN_TREE},
-    "loops, lattice": {
-        "max_batch_size": 3,
-        "generation": "graph",
-        "drafter": DFLASH,
-        **GROWN_TREE,
-    },
+    "loops, lattice": {"max_batch_size": 3, "generation": "graph", "drafter": DFLASH, **GROWN_TREE},
 }
 
 

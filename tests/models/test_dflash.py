@@ -111,13 +111,7 @@ def make_dspark(folder, rank):
 
 
 @pytest.mark.parametrize("rank, tree", [(0, None), (6, None), (0, (3, 7)), (6, (3, 5))])
-def test_dspark_adds_markov_logits_of_previous_token(
-    device,
-    stream,
-    tmp_path,
-    rank,
-    tree,
-):
+def test_dspark_adds_markov_logits_of_previous_token(device, stream, tmp_path, rank, tree):
     """The logits of a DSpark node are the logits of its block row plus w2 w1[previous token].
 
     w1 and w2 are the matrices of the Markov head. With rank 0 the drafter has no Markov head. The
@@ -126,15 +120,7 @@ def test_dspark_adds_markov_logits_of_previous_token(
     tensors = make_dspark(tmp_path / "dspark", rank)
     expected = np.load(FOLDER / "expected.npz")
     target = model_util.load_llama(device, TARGET, dtype="float32")
-    rounds = Rounds(
-        device,
-        stream,
-        target,
-        tmp_path / "dspark",
-        9,
-        expected["tokens"],
-        tree,
-    )
+    rounds = Rounds(device, stream, target, tmp_path / "dspark", 9, expected["tokens"], tree)
     levels = len(rounds.drafter.shape.levels)
     assert levels == (5 if tree is None else min(tree[1], 5))
     rounds.prompt(1, (0, 4, 6))
@@ -162,12 +148,7 @@ def selector_cases():
 
 
 @pytest.mark.parametrize("form, tree", selector_cases())
-def test_dflash2_selector_equals_published_code(
-    device,
-    stream,
-    form,
-    tree,
-):
+def test_dflash2_selector_equals_published_code(device, stream, form, tree):
     """The candidates have the published distribution, for any previous token.
 
     The logits of all other ids are far lower and have their original order. In a chain, the greedy
@@ -175,15 +156,7 @@ def test_dflash2_selector_equals_published_code(
     """
     expected = np.load(DFLASH2 / "expected.npz")
     target = model_util.load_llama(device, TARGET, form=form, dtype="float32")
-    rounds = Rounds(
-        device,
-        stream,
-        target,
-        DFLASH2,
-        4,
-        expected["tokens"],
-        tree,
-    )
+    rounds = Rounds(device, stream, target, DFLASH2, 4, expected["tokens"], tree)
     for slot, chunks in enumerate([(0,), (0, 1), (0, 3, 32)]):
         rounds.prompt(slot, chunks)
     for batch, counts in [([0, 1, 2], [1, 5, 1]), ([2, -1, 0], [4, 0, 1]), ([0, 1], [5, 1])]:
@@ -211,23 +184,13 @@ def test_dflash2_selector_equals_published_code(
 
 def of_dflash(**changes):
     """Return config changes that set the section `dflash_config`, with `changes` to its fields."""
-    own = {
-        "block_size": 5,
-        "mask_token_id": 63,
-        "target_layer_ids": [1, 3, 6],
-        **changes,
-    }
+    own = {"block_size": 5, "mask_token_id": 63, "target_layer_ids": [1, 3, 6], **changes}
     return {"dflash_config": {name: value for name, value in own.items() if value is not None}}
 
 
 def of_dflash2(**changes):
     """Return config changes that set `dflash_config` of a DFlash2 drafter."""
-    sizes = {
-        "conv_kernel_size": 3,
-        "conv_group_size": 8,
-        "selector_rank": 6,
-        "selector_top_k": 7,
-    }
+    sizes = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 7}
     return of_dflash(**(sizes | changes))
 
 
@@ -235,117 +198,46 @@ def of_dflash2(**changes):
 #: exception and a pattern of its message.
 UNFIT = {
     FOLDER: [
-        (
-            lambda t: t.pop("fc.weight"),
-            {},
-            CheckpointError,
-            "fc.weight is missing",
-        ),
-        (
-            lambda t: t.pop("layers.1.self_attn.q_norm.weight"),
-            {},
-            CheckpointError,
-            "1.*q_norm",
-        ),
-        (
-            lambda t: t.update(x=np.ones(3, np.float32)),
-            {},
-            CheckpointError,
-            "first x",
-        ),
+        (lambda t: t.pop("fc.weight"), {}, CheckpointError, "fc.weight is missing"),
+        (lambda t: t.pop("layers.1.self_attn.q_norm.weight"), {}, CheckpointError, "1.*q_norm"),
+        (lambda t: t.update(x=np.ones(3, np.float32)), {}, CheckpointError, "first x"),
         (
             None,
             {"architectures": ["DFlash2DraftModel"]},
             ConfigError,
             "conv_kernel_size is missing",
         ),
-        (
-            None,
-            {"dflash_config": None},
-            ConfigError,
-            "dflash_config is missing",
-        ),
+        (None, {"dflash_config": None}, ConfigError, "dflash_config is missing"),
         (None, {"is_causal": True}, ConfigError, "is_causal = True"),
-        (
-            None,
-            {"layer_types": ["sliding_attention"] * 2},
-            ConfigError,
-            "layer_types",
-        ),
+        (None, {"layer_types": ["sliding_attention"] * 2}, ConfigError, "layer_types"),
         (
             None,
             {"use_sliding_window": True, "sliding_window": 64},
             ConfigError,
             "is_causal is miss",
         ),
+        (None, {"vocab_size": 65}, ConfigError, "size 65, .* has vocab_size 64"),
+        (None, {"num_target_layers": 9}, ConfigError, "layers 9, .* has num_hidden_layers 8"),
         (
             None,
-            {"vocab_size": 65},
-            ConfigError,
-            "size 65, .* has vocab_size 64",
-        ),
-        (
-            None,
-            {"num_target_layers": 9},
-            ConfigError,
-            "layers 9, .* has num_hidden_layers 8",
-        ),
-        (
-            None,
-            {
-                "architectures": ["Qwen3DSparkModel"],
-                "markov_head_type": "rnn",
-            },
+            {"architectures": ["Qwen3DSparkModel"], "markov_head_type": "rnn"},
             ConfigError,
             "markov_head_type = 'rnn'",
         ),
         (
             None,
-            {
-                "architectures": ["Qwen3DSparkModel"],
-                "final_logit_softcapping": 20.0,
-            },
+            {"architectures": ["Qwen3DSparkModel"], "final_logit_softcapping": 20.0},
             ConfigError,
             "final_logit_softcapping",
         ),
-        (
-            None,
-            of_dflash(mask_token_id=64),
-            ConfigError,
-            "mask_token_id is 64",
-        ),
-        (
-            None,
-            of_dflash(mask_token_id=None),
-            ConfigError,
-            "mask_token_id is missing",
-        ),
+        (None, of_dflash(mask_token_id=64), ConfigError, "mask_token_id is 64"),
+        (None, of_dflash(mask_token_id=None), ConfigError, "mask_token_id is missing"),
         (None, of_dflash(block_size=1), ConfigError, "block_size is 1"),
-        (
-            None,
-            of_dflash(projector_type="domino"),
-            ConfigError,
-            "projector_type = 'domino'",
-        ),
-        (
-            None,
-            of_dflash(selector_rank=6),
-            ConfigError,
-            "selector_rank = 6",
-        ),
-        (
-            None,
-            of_dflash(output_multiplier="x"),
-            ConfigError,
-            "output_multiplier is 'x'",
-        ),
+        (None, of_dflash(projector_type="domino"), ConfigError, "projector_type = 'domino'"),
+        (None, of_dflash(selector_rank=6), ConfigError, "selector_rank = 6"),
+        (None, of_dflash(output_multiplier="x"), ConfigError, "output_multiplier is 'x'"),
         *(
-            (
-                None,
-                of_dflash(target_layer_ids=ids),
-                ConfigError,
-                "target_layer_ids",
-            )
+            (None, of_dflash(target_layer_ids=ids), ConfigError, "target_layer_ids")
             for ids in (None, [], [3, 1], [1, 1], [-1, 3], [1, 7])
         ),
     ],
@@ -362,50 +254,15 @@ UNFIT = {
             CheckpointError,
             "1.mlp_conv.base_ker",
         ),
-        (
-            None,
-            {"sliding_window": 39},
-            ConfigError,
-            "sliding_window = 39 .* max_length = 40",
-        ),
-        (
-            None,
-            {"sliding_window": None},
-            ConfigError,
-            "sliding_window is missing",
-        ),
-        (
-            None,
-            {"layer_types": ["chunked_attention"] * 2},
-            ConfigError,
-            "chunked_attention",
-        ),
+        (None, {"sliding_window": 39}, ConfigError, "sliding_window = 39 .* max_length = 40"),
+        (None, {"sliding_window": None}, ConfigError, "sliding_window is missing"),
+        (None, {"layer_types": ["chunked_attention"] * 2}, ConfigError, "chunked_attention"),
         (None, {"is_causal": None}, ConfigError, "is_causal is missing"),
         (None, {"is_causal": True}, ConfigError, "is_causal = True"),
-        (
-            None,
-            of_dflash2(conv_kernel_size=None),
-            ConfigError,
-            "conv_kernel_size is missing",
-        ),
-        (
-            None,
-            of_dflash2(conv_group_size=7),
-            ConfigError,
-            "24 is not a multiple of .* 7",
-        ),
-        (
-            None,
-            of_dflash2(conv_kernel_size=2),
-            CheckpointError,
-            "base_kernel",
-        ),
-        (
-            None,
-            of_dflash2(selector_rank=0),
-            ConfigError,
-            "selector_rank is 0",
-        ),
+        (None, of_dflash2(conv_kernel_size=None), ConfigError, "conv_kernel_size is missing"),
+        (None, of_dflash2(conv_group_size=7), ConfigError, "24 is not a multiple of .* 7"),
+        (None, of_dflash2(conv_kernel_size=2), CheckpointError, "base_kernel"),
+        (None, of_dflash2(selector_rank=0), ConfigError, "selector_rank is 0"),
         (
             None,
             of_dflash2(selector_top_k=65),
@@ -421,14 +278,7 @@ UNFIT = {
     [(source, *one) for source, many in UNFIT.items() for one in many],
 )
 def test_dflash_rejects_unsuitable_checkpoints(
-    device,
-    stream,
-    tmp_path,
-    source,
-    change,
-    fields,
-    error,
-    words,
+    device, stream, tmp_path, source, change, fields, error, words
 ):
     """Block drafters with unsuitable tensors or configs raise an error.
 

@@ -54,15 +54,7 @@ def expected_shares(slots, row_slot, draft_rows):
     return shares
 
 
-def begin(
-    device,
-    stream,
-    slots,
-    input_slots,
-    num_rows,
-    max_drafts,
-    replay=REPLAY,
-):
+def begin(device, stream, slots, input_slots, num_rows, max_drafts, replay=REPLAY):
     """Run the kernel for `num_rows` forward rows with `input_slots` as the input of REPLAY.
 
     Returns
@@ -82,16 +74,7 @@ def begin(
     number = device.from_host(np.array([replay - 1], np.int32))
     row_slot = device.zeros((batch,), "int32")
     lane = StreamLane(stream)
-    row_map, arrays = open_round(
-        device,
-        lane,
-        state,
-        exchange,
-        number,
-        ring,
-        row_slot,
-        num_rows,
-    )
+    row_map, arrays = open_round(device, lane, state, exchange, number, ring, row_slot, num_rows)
     stream.synchronize()
     assert number.to_host() == [replay]
     ring.release(REPLAY)
@@ -105,12 +88,7 @@ def begin(
     )
 
 
-def check_rows(
-    result,
-    slots,
-    row_slot,
-    shares,
-):
+def check_rows(result, slots, row_slot, shares):
     """Assert that the row map and the rows are those of the assignment."""
     rows_per_request = [1 + share for share in shares]
     first = np.cumsum([0, *rows_per_request[:-1]])
@@ -154,14 +132,7 @@ def test_round_begin_assigns_rows_by_acceptance(device, stream):
         draft_rows = int(rng.integers(0, batch * max_drafts + 1))
         row_slot = [s if 0 <= s < SLOTS and slots[s]["active"] else -1 for s in input_slots]
         shares = expected_shares(slots, row_slot, draft_rows)
-        result = begin(
-            device,
-            stream,
-            slots,
-            input_slots,
-            batch + draft_rows,
-            max_drafts,
-        )
+        result = begin(device, stream, slots, input_slots, batch + draft_rows, max_drafts)
         wanted = slots.copy()
         for share, s in zip(shares, row_slot, strict=True):
             if s < 0:

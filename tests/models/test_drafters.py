@@ -154,12 +154,7 @@ def invalid_drafter(**attributes):
         ("graft.no_such_module:LastToken", OptionError, "no_such_module"),
     ],
 )
-def test_drafter_protocol_violations_are_rejected(
-    device,
-    drafter,
-    error,
-    words,
-):
+def test_drafter_protocol_violations_are_rejected(device, drafter, error, words):
     """An engine raises an error at creation if the drafter breaks a rule of the protocol."""
     with pytest.raises(error, match=words):
         Engine(TARGET, drafter, draft_length=2, max_batch_size=1)
@@ -182,12 +177,7 @@ def test_drafter_protocol_violations_are_rejected(
         ),
     ],
 )
-def test_drafter_rejects_unsupported_options(
-    device,
-    drafter,
-    options,
-    words,
-):
+def test_drafter_rejects_unsupported_options(device, drafter, options, words):
     """Options that a drafter does not support raise an error.
 
     The cases are a lookup with a tree of fixed shape, a cascade with a tree, and `Forced` with
@@ -199,12 +189,7 @@ def test_drafter_rejects_unsupported_options(
         TreeShape(2, (1, 2), 2, ((0,), (0, 0), (1,))).check(8)
 
 
-def occurrences(
-    histories,
-    own,
-    pattern,
-    drafts,
-):
+def occurrences(histories, own, pattern, drafts):
     """Yield every occurrence of a pattern in the histories, and the token after it.
 
     An occurrence is a tuple of a flag, which says whether the history belongs to the request
@@ -278,80 +263,19 @@ LOOKUP_CASES = [
     (NGram, {"longest": 4, "shortest": 1}),
     (NGram, {"longest": 2, "shortest": 1, "oldest": True, "drafts": 3}),
     (NGram, {"longest": 3, "shortest": 2, "public": True, "kept": 3}),
-    (
-        NGram,
-        {
-            "longest": 3,
-            "shortest": 1,
-            "public": True,
-            "kept": 0,
-            "oldest": True,
-        },
-    ),
+    (NGram, {"longest": 3, "shortest": 1, "public": True, "kept": 0, "oldest": True}),
     (NGram, {"longest": 4, "shortest": 2, "match": "all"}),
-    (
-        NGram,
-        {
-            "longest": 3,
-            "shortest": 1,
-            "match": "all",
-            "oldest": True,
-            "public": True,
-        },
-    ),
+    (NGram, {"longest": 3, "shortest": 1, "match": "all", "oldest": True, "public": True}),
     (Suffix, {"longest": 64, "shortest": 1, "factor": 0.75, "threshold": 0.4}),
-    (
-        Suffix,
-        {
-            "longest": 5,
-            "shortest": 2,
-            "threshold": 0.0,
-            "public": True,
-            "kept": 2,
-        },
-    ),
-    (
-        Suffix,
-        {
-            "longest": 64,
-            "shortest": 1,
-            "factor": 2.0,
-            "public": True,
-            "kept": 4,
-        },
-    ),
+    (Suffix, {"longest": 5, "shortest": 2, "threshold": 0.0, "public": True, "kept": 2}),
+    (Suffix, {"longest": 64, "shortest": 1, "factor": 2.0, "public": True, "kept": 4}),
     (NGram, {"longest": 4, "shortest": 1, "tree": (2, 3)}),
-    (
-        NGram,
-        {
-            "longest": 3,
-            "shortest": 1,
-            "public": True,
-            "kept": 3,
-            "tree": (4, 7),
-        },
-    ),
-    (
-        NGram,
-        {
-            "longest": 3,
-            "shortest": 2,
-            "match": "all",
-            "oldest": True,
-            "tree": (3, 2),
-        },
-    ),
+    (NGram, {"longest": 3, "shortest": 1, "public": True, "kept": 3, "tree": (4, 7)}),
+    (NGram, {"longest": 3, "shortest": 2, "match": "all", "oldest": True, "tree": (3, 2)}),
     (Suffix, {"longest": 64, "shortest": 1, "threshold": 0.0, "tree": (2, 4)}),
     (
         Suffix,
-        {
-            "longest": 4,
-            "shortest": 1,
-            "factor": 3.0,
-            "public": True,
-            "kept": 2,
-            "tree": (3, 9),
-        },
+        {"longest": 4, "shortest": 1, "factor": 3.0, "public": True, "kept": 2, "tree": (3, 9)},
     ),
 ]
 
@@ -364,13 +288,7 @@ LOOKUP_CASES = [
         for turn, block in enumerate((1, 64))
     ],
 )
-def test_prompt_lookup_equals_reference(
-    device,
-    stream,
-    make,
-    options,
-    block,
-):
+def test_prompt_lookup_equals_reference(device, stream, make, options, block):
     """The drafts equal the reference `look_up` while requests start, grow and leave their slots."""
     slots = 4
     length = 40
@@ -440,12 +358,7 @@ def test_prompt_lookup_equals_reference(
         ]
         shown = histories if options.get("public") else None
         wanted = [
-            look_up(
-                shown or {s: histories[s]},
-                s,
-                options.get("drafts", max_drafts),
-                **plain,
-            )
+            look_up(shown or {s: histories[s]}, s, options.get("drafts", max_drafts), **plain)
             if s >= 0 and state[s]["active"]
             else []
             for s in row_slot
@@ -466,12 +379,7 @@ def test_prompt_lookup_equals_reference(
         (Suffix, {"threshold": 1.5}, "threshold is 1.5, must be from 0 to 1"),
     ],
 )
-def test_prompt_lookup_rejects_invalid_options(
-    device,
-    make,
-    options,
-    words,
-):
+def test_prompt_lookup_rejects_invalid_options(device, make, options, words):
     with pytest.raises(OptionError, match=words):
         Engine(TARGET, partial(make, **options), max_batch_size=1)
 

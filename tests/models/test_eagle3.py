@@ -17,15 +17,7 @@ from graft.models.llm.checkpoint import Checkpoint
 TARGET = llama_config()
 
 
-def entries(
-    stream,
-    drafter,
-    token,
-    slot,
-    pos,
-    features,
-    call="entries",
-) -> np.ndarray:
+def entries(stream, drafter, token, slot, pos, features, call="entries") -> np.ndarray:
     """Run the method `call` of an EAGLE-3 head and return the result on the host."""
     rows = model_util.make_rows(drafter.device, token, slot, pos)
     out = getattr(drafter, call)(
@@ -44,14 +36,7 @@ def draft_logits(stream, drafter, out) -> np.ndarray:
     return model_util.download(stream, logits)
 
 
-def make_head(
-    device,
-    tmp_path,
-    *,
-    form=None,
-    target=None,
-    **options,
-):
+def make_head(device, tmp_path, *, form=None, target=None, **options):
     """Create a tiny target and an EAGLE-3 head. Return both models and both sets of weights."""
     target_weights = make_tiny_llama(tmp_path / "target", **(target or {}))
     weights = make_tiny_eagle3(tmp_path / "head", llama_config(**(target or {})), **options)
@@ -75,25 +60,11 @@ def test_eagle3_draft_steps_equal_published_code(device, stream, form):
     model_util.allocate_pages(stream, model.kv, 0, 40)
     model_util.allocate_pages(stream, drafter.kv, 0, 40)
     features = device.zeros((40, 3 * 32), "float32")
-    model_util.forward(
-        stream,
-        model,
-        tokens,
-        0,
-        range(40),
-        features,
-    )
+    model_util.forward(stream, model, tokens, 0, range(40), features)
     features = features.to_host()
     for last in (0, 1, 7, 30, 35):  # entries 0..last have features of the target
         count = last + 1
-        out = entries(
-            stream,
-            drafter,
-            tokens[1 : count + 1],
-            0,
-            range(count),
-            features[:count],
-        )
+        out = entries(stream, drafter, tokens[1 : count + 1], 0, range(count), features[:count])
         np.testing.assert_allclose(out, outs[0, :count], atol=5e-5)
         hidden = out[-1:]
         for j in range(1, 4):
@@ -121,13 +92,7 @@ HEADS = {
 
 @pytest.mark.parametrize("form", model_util.FORMS)
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
-def test_eagle3_entries_equal_numpy(
-    device,
-    stream,
-    tmp_path,
-    form,
-    options,
-):
+def test_eagle3_entries_equal_numpy(device, stream, tmp_path, form, options):
     """Outputs and logits of the head equal the NumPy reference.
 
     The cases cover both checkpoint formats, both values of `norm_before_residual`, and heads with
@@ -158,13 +123,7 @@ def test_eagle3_entries_equal_numpy(
     assert model.vocab_size == 320 and drafter.draft_vocab == 70
     if "target" in options:
         config["rope_theta"] = 500000.0
-        off = numpy_llama.eagle3_outputs(
-            weights,
-            config,
-            table,
-            features,
-            tokens,
-        )
+        off = numpy_llama.eagle3_outputs(weights, config, table, features, tokens)
         assert np.abs(off - wanted).max() > 1e-3
 
 
@@ -210,10 +169,7 @@ def test_eagle3_with_full_vocab_shares_target_head(device, tmp_path):
 
 def test_eagle3_with_pruned_vocab_takes_rows_of_target_head(device, tmp_path):
     model, _, target, _ = make_head(
-        device,
-        tmp_path,
-        draft_vocab=70,
-        target={"tie_word_embeddings": False},
+        device, tmp_path, draft_vocab=70, target={"tie_word_embeddings": False}
     )
     edit_tensors(tmp_path / "head", lambda t: t.pop("lm_head.weight"))
     drafter = model_util.load_eagle3(device, tmp_path / "head", model)
@@ -245,12 +201,7 @@ def test_eagle3_narrower_than_target_requires_lm_head(device, tmp_path):
         (lambda t: t.__setitem__("input_norm.weight", np.ones(144, np.float32)), "input_norm"),
     ],
 )
-def test_eagle3_rejects_damaged_checkpoints(
-    device,
-    tmp_path,
-    change,
-    words,
-):
+def test_eagle3_rejects_damaged_checkpoints(device, tmp_path, change, words):
     """Damaged checkpoints of EAGLE-3 heads raise an error that names the tensor.
 
     The cases are missing and unused tensors, tensors of a wrong shape or dtype, and vocabulary maps
@@ -270,22 +221,11 @@ def test_eagle3_rejects_damaged_checkpoints(
         ({}, {"eagle_config": None}, "3 layers"),
     ],
 )
-def test_eagle3_rejects_other_targets(
-    device,
-    tmp_path,
-    other,
-    options,
-    words,
-):
+def test_eagle3_rejects_other_targets(device, tmp_path, other, options, words):
     """A head that was made for another vocabulary, width or number of layers raises an error."""
     model, drafter, _, _ = make_head(device, tmp_path, draft_vocab=70)
     assert drafter.feature_layers == (0, 1, 2)
-    make_tiny_eagle3(
-        tmp_path / "head",
-        llama_config(**other),
-        draft_vocab=70,
-        **options,
-    )
+    make_tiny_eagle3(tmp_path / "head", llama_config(**other), draft_vocab=70, **options)
     with pytest.raises(ConfigError, match=words):
         model_util.load_eagle3(device, tmp_path / "head", model)
 
@@ -301,10 +241,5 @@ def test_eagle3_rejects_wrong_operands(device, stream, tmp_path):
     kv = model_util.make_cache(device, drafter.config, 2)
     with pytest.raises(ShapeError, match="kv"):
         Eagle3Head(
-            device,
-            drafter.config,
-            Checkpoint(tmp_path / "head"),
-            drafter.target,
-            kv,
-            max_rows=4,
+            device, drafter.config, Checkpoint(tmp_path / "head"), drafter.target, kv, max_rows=4
         )

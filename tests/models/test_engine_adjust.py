@@ -45,11 +45,7 @@ def test_engine_allocates_pinned_memory_of_logit_tables_in_advance(monkeypatch):
 def test_allowed_ids_banned_ids_and_min_tokens(engine: Engine, sampling) -> None:
     """A stop id is not generated before `min_tokens`, unless the grammar allows nothing else."""
     stop = engine.tokenizer.stop_ids[0]
-    bounded = {
-        "allowed_ids": [50, 60, 70, stop],
-        "banned_ids": [60],
-        "logit_bias": {stop: 1e3},
-    }
+    bounded = {"allowed_ids": [50, 60, 70, stop], "banned_ids": [60], "logit_bias": {stop: 1e3}}
     choice = GrammarSpec.choice(["yes", "no"])
     common = {"tokens": [300, 301], "max_tokens": 30, **sampling}
     short, long, chosen, dead = engine.generate(
@@ -135,25 +131,13 @@ def test_samples_of_a_request_are_reproducible(engine: Engine) -> None:
 
     `submit` refuses requests with ``n > 1``.
     """
-    request = Request(
-        tokens=[300],
-        max_tokens=12,
-        temperature=2.0,
-        n=3,
-        id="a",
-    )
+    request = Request(tokens=[300], max_tokens=12, temperature=2.0, n=3, id="a")
     outputs = engine.generate([request, FREE])
     assert [o.id for o in outputs[:3]] == ["a/0", "a/1", "a/2"]
     assert [o.sample for o in outputs] == [0, 1, 2, 0]
     assert len({tuple(o.tokens) for o in outputs[:3]}) == 3
     assert len({o.seed for o in outputs[:3]}) == 1
-    again = Request(
-        tokens=[300],
-        max_tokens=12,
-        temperature=2.0,
-        seed=outputs[2].seed,
-        sample=2,
-    )
+    again = Request(tokens=[300], max_tokens=12, temperature=2.0, seed=outputs[2].seed, sample=2)
     assert engine.generate([again])[0].tokens == outputs[2].tokens
     events = list(engine.stream([request]))
     assert {e.id for e in events} == {"a/0", "a/1", "a/2"}

@@ -46,13 +46,7 @@ def target(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "change", "error"), DAMAGES.values(), ids=DAMAGES)
-def test_engine_rejects_damaged_checkpoint(
-    name,
-    change,
-    error,
-    target,
-    engine,
-):
+def test_engine_rejects_damaged_checkpoint(name, change, error, target, engine):
     """Loading a damaged checkpoint raises the expected error, whose message is one line.
 
     An engine that already exists is not affected.

@@ -70,12 +70,7 @@ def step_until_finished(engine, ids):
 
 def guided(name, pattern):
     """Return a request whose output must match a regular expression."""
-    return Request(
-        prompt="Code?",
-        grammar=GrammarSpec.regex(pattern),
-        max_tokens=24,
-        id=name,
-    )
+    return Request(prompt="Code?", grammar=GrammarSpec.regex(pattern), max_tokens=24, id=name)
 
 
 CHEAP = {f"cheap {i}": f"[A-Z]{{2}}-{i}" for i in range(6)}

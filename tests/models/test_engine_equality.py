@@ -57,12 +57,7 @@ def expected_answers():
     return expected
 
 
-def check_disturbed(
-    engine,
-    expected_answers,
-    mode,
-    seed,
-):
+def check_disturbed(engine, expected_answers, mode, seed):
     """Submit, preempt and cancel requests at random times, and check the answers.
 
     Return the number of preemptions.
@@ -107,9 +102,7 @@ def check_disturbed(
     ],
 )
 def test_engine_output_is_unchanged_by_join_cancel_and_preemption(
-    expected_answers,
-    number,
-    monkeypatch,
+    expected_answers, number, monkeypatch
 ):
     """Outputs do not change if requests are submitted, preempted and cancelled at random times.
 
@@ -195,12 +188,7 @@ def drafts_by_position(lengths, **options):
     draft ids and parents.
     """
     coupled = {"temperature": 0.9, "verify": "coupled", "seed": 3}
-    request = Request(
-        tokens=[300, 301, 302],
-        max_tokens=60,
-        min_tokens=60,
-        **coupled,
-    )
+    request = Request(tokens=[300, 301, 302], max_tokens=60, min_tokens=60, **coupled)
     found = {}
     options = {"max_batch_size": 1, "overlap": False, "draft_length": "auto"} | options
     with settled(demo_engine(**options)) as engine:
@@ -264,12 +252,7 @@ def test_engine_output_is_unchanged_in_many_disturbed_runs(
         with settled(demo_engine(max_batch_size=batch, **options)) as engine:
             for seed in range(5):
                 mode = "greedy" if seed % 2 else "coupled"
-                check_disturbed(
-                    engine,
-                    expected_answers,
-                    mode,
-                    seed=1000 * batch + seed,
-                )
+                check_disturbed(engine, expected_answers, mode, seed=1000 * batch + seed)
 
 
 @pytest.mark.parametrize("mode", ["greedy", "coupled", "rejection"])

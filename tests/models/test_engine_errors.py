@@ -64,12 +64,7 @@ def run_child(script):
     """Run a script in a child process, with `engine_util` imported; return the printed lines."""
     prelude = "import sys\nsys.path.insert(0, sys.argv[1])\nfrom engine_util import *\n"
     command = [sys.executable, "-c", prelude + script, str(Path(__file__).parent)]
-    result = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 

@@ -19,12 +19,7 @@ def test_engine_limits_reject_oversized_requests():
 
     The error message contains the name of the limit.
     """
-    limits = {
-        "prompt_bytes": 600,
-        "stop_strings": 2,
-        "stop_characters": 9,
-        "grammar_bytes": 20,
-    }
+    limits = {"prompt_bytes": 600, "stop_strings": 2, "stop_characters": 9, "grammar_bytes": 20}
     grammar = GrammarSpec.choice(["a" * 30, "b"])
     oversized = {
         "prompt_bytes": [

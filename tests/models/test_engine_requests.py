@@ -80,10 +80,7 @@ INVALID_FIELDS = [
     *({name: value} for name, values in INVALID_VALUES.items() for value in values),
     *({"prompt": None, "messages": messages} for messages in (5, [5])),
     *(
-        {
-            "prompt": None,
-            "messages": [{"role": "user", "content": content}],
-        }
+        {"prompt": None, "messages": [{"role": "user", "content": content}]}
         for content in ("\udfff", 10**5000, object())
     ),
     *({"prompt": None, "tokens": tokens} for tokens in ([3, -1], [5] * 5000)),
@@ -309,12 +306,7 @@ def test_max_tokens_limits_output_length(engine):
 
 
 def test_stop_string_ends_output_and_is_never_streamed(engine):
-    request = Request(
-        tokens=[300, 301, 302],
-        max_tokens=60,
-        temperature=3.0,
-        seed=5,
-    )
+    request = Request(tokens=[300, 301, 302], max_tokens=60, temperature=3.0, seed=5)
     (whole,) = engine.generate([request])
     stop = whole.text[20:24]
     assert len(stop) == 4

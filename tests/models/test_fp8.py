@@ -36,13 +36,7 @@ FORMS = [
     ("warp", 20, 100, "rounded"),
     ("warp", 144, 384, "rounded"),
     ("warp", 16, 1152, "rounded"),
-    pytest.param(
-        "warp",
-        144,
-        384,
-        "float32",
-        marks=pytest.mark.full,
-    ),
+    pytest.param("warp", 144, 384, "float32", marks=pytest.mark.full),
 ]
 LAYER = "model.layers.0.mlp.down_proj.weight"
 
@@ -57,14 +51,7 @@ def nearest(values):
 
 
 @pytest.mark.parametrize(("form", "columns", "inner", "activations"), FORMS)
-def test_fp8_linear_equals_bfloat16_linear(
-    device,
-    stream,
-    form,
-    columns,
-    inner,
-    activations,
-):
+def test_fp8_linear_equals_bfloat16_linear(device, stream, form, columns, inner, activations):
     """With power-of-two scales, FP8 weights give the same bits as equal weights in bfloat16.
 
     The test runs products of 1 to 150 rows, with and without a residual. Scales that are not powers
@@ -99,35 +86,20 @@ def test_fp8_linear_equals_bfloat16_linear(
     )
     if columns > 16:  # rows of a weight are a weight
         out = device.empty((2, columns - 16), "float32")
-        kernels.linear(
-            lane,
-            model_util.upload(device, x[:2]),
-            weight[16:],
-            out,
-        )
+        kernels.linear(lane, model_util.upload(device, x[:2]), weight[16:], out)
         got = model_util.download(stream, out)
         np.testing.assert_array_equal(got, product(weight, x[:2])[:, 16:])
 
 
 @pytest.mark.parametrize(("form", "inner"), [(model_util.FORMS[0], 8), ("warp", 8), ("warp", 128)])
-def test_fp8_linear_uses_exact_value_of_every_code(
-    device,
-    stream,
-    form,
-    inner,
-):
+def test_fp8_linear_uses_exact_value_of_every_code(device, stream, form, inner):
     """Products with the identity matrix return all 254 finite E4M3 codes exactly, in any column."""
     kernels = ModelKernels(device, form)
     out = device.empty((inner, 256), "float32")
     at = (np.arange(256)[:, None] + np.arange(inner)) % len(CODES)
     for rows in (inner, 8):
         eye = model_util.upload(device, np.eye(inner)[:rows])
-        kernels.linear(
-            StreamLane(stream),
-            eye,
-            device.from_host(CODES[at], E4M3),
-            out[:rows],
-        )
+        kernels.linear(StreamLane(stream), eye, device.from_host(CODES[at], E4M3), out[:rows])
         np.testing.assert_array_equal(model_util.download(stream, out)[:rows], VALUES[at].T[:rows])
 
 
@@ -157,11 +129,7 @@ COMPRESSED = {
         }
     },
 }
-STATIC = {
-    "quant_method": "fp8",
-    "activation_scheme": "static",
-    "ignored_layers": ["lm_head"],
-}
+STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
 #: By layout: quantization_config, function from the number of rows to the shape of the scales, and
 #: whether inputs have scales.
 LAYOUTS = {
@@ -206,32 +174,15 @@ def write_quantised(folder, layout, change=dict):
         write_safetensors(where / "model.safetensors", tensors, "bfloat16")
 
 
-def logits(
-    device,
-    stream,
-    folder,
-    form="warp",
-    **options,
-):
+def logits(device, stream, folder, form="warp", **options):
     """Return the logits of a prompt of 24 tokens."""
     model = model_util.load_llama(device, folder, form=form, **options)
     model_util.allocate_pages(stream, model.kv, 0, 24)
-    return model_util.forward(
-        stream,
-        model,
-        np.arange(24),
-        0,
-        np.arange(24),
-    )
+    return model_util.forward(stream, model, np.arange(24), 0, np.arange(24))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_fp8_checkpoint_layouts_equal_bfloat16_model(
-    device,
-    stream,
-    tmp_path,
-    layout,
-):
+def test_fp8_checkpoint_layouts_equal_bfloat16_model(device, stream, tmp_path, layout):
     """A model with row scales or matrix scales gives the same bits as the equal bfloat16 model.
 
     Scales of quantised inputs, which the checkpoint also contains, are ignored.
@@ -287,21 +238,10 @@ def test_fp8_quantisation_rounds_rows_to_nearest(device, stream, tmp_path):
             lambda t: {**t, "lm_head.weight": t[LAYER][:, :128]},
             "lm_head.weight has dtype float8_e4m3",
         ),
-        (
-            lambda t: {
-                **t,
-                "model.layers.0.self_attn.k_scale": np.ones(1, np.float32),
-            },
-            "k_scale",
-        ),
+        (lambda t: {**t, "model.layers.0.self_attn.k_scale": np.ones(1, np.float32)}, "k_scale"),
     ],
 )
-def test_fp8_rejects_invalid_tensors(
-    device,
-    tmp_path,
-    change,
-    words,
-):
+def test_fp8_rejects_invalid_tensors(device, tmp_path, change, words):
     """Invalid FP8 tensors raise an error that names the tensor.
 
     The cases are NaN, scales that are missing, of a wrong shape or not finite, an LM head in FP8,
@@ -315,10 +255,7 @@ def test_fp8_rejects_invalid_tensors(
 def changed(config, path, value):
     """Return a copy of a config with one (nested) field changed."""
     first, *rest = path
-    return {
-        **config,
-        first: changed(config.get(first, {}), rest, value) if rest else value,
-    }
+    return {**config, first: changed(config.get(first, {}), rest, value) if rest else value}
 
 
 WEIGHTS = ("config_groups", "group_0", "weights")

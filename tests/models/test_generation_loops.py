@@ -119,9 +119,7 @@ def test_loops_are_launched_once_per_batch_size_if_nothing_joins(batch):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, pytest.param(UNMASKED_TREE, marks=pytest.mark.full)],
-    ids=["chain", "tree"],
+    "options", [{}, pytest.param(UNMASKED_TREE, marks=pytest.mark.full)], ids=["chain", "tree"]
 )
 def test_loop_runs_requests_with_automata_on_device(options):
     """A loop runs the grammar steps of promoted requests, and the host runs none."""

@@ -126,12 +126,7 @@ MUTANTS = {
         "self._retire(flight.number - 1, stats)",
         "self._retire(flight.number - 1, stats); self._parts.decoder.retire(flight.number)",
     ),
-    "launch without published slots": (
-        Replays,
-        "launch",
-        "parts.inputs.publish(number)",
-        "pass",
-    ),
+    "launch without published slots": (Replays, "launch", "parts.inputs.publish(number)", "pass"),
     "preempted request loses its output": (
         RequestState,
         "tokens",
@@ -267,24 +262,14 @@ LOOP_MUTANTS = {
         "replay_word(replay)",
         "replay_word(replay + 4)",
     ),
-    "slot reused while a loop runs": (
-        LoopReplays,
-        "_hold_back",
-        "if self.looping",
-        "if False",
-    ),
+    "slot reused while a loop runs": (LoopReplays, "_hold_back", "if self.looping", "if False"),
     "loop writes to pages that it does not have": (
         LoopControl,
         "prepare",
         "state.reserved_positions",
         "state.reserved_positions + 8",
     ),
-    "round launched during a loop": (
-        Scheduler,
-        "launch",
-        "if self.modes.looping:",
-        "if False:",
-    ),
+    "round launched during a loop": (Scheduler, "launch", "if self.modes.looping:", "if False:"),
     "end of a loop not noticed": (
         LoopControl,
         "is_last",

@@ -14,13 +14,7 @@ from graft.cudagraph.errors import GraftError, OptionError, ShapeError
 from graft.cudagraph.kernels import Kernel
 from graft.cudagraph.lanes import StreamLane
 from graft.models.cache.kv import PagedKV
-from graft.models.llm.kernel_library import (
-    SHARED_PERCENT,
-    KVWrite,
-    ModelKernels,
-    Norm,
-    mma_shape,
-)
+from graft.models.llm.kernel_library import SHARED_PERCENT, KVWrite, ModelKernels, Norm, mma_shape
 from graft.models.llm.rope import Rope
 from graft.models.llm.weights import ScaledMatrix
 
@@ -39,13 +33,7 @@ def lane(stream) -> StreamLane:
     return StreamLane(stream)
 
 
-def run_linear(
-    kernels,
-    lane,
-    x,
-    w,
-    **more,
-) -> np.ndarray:
+def run_linear(kernels, lane, x, w, **more) -> np.ndarray:
     """Run `ModelKernels.linear` and return the result on the host."""
     rows = x.out.shape[0] if isinstance(x, Norm) else x.shape[0]
     out = kernels.device.zeros((rows, w.shape[0]), "float32")
@@ -75,34 +63,14 @@ def test_model_kernels_request_equal_shares_of_shared_memory(device, lane, monke
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("rows", "columns", "inner"),
-    [
-        (1, 1, 1),
-        (3, 5, 31),
-        (4, 65, 64),
-        (18, 20, 200),
-        (9, 7, 520),
-        (40, 16, 120),
-        (40, 24, 128),
-    ],
+    [(1, 1, 1), (3, 5, 31), (4, 65, 64), (18, 20, 200), (9, 7, 520), (40, 16, 120), (40, 24, 128)],
 )
-def test_linear_equals_matrix_product(
-    kernels,
-    lane,
-    dtype,
-    rows,
-    columns,
-    inner,
-):
+def test_linear_equals_matrix_product(kernels, lane, dtype, rows, columns, inner):
     """`linear` is accurate for all weight dtypes and for sizes that cannot run on tensor cores."""
     rng = np.random.default_rng(rows * inner)
     x = normal(rng, rows, inner)
     w = rounded(normal(rng, columns, inner), dtype)
-    out = run_linear(
-        kernels,
-        lane,
-        upload(kernels.device, x),
-        upload(kernels.device, w, dtype),
-    )
+    out = run_linear(kernels, lane, upload(kernels.device, x), upload(kernels.device, w, dtype))
     wanted = x.astype(np.float64) @ w.astype(np.float64).T
     np.testing.assert_allclose(out, wanted, atol=3e-6 * np.sqrt(inner) * 4)
 
@@ -117,13 +85,7 @@ def test_linear_equals_matrix_product(
     ],
 )
 def test_tensor_core_linear_is_row_invariant(
-    device,
-    lane,
-    monkeypatch,
-    dtype,
-    activations,
-    columns,
-    inner,
+    device, lane, monkeypatch, dtype, activations, columns, inner
 ):
     """A tensor-core product equals x W^T with rounded or split x, and is row invariant.
 
@@ -140,12 +102,7 @@ def test_tensor_core_linear_is_row_invariant(
 
     def check_rows(begin, end, dtype="float32"):
         """Multiply only rows [begin, end) of x and compare with these rows of the whole product."""
-        out = run_linear(
-            kernels,
-            lane,
-            upload(device, x[begin:end], dtype),
-            w_device,
-        )
+        out = run_linear(kernels, lane, upload(device, x[begin:end], dtype), w_device)
         assert same_bits(out, whole[begin:end].copy()), f"rows {begin} to {end}"
 
     whole = run_linear(kernels, lane, upload(device, x), w_device)
@@ -272,13 +229,7 @@ def test_linear_uses_no_tall_tiles_with_little_shared_memory(device, lane, monke
 
 
 @pytest.mark.parametrize(("rows", "activations"), [(3, "rounded"), (20, "rounded"), (9, "float32")])
-def test_gated_linear_equals_linear_and_silu_mul(
-    device,
-    lane,
-    monkeypatch,
-    rows,
-    activations,
-):
+def test_gated_linear_equals_linear_and_silu_mul(device, lane, monkeypatch, rows, activations):
     """The fused gated product gives the same bits as `linear` followed by `silu_mul`.
 
     The cases have few and many rows and split K. The gate and up rows of the fused weight are
@@ -290,48 +241,26 @@ def test_gated_linear_equals_linear_and_silu_mul(
     w = rng.standard_normal((2, 24, 256)) / 4
     x_device = upload(device, x)
     out = device.zeros((rows, 24), "bfloat16")
-    gate_up = run_linear(
-        kernels,
-        lane,
-        x_device,
-        upload(device, w.reshape(48, 256), "bfloat16"),
-    )
+    gate_up = run_linear(kernels, lane, x_device, upload(device, w.reshape(48, 256), "bfloat16"))
     kernels.silu_mul(lane, upload(device, gate_up), out)
     wanted = download(lane.stream, out)
     blocks = [m.reshape(3, 8, 256) for m in w]
     interleaved = np.stack(blocks, 1).reshape(48, 256)
     gated = device.zeros((rows, 24), "bfloat16")
-    kernels.gated_linear(
-        lane,
-        x_device,
-        upload(device, interleaved, "bfloat16"),
-        gated,
-    )
+    kernels.gated_linear(lane, x_device, upload(device, interleaved, "bfloat16"), gated)
     assert same_bits(download(lane.stream, gated), wanted)
     monkeypatch.setattr(CHOOSE_SPLITS, lambda *_: 1)
-    kernels.gated_linear(
-        lane,
-        x_device,
-        upload(device, interleaved, "bfloat16"),
-        gated,
-    )
+    kernels.gated_linear(lane, x_device, upload(device, interleaved, "bfloat16"), gated)
     assert same_bits(download(lane.stream, gated), wanted)
     with pytest.raises(ShapeError, match="gated product requires"):
         kernels.gated_linear(
-            lane,
-            x_device,
-            upload(device, w[0], "bfloat16"),
-            device.zeros((rows, 12), "float32"),
+            lane, x_device, upload(device, w[0], "bfloat16"), device.zeros((rows, 12), "float32")
         )
 
 
 @pytest.mark.parametrize(("activations", "count"), [("rounded", 150), ("float32", 40)])
 def test_linear_with_folded_norm_equals_norm_between_products(
-    device,
-    lane,
-    monkeypatch,
-    activations,
-    count,
+    device, lane, monkeypatch, activations, count
 ):
     """A folded norm equals a norm between two products, and the result is row invariant."""
     kernels = ModelKernels(device, "warp", activations)
@@ -351,14 +280,7 @@ def test_linear_with_folded_norm_equals_norm_between_products(
             device.zeros((len(own), 128), kernels.input_dtype(consumer)),
             device.zeros((len(own), 8), "float32"),
         )
-        kernels.linear(
-            lane,
-            upload(device, own),
-            producer,
-            stream,
-            residual=stream,
-            norm=norm,
-        )
+        kernels.linear(lane, upload(device, own), producer, stream, residual=stream, norm=norm)
         return run_linear(kernels, lane, norm, consumer), stream.to_host()
 
     assert kernels.can_fold_norm(producer, consumer)
@@ -386,13 +308,7 @@ def test_linear_with_folded_norm_equals_norm_between_products(
     ],
 )
 def test_fused_qkv_equals_linear_and_rope_and_store(
-    device,
-    lane,
-    monkeypatch,
-    dim,
-    activations,
-    dtype,
-    has_bias,
+    device, lane, monkeypatch, dim, activations, dtype, has_bias
 ):
     """The fused QKV kernel gives the same bits as `linear` followed by `rope_and_store`.
 
@@ -432,13 +348,7 @@ def test_fused_qkv_equals_linear_and_rope_and_store(
                 kernels.linear(lane, x, there, qkv)
                 kernels.rope_and_store(lane, qkv, KVWrite(rope_table, rows, kv, 1, 2))
             else:
-                kernels.project_qkv(
-                    lane,
-                    x,
-                    there,
-                    qkv,
-                    KVWrite(rope_table, rows, kv, 1, 2),
-                )
+                kernels.project_qkv(lane, x, there, qkv, KVWrite(rope_table, rows, kv, 1, 2))
             live = [r for r in range(count) if r not in (3, 4, 6)]
             queries = download(lane.stream, qkv)[live, : 2 * dim]
             found.append((queries, kv.k.to_host(), kv.v.to_host()))
@@ -461,13 +371,7 @@ def test_folded_norm_requires_tensor_cores(kernels, lane, device):
     with pytest.raises(ShapeError, match="folded norm requires tensor cores"):
         kernels.linear(lane, norm, whole, out)
     with pytest.raises(ShapeError, match="folded norm requires tensor cores"):
-        kernels.linear(
-            lane,
-            out,
-            device.zeros((128, 16), "float32"),
-            norm.out,
-            norm=norm,
-        )
+        kernels.linear(lane, out, device.zeros((128, 16), "float32"), norm.out, norm=norm)
 
 
 def test_linear_uses_exact_value_of_every_16_bit_weight(kernels, lane):
@@ -489,22 +393,12 @@ def test_linear_uses_exact_value_of_every_16_bit_weight(kernels, lane):
         stored[~is_finite] = 0
         for inner in (1, 8):
             w = kernels.device.from_host(stored.reshape(-1, inner), dtype)
-            out = run_linear(
-                kernels,
-                lane,
-                upload(kernels.device, np.eye(inner)),
-                w,
-            ).T.ravel()
+            out = run_linear(kernels, lane, upload(kernels.device, np.eye(inner)), w).T.ravel()
             np.testing.assert_array_equal(out[checked], exact[checked])
 
 
 @pytest.mark.parametrize(("rows", "inner"), [(5, 40), (5, 128), (20, 128), (20, 1024)])
-def test_linear_adds_residual_in_place_and_copies_result(
-    kernels,
-    lane,
-    rows,
-    inner,
-):
+def test_linear_adds_residual_in_place_and_copies_result(kernels, lane, rows, inner):
     """The residual and the output may be the same array. The copy has the same bits as the output.
 
     The other columns of the array that receives the copy do not change.
@@ -518,14 +412,7 @@ def test_linear_adds_residual_in_place_and_copies_result(
     wide = upload(device, np.full((rows, 48), 7.0))
     x_device = upload(device, x)
     w_device = upload(device, w, "bfloat16")
-    kernels.linear(
-        lane,
-        x_device,
-        w_device,
-        stream,
-        residual=stream,
-        copy_to=(wide, 16),
-    )
+    kernels.linear(lane, x_device, w_device, stream, residual=stream, copy_to=(wide, 16))
     out = download(lane.stream, stream)
     tapped = wide.to_host()
     np.testing.assert_allclose(out, start + x @ w.T, atol=2e-5)
@@ -561,12 +448,7 @@ def test_linear_adds_bias_after_scale_and_before_residual(
 @pytest.mark.parametrize(
     ("columns", "inner"), [(21, 24), (21, 33), (21, 300), (16, 120), (24, 128)]
 )
-def test_linear_is_row_invariant(
-    kernels,
-    lane,
-    columns,
-    inner,
-):
+def test_linear_is_row_invariant(kernels, lane, columns, inner):
     """The result of a row has the same bits alone, among 2 to 18 rows and among 40 rows."""
     rng = np.random.default_rng(inner)
     device = kernels.device
@@ -575,12 +457,7 @@ def test_linear_is_row_invariant(
     whole = run_linear(kernels, lane, upload(device, x), w)
     for rows in range(1, 19):
         for first in {0, 40 - rows, (40 - rows) // 2}:
-            part = run_linear(
-                kernels,
-                lane,
-                upload(device, x[first : first + rows]),
-                w,
-            )
+            part = run_linear(kernels, lane, upload(device, x[first : first + rows]), w)
             assert same_bits(part, whole[first : first + rows].copy()), (rows, first)
 
 
@@ -591,20 +468,9 @@ def test_norm_equals_rms_norm(kernels, lane, width):
     x[2] = 0
     w = normal(rng, width)
     out = kernels.device.zeros((6, width), "float32")
-    kernels.norm(
-        lane,
-        upload(kernels.device, x),
-        upload(kernels.device, w),
-        1e-5,
-        out,
-    )
+    kernels.norm(lane, upload(kernels.device, x), upload(kernels.device, w), 1e-5, out)
     wanted = numpy_llama.rms_norm(x.astype(np.float64), w, 1e-5)
-    np.testing.assert_allclose(
-        download(lane.stream, out),
-        wanted,
-        rtol=3e-6,
-        atol=1e-7,
-    )
+    np.testing.assert_allclose(download(lane.stream, out), wanted, rtol=3e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -614,12 +480,7 @@ def test_gather_copies_rows(kernels, lane, dtype):
     table_on_device = upload(kernels.device, table, dtype)
     index = [3, 10, -1, 11, 0, 3]
     out = kernels.device.zeros((6, 70), "float32")
-    kernels.gather(
-        lane,
-        table_on_device,
-        upload_ints(kernels.device, index),
-        out,
-    )
+    kernels.gather(lane, table_on_device, upload_ints(kernels.device, index), out)
     wanted = np.zeros((6, 70), np.float32)
     for row, i in enumerate(index):
         if 0 <= i < 11:
@@ -644,20 +505,10 @@ def test_silu_mul_is_accurate_for_all_gates(kernels, lane):
         wanted = g64 / (1 + np.exp(-g64)) * u
     assert np.isfinite(result).all()
     # For gates below -87 the kernel clamps its exponent. The true value is then below 1e-35.
-    np.testing.assert_allclose(
-        result[:-3],
-        wanted[:-3],
-        rtol=1e-6,
-        atol=2e-35,
-    )
+    np.testing.assert_allclose(result[:-3], wanted[:-3], rtol=1e-6, atol=2e-35)
 
 
-def make_kv(
-    device,
-    kv_heads,
-    dim,
-    dtype="float32",
-) -> PagedKV:
+def make_kv(device, kv_heads, dim, dtype="float32") -> PagedKV:
     return PagedKV(
         device,
         layers=2,
@@ -674,13 +525,7 @@ def make_kv(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 1, 10), (2, 2, 64)])
 def test_rope_and_store_rotates_queries_and_writes_cache(
-    kernels,
-    lane,
-    stream,
-    dtype,
-    heads,
-    kv_heads,
-    dim,
+    kernels, lane, stream, dtype, heads, kv_heads, dim
 ):
     """`rope_and_store` rotates queries in place and writes keys and values to the KV cache.
 
@@ -720,14 +565,7 @@ def test_rope_and_store_rotates_queries_and_writes_cache(
     np.testing.assert_array_equal(stored_v, values.astype(np.float32))
 
 
-def fill_cache(
-    device,
-    kv,
-    slot,
-    keys,
-    values,
-    layer=1,
-) -> None:
+def fill_cache(device, kv, slot, keys, values, layer=1) -> None:
     """Write keys and values [T, kv_heads, dim] of a slot to the cache arrays."""
     k = kv.k.to_host()
     v = kv.v.to_host()
@@ -741,14 +579,7 @@ def fill_cache(
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"), [(4, 2, 8), (3, 1, 10), (2, 2, 80), (6, 2, 32)]
 )
-def test_attention_equals_causal_softmax(
-    kernels,
-    lane,
-    stream,
-    heads,
-    kv_heads,
-    dim,
-):
+def test_attention_equals_causal_softmax(kernels, lane, stream, heads, kv_heads, dim):
     """Each row attends to positions 0..pos of its slot, and padding rows give zeros.
 
     The positions include the boundaries of tiles.
@@ -771,15 +602,7 @@ def test_attention_equals_causal_softmax(
     qkv = 3 * normal(rng, 10, heads + 2 * kv_heads, dim)
     out = device.from_host(np.full((10, heads * dim), 9, np.float32))
     rows = make_rows(device, [0] * 10, slots, pos)
-    kernels.attention(
-        lane,
-        upload(device, qkv.reshape(10, -1)),
-        rows,
-        kv,
-        1,
-        heads,
-        out,
-    )
+    kernels.attention(lane, upload(device, qkv.reshape(10, -1)), rows, kv, 1, heads, out)
     result = download(stream, out)
     for r, (s, p) in enumerate(zip(slots, pos, strict=True)):
         if r in (6, 7, 9):
@@ -789,12 +612,7 @@ def test_attention_equals_causal_softmax(
         v = values[s][: p + 1].astype(np.float64)
         mask = np.ones((1, p + 1), bool)
         wanted = numpy_llama.attention(qkv[r : r + 1, :heads], k, v, mask)[0]
-        np.testing.assert_allclose(
-            result[r],
-            wanted,
-            atol=5e-6,
-            err_msg=f"row {r}",
-        )
+        np.testing.assert_allclose(result[r], wanted, atol=5e-6, err_msg=f"row {r}")
 
 
 def test_attention_is_stable_for_large_scores(kernels, lane, stream):
@@ -813,15 +631,7 @@ def test_attention_is_stable_for_large_scores(kernels, lane, stream):
         qkv[0, 0] = np.sqrt(8)
         out = device.zeros((1, 8), "float32")
         rows = make_rows(device, [0], 0, [99])
-        kernels.attention(
-            lane,
-            upload(device, qkv),
-            rows,
-            kv,
-            1,
-            1,
-            out,
-        )
+        kernels.attention(lane, upload(device, qkv), rows, kv, 1, 1, out)
         best = values[99 if slope > 0 else 0, 0]
         np.testing.assert_allclose(download(stream, out)[0], best, rtol=1e-6)
 
@@ -829,11 +639,7 @@ def test_attention_is_stable_for_large_scores(kernels, lane, stream):
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_eagle_input_concatenates_normed_embedding_and_feature(
-    kernels,
-    lane,
-    stream,
-    before,
-    in_place,
+    kernels, lane, stream, before, in_place
 ):
     """The EAGLE-3 input kernel writes [norm(embedding), norm(feature)] and the residual stream.
 
@@ -882,13 +688,7 @@ def test_model_kernels_reject_wrong_operands(kernels, lane, device):
     with pytest.raises(ShapeError, match="int32"):
         kernels.linear(lane, x, device.zeros((8, 32), "int32"), good)
     with pytest.raises(ShapeError, match="copy_to"):
-        kernels.linear(
-            lane,
-            x,
-            w,
-            good,
-            copy_to=(device.zeros((4, 12), "float32"), 5),
-        )
+        kernels.linear(lane, x, w, good, copy_to=(device.zeros((4, 12), "float32"), 5))
     with pytest.raises(ShapeError, match="B=4"):
         kernels.gather(lane, w, device.zeros((3,), "int32"), x)
     with pytest.raises(ShapeError, match="width=32"):

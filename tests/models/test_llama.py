@@ -36,30 +36,14 @@ def test_llama_fixtures_cover_all_layouts():
 
 @pytest.mark.parametrize("form", model_util.FORMS)
 @pytest.mark.parametrize("case", CASES)
-def test_llama_logits_equal_transformers(
-    device,
-    stream,
-    case,
-    form,
-):
+def test_llama_logits_equal_transformers(device, stream, case, form):
     """Logits of a prompt in two chunks equal those of transformers at every position."""
     expected = np.load(model_util.FIXTURES / case / "expected.npz")
-    model = model_util.load_llama(
-        device,
-        model_util.FIXTURES / case,
-        form=form,
-        dtype="float32",
-    )
+    model = model_util.load_llama(device, model_util.FIXTURES / case, form=form, dtype="float32")
     model_util.allocate_pages(stream, model.kv, 1, 40)
     tokens = expected["tokens"]
     first = model_util.forward(stream, model, tokens[:23], 1, np.arange(23))
-    second = model_util.forward(
-        stream,
-        model,
-        tokens[23:],
-        1,
-        np.arange(23, 40),
-    )
+    second = model_util.forward(stream, model, tokens[23:], 1, np.arange(23, 40))
     logits = np.concatenate([first, second])
     np.testing.assert_allclose(logits, expected["logits"], atol=3e-5)
 
@@ -124,21 +108,9 @@ def test_llama_rounded_activations_are_more_accurate_than_transformers_bfloat16(
         )
         model_util.allocate_pages(stream, model.kv, 1, 40)
         model_util.allocate_pages(stream, model.kv, 2, 40)
-        logits = model_util.forward(
-            stream,
-            model,
-            expected["tokens"],
-            1,
-            np.arange(40),
-        )
+        logits = model_util.forward(stream, model, expected["tokens"], 1, np.arange(40))
         for part in np.split(np.arange(40), (1, 5, 21)):
-            again = model_util.forward(
-                stream,
-                model,
-                expected["tokens"][part],
-                2,
-                part,
-            )
+            again = model_util.forward(stream, model, expected["tokens"][part], 2, part)
             assert model_util.same_bits(again, logits[part])
         error[activations] = np.sqrt(np.mean((logits - exact) ** 2))
     theirs = np.sqrt(np.mean((expected["rounded"] - exact) ** 2))
@@ -158,14 +130,7 @@ def test_llama_features_are_layer_outputs(device, stream, tmp_path):
     features = device.zeros((9, 3 * 48), "float32")
     tokens = np.arange(9) * 7
     plain = model_util.forward(stream, model, tokens, 0, np.arange(9))
-    logits = model_util.forward(
-        stream,
-        model,
-        tokens,
-        0,
-        np.arange(9),
-        features,
-    )
+    logits = model_util.forward(stream, model, tokens, 0, np.arange(9), features)
     assert model_util.same_bits(plain, logits)
     streams = numpy_llama.llama_streams(weights, llama_config(), tokens)
     np.testing.assert_allclose(features.to_host(), np.concatenate(streams, axis=-1), atol=2e-5)
@@ -244,12 +209,7 @@ def _set(name, value):
         ),
     ],
 )
-def test_llama_rejects_unsuitable_checkpoints(
-    device,
-    tmp_path,
-    change,
-    words,
-):
+def test_llama_rejects_unsuitable_checkpoints(device, tmp_path, change, words):
     """Checkpoints that do not match the model raise an error that names the tensor.
 
     The cases are missing and unused tensors, tensors of a wrong shape or dtype, and stacked

@@ -76,11 +76,7 @@ def test_structural_tag_constrains_text_after_trigger(backend):
 
     The content of a tag satisfies the tag's schema.
     """
-    schema = {
-        "type": "object",
-        "properties": {"n": {"enum": [7]}},
-        "required": ["n"],
-    }
+    schema = {"type": "object", "properties": {"n": {"enum": [7]}}, "required": ["n"]}
     tags = [StructuralTag.of('{"call": ', schema, "}!")]
     spec = GrammarSpec.structural_tag(tags, ['{"'])
     opened = 0

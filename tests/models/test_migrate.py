@@ -19,12 +19,7 @@ from graft.models.engine.migrate import MigratedRequest
 from graft.models.errors import MigrationError
 from graft.models.transfer import Mooncake, SharedMemory
 
-FREE = Request(
-    tokens=[300, 301, 302] * 7,
-    min_tokens=20,
-    max_tokens=30,
-    id="free",
-)
+FREE = Request(tokens=[300, 301, 302] * 7, min_tokens=20, max_tokens=30, id="free")
 REQUESTS = [r for i in range(3) for r in workload()[i::5]]
 
 
@@ -142,12 +137,7 @@ def test_migration_rejects_unknown_duplicate_and_complete_requests(pair):
     second.submit(FREE)
     with pytest.raises(RequestError, match="'free' is already running"):
         second.migrate_in(migrated)
-    request = {
-        **migrated.description["request"],
-        "max_tokens": 1,
-        "min_tokens": 0,
-        "id": "late",
-    }
+    request = {**migrated.description["request"], "max_tokens": 1, "min_tokens": 0, "id": "late"}
     description = {**migrated.description, "request": request}
     second.migrate_in(MigratedRequest(description, migrated.pages))
     assert "'late' was migrated after its output was complete" in drain(second)["late"].error

@@ -15,15 +15,7 @@ from graft.models.errors import CheckpointError, ConfigError
 TARGET = llama_config()
 
 
-def reference_logits(
-    weights,
-    of_target,
-    tokens,
-    features,
-    drafts,
-    modules,
-    norm_hidden,
-):
+def reference_logits(weights, of_target, tokens, features, drafts, modules, norm_hidden):
     """Return the logits [vocab] of the token after `tokens` and `drafts`.
 
     `features` holds the target's features of all tokens except the last. A single module continues
@@ -40,14 +32,7 @@ def reference_logits(
         prefix = f"model.layers.{3 + j}"
         own = weights.get(f"{prefix}.embed_tokens.weight", table)
         following = sequence[1 + j :][: len(h)]
-        out = numpy_llama.mtp_states(
-            weights,
-            TARGET,
-            prefix,
-            own,
-            h,
-            following,
-        )
+        out = numpy_llama.mtp_states(weights, TARGET, prefix, own, h, following)
         normed = numpy_llama.rms_norm(out, weights[f"{prefix}.shared_head.norm.weight"], 1e-5)
         if norm_hidden:
             out = normed
@@ -81,16 +66,7 @@ NUM_SHORT = (5, 2)
         for number, case in enumerate(CASES)
     ],
 )
-def test_mtp_logits_equal_numpy(
-    device,
-    stream,
-    tmp_path,
-    modules,
-    own,
-    tree,
-    norm_hidden,
-    form,
-):
+def test_mtp_logits_equal_numpy(device, stream, tmp_path, modules, own, tree, norm_hidden, form):
     """The logits of every draft equal the NumPy reference, which processes the whole sequence.
 
     Prompts are processed in chunks. Rounds commit one to five tokens in changing batch rows. Drafts
@@ -116,13 +92,7 @@ def test_mtp_logits_equal_numpy(
         for slot, down, logits in rounds.levels(rounds.commit(batch, counts)):
             tokens = rounds.tokens[slot, : rounds.n[slot] + 1]
             wanted = reference_logits(
-                weights,
-                of_target,
-                tokens,
-                rounds.features[slot],
-                down,
-                modules,
-                norm_hidden,
+                weights, of_target, tokens, rounds.features[slot], down, modules, norm_hidden
             )
             np.testing.assert_allclose(logits, wanted, atol=1e-4)
 
@@ -152,53 +122,15 @@ def test_mtp_modules_may_share_folder_with_target(device, stream, tmp_path):
             CheckpointError,
             "3.enorm.weight is mi",
         ),
-        (
-            lambda t: t.update(x=np.ones(3, np.float32)),
-            {},
-            CheckpointError,
-            "first x",
-        ),
-        (
-            lambda t: None,
-            {"num_nextn_predict_layers": 1},
-            CheckpointError,
-            "model.layers.4",
-        ),
-        (
-            lambda t: None,
-            {"num_nextn_predict_layers": 3},
-            CheckpointError,
-            "model.layers.5",
-        ),
-        (
-            lambda t: None,
-            {"num_nextn_predict_layers": -1},
-            ConfigError,
-            "num_nextn_predict_layers",
-        ),
-        (
-            lambda t: None,
-            {"vocab_size": 321},
-            ConfigError,
-            "size 321, .* has vocab_size 320",
-        ),
-        (
-            lambda t: None,
-            {"num_hidden_layers": 4},
-            ConfigError,
-            "with num_hidden_layers 4",
-        ),
+        (lambda t: t.update(x=np.ones(3, np.float32)), {}, CheckpointError, "first x"),
+        (lambda t: None, {"num_nextn_predict_layers": 1}, CheckpointError, "model.layers.4"),
+        (lambda t: None, {"num_nextn_predict_layers": 3}, CheckpointError, "model.layers.5"),
+        (lambda t: None, {"num_nextn_predict_layers": -1}, ConfigError, "num_nextn_predict_layers"),
+        (lambda t: None, {"vocab_size": 321}, ConfigError, "size 321, .* has vocab_size 320"),
+        (lambda t: None, {"num_hidden_layers": 4}, ConfigError, "with num_hidden_layers 4"),
     ],
 )
-def test_mtp_rejects_unsuitable_checkpoints(
-    device,
-    stream,
-    tmp_path,
-    change,
-    fields,
-    error,
-    words,
-):
+def test_mtp_rejects_unsuitable_checkpoints(device, stream, tmp_path, change, fields, error, words):
     """Missing or unused tensors, a wrong number of modules or another target raise an error."""
     make_tiny_llama(tmp_path / "target")
     make_tiny_mtp(tmp_path / "mtp", TARGET, modules=2)

@@ -12,13 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine_cases import (
-    DRAFTER_OPTIONS,
-    MORE_TREE_OPTIONS,
-    answer,
-    answers,
-    settled,
-)
+from engine_cases import DRAFTER_OPTIONS, MORE_TREE_OPTIONS, answer, answers, settled
 from engine_util import demo_engine, mixed_requests
 from reference_matchers import ReferenceLLGuidance
 

@@ -41,12 +41,7 @@ def random_texts(rng, count):
     return texts
 
 
-def assign_pages(
-    prefixes,
-    caches,
-    slot,
-    tokens,
-):
+def assign_pages(prefixes, caches, slot, tokens):
     """Allocate a slot's pages for a token sequence, beginning with the cached pages.
 
     Return the cached pages that were used, or None if there are not enough pages.
@@ -187,10 +182,7 @@ def test_prefix_cache_does_not_change_outputs_or_drafts(options):
     cached = []
     for cache_bytes in (0, None):
         with demo_engine(
-            max_batch_size=2,
-            prefix_cache_bytes=cache_bytes,
-            page_size=8,
-            **options,
+            max_batch_size=2, prefix_cache_bytes=cache_bytes, page_size=8, **options
         ) as engine:
             outputs = engine.generate(requests)
             results.append(answers_and_drafts(outputs))

@@ -26,11 +26,7 @@ from graft.cudagraph.lanes import StreamLane
 from graft.sampling.sampler import row_words
 
 LENGTH = 35  # past one attention tile of 32
-SHAPE = {
-    "vocab_size": 72,
-    "intermediate_size": 40,
-    "num_attention_heads": 4,
-}
+SHAPE = {"vocab_size": 72, "intermediate_size": 40, "num_attention_heads": 4}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 NAMES = ("logits", "features", "draft")
 SLOTS = 8
@@ -62,15 +58,7 @@ class Forward:
         self.results = logits, features, drafter.entries(lane, self.entries, features)
         self.exec = graph.instantiate()
 
-    def run(
-        self,
-        stream,
-        tokens,
-        following,
-        slots,
-        positions,
-        tree,
-    ):
+    def run(self, stream, tokens, following, slots, positions, tree):
         masks = np.broadcast_to(tree, len(tokens))
         self.rows.ancestors.copy_from(masks.astype(np.uint64))
         for rows, token in ((self.rows, tokens), (self.entries, following)):
@@ -104,14 +92,7 @@ class Case:
         for kv in self.both:
             allocate_pages(stream, kv, slot, positions)
 
-    def feed(
-        self,
-        stream,
-        sequences,
-        slots,
-        positions,
-        tree=0,
-    ):
+    def feed(self, stream, sequences, slots, positions, tree=0):
         """Run a forward pass and return logits, features and draft outputs.
 
         Row i has token ``positions[i]`` of sequence ``sequences[i]``. Sequence -1 gives a padding
@@ -123,23 +104,9 @@ class Case:
         following = SEQUENCES[sequences, (positions + 1) % LENGTH]
         slots = np.where(sequences < 0, -1, slots)
         positions = np.where(sequences < 0, -1, positions)
-        return self.forward_of(len(tokens)).run(
-            stream,
-            tokens,
-            following,
-            slots,
-            positions,
-            tree,
-        )
+        return self.forward_of(len(tokens)).run(stream, tokens, following, slots, positions, tree)
 
-    def check(
-        self,
-        stream,
-        sequences,
-        slots,
-        positions,
-        tree=0,
-    ):
+    def check(self, stream, sequences, slots, positions, tree=0):
         """Check that each row equals the reference at its sequence and position, bit for bit."""
         result = self.feed(stream, sequences, slots, positions, tree)
         for r, (s, p) in enumerate(zip(sequences, positions, strict=True)):
@@ -180,12 +147,7 @@ def case(device, request, tmp_path_factory):
     if architecture:
         fields = {"qwen2": QWEN2, "smollm3": SMOLLM3}[architecture[0]] | {"rope_scaling": YARN}
     make_tiny_llama(folder / "target", dtype=dtype, **sizes, **fields)
-    make_tiny_eagle3(
-        folder / "head",
-        llama_config(**sizes),
-        dtype=dtype,
-        draft_vocab=50,
-    )
+    make_tiny_eagle3(folder / "head", llama_config(**sizes), dtype=dtype, draft_vocab=50)
     shape = {"slots": SLOTS, "pages": 100}
     model = load_llama(device, folder / "target", form=form, **shape)
     drafter = load_eagle3(device, folder / "head", model, **shape)

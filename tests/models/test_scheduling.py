@@ -22,12 +22,7 @@ from graft.models.engine.slots import SlotManager
 from graft.models.request import Request
 from graft.models.round.prefill import CHUNK, CHUNK_SIZES, MAX_ROWS, PrefillScheduler, chunk_size
 
-RUNNING = Request(
-    tokens=[300, 301, 302],
-    max_tokens=120,
-    min_tokens=120,
-    id="running",
-)
+RUNNING = Request(tokens=[300, 301, 302], max_tokens=120, min_tokens=120, id="running")
 
 
 def record_launches(engine):
@@ -107,12 +102,7 @@ def chunk_cost(fixed, each, rows):
 @pytest.mark.parametrize("fixed, each", [(0.0, 1e-4), (2e-3, 1e-5), (9e-3, 1e-6), (1e-3, 0.0)])
 @pytest.mark.parametrize("round_s", [1e-3, 4e-3, 1e-2])
 @pytest.mark.parametrize("warmed", [False, True])
-def test_prefill_scheduler_chooses_chunks_of_about_one_round(
-    fixed,
-    each,
-    round_s,
-    warmed,
-):
+def test_prefill_scheduler_chooses_chunks_of_about_one_round(fixed, each, round_s, warmed):
     """The scheduler chooses the largest chunk that takes at most 0.8 of a round, or four tokens.
 
     Chunks almost never take more than 1.5 rounds. A size that has not been measured is chosen only

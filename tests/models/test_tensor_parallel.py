@@ -58,22 +58,11 @@ def run_ranks(case, told="", alone=False):
         pytest.skip(f"no launcher at {MPIEXEC}: the extra parallel brings one")
     if os.environ.get("GRAFT_DEVICE") == "cuda":
         pytest.skip("two ranks need two CUDA devices and NCCL")
-    rank = [
-        sys.executable,
-        str(Path(__file__).with_name("rank_worker.py")),
-        case,
-        str(told),
-    ]
+    rank = [sys.executable, str(Path(__file__).with_name("rank_worker.py")), case, str(told)]
     if alone:
         rank = ["sh", "-c", f"{shlex.join(rank)}; true"]
     ranks = subprocess.Popen(
-        [
-            str(MPIEXEC),
-            *["-disable-auto-cleanup"] * alone,
-            "-n",
-            "2",
-            *rank,
-        ],
+        [str(MPIEXEC), *["-disable-auto-cleanup"] * alone, "-n", "2", *rank],
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -91,27 +80,12 @@ def run_ranks(case, told="", alone=False):
     ("config", "size", "keys", "inner"),
     [
         (SMOL, 2, [(0, 2), (2, 3)], [(0, 768), (768, 1536)]),
-        (
-            SMOL,
-            3,
-            [(0, 1), (1, 2), (2, 3)],
-            [(0, 512), (512, 1024), (1024, 1536)],
-        ),
+        (SMOL, 3, [(0, 1), (1, 2), (2, 3)], [(0, 512), (512, 1024), (1024, 1536)]),
         (CONFIG, 2, [(0, 1), (1, 2)], [(0, 256), (256, 512)]),
-        (
-            replace(SMOL, intermediate_size=33),
-            2,
-            [(0, 2), (2, 3)],
-            [(0, 17), (17, 33)],
-        ),
+        (replace(SMOL, intermediate_size=33), 2, [(0, 2), (2, 3)], [(0, 17), (17, 33)]),
     ],
 )
-def test_tensor_parallel_shards_cover_the_model(
-    config,
-    size,
-    keys,
-    inner,
-):
+def test_tensor_parallel_shards_cover_the_model(config, size, keys, inner):
     """KV heads and MLP columns are split without gap or overlap.
 
     The query heads that share a KV head belong to the same rank.
@@ -227,15 +201,7 @@ def test_tensor_parallel_partial_products_are_added_in_rank_order(device, stream
     row_parallel = ScaledMatrix(
         mine[1], all_gather=FixedAllGather(device, (products[0], products[2]))
     )
-    kernels.linear(
-        lane,
-        mine[0],
-        row_parallel,
-        out,
-        residual=out,
-        copy_to=(tap, 10),
-        norm=norm,
-    )
+    kernels.linear(lane, mine[0], row_parallel, out, residual=out, copy_to=(tap, 10), norm=norm)
     expected = ((products[0] + products[1]) + products[2]) + residual
     assert model_util.same_bits(model_util.download(stream, out), expected)
     assert model_util.same_bits(tap.to_host()[:, 10:], expected)
@@ -249,13 +215,7 @@ def test_nccl_all_gather_runs_on_streams_and_in_graphs(device, stream, monkeypat
 
     If nccl4py is not installed, the error names the package.
     """
-    ranks = types.SimpleNamespace(
-        rank=0,
-        size=1,
-        peers=(),
-        deadline_s=30.0,
-        send=lambda *_: None,
-    )
+    ranks = types.SimpleNamespace(rank=0, size=1, peers=(), deadline_s=30.0, send=lambda *_: None)
     monkeypatch.setitem(sys.modules, "nccl", None)
     with pytest.raises(OptionError, match="needs NCCL: pip install 'nccl4py"):
         NcclAllGather(device, ranks, 6)
@@ -266,13 +226,7 @@ def test_nccl_all_gather_runs_on_streams_and_in_graphs(device, stream, monkeypat
             return Communicator()
 
         def allgather(self, own, everyones, stream):
-            call(
-                cu.cuMemcpyDtoDAsync,
-                everyones.ptr,
-                own.ptr,
-                own.nbytes,
-                stream,
-            )
+            call(cu.cuMemcpyDtoDAsync, everyones.ptr, own.ptr, own.nbytes, stream)
 
     core = types.SimpleNamespace(
         Communicator=Communicator,

@@ -310,12 +310,7 @@ def child():
         "{{ 'x' * 2000 }}",
     ],
 )
-def test_chat_template_runs_in_sandbox_with_limits(
-    folder,
-    template,
-    child,
-    monkeypatch,
-):
+def test_chat_template_runs_in_sandbox_with_limits(folder, template, child, monkeypatch):
     """A template that accesses Python internals, fails or exceeds a limit raises TokenizerError.
 
     The limits apply to memory, time and the length of the text. Afterwards, another template is

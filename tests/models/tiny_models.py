@@ -97,10 +97,7 @@ def norm(rng: np.random.Generator, width: int) -> np.ndarray:
 
 
 def decoder_tensors(
-    config: dict[str, Any],
-    rng: np.random.Generator,
-    prefix: str,
-    width: int,
+    config: dict[str, Any], rng: np.random.Generator, prefix: str, width: int
 ) -> dict[str, np.ndarray]:
     """Return random tensors of a decoder layer whose attention input has `width` columns."""
     hidden = config["hidden_size"]
@@ -147,12 +144,7 @@ def llama_tensors(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
 
 
 def make_tiny_llama(
-    folder: Path,
-    *,
-    seed: int = 0,
-    dtype: str = "float32",
-    shards: int = 1,
-    **overrides: Any,
+    folder: Path, *, seed: int = 0, dtype: str = "float32", shards: int = 1, **overrides: Any
 ) -> dict[str, np.ndarray]:
     """Write a random Llama checkpoint and return its tensors as float32 values.
 
@@ -170,12 +162,7 @@ def make_tiny_llama(
     return {name: rounded(t, dtype) for name, t in tensors.items()}
 
 
-def write_shards(
-    folder: Path,
-    tensors: dict[str, np.ndarray],
-    dtype: str,
-    shards: int,
-) -> None:
+def write_shards(folder: Path, tensors: dict[str, np.ndarray], dtype: str, shards: int) -> None:
     """Write tensors to several files with an index."""
     weight_map: dict[str, str] = {}
     for i in range(shards):
@@ -247,10 +234,7 @@ def make_tiny_eagle3(
     result = {name: rounded(t, dtype) for name, t in tensors.items()}
     if draft_vocab:
         kept = np.sort(rng.permutation(vocab)[:draft_vocab])
-        maps = {
-            "d2t": kept - np.arange(draft_vocab),
-            "t2d": np.isin(np.arange(vocab), kept),
-        }
+        maps = {"d2t": kept - np.arange(draft_vocab), "t2d": np.isin(np.arange(vocab), kept)}
         tensors |= maps
         result |= maps
     if names == "speculators":
@@ -261,12 +245,7 @@ def make_tiny_eagle3(
 
 
 def make_tiny_mtp(
-    folder: Path,
-    target_config: dict[str, Any],
-    *,
-    modules: int,
-    seed: int = 1,
-    own: bool = False,
+    folder: Path, target_config: dict[str, Any], *, modules: int, seed: int = 1, own: bool = False
 ) -> dict[str, np.ndarray]:
     """Write random multi-token prediction modules for a target and return their tensors.
 
@@ -307,11 +286,7 @@ def make_tiny_dflash(
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
     hidden = target_config["hidden_size"]
-    own = {
-        "block_size": block,
-        "mask_token_id": 3,
-        "target_layer_ids": list(layers),
-    }
+    own = {"block_size": block, "mask_token_id": 3, "target_layer_ids": list(layers)}
     write_json(
         folder / "config.json",
         {
@@ -407,9 +382,5 @@ def make_tiny_tokenizer(folder: Path, vocab_size: int = 300) -> None:
         ),
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "bos_token": "<bos>",
-        "eos_token": "<eos>",
-        "chat_template": CHAT_TEMPLATE,
-    }
+    config = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": CHAT_TEMPLATE}
     write_json(folder / "tokenizer_config.json", config)

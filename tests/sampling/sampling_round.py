@@ -82,13 +82,7 @@ def open_round(
         *laid,
         *timeline_args(_timeline(device)),
     ]
-    lane.kernel(
-        device.load(ROUND_KERNELS)["round_begin"],
-        1,
-        128,
-        args,
-        name="begin",
-    )
+    lane.kernel(device.load(ROUND_KERNELS)["round_begin"], 1, 128, args, name="begin")
     return rows, laid
 
 
@@ -334,12 +328,7 @@ class TableRound:
 
     def candidates(self, j: int, logits: np.ndarray | DeviceArray) -> None:
         """Write the candidates for draft j from logits [B, Vd]."""
-        self.sampler.candidates(
-            self.lane,
-            self.upload(logits),
-            self.row_slot,
-            j,
-        )
+        self.sampler.candidates(self.lane, self.upload(logits), self.row_slot, j)
         self.stream.synchronize()
 
     def place(self, proposal: np.ndarray) -> None:

@@ -62,12 +62,7 @@ def make_table(seed: int, *, d2t: np.ndarray | None = None) -> Table:
     legal = rng.random((V, V, V)) < 0.6
     legal[..., 2] |= ~legal.any(axis=-1)
     drafter = full if d2t is None else full[..., d2t]
-    return Table(
-        target.astype(np.float32),
-        drafter.astype(np.float32),
-        legal,
-        d2t,
-    )
+    return Table(target.astype(np.float32), drafter.astype(np.float32), legal, d2t)
 
 
 def sharp_table(seed: int) -> Table:
@@ -120,14 +115,7 @@ COVERING = [
     Case(1, COLD, masked=True, pruned=True, stop_ids=(7,)),
     Case(3, COLD, masked=False, late=True),
     Case(3, NUCLEUS, point=True, masked=False),
-    Case(
-        2,
-        MIXED,
-        point=True,
-        masked=False,
-        late=True,
-        stop_ids=(6,),
-    ),
+    Case(2, MIXED, point=True, masked=False, late=True, stop_ids=(6,)),
     Case(2, PLAIN, masked=True, late=True),
     Case(3, PLAIN, probe=True, pruned=True),
     Case(3, PLAIN, forced=True),
@@ -137,15 +125,7 @@ COVERING = [
     Case(4, PLAIN, masked=False, sharp=True, placed=True),
     Case(3, PLAIN, stop_ids=(3, 6), placed=True),
     Case(6, PLAIN, masked=False, sharp=True, tree=TREE),
-    Case(
-        6,
-        MIXED,
-        verify=ref.COUPLED,
-        pruned=True,
-        late=True,
-        stop_ids=(6,),
-        tree=TREE,
-    ),
+    Case(6, MIXED, verify=ref.COUPLED, pruned=True, late=True, stop_ids=(6,), tree=TREE),
     Case(6, PLAIN, verify=ref.COUPLED, tree=TREE),
     Case(6, PLAIN, tree=TREE, peaked=True),
 ]
@@ -160,13 +140,7 @@ def table_of(case: Case) -> Table:
     return replace(table, drafter=table.drafter * np.float32(25)) if case.peaked else table
 
 
-def run_case(
-    device: Device,
-    stream: Stream,
-    case: Case,
-    samples: int,
-    seed: int,
-) -> np.ndarray:
+def run_case(device: Device, stream: Stream, case: Case, samples: int, seed: int) -> np.ndarray:
     """Return tokens [requests, length], about `samples` in total; `END` after a stop id."""
     table = table_of(case)
     slots = 1024
@@ -202,12 +176,7 @@ def _mode(case: Case) -> DraftMode:
     )
 
 
-def generate(
-    r: TableRound,
-    table: Table,
-    case: Case,
-    first_seed: int,
-) -> np.ndarray:
+def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.ndarray:
     """Run one request per slot from the prompt to its end; return the tokens [slots, length]."""
     every = np.arange(r.slots)
     tree = TreeSampler(r.sampler) if case.tree else None
@@ -245,13 +214,7 @@ def generate(
             _draft_chain(r, table, case, state["n"], root)
 
 
-def _draft_chain(
-    r: TableRound,
-    table: Table,
-    case: Case,
-    n: np.ndarray,
-    pair: np.ndarray,
-) -> None:
+def _draft_chain(r: TableRound, table: Table, case: Case, n: np.ndarray, pair: np.ndarray) -> None:
     """Generate drafts after the last two tokens of every slot, one after the other."""
     proposal = np.zeros((r.slots, r.draft_length), np.int32)
     for j in range(1, r.draft_length + 1):
@@ -274,11 +237,7 @@ def _draft_chain(
 
 
 def _draft_tree(
-    r: TableRound,
-    table: Table,
-    case: Case,
-    tree: TreeSampler,
-    root: np.ndarray,
+    r: TableRound, table: Table, case: Case, tree: TreeSampler, root: np.ndarray
 ) -> None:
     """Grow trees of the case's shape."""
     branch, levels, _ = TreePlan.of(case.tree)
@@ -298,11 +257,7 @@ def _draft_tree(
 
 
 def _fill_rows(
-    r: TableRound,
-    table: Table,
-    case: Case,
-    state: np.ndarray,
-    root: np.ndarray,
+    r: TableRound, table: Table, case: Case, state: np.ndarray, root: np.ndarray
 ) -> np.ndarray:
     """Fill the mask rows of every slot's drafts; return the last two tokens before each row.
 
@@ -329,10 +284,7 @@ def _fill_rows(
 
 
 def _pairs(
-    state: np.ndarray,
-    root: np.ndarray,
-    drafts: int,
-    there: object,
+    state: np.ndarray, root: np.ndarray, drafts: int, there: object
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the last two tokens and the depth of every row of the slots' trees.
 
@@ -351,12 +303,7 @@ def _pairs(
     return pairs, depth
 
 
-def _answer_trees(
-    r: TableRound,
-    table: Table,
-    behind: np.ndarray,
-    level: int,
-) -> None:
+def _answer_trees(r: TableRound, table: Table, behind: np.ndarray, level: int) -> None:
     """Write for each candidate whether it is legal, in place of the grammar."""
     fed = behind.shape[1]
     ids = r.exchange.candidates[:, 3 : 3 + fed * TREE_CANDIDATES].reshape(r.slots, fed, -1)
@@ -396,12 +343,7 @@ def _forced(pair: np.ndarray) -> np.ndarray:
     return np.where((pair[:, 0] + 2 * pair[:, 1]) % 3 == 0, -1, _rule(pair))
 
 
-def _answer(
-    r: TableRound,
-    table: Table,
-    pair: np.ndarray,
-    j: int,
-) -> None:
+def _answer(r: TableRound, table: Table, pair: np.ndarray, j: int) -> None:
     """Write the index of the first legal candidate, or -1, in place of the grammar."""
     records = r.exchange.candidates
     answers = r.exchange.answer
@@ -476,10 +418,7 @@ def smallest_p(tokens: np.ndarray, table: Table, case: Case) -> float:
 
 
 def wrong_twice(
-    device: Device,
-    stream: Stream,
-    case: Case,
-    samples: int,
+    device: Device, stream: Stream, case: Case, samples: int
 ) -> tuple[bool, list[float]]:
     """Return whether a case fails at p < 0.001 with each of two sets of seeds, and the p-values."""
     table = table_of(case)

@@ -50,10 +50,7 @@ ADJUSTMENTS = [
 
 
 def slot_of(
-    rng: np.random.Generator,
-    adjustment: ref.Adjustment,
-    verify: int,
-    temperature: float,
+    rng: np.random.Generator, adjustment: ref.Adjustment, verify: int, temperature: float
 ) -> ref.Slot:
     """Return a slot with random drafts, both sampled ones and point masses, that repeat tokens."""
     drafts = rng.choice([5, 5, 8, 40], rng.integers(0, DRAFTS + 1))
@@ -92,11 +89,7 @@ def masks_of(rng: np.random.Generator, slot: ref.Slot) -> list[ref.MaskRow]:
 
 
 def masked_logits(
-    r: TableRound,
-    slot: ref.Slot,
-    j: int,
-    logits: np.ndarray,
-    row: ref.MaskRow,
+    r: TableRound, slot: ref.Slot, j: int, logits: np.ndarray, row: ref.MaskRow
 ) -> np.ndarray:
     """Return the adjusted and masked logits of a row."""
     legal = row.allows(VOCAB, r.token_limit)
@@ -109,19 +102,12 @@ def masked_logits(
     "verify,temperature", [(0, 0.0), (0, 0.9), (1, 0.9)], ids=["greedy", "rejection", "coupled"]
 )
 def test_logit_adjustments_match_reference_in_all_modes(
-    make_round,
-    block,
-    verify: int,
-    temperature: float,
+    make_round, block, verify: int, temperature: float
 ) -> None:
     """Tokens, token counts and log probabilities of rounds with drafts match the reference."""
     rng = np.random.default_rng(verify + 10)
     r: TableRound = make_round(
-        slots=len(ADJUSTMENTS),
-        draft_length=DRAFTS,
-        vocab=VOCAB,
-        token_limit=VOCAB - 5,
-        block=block,
+        slots=len(ADJUSTMENTS), draft_length=DRAFTS, vocab=VOCAB, token_limit=VOCAB - 5, block=block
     )
     accepted = 0
     for _ in range(6):
@@ -172,10 +158,7 @@ def test_logit_adjustments_are_exact_and_change_no_other_row(make_round, block) 
     """
     rng = np.random.default_rng(3)
     r: TableRound = make_round(
-        slots=len(ADJUSTMENTS),
-        draft_length=DRAFTS,
-        vocab=VOCAB,
-        block=block,
+        slots=len(ADJUSTMENTS), draft_length=DRAFTS, vocab=VOCAB, block=block
     )
     slots = [slot_of(rng, adjustment, 0, 1.0) for adjustment in ADJUSTMENTS]
     everything = np.ones(VOCAB, bool)

@@ -94,13 +94,7 @@ def test_checked_rounds_match_reference(make_checked, block):
     """
     rng = np.random.default_rng(9)
     num_slots = 20
-    r = make_checked(
-        slots=num_slots,
-        draft_length=6,
-        vocab=V,
-        token_limit=LIMIT,
-        block=block,
-    )
+    r = make_checked(slots=num_slots, draft_length=6, vocab=V, token_limit=LIMIT, block=block)
     seen = set()
     for _ in range(12 if block == 1 else 2):
         logits = rng.normal(0, 2, (num_slots, 7, V)).astype(np.float32)
@@ -109,27 +103,11 @@ def test_checked_rounds_match_reference(make_checked, block):
         logits[rng.random(logits.shape) < 0.002] = np.nan
         slots = [optimistic_slot(rng) for _ in range(num_slots)]
         for slot, rows in zip(slots, logits, strict=True):
-            add_drafts(
-                rng,
-                slot,
-                np.nan_to_num(rows, neginf=-9.0),
-                np.ones(V, bool),
-            )
+            add_drafts(rng, slot, np.nan_to_num(rows, neginf=-9.0), np.ones(V, bool))
         masks = [random_masks(rng, slot, 6) for slot in slots]
         out = r.play(slots, logits, masks, rng.permutation(num_slots))
-        seen |= set(
-            zip(
-                out["reason"].tolist(),
-                (out["count"] > 1).tolist(),
-                strict=True,
-            )
-        )
-    assert {
-        (ref.RUNNING, True),
-        (ref.RUNNING, False),
-        (ref.DEAD, False),
-        (ref.STOP, False),
-    } <= seen
+        seen |= set(zip(out["reason"].tolist(), (out["count"] > 1).tolist(), strict=True))
+    assert {(ref.RUNNING, True), (ref.RUNNING, False), (ref.DEAD, False), (ref.STOP, False)} <= seen
     legal = [is_legal for _, is_legal in r.checked]
     assert 0.2 < np.mean(legal) < 0.9
     assert any(token < 0 for token, _ in r.checked)
@@ -142,12 +120,7 @@ def test_round_ends_before_row_without_result_of_check(make_checked, reason):
     logits = np.zeros((1, K + 1, V), np.float32)
     logits[0, np.arange(K), drafts] = 9.0
     for j in range(K + 1):
-        r = make_checked(
-            slots=1,
-            draft_length=K,
-            vocab=V,
-            token_limit=LIMIT,
-        )
+        r = make_checked(slots=1, draft_length=K, vocab=V, token_limit=LIMIT)
         tree = ref.chain(0, *drafts)
         slot = ref.Slot(
             n=10,
@@ -170,38 +143,18 @@ def test_round_ends_before_row_without_result_of_check(make_checked, reason):
 
 
 @pytest.mark.parametrize("gap", [-1e-2, -1e-5, 0.0, 1e-5, 1e-2])
-def test_close_race_is_sampled_under_the_mask(
-    make_checked,
-    block,
-    gap,
-):
+def test_close_race_is_sampled_under_the_mask(make_checked, block, gap):
     """A token whose score is within the rounding error of another one is not published.
 
     With other rounding errors, the other token could win under the mask.
     """
-    r = make_checked(
-        slots=1,
-        draft_length=0,
-        vocab=V,
-        token_limit=LIMIT,
-        block=block,
-    )
-    slot = ref.Slot(
-        n=10,
-        tree=ref.chain(0),
-        limit=100,
-        seed=5,
-        filter=ref.Filter(1.0),
-    )
+    r = make_checked(slots=1, draft_length=0, vocab=V, token_limit=LIMIT, block=block)
+    slot = ref.Slot(n=10, tree=ref.chain(0), limit=100, seed=5, filter=ref.Filter(1.0))
     noise = ref.gumbel(ref.words(slot.seed, 11, ref.NOISE, np.arange(V)))
     logits = np.full(V, -30.0)
     logits[[7, 20]] = [1.0 - noise[7], 1.0 - noise[20] + gap]
     r.put(0, slot)
-    r.write_mask(
-        0,
-        0,
-        ref.MaskRow(ref.READY, slot.epoch, 10, np.ones(V, bool)),
-    )
+    r.write_mask(0, 0, ref.MaskRow(ref.READY, slot.epoch, 10, np.ones(V, bool)))
     out = r.verify(logits.astype(np.float32)[None, None])
     winner = 20 if gap > 0 else 7
     published = -1 if abs(gap) < 1e-3 else winner
@@ -220,26 +173,12 @@ def test_close_race_is_sampled_under_the_mask(
     ],
     ids=["never resampled", "any replay", "no margin"],
 )
-def test_checks_detect_broken_kernels(
-    make_checked,
-    monkeypatch,
-    old,
-    new,
-):
+def test_checks_detect_broken_kernels(make_checked, monkeypatch, old, new):
     """One of the tests of this file fails if a rule of the kernels is broken."""
-    patch_kernel_source(
-        monkeypatch,
-        "sampling/kernels/check.cu",
-        old,
-        new,
-    )
+    patch_kernel_source(monkeypatch, "sampling/kernels/check.cu", old, new)
     with pytest.raises(AssertionError):
         test_checked_rounds_match_reference(make_checked, 1)
         for reason in ("unreached", "outdated"):
             test_round_ends_before_row_without_result_of_check(make_checked, reason)
         for gap in (1e-5, 1e-2):
-            test_close_race_is_sampled_under_the_mask(
-                make_checked,
-                1,
-                gap,
-            )
+            test_close_race_is_sampled_under_the_mask(make_checked, 1, gap)

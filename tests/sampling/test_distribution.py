@@ -9,12 +9,7 @@ from table_model import COVERING
 
 
 @pytest.mark.parametrize("case", COVERING, ids=str)
-def test_sampled_token_pairs_follow_exact_distribution(
-    device,
-    stream,
-    pytestconfig,
-    case,
-):
+def test_sampled_token_pairs_follow_exact_distribution(device, stream, pytestconfig, case):
     """Neighbouring pairs of tokens pass a chi-square test, and impossible pairs never occur.
 
     The cases cover all pairs of settings. With --full, 200,000 tokens are sampled per case.
@@ -26,12 +21,7 @@ def test_sampled_token_pairs_follow_exact_distribution(
 
 def test_chi_square_tail_matches_tables():
     """The 5 % and 0.1 % points match published tables."""
-    points = {
-        1: (3.841, 10.828),
-        2: (5.991, 13.816),
-        7: (14.067, 24.322),
-        40: (55.758, 73.402),
-    }
+    points = {1: (3.841, 10.828), 2: (5.991, 13.816), 7: (14.067, 24.322), 40: (55.758, 73.402)}
     for dof, (five, tenth) in points.items():
         np.testing.assert_allclose(model.chi_square_tail(five, dof), 0.05, rtol=2e-3)
         np.testing.assert_allclose(model.chi_square_tail(tenth, dof), 0.001, rtol=2e-3)

@@ -122,24 +122,14 @@ LONG = (
         for name in MUTANTS
     ],
 )
-def test_distribution_test_detects_broken_kernel(
-    device,
-    stream,
-    monkeypatch,
-    name,
-):
+def test_distribution_test_detects_broken_kernel(device, stream, monkeypatch, name):
     """The distribution test fails for each broken kernel, with p < 0.001 on two sets of seeds.
 
     Correct kernels pass the same case.
     """
     file, old, new, case = MUTANTS[name]
     assert case in COVERING
-    patch_kernel_source(
-        monkeypatch,
-        file if "/" in file else f"sampling/kernels/{file}",
-        old,
-        new,
-    )
+    patch_kernel_source(monkeypatch, file if "/" in file else f"sampling/kernels/{file}", old, new)
     samples = 200_000 if case.verify == ref.PER_TOKEN else 40_000
     wrong, values = wrong_twice(device, stream, case, samples)
     assert wrong, f"the mutant passed: p-values {values}"

@@ -61,12 +61,7 @@ def check_tables(slot: ref.Slot, tables: np.ndarray, ids: np.ndarray) -> None:
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["same", "pruned"])
 @pytest.mark.parametrize("how", ["unmasked", "masked", "probed"])
-def test_draft_chain_matches_reference(
-    make_round,
-    block,
-    mapped,
-    how,
-):
+def test_draft_chain_matches_reference(make_round, block, mapped, how):
     """Drafts, draft kinds, probability tables, candidates and records match the reference.
 
     Half of the slots have logit adjustments, which apply to the drafter too. Slots that committed
@@ -89,12 +84,7 @@ def test_draft_chain_matches_reference(
     )
     seen: Counter = Counter()
 
-    def probe(
-        i: int,
-        s: ref.Slot,
-        j: int,
-        logits: np.ndarray,
-    ) -> tuple[int, ref.MaskRow]:
+    def probe(i: int, s: ref.Slot, j: int, logits: np.ndarray) -> tuple[int, ref.MaskRow]:
         """Check the candidates of a slot and answer randomly; return the answer and row j - 1."""
         record = r.exchange.candidates[i]
         row = random_row(rng, s, j - 1)
@@ -160,17 +150,7 @@ def test_draft_chain_matches_reference(
                 mask = None if how == "unmasked" else row
                 if moved[i]:
                     seen["adjusted"] += s.adjust is not None
-                    ref.draft(
-                        s,
-                        j,
-                        adjusted,
-                        mask,
-                        limit,
-                        d2t,
-                        V,
-                        probed=probed,
-                        answer=answer,
-                    )
+                    ref.draft(s, j, adjusted, mask, limit, d2t, V, probed=probed, answer=answer)
                     seen["free"] += free[i] and len(s.drafts) == j
             r.draft(j, uploaded)
         r.compare(slots)
@@ -192,12 +172,7 @@ def test_draft_chain_matches_reference(
 
 @pytest.mark.parametrize("branch", [1, 3])
 @pytest.mark.parametrize("mapped", [False, True], ids=["same", "pruned"])
-def test_lattice_candidates_match_reference(
-    make_round,
-    block,
-    mapped,
-    branch,
-):
+def test_lattice_candidates_match_reference(make_round, block, mapped, branch):
     """A lattice probe, which covers all levels, has the candidates of one probe per level.
 
     Their probabilities match the reference. Penalties count only committed tokens, because the
@@ -238,12 +213,7 @@ def test_lattice_candidates_match_reference(
         ]
         before = [s.n for s in slots]
         order = rng.permutation(SLOTS)
-        r.play(
-            slots,
-            rng.normal(0, 2, (SLOTS, K + 1, V)).astype(np.float32),
-            rows,
-            order,
-        )
+        r.play(slots, rng.normal(0, 2, (SLOTS, K + 1, V)).astype(np.float32), rows, order)
         logits = rng.normal(0, 2, (levels, SLOTS, r.draft_vocab)).astype(np.float32)
         logits[rng.random(logits.shape) < 0.05] = -np.inf
         logits[rng.random((levels, SLOTS)) < 0.06, 4] = np.nan
@@ -274,11 +244,6 @@ def test_lattice_candidates_match_reference(
                 probs = ref.shares(*arguments)
                 wanted_probs = [probs[token] for token in wanted]
                 found = found_probs[level, : len(wanted)]
-                np.testing.assert_allclose(
-                    found,
-                    wanted_probs,
-                    rtol=1e-4,
-                    atol=1e-9,
-                )
+                np.testing.assert_allclose(found, wanted_probs, rtol=1e-4, atol=1e-9)
     assert seen["probed"] > 20
     assert seen["without candidates"] > 1

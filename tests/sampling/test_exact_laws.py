@@ -107,13 +107,7 @@ class World:
         tables = (np.log(rng.dirichlet([0.5] * V, V)).astype(np.float32) for _ in range(2))
         return cls(*tables, legal, **fields)
 
-    def row(
-        self,
-        slot: ref.Slot,
-        j: int,
-        token: int,
-        verifying: bool = True,
-    ) -> ref.MaskRow:
+    def row(self, slot: ref.Slot, j: int, token: int, verifying: bool = True) -> ref.MaskRow:
         late = verifying and self.late and j > 0 and (token + slot.n) % 2 == 0
         state = ref.NOT_READY if late else ref.READY
         return ref.MaskRow(state, slot.epoch, slot.n + j, self.legal[token])
@@ -128,16 +122,7 @@ class World:
             answer = -1
             if self.kinds[j - 1] == "p":
                 answer = (2 * last + j) % V
-            ref.draft(
-                slot,
-                j,
-                self.drafter[last],
-                mask,
-                V,
-                None,
-                V,
-                answer=answer,
-            )
+            ref.draft(slot, j, self.drafter[last], mask, V, None, V, answer=answer)
         padding = [0] * DRAFTS
         tokens = [*slot.tree.token, *padding][: DRAFTS + 1]
         rows = [self.row(slot, j, token) for j, token in enumerate(tokens)]
@@ -281,12 +266,7 @@ SHAPES = {
 @pytest.mark.parametrize("stop_ids", [(), (2,)], ids=["endless", "stop"])
 @pytest.mark.parametrize("how", ["masked", "unmasked", "late"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_tree_verification_preserves_target_distribution(
-    monkeypatch,
-    shape,
-    how,
-    stop_ids,
-):
+def test_tree_verification_preserves_target_distribution(monkeypatch, shape, how, stop_ids):
     """For every tree shape, the distribution of whole requests equals the target's to 1e-12."""
     chance = OutcomeEnumerator()
     monkeypatch.setattr(ref, "coin", chance.coin)

@@ -24,23 +24,11 @@ def masked(device, stream, block) -> Callable[..., np.ndarray]:
     """Return a function that applies masks to logits and returns the result."""
     apply = MaskApply(device, block=block)
 
-    def run(
-        logits,
-        legal,
-        dtype="float32",
-        token_limit=None,
-        **maps,
-    ):
+    def run(logits, legal, dtype="float32", token_limit=None, **maps):
         array = device.from_host(logits, dtype)
         mask = device.from_host(pack_bits(legal), "int32")
         maps = {name: device.from_host(ids, "int32") for name, ids in maps.items()}
-        apply(
-            StreamLane(stream),
-            array,
-            mask,
-            token_limit=token_limit,
-            **maps,
-        )
+        apply(StreamLane(stream), array, mask, token_limit=token_limit, **maps)
         stream.synchronize()
         return array.to_host()
 

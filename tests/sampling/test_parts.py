@@ -21,28 +21,12 @@ FILTERS = [
     ref.Filter(0.0),
     ref.Filter(1.0),
 ]
-MODES = [
-    0,
-    0,
-    0,
-    ref.COUPLED,
-    0,
-    ref.PER_TOKEN,
-    0,
-    ref.COUPLED,
-    ref.RELAXED,
-    ref.RELAXED,
-]
+MODES = [0, 0, 0, ref.COUPLED, 0, ref.PER_TOKEN, 0, ref.COUPLED, ref.RELAXED, ref.RELAXED]
 SLOTS = len(FILTERS)
 DRAFTS = 2
 
 
-def slot_of(
-    rng: np.random.Generator,
-    i: int,
-    logits: np.ndarray,
-    legal: np.ndarray,
-) -> ref.Slot:
+def slot_of(rng: np.random.Generator, i: int, logits: np.ndarray, legal: np.ndarray) -> ref.Slot:
     """Return a slot with two drafts, as a tree where possible, and with adjustments if i is odd."""
     vocab = logits.shape[1]
     slot = ref.Slot(
@@ -81,13 +65,7 @@ def _adjustment(masked: bool) -> ref.Adjustment:
     return ref.Adjustment(params, output=(3, 3, 6))
 
 
-def run_rounds(
-    make_round,
-    vocab: int,
-    kinds: int,
-    block: int,
-    parts: int,
-) -> list[bytes]:
+def run_rounds(make_round, vocab: int, kinds: int, block: int, parts: int) -> list[bytes]:
     """Return all device and host arrays after two rounds."""
     rng = np.random.default_rng(vocab)
     d2t = np.sort(rng.choice(vocab, vocab // 2, replace=False)).astype(np.int32)
@@ -121,16 +99,7 @@ def run_rounds(
                 r.write_mask(i, j - 1, ref.MaskRow(ref.READY, 1, state["n"][i] + j - 1, legal[i]))
             r.draft(j, rng.normal(0, 2.5, (kinds, r.draft_vocab)).astype(np.float32))
         s = r.sampler
-        arrays = (
-            s.probs,
-            s.raw,
-            s.target_tok,
-            s.row_ok,
-            s.rows,
-            s.q,
-            s.faults,
-            r.state.array,
-        )
+        arrays = (s.probs, s.raw, s.target_tok, s.row_ok, s.rows, s.q, s.faults, r.state.array)
         found.append(logprobs)
         found += [array.to_host().tobytes() for array in arrays]
     assert not r.sampler.cross_block.to_host().any(), "scratch is not reset"
@@ -144,32 +113,12 @@ def run_rounds(
         (2048, SLOTS, [(1, 2), (1, 8), (1, 32), (64, 1), (64, 8)]),
         (49152, SLOTS, [(1, 8)]),
         (128256, 4, [(1, 32), (512, 2)]),
-        pytest.param(
-            49152,
-            SLOTS,
-            [(1, 2), (1, 32), (512, 8)],
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            128256,
-            SLOTS,
-            [(1, 2), (1, 8), (1, 32), (512, 32)],
-            marks=pytest.mark.full,
-        ),
-        pytest.param(
-            151936,
-            SLOTS,
-            [(1, 2), (1, 8), (1, 32), (1024, 32)],
-            marks=pytest.mark.full,
-        ),
+        pytest.param(49152, SLOTS, [(1, 2), (1, 32), (512, 8)], marks=pytest.mark.full),
+        pytest.param(128256, SLOTS, [(1, 2), (1, 8), (1, 32), (512, 32)], marks=pytest.mark.full),
+        pytest.param(151936, SLOTS, [(1, 2), (1, 8), (1, 32), (1024, 32)], marks=pytest.mark.full),
     ],
 )
-def test_sampling_is_bit_identical_for_any_blocks_per_row(
-    make_round,
-    vocab,
-    kinds,
-    shapes,
-):
+def test_sampling_is_bit_identical_for_any_blocks_per_row(make_round, vocab, kinds, shapes):
     """All arrays are bit-identical for any threads per block and blocks per row.
 
     The slots have chains and trees with greedy, filtered, coupled, relaxed and rejection-sampled

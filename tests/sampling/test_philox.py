@@ -54,21 +54,10 @@ def probe(device, tmp_path_factory):
     return device.load(path)
 
 
-def _numbers(
-    device,
-    stream,
-    probe,
-    x,
-    y,
-):
+def _numbers(device, stream, probe, x, y):
     outs = [device.zeros(x.shape, "float32") for _ in range(4)]
     args = [device.from_host(x, "uint32"), device.from_host(y, "float32"), *outs]
-    StreamLane(stream).kernel(
-        probe["probe_numbers"],
-        x.size,
-        1,
-        args,
-    )
+    StreamLane(stream).kernel(probe["probe_numbers"], x.size, 1, args)
     stream.synchronize()
     return [out.to_host().astype(np.float64) for out in outs]
 
@@ -131,12 +120,7 @@ def test_exp_and_log_are_accurate(device, stream, probe):
     y = np.concatenate([y, [1.0, 2.0, 0.5, 86.99, 0.70710678, 0.7071068]]).astype(np.float32)
     _, _, exp, log = _numbers(device, stream, probe, np.zeros(y.size, np.uint32), y)
     np.testing.assert_allclose(exp[y <= 87], np.exp(-y[y <= 87].astype(float)), rtol=3e-7)
-    np.testing.assert_allclose(
-        log,
-        np.log(y.astype(np.float64)),
-        rtol=3e-7,
-        atol=3e-8,
-    )
+    np.testing.assert_allclose(log, np.log(y.astype(np.float64)), rtol=3e-7, atol=3e-8)
     y = np.array([0.0, 87.5, 1e4, 3e38, np.inf], np.float32)
     _, _, exp, _ = _numbers(device, stream, probe, np.zeros(y.size, np.uint32), y)
     np.testing.assert_array_equal(exp, [1.0, 0.0, 0.0, 0.0, 0.0])

@@ -33,12 +33,7 @@ def test_reference_trees_do_not_change_greedy_and_coupled_tokens(f, stop_ids):
     table = make_table(17)
     rng = np.random.default_rng(5)
     start = ref.Slot(
-        n=5,
-        tree=ref.chain(1),
-        limit=15,
-        filter=f,
-        verify=ref.COUPLED,
-        stop_ids=stop_ids,
+        n=5, tree=ref.chain(1), limit=15, filter=f, verify=ref.COUPLED, stop_ids=stop_ids
     )
     accepted: Counter = Counter()
 
@@ -83,41 +78,16 @@ def test_rejection_sampling_uses_no_random_number_twice(monkeypatch, verify):
     used: list[tuple] = []
     original = ref.words
 
-    def spy(
-        seed,
-        position,
-        purpose,
-        ids,
-        *rest,
-    ):
+    def spy(seed, position, purpose, ids, *rest):
         used.append((seed, position, purpose, *rest))
         return original(seed, position, purpose, ids, *rest)
 
     monkeypatch.setattr(ref, "words", spy)
     everything = [ref.MaskRow(ref.FREE, 1, 0, detail=1)] * (k + 1)
     for seed in range(8):
-        slot = ref.Slot(
-            n=5,
-            tree=ref.chain(0),
-            limit=40,
-            seed=seed,
-            verify=verify,
-        )
+        slot = ref.Slot(n=5, tree=ref.chain(0), limit=40, seed=seed, verify=verify)
         while slot.active:
-            ref.verify(
-                slot,
-                rng.normal(0, 2, (k + 1, vocab)),
-                everything,
-                vocab,
-            )
+            ref.verify(slot, rng.normal(0, 2, (k + 1, vocab)), everything, vocab)
             for j in range(1, k + 1):
-                ref.draft(
-                    slot,
-                    j,
-                    rng.normal(0, 2, vocab),
-                    None,
-                    vocab,
-                    None,
-                    vocab,
-                )
+                ref.draft(slot, j, rng.normal(0, 2, vocab), None, vocab, None, vocab)
     assert len(used) == len(set(used)) > 500

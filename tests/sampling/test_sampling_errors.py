@@ -139,11 +139,7 @@ REFUSALS = {
     ),
     "target-rows": (lambda r: target(r, logits(r), 3), ShapeError, "R=12"),
     "target-too-many-rows": (lambda r: target(r, logits(r, 16), 4), OptionError, "rows R"),
-    "target-batch": (
-        lambda r: target(r, logits(r, 5), 1, zeros(r, 5)),
-        OptionError,
-        "batch rows",
-    ),
+    "target-batch": (lambda r: target(r, logits(r, 5), 1, zeros(r, 5)), OptionError, "batch rows"),
     "target-row-slot-dtype": (
         lambda r: target(r, logits(r), 1, zeros(r, 4, dtype="int64")),
         ShapeError,

@@ -31,12 +31,7 @@ def simple(f: ref.Filter) -> ref.Slot:
     return ref.Slot(n=10, tree=ref.chain(0), limit=100, seed=5, filter=f)
 
 
-def run_rows(
-    r: TableRound,
-    logits: np.ndarray,
-    slots: list[ref.Slot],
-    legal: np.ndarray,
-):
+def run_rows(r: TableRound, logits: np.ndarray, slots: list[ref.Slot], legal: np.ndarray):
     """Run a round without drafts; return the results and the probabilities of each slot's row."""
     masks = []
     for s, legal_ids in zip(slots, legal, strict=True):
@@ -54,13 +49,7 @@ def test_filtered_distribution_matches_reference(make_round, block, vocab):
     rng = np.random.default_rng(vocab)
     count = len(FILTERS)
     limit = vocab - vocab // 7 - 1
-    r = make_round(
-        slots=count,
-        draft_length=0,
-        vocab=vocab,
-        token_limit=limit,
-        block=block,
-    )
+    r = make_round(slots=count, draft_length=0, vocab=vocab, token_limit=limit, block=block)
     for density, coarse in ((1.0, False), (0.4, False), (0.7, True)):
         logits = rng.normal(0, 2.5, (count, vocab)).astype(np.float32)
         if coarse:  # the greatest logits are zeros of both signs
@@ -74,12 +63,7 @@ def test_filtered_distribution_matches_reference(make_round, block, vocab):
             kept = wanted > 1e-37
             found = probs[i]
             np.testing.assert_array_equal(found > 0, kept, err_msg=str(f))
-            np.testing.assert_allclose(
-                found[kept],
-                wanted[kept],
-                rtol=2e-5,
-                err_msg=str(f),
-            )
+            np.testing.assert_allclose(found[kept], wanted[kept], rtol=2e-5, err_msg=str(f))
 
 
 def test_row_without_legal_token_ends_request(make_round, block):
@@ -102,25 +86,10 @@ def test_row_without_legal_token_ends_request(make_round, block):
     logits[6, 50] = np.nan
     logits[7, 7] = -np.float32(np.nan)
     for f in (ref.Filter(0.0), ref.Filter(1.0)):
-        r = make_round(
-            slots=8,
-            draft_length=0,
-            vocab=vocab,
-            token_limit=limit,
-            block=block,
-        )
+        r = make_round(slots=8, draft_length=0, vocab=vocab, token_limit=limit, block=block)
         slots = [simple(f) for _ in range(8)]
         out, _ = run_rows(r, logits, slots, legal)
-        reasons = [
-            ref.DEAD,
-            ref.DEAD,
-            ref.DEAD,
-            ref.FAULT,
-            ref.FAULT,
-            0,
-            0,
-            ref.FAULT,
-        ]
+        reasons = [ref.DEAD, ref.DEAD, ref.DEAD, ref.FAULT, ref.FAULT, 0, 0, ref.FAULT]
         np.testing.assert_array_equal(out["reason"], reasons)
         np.testing.assert_array_equal(out["count"], [0, 0, 0, 0, 0, 1, 1, 0])
 

@@ -209,13 +209,7 @@ def tree_cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("block, probed, pruned, ranks", tree_cases(), indirect=["block"])
-def test_draft_tree_matches_reference(
-    make_round,
-    block,
-    probed,
-    pruned,
-    ranks,
-):
+def test_draft_tree_matches_reference(make_round, block, probed, pruned, ranks):
     """Candidates, nodes fed to the drafter, and drafts match the reference.
 
     The requests are greedy or verified by coupled sampling, and half of them have logit
@@ -230,8 +224,7 @@ def test_draft_tree_matches_reference(
     r = make_round(
         slots=SLOTS,
         mode=tree_mode(
-            masking="probe" if probed else "none",
-            paths=TreePlan.of(ranks).paths if ranks else (),
+            masking="probe" if probed else "none", paths=TreePlan.of(ranks).paths if ranks else ()
         ),
         vocab=V,
         token_limit=limit,
@@ -313,12 +306,7 @@ def test_draft_tree_without_answer_is_empty(make_round):
     assert tuple(r.exchange.drafted[0, :2]) == (r.replay, 0)
 
 
-def placed(
-    slot: ref.Slot,
-    tokens: list[int],
-    parents: list[int],
-    vocab: int,
-) -> None:
+def placed(slot: ref.Slot, tokens: list[int], parents: list[int], vocab: int) -> None:
     """Apply a proposal to the reference: skip invalid ids and their descendants."""
     rows: dict[int, int] = {0: 0}
     for i, (token, parent) in enumerate(zip(tokens, parents, strict=True), 1):

@@ -68,12 +68,7 @@ def random_adjustment(rng: np.random.Generator, vocab: int) -> ref.Adjustment | 
     return ref.Adjustment(params, prompt=some[:3], output=some[2:4])
 
 
-def add_drafts(
-    rng: np.random.Generator,
-    slot: ref.Slot,
-    logits: np.ndarray,
-    known: np.ndarray,
-):
+def add_drafts(rng: np.random.Generator, slot: ref.Slot, logits: np.ndarray, known: np.ndarray):
     """Append random drafts to a slot.
 
     Most drafts are likely, and some are illegal. Their tables are close to the target distribution
@@ -118,31 +113,14 @@ FORGED = {
 }
 
 
-def forged_row(
-    slot: ref.Slot,
-    j: int,
-    name: str,
-    legal: np.ndarray,
-) -> ref.MaskRow:
+def forged_row(slot: ref.Slot, j: int, name: str, legal: np.ndarray) -> ref.MaskRow:
     """Return row j with a stamp of another request, position or epoch."""
     state, epoch, position, *detail = FORGED[name]
-    return ref.MaskRow(
-        state,
-        slot.epoch + epoch,
-        slot.n + j + position,
-        legal,
-        *detail,
-    )
+    return ref.MaskRow(state, slot.epoch + epoch, slot.n + j + position, legal, *detail)
 
 
 #: States from which a random row's state is chosen; most rows are ready.
-RANDOM_STATES = [
-    ref.FREE,
-    *[ref.READY] * 6,
-    ref.NOT_READY,
-    ref.DEAD_END,
-    ref.ERROR,
-]
+RANDOM_STATES = [ref.FREE, *[ref.READY] * 6, ref.NOT_READY, ref.DEAD_END, ref.ERROR]
 
 
 def random_mask(rng: np.random.Generator, slot: ref.Slot, j: int) -> ref.MaskRow:
@@ -184,12 +162,7 @@ def test_verification_matches_reference_on_random_rounds(make_round, block):
     seen = set()  # (reason, whether tokens were committed)
     for max_drafts, d2t in ((9, None), (K, pruned)):
         r = make_round(
-            slots=num_slots,
-            draft_length=max_drafts,
-            vocab=V,
-            token_limit=39,
-            d2t=d2t,
-            block=block,
+            slots=num_slots, draft_length=max_drafts, vocab=V, token_limit=39, d2t=d2t, block=block
         )
         known = np.ones(V, bool) if d2t is None else np.isin(np.arange(V), d2t)
         for _ in range(10 if block == 1 else 3):
@@ -221,13 +194,7 @@ def test_rejection_sampling_matches_reference(make_round, block, pruned):
     ids = np.arange(V)
     if pruned:
         d2t = ids = np.sort(rng.choice(V, 29, replace=False)).astype(np.int32)
-    r = make_round(
-        slots=num_slots,
-        draft_length=max_drafts,
-        vocab=V,
-        d2t=d2t,
-        block=block,
-    )
+    r = make_round(slots=num_slots, draft_length=max_drafts, vocab=V, d2t=d2t, block=block)
     accepted = set()
     for _ in range(4 if block == 1 else 2):
         logits = rng.normal(0, 2, (num_slots, max_drafts + 1, V)).astype(np.float32)
@@ -244,16 +211,7 @@ def test_rejection_sampling_matches_reference(make_round, block, pruned):
                 answer = -1
                 if rng.random() < 0.1:
                     answer = int(ids[draft_logits.argmax()])
-                ref.draft(
-                    slot,
-                    j + 1,
-                    draft_logits,
-                    None,
-                    V,
-                    ids,
-                    V,
-                    answer=answer,
-                )
+                ref.draft(slot, j + 1, draft_logits, None, V, ids, V, answer=answer)
             states = [ref.READY] * (max_drafts + 1)
             late = int(rng.integers(1, 20))
             if late <= max_drafts:
@@ -276,13 +234,7 @@ DEAD = ref.DEAD_END
 FAULT = ref.ERROR
 
 
-def slot_of(
-    f=GREEDY,
-    drafts=(10, 11, 12),
-    kind=ref.POINT,
-    q=None,
-    **changes,
-) -> ref.Slot:
+def slot_of(f=GREEDY, drafts=(10, 11, 12), kind=ref.POINT, q=None, **changes) -> ref.Slot:
     """Return a slot with the given drafts."""
     tables = q if isinstance(q, tuple) else (q,) * len(drafts)
     return ref.Slot(
@@ -375,13 +327,7 @@ def test_verification_rules(small, f, rule):
         (10, 1155247),  # found by search: its coin is 0
     ],
 )
-def test_verification_rejects_illegal_draft(
-    small,
-    f,
-    kind,
-    wrong,
-    seed,
-):
+def test_verification_rejects_illegal_draft(small, f, kind, wrong, seed):
     """A draft outside the mask or vocabulary is never accepted, even with a coin of exactly 0."""
     assert (ref.coin(seed, 21, 0, 20) == 0.0) == (seed != 9)
     slot = slot_of(f, (wrong, 11, 12), kind, q=np.eye(V)[10], seed=seed)

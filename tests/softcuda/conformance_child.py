@@ -52,11 +52,7 @@ class Driver:
         out = ctypes.c_void_p()
         name, _, version = call.name.partition("@")
         self.library.cuGetProcAddress_v2(
-            name.encode(),
-            ctypes.byref(out),
-            int(version or 13020),
-            ctypes.c_uint64(0),
-            None,
+            name.encode(), ctypes.byref(out), int(version or 13020), ctypes.c_uint64(0), None
         )
         return out.value or 0
 
@@ -139,12 +135,7 @@ class Arguments:
 
     def create_retained(self) -> int:
         """Return a user object to which the graph holds a reference."""
-        self.soft.cuGraphRetainUserObject(
-            self.word("graph"),
-            self.word("object"),
-            1,
-            1,
-        )
+        self.soft.cuGraphRetainUserObject(self.word("graph"), self.word("object"), 1, 1)
         return self.word("object")
 
     def create_graph(self) -> Any:
@@ -197,12 +188,7 @@ class Arguments:
 
     # ---- structures ---------------------------------------------------------------------------
     def kernel(self) -> Any:
-        p, keep = self.soft.kernel_params(
-            self.word("function"),
-            1,
-            1,
-            self.word("dptr"),
-        )
+        p, keep = self.soft.kernel_params(self.word("function"), 1, 1, self.word("dptr"))
         KEEP.append(keep)
         return p
 
@@ -392,13 +378,7 @@ def invalid_values(parameter: str) -> Iterator[tuple[str, int, str]]:
         yield f"unknown {kind}", UNKNOWN_HANDLE, expected
 
 
-def call_with(
-    soft: Soft,
-    driver: Driver,
-    image: bytes,
-    call: Call,
-    changed: dict[int, int],
-) -> str:
+def call_with(soft: Soft, driver: Driver, image: bytes, call: Call, changed: dict[int, int]) -> str:
     """Call a function and return its error code.
 
     The arguments are valid, except that those in ``changed`` replace the arguments at their
@@ -428,10 +408,7 @@ def valid_and_invalid_arguments(driver: Driver, image: bytes) -> Iterator[Row]:
 
 
 def without_arguments(
-    driver: Driver,
-    case: str,
-    expected: str,
-    selected: Callable[[frozenset[str]], Any],
+    driver: Driver, case: str, expected: str, selected: Callable[[frozenset[str]], Any]
 ) -> Iterator[Row]:
     """Call every function whose flags `selected` accepts, with zeros as arguments.
 
@@ -445,10 +422,7 @@ def without_arguments(
 def before_init(driver: Driver, _: bytes) -> Iterator[Row]:
     """Call the functions that require cuInit before cuInit was called."""
     return without_arguments(
-        driver,
-        "before cuInit",
-        "NOT_INITIALIZED",
-        lambda flags: not flags & {"a", "i"},
+        driver, "before cuInit", "NOT_INITIALIZED", lambda flags: not flags & {"a", "i"}
     )
 
 
@@ -456,10 +430,7 @@ def without_context(driver: Driver, _: bytes) -> Iterator[Row]:
     """Call the functions that require a current context on a thread without one."""
     Soft().cuCtxSetCurrent(0)
     return without_arguments(
-        driver,
-        "no current context",
-        "INVALID_CONTEXT",
-        lambda flags: "c" in flags,
+        driver, "no current context", "INVALID_CONTEXT", lambda flags: "c" in flags
     )
 
 
@@ -471,10 +442,7 @@ def in_host_function(driver: Driver, _: bytes) -> Iterator[Row]:
     def call_all(_data: Any) -> None:
         rows.extend(
             without_arguments(
-                driver,
-                "in a host function",
-                "NOT_PERMITTED",
-                lambda flags: "a" not in flags,
+                driver, "in a host function", "NOT_PERMITTED", lambda flags: "a" not in flags
             )
         )
 
@@ -490,10 +458,7 @@ def after_fault(driver: Driver, image: bytes) -> Iterator[Row]:
     soft.launch(soft.kernels(TEXT).stray, 1, 1, soft.alloc(64))
     soft.d.cuCtxSynchronize()
     return without_arguments(
-        driver,
-        "after a fault",
-        "ILLEGAL_ADDRESS",
-        lambda flags: not flags & {"a", "f"},
+        driver, "after a fault", "ILLEGAL_ADDRESS", lambda flags: not flags & {"a", "f"}
     )
 
 

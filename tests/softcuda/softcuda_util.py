@@ -217,13 +217,7 @@ class Soft:
         return np.array([value.ctypes.data for value in values], np.uint64), values
 
     def try_launch(
-        self,
-        function: Any,
-        grid: Any,
-        block: Any,
-        *args: Any,
-        stream: Any = 0,
-        shared: int = 0,
+        self, function: Any, grid: Any, block: Any, *args: Any, stream: Any = 0, shared: int = 0
     ) -> Any:
         """Launch a kernel and return the result tuple of cuda.bindings without checking it.
 
@@ -231,34 +225,15 @@ class Soft:
         """
         table, _values = self.pack(*args)
         size = (*dimensions(grid), *dimensions(block), shared)
-        return self.d.cuLaunchKernel(
-            function,
-            *size,
-            stream,
-            table.ctypes.data,
-            0,
-        )
+        return self.d.cuLaunchKernel(function, *size, stream, table.ctypes.data, 0)
 
     def launch(self, *args: Any, **options: Any) -> None:
         """Launch a kernel; the parameters are those of ``try_launch``."""
         self.ok(self.try_launch(*args, **options))
 
-    def launch_int(
-        self,
-        function: Any,
-        pointer: int,
-        value: int,
-        stream: Any,
-    ) -> None:
+    def launch_int(self, function: Any, pointer: int, value: int, stream: Any) -> None:
         """Launch one thread of a kernel whose parameters are (int*, int)."""
-        self.launch(
-            function,
-            1,
-            1,
-            pointer,
-            np.int32(value),
-            stream=stream,
-        )
+        self.launch(function, 1, 1, pointer, np.int32(value), stream=stream)
 
     def run(self, *args: Any, **options: Any) -> None:
         """Launch a kernel on the legacy stream and synchronize."""
@@ -267,20 +242,9 @@ class Soft:
 
     def host(self, stream: Any, function: Any, data: int = 0) -> None:
         """Enqueue a C function or ctypes callback as a host function."""
-        self.cuLaunchHostFunc_v2(
-            stream,
-            self.d.CUhostFn(address(function)),
-            data,
-            0,
-        )
+        self.cuLaunchHostFunc_v2(stream, self.d.CUhostFn(address(function)), data, 0)
 
-    def kernel_params(
-        self,
-        function: Any,
-        grid: Any,
-        block: Any,
-        *args: Any,
-    ) -> tuple[Any, Any]:
+    def kernel_params(self, function: Any, grid: Any, block: Any, *args: Any) -> tuple[Any, Any]:
         """Return CUDA_KERNEL_NODE_PARAMS and the values to which they point.
 
         The caller must keep the values alive until the driver call has returned.
@@ -299,31 +263,12 @@ class Soft:
         return self.cuGraphAddKernelNode(graph, list(deps), len(deps), params)
 
     def add_int_kernel(
-        self,
-        graph: Any,
-        deps: Sequence[Any],
-        function: Any,
-        pointer: int,
-        value: int,
+        self, graph: Any, deps: Sequence[Any], function: Any, pointer: int, value: int
     ) -> Any:
         """Add a kernel node with one thread of a kernel whose parameters are (int*, int)."""
-        return self.add_kernel(
-            graph,
-            deps,
-            function,
-            1,
-            1,
-            pointer,
-            np.int32(value),
-        )
+        return self.add_kernel(graph, deps, function, 1, 1, pointer, np.int32(value))
 
-    def add_host(
-        self,
-        graph: Any,
-        deps: Sequence[Any],
-        function: Any,
-        data: int = 0,
-    ) -> Any:
+    def add_host(self, graph: Any, deps: Sequence[Any], function: Any, data: int = 0) -> Any:
         """Add a host node."""
         p = self.host_params(function, data)
         return self.cuGraphAddHostNode(graph, list(deps), len(deps), p)
@@ -335,22 +280,10 @@ class Soft:
         p.userData = data
         return p
 
-    def add_fill(
-        self,
-        graph: Any,
-        deps: Sequence[Any],
-        pointer: int,
-        value: int,
-    ) -> Any:
+    def add_fill(self, graph: Any, deps: Sequence[Any], pointer: int, value: int) -> Any:
         """Add a memset node that writes one int32."""
         p = self.fill_params(pointer, value)
-        return self.cuGraphAddMemsetNode(
-            graph,
-            list(deps),
-            len(deps),
-            p,
-            self.context,
-        )
+        return self.cuGraphAddMemsetNode(graph, list(deps), len(deps), p, self.context)
 
     def replay(self, graph: Any, stream: Any, launches: int = 1) -> None:
         """Instantiate a graph, launch it, synchronize, and destroy the executable graph."""
@@ -409,14 +342,7 @@ class Soft:
         p.type = getattr(self.d.CUgraphNodeType, f"CU_GRAPH_NODE_TYPE_{kind}")
         return p
 
-    def conditional(
-        self,
-        graph: Any,
-        deps: Sequence[Any],
-        handle: Any,
-        kind: int,
-        size: int = 1,
-    ):
+    def conditional(self, graph: Any, deps: Sequence[Any], handle: Any, kind: int, size: int = 1):
         """Add a conditional node with `size` bodies. Return (error code, node, bodies)."""
         p = self.node_params("CONDITIONAL")
         p.conditional.handle = handle
@@ -536,10 +462,7 @@ class _ForkServer:
             text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
-            },
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])},
         )
         atexit.register(self.process.kill)
 
@@ -547,13 +470,7 @@ class _ForkServer:
         with tempfile.TemporaryDirectory(prefix="softcuda-child-") as folder:
             out = Path(folder) / "out"
             err = Path(folder) / "err"
-            request = {
-                "code": code,
-                "env": env,
-                "out": str(out),
-                "err": str(err),
-                "limit": limit,
-            }
+            request = {"code": code, "env": env, "out": str(out), "err": str(err), "limit": limit}
             assert self.process.stdin is not None and self.process.stdout is not None
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()

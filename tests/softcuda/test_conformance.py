@@ -30,12 +30,7 @@ def test_conformance_error_codes_match_documentation(state, tmp_path):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SOFTCUDA_")}
     command = [sys.executable, str(util.HERE / "conformance_child.py"), state, str(image)]
     done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=environment,
+        command, capture_output=True, text=True, timeout=300, check=False, env=environment
     )
     assert done.returncode == 0, done.stderr
     calls = json.loads(done.stdout)

@@ -87,13 +87,7 @@ def test_cuda_core_device_streams_and_events(core, queue):
     other.close()
 
 
-def test_cuda_core_loads_and_launches_kernels(
-    queue,
-    image,
-    kernels,
-    word,
-    tmp_path,
-):
+def test_cuda_core_loads_and_launches_kernels(queue, image, kernels, word, tmp_path):
     """cuda.core loads kernels from memory and from a file, and reads their parameter layouts."""
     view, address = word
     add, twice = kernels
@@ -127,12 +121,7 @@ def test_cuda_core_reports_unloadable_kernels(core, image):
             ObjectCode.from_cubin(source).get_kernel(name)
 
 
-def test_cuda_core_explicit_graph_runs_python_callbacks(
-    queue,
-    kernels,
-    word,
-    monkeypatch,
-):
+def test_cuda_core_explicit_graph_runs_python_callbacks(queue, kernels, word, monkeypatch):
     """Callbacks run in graph order in every launch. An exception in a callback is reported as
     unraisable and does not prevent later nodes from running."""
     view, address = word

@@ -469,12 +469,7 @@ if result == "SUCCESS": print(s.get(out, 64, np.uint32).tolist())
 
 
 def outcome(
-    body: str,
-    block: int = 32,
-    grid: int = 1,
-    declarations: str = "",
-    stack: int = 0,
-    **env: str,
+    body: str, block: int = 32, grid: int = 1, declarations: str = "", stack: int = 0, **env: str
 ) -> str:
     """Run a kernel in a child process and return its error code and the text of its fault.
 
@@ -595,10 +590,7 @@ def test_ptx_mutated_modules_are_accepted_or_refused(soft):
 
 
 def test_ptx_huge_declarations_are_refused(soft):
-    declarations = (
-        ".local .align 4 .b8 x[999999999];",
-        ".shared .align 4 .b8 x[999999];",
-    )
+    declarations = (".local .align 4 .b8 x[999999999];", ".shared .align 4 .b8 x[999999];")
     for declaration in declarations:
         body = f"{declaration} mov.u64 %rd5, x; ld.local.u32 %r5, [%rd5];"
         result = soft.d.cuModuleLoadData(module(body).encode() + b"\0")

@@ -22,9 +22,7 @@ def marks_of(mutant: Mutant) -> tuple:
 
 
 @pytest.mark.parametrize(
-    "mutant",
-    [pytest.param(mutant, marks=marks_of(mutant)) for mutant in MUTANTS],
-    ids=name_of,
+    "mutant", [pytest.param(mutant, marks=marks_of(mutant)) for mutant in MUTANTS], ids=name_of
 )
 def test_ptx_finds_mutant(mutant):
     folder = changed_sources(*mutant.changes)

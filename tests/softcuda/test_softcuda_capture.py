@@ -12,12 +12,7 @@ RELAXED = 2
 INVALIDATED = "STREAM_CAPTURE_INVALIDATED"
 
 
-def fork(
-    soft,
-    stream,
-    other,
-    event,
-) -> None:
+def fork(soft, stream, other, event) -> None:
     """Make the stream `other` join the capture of `stream` by waiting for an event."""
     soft.cuEventRecord(event, stream)
     soft.cuStreamWaitEvent(other, event, 0)
@@ -38,13 +33,7 @@ def capture_mode(soft):
     return soft.d.CUstreamCaptureMode(2)
 
 
-def test_capture_forks_and_joins_through_events(
-    soft,
-    kernels,
-    stream,
-    other,
-    event,
-) -> None:
+def test_capture_forks_and_joins_through_events(soft, kernels, stream, other, event) -> None:
     """Waiting for events forks streams from a capture and joins them to the origin stream.
 
     A stream joins the capture when it waits for an event that was recorded in the capture. Its work
@@ -70,12 +59,7 @@ def test_capture_forks_and_joins_through_events(
     assert soft.value(a) == 5 and soft.value(b) == 11
 
 
-def test_capture_with_unjoined_fork_fails(
-    soft,
-    stream,
-    other,
-    event,
-) -> None:
+def test_capture_with_unjoined_fork_fails(soft, stream, other, event) -> None:
     """cuStreamEndCapture fails if a forked stream was not joined to the origin stream.
 
     It succeeds if the test removes the dependencies of the forked stream explicitly.
@@ -135,12 +119,7 @@ def test_capture_rejects_calls_after_invalidation(soft, stream, event) -> None:
     soft.cuEventSynchronize(event)
 
 
-def test_capture_rejects_events_of_other_captures(
-    soft,
-    stream,
-    other,
-    event,
-) -> None:
+def test_capture_rejects_events_of_other_captures(soft, stream, other, event) -> None:
     """A capturing stream cannot wait for an event that was recorded outside of its capture, in
     another capture, or in a capture that has ended."""
     soft.cuEventRecord(event, other)
@@ -159,12 +138,7 @@ def test_capture_rejects_events_of_other_captures(
     assert code(wait(other, event, 0)) == "CAPTURED_EVENT"
 
 
-def test_capture_must_end_on_origin_stream_and_thread(
-    soft,
-    stream,
-    other,
-    event,
-) -> None:
+def test_capture_must_end_on_origin_stream_and_thread(soft, stream, other, event) -> None:
     """A capture must be ended on its origin stream and by the thread that began it. A relaxed
     capture may be ended by any thread."""
 
@@ -251,12 +225,7 @@ def test_capture_graph_cannot_be_used_before_end(soft, kernels, stream) -> None:
     assert soft.value(a) == 15
 
 
-def test_capture_of_graph_launch_adds_child_graph(
-    soft,
-    kernels,
-    stream,
-    graph,
-) -> None:
+def test_capture_of_graph_launch_adds_child_graph(soft, kernels, stream, graph) -> None:
     """A captured graph launch becomes a child graph node.
 
     The child graph has the parameters of the executable graph. It remains valid after the

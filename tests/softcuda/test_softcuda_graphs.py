@@ -23,13 +23,7 @@ def entries(soft, log):
     return words[1 : 1 + words[0]].tolist()
 
 
-def test_graph_branches_run_concurrently(
-    soft,
-    kernels,
-    stream,
-    graph,
-    words,
-):
+def test_graph_branches_run_concurrently(soft, kernels, stream, graph, words):
     """Two branches of a graph run at the same time.
 
     The kernel of one branch polls a word that the host node of the other branch sets.
@@ -37,15 +31,7 @@ def test_graph_branches_run_concurrently(
     out = soft.ints(0)
     callback = CALLBACK(lambda _: time.sleep(0.03) or words.__setitem__(0, 9))
     fork = soft.cuGraphAddEmptyNode(graph, [], 0)
-    soft.add_kernel(
-        graph,
-        [fork],
-        kernels.wait_for,
-        1,
-        1,
-        words.device,
-        out,
-    )
+    soft.add_kernel(graph, [fork], kernels.wait_for, 1, 1, words.device, out)
     soft.add_host(graph, [fork], callback)
     soft.replay(graph, stream)
     assert soft.value(out) == 9
@@ -53,15 +39,7 @@ def test_graph_branches_run_concurrently(
 
 def test_graph_queries_return_nodes_edges_and_parameters(soft, kernels, graph):
     p = soft.ints(0)
-    a = soft.add_kernel(
-        graph,
-        [],
-        kernels.add,
-        3,
-        (4, 2, 1),
-        p,
-        np.int32(77),
-    )
+    a = soft.add_kernel(graph, [], kernels.add, 3, (4, 2, 1), p, np.int32(77))
     c = soft.cuGraphAddEmptyNode(graph, [], 0)
     b = soft.add_host(graph, [a, c], USLEEP, 12)
     nodes, count = soft.cuGraphGetNodes(graph, 8)
@@ -81,15 +59,7 @@ def test_graph_queries_return_nodes_edges_and_parameters(soft, kernels, graph):
 
 
 def test_graph_kernel_node_cluster_attribute_supports_one_block(soft, kernels, graph):
-    node = soft.add_kernel(
-        graph,
-        [],
-        kernels.add,
-        1,
-        1,
-        soft.ints(0),
-        np.int32(1),
-    )
+    node = soft.add_kernel(graph, [], kernels.add, 1, 1, soft.ints(0), np.int32(1))
     cluster = soft.d.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     value = soft.cuGraphKernelNodeGetAttribute(node, cluster)
     value.clusterDim.x = 1
@@ -113,13 +83,7 @@ KERNEL_FIELDS = (
 )
 
 
-def add_kernel_chain(
-    soft,
-    kernel,
-    graph,
-    log,
-    edge,
-) -> None:
+def add_kernel_chain(soft, kernel, graph, log, edge) -> None:
     """Add three kernels, each of which depends on the one before it and appends its index to a log.
 
     `edge` is the edge data of the dependencies. None makes them full dependencies.
@@ -144,25 +108,14 @@ def programmatic_edge(soft):
 
 
 def test_graph_programmatic_edges_order_kernels_like_full_edges(
-    soft,
-    kernels,
-    stream,
-    graph,
-    log,
-    programmatic_edge,
+    soft, kernels, stream, graph, log, programmatic_edge
 ):
     """Kernels connected by programmatic edges run in order.
 
     Queries return these edges, an update with other edges fails, and removing a node removes its
     edges.
     """
-    add_kernel_chain(
-        soft,
-        kernels.append,
-        graph,
-        log,
-        programmatic_edge,
-    )
+    add_kernel_chain(soft, kernels.append, graph, log, programmatic_edge)
     soft.replay(graph, stream)
     assert entries(soft, log) == [0, 1, 2]
     *_, data, count = soft.cuGraphGetEdges(graph, 8)
@@ -177,25 +130,13 @@ def test_graph_programmatic_edges_order_kernels_like_full_edges(
     assert soft.cuGraphGetEdges(graph, 8)[-1] == 0
 
 
-def test_graph_programmatic_edges_reject_invalid_use(
-    soft,
-    kernels,
-    graph,
-    log,
-    programmatic_edge,
-):
+def test_graph_programmatic_edges_reject_invalid_use(soft, kernels, graph, log, programmatic_edge):
     """A programmatic edge must connect two kernels and start at port 1 or 2.
 
     A query of the edges returns LOSSY_QUERY if the caller passes no array for the edge data.
     """
     d = soft.d
-    add_kernel_chain(
-        soft,
-        kernels.append,
-        graph,
-        log,
-        programmatic_edge,
-    )
+    add_kernel_chain(soft, kernels.append, graph, log, programmatic_edge)
     params = soft.node_params("EMPTY")
     first = soft.cuGraphGetNodes(graph, 8)[0][0]
     for port in (1, 3):
@@ -205,13 +146,7 @@ def test_graph_programmatic_edges_reject_invalid_use(
     count = ctypes.c_size_t(1)
     nodes = (ctypes.c_void_p * 2)()
     handle = ctypes.c_void_p(int(graph))
-    lossy = soft.lib.cuGraphGetEdges_v2(
-        handle,
-        nodes,
-        nodes,
-        None,
-        ctypes.byref(count),
-    )
+    lossy = soft.lib.cuGraphGetEdges_v2(handle, nodes, nodes, None, ctypes.byref(count))
     assert lossy == int(d.CUresult.CUDA_ERROR_LOSSY_QUERY)
 
 
@@ -232,12 +167,7 @@ def test_graph_add_node_rejects_invalid_dependencies_and_types(soft, graph):
     assert code(d.cuGraphAddNode(graph, [], None, 0, params)) == "NOT_SUPPORTED"
 
 
-def test_graph_executable_is_independent_of_definition(
-    soft,
-    kernels,
-    stream,
-    graph,
-):
+def test_graph_executable_is_independent_of_definition(soft, kernels, stream, graph):
     """Changing or destroying the definition does not affect its executable graphs."""
     p = soft.ints(0)
     executables = []
@@ -250,13 +180,7 @@ def test_graph_executable_is_independent_of_definition(
     assert soft.value(p) == 101
 
 
-def test_graph_child_is_cloned_into_parent(
-    soft,
-    kernels,
-    stream,
-    graph,
-    log,
-):
+def test_graph_child_is_cloned_into_parent(soft, kernels, stream, graph, log):
     """A child graph node runs a clone of the child graph, at the position of this node.
 
     Changing the original child graph later does not affect the clone.
@@ -275,24 +199,13 @@ def test_graph_child_is_cloned_into_parent(
 
 
 def test_graph_counters_count_launches_nodes_kernels_and_host_functions(
-    soft,
-    kernels,
-    stream,
-    graph,
+    soft, kernels, stream, graph
 ):
     """Launches, nodes, kernels and host functions are counted, also for an empty graph."""
     empty = soft.cuGraphInstantiate(graph, 0)
     soft.cuGraphUpload(empty, stream)
     soft.cuGraphLaunch(empty, stream)
-    a = soft.add_kernel(
-        graph,
-        [],
-        kernels.add,
-        1,
-        1,
-        soft.ints(0),
-        np.int32(1),
-    )
+    a = soft.add_kernel(graph, [], kernels.add, 1, 1, soft.ints(0), np.int32(1))
     soft.add_host(graph, [a], USLEEP)
     names = ("graph_launch", "node", "kernel_launch", "host_func")
     before = np.array([soft.count(name) for name in names])
@@ -301,13 +214,7 @@ def test_graph_counters_count_launches_nodes_kernels_and_host_functions(
     assert (after - before).tolist() == [5, 10, 5, 5]
 
 
-def test_graph_set_params_affects_later_launches_only(
-    soft,
-    kernels,
-    stream,
-    graph,
-    log,
-):
+def test_graph_set_params_affects_later_launches_only(soft, kernels, stream, graph, log):
     """Setting node parameters does not affect launches that are already queued.
 
     Host nodes cannot be disabled or get the parameters of a kernel.

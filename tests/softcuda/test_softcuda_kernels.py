@@ -62,13 +62,7 @@ def kernels(soft):
     return soft.kernels(WARP + BLOCK)
 
 
-def shuffle_oracle(
-    op: int,
-    value,
-    mask: int,
-    arg,
-    width: int,
-) -> dict[int, int]:
+def shuffle_oracle(op: int, value, mask: int, arg, width: int) -> dict[int, int]:
     """Return the result of each lane for a warp operation as the CUDA programming guide defines it.
 
     The result of a lane whose source lane is not in the mask is undefined. Such lanes are not in
@@ -107,12 +101,7 @@ def shuffle_oracle(
         *((op, 32) for op in range(4, 8)),
     ],
 )
-def test_warp_shuffles_and_votes_follow_cuda_guide(
-    soft,
-    kernels,
-    op,
-    width,
-):
+def test_warp_shuffles_and_votes_follow_cuda_guide(soft, kernels, op, width):
     """Warp operations on random masks, values and source lanes agree with ``shuffle_oracle``."""
     warps = 24
     value = rng.integers(0, 2**32, (warps, 32), dtype=np.uint32)
@@ -153,16 +142,7 @@ def test_warp_sum_has_the_bits_of_five_xor_shuffles(soft, kernels):
     scale = 10.0 ** rng.integers(-6, 6, (8, 32))
     x = (rng.standard_normal((8, 32)) * scale).astype(np.float32)
     a = soft.alloc(x.nbytes)
-    collective = soft.results(
-        x.shape,
-        np.uint32,
-        kernels.sums,
-        4,
-        64,
-        soft.put(x),
-        a,
-        None,
-    )
+    collective = soft.results(x.shape, np.uint32, kernels.sums, 4, 64, soft.put(x), a, None)
     butterfly = soft.get(a, x.shape, np.uint32)
     expected = x.copy()
     for offset in (16, 8, 4, 2, 1):
@@ -282,14 +262,7 @@ def test_dynamic_shared_memory_has_size_of_launch(soft, kernels, n):
 
 
 def test_three_dimensional_launch_runs_each_thread_once(soft, kernels):
-    got = soft.results(
-        (60, 24),
-        np.int32,
-        kernels.indices,
-        (3, 4, 5),
-        (4, 3, 2),
-        None,
-    )
+    got = soft.results((60, 24), np.int32, kernels.indices, (3, 4, 5), (4, 3, 2), None)
     assert np.array_equal(got, np.arange(60)[:, None] * 10000 + np.arange(24))
 
 

@@ -20,13 +20,7 @@ BARRIER = 6
 REDUCE = 8
 
 
-def op(
-    soft,
-    kind: int,
-    address: int = 0,
-    value: int = 0,
-    flags: int = 0,
-):
+def op(soft, kind: int, address: int = 0, value: int = 0, flags: int = 0):
     """Return the parameters of one operation as CUstreamBatchMemOpParams."""
     p = soft.d.CUstreamBatchMemOpParams()
     p.operation = soft.d.CUstreamBatchMemOpType(kind)
@@ -60,14 +54,7 @@ def assert_stays_busy(soft, stream) -> None:
     ],
 )
 def test_memop_wait_blocks_stream_until_comparison_is_true(
-    soft,
-    words,
-    stream,
-    bits,
-    flags,
-    value,
-    no,
-    yes,
+    soft, words, stream, bits, flags, value, no, yes
 ):
     """A wait blocks its stream until the word in memory satisfies the comparison.
 
@@ -76,18 +63,8 @@ def test_memop_wait_blocks_stream_until_comparison_is_true(
     """
     words[0] = no
     written = 9 << bits - 28
-    getattr(soft, f"cuStreamWaitValue{bits}")(
-        stream,
-        words.address(0),
-        value,
-        flags,
-    )
-    getattr(soft, f"cuStreamWriteValue{bits}")(
-        stream,
-        words.address(1),
-        written,
-        0,
-    )
+    getattr(soft, f"cuStreamWaitValue{bits}")(stream, words.address(0), value, flags)
+    getattr(soft, f"cuStreamWriteValue{bits}")(stream, words.address(1), written, 0)
     assert_stays_busy(soft, stream)
     assert words[1] == 0
     words[0] = yes
@@ -287,13 +264,7 @@ def test_driver_call_is_not_permitted_while_device_waits_for_thread(soft):
 
 
 @pytest.mark.parametrize("generic", [False, True])
-def test_memop_node_waits_in_each_of_5000_launches(
-    soft,
-    words,
-    stream,
-    graph,
-    generic,
-):
+def test_memop_node_waits_in_each_of_5000_launches(soft, words, stream, graph, generic):
     """A graph node that waits for a word and then resets it works in each of many launches.
 
     In every second launch, the host sets the word before the launch, otherwise after it. With

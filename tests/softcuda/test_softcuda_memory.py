@@ -143,12 +143,7 @@ def test_memory_async_copy_reads_pageable_source_before_returning(soft, stream):
     source = np.full(1 << 14, 7, np.int32)
     p = soft.alloc(1 << 16)
     soft.host(stream, USLEEP, 30000)
-    soft.cuMemcpyHtoDAsync(
-        p,
-        source.ctypes.data,
-        source.nbytes,
-        stream,
-    )
+    soft.cuMemcpyHtoDAsync(p, source.ctypes.data, source.nbytes, stream)
     source[:] = 9
     back = np.zeros(1 << 14, np.int32)
     soft.cuMemcpyDtoHAsync(back.ctypes.data, p, back.nbytes, stream)

@@ -18,22 +18,10 @@ def condition(soft, graph, default: int | None = None):
     default value.
     """
     flags = 0 if default is None else 1
-    return soft.cuGraphConditionalHandleCreate(
-        graph,
-        soft.context,
-        default or 0,
-        flags,
-    )
+    return soft.cuGraphConditionalHandleCreate(graph, soft.context, default or 0, flags)
 
 
-def add_conditional(
-    soft,
-    graph,
-    deps,
-    handle,
-    kind: int,
-    size: int = 1,
-):
+def add_conditional(soft, graph, deps, handle, kind: int, size: int = 1):
     """Add a conditional node and return the node and its body graphs."""
     result, node, bodies = soft.conditional(graph, deps, handle, kind, size)
     assert result == "SUCCESS"
@@ -54,28 +42,13 @@ def word(handle):
         (SWITCH, 2, {0: 1, 1: 10, 2: 0}),
     ],
 )
-def test_conditional_if_runs_body_by_value(
-    soft,
-    kernels,
-    stream,
-    kind,
-    size,
-    table,
-) -> None:
+def test_conditional_if_runs_body_by_value(soft, kernels, stream, kind, size, table) -> None:
     """An IF node runs its first body for a nonzero value and its second body, if any, for zero."""
     for value, expected in table.items():
         graph = soft.cuGraphCreate(0)
         a = soft.ints(0)
         handle = condition(soft, graph)
-        choose = soft.add_kernel(
-            graph,
-            [],
-            kernels.set,
-            1,
-            1,
-            word(handle),
-            np.uint32(value),
-        )
+        choose = soft.add_kernel(graph, [], kernels.set, 1, 1, word(handle), np.uint32(value))
         _, bodies = add_conditional(soft, graph, [choose], handle, kind, size)
         for i, body in enumerate(bodies):
             soft.add_int_kernel(body, [], kernels.add, a, 10**i)
@@ -83,12 +56,7 @@ def test_conditional_if_runs_body_by_value(
         assert soft.value(a) == expected, value
 
 
-def test_conditional_while_nodes_nest(
-    soft,
-    kernels,
-    stream,
-    graph,
-) -> None:
+def test_conditional_while_nodes_nest(soft, kernels, stream, graph) -> None:
     """A WHILE node can be nested in a WHILE node.
 
     Each iteration of the outer loop sets the condition of the inner loop again.
@@ -99,38 +67,12 @@ def test_conditional_while_nodes_nest(
     inner = condition(soft, graph)
     _, (body,) = add_conditional(soft, graph, [], outer, WHILE)
     reset = soft.add_fill(body, [], inner_count, 0)
-    arm = soft.add_kernel(
-        body,
-        [reset],
-        kernels.set,
-        1,
-        1,
-        word(inner),
-        np.uint32(1),
-    )
+    arm = soft.add_kernel(body, [reset], kernels.set, 1, 1, word(inner), np.uint32(1))
     loop, (nested,) = add_conditional(soft, body, [arm], inner, WHILE)
     one = soft.add_int_kernel(nested, [], kernels.add, a, 1)
     two = soft.add_int_kernel(nested, [one], kernels.add, inner_count, 1)
-    soft.add_kernel(
-        nested,
-        [two],
-        kernels.decide,
-        1,
-        1,
-        word(inner),
-        inner_count,
-        np.int32(5),
-    )
-    soft.add_kernel(
-        body,
-        [loop],
-        kernels.decide,
-        1,
-        1,
-        word(outer),
-        a,
-        np.int32(15),
-    )
+    soft.add_kernel(nested, [two], kernels.decide, 1, 1, word(inner), inner_count, np.int32(5))
+    soft.add_kernel(body, [loop], kernels.decide, 1, 1, word(outer), a, np.int32(15))
     soft.replay(graph, stream)
     assert soft.value(a) == 15
 
@@ -177,12 +119,7 @@ def test_conditional_handle_belongs_to_one_node(soft, graph) -> None:
     assert soft.conditional(graph, [], handle, IF)[0] == "INVALID_VALUE"
 
 
-def test_conditional_body_nodes_can_be_updated_in_executable(
-    soft,
-    kernels,
-    stream,
-    graph,
-) -> None:
+def test_conditional_body_nodes_can_be_updated_in_executable(soft, kernels, stream, graph) -> None:
     """Nodes of a conditional body can be updated and disabled in the executable graph."""
     a = soft.ints(0)
     _, (body,) = add_conditional(soft, graph, [], condition(soft, graph, 1), IF)
@@ -198,12 +135,7 @@ def test_conditional_body_nodes_can_be_updated_in_executable(
 
 
 def test_event_wait_node_waits_for_work_recorded_before_launch(
-    soft,
-    stream,
-    other,
-    event,
-    graph,
-    words,
+    soft, stream, other, event, graph, words
 ) -> None:
     """An event wait node waits for the last record before the launch.
 
@@ -226,12 +158,7 @@ def test_event_wait_node_waits_for_work_recorded_before_launch(
     assert soft.value(a) == 5  # the memset of the other stream ran first
 
 
-def test_event_node_with_destroyed_event_rejects_launch(
-    soft,
-    stream,
-    event,
-    graph,
-) -> None:
+def test_event_node_with_destroyed_event_rejects_launch(soft, stream, event, graph) -> None:
     """A graph launch is rejected if the event of one of its nodes was destroyed.
 
     A GPU's driver does not make this check.
@@ -263,12 +190,7 @@ def test_event_nodes_are_updated_by_exec_update(soft, stream, event) -> None:
     assert code(soft.d.cuEventElapsedTime(event, event)) == "INVALID_HANDLE"
 
 
-def move_child(
-    soft,
-    parent,
-    child,
-    ownership: int = 1,
-) -> str:
+def move_child(soft, parent, child, ownership: int = 1) -> str:
     """Add a child graph node with an ownership (0 clone, 1 move). Return the error code."""
     p = soft.node_params("GRAPH")
     p.graph.graph = child

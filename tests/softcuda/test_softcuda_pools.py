@@ -44,27 +44,14 @@ def test_pool_attributes_count_used_and_reserved_memory(soft, pool, stream):
     A release threshold keeps memory reserved; cuMemPoolTrimTo releases it.
     """
     soft.cuMemPoolSetAttribute(
-        pool,
-        soft.d.CUmemPool_attribute(THRESHOLD),
-        soft.d.cuuint64_t(4 * MIB),
+        pool, soft.d.CUmemPool_attribute(THRESHOLD), soft.d.cuuint64_t(4 * MIB)
     )
-    p = soft.cuMemAllocFromPoolAsync(
-        3 * MIB,
-        pool,
-        stream,
-    )
+    p = soft.cuMemAllocFromPoolAsync(3 * MIB, pool, stream)
     assert [attribute(soft, pool, n) for n in (USED, RESERVED)] == [3 * MIB, 4 * MIB]
     soft.cuMemFreeAsync(p, stream)
     soft.cuStreamSynchronize(stream)
     assert [attribute(soft, pool, n) for n in (USED, USED_HIGH)] == [0, 3 * MIB]
-    assert (
-        attribute(
-            soft,
-            pool,
-            RESERVED,
-        )
-        == 4 * MIB
-    )
+    assert attribute(soft, pool, RESERVED) == 4 * MIB
     soft.cuMemPoolTrimTo(pool, 0)
     assert [attribute(soft, pool, n) for n in (RESERVED, RESERVED_HIGH)] == [0, 4 * MIB]
 
@@ -74,29 +61,10 @@ def test_pool_limit_is_enforced(soft, stream):
     props = soft.alloc_params(1).poolProps
     props.maxSize = 2 * MIB
     pool = soft.cuMemPoolCreate(props)
-    p = soft.cuMemAllocFromPoolAsync(
-        2 * MIB,
-        pool,
-        stream,
-    )
-    assert (
-        code(
-            soft.d.cuMemAllocFromPoolAsync(
-                1,
-                pool,
-                stream,
-            )
-        )
-        == "OUT_OF_MEMORY"
-    )
+    p = soft.cuMemAllocFromPoolAsync(2 * MIB, pool, stream)
+    assert code(soft.d.cuMemAllocFromPoolAsync(1, pool, stream)) == "OUT_OF_MEMORY"
     soft.cuMemFree(p)
-    soft.cuMemFree(
-        soft.cuMemAllocFromPoolAsync(
-            1,
-            pool,
-            stream,
-        )
-    )
+    soft.cuMemFree(soft.cuMemAllocFromPoolAsync(1, pool, stream))
     soft.cuMemPoolDestroy(pool)
 
 
@@ -109,12 +77,7 @@ def test_pool_memory_survives_the_pool_and_default_pool_cannot_be_destroyed(soft
     assert int(soft.cuPointerGetAttribute(pool_of, p)) == int(pool)
     soft.cuMemPoolDestroy(pool)
     assert int(soft.cuDeviceGetMemPool(0)) == int(default)
-    soft.cuMemsetD8Async(
-        p,
-        1,
-        64,
-        stream,
-    )
+    soft.cuMemsetD8Async(p, 1, 64, stream)
     soft.cuMemFreeAsync(p, stream)
     soft.cuStreamSynchronize(stream)
     assert code(soft.d.cuMemPoolDestroy(default)) == "INVALID_VALUE"
@@ -124,19 +87,9 @@ def test_stream_ordered_free_waits_for_earlier_work(soft, words, stream):
     """Memory can be used by work that is queued before its free, but not freed twice."""
     p = int(soft.cuMemAllocAsync(4, stream))
     words.block(stream)
-    soft.cuMemsetD32Async(
-        p,
-        7,
-        1,
-        stream,
-    )
+    soft.cuMemsetD32Async(p, 7, 1, stream)
     seen = soft.alloc(4)
-    soft.cuMemcpyDtoDAsync(
-        seen,
-        p,
-        4,
-        stream,
-    )
+    soft.cuMemcpyDtoDAsync(seen, p, 4, stream)
     soft.cuMemFreeAsync(p, stream)
     assert codes(soft.d.cuMemFreeAsync(p, stream)) == {"INVALID_VALUE"}
     words[0] = 1
@@ -161,56 +114,20 @@ def test_stream_ordered_free_before_use_is_a_fault():
     assert "ILLEGAL_ADDRESS use after free: a memset" in done.stdout, done.stderr
 
 
-def test_graph_memory_is_valid_between_allocation_and_free_node(
-    soft,
-    stream,
-    graph,
-    kernels,
-):
+def test_graph_memory_is_valid_between_allocation_and_free_node(soft, stream, graph, kernels):
     """Each launch allocates and frees; the address is the same in every launch."""
     out = soft.ints(0)
     params = soft.alloc_params(4)
-    first = soft.cuGraphAddMemAllocNode(
-        graph,
-        [],
-        0,
-        params,
-    )
+    first = soft.cuGraphAddMemAllocNode(graph, [], 0, params)
     p = int(params.dptr)
-    fill = soft.add_fill(
-        graph,
-        [first],
-        p,
-        20,
-    )
-    add = soft.add_int_kernel(
-        graph,
-        [fill],
-        kernels.add,
-        p,
-        3,
-    )
-    copy = soft.cuGraphAddMemcpyNode(
-        graph,
-        [add],
-        1,
-        soft.copy_params(out, p, 4),
-        soft.context,
-    )
-    free = soft.cuGraphAddMemFreeNode(
-        graph,
-        [copy],
-        1,
-        p,
-    )
+    fill = soft.add_fill(graph, [first], p, 20)
+    add = soft.add_int_kernel(graph, [fill], kernels.add, p, 3)
+    copy = soft.cuGraphAddMemcpyNode(graph, [add], 1, soft.copy_params(out, p, 4), soft.context)
+    free = soft.cuGraphAddMemFreeNode(graph, [copy], 1, p)
     assert int(soft.cuGraphMemAllocNodeGetParams(first).dptr) == p
     assert int(soft.cuGraphMemAllocNodeGetParams(first).bytesize) == 4
     assert int(soft.cuGraphMemFreeNodeGetParams(free)) == p
-    soft.replay(
-        graph,
-        stream,
-        launches=3,
-    )
+    soft.replay(graph, stream, launches=3)
     assert soft.value(out) == 23
     assert code(soft.d.cuMemFree(p)) == "INVALID_VALUE"
     free_stale(soft, graph)
@@ -219,19 +136,9 @@ def test_graph_memory_is_valid_between_allocation_and_free_node(
 def test_graph_memory_without_free_node_must_be_freed_before_the_next_launch(soft, stream, graph):
     """A relaunch is refused until the memory is freed, unless AUTO_FREE_ON_LAUNCH frees it."""
     params = soft.alloc_params(4)
-    first = soft.cuGraphAddMemAllocNode(
-        graph,
-        [],
-        0,
-        params,
-    )
+    first = soft.cuGraphAddMemAllocNode(graph, [], 0, params)
     p = int(params.dptr)
-    soft.add_fill(
-        graph,
-        [first],
-        p,
-        5,
-    )
+    soft.add_fill(graph, [first], p, 5)
     executable = soft.cuGraphInstantiate(graph, 0)
     assert code(soft.d.cuMemFreeAsync(p, stream)) == "INVALID_VALUE"
     soft.cuGraphLaunch(executable, stream)
@@ -243,11 +150,7 @@ def test_graph_memory_without_free_node_must_be_freed_before_the_next_launch(sof
     soft.cuMemFree(p)
     soft.cuGraphExecDestroy(executable)
     executable = soft.cuGraphInstantiate(graph, 1)
-    soft.play(
-        executable,
-        stream,
-        launches=2,
-    )
+    soft.play(executable, stream, launches=2)
     assert soft.value(p) == 5
     soft.cuGraphExecDestroy(executable)
     soft.cuGraphDestroy(graph)
@@ -260,30 +163,10 @@ def test_graph_memory_without_free_node_must_be_freed_before_the_next_launch(sof
 def test_graph_memory_can_be_freed_by_another_graph(soft, stream, graph):
     """A free node of another graph frees memory that is allocated, and only such memory."""
     params = soft.alloc_params(4)
-    soft.cuGraphAddMemAllocNode(
-        graph,
-        [],
-        0,
-        params,
-    )
+    soft.cuGraphAddMemAllocNode(graph, [], 0, params)
     second = soft.cuGraphCreate(0)
-    soft.cuGraphAddMemFreeNode(
-        second,
-        [],
-        0,
-        params.dptr,
-    )
-    assert (
-        code(
-            soft.d.cuGraphAddMemFreeNode(
-                graph,
-                [],
-                0,
-                params.dptr,
-            )
-        )
-        == "INVALID_VALUE"
-    )
+    soft.cuGraphAddMemFreeNode(second, [], 0, params.dptr)
+    assert code(soft.d.cuGraphAddMemFreeNode(graph, [], 0, params.dptr)) == "INVALID_VALUE"
     allocate = soft.cuGraphInstantiate(graph, 0)
     free = soft.cuGraphInstantiate(second, 0)
     assert code(soft.d.cuGraphLaunch(free, stream)) == "INVALID_VALUE"
@@ -301,36 +184,16 @@ def test_graph_with_memory_nodes_has_documented_restrictions(soft, graph):
     """Such a graph has one executable graph at a time and cannot be cloned or lose nodes."""
     d = soft.d
     params = soft.alloc_params(4)
-    first = soft.cuGraphAddMemAllocNode(
-        graph,
-        [],
-        0,
-        params,
-    )
-    second = soft.cuGraphAddEmptyNode(
-        graph,
-        [first],
-        1,
-    )
+    first = soft.cuGraphAddMemAllocNode(graph, [], 0, params)
+    second = soft.cuGraphAddEmptyNode(graph, [first], 1)
     executable = soft.cuGraphInstantiate(graph, 0)
     parent = soft.cuGraphCreate(0)
     assert codes(
         d.cuGraphInstantiate(graph, 0),
         d.cuGraphClone(graph),
-        d.cuGraphAddChildGraphNode(
-            parent,
-            [],
-            0,
-            graph,
-        ),
+        d.cuGraphAddChildGraphNode(parent, [], 0, graph),
         d.cuGraphDestroyNode(second),
-        d.cuGraphRemoveDependencies(
-            graph,
-            [first],
-            [second],
-            None,
-            1,
-        ),
+        d.cuGraphRemoveDependencies(graph, [first], [second], None, 1),
     ) == {"NOT_SUPPORTED"}
     soft.cuGraphExecDestroy(executable)
     soft.cuGraphExecDestroy(soft.cuGraphInstantiate(graph, 0))
@@ -343,12 +206,7 @@ def test_capture_turns_stream_ordered_allocation_into_memory_nodes(soft, stream)
     outside = soft.cuMemAllocAsync(4, stream)
     soft.begin(stream)
     p = soft.cuMemAllocAsync(4, stream)
-    soft.cuMemsetD32Async(
-        p,
-        9,
-        1,
-        stream,
-    )
+    soft.cuMemsetD32Async(p, 9, 1, stream)
     assert code(soft.d.cuMemFreeAsync(outside, stream)) == "INVALID_VALUE"
     soft.cuMemFreeAsync(p, stream)
     graph = soft.cuStreamEndCapture(stream)
@@ -356,11 +214,7 @@ def test_capture_turns_stream_ordered_allocation_into_memory_nodes(soft, stream)
     names = [soft.cuGraphNodeGetType(node).name.split("TYPE_")[1] for node in nodes]
     assert names == ["MEM_ALLOC", "MEMSET", "MEM_FREE"]
     assert graph_attribute(soft, GRAPH_USED) == before
-    soft.replay(
-        graph,
-        stream,
-        launches=2,
-    )
+    soft.replay(graph, stream, launches=2)
     assert graph_attribute(soft, GRAPH_USED) == before + 2 * MIB
     soft.cuDeviceGraphMemTrim(0)
     assert graph_attribute(soft, GRAPH_RESERVED) == before
@@ -373,13 +227,7 @@ def test_managed_memory_has_one_address_for_host_and_device(soft, kernels):
     p = int(soft.cuMemAllocManaged(64, 1))
     view = np.frombuffer((ctypes.c_int32 * 16).from_address(p), np.int32)
     view[0] = 40
-    soft.run(
-        kernels.add,
-        1,
-        1,
-        p,
-        np.int32(2),
-    )
+    soft.run(kernels.add, 1, 1, p, np.int32(2))
     assert view[0] == 42 == soft.value(p)
     kinds = soft.d.CUpointer_attribute
     names = ["IS_MANAGED", "DEVICE_POINTER", "HOST_POINTER", "MEMORY_TYPE", "RANGE_SIZE"]
@@ -402,95 +250,29 @@ def test_managed_memory_returns_advice_and_prefetch_location(soft, stream):
 
     def attributes():
         return [
-            soft.cuMemRangeGetAttribute(
-                size,
-                kinds(number),
-                p,
-                4096,
-            )
-            for number, size in (
-                (1, 4),
-                (2, 4),
-                (3, 12),
-                (4, 4),
-            )
+            soft.cuMemRangeGetAttribute(size, kinds(number), p, 4096)
+            for number, size in ((1, 4), (2, 4), (3, 12), (4, 4))
         ]
 
     assert attributes() == [0, -2, [-2, -2, -2], -2]
-    soft.cuMemAdvise(
-        p,
-        4096,
-        advice.CU_MEM_ADVISE_SET_READ_MOSTLY,
-        device,
-    )
-    soft.cuMemAdvise(
-        p,
-        4096,
-        advice.CU_MEM_ADVISE_SET_PREFERRED_LOCATION,
-        host,
-    )
-    soft.cuMemAdvise(
-        p,
-        4096,
-        advice.CU_MEM_ADVISE_SET_ACCESSED_BY,
-        host,
-    )
-    soft.cuMemAdvise(
-        p,
-        4096,
-        advice.CU_MEM_ADVISE_SET_ACCESSED_BY,
-        device,
-    )
-    soft.cuMemPrefetchAsync(
-        p,
-        4096,
-        device,
-        0,
-        stream,
-    )
+    soft.cuMemAdvise(p, 4096, advice.CU_MEM_ADVISE_SET_READ_MOSTLY, device)
+    soft.cuMemAdvise(p, 4096, advice.CU_MEM_ADVISE_SET_PREFERRED_LOCATION, host)
+    soft.cuMemAdvise(p, 4096, advice.CU_MEM_ADVISE_SET_ACCESSED_BY, host)
+    soft.cuMemAdvise(p, 4096, advice.CU_MEM_ADVISE_SET_ACCESSED_BY, device)
+    soft.cuMemPrefetchAsync(p, 4096, device, 0, stream)
     assert attributes() == [1, -1, [0, -1, -2], 0]
-    soft.cuMemAdvise(
-        p,
-        4096,
-        advice.CU_MEM_ADVISE_UNSET_PREFERRED_LOCATION,
-        host,
-    )
-    soft.cuMemAdvise(
-        p,
-        4096,
-        advice.CU_MEM_ADVISE_UNSET_ACCESSED_BY,
-        device,
-    )
+    soft.cuMemAdvise(p, 4096, advice.CU_MEM_ADVISE_UNSET_PREFERRED_LOCATION, host)
+    soft.cuMemAdvise(p, 4096, advice.CU_MEM_ADVISE_UNSET_ACCESSED_BY, device)
     assert attributes() == [1, -2, [-1, -2, -2], 0]
     soft.cuMemFree(p)
 
 
 def reserve_and_map(soft, count):
     """Return a reserved range and the physical memory that is mapped into its 64-KiB pieces."""
-    base = int(
-        soft.cuMemAddressReserve(
-            count * 65536,
-            0,
-            0,
-            0,
-        )
-    )
-    handles = [
-        soft.cuMemCreate(
-            65536,
-            soft.memory_properties(),
-            0,
-        )
-        for _ in range(count)
-    ]
+    base = int(soft.cuMemAddressReserve(count * 65536, 0, 0, 0))
+    handles = [soft.cuMemCreate(65536, soft.memory_properties(), 0) for _ in range(count)]
     for i, handle in enumerate(handles):
-        soft.cuMemMap(
-            base + i * 65536,
-            65536,
-            0,
-            handle,
-            0,
-        )
+        soft.cuMemMap(base + i * 65536, 65536, 0, handle, 0)
     return base, handles
 
 
@@ -505,61 +287,17 @@ def access(soft, flags):
 def test_virtual_memory_mappings_are_contiguous_and_share_pages(soft):
     """Copies cross the border of two mappings. Imported memory has the contents of the export."""
     base, handles = reserve_and_map(soft, 2)
-    soft.cuMemSetAccess(
-        base,
-        2 * 65536,
-        [access(soft, 3)],
-        1,
-    )
-    soft.cuMemsetD8(
-        base,
-        3,
-        2 * 65536,
-    )
-    assert (
-        soft.get(
-            base + 65000,
-            1000,
-            np.uint8,
-        )
-        == 3
-    ).all()
+    soft.cuMemSetAccess(base, 2 * 65536, [access(soft, 3)], 1)
+    soft.cuMemsetD8(base, 3, 2 * 65536)
+    assert (soft.get(base + 65000, 1000, np.uint8) == 3).all()
     kind = soft.d.CUmemAllocationHandleType(1)
-    file = soft.cuMemExportToShareableHandle(
-        handles[1],
-        kind,
-        0,
-    )
+    file = soft.cuMemExportToShareableHandle(handles[1], kind, 0)
     imported = soft.cuMemImportFromShareableHandle(file, kind)
-    second = int(
-        soft.cuMemAddressReserve(
-            65536,
-            0,
-            0,
-            0,
-        )
-    )
-    soft.cuMemMap(
-        second,
-        65536,
-        0,
-        imported,
-        0,
-    )
-    soft.cuMemSetAccess(
-        second,
-        65536,
-        [access(soft, 3)],
-        1,
-    )
+    second = int(soft.cuMemAddressReserve(65536, 0, 0, 0))
+    soft.cuMemMap(second, 65536, 0, imported, 0)
+    soft.cuMemSetAccess(second, 65536, [access(soft, 3)], 1)
     soft.cuMemsetD8(second, 9, 1)
-    assert list(
-        soft.get(
-            base + 65535,
-            2,
-            np.uint8,
-        )
-    ) == [3, 9]
+    assert list(soft.get(base + 65535, 2, np.uint8)) == [3, 9]
     for at, size in ((base, 2 * 65536), (second, 65536)):
         soft.cuMemUnmap(at, size)
         soft.cuMemAddressFree(at, size)
@@ -574,13 +312,7 @@ def test_virtual_memory_rejects_overlaps_and_partial_ranges(soft):
     base, handles = reserve_and_map(soft, 2)
     assert soft.cuMemGetInfo()[0] == free_before - 2 * 65536
     assert codes(
-        d.cuMemMap(
-            base,
-            65536,
-            0,
-            handles[1],
-            0,
-        ),
+        d.cuMemMap(base, 65536, 0, handles[1], 0),
         d.cuMemAddressFree(base, 2 * 65536),
         d.cuMemFree(base),
         d.cuMemFreeAsync(base, 0),

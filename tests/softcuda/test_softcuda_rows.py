@@ -68,10 +68,7 @@ def test_rows_copy_moves_box_between_host_memory_device_and_array(soft, captured
         (8, 3, 2),
     )
     to_host = copy_3d(
-        soft,
-        {X: 4, Y: 1, ARRAY: array},
-        {HOST: out.ctypes.data, PITCH: 8, HEIGHT: 3},
-        (8, 3, 2),
+        soft, {X: 4, Y: 1, ARRAY: array}, {HOST: out.ctypes.data, PITCH: 8, HEIGHT: 3}, (8, 3, 2)
     )
     stream = soft.stream()
     if captured:

@@ -96,10 +96,7 @@ assert "ulimit -v" in error_text(d.cuMemAlloc(9 << 30), 2)
 
 
 def test_setting_poison_fills_new_device_memory_with_nan():
-    check(
-        "assert np.isnan(s.get(s.alloc(4096), 1024, np.float32)).all()",
-        SOFTCUDA_POISON="1",
-    )
+    check("assert np.isnan(s.get(s.alloc(4096), 1024, np.float32)).all()", SOFTCUDA_POISON="1")
 
 
 def test_setting_fail_makes_nth_call_fail():

@@ -23,14 +23,7 @@ def gate():
     return opened
 
 
-def test_streams_run_concurrently_and_wait_for_events(
-    soft,
-    kernels,
-    stream,
-    other,
-    event,
-    gate,
-):
+def test_streams_run_concurrently_and_wait_for_events(soft, kernels, stream, other, event, gate):
     """A stream wait covers the work before the last record of the event, and nothing else.
 
     It does not cover later records of the event or other work on the recording stream.
@@ -218,12 +211,7 @@ def test_functions_are_found_by_name_and_have_attributes(soft, kernels):
         (1, 128),  # exceeds the launch bounds of 64
     ],
 )
-def test_launch_rejects_invalid_grid_and_block_dimensions(
-    soft,
-    kernels,
-    grid,
-    block,
-):
+def test_launch_rejects_invalid_grid_and_block_dimensions(soft, kernels, grid, block):
     """Grid and block sizes above the device's limits or the launch bounds are rejected."""
     assert code(soft.try_launch(kernels.bounded, grid, block, soft.ints(0))) == "INVALID_VALUE"
     assert "'bounded'" in soft.refusal()
@@ -235,11 +223,7 @@ def test_get_proc_address_selects_symbol_by_version(soft):
         pointer = ctypes.c_void_p()
         status = ctypes.c_int()
         error = soft.lib.cuGetProcAddress_v2(
-            name,
-            ctypes.byref(pointer),
-            version,
-            ctypes.c_uint64(0),
-            ctypes.byref(status),
+            name, ctypes.byref(pointer), version, ctypes.c_uint64(0), ctypes.byref(status)
         )
         return error, pointer.value, status.value
 

@@ -183,15 +183,7 @@ def test_float_arithmetic_flushes_denormals_and_does_not_contract(soft, kernels)
     tiny = soft.put([1.2e-38, 0.0], np.float32)
     assert soft.results(1, np.float32, kernels.flush, 1, 1, tiny, None) == [0.0]
     x = np.array([1 + 2**-13, 1 - 2**-13, -1.0], np.float32)
-    plain, fused = soft.results(
-        2,
-        np.float32,
-        kernels.separate,
-        1,
-        1,
-        soft.put(x),
-        None,
-    )
+    plain, fused = soft.results(2, np.float32, kernels.separate, 1, 1, soft.put(x), None)
     assert plain == np.float32(x[0] * x[1]) + x[2] != fused
     assert fused == np.float32(float(x[0]) * float(x[1]) - 1.0)
 
@@ -200,16 +192,7 @@ def test_vector_types_and_parameters_have_cuda_layout(soft, kernels):
     """Vector types and kernel parameters have the sizes and alignments that CUDA defines."""
     data = rng.standard_normal((8, 4)).astype(np.float32)
     sizes = soft.alloc(20)
-    out = soft.results(
-        (8, 4),
-        np.float32,
-        kernels.vectors,
-        1,
-        8,
-        soft.put(data),
-        None,
-        sizes,
-    )
+    out = soft.results((8, 4), np.float32, kernels.vectors, 1, 8, soft.put(data), None, sizes)
     assert np.array_equal(out, data[:, ::-1])
     assert soft.get(sizes, 5, np.int32).tolist() == [808, 1616, 1204, 1616, 404]
     mixed = kernels.mixed
@@ -227,17 +210,7 @@ def test_vector_types_and_parameters_have_cuda_layout(soft, kernels):
     pair["b"] = 2.25
     four = np.array([1, 2, 3, 4], np.int32)
     out = soft.results(
-        5,
-        np.float32,
-        mixed,
-        1,
-        1,
-        np.int8(-3),
-        np.float64(0.5),
-        np.int16(-7),
-        four,
-        pair,
-        None,
+        5, np.float32, mixed, 1, 1, np.int8(-3), np.float64(0.5), np.int16(-7), four, pair, None
     )
     assert out.tolist() == [-3.0, 0.5, -7.0, 4.0, 2.25]
 

@@ -73,10 +73,7 @@ def wait_for(condition, seconds=20.0):
 
 def response_format(schema):
     """Return the value of response_format for a JSON schema."""
-    return {
-        "type": "json_schema",
-        "json_schema": {"name": "x", "schema": schema},
-    }
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
 def chat(client, **fields):
@@ -117,12 +114,7 @@ def load_requests():
     return requests
 
 
-async def send_numbered(
-    client,
-    slots,
-    requests,
-    number,
-):
+async def send_numbered(client, slots, requests, number):
     """Send one request of a load test and return its text and finish reason.
 
     `number` selects one of `requests`. The client closes the stream of every tenth request after
@@ -150,12 +142,7 @@ async def send_numbered(
         return text, chunk.choices[0].finish_reason
 
 
-async def run_load(
-    url,
-    requests,
-    count,
-    on_end=None,
-):
+async def run_load(url, requests, count, on_end=None):
     """Send `count` requests, at most 32 at a time; return their texts and finish reasons.
 
     When a request has ended, `on_end` is called with the number of the request.

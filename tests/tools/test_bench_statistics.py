@@ -14,14 +14,7 @@ from graft.tools.bench.chart import chart, ticks
 from graft.tools.bench.estimate import estimate_mean, estimate_ratio, student_t_95
 
 #: Two-sided 95 % quantiles of Student's t from printed tables, by degrees of freedom.
-STUDENT_T = {
-    3: 3.1824,
-    4: 2.7764,
-    6: 2.4469,
-    9: 2.2622,
-    30: 2.0423,
-    200: 1.9719,
-}
+STUDENT_T = {3: 3.1824, 4: 2.7764, 6: 2.4469, 9: 2.2622, 30: 2.0423, 200: 1.9719}
 
 
 def test_student_t_quantiles_match_tables():

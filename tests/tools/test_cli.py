@@ -115,14 +115,7 @@ def test_prompt_rows_take_precedence_over_options(parse_rows):
     )
     for row, grammar, *expected in (
         (one, GrammarSpec.regex("[0-9]+"), 0.0, 10, "0", {}),
-        (
-            other,
-            GrammarSpec.choice(["x", "y"]),
-            1.5,
-            11,
-            "mine",
-            {5: 1, "no": 2},
-        ),
+        (other, GrammarSpec.choice(["x", "y"]), 1.5, 11, "mine", {5: 1, "no": 2}),
     ):
         request = row.request
         assert request.grammar == grammar
@@ -166,13 +159,7 @@ def test_after_option_without_grammar_is_rejected(parse_rows):
 
 def test_forced_drafts_option_reduces_rounds(tmp_path, capsys):
     (tmp_path / "s.json").write_text(json.dumps(SCHEMA))
-    options = [
-        "--prompt",
-        "Olga is 42.",
-        "--schema",
-        str(tmp_path / "s.json"),
-        "--no-speculation",
-    ]
+    options = ["--prompt", "Olga is 42.", "--schema", str(tmp_path / "s.json"), "--no-speculation"]
     plain = run_json(capsys, *options)
     forced = run_json(capsys, *options, "--forced-drafts")
     assert plain["outputs"][0]["text"] == forced["outputs"][0]["text"]
@@ -263,12 +250,7 @@ def test_prompt_rows_control_the_chat_template(parse_rows):
     assert raw.for_engine(engine).tokens == [4]
     assert raw.for_engine(engine).prompt is None
     (one,) = parse_rows(
-        {
-            "prompt": "x",
-            "tools": [{"name": "f"}],
-            "schema": SCHEMA,
-            "variables": {"day": 3},
-        }
+        {"prompt": "x", "tools": [{"name": "f"}], "schema": SCHEMA, "variables": {"day": 3}}
     )
     assert one.for_engine(engine).tokens == [7]
     assert received == {
@@ -300,13 +282,7 @@ LARK = 'start: NUM "+" NUM\nNUM: /[0-9]{1,2}/'
         ("--choice", None, GrammarSpec.choice(["x", "y"])),
     ],
 )
-def test_grammar_options_and_row_keys_define_grammars(
-    tmp_path,
-    parse_rows,
-    flag,
-    text,
-    grammar,
-):
+def test_grammar_options_and_row_keys_define_grammars(tmp_path, parse_rows, flag, text, grammar):
     """Grammars of every kind can be given on the command line and in rows.
 
     The option --after applies to all of them, unless a row has its own key ``after``.
@@ -344,12 +320,7 @@ def test_grammar_options_and_row_keys_define_grammars(
         ),
     ],
 )
-def test_json_options_apply_to_grammars_of_rows(
-    parse_rows,
-    flags,
-    options,
-    kind,
-):
+def test_json_options_apply_to_grammars_of_rows(parse_rows, flags, options, kind):
     """A JSON option of the command line has the same effect as the key of that name in a row.
 
     These options do not affect a row with another kind of grammar, such as ``regex``.
@@ -408,14 +379,8 @@ def test_prompt_row_selects_grammar_backend(parse_rows):
             ["--json-object", "--whitespace", "none"],
             "--whitespace none: whitespace 'none' is unknown",
         ),
-        (
-            ["--lark", "FILE", "--whitespace", "2"],
-            "--whitespace 2: whitespace requires schema or",
-        ),
-        (
-            ["--regex", "a", "--assert-formats"],
-            "--assert-formats: assert_formats requires schema",
-        ),
+        (["--lark", "FILE", "--whitespace", "2"], "--whitespace 2: whitespace requires schema or"),
+        (["--regex", "a", "--assert-formats"], "--assert-formats: assert_formats requires schema"),
         (["--partial"], "--partial requires --schema"),
         (["--regex", "a", "--partial"], "--partial requires --schema"),
         (["--after", "###"], "--after ###: after requires a grammar"),
@@ -434,14 +399,7 @@ def test_output_validity_ignores_text_before_the_marker():
 
     If an output does not contain the marker, `PromptRow.is_valid` returns None.
     """
-    (row,) = parse_requests(
-        "--prompt",
-        "x",
-        "--choice",
-        "a,b",
-        "--after",
-        "#",
-    )
+    (row,) = parse_requests("--prompt", "x", "--choice", "a,b", "--after", "#")
     assert [row.is_valid(text) for text in ("so#a", "so#c", "so")] == [True, False, None]
 
 
@@ -490,16 +448,7 @@ def test_generate_json_reports_valid_output_and_statistics(tmp_path, capsys):
 def test_generate_partial_reports_only_schemas_not_enforced_in_full(tmp_path, capsys):
     rows = [{"prompt": "a", "schema": one, "id": str(i)} for i, one in enumerate((SCHEMA, UNIQUE))]
     (tmp_path / "rows").write_text("\n".join(map(json.dumps, rows)))
-    cli.main(
-        [
-            "generate",
-            "--prompts",
-            str(tmp_path / "rows"),
-            "--partial",
-            "--max-tokens",
-            "4",
-        ]
-    )
+    cli.main(["generate", "--prompts", str(tmp_path / "rows"), "--partial", "--max-tokens", "4"])
     [line] = [line for line in capsys.readouterr().err.split("\n") if "not enforced" in line]
     assert line.startswith("graft: request 1: its schema is not enforced in full")
 
@@ -542,13 +491,7 @@ CODE = ["--prompt", "code: QF-5702\nGive only the code.", "--regex", "[A-Z]{2}-[
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        "--no-speculation",
-        "--no-draft-mask",
-        "--draft dflash",
-        "--draft-tree 0,1,0.0",
-    ],
+    "options", ["--no-speculation", "--no-draft-mask", "--draft dflash", "--draft-tree 0,1,0.0"]
 )
 def test_draft_options_do_not_change_greedy_output(options, capsys):
     [expected] = run_json(capsys, *CODE)["outputs"]
@@ -566,10 +509,7 @@ def test_generate_prompt_rows_with_different_grammars(tmp_path, capsys):
             for row in (
                 {"prompt": "name: Lako; age: 7\nReturn JSON.", "schema": SCHEMA},
                 {"prompt": "Say yes or no.", "choice": ["yes", "no"]},
-                {
-                    "prompt": "pages: 72\nGive only the pages.",
-                    "regex": "[0-9]{1,4}",
-                },
+                {"prompt": "pages: 72\nGive only the pages.", "regex": "[0-9]{1,4}"},
                 {"prompt": "Bits.", "ebnf": 'root ::= ("0" | "1") ("0" | "1")'},
                 {"prompt": "Sum?", "lark": LARK, "backend": "llguidance"},
             )
@@ -662,10 +602,7 @@ def test_command_handles_write_errors_and_limited_encodings(tmp_path, monkeypatc
     assert cli.main([*arguments, "--json"]) == 0
     sys.stdout.seek(0)
     assert json.load(sys.stdout)["outputs"][0]["text"][0] == "\u017d"
-    latin = {
-        "stdout": subprocess.PIPE,
-        "env": {"PYTHONIOENCODING": "latin-1"},
-    }
+    latin = {"stdout": subprocess.PIPE, "env": {"PYTHONIOENCODING": "latin-1"}}
     trace = tmp_path / "trace.json"
     trace.symlink_to("/dev/full")
     done = run_program(*arguments, "--trace", str(trace), **latin)

@@ -242,10 +242,7 @@ def test_demo_template_renders_any_schema(schema):
 def test_demo_template_truncates_large_schemas():
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(6):
-        schema = {
-            "type": "object",
-            "properties": {f"key{i}": schema for i in range(30)},
-        }
+        schema = {"type": "object", "properties": {f"key{i}": schema for i in range(30)}}
     assert len(render("Hi.", schema=schema)) < 700
 
 
@@ -353,13 +350,7 @@ def test_describe_speculation_follows_from_measured_times(seconds, effect):
 def make_result(tasks, texts, rounds=2):
     """Return the evaluation result of a model that generates `texts`, one for each task."""
     outputs = [
-        Output(
-            id=str(i),
-            text=text,
-            reason="stop",
-            tokens=[1] * len(text),
-            rounds=rounds,
-        )
+        Output(id=str(i), text=text, reason="stop", tokens=[1] * len(text), rounds=rounds)
         for i, text in enumerate(texts)
     ]
     return evaluate_demo.Result(tasks, outputs, {}, 1.0)

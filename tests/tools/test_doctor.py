@@ -48,11 +48,7 @@ def test_doctor_reports_healthy_environment(capsys):
     ],
 )
 def test_doctor_reports_missing_package_with_install_command(
-    package,
-    name,
-    status,
-    monkeypatch,
-    capsys,
+    package, name, status, monkeypatch, capsys
 ):
     """The report suggests the command that installs a missing package.
 
@@ -309,11 +305,7 @@ def test_watch_reports_deadlock_with_stacks_of_both_threads(program, capfd):
 def test_watch_variable_records_edges_without_the_tool(program, tmp_path):
     """If SOFTCUDA_WATCH names a file, each process that opens the soft device appends its edges."""
     path = tmp_path / "edges.jsonl"
-    env = {
-        **os.environ,
-        "GRAFT_DEVICE": "soft",
-        "SOFTCUDA_WATCH": str(path),
-    }
+    env = {**os.environ, "GRAFT_DEVICE": "soft", "SOFTCUDA_WATCH": str(path)}
     code = program("call_holding_gil()")
     for _ in range(2):
         subprocess.run([sys.executable, code], env=env, check=True)
@@ -362,31 +354,13 @@ def test_soft_launcher_runs_programs_on_the_soft_device(tmp_path):
     )
     soft = [sys.executable, "-m", "graft.tools.cli", "soft"]
     tested = subprocess.run(
-        [
-            *soft,
-            "--",
-            "-m",
-            "pytest",
-            "-p",
-            "graft.tools.pytest_device",
-            str(tmp_path),
-            "-q",
-        ],
+        [*soft, "--", "-m", "pytest", "-p", "graft.tools.pytest_device", str(tmp_path), "-q"],
         capture_output=True,
         text=True,
     )
     assert tested.returncode == 0, tested.stdout + tested.stderr
     assert "cuda: graft's soft device, 0 kernels and 0 graphs" in tested.stdout
-    done = subprocess.run(
-        [
-            *soft,
-            "--",
-            "-c",
-            "import sys; sys.exit(len(sys.argv))",
-            "a",
-            "b",
-        ]
-    )
+    done = subprocess.run([*soft, "--", "-c", "import sys; sys.exit(len(sys.argv))", "a", "b"])
     assert done.returncode == 3
     missing = subprocess.run([*soft, "no-such-program"], capture_output=True, text=True)
     assert missing.returncode == 2

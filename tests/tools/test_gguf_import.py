@@ -49,12 +49,7 @@ def interleave_rows(weight: np.ndarray, heads: int) -> np.ndarray:
 
     In the result, rows of the first half of a head alternate with rows of the second half.
     """
-    halves = weight.reshape(
-        heads,
-        2,
-        weight.shape[0] // heads // 2,
-        weight.shape[1],
-    )
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, weight.shape[1])
     return halves.transpose(0, 2, 1, 3).reshape(weight.shape)
 
 
@@ -139,23 +134,10 @@ def tiny(tmp_path):
     """
     make_tiny_tokenizer(tmp_path / "hf")
 
-    def make(
-        kind=Q.F32,
-        weights=None,
-        tied=True,
-        fields=None,
-        **changed,
-    ):
+    def make(kind=Q.F32, weights=None, tied=True, fields=None, **changed):
         config = llama_config(**TINY, tie_word_embeddings=tied, **(fields or {}))
         tensors = llama_tensors(config, 3) | (weights or {})
-        write_gguf(
-            tmp_path / "m.gguf",
-            tmp_path / "hf",
-            config,
-            tensors,
-            kind,
-            **changed,
-        )
+        write_gguf(tmp_path / "m.gguf", tmp_path / "hf", config, tensors, kind, **changed)
         return tmp_path / "m.gguf", config, tensors
 
     return make
@@ -170,13 +152,7 @@ def tiny(tmp_path):
         (Q.Q8_0, "bfloat16", True),
     ],
 )
-def test_gguf_import_preserves_weights_and_config(
-    tiny,
-    tmp_path,
-    kind,
-    dtype,
-    tied,
-):
+def test_gguf_import_preserves_weights_and_config(tiny, tmp_path, kind, dtype, tied):
     """Matrices of 32 and 16 bits are copied exactly. Vectors are copied in float32."""
     file, config, weights = tiny(kind, tied=tied)
     folder = convert(file, tmp_path / "out")
@@ -405,13 +381,7 @@ def test_gguf_import_derives_llama3_rope_scaling_from_factors(tiny, tmp_path):
         ({"tokenizer.ggml.pre": "tekken"}, GgufTokenizerError, "'tekken'"),
     ],
 )
-def test_gguf_import_rejects_unsupported_models(
-    tiny,
-    tmp_path,
-    changed,
-    error,
-    message,
-):
+def test_gguf_import_rejects_unsupported_models(tiny, tmp_path, changed, error, message):
     """The error contains the name and the value of the unsupported setting; no file is written."""
     file, *_ = tiny(**changed)
     with pytest.raises(error, match=message):

@@ -192,11 +192,7 @@ def test_gpu_first_sections_fit_in_one_call():
 
 
 def test_gpu_first_exit_status_is_1_if_a_check_fails(tmp_path, monkeypatch, capsys):
-    result = {
-        "status": "ok",
-        "figures": [make_figure("x", 2, "wrong", passed=False)],
-        "output": "",
-    }
+    result = {"status": "ok", "figures": [make_figure("x", 2, "wrong", passed=False)], "output": ""}
     monkeypatch.setattr(gpu_first, "run_section", lambda *_: result)
     monkeypatch.setattr(gpu_first, "write_doctor_report", lambda report: None)
     assert gpu_first.main(["--out", str(tmp_path), "--sections", "truth_hops"]) == 1

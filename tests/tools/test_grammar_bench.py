@@ -20,21 +20,12 @@ pytest.importorskip("llguidance")
 ROWS: list[dict[str, Any]] = [
     {
         "id": "plain",
-        "schema": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}},
-            "required": ["a"],
-        },
+        "schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
         "valid": [{"a": 1}],
         "invalid": [{"a": "x"}, {}],
     },
     # U+2028 is a line break for str.splitlines, but not in JSON.
-    {
-        "id": "line\u2028",
-        "schema": {"enum": ["a\u2028b"]},
-        "valid": ["a\u2028b"],
-        "invalid": [1],
-    },
+    {"id": "line\u2028", "schema": {"enum": ["a\u2028b"]}, "valid": ["a\u2028b"], "invalid": [1]},
     {
         "id": "order",
         "schema": {"type": "object", "properties": {"a": {}, "b": {}}},
@@ -43,11 +34,7 @@ ROWS: list[dict[str, Any]] = [
     },
     {
         "id": "partial",
-        "schema": {
-            "type": "array",
-            "items": {"type": "string"},
-            "uniqueItems": True,
-        },
+        "schema": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
         "valid": [["x", "y"]],
         "invalid": [["x", "x"]],
     },
@@ -57,12 +44,7 @@ ROWS: list[dict[str, Any]] = [
         "valid": [],
         "invalid": ["x"],
     },
-    {
-        "id": "no instances",
-        "schema": True,
-        "valid": [],
-        "invalid": [],
-    },
+    {"id": "no instances", "schema": True, "valid": [], "invalid": []},
 ]
 
 
@@ -90,15 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_grammar_bench_reports_verdicts_as_table_and_json(folder, tmp_path, capsys):
     report = tmp_path / "out.json"
     arguments = [str(folder), "--tokenizer", str(folder / "tokenizer.json")]
-    arguments += [
-        "--subjects",
-        "llguidance",
-        "auto",
-        "--key-order",
-        "any",
-        "--json",
-        str(report),
-    ]
+    arguments += ["--subjects", "llguidance", "auto", "--key-order", "any", "--json", str(report)]
     assert grammar.main(arguments) == 0
     results = json.loads(report.read_text())
     assert results["schemas"] == 5
@@ -121,11 +95,7 @@ def test_grammar_bench_reports_verdicts_as_table_and_json(folder, tmp_path, caps
 def test_grammar_bench_timeout_affects_one_schema(folder):
     """A child process that exceeds the time limit is killed and restarted for the next schema."""
     subject = grammar.Subject("llguidance", folder / "tokenizer.json")
-    slow = {
-        "schema": {"type": "string"},
-        "valid": ["x" * 2_000_000],
-        "invalid": [],
-    }
+    slow = {"schema": {"type": "string"}, "valid": ["x" * 2_000_000], "invalid": []}
     try:
         assert subject.evaluate(slow, 0.01)["outcome"] == "timeout"
         assert grammar.verdict(subject.evaluate({**ROWS[0]}, 60)) == "correct"
@@ -147,12 +117,7 @@ def test_grammar_bench_timeout_affects_one_schema(folder):
     ],
 )
 def test_grammar_bench_verdict(change, verdict):
-    answer = {
-        "outcome": "compiled",
-        "partial": False,
-        "valid": [True, False],
-        "invalid": [False],
-    }
+    answer = {"outcome": "compiled", "partial": False, "valid": [True, False], "invalid": [False]}
     assert grammar.verdict(answer | change) == verdict
 
 
@@ -176,12 +141,7 @@ def test_grammar_bench_quantiles():
         (("<a>", "<b>"), "<a>", "<a>"),
     ],
 )
-def test_load_tokenizer_finds_end_token(
-    tmp_path,
-    special,
-    stop_token,
-    expected,
-):
+def test_load_tokenizer_finds_end_token(tmp_path, special, stop_token, expected):
     byte_tokenizer(*special).save(str(tmp_path / "t.json"))
     tokenizer, vocabulary = data.load_tokenizer(tmp_path / "t.json", stop_token)
     assert vocabulary.stop_ids == (tokenizer.token_to_id(expected),)
@@ -189,17 +149,9 @@ def test_load_tokenizer_finds_end_token(
 
 @pytest.mark.parametrize(
     ("special", "stop_token", "message"),
-    [
-        (("<a>", "<b>"), None, "<a>, <b>: specify one"),
-        (("<a>",), "<c>", "no token '<c>'"),
-    ],
+    [(("<a>", "<b>"), None, "<a>, <b>: specify one"), (("<a>",), "<c>", "no token '<c>'")],
 )
-def test_load_tokenizer_rejects_missing_end_token(
-    tmp_path,
-    special,
-    stop_token,
-    message,
-):
+def test_load_tokenizer_rejects_missing_end_token(tmp_path, special, stop_token, message):
     byte_tokenizer(*special).save(str(tmp_path / "t.json"))
     with pytest.raises(OptionError, match=re.escape(message)):
         data.load_tokenizer(tmp_path / "t.json", stop_token)

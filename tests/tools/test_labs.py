@@ -68,10 +68,7 @@ def test_callback_latency_join_includes_host_steps(build):
 
 @pytest.mark.parametrize("transport", ["python", CUDA_CORE])
 def test_callback_latency_hop_is_the_time_before_and_after_the_body(
-    build,
-    device,
-    monkeypatch,
-    transport,
+    build, device, monkeypatch, transport
 ):
     if device.kind != "soft":
         pytest.skip("only the soft device records hops")
@@ -215,13 +212,7 @@ def test_gil_deadlock_exit_status_is_1_for_unexpected_outcome(monkeypatch, capsy
 
     def complete_all(cases, soft, jobs):
         return [
-            deadlock.Result(
-                case,
-                "completes",
-                deadlock.expected_outcome(case),
-                0.1,
-                "",
-            )
+            deadlock.Result(case, "completes", deadlock.expected_outcome(case), 0.1, "")
             for case in cases
         ]
 

@@ -84,12 +84,7 @@ def test_installed_graft_is_this_working_tree():
         ("python3.12", "echo 'it is Python 3.9' >&2; exit 1", "it is Python 3.9"),
     ],
 )
-def test_find_python_reports_why_candidates_are_unusable(
-    tmp_path,
-    name,
-    script,
-    words,
-):
+def test_find_python_reports_why_candidates_are_unusable(tmp_path, name, script, words):
     """If no suitable Python is found, a one-sentence error says what to install.
 
     Interpreters that do not run or are too old are skipped. The error contains the reason.
@@ -262,41 +257,19 @@ def test_wheel_runs_in_empty_environment(tmp_path, wheel, which):
         )
     )
     command = tmp_path / "venv" / "bin" / "graft"
-    pip = [
-        str(command.with_name("python")),
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "-q",
-    ]
+    pip = [str(command.with_name("python")), "-m", "pip", "--disable-pip-version-check", "-q"]
     subprocess.run([*pip, "install", "-c", str(limits), str(wheel)], check=True)
-    env = {
-        "PATH": os.environ["PATH"],
-        "GRAFT_DEVICE": "soft",
-        "HOME": str(tmp_path),
-    }
+    env = {"PATH": os.environ["PATH"], "GRAFT_DEVICE": "soft", "HOME": str(tmp_path)}
 
     def graft(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [str(command), *arguments],
-            text=True,
-            capture_output=True,
-            cwd=tmp_path,
-            env=env,
+            [str(command), *arguments], text=True, capture_output=True, cwd=tmp_path, env=env
         )
 
     done = graft("demo")
     assert done.returncode == 0, done.stdout + done.stderr
     assert graft("doctor").returncode == 0
-    done = graft(
-        "generate",
-        "--prompt",
-        "x",
-        "--regex",
-        "a+",
-        "--backend",
-        "xgrammar",
-    )
+    done = graft("generate", "--prompt", "x", "--regex", "a+", "--backend", "xgrammar")
     assert done.returncode == 2
     assert "pip install --no-deps xgrammar" in done.stderr and "Traceback" not in done.stderr
     done = graft("serve")
@@ -350,12 +323,7 @@ def test_bootstrap_repeats_failed_installation(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["worker.cpp", "worker.h", "CMakeLists.txt"])
-def test_bootstrap_rebuilds_after_source_changes(
-    tmp_path,
-    commands,
-    monkeypatch,
-    name,
-):
+def test_bootstrap_rebuilds_after_source_changes(tmp_path, commands, monkeypatch, name):
     """A changed C++ source, header or CMake file causes a rebuild. A Python file does not."""
     monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
@@ -401,10 +369,7 @@ def test_tree_links_packages_and_removes_stale_links(tmp_path, monkeypatch):
 def test_make_test_cuda_runs_without_installation():
     """With VENV=none, ``make test-cuda`` builds with CMake and runs the tests from build/tree."""
     python = Path(sys.executable).resolve()
-    env = {
-        **os.environ,
-        "PYTHONPATH": str(Path(pytest.__file__).parents[1]),
-    }
+    env = {**os.environ, "PYTHONPATH": str(Path(pytest.__file__).parents[1])}
     done = subprocess.run(
         [
             "make",

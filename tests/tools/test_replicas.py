@@ -102,23 +102,14 @@ class FakeActor:
         """Queue events with the first `count` tokens of a request, or with all its tokens."""
         tokens = range(first, first + self.requests[request_id].max_tokens)
         text = "".join(chr(97 + token) for token in tokens)
-        output = Output(
-            request_id,
-            tokens=list(tokens),
-            text=text,
-            reason="length",
-        )
+        output = Output(request_id, tokens=list(tokens), text=text, reason="length")
         for start in range(0, count or len(tokens), self.tokens_per_event):
             end = start + self.tokens_per_event
             is_last = count is None and end >= len(tokens)
             committed = tuple(tokens[start:end])
             logprobs = tuple(Logprob(-token, ()) for token in committed)
             event = Event(
-                request_id,
-                committed,
-                text[start:end],
-                output if is_last else None,
-                logprobs,
+                request_id, committed, text[start:end], output if is_last else None, logprobs
             )
             self.events.put_nowait(event)
 
@@ -410,10 +401,7 @@ def serve_replicas(*options):
         *options,
     ]
     with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"GRAFT_MARK": mark},
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"GRAFT_MARK": mark}
     ) as process:
         try:
             yield process.stdout.readline().split(" at ")[1].strip(), mark.encode()

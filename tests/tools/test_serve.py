@@ -34,13 +34,7 @@ EQUAL_REQUESTS = [
     ({}, {}),
     ({"response_format": response_format(PERSON)}, {"grammar": PERSON}),
     (
-        {
-            "temperature": None,
-            "seed": -3,
-            "n": 3,
-            "top_p": 0.9,
-            "top_k": 40,
-        },
+        {"temperature": None, "seed": -3, "n": 3, "top_p": 0.9, "top_k": 40},
         {
             "temperature": 1.0,
             "seed": 2**64 - 3,
@@ -71,12 +65,7 @@ EQUAL_REQUESTS = [
 
 
 @pytest.mark.parametrize(("fields", "options"), EQUAL_REQUESTS)
-def test_server_responses_equal_engine_outputs(
-    engine,
-    client,
-    fields,
-    options,
-):
+def test_server_responses_equal_engine_outputs(engine, client, fields, options):
     """A response has the text, finish reason, token usage and log probabilities of the output.
 
     The streamed response contains the same values.
@@ -96,12 +85,7 @@ def test_server_responses_equal_engine_outputs(
     texts = [""] * len(outputs)
     logprobs = [[] for _ in outputs]
     streamed_reasons = [None] * len(outputs)
-    for chunk in chat(
-        client,
-        **fields,
-        stream=True,
-        stream_options={"include_usage": True},
-    ):
+    for chunk in chat(client, **fields, stream=True, stream_options={"include_usage": True}):
         for c in chunk.choices:
             texts[c.index] += c.delta.content or ""
             logprobs[c.index] += c.logprobs.content if c.logprobs else []
@@ -128,11 +112,7 @@ def test_completions_accept_prompts_as_text_or_token_ids(engine, client):
     outputs = engine.generate([Request(tokens=ids, max_tokens=5)] * 2)
     for prompt in (["name: Olga"] * 2, [ids, ids]):
         response = client.completions.create(
-            model="demo",
-            prompt=prompt,
-            max_tokens=5,
-            temperature=0,
-            logprobs=1,
+            model="demo", prompt=prompt, max_tokens=5, temperature=0, logprobs=1
         )
         assert [c.text for c in response.choices] == [o.text for o in outputs]
         logprobs = response.choices[1].logprobs
@@ -207,11 +187,7 @@ REPEATED = {
             "begin": "<p>",
             "content": {
                 "type": "qwen_xml_parameter",
-                "json_schema": {
-                    "type": "object",
-                    "properties": {"age": AGE},
-                    "required": ["age"],
-                },
+                "json_schema": {"type": "object", "properties": {"age": AGE}, "required": ["age"]},
             },
             "end": "</p>",
         },
@@ -309,10 +285,7 @@ TOWN = {
 }
 SCHEMAS = {"town": TOWN, "person": PERSON}
 TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": name, "parameters": schema},
-    }
+    {"type": "function", "function": {"name": name, "parameters": schema}}
     for name, schema in SCHEMAS.items()
 ]
 
@@ -360,12 +333,7 @@ def test_tools_can_be_combined_with_response_format(engine, client, choice, form
 @pytest.mark.parametrize(
     "choice", ["required", "auto", {"type": "function", "function": {"name": "town"}}]
 )
-def test_tool_calls_satisfy_function_schemas(
-    engine,
-    client,
-    choice,
-    stream,
-):
+def test_tool_calls_satisfy_function_schemas(engine, client, choice, stream):
     """The arguments of a generated call satisfy the function's schema.
 
     The messages of the next request can contain the call. With tool_choice "auto", a logit bias
@@ -389,15 +357,8 @@ def test_tool_calls_satisfy_function_schemas(
         assert all(not message.content for message in messages)
     history = [
         {"role": "user", "content": [{"type": "text", "text": PROMPT}]},
-        {
-            "role": "assistant",
-            "tool_calls": [call.model_dump(exclude={"index"})],
-        },
-        {
-            "role": "tool",
-            "tool_call_id": call.id,
-            "content": "name: Olga",
-        },
+        {"role": "assistant", "tool_calls": [call.model_dump(exclude={"index"})]},
+        {"role": "tool", "tool_call_id": call.id, "content": "name: Olga"},
     ]
     answer = chat(client, tools=TOOLS, messages=history).choices[0]
     assert answer.finish_reason == "stop"
@@ -614,11 +575,7 @@ def json_schema(**schema):
         ({"stop_token_ids": [-1]}, 400, "stop_token_ids contains -1"),
         ({"allowed_token_ids": [5000]}, 400, "from 0 to 2047 (2048 tokens)"),
         ({"top_logprobs": 2}, 400, "top_logprobs requires logprobs"),
-        (
-            {"max_tokens": 5000},
-            400,
-            "context length: 19 tokens of the prompt and",
-        ),
+        ({"max_tokens": 5000}, 400, "context length: 19 tokens of the prompt and"),
         ({"messages": []}, 400, "at least one"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "must be text"),
         ({"response_format": {"type": "nothing"}}, 400, "response_format must be"),
@@ -643,10 +600,7 @@ def json_schema(**schema):
             "Limits.grammar_bytes",
         ),
         (
-            {
-                "response_format": response_format(PERSON),
-                "structured_outputs": {"regex": "a"},
-            },
+            {"response_format": response_format(PERSON), "structured_outputs": {"regex": "a"}},
             400,
             "response_format and regex",
         ),
@@ -669,13 +623,7 @@ def json_schema(**schema):
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_server_rejects_invalid_requests(
-    client,
-    fields,
-    status,
-    words,
-    stream,
-):
+def test_server_rejects_invalid_requests(client, fields, status, words, stream):
     """An invalid request gets an HTTP error status and a message that names the invalid field.
 
     This also applies if a streamed response is requested.
@@ -700,12 +648,7 @@ def test_api_priority_is_inverted_for_the_engine(server):
     assert request.priority == 7
 
 
-def test_server_authentication_models_health_and_metrics(
-    engine,
-    server,
-    client,
-    http,
-):
+def test_server_authentication_models_health_and_metrics(engine, server, client, http):
     """The server refuses requests with a wrong key, an unknown path or invalid JSON.
 
     It also refuses requests above the queue limit. The metrics count refused requests and drafts.

@@ -573,10 +573,7 @@ def test_template_gets_only_the_fields_of_a_message_that_have_a_meaning():
         ({"timeout_s": True}, "timeout_s"),
         ({"detokenize": False}, "detokenize"),
         ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs"),
-        (
-            {"structured_outputs": {"json": PERSON, "disable_fallback": 1}},
-            "structured_outputs",
-        ),
+        ({"structured_outputs": {"json": PERSON, "disable_fallback": 1}}, "structured_outputs"),
     ],
 )
 def test_invalid_value_is_reported_with_its_field(send, fields, param):

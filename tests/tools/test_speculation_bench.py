@@ -125,18 +125,9 @@ def test_throughput_by_length_follows_from_survival_and_round_time():
         ),
         make_configuration(length=1, round_us=120.0, tokens_per_second=2.0),
         make_configuration(
-            length=3,
-            round_us=200.0,
-            tokens_per_second=3.0,
-            accepted=[60, 30, 10],
-            rounds=80,
+            length=3, round_us=200.0, tokens_per_second=3.0, accepted=[60, 30, 10], rounds=80
         ),
-        make_configuration(
-            length=2,
-            tree="2x2",
-            round_us=1.0,
-            tokens_per_second=9.0,
-        ),
+        make_configuration(length=2, tree="2x2", round_us=1.0, tokens_per_second=9.0),
     ]
     (found,) = metrics.throughput_by_length(configurations)
     lengths = found["lengths"]
@@ -174,13 +165,7 @@ def test_speculation_bench_figures_equal_engine_stats(tmp_path, capsys, device):
     chain = configurations["eagle", 3, None]
     prompts = speculation.read_prompts(speculation.parse_options(sizes))
     target, head = demo_model()
-    with Engine(
-        target,
-        head,
-        max_batch_size=2,
-        draft_length=3,
-        max_length=1024,
-    ) as engine:
+    with Engine(target, head, max_batch_size=2, draft_length=3, max_length=1024) as engine:
         outputs = engine.generate(
             [
                 Request(prompt=row.request.prompt, grammar=row.request.grammar, max_tokens=9)

@@ -96,22 +96,9 @@ def test_trace_select_rejects_missing_replay(trace):
         trace.select("two lanes", 9)
 
 
-def make_event(
-    lane: str,
-    kind: str,
-    start_ns: int,
-    end_ns: int,
-) -> TraceEvent:
+def make_event(lane: str, kind: str, start_ns: int, end_ns: int) -> TraceEvent:
     """Return an event of replay 1."""
-    return TraceEvent(
-        f"{lane} {start_ns}",
-        kind,
-        lane,
-        "g",
-        1,
-        start_ns,
-        end_ns,
-    )
+    return TraceEvent(f"{lane} {start_ns}", kind, lane, "g", 1, start_ns, end_ns)
 
 
 def test_exposed_waits_begin_when_the_lane_is_idle():

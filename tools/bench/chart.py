@@ -40,13 +40,7 @@ def ticks(maximum: float) -> list[float]:
     return [i * step for i in range(last + 1)]
 
 
-def _text(
-    x: float,
-    y: float,
-    content: str,
-    anchor: str = "start",
-    attributes: str = "",
-) -> str:
+def _text(x: float, y: float, content: str, anchor: str = "start", attributes: str = "") -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{attributes}>{escape(content)}</text>'
     )
@@ -135,24 +129,11 @@ class _Frame:
                 f"<title>{title}</title></circle>"
             )
         legend_y = TOP + 20 * number
-        parts.append(
-            _text(
-                self.right + 20,
-                legend_y,
-                name,
-                attributes=f' fill="{colour}"',
-            )
-        )
+        parts.append(_text(self.right + 20, legend_y, name, attributes=f' fill="{colour}"'))
         return parts
 
 
-def chart(
-    title: str,
-    note: str,
-    x_label: str,
-    y_label: str,
-    series: Mapping[str, Points],
-) -> str:
+def chart(title: str, note: str, x_label: str, y_label: str, series: Mapping[str, Points]) -> str:
     """Return a line chart as SVG.
 
     Parameters
@@ -175,12 +156,7 @@ def chart(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{frame.height}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="12">',
         '<rect width="100%" height="100%" fill="white"/>',
-        _text(
-            24,
-            28,
-            title,
-            attributes=' font-size="16" font-weight="bold"',
-        ),
+        _text(24, 28, title, attributes=' font-size="16" font-weight="bold"'),
         _text(24, 48, note, attributes=' fill="#374151"'),
         *frame.draw_axes(x_label, y_label),
     ]

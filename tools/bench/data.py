@@ -30,12 +30,7 @@ _END_TOKEN_NAMES = re.compile(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select schemas and tokenizer."""
     parser.add_argument("folder", type=Path, help="folder with .jsonl or .jsonl.gz files")
-    parser.add_argument(
-        "--tokenizer",
-        type=Path,
-        required=True,
-        help="tokenizer.json(.gz)",
-    )
+    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json(.gz)")
     parser.add_argument("--stop-token", help="end token (default: detected by its name)")
 
 

@@ -156,21 +156,13 @@ def compare_masking(masked: Result, unmasked: Result) -> dict[str, Any]:
     """
     same_tokens = 0
     differences = []
-    for task, a, b in zip(
-        masked.tasks,
-        masked.outputs,
-        unmasked.outputs,
-        strict=True,
-    ):
+    for task, a, b in zip(masked.tasks, masked.outputs, unmasked.outputs, strict=True):
         same_tokens += a.tokens == b.tokens
         if task_grammar(task) is not None and a.rounds and b.rounds:
             masked_rate = len(a.tokens) / a.rounds
             unmasked_rate = len(b.tokens) / b.rounds
             differences.append(masked_rate - unmasked_rate)
-    return {
-        "tokens_per_round_difference": estimate_mean(differences),
-        "same_tokens": same_tokens,
-    }
+    return {"tokens_per_round_difference": estimate_mean(differences), "same_tokens": same_tokens}
 
 
 # Program ------------------------------------------------------------------------------------------
@@ -182,12 +174,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m graft.tools.bench.demo_evaluation",
         description=(__doc__ or "").split("\n\n")[0],
     )
-    parser.add_argument(
-        "--tasks",
-        type=int,
-        default=500,
-        help="tasks per set (default 500)",
-    )
+    parser.add_argument("--tasks", type=int, default=500, help="tasks per set (default 500)")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--draft-length", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write to this file instead of printing")
@@ -196,10 +183,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     """Run all task sets with masked and with unmasked drafts, and return the report."""
-    report: dict[str, Any] = {
-        "draft_length": options.draft_length,
-        "batch": options.batch,
-    }
+    report: dict[str, Any] = {"draft_length": options.draft_length, "batch": options.batch}
     results: dict[str, dict[str, Result]] = {name: {} for name in TASK_SETS}
     for masking in ("masked", "unmasked"):
         with Engine(

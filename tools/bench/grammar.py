@@ -89,11 +89,7 @@ class Subject:
     """
 
     def __init__(
-        self,
-        name: str,
-        tokenizer: Path,
-        stop_token: str | None = None,
-        key_order: str = "schema",
+        self, name: str, tokenizer: Path, stop_token: str | None = None, key_order: str = "schema"
     ):
         self._child = ChildProcess(MEMORY_BYTES)
         arguments = (name, str(tokenizer), stop_token, key_order)
@@ -230,29 +226,11 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m graft.tools.bench.grammar", description=(__doc__ or "").split("\n\n")[0]
     )
     add_arguments(parser)
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    parser.add_argument("--every", type=int, default=1, help="use every N-th schema of each file")
+    parser.add_argument("--timeout", type=float, default=20.0, help="seconds per schema")
     parser.add_argument(
-        "--subjects",
-        nargs="+",
-        choices=SUBJECTS,
-        default=list(SUBJECTS),
-    )
-    parser.add_argument(
-        "--every",
-        type=int,
-        default=1,
-        help="use every N-th schema of each file",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=20.0,
-        help="seconds per schema",
-    )
-    parser.add_argument(
-        "--key-order",
-        default="schema",
-        choices=("schema", "any"),
-        help="key order of auto",
+        "--key-order", default="schema", choices=("schema", "any"), help="key order of auto"
     )
     parser.add_argument("--json", type=Path, help="write the results to this file")
     return parser.parse_args(arguments)
@@ -318,12 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Load the tokenizer here so that an unusable file is reported before a child process starts.
     load_tokenizer(options.tokenizer, options.stop_token)
     subjects = {
-        name: Subject(
-            name,
-            options.tokenizer,
-            options.stop_token,
-            options.key_order,
-        )
+        name: Subject(name, options.tokenizer, options.stop_token, options.key_order)
         for name in options.subjects
     }
     answers = run(rows, subjects, options.timeout)

@@ -42,11 +42,7 @@ class LLGuidance:
         self._mask = np.zeros(vocabulary.words, np.int32)
 
     def compile(self, schema: Any) -> Callable[[], Any]:
-        options: Any = {
-            "whitespace_flexible": False,
-            "item_separator": ", ",
-            "key_separator": ": ",
-        }
+        options: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         try:
             text = self._matcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         except ValueError as error:
@@ -79,13 +75,7 @@ class XGrammar:
         compiler = self._types.GrammarCompiler(self._info, 1, False, -1)
         try:
             compiled = compiler.compile_json_schema(
-                json.dumps(schema),
-                False,
-                None,
-                None,
-                True,
-                None,
-                False,
+                json.dumps(schema), False, None, None, True, None, False
             )
         except (RuntimeError, ValueError, TypeError) as error:
             raise SchemaRefused(str(error).strip().split("\n")[-1]) from error
@@ -148,11 +138,7 @@ class Auto:
 
 
 #: Implementations by name: the libraries' own Python APIs, and graft.
-SUBJECTS: dict[str, Any] = {
-    "llguidance": LLGuidance,
-    "xgrammar": XGrammar,
-    "auto": Auto,
-}
+SUBJECTS: dict[str, Any] = {"llguidance": LLGuidance, "xgrammar": XGrammar, "auto": Auto}
 
 
 class _Instances:
@@ -174,10 +160,7 @@ class _Instances:
     """
 
     def __init__(
-        self,
-        subject: Any,
-        new_matcher: Callable[[], Any],
-        encode: Callable[[str], list[int]],
+        self, subject: Any, new_matcher: Callable[[], Any], encode: Callable[[str], list[int]]
     ):
         self._subject = subject
         self._new_matcher = new_matcher
@@ -231,12 +214,7 @@ def evaluate_schema(
         ``declared``
             Number of rejected valid instances whose rejection the route declared in advance.
     """
-    answer: dict[str, Any] = {
-        "partial": False,
-        "backend": None,
-        "why": "",
-        "keyword": "",
-    }
+    answer: dict[str, Any] = {"partial": False, "backend": None, "why": "", "keyword": ""}
     start = time.perf_counter()
     try:
         new_matcher = subject.compile(row["schema"])
@@ -247,10 +225,7 @@ def evaluate_schema(
             if reasons:
                 answer["keyword"] = reasons[0].keyword
         return answer
-    answer |= {
-        "outcome": "compiled",
-        "compile_s": time.perf_counter() - start,
-    }
+    answer |= {"outcome": "compiled", "compile_s": time.perf_counter() - start}
     instances = _Instances(subject, new_matcher, encode)
     valid = [instances.accepts(value, True) for value in row["valid"]]
     rejected = [value for value, ok in zip(row["valid"], valid, strict=True) if not ok]
@@ -302,12 +277,7 @@ _subject: Any = None
 _tokenizer: Any = None
 
 
-def prepare(
-    name: str,
-    tokenizer: str,
-    stop_token: str | None,
-    key_order: str,
-) -> None:
+def prepare(name: str, tokenizer: str, stop_token: str | None, key_order: str) -> None:
     """Create the implementation that later calls of `answer` use."""
     global _subject, _tokenizer
     _tokenizer, vocabulary = load_tokenizer(Path(tokenizer), stop_token)

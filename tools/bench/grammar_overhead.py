@@ -111,12 +111,7 @@ def grammar_of(kind: str) -> GrammarSpec:
             "required": ["name", "next"],
             "additionalProperties": False,
         }
-        schema = {
-            "type": "array",
-            "items": reference,
-            "minItems": 60,
-            "$defs": {"node": node},
-        }
+        schema = {"type": "array", "items": reference, "minItems": 60, "$defs": {"node": node}}
         return GrammarSpec.json_schema(schema)
     return GrammarSpec.ebnf('root ::= ("(" word ")" " "?){200}\nword ::= [a-z] [a-z] [a-z]')
 
@@ -288,10 +283,7 @@ def run(engine: Engine, slots: int, grammar: GrammarSpec | None) -> Run:
     """
     requests = [
         Request(
-            prompt=PROMPT,
-            grammar=grammar,
-            max_tokens=TOKENS,
-            min_tokens=0 if grammar else TOKENS,
+            prompt=PROMPT, grammar=grammar, max_tokens=TOKENS, min_tokens=0 if grammar else TOKENS
         )
         for _ in range(slots)
     ]

@@ -299,7 +299,7 @@ def report(results: Sequence[Result], num_rows: int) -> str:
         Number of mask rows of a request, K+1.
     """
     rows: list[Sequence[object]] = [
-        ("masking", "replaced", "tokens", "fills", "grammar us", "of fill", "of K+1 fills"),
+        ("masking", "replaced", "tokens", "fills", "grammar us", "of fill", "of K+1 fills")
     ]
     fill_us = results[0].grammar_us
     all_rows_us = fill_us * num_rows / results[0].fills

@@ -277,9 +277,7 @@ def compile_variant(variant: Variant, arch: int) -> list[Usage]:
 
 
 def compile_cubin(
-    variant: Variant,
-    arch: int,
-    more_options: Sequence[str] = (),
+    variant: Variant, arch: int, more_options: Sequence[str] = ()
 ) -> tuple[bytes, str]:
     """Compile a variant to machine code.
 
@@ -402,12 +400,7 @@ def disassemble(cubin: bytes) -> str:
         file.write(cubin)
         file.flush()
         command = [program, "-c", file.name]
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def kernel_instructions(text: str) -> dict[str, list[str]]:
@@ -496,12 +489,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m graft.tools.bench.kernel_report",
         description="Compile every kernel with NVRTC (no GPU needed).",
     )
-    parser.add_argument(
-        "--arch",
-        type=int,
-        nargs="+",
-        default=ARCHITECTURES,
-    )
+    parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES)
     options = parser.parse_args(arguments)
     usages = []
     try:

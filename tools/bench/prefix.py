@@ -47,16 +47,10 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m graft.tools.bench.prefix", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument(
-        "--tokens",
-        type=int,
-        default=2048,
-        help="shared tokens (default %(default)s)",
+        "--tokens", type=int, default=2048, help="shared tokens (default %(default)s)"
     )
     parser.add_argument(
-        "--calls",
-        type=int,
-        default=5,
-        help="measured requests (default %(default)s)",
+        "--calls", type=int, default=5, help="measured requests (default %(default)s)"
     )
     parser.add_argument(
         "--model", type=Path, help="target folder (default: SmolLM2, downloaded once)"
@@ -85,12 +79,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[Output]]:
     with ExitStack() as stack:
         engines = {}
         for name, nbytes in cache_bytes.items():
-            engine = Engine(
-                model,
-                drafter,
-                max_batch_size=1,
-                prefix_cache_bytes=nbytes,
-            )
+            engine = Engine(model, drafter, max_batch_size=1, prefix_cache_bytes=nbytes)
             engines[name] = stack.enter_context(engine)
         prompts = make_prompts(engines[CACHED], options.tokens, options.calls + 1)
         for tokens in tqdm(prompts, unit="request", disable=None):

@@ -61,20 +61,10 @@ MMA_MACS = 16 * 8 * 16
 PARTS = 8
 #: Pairs of outputs that a thread of linear_many stores, and pairs whose inputs it loads together,
 #: with and without K splits, by rows per tile.
-EPILOGUE_PAIRS = {
-    32: (8, 4, 8),
-    64: (16, 4, 16),
-    128: (32, 4, 16),
-    256: (64, 8, 16),
-}
+EPILOGUE_PAIRS = {32: (8, 4, 8), 64: (16, 4, 16), 128: (32, 4, 16), 256: (64, 8, 16)}
 #: Numbers of m16n8k16 instructions of a warp that use the same rows of x (16 columns each) and the
 #: same weights (8 rows each), by rows per tile.
-WARP_TILES = {
-    32: (2, 2),
-    64: (2, 4),
-    128: (4, 4),
-    256: (4, 8),
-}
+WARP_TILES = {32: (2, 2), 64: (2, 4), 128: (4, 4), 256: (4, 8)}
 TILE_COLUMNS = 128
 TALL_TILE = 256
 #: Output features, input features and epilogue of the matrices of an 8B Llama.
@@ -127,13 +117,7 @@ class Product:
     overlaps: bool
 
     @staticmethod
-    def of(
-        rows: int,
-        columns: int,
-        inner: int,
-        nbytes: int = 2,
-        epilogue: str = "",
-    ) -> Product:
+    def of(rows: int, columns: int, inner: int, nbytes: int = 2, epilogue: str = "") -> Product:
         """Return the cost of a product with the kernel that `ModelKernels.linear` chooses.
 
         Parameters

@@ -105,11 +105,7 @@ async def send(client: Any, body: dict[str, Any]) -> Response:
 
 
 async def send_all(
-    url: str,
-    key: str,
-    bodies: Sequence[dict[str, Any]],
-    rate: float,
-    seed: int,
+    url: str, key: str, bodies: Sequence[dict[str, Any]], rate: float, seed: int
 ) -> tuple[list[Response], float, float]:
     """Send requests as a Poisson process and wait for all responses.
 
@@ -176,14 +172,7 @@ def demo_server() -> Iterator[str]:
     OptionError
         If the server does not start or does not exit with status 0.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "graft.tools.cli",
-        "serve",
-        "--port",
-        "0",
-    ]
+    command = [sys.executable, "-m", "graft.tools.cli", "serve", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             line = process.stdout.readline() if process.stdout else ""
@@ -204,10 +193,7 @@ def quantiles_ms(seconds: Sequence[float]) -> dict[str, float]:
     """Return p50 and p99 in milliseconds. Both are 0 if there are no values."""
     values = sorted(value * 1e3 for value in seconds) or [0.0]
     p99_index = int(0.99 * (len(values) - 1))
-    return {
-        "p50": statistics.median(values),
-        "p99": values[p99_index],
-    }
+    return {"p50": statistics.median(values), "p99": values[p99_index]}
 
 
 def summarize(
@@ -254,15 +240,7 @@ def summarize(
 def results_table(results: Sequence[dict[str, Any]]) -> str:
     """Return a table with one line per rate."""
     rows = [
-        (
-            "requests/s",
-            "complete",
-            "TTFT ms p50",
-            "p99",
-            "ms per token p50",
-            "p99",
-            "goodput/s",
-        )
+        ("requests/s", "complete", "TTFT ms p50", "p99", "ms per token p50", "p99", "goodput/s")
     ]
     for one in results:
         rows.append(
@@ -291,13 +269,7 @@ def write(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> Non
         f"TTFT at most {options.first_ms:g} ms, time per output token at most "
         f"{options.token_ms:g} ms"
     )
-    svg = chart(
-        "Goodput",
-        note,
-        "requests/s",
-        "complete responses in time per second",
-        series,
-    )
+    svg = chart("Goodput", note, "requests/s", "complete responses in time per second", series)
     (options.out / "serving.svg").write_text(svg, encoding="utf-8")
 
 
@@ -315,23 +287,13 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="graft-demo", help="model name (default %(default)s)")
     parser.add_argument("--key", default="-", help="API key of the endpoint")
     parser.add_argument(
-        "--rates",
-        type=float,
-        nargs="+",
-        default=[1, 2, 4, 8],
-        help="requests per second",
+        "--rates", type=float, nargs="+", default=[1, 2, 4, 8], help="requests per second"
     )
     parser.add_argument(
-        "--calls",
-        type=int,
-        default=100,
-        help="requests per rate (default %(default)s)",
+        "--calls", type=int, default=100, help="requests per rate (default %(default)s)"
     )
     parser.add_argument(
-        "--first-ms",
-        type=float,
-        default=1000,
-        help="limit of the TTFT (default %(default)g)",
+        "--first-ms", type=float, default=1000, help="limit of the TTFT (default %(default)g)"
     )
     parser.add_argument(
         "--token-ms",
@@ -353,15 +315,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     with demo_server() if options.url is None else nullcontext(options.url) as url:
         bodies = make_bodies(options.calls, options.model, options.seed)
         warm_up = bodies[:WARM_UP_REQUESTS]
-        asyncio.run(
-            send_all(
-                url,
-                options.key,
-                warm_up,
-                WARM_UP_RATE,
-                options.seed,
-            )
-        )
+        asyncio.run(send_all(url, options.key, warm_up, WARM_UP_RATE, options.seed))
         for rate in options.rates:
             sent = asyncio.run(send_all(url, options.key, bodies, rate, options.seed))
             limits_s = (options.first_ms / 1e3, options.token_ms / 1e3)

@@ -267,10 +267,7 @@ def choose_drafter(name: str, demo_head: Path | None) -> DrafterChoice | None:
 
 
 def summarize(
-    measurement: Measurement,
-    baseline: Measurement,
-    kinds: Sequence[str],
-    depth: int,
+    measurement: Measurement, baseline: Measurement, kinds: Sequence[str], depth: int
 ) -> dict[str, Any]:
     """Summarize the measurement of a configuration: acceptance lengths, rates and speedup.
 
@@ -406,10 +403,7 @@ def measure(
     engine.generate([replace(request, id=None, max_tokens=1) for request in base_requests])
     results = []
     for temperature, batch in itertools.product(options.temperatures, options.batches):
-        sampling = {
-            "temperature": temperature,
-            "max_tokens": options.max_tokens,
-        }
+        sampling = {"temperature": temperature, "max_tokens": options.max_tokens}
         modes: dict[str | None, str] = {None: options.verify[0]}
         if parts.drafter:
             modes = _verify_modes(options, temperature, tree)
@@ -423,15 +417,7 @@ def measure(
             for _ in range(options.repeats):
                 baseline.run(plain, requests, batch)
                 measurement.run(engine, requests, batch)
-            key = (
-                drafter,
-                masking_of(engine),
-                length,
-                tree,
-                effective,
-                temperature,
-                batch,
-            )
+            key = (drafter, masking_of(engine), length, tree, effective, temperature, batch)
             kinds = [prompt.kind for prompt in prompts]
             results.append(
                 dict(zip(CONFIGURATION_KEYS, key, strict=True))
@@ -443,10 +429,7 @@ def measure(
 def _setups(options: argparse.Namespace) -> Iterator[EngineSetup]:
     """Yield the options of each engine to measure, and show a progress bar."""
     combinations = itertools.product(
-        options.drafters,
-        options.lengths,
-        (None, *options.trees),
-        options.masking,
+        options.drafters, options.lengths, (None, *options.trees), options.masking
     )
     setups = [EngineSetup(*values) for values in combinations]
     yield from tqdm(setups, unit="engine", disable=None)
@@ -463,10 +446,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if model is None:
         model, demo_head = demo_model()
     prompts = read_prompts(options)
-    sizes = {
-        "max_batch_size": max(options.batches),
-        "max_length": options.max_length,
-    }
+    sizes = {"max_batch_size": max(options.batches), "max_length": options.max_length}
     refused: dict[str, str] = {}
     measured: set[tuple[Any, ...]] = set()
     with Engine(model, **sizes) as plain:
@@ -535,10 +515,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "(default: the prompts of the demo)",
     )
     prompts.add_argument(
-        "--tasks",
-        type=int,
-        default=0,
-        help="number of held-out tasks of the demo model to run",
+        "--tasks", type=int, default=0, help="number of held-out tasks of the demo model to run"
     )
 
 
@@ -561,46 +538,17 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
         help="draft trees, each combined with each length",
     )
     parser.add_argument(
-        "--masking",
-        nargs="+",
-        choices=(*DRAFT_MASKINGS, "none"),
-        default=["fill", "none"],
+        "--masking", nargs="+", choices=(*DRAFT_MASKINGS, "none"), default=["fill", "none"]
     )
-    parser.add_argument(
-        "--verify",
-        nargs="+",
-        default=["rejection"],
-        choices=VERIFY_MODES,
-    )
+    parser.add_argument("--verify", nargs="+", default=["rejection"], choices=VERIFY_MODES)
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--temperatures",
-        type=float,
-        nargs="+",
-        default=[0.0],
-    )
-    parser.add_argument(
-        "--batches",
-        type=int,
-        nargs="+",
-        default=[1, 8],
-        help="batch sizes",
-    )
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="batch sizes")
     parser.add_argument("--max-batch", type=int, help="batch sizes 1, 2, 4, ... up to this one")
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=1,
-        help="requests per prompt",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=1,
-        help="runs per configuration",
-    )
+    parser.add_argument("--samples", type=int, default=1, help="requests per prompt")
+    parser.add_argument("--repeats", type=int, default=1, help="runs per configuration")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--max-length", type=int, default=1024)
     parser.add_argument("--out", type=Path, default=Path("build", "speculation"))

@@ -26,15 +26,7 @@ __all__ = [
 ]
 
 #: Keys whose values identify a configuration.
-CONFIGURATION_KEYS = (
-    "drafter",
-    "masking",
-    "length",
-    "tree",
-    "verify",
-    "temperature",
-    "batch",
-)
+CONFIGURATION_KEYS = ("drafter", "masking", "length", "tree", "verify", "temperature", "batch")
 
 
 class RequestRound(NamedTuple):

@@ -27,12 +27,7 @@ def main() -> None:
     masks = device.from_host(words)
     mask_row = device.from_host(np.array([0, -1, 1], np.int32))  # -1: not masked
     stream = device.stream()
-    MaskApply(device)(
-        StreamLane(stream),
-        logits,
-        masks,
-        mask_row=mask_row,
-    )
+    MaskApply(device)(StreamLane(stream), logits, masks, mask_row=mask_row)
     stream.synchronize()
     for row in logits.to_host():
         print(np.flatnonzero(np.isfinite(row)).tolist(), "best:", int(row.argmax()))

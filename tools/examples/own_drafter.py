@@ -30,20 +30,8 @@ class LastToken(Drafter):
 
     def start(self, lane, feed: Feed) -> None:
         """Add the kernel that writes the drafts to the graph of a round."""
-        arguments = [
-            feed.batch,
-            feed.row_slot,
-            feed.state.array,
-            self.shape.nodes,
-            feed.proposal,
-        ]
-        lane.kernel(
-            self._kernel,
-            feed.batch,
-            1,
-            arguments,
-            name="propose the last token",
-        )
+        arguments = [feed.batch, feed.row_slot, feed.state.array, self.shape.nodes, feed.proposal]
+        lane.kernel(self._kernel, feed.batch, 1, arguments, name="propose the last token")
 
 
 def main() -> None:

@@ -20,10 +20,7 @@ from graft.tools.demo_model import demo_model
 
 SCHEMA = {
     "type": "object",
-    "properties": {
-        "city": {"enum": ["Bern", "Paris", "Rome"]},
-        "days": {"enum": [1, 2, 3]},
-    },
+    "properties": {"city": {"enum": ["Bern", "Paris", "Rome"]}, "days": {"enum": [1, 2, 3]}},
     "required": ["city", "days"],
 }
 

@@ -73,15 +73,7 @@ def figure_rows(figures: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
                 ratio = f"{measured / middle:.2f}"
         if is_check:
             ratio = "ok" if figure["passed"] else "FAILED"
-        rows.append(
-            (
-                figure["name"],
-                prediction,
-                value,
-                ratio,
-                figure["note"][:60],
-            )
-        )
+        rows.append((figure["name"], prediction, value, ratio, figure["note"][:60]))
     return rows
 
 
@@ -112,12 +104,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--small", action="store_true", help="sizes for the soft device")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--skip",
-        nargs="*",
-        default=[],
-        help=argparse.SUPPRESS,
-    )
+    parser.add_argument("--skip", nargs="*", default=[], help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -157,13 +144,7 @@ class Report:
         self.sections[name] = result
         report = {"small": self._small, "sections": self.sections}
         (self.folder / "report.json").write_text(json.dumps(report, indent=1))
-        heading = (
-            f"{name}: {result['status']}",
-            "predicted",
-            "measured",
-            "ratio",
-            "",
-        )
+        heading = (f"{name}: {result['status']}", "predicted", "measured", "ratio", "")
         self.print(f"\n{table([heading, *figure_rows(result['figures'])])}")
         if result["output"]:
             self.print(result["output"])
@@ -189,10 +170,7 @@ def write_doctor_report(report: Report) -> None:
         for command in commands:
             try:
                 subprocess.run(
-                    command,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    timeout=DOCTOR_LIMIT_S,
+                    command, stdout=file, stderr=subprocess.STDOUT, timeout=DOCTOR_LIMIT_S
                 )
             except subprocess.TimeoutExpired:
                 file.write(f"{' '.join(command)}: timed out after {DOCTOR_LIMIT_S:.0f} s\n")
@@ -202,14 +180,7 @@ def write_doctor_report(report: Report) -> None:
 
 def child_command(options: argparse.Namespace, section: str, skip: Sequence[str]) -> list[str]:
     """Return the command line of a process that runs a section without the cases `skip`."""
-    command = [
-        sys.executable,
-        "-m",
-        "graft.tools.gpu_first",
-        "--child",
-        "--sections",
-        section,
-    ]
+    command = [sys.executable, "-m", "graft.tools.gpu_first", "--child", "--sections", section]
     if options.small:
         command.append("--small")
     return [*command, "--out", str(options.out), "--skip", *skip]

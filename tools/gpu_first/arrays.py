@@ -31,10 +31,7 @@ def matrices(shape: dict[str, int]) -> dict[str, tuple[int, int]]:
 
 
 def random_input(
-    bench: Bench,
-    kernels: ModelKernels,
-    weight: DeviceArray,
-    rows: int,
+    bench: Bench, kernels: ModelKernels, weight: DeviceArray, rows: int
 ) -> DeviceArray:
     """Return random activations in the dtype that a product with `weight` reads fastest."""
     shape = (rows, weight.shape[1])
@@ -43,12 +40,7 @@ def random_input(
     return bench.random_float32(shape)
 
 
-def random_kv(
-    bench: Bench,
-    length: int,
-    layers: int,
-    slots: int,
-) -> PagedKV:
+def random_kv(bench: Bench, length: int, layers: int, slots: int) -> PagedKV:
     """Return a KV cache of `slots` requests with `length` random entries each."""
     kv = PagedKV(
         bench.device,
@@ -69,12 +61,7 @@ def random_kv(
     return kv
 
 
-def attention_rows(
-    device: Any,
-    length: int,
-    count: int,
-    per_slot: int = 4,
-) -> Rows:
+def attention_rows(device: Any, length: int, count: int, per_slot: int = 4) -> Rows:
     """Return `count` rows, at most `per_slot` per slot, at the last positions of their slots."""
     index = np.arange(count)
     run = min(count, per_slot)

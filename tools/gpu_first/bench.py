@@ -147,13 +147,7 @@ class Bench:
         for case in cases:
             if case.name in skip:
                 continue
-            self._write(
-                {
-                    "event": "begin",
-                    "case": case.name,
-                    "time": time.monotonic(),
-                }
-            )
+            self._write({"event": "begin", "case": case.name, "time": time.monotonic()})
             try:
                 case.run()
             except OptionError as error:
@@ -175,12 +169,7 @@ class Bench:
         append_line(self._out, line)
 
     def add(
-        self,
-        name: str,
-        measured: float | None,
-        unit: str,
-        predicted: Range = None,
-        note: str = "",
+        self, name: str, measured: float | None, unit: str, predicted: Range = None, note: str = ""
     ) -> None:
         """Append a measured value to the output file.
 
@@ -202,16 +191,7 @@ class Bench:
 
     def check(self, name: str, wrong: int, note: str = "") -> None:
         """Append the result of a check: the number of wrong values, which must be 0."""
-        self._write(
-            make_figure(
-                name,
-                wrong,
-                "wrong",
-                (0, 0),
-                note,
-                passed=wrong == 0,
-            )
-        )
+        self._write(make_figure(name, wrong, "wrong", (0, 0), note, passed=wrong == 0))
 
     def fail(self, name: str, why: str) -> None:
         """Append a case that failed without a result."""
@@ -260,12 +240,7 @@ class Bench:
         array = self.device.empty(shape, dtype)
         kernel = self.kernels["fill_random_e4m3"]
         blocks = min(-(-array.nbytes // 256), 4096)
-        StreamLane(self.stream).kernel(
-            kernel,
-            blocks,
-            256,
-            [array, array.nbytes, next(_seeds)],
-        )
+        StreamLane(self.stream).kernel(kernel, blocks, 256, [array, array.nbytes, next(_seeds)])
         self.stream.synchronize(LIMIT_S)
         return array
 
@@ -276,12 +251,7 @@ class Bench:
 
     def read(self, lane: Any, data: DeviceArray | PinnedArray, blocks: int) -> None:
         """Add a kernel that reads an array; the grid has the given number of thread blocks."""
-        lane.kernel(
-            self.kernels["read_words"],
-            blocks,
-            256,
-            [data, data.nbytes // 16, self._sink],
-        )
+        lane.kernel(self.kernels["read_words"], blocks, 256, [data, data.nbytes // 16, self._sink])
 
     def read_bandwidth(self) -> float:
         """Measure the read bandwidth in bytes per second, with the best of several grid sizes."""
@@ -328,13 +298,7 @@ def make_figure(
 
 def failure(name: str, why: str) -> dict[str, Any]:
     """Return the line of a case that failed without a result."""
-    return make_figure(
-        name,
-        None,
-        "",
-        note=f"failed: {why}",
-        passed=False,
-    )
+    return make_figure(name, None, "", note=f"failed: {why}", passed=False)
 
 
 def fill_random(device: Any, array: DeviceArray, scale: float) -> None:
@@ -343,10 +307,5 @@ def fill_random(device: Any, array: DeviceArray, scale: float) -> None:
     count = array.nbytes // 2
     kernel = device.load(PROBE_KERNELS)["fill_random"]
     blocks = min(-(-count // 256), 4096)
-    StreamLane(stream).kernel(
-        kernel,
-        blocks,
-        256,
-        [array, count, scale, next(_seeds)],
-    )
+    StreamLane(stream).kernel(kernel, blocks, 256, [array, count, scale, next(_seeds)])
     stream.synchronize(LIMIT_S)

@@ -42,19 +42,9 @@ def run_program(bench: Bench, name: str, command: Sequence[str]) -> str | None:
     path = bench.folder / f"{name}.txt"
     with path.open("w") as file:
         try:
-            subprocess.run(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=LIMIT_S,
-            )
+            subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            bench.add(
-                name,
-                None,
-                "",
-                note=f"timed out after {LIMIT_S:.0f} s",
-            )
+            bench.add(name, None, "", note=f"timed out after {LIMIT_S:.0f} s")
             return None
     return path.read_text(errors="replace")
 
@@ -73,12 +63,7 @@ def check_memory(bench: Bench) -> Iterator[Case]:
 def _check_memory(bench: Bench) -> None:
     program = find_program("compute-sanitizer")
     if program is None:
-        bench.add(
-            "memcheck",
-            None,
-            "",
-            note="compute-sanitizer is not installed",
-        )
+        bench.add("memcheck", None, "", note="compute-sanitizer is not installed")
         return
     command = [program, "--tool", "memcheck", *generate_command()]
     output = run_program(bench, "memcheck", command)
@@ -99,27 +84,10 @@ def profile(bench: Bench) -> Iterator[Case]:
 def _profile(bench: Bench) -> None:
     program = find_program("ncu")
     if program is None:
-        bench.add(
-            "ncu",
-            None,
-            "",
-            note="Nsight Compute (ncu) is not installed",
-        )
+        bench.add("ncu", None, "", note="Nsight Compute (ncu) is not installed")
         return
-    command = [
-        program,
-        "--set",
-        "basic",
-        "--csv",
-        "--graph-profiling",
-        "node",
-    ]
-    command += [
-        "--launch-skip",
-        str(SKIPPED_LAUNCHES),
-        "--launch-count",
-        str(MEASURED_LAUNCHES),
-    ]
+    command = [program, "--set", "basic", "--csv", "--graph-profiling", "node"]
+    command += ["--launch-skip", str(SKIPPED_LAUNCHES), "--launch-count", str(MEASURED_LAUNCHES)]
     output = run_program(bench, "ncu", [*command, *generate_command()])
     if output is not None:
         rows = sum(line.startswith('"') for line in output.splitlines())
@@ -129,15 +97,7 @@ def _profile(bench: Bench) -> None:
 def run_tests(bench: Bench) -> Iterator[Case]:
     """Run graft's tests on this device. The result is the number of failures of each file."""
     if importlib.util.find_spec("pytest") is None:
-        yield Case(
-            "suite",
-            lambda: bench.add(
-                "suite",
-                None,
-                "",
-                note="pytest is not installed",
-            ),
-        )
+        yield Case("suite", lambda: bench.add("suite", None, "", note="pytest is not installed"))
         return
     if not Path("tests/cudagraph").is_dir():
         why = "the working directory has no folder tests"
@@ -157,22 +117,10 @@ def _run_test_files(bench: Bench, files: Sequence[Path]) -> None:
 
 
 def _run_test_file(bench: Bench, path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        str(path),
-        "-q",
-        "--tb=line",
-    ]
+    command = [sys.executable, "-m", "pytest", str(path), "-q", "--tb=line"]
     command += ["-p", "no:cacheprovider", "-o", "faulthandler_timeout=90"]
     environment = {**os.environ, "GRAFT_DEVICE": bench.device.kind}
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = done.stdout.strip().splitlines() or [""]
     failures = sum(int(count) for count in re.findall(r"(\d+) (?:failed|error)", lines[-1]))
     if not failures and done.returncode not in (0, 5):  # 5: no tests were collected

@@ -156,11 +156,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], shapes: Shapes) -> No
     for name, size in shapes.items():
         dtype, nbytes = ("I32", 4) if name == "d2t" else ("BF16", 2)
         end = begin + math.prod(size) * nbytes
-        header[name] = {
-            "dtype": dtype,
-            "shape": size,
-            "data_offsets": (begin, end),
-        }
+        header[name] = {"dtype": dtype, "shape": size, "data_offsets": (begin, end)}
         begin = end
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
@@ -280,14 +276,7 @@ def random_model(device: Any, shape: dict[str, int], form: str | None = None) ->
             slots=BATCH_SIZE,
             max_pages_per_slot=pages,
         )
-        return LlamaModel(
-            device,
-            config,
-            Checkpoint(folder),
-            kv,
-            max_rows=256,
-            form=form,
-        )
+        return LlamaModel(device, config, Checkpoint(folder), kv, max_rows=256, form=form)
 
 
 @contextmanager
@@ -319,12 +308,7 @@ def random_engine(shape: dict[str, int], drafts: int, programmatic: bool) -> Ite
             yield engine
 
 
-def round_parts(
-    engine: Engine,
-    batch: int,
-    tokens: int,
-    with_grammar: bool,
-) -> dict[str, float]:
+def round_parts(engine: Engine, batch: int, tokens: int, with_grammar: bool) -> dict[str, float]:
     """Measure the device time of a decoding round and of its parts.
 
     Parameters

@@ -25,10 +25,7 @@ Command = Callable[[Sequence[str]], Sequence[str]]
 
 
 def run_section(
-    command: Command,
-    figures_path: Path,
-    limit_s: float,
-    case_limit_s: float,
+    command: Command, figures_path: Path, limit_s: float, case_limit_s: float
 ) -> dict[str, Any]:
     """Run a section. After a crash or a case that takes too long, run the remaining cases.
 
@@ -70,13 +67,7 @@ def run_section(
         remaining_s = start + limit_s - time.monotonic()
         if processes and remaining_s < MIN_S:
             break
-        status = _run_process(
-            command(seen),
-            figures_path,
-            log_path,
-            remaining_s,
-            case_limit_s,
-        )
+        status = _run_process(command(seen), figures_path, log_path, remaining_s, case_limit_s)
         processes += 1
         lines = read_lines(figures_path)
         case = _open_case(lines)
@@ -99,20 +90,13 @@ def run_section(
 
 
 def _run_process(
-    command: Sequence[str],
-    figures_path: Path,
-    log_path: Path,
-    limit_s: float,
-    case_limit_s: float,
+    command: Sequence[str], figures_path: Path, log_path: Path, limit_s: float, case_limit_s: float
 ) -> str:
     """Run a child process within the time limits, and return "ok" or why it failed."""
     end = time.monotonic() + limit_s
     with log_path.open("a") as log:
         child = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             while True:

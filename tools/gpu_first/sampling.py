@@ -42,23 +42,14 @@ class SamplingSetup:
         self.bench = bench
         self.state = SlotState(bench.device, BATCH, vocab)
         self._replay = bench.device.zeros((1,), "int32")
-        self._exchange = Exchange(
-            bench.device,
-            BATCH,
-            vocab,
-            DraftMode.chain(DRAFTS),
-        )
+        self._exchange = Exchange(bench.device, BATCH, vocab, DraftMode.chain(DRAFTS))
         self._exchange.masks[:] = -1
         self._exchange.stamps["state"] = ROW_READY
         self._exchange.stamps["epoch"] = 1
         self._exchange.stamps["position"] = 8 + np.arange(ROWS_PER_REQUEST)
         self._copy_masks()
         self.sampler = Sampler(
-            self.state,
-            self._exchange,
-            self._replay,
-            token_limit=vocab,
-            max_batch=BATCH,
+            self.state, self._exchange, self._replay, token_limit=vocab, max_batch=BATCH
         )
         self.ring = output_ring(bench.device, 2, BATCH, DRAFTS)
 
@@ -76,13 +67,7 @@ class SamplingSetup:
 
         The drafts of a request form a chain.
         """
-        request = SlotRequest(
-            params=params,
-            position=8,
-            last=1,
-            epoch=1,
-            limit=1 << 20,
-        )
+        request = SlotRequest(params=params, position=8, last=1, epoch=1, limit=1 << 20)
         for slot in range(BATCH):
             self.state.join(StreamLane(self.bench.stream), slot, request)
         self.bench.stream.synchronize(LIMIT_S)
@@ -121,14 +106,7 @@ def measure_sampling(bench: Bench) -> Iterator[Case]:
     ):
         for requests, width in ((1, 1), (8, 1), (8, ROWS_PER_REQUEST)):
             sizes = (requests, width)
-            run = partial(
-                _measure_sampling,
-                setup,
-                name,
-                params,
-                sizes,
-                predicted,
-            )
+            run = partial(_measure_sampling, setup, name, params, sizes, predicted)
             yield Case(f"{name}, {requests * width} rows", run)
 
 

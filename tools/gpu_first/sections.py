@@ -95,12 +95,7 @@ def _compile_kernels(bench: Bench) -> None:
     def build_forward(count: int) -> None:
         lane = Graph(bench.device, f"{count} rows").lane("main")
         logits = bench.device.empty((count, model.vocab_size), "float32")
-        rows = attention_rows(
-            bench.device,
-            256,
-            count,
-            per_slot=max(4, count // BATCH),
-        )
+        rows = attention_rows(bench.device, 256, count, per_slot=max(4, count // BATCH))
         model.forward(lane, rows, None, logits)
         hidden = bench.shape["hidden_size"]
         y = bench.device.empty((count, hidden), "float32")
@@ -130,12 +125,7 @@ def measure_ceilings(bench: Bench) -> Iterator[Case]:
 
 
 def _measure_read(bench: Bench) -> None:
-    bench.add(
-        "read",
-        bench.read_bandwidth() / 1e9,
-        "GB/s",
-        (4300, 4500),
-    )
+    bench.add("read", bench.read_bandwidth() / 1e9, "GB/s", (4300, 4500))
 
 
 def _measure_copy(bench: Bench) -> None:
@@ -144,12 +134,7 @@ def _measure_copy(bench: Bench) -> None:
     with bench.timed_graph() as lane:
         lane.copy(halves[0], halves[1])
     bandwidth = halves.nbytes / lane.seconds
-    bench.add(
-        "copy, bytes read and written",
-        bandwidth / 1e9,
-        "GB/s",
-        (4200, 4400),
-    )
+    bench.add("copy, bytes read and written", bandwidth / 1e9, "GB/s", (4200, 4400))
 
 
 def _measure_pinned(bench: Bench) -> None:
@@ -188,12 +173,7 @@ def _measure_empty(bench: Bench, programmatic: bool) -> None:
             lane.kernel(bench.kernels["nothing"], 1, 32, [])
     edges = "programmatic" if programmatic else "full"
     gap_us = lane.seconds / count * 1e6
-    bench.add(
-        f"empty nodes, {edges} edges",
-        gap_us,
-        "us",
-        predicted_gap(programmatic),
-    )
+    bench.add(f"empty nodes, {edges} edges", gap_us, "us", predicted_gap(programmatic))
 
 
 def _measure_reads(bench: Bench, programmatic: bool) -> None:
@@ -227,12 +207,7 @@ def _measure_carveout(bench: Bench, carveout: int | None) -> None:
     data = bench.random((1 << 12,))
     if carveout is not None:
         attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        call(
-            cu.cuFuncSetAttribute,
-            bench.kernels["read_words"].function,
-            attribute,
-            carveout,
-        )
+        call(cu.cuFuncSetAttribute, bench.kernels["read_words"].function, attribute, carveout)
     count = 5 if bench.small else 200
     with bench.timed_graph(programmatic=True) as lane:
         for _ in range(count):
@@ -253,24 +228,11 @@ def measure_hops(bench: Bench) -> Iterator[Case]:
             name = f"{transport}, {'during products' if products else 'alone'}"
             if products and priorities:
                 name += ", priorities"
-            run = partial(
-                _measure_hop,
-                bench,
-                name,
-                transport,
-                products,
-                priorities,
-            )
+            run = partial(_measure_hop, bench, name, transport, products, priorities)
             yield Case(name, run)
 
 
-def _measure_hop(
-    bench: Bench,
-    name: str,
-    transport: str,
-    products: int,
-    priorities: bool,
-) -> None:
+def _measure_hop(bench: Bench, name: str, transport: str, products: int, priorities: bool) -> None:
     """Measure one transport while `products` products run on another lane."""
     kernels = ModelKernels(bench.device)
     stamp = bench.device.load(CLOCK_KERNELS)["stamp_ns"]
@@ -296,12 +258,7 @@ def _measure_hop(
         times_ns.append(int(stamps.array[1]) - int(stamps.array[0]))
     executable.close()
     p99_ns = np.quantile(times_ns, 0.99)
-    bench.add(
-        name,
-        statistics.median(times_ns) / 1e3,
-        "us",
-        note=f"p99 {p99_ns / 1e3:.1f}",
-    )
+    bench.add(name, statistics.median(times_ns) / 1e3, "us", note=f"p99 {p99_ns / 1e3:.1f}")
 
 
 # Forward passes -----------------------------------------------------------------------------------
@@ -321,33 +278,15 @@ def measure_forward(bench: Bench) -> Iterator[Case]:
     for count in ROWS[:4] if bench.small else ROWS:
         for programmatic in (False, True):
             edges = ", programmatic edges" if programmatic else ""
-            rows = attention_rows(
-                bench.device,
-                context,
-                count,
-                max(4, count // BATCH),
-            )
+            rows = attention_rows(bench.device, context, count, max(4, count // BATCH))
             name = f"{count} rows, {context} positions{edges}"
-            run = partial(
-                _measure_forward,
-                bench,
-                model,
-                rows,
-                name,
-                programmatic,
-                bandwidth,
-            )
+            run = partial(_measure_forward, bench, model, rows, name, programmatic, bandwidth)
             yield Case(name, run)
     yield Case("prefill chunk", partial(_measure_prefill_chunk, bench, model))
 
 
 def _measure_forward(
-    bench: Bench,
-    model: LlamaModel,
-    rows: Rows,
-    name: str,
-    programmatic: bool,
-    bandwidth: float,
+    bench: Bench, model: LlamaModel, rows: Rows, name: str, programmatic: bool, bandwidth: float
 ) -> None:
     """Measure a forward pass of some rows, with full or programmatic edges."""
     logits = bench.device.empty((rows.count, model.vocab_size), "float32")
@@ -374,13 +313,7 @@ def _measure_prefill_chunk(bench: Bench, model: LlamaModel) -> None:
     flops = matrix_bytes(bench.shape, with_head=False) * count  # 2 per bfloat16 weight and row
     rate = flops / lane.seconds / 1e12
     name = f"prefill of {count} rows, {length} positions"
-    bench.add(
-        name,
-        rate,
-        "TFLOP/s",
-        (380, 550),
-        f"{lane.seconds * 1e3:.2f} ms",
-    )
+    bench.add(name, rate, "TFLOP/s", (380, 550), f"{lane.seconds * 1e3:.2f} ms")
 
 
 def matrix_bytes(shape: dict[str, int], with_head: bool) -> int:
@@ -419,14 +352,7 @@ def measure_linears(bench: Bench) -> Iterator[Case]:
         for dtype in ("bfloat16", E4M3):
             weights, count = weight_copies(bench, size, dtype)
             for rows in ROWS[:2] if bench.small else ROWS:
-                measure = _LinearMeasurement(
-                    bench,
-                    kernels,
-                    name,
-                    weights,
-                    count,
-                    bandwidth,
-                )
+                measure = _LinearMeasurement(bench, kernels, name, weights, count, bandwidth)
                 yield Case(f"{name} of {dtype}, {rows} rows", partial(measure.run, rows))
                 if dtype != E4M3 and rows in PREDICTED_WARP_LINEAR:
                     label = f"{name} without tensor cores, {rows} rows"
@@ -504,25 +430,12 @@ def measure_cublas(bench: Bench) -> Iterator[Case]:
         weights, count = weight_copies(bench, size)
         for rows in ROWS:
             label = f"{name}, {rows} rows, gemmEx"
-            run = partial(
-                _measure_gemm,
-                bench,
-                label,
-                weights,
-                count,
-                rows,
-                bandwidth,
-            )
+            run = partial(_measure_gemm, bench, label, weights, count, rows, bandwidth)
             yield Case(label, run)
 
 
 def _measure_gemm(
-    bench: Bench,
-    name: str,
-    weights: list[DeviceArray],
-    count: int,
-    rows: int,
-    bandwidth: float,
+    bench: Bench, name: str, weights: list[DeviceArray], count: int, rows: int, bandwidth: float
 ) -> None:
     """Measure products with `rows` rows."""
     columns, inner = weights[0].shape
@@ -530,20 +443,11 @@ def _measure_gemm(
     y = bench.device.zeros((rows, columns), "float32")
     seconds = _time_gemm(bench, weights, x, y, count) / count
     share = 100 * weights[0].nbytes / seconds / bandwidth
-    bench.add(
-        name,
-        share,
-        "% of read",
-        note=f"{seconds * 1e6:.1f} us",
-    )
+    bench.add(name, share, "% of read", note=f"{seconds * 1e6:.1f} us")
 
 
 def _time_gemm(
-    bench: Bench,
-    weights: list[DeviceArray],
-    x: DeviceArray,
-    y: DeviceArray,
-    count: int,
+    bench: Bench, weights: list[DeviceArray], x: DeviceArray, y: DeviceArray, count: int
 ) -> float:
     """Return the median seconds of `count` products ``y = x @ weight.T`` with cuBLAS."""
     import cupy
@@ -557,12 +461,7 @@ def _time_gemm(
     for launch in range(1 + LAUNCHES):
         # Do not block the stream for the first call, which loads modules and waits for the device.
         gate.array[0] = launch == 0
-        StreamLane(bench.stream).kernel(
-            hold,
-            1,
-            1,
-            [gate, 2_000_000_000],
-        )
+        StreamLane(bench.stream).kernel(hold, 1, 1, [gate, 2_000_000_000])
         begin.record(bench.stream)
         with stream:
             for i in range(count):
@@ -616,25 +515,12 @@ def measure_attention(bench: Bench) -> Iterator[Case]:
     for length in (32, 64) if bench.small else (256, 2048, 8192):
         kv = random_kv(bench, length, layers, BATCH)
         for rows in (1, 4, 32):
-            run = partial(
-                _measure_attention,
-                bench,
-                kernels,
-                kv,
-                length,
-                rows,
-                bandwidth,
-            )
+            run = partial(_measure_attention, bench, kernels, kv, length, rows, bandwidth)
             yield Case(f"{length} positions, {rows} rows", run)
 
 
 def _measure_attention(
-    bench: Bench,
-    kernels: ModelKernels,
-    kv: PagedKV,
-    length: int,
-    count: int,
-    bandwidth: float,
+    bench: Bench, kernels: ModelKernels, kv: PagedKV, length: int, count: int, bandwidth: float
 ) -> None:
     """Measure the attention of `count` rows, with up to four rows per request.
 
@@ -653,13 +539,7 @@ def _measure_attention(
     # Short contexts are bound by latency.
     predicted = (75.0, 95.0) if kv_bytes >= 64 << 20 else None
     name = f"{length} positions, {count} rows, {lane.kernels}"
-    bench.add(
-        name,
-        share,
-        "% of read",
-        predicted,
-        f"{seconds * 1e6:.1f} us",
-    )
+    bench.add(name, share, "% of read", predicted, f"{seconds * 1e6:.1f} us")
 
 
 # Rounds -------------------------------------------------------------------------------------------
@@ -678,23 +558,13 @@ def measure_rounds(bench: Bench) -> Iterator[Case]:
         yield Case(name, partial(_measure_engine, bench, name, drafts, programmatic))
 
 
-def _measure_engine(
-    bench: Bench,
-    name: str,
-    drafts: int,
-    programmatic: bool,
-) -> None:
+def _measure_engine(bench: Bench, name: str, drafts: int, programmatic: bool) -> None:
     """Measure the rounds of an engine, and prefill unless there are drafts."""
     with random_engine(bench.shape, drafts, programmatic) as engine:
         if not drafts:
             _measure_prefill(bench, engine)
         for batch in (1, BATCH):
-            _measure_rounds(
-                bench,
-                engine,
-                f"batch {batch}, {name}",
-                batch,
-            )
+            _measure_rounds(bench, engine, f"batch {batch}, {name}", batch)
 
 
 def _measure_prefill(bench: Bench, engine: Engine) -> None:
@@ -708,20 +578,10 @@ def _measure_prefill(bench: Bench, engine: Engine) -> None:
     seconds = min(times[1:])
     flops = matrix_bytes(bench.shape, with_head=False) * length
     note = f"{flops / seconds / 1e12:.0f} TFLOP/s"
-    bench.add(
-        f"prefill of {length} tokens",
-        seconds * 1e3,
-        "ms",
-        note=note,
-    )
+    bench.add(f"prefill of {length} tokens", seconds * 1e3, "ms", note=note)
 
 
-def _measure_rounds(
-    bench: Bench,
-    engine: Engine,
-    name: str,
-    batch: int,
-) -> None:
+def _measure_rounds(bench: Bench, engine: Engine, name: str, batch: int) -> None:
     """Measure the rounds of a batch and their parts, without and with a grammar."""
     tokens = 8 if bench.small else 40
     parts = next(iter(engine.round_graphs.values())).parts
@@ -731,35 +591,15 @@ def _measure_rounds(
     for part, ms in plain.items():
         bench.add(f"{name}: {part}", ms, "ms", predicted.get(part))
     if batch == 1 and not drafts:
-        bench.add(
-            f"{name}: tokens",
-            1e3 / plain["round"],
-            "tokens/s",
-            (240, 318),
-        )
+        bench.add(f"{name}: tokens", 1e3 / plain["round"], "tokens/s", (240, 318))
     if not has_grammar_backend():
-        bench.add(
-            f"{name}, grammar",
-            None,
-            "",
-            note="no grammar backend is installed",
-        )
+        bench.add(f"{name}, grammar", None, "", note="no grammar backend is installed")
         return
     guided = round_parts(engine, batch, tokens, with_grammar=True)
     for part, ms in guided.items():
-        bench.add(
-            f"{name}, grammar: {part}",
-            ms,
-            "ms",
-            predicted.get(part),
-        )
+        bench.add(f"{name}, grammar: {part}", ms, "ms", predicted.get(part))
     ratio = guided["round"] / plain["round"]
-    bench.add(
-        f"{name}: round with grammar over round without",
-        ratio,
-        "times",
-        (0.99, 1.01),
-    )
+    bench.add(f"{name}: round with grammar over round without", ratio, "times", (0.99, 1.01))
 
 
 # Sections -----------------------------------------------------------------------------------------

@@ -99,12 +99,7 @@ class Checker:
         words = data.nbytes // 4
         blocks = min(-(-words // 256), 1024)
         args = [data, expected, words, expected.nbytes // 4, self._wrong]
-        lane.kernel(
-            self.bench.kernels["count_different"],
-            blocks,
-            256,
-            args,
-        )
+        lane.kernel(self.bench.kernels["count_different"], blocks, 256, args)
 
     def take_count(self) -> int:
         """Return the number of differences since the last call."""
@@ -114,11 +109,7 @@ class Checker:
         return count
 
     def check_sums(
-        self,
-        name: str,
-        found: np.ndarray,
-        expected: np.ndarray,
-        magnitude: np.ndarray,
+        self, name: str, found: np.ndarray, expected: np.ndarray, magnitude: np.ndarray
     ) -> None:
         """Check sums whose terms have the given total magnitudes."""
         error = np.abs(found - expected)
@@ -127,11 +118,7 @@ class Checker:
         self.bench.check(name, wrong, f"largest error {largest:.1e} of the terms")
 
     def check_rounded(
-        self,
-        name: str,
-        found: np.ndarray,
-        expected: np.ndarray,
-        layers: int = 1,
+        self, name: str, found: np.ndarray, expected: np.ndarray, layers: int = 1
     ) -> None:
         """Check results of one or several layers whose inputs are rounded to bfloat16."""
         error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
@@ -164,13 +151,7 @@ class ProductCheck:
         Dtype of the weights.
     """
 
-    def __init__(
-        self,
-        checker: Checker,
-        name: str,
-        size: tuple[int, int],
-        dtype: str,
-    ) -> None:
+    def __init__(self, checker: Checker, name: str, size: tuple[int, int], dtype: str) -> None:
         self.checker = checker
         self.name = f"{name} of {dtype}"
         self.columns, self.inner = size
@@ -191,11 +172,7 @@ class ProductCheck:
         checker = self.checker
         y = checker.output(rows, self.columns)
         checker.kernels.linear(
-            checker.lane,
-            self.x[:rows],
-            self.weight,
-            y[:rows],
-            residual=self.residual[:rows],
+            checker.lane, self.x[:rows], self.weight, y[:rows], residual=self.residual[:rows]
         )
         return y
 
@@ -210,12 +187,7 @@ class ProductCheck:
             residual = checker.to_host(self.residual[:rows])[:, columns]
             expected = x @ weight.T + residual
             magnitude = np.abs(x) @ np.abs(weight).T + np.abs(residual)
-            checker.check_sums(
-                f"{self.name}, {rows} rows",
-                y[:rows, columns],
-                expected,
-                magnitude,
-            )
+            checker.check_sums(f"{self.name}, {rows} rows", y[:rows, columns], expected, magnitude)
             unwritten = int(np.isnan(y[:rows]).sum())
             beyond = int((~np.isnan(y[rows])).sum())
             checker.bench.check(f"{self.name}, {rows} rows, writes", unwritten + beyond)
@@ -240,12 +212,7 @@ class ProductCheck:
         x = device.from_host(np.ascontiguousarray(one_row), "bfloat16")
         for rows in checker.rows:
             y = checker.output(rows, columns)
-            checker.kernels.linear(
-                checker.lane,
-                x[:rows],
-                weight,
-                y[:rows],
-            )
+            checker.kernels.linear(checker.lane, x[:rows], weight, y[:rows])
             flat = y[:rows].reshape(rows * columns)
             checker.count_different(checker.lane, flat, flat[:1])
         checker.bench.check(f"{self.name}, bits of columns", checker.take_count())
@@ -288,12 +255,7 @@ def check_gate(checker: Checker, rows: int) -> None:
     weight = checker.bench.random_weight((2 * inner, hidden), "bfloat16")
     x = checker.bench.random((rows, hidden))
     out = checker.output(rows, inner, "bfloat16")
-    checker.kernels.gated_linear(
-        checker.lane,
-        x,
-        weight,
-        out[:rows],
-    )
+    checker.kernels.gated_linear(checker.lane, x, weight, out[:rows])
     columns = checked_columns(inner)
     gate_rows, up_rows = interleaved_pairs(inner)
     x_host = checker.to_host(x)
@@ -324,20 +286,8 @@ def check_norm(checker: Checker, rows: int) -> None:
     )
     y = checker.output(rows, hidden)
     z = checker.output(rows, 256)
-    checker.kernels.linear(
-        checker.lane,
-        x,
-        first,
-        y[:rows],
-        residual=residual,
-        norm=norm,
-    )
-    checker.kernels.linear(
-        checker.lane,
-        norm,
-        second,
-        z[:rows],
-    )
+    checker.kernels.linear(checker.lane, x, first, y[:rows], residual=residual, norm=norm)
+    checker.kernels.linear(checker.lane, norm, second, z[:rows])
     stream = checker.to_host(x) @ checker.to_host(first).T + checker.to_host(residual)
     root = np.sqrt((stream**2).mean(axis=1, keepdims=True) + EPS)
     expected = (stream / root * weight) @ checker.to_host(second).T
@@ -364,20 +314,8 @@ def check_rope(checker: Checker, rows: int) -> None:
         rows_per_slot=rows,
     )
     qkv = checker.output(rows, width)
-    write = KVWrite(
-        checker.device.from_host(table),
-        where,
-        kv,
-        0,
-        heads,
-    )
-    checker.kernels.project_qkv(
-        checker.lane,
-        x,
-        weight,
-        qkv[:rows],
-        write,
-    )
+    write = KVWrite(checker.device.from_host(table), where, kv, 0, heads)
+    checker.kernels.project_qkv(checker.lane, x, weight, qkv[:rows], write)
     products = (checker.to_host(x) @ checker.to_host(weight).T).reshape(rows, -1, dim)
     rotated, plain = rotate(products, table[positions])
     found = checker.to_host(qkv)[:rows, : heads * dim].reshape(rows, heads, dim)
@@ -405,12 +343,7 @@ def rotate(heads: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray
     return rotated, np.concatenate([one, two], axis=-1)
 
 
-def cached(
-    checker: Checker,
-    layer: DeviceArray,
-    kv: PagedKV,
-    slot: int,
-) -> np.ndarray:
+def cached(checker: Checker, layer: DeviceArray, kv: PagedKV, slot: int) -> np.ndarray:
     """Return the cache entries of a slot by position in float64."""
     pages = checker.rows_to_host(layer, np.array(kv.pages_of(slot)))
     return pages.reshape(-1, kv.kv_heads, kv.head_dim)
@@ -429,12 +362,7 @@ def check_attention(bench: Bench) -> Iterator[Case]:
             yield Case(name, partial(check_rows, checker, kv, length, rows))
 
 
-def check_rows(
-    checker: Checker,
-    kv: PagedKV,
-    length: int,
-    count: int,
-) -> None:
+def check_rows(checker: Checker, kv: PagedKV, length: int, count: int) -> None:
     """Check the attention of `count` rows, and the bits of the first row alone."""
     shape = checker.bench.shape
     dim = shape["head_dim"]
@@ -442,45 +370,21 @@ def check_rows(
     rows = attention_rows(checker.device, length, count)
     qkv = checker.bench.random_float32((count, (heads + 2 * kv.kv_heads) * dim), 3.0)
     out = checker.output(count, heads * dim)
-    checker.kernels.attention(
-        checker.lane,
-        qkv,
-        rows,
-        kv,
-        0,
-        heads,
-        out[:count],
-    )
+    checker.kernels.attention(checker.lane, qkv, rows, kv, 0, heads, out[:count])
     found = checker.to_host(out)
-    expected = reference_attention(
-        checker,
-        checker.to_host(qkv)[:, : heads * dim],
-        kv,
-        length,
-    )
+    expected = reference_attention(checker, checker.to_host(qkv)[:, : heads * dim], kv, length)
     name = f"{length} positions, {count} rows"
     checker.check_rounded(name, found[:count], expected)
     beyond = int(np.isnan(found[:count]).sum()) + int((~np.isnan(found[count])).sum())
     checker.bench.check(f"{name}, writes", beyond)
     alone = checker.output(1, heads * dim)
-    checker.kernels.attention(
-        checker.lane,
-        qkv[:1],
-        rows.first(1),
-        kv,
-        0,
-        heads,
-        alone[:1],
-    )
+    checker.kernels.attention(checker.lane, qkv[:1], rows.first(1), kv, 0, heads, alone[:1])
     checker.count_different(checker.lane, alone[:1], out[:1])
     checker.bench.check(f"{name}, bits of the first row", checker.take_count())
 
 
 def reference_attention(
-    checker: Checker,
-    queries: np.ndarray,
-    kv: PagedKV,
-    length: int,
+    checker: Checker, queries: np.ndarray, kv: PagedKV, length: int
 ) -> np.ndarray:
     """Return the attention output of rows from `attention_rows` in float64."""
     count = len(queries)
@@ -514,12 +418,7 @@ def check_model(bench: Bench) -> Iterator[Case]:
     for slot in range(2):
         model.kv.allocate(slot, MODEL_ROWS)
         model.kv.set_table(checker.lane, slot)
-    tokens = np.random.default_rng(0).integers(
-        0,
-        model.vocab_size,
-        MODEL_ROWS,
-        np.int32,
-    )
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, MODEL_ROWS, np.int32)
     yield Case("logits", partial(check_logits, checker, model, tokens))
 
 
@@ -529,12 +428,7 @@ def check_logits(checker: Checker, model: LlamaModel, tokens: np.ndarray) -> Non
     together = checker.output(MODEL_ROWS, model.vocab_size)
     alone = checker.output(MODEL_ROWS, model.vocab_size)
 
-    def run(
-        slot: int,
-        first: int,
-        end: int,
-        logits: DeviceArray,
-    ) -> None:
+    def run(slot: int, first: int, end: int, logits: DeviceArray) -> None:
         positions = np.arange(first, end, dtype=np.int32)
         rows = Rows(
             device.from_host(tokens[first:end]),
@@ -551,12 +445,7 @@ def check_logits(checker: Checker, model: LlamaModel, tokens: np.ndarray) -> Non
     found = checker.to_host(together)[:MODEL_ROWS, columns]
     head = checker.rows_to_host(model.lm_head, columns)
     expected = reference_output(checker, model, tokens) @ head.T
-    checker.check_rounded(
-        "logits",
-        found,
-        expected,
-        MODEL_LAYERS,
-    )
+    checker.check_rounded("logits", found, expected, MODEL_LAYERS)
     checker.count_different(checker.lane, alone[:MODEL_ROWS], together[:MODEL_ROWS])
     checker.bench.check("logits, bits of single rows", checker.take_count())
 
@@ -622,37 +511,21 @@ def check_races(bench: Bench) -> Iterator[Case]:
     rows_of_one = attention_rows(bench.device, length, 4)
 
     def attend(lane: Any) -> None:
-        checker.kernels.attention(
-            lane,
-            qkv,
-            rows_of_one,
-            kv,
-            0,
-            heads,
-            out,
-        )
+        checker.kernels.attention(lane, qkv, rows_of_one, kv, 0, heads, out)
 
     name = f"split attention, {repetitions} times"
     yield Case(name, partial(repeat, checker, name, attend, out, repetitions))
 
 
 def multiply_on(
-    checker: Checker,
-    x: DeviceArray,
-    weight: DeviceArray,
-    y: DeviceArray,
-    lane: Any,
+    checker: Checker, x: DeviceArray, weight: DeviceArray, y: DeviceArray, lane: Any
 ) -> None:
     """Add the product of `x` and `weight` to a lane."""
     checker.kernels.linear(lane, x, weight, y)
 
 
 def repeat(
-    checker: Checker,
-    name: str,
-    launch: Callable[[Any], None],
-    out: DeviceArray,
-    repetitions: int,
+    checker: Checker, name: str, launch: Callable[[Any], None], out: DeviceArray, repetitions: int
 ) -> None:
     """Launch a kernel many times and compare each result with the first one."""
     launch(checker.lane)
@@ -697,12 +570,7 @@ def check_answers(bench: Bench, transport: str) -> None:
     graph = Graph(bench.device, transport)
     lane = graph.lane("main")
     for _ in range(per_graph):
-        lane.kernel(
-            bench.kernels["ask"],
-            1,
-            1,
-            [question, answer, wrong],
-        )
+        lane.kernel(bench.kernels["ask"], 1, 1, [question, answer, wrong])
         getattr(lane, transport)(PythonWork(reply))
     executable = graph.instantiate()
     for _ in range(replays):
@@ -765,10 +633,7 @@ def expected_law(params: SamplingParams) -> np.ndarray:
 
 
 def check_frequencies(
-    setup: SamplingSetup,
-    name: str,
-    params: SamplingParams,
-    tokens: np.ndarray,
+    setup: SamplingSetup, name: str, params: SamplingParams, tokens: np.ndarray
 ) -> None:
     """Sample many tokens with different seeds and apply Pearson's chi-square test."""
     sampled = sample_tokens(setup, params, tokens)
@@ -787,11 +652,7 @@ def check_frequencies(
     setup.bench.check(name, impossible + (deviation > MAX_DEVIATION), note)
 
 
-def sample_tokens(
-    setup: SamplingSetup,
-    params: SamplingParams,
-    tokens: np.ndarray,
-) -> np.ndarray:
+def sample_tokens(setup: SamplingSetup, params: SamplingParams, tokens: np.ndarray) -> np.ndarray:
     """Sample with different seeds. The target's logits of `tokens` are `LOGITS` in every row.
 
     With rejection sampling, the result has the first token that verification commits for each

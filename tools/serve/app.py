@@ -298,13 +298,7 @@ class Service:
             for found in find_grammars(fields, self.parser.limits, self.parser.tool_format)
         ]
         grammar = grammars[0] if grammars else None
-        return await _run_in(
-            self._parser_thread,
-            self.parser.parse,
-            fields,
-            chat,
-            grammar,
-        )
+        return await _run_in(self._parser_thread, self.parser.parse, fields, chat, grammar)
 
     # Other endpoints ----------------------------------------------------------------------------
 
@@ -324,10 +318,7 @@ class Service:
             return _json_response({"object": "list", "data": [model]})
         if name != self.settings.name:
             raise ApiError(
-                f"there is no model {name!r}",
-                404,
-                param="model",
-                code="model_not_found",
+                f"there is no model {name!r}", 404, param="model", code="model_not_found"
             )
         return _json_response(model)
 
@@ -350,13 +341,7 @@ class Service:
         fields = await self.read_body(request)
         max_length = self.driver.info.max_length
         return _json_response(
-            await _run_in(
-                self._parser_thread,
-                tokenize,
-                self.parser,
-                fields,
-                max_length,
-            )
+            await _run_in(self._parser_thread, tokenize, self.parser, fields, max_length)
         )
 
     async def _detokenize(self, request: HttpRequest) -> Response:

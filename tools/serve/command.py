@@ -38,11 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``graft serve``."""
     generate.add_model_arguments(parser)
     parser.add_argument(
-        "--backend",
-        type=parse_backend,
-        metavar=BACKEND_METAVAR,
-        default="auto",
-        help=BACKEND_HELP,
+        "--backend", type=parse_backend, metavar=BACKEND_METAVAR, default="auto", help=BACKEND_HELP
     )
     parser.add_argument(
         "--verify",
@@ -240,12 +236,7 @@ def run(options: argparse.Namespace) -> int:
         _open_driver(options) as driver,
     ):
         service = Service(driver, settings)
-        Server(
-            service,
-            listener,
-            options.drain,
-            access_log=options.access_log,
-        ).start()
+        Server(service, listener, options.drain, access_log=options.access_log).start()
     return 0
 
 
@@ -317,11 +308,7 @@ def _open_replicas(options: argparse.Namespace, limits: Limits) -> Iterator[Repl
     with ray_cluster(options.replicas) as launch:
         make_engine = partial(_open_engine, options, limits)
         replicas = Replicas(
-            launch,
-            make_engine,
-            options.replicas,
-            options.max_waiting,
-            options.replica_timeout,
+            launch, make_engine, options.replicas, options.max_waiting, options.replica_timeout
         )
         asyncio.run(replicas.begin())
         yield replicas
@@ -329,10 +316,7 @@ def _open_replicas(options: argparse.Namespace, limits: Limits) -> Iterator[Repl
 
 def _open_engine(options: argparse.Namespace, limits: Limits) -> Engine:
     return generate.open_engine(
-        options,
-        options.max_batch_size,
-        limits=limits,
-        timeline=options.timeline,
+        options, options.max_batch_size, limits=limits, timeline=options.timeline
     )
 
 

@@ -45,12 +45,7 @@ class ApiError(GraftError):
     """
 
     def __init__(
-        self,
-        message: str,
-        status: int = 400,
-        *,
-        param: str | None = None,
-        code: str | None = None,
+        self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None
     ):
         super().__init__(message)
         self.status = status
@@ -68,12 +63,7 @@ class ApiError(GraftError):
     @property
     def body(self) -> dict[str, Any]:
         """The JSON body of the response."""
-        error = {
-            "message": str(self),
-            "type": self.type,
-            "param": self.param,
-            "code": self.code,
-        }
+        error = {"message": str(self), "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
 
     @property

@@ -17,10 +17,7 @@ _UNSUPPORTED_PARAMS = {"sample", "verify", "relaxed", "banned_ids", "logprobs_ma
 #: has to convert them.
 _CONVERTED_PARAMS = {"seed", "top_k", "logit_bias", "logprobs"}
 #: API names of the sampling parameters that have another name in the API.
-_API_NAMES = {
-    "stop_ids": "stop_token_ids",
-    "allowed_ids": "allowed_token_ids",
-}
+_API_NAMES = {"stop_ids": "stop_token_ids", "allowed_ids": "allowed_token_ids"}
 
 
 def _plain_fields() -> dict[str, str]:
@@ -116,10 +113,7 @@ _PARAMS: dict[str, tuple[str, ...]] = {
     "stop ids": ("stop_token_ids",),
 }
 #: The same for words that also occur in messages about other fields.
-_PROMPT_PARAMS = {
-    "prompt": ("prompt", "messages"),
-    "tokens": ("prompt", "messages"),
-}
+_PROMPT_PARAMS = {"prompt": ("prompt", "messages"), "tokens": ("prompt", "messages")}
 _WORD = re.compile(r"stop ids|\w+")
 #: Fields of which only one value is supported, with this value. It is the default of OpenAI, vLLM
 #: and SGLang.
@@ -155,13 +149,7 @@ def check_fields(fields: Mapping[str, Any], chat: bool, model: str) -> dict[str,
         If a field is unknown or not supported. If the request asks for another model, the error
         has status 404.
     """
-    known = {
-        *PLAIN_FIELDS,
-        *GRAMMAR_FIELDS,
-        *_OTHER_FIELDS,
-        *_IGNORED_FIELDS,
-        *_CONSTANT_FIELDS,
-    }
+    known = {*PLAIN_FIELDS, *GRAMMAR_FIELDS, *_OTHER_FIELDS, *_IGNORED_FIELDS, *_CONSTANT_FIELDS}
     known |= _CHAT_FIELDS | set(_CONSTANT_CHAT_FIELDS) if chat else _COMPLETION_FIELDS
     present = select_fields(fields, known, model)
     for key, expected in (_CONSTANT_FIELDS | _CONSTANT_CHAT_FIELDS).items():
@@ -229,12 +217,7 @@ def read_bool(fields: Mapping[str, Any], name: str, default: bool = False) -> bo
     return value
 
 
-def read_integer(
-    fields: Mapping[str, Any],
-    name: str,
-    low: int,
-    high: int,
-) -> int | None:
+def read_integer(fields: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
     """Return the value of an integer field from `low` to `high`; None if the field is absent.
 
     Raises

@@ -18,14 +18,7 @@ from graft.tools.serve.tool_calls import read_tool_choice
 from graft.tools.serve.tool_formats import ToolFormat
 from graft.tools.serve.tool_formats.base import one_of
 
-_STRUCTURED_KEYS = {
-    "json",
-    "json_object",
-    "regex",
-    "choice",
-    "grammar",
-    "structural_tag",
-}
+_STRUCTURED_KEYS = {"json", "json_object", "regex", "choice", "grammar", "structural_tag"}
 #: Options of structured_outputs that have no effect here. JSON is written on one line, and no other
 #: backend is tried.
 _NEUTRAL_OPTIONS = ("disable_fallback", "disable_any_whitespace")

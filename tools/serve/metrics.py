@@ -90,10 +90,7 @@ class Metrics:
         )
         self._histograms = {
             name: Histogram(
-                f"graft_{name}_seconds",
-                description,
-                buckets=_BUCKETS_S,
-                registry=self._registry,
+                f"graft_{name}_seconds", description, buckets=_BUCKETS_S, registry=self._registry
             )
             for name, description in _HISTOGRAMS
         }
@@ -138,13 +135,7 @@ class Metrics:
         for name, value in self._gauges.items():
             yield GaugeMetricFamily(f"graft_{name}", _SERVER_GAUGES[name], value)
         alive = {(replica,): is_alive for replica, is_alive in self._alive.items()}
-        yield _family(
-            GaugeMetricFamily,
-            "graft_up",
-            "Whether the replica answers.",
-            (),
-            alive,
-        )
+        yield _family(GaugeMetricFamily, "graft_up", "Whether the replica answers.", (), alive)
         for kind, table in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
             for name, description, group, key in table:
                 values = {}
@@ -161,13 +152,7 @@ class Metrics:
             for replica, engine in self._engines.items():
                 for name, rounds in engine["engine"][key].items():
                     values[(replica, name)] = rounds
-            yield _family(
-                CounterMetricFamily,
-                f"graft_{key}",
-                description,
-                (label,),
-                values,
-            )
+            yield _family(CounterMetricFamily, f"graft_{key}", description, (label,), values)
 
     def _draft_counters(self) -> Iterator[Metric]:
         for key, description in _DRAFT_COUNTERS:
@@ -176,11 +161,7 @@ class Metrics:
                 for position, value in enumerate(engine["engine"][key]):
                     values[(replica, str(position))] = value
             yield _family(
-                CounterMetricFamily,
-                f"graft_drafts_{key}",
-                description,
-                ("position",),
-                values,
+                CounterMetricFamily, f"graft_drafts_{key}", description, ("position",), values
             )
 
     def _grammar_times(self) -> Iterator[Metric]:
@@ -189,13 +170,7 @@ class Metrics:
             for step in ("open", "commit", "draft"):
                 values[(replica, step)] = engine["grammar"][f"{step}_ns"] / 1e9
         description = "Time of grammar steps in seconds."
-        yield _family(
-            CounterMetricFamily,
-            "graft_grammar_seconds",
-            description,
-            ("step",),
-            values,
-        )
+        yield _family(CounterMetricFamily, "graft_grammar_seconds", description, ("step",), values)
         exposed: dict[tuple[str, ...], float] = {}
         for replica, engine in self._engines.items():
             stats = engine["engine"]
@@ -204,11 +179,7 @@ class Metrics:
         if exposed:
             description = "Time in seconds during which the model lane waited for the grammar."
             yield _family(
-                CounterMetricFamily,
-                "graft_grammar_exposed_seconds",
-                description,
-                (),
-                exposed,
+                CounterMetricFamily, "graft_grammar_exposed_seconds", description, (), exposed
             )
 
 
@@ -221,11 +192,7 @@ def _inter_token_latency(output: Output) -> float | None:
 
 
 def _family(
-    kind: Any,
-    name: str,
-    description: str,
-    labels: Sequence[str],
-    values: Mapping[Any, float],
+    kind: Any, name: str, description: str, labels: Sequence[str], values: Mapping[Any, float]
 ) -> Any:
     """Return a metric with the label ``replica`` and additional labels.
 

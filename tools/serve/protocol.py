@@ -31,12 +31,7 @@ from graft.tools.serve.errors import ApiError
 from graft.tools.serve.fields import PLAIN_FIELDS, read_bool, read_integer
 from graft.tools.serve.grammars import requires_answer
 from graft.tools.serve.messages import read_messages
-from graft.tools.serve.tool_calls import (
-    ToolChoice,
-    read_tool_choice,
-    shown_schema,
-    template_tools,
-)
+from graft.tools.serve.tool_calls import ToolChoice, read_tool_choice, shown_schema, template_tools
 from graft.tools.serve.tool_formats import TOOL_FORMATS, find_tool_format
 
 _MAX_PRIORITY = 2**31 - 1
@@ -556,8 +551,7 @@ class RequestParser:
         stop_ids = fields.get("stop_token_ids", [])
         if not isinstance(stop_ids, list):
             raise ApiError(
-                f"stop_token_ids must be a list, got {short_repr(stop_ids)}",
-                param="stop_token_ids",
+                f"stop_token_ids must be a list, got {short_repr(stop_ids)}", param="stop_token_ids"
             )
         return {"banned_ids": [token for token in self.tokenizer.stop_ids if token not in stop_ids]}
 

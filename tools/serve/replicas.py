@@ -28,12 +28,7 @@ from typing import Any, Protocol
 from graft.models.engine.engine import Engine
 from graft.models.errors import EngineError
 from graft.models.request import Event, Output, Request, check_timeout
-from graft.tools.serve.engine_driver import (
-    COUNTERS_TIMEOUT_S,
-    EngineInfo,
-    error_event,
-    get_all,
-)
+from graft.tools.serve.engine_driver import COUNTERS_TIMEOUT_S, EngineInfo, error_event, get_all
 from graft.tools.serve.router import Router
 
 LOG = logging.getLogger("graft")

@@ -15,12 +15,7 @@ from graft.tools.serve.tool_formats.parser import ToolCallParser
 
 #: OpenAI's finish reasons by the engine's finish reasons. An output with any other reason is an
 #: error.
-_FINISH_REASONS = {
-    "stop": "stop",
-    "stop_string": "stop",
-    "length": "length",
-    "timeout": "length",
-}
+_FINISH_REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "timeout": "length"}
 #: Lower bound of reported log probabilities. JSON cannot represent minus infinity, the value of
 #: masked tokens.
 _MIN_LOGPROB = -9999.0
@@ -129,18 +124,11 @@ class ResponseChoice:
             deltas.append({})
         for position, delta in enumerate(deltas):
             yield self._chat_chunk(
-                choice,
-                delta,
-                is_first=position == 0,
-                is_last=position == len(deltas) - 1,
+                choice, delta, is_first=position == 0, is_last=position == len(deltas) - 1
             )
 
     def _chat_chunk(
-        self,
-        choice: dict[str, Any],
-        delta: dict[str, Any],
-        is_first: bool,
-        is_last: bool,
+        self, choice: dict[str, Any], delta: dict[str, Any], is_first: bool, is_last: bool
     ) -> dict[str, Any]:
         """Return one of the chunks of an event."""
         chunk = dict(choice)

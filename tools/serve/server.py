@@ -50,11 +50,7 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self,
-        service: Service,
-        listener: socket.socket,
-        drain_s: float,
-        access_log: bool = False,
+        self, service: Service, listener: socket.socket, drain_s: float, access_log: bool = False
     ):
         super().__init__(
             uvicorn.Config(

@@ -18,11 +18,7 @@ _FUNCTION_FIELDS: dict[str, tuple[type, str]] = {
     "strict": (bool, "true or false"),
 }
 #: Schema of the arguments of a function without ``parameters``.
-NO_ARGUMENTS: dict[str, Any] = {
-    "type": "object",
-    "properties": {},
-    "additionalProperties": False,
-}
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True)

@@ -228,10 +228,7 @@ def _arrow(name: str, colour: str) -> str:
 
 
 def svg(
-    name: str,
-    lanes: Sequence[str],
-    nodes: Sequence[Node],
-    edges: Sequence[tuple[int, int]],
+    name: str, lanes: Sequence[str], nodes: Sequence[Node], edges: Sequence[tuple[int, int]]
 ) -> str:
     """Return a graph as SVG. Lanes are columns, and each node is below its predecessors.
 
@@ -287,12 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"{options.out}: the name must end in .svg or .dot")
     target, drafter = demo_model()
     with Engine(
-        target,
-        drafter,
-        max_batch_size=1,
-        draft_length=3,
-        grammar_transport="native",
-        timeline=True,
+        target, drafter, max_batch_size=1, draft_length=3, grammar_transport="native", timeline=True
     ) as engine:
         graph = engine.round_graphs[1, 3].graphs[0]
         nodes = graph.nodes

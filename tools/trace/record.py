@@ -145,13 +145,7 @@ class Trace:
         begin = events[0].start_ns
         end = max(event.end_ns for event in events)
         waits = [w for w in self.waits if w.replay == replay and begin <= w.start_ns <= end]
-        return Trace(
-            self.device,
-            events,
-            waits,
-            self.clock_error_ns,
-            self.lost,
-        )
+        return Trace(self.device, events, waits, self.clock_error_ns, self.lost)
 
     def add_graph(self, graph: Graph, spans: Sequence[Span]) -> None:
         """Add all replays of one executable graph.
@@ -183,13 +177,7 @@ class Trace:
                 start_ns = min(span.begin_ns for span in shares)
                 end_ns = max(span.end_ns for span in shares)
                 events[i] = TraceEvent(
-                    node.name,
-                    node.kind,
-                    node.lane,
-                    graph.name,
-                    replay,
-                    start_ns,
-                    end_ns,
+                    node.name, node.kind, node.lane, graph.name, replay, start_ns, end_ns
                 )
             self.events.extend(events.values())
             self.waits.extend(exposed_waits(events, graph.edges))
@@ -233,36 +221,17 @@ class Trace:
         complete = []
         for event in self.events:
             track = tracks.setdefault(event.lane, len(tracks))
-            complete.append(
-                _complete_event(
-                    event.name,
-                    event.kind,
-                    track,
-                    event,
-                    origin,
-                )
-            )
+            complete.append(_complete_event(event.name, event.kind, track, event, origin))
         for wait in self.waits:
             track = tracks.setdefault(f"exposed waits of {wait.lane}", len(tracks))
             name = f"waits for {wait.cause}"
             complete.append(_complete_event(name, "exposed wait", track, wait, origin))
         metadata: list[dict[str, Any]] = [
-            {
-                "ph": "M",
-                "name": "process_name",
-                "pid": 1,
-                "args": {"name": self.device},
-            }
+            {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": self.device}}
         ]
         for name, track in tracks.items():
             metadata.append(
-                {
-                    "ph": "M",
-                    "name": "thread_name",
-                    "pid": 1,
-                    "tid": track,
-                    "args": {"name": name},
-                }
+                {"ph": "M", "name": "thread_name", "pid": 1, "tid": track, "args": {"name": name}}
             )
         return json.dumps(
             {
@@ -274,11 +243,7 @@ class Trace:
 
 
 def _complete_event(
-    name: str,
-    category: str,
-    track: int,
-    timed: TraceEvent | Wait,
-    origin: int,
+    name: str, category: str, track: int, timed: TraceEvent | Wait, origin: int
 ) -> dict[str, Any]:
     """Return an event or wait as a complete event (phase "X") of Chrome's trace event format."""
     return {
@@ -420,23 +385,12 @@ def exposed_waits(events: Mapping[int, TraceEvent], edges: Sequence[tuple[int, i
         ready_ns = max(other.end_ns for other in same_lane)
         end_ns, cause = max(after_host_steps)
         if end_ns > ready_ns:
-            waits.append(
-                Wait(
-                    event.lane,
-                    event.name,
-                    cause,
-                    event.replay,
-                    ready_ns,
-                    end_ns,
-                )
-            )
+            waits.append(Wait(event.lane, event.name, cause, event.replay, ready_ns, end_ns))
     return waits
 
 
 def _last_host_step(
-    node: int,
-    events: Mapping[int, TraceEvent],
-    predecessors: Mapping[int, Sequence[int]],
+    node: int, events: Mapping[int, TraceEvent], predecessors: Mapping[int, Sequence[int]]
 ) -> TraceEvent | None:
     """Return the last host step before a node on the node's lane, or the node if it is one."""
     lane = events[node].lane

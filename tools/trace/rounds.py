@@ -97,13 +97,7 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
         replays.on_parts = None
     offset_ns, trace.clock_error_ns = clock_offset(engine.device)
     for flight, stamps in stamped:
-        _add_parts(
-            trace,
-            flight,
-            stamps,
-            flight.number - launched_before,
-            offset_ns,
-        )
+        _add_parts(trace, flight, stamps, flight.number - launched_before, offset_ns)
     names = {flight.number: flight.graph.graphs[0].name for flight, _ in stamped}
     for span in engine.graphs[0].parts.decoder.timeline():
         if span.replay in names:
@@ -114,11 +108,7 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
 
 
 def _add_parts(
-    trace: Trace,
-    flight: ReplayInFlight,
-    stamps: list[int],
-    replay: int,
-    offset_ns: int,
+    trace: Trace, flight: ReplayInFlight, stamps: list[int], replay: int, offset_ns: int
 ) -> None:
     """Add the parts of a round to a trace.
 

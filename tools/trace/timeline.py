@@ -120,12 +120,7 @@ class _Timeline:
         return parts
 
     def draw_box(
-        self,
-        lane: str,
-        start_ns: int,
-        end_ns: int,
-        name: str,
-        colours: tuple[str, str],
+        self, lane: str, start_ns: int, end_ns: int, name: str, colours: tuple[str, str]
     ) -> str:
         """Return the box of an event or wait as an SVG element.
 
@@ -154,13 +149,7 @@ class _Timeline:
             f"{label}</g>"
         )
 
-    def _draw_label(
-        self,
-        lane: str,
-        middle: float,
-        width: float,
-        name: str,
-    ) -> str:
+    def _draw_label(self, lane: str, middle: float, width: float, name: str) -> str:
         """Return the label of a box as an SVG element; empty if there is no space for it."""
         half = CHARACTER_WIDTH * len(name) / 2
         above = 2 * half + 6 > width
@@ -231,14 +220,6 @@ def draw(trace: Trace, title: str) -> str:
     # The longest boxes come first, so that they get the space for labels above the boxes.
     boxes.sort(key=lambda box: box[0].start_ns - box[0].end_ns)
     for timed, name, colours in boxes:
-        parts.append(
-            timeline.draw_box(
-                timed.lane,
-                timed.start_ns,
-                timed.end_ns,
-                name,
-                colours,
-            )
-        )
+        parts.append(timeline.draw_box(timed.lane, timed.start_ns, timed.end_ns, name, colours))
     parts.append("</svg>")
     return "\n".join(parts) + "\n"

@@ -105,11 +105,7 @@ def pad(rows: list[Row]) -> tuple[Tensor, Tensor]:
 
 
 def batches(
-    tokenizer: Tokenizer,
-    tasks: Iterator[Task],
-    tokens: int,
-    max_length: int,
-    rng: random.Random,
+    tokenizer: Tokenizer, tasks: Iterator[Task], tokens: int, max_length: int, rng: random.Random
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield padded batches of sequences of similar length, in random order.
 

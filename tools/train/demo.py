@@ -190,12 +190,7 @@ class Optimizers:
                 others.append(parameter)
         self.all: list[torch.optim.Optimizer] = [
             Muon(matrices, {"lr": RATE}),
-            torch.optim.AdamW(
-                others,
-                lr=RATE,
-                betas=(0.9, 0.98),
-                weight_decay=0.0,
-            ),
+            torch.optim.AdamW(others, lr=RATE, betas=(0.9, 0.98), weight_decay=0.0),
         ]
         self.minutes = minutes
         self.step_no = 0
@@ -295,10 +290,7 @@ def train(
                 **metrics(),
             )
             recent = []
-            checkpoint = {
-                "model": module.state_dict(),
-                "optimizers": optimizers.state(),
-            }
+            checkpoint = {"model": module.state_dict(), "optimizers": optimizers.state()}
             torch.save(checkpoint, path)
         if is_over:
             return
@@ -324,14 +316,7 @@ def train_target(run: Run) -> None:
     def metrics() -> dict[str, float]:
         return {"held_out": share_of_correct_answers(model, held_out)}
 
-    train(
-        run,
-        "target",
-        model,
-        run.args.minutes,
-        losses,
-        metrics,
-    )
+    train(run, "target", model, run.args.minutes, losses, metrics)
 
 
 def draft_vocabulary(run: Run, tokenizer: Tokenizer) -> Tensor:
@@ -347,11 +332,7 @@ def draft_vocabulary(run: Run, tokenizer: Tokenizer) -> Tensor:
 
 
 def distillation_loss(
-    head: Eagle3,
-    target: Llama,
-    ids: Tensor,
-    is_answer: Tensor,
-    steps: int,
+    head: Eagle3, target: Llama, ids: Tensor, is_answer: Tensor, steps: int
 ) -> Tensor:
     """Return the cross-entropy with the target's distribution over the draft vocabulary.
 
@@ -401,35 +382,17 @@ def train_eagle(run: Run) -> None:
     def losses(optimizers: Optimizers) -> Iterator[Tensor]:
         tasks = training.mixture(run.documents, 0.0, 10**8 + optimizers.step_no * 1000)
         rng = random.Random(optimizers.step_no)
-        for ids, is_answer in data.batches(
-            tokenizer,
-            tasks,
-            EAGLE_TOKENS,
-            MAX_LENGTH,
-            rng,
-        ):
+        for ids, is_answer in data.batches(tokenizer, tasks, EAGLE_TOKENS, MAX_LENGTH, rng):
             yield distillation_loss(head, target, ids, is_answer, UNROLLED)
 
     def metrics() -> dict[str, float]:
         return {"acceptance_length": acceptance_length(head, target, held_out, UNROLLED)}
 
-    train(
-        run,
-        "eagle",
-        head,
-        run.args.eagle_minutes,
-        losses,
-        metrics,
-    )
+    train(run, "eagle", head, run.args.eagle_minutes, losses, metrics)
 
 
 def block_loss(
-    drafter: Block,
-    target: Llama,
-    ids: Tensor,
-    is_answer: Tensor,
-    width: int,
-    mask: int,
+    drafter: Block, target: Llama, ids: Tensor, is_answer: Tensor, width: int, mask: int
 ) -> Tensor:
     """Return the cross-entropy with the target's distribution, for blocks at random positions.
 
@@ -477,50 +440,21 @@ def train_block(run: Run) -> None:
     def losses(optimizers: Optimizers) -> Iterator[Tensor]:
         tasks = training.mixture(run.documents, 0.0, 2 * 10**8 + optimizers.step_no * 1000)
         rng = random.Random(optimizers.step_no)
-        for ids, is_answer in data.batches(
-            tokenizer,
-            tasks,
-            BLOCK_TOKENS,
-            MAX_LENGTH,
-            rng,
-        ):
-            yield block_loss(
-                drafter,
-                target,
-                ids,
-                is_answer,
-                rng.randint(4, WIDTH),
-                mask,
-            )
+        for ids, is_answer in data.batches(tokenizer, tasks, BLOCK_TOKENS, MAX_LENGTH, rng):
+            yield block_loss(drafter, target, ids, is_answer, rng.randint(4, WIDTH), mask)
 
     def metrics() -> dict[str, float]:
-        length = block_acceptance_length(
-            drafter,
-            target,
-            held_out,
-            UNROLLED,
-            mask,
-        )
+        length = block_acceptance_length(drafter, target, held_out, UNROLLED, mask)
         return {"acceptance_length": length}
 
-    train(
-        run,
-        "block",
-        drafter,
-        run.args.block_minutes,
-        losses,
-        metrics,
-    )
+    train(run, "block", drafter, run.args.block_minutes, losses, metrics)
 
 
 def export(run: Run) -> None:
     """Write the trained checkpoints in bfloat16, in the formats of Hugging Face and EAGLE-3."""
     tokenizer = run.tokenizer()
     ids = {name: tokenizer.token_to_id(name) for name in data.SPECIAL}
-    end_ids = {
-        "bos_token_id": ids["<|begin|>"],
-        "eos_token_id": ids["<|end|>"],
-    }
+    end_ids = {"bos_token_id": ids["<|begin|>"], "eos_token_id": ids["<|end|>"]}
     shared = {
         **run.sizes.config(),
         "attention_bias": False,
@@ -630,30 +564,18 @@ def main() -> None:
         "--corpus", default=str(ROOT.parent / "shared/data/corpora/json_instances.jsonl.gz")
     )
     parser.add_argument(
-        "--minutes",
-        type=float,
-        default=45.0,
-        help="time budget of the target (default 45)",
+        "--minutes", type=float, default=45.0, help="time budget of the target (default 45)"
     )
     parser.add_argument("--eagle-minutes", type=float, default=12.0)
     parser.add_argument("--block-minutes", type=float, default=12.0)
     parser.add_argument(
-        "--threads",
-        type=int,
-        default=2,
-        help="use 1 on a machine with other work (default 2)",
+        "--threads", type=int, default=2, help="use 1 on a machine with other work (default 2)"
     )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     run = Run(args)
-    run.log(
-        stage="start",
-        stages=args.stages,
-        sizes=asdict(run.sizes),
-        rate=RATE,
-        tokens=TOKENS,
-    )
+    run.log(stage="start", stages=args.stages, sizes=asdict(run.sizes), rate=RATE, tokens=TOKENS)
     for stage in args.stages:
         STAGES[stage](run)
 

@@ -67,12 +67,7 @@ def simulate_speculation(hits: list[list[bool]], row: list[int], start: int) -> 
 
 
 @torch.no_grad()
-def acceptance_length(
-    head: Eagle3,
-    target: Llama,
-    rows: list[Row],
-    drafts: int,
-) -> float:
+def acceptance_length(head: Eagle3, target: Llama, rows: list[Row], drafts: int) -> float:
     """Return the tokens per round of greedy chains of unmasked EAGLE-3 drafts.
 
     The simulation assumes that greedy decoding with the target generates exactly the rows. A draft
@@ -109,13 +104,7 @@ def acceptance_length(
     return tokens / rounds
 
 
-def embed_blocks(
-    target: Llama,
-    ids: Tensor,
-    start: Tensor,
-    width: int,
-    mask: int,
-) -> Tensor:
+def embed_blocks(target: Llama, ids: Tensor, start: Tensor, width: int, mask: int) -> Tensor:
     """Return the embeddings of blocks: a token followed by mask tokens.
 
     Parameters
@@ -143,11 +132,7 @@ def embed_blocks(
 
 @torch.no_grad()
 def block_acceptance_length(
-    drafter: Block,
-    target: Llama,
-    rows: list[Row],
-    drafts: int,
-    mask: int,
+    drafter: Block, target: Llama, rows: list[Row], drafts: int, mask: int
 ) -> float:
     """Return the tokens per round of greedy chains of the block drafter.
 

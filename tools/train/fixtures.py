@@ -66,10 +66,7 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": [0, 2],
 }
-SMALLER: dict[str, Any] = {
-    "vocab_size": 64,
-    "intermediate_size": 40,
-}
+SMALLER: dict[str, Any] = {"vocab_size": 64, "intermediate_size": 40}
 #: By name: stored dtype, maximum shard size, and values that differ from SMALL.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "heads_all_float32": ("float32", "1GB", {}),
@@ -90,32 +87,18 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "1GB",
         {
             "num_key_value_heads": 1,
-            "rope_parameters": {
-                "rope_type": "linear",
-                "factor": 2.5,
-                "rope_theta": 1000.0,
-            },
+            "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1000.0},
         },
     ),
     "wide_heads_sharded": (
         "float32",
         "20KB",
-        {
-            "hidden_size": 40,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "tie_word_embeddings": True,
-        },
+        {"hidden_size": 40, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True},
     ),
     "eight_layers_bfloat16": (
         "bfloat16",
         "1GB",
-        {
-            "hidden_size": 24,
-            "num_key_value_heads": 2,
-            "num_hidden_layers": 8,
-            "vocab_size": 64,
-        },
+        {"hidden_size": 24, "num_key_value_heads": 2, "num_hidden_layers": 8, "vocab_size": 64},
     ),
     "qwen3_bfloat16": (
         "bfloat16",
@@ -276,13 +259,7 @@ FREQUENCY_CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def make_llama(
-    folder: Path,
-    seed: int,
-    dtype: str,
-    shard: str,
-    changes: dict[str, Any],
-) -> None:
+def make_llama(folder: Path, seed: int, dtype: str, shard: str, changes: dict[str, Any]) -> None:
     """Write a random Llama and the outputs of transformers.
 
     Parameters
@@ -411,15 +388,7 @@ def make_eagle3(folder: Path, seed: int) -> None:
     from nets import Eagle3, Llama, Sizes
 
     torch.manual_seed(seed)
-    sizes = Sizes(
-        hidden=32,
-        layers=4,
-        heads=4,
-        kv_heads=2,
-        head_dim=8,
-        inner=48,
-        vocab=96,
-    )
+    sizes = Sizes(hidden=32, layers=4, heads=4, kv_heads=2, head_dim=8, inner=48, vocab=96)
     target = Llama(sizes)
     head = Eagle3(sizes, torch.randperm(96)[:40])
     with torch.no_grad():
@@ -439,12 +408,7 @@ def make_eagle3(folder: Path, seed: int) -> None:
         config = {**sizes.config(), "draft_vocab_size": 40}
         outs = unroll_published(head, config, features, embedded)
         for j, (own, out) in enumerate(zip(own_outs, outs, strict=True)):
-            torch.testing.assert_close(
-                own[:, j:],
-                out[:, j:],
-                atol=2e-5,
-                rtol=0,
-            )
+            torch.testing.assert_close(own[:, j:], out[:, j:], atol=2e-5, rtol=0)
         logits = [head.lm_head(head.norm(out)) for out in outs]
     np.savez_compressed(
         folder / "expected.npz",
@@ -455,10 +419,7 @@ def make_eagle3(folder: Path, seed: int) -> None:
 
 
 def write_eagle3_checkpoints(
-    folder: Path,
-    target: torch.nn.Module,
-    head: torch.nn.Module,
-    sizes: Any,
+    folder: Path, target: torch.nn.Module, head: torch.nn.Module, sizes: Any
 ) -> None:
     """Write the checkpoints of a target and its EAGLE-3 head."""
     target_config = {
@@ -486,10 +447,7 @@ def write_checkpoint(folder: Path, module: torch.nn.Module, config: dict[str, An
 
 
 def unroll_published(
-    head: torch.nn.Module,
-    config: dict[str, Any],
-    features: torch.Tensor,
-    embedded: torch.Tensor,
+    head: torch.nn.Module, config: dict[str, Any], features: torch.Tensor, embedded: torch.Tensor
 ) -> list[torch.Tensor]:
     """Return the outputs of four draft steps of the published training code.
 
@@ -516,21 +474,12 @@ def unroll_published(
     count = features.shape[1]
     outs = []
     mask = prepare_decoder_attention_mask(
-        torch.ones((1, count), dtype=torch.bool),
-        (1, count),
-        embedded,
-        0,
+        torch.ones((1, count), dtype=torch.bool), (1, count), embedded, 0
     )
     hidden = model.project_hidden_states(features)
     for j in range(4):
         shifted = torch.nn.functional.pad(embedded[:, j:], (0, 0, 0, j))
-        hidden = model.backbone(
-            shifted,
-            hidden,
-            caches,
-            mask,
-            torch.arange(count)[None],
-        )
+        hidden = model.backbone(shifted, hidden, caches, mask, torch.arange(count)[None])
         outs.append(hidden.roll(j, 1))
     return outs
 
@@ -584,12 +533,7 @@ def dflash_config(is_dflash2: bool) -> Any:
     )
 
 
-def make_dflash(
-    folder: Path,
-    target: Path,
-    seed: int,
-    is_dflash2: bool = False,
-) -> None:
+def make_dflash(folder: Path, target: Path, seed: int, is_dflash2: bool = False) -> None:
     """Write a block drafter and the outputs of its published code at several positions.
 
     Parameters
@@ -654,10 +598,7 @@ def make_dflash(
 
 
 def select_drafts(
-    selector: Any,
-    out: torch.Tensor,
-    logits: torch.Tensor,
-    block: torch.Tensor,
+    selector: Any, out: torch.Tensor, logits: torch.Tensor, block: torch.Tensor
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the outputs of DFlash2's selector for a block.
 
@@ -670,12 +611,7 @@ def select_drafts(
     law
         Probabilities of these ids after every token.
     """
-    drafts = selector.select(
-        out[:, 1:],
-        logits[:, 1:],
-        block[:, 0],
-        0.0,
-    )[0][0].numpy()
+    drafts = selector.select(out[:, 1:], logits[:, 1:], block[:, 0], 0.0)[0][0].numpy()
     every_token = torch.arange(DFLASH_VOCAB)
     rows = []
     for row in range(1, block.shape[1]):
@@ -704,12 +640,7 @@ def main() -> None:
     target = folder / "eight_layers_bfloat16"
     for name, seed in (("dflash", 6), ("dflash2", 7)):
         shutil.rmtree(folder / name, ignore_errors=True)
-        make_dflash(
-            folder / name,
-            target,
-            seed,
-            is_dflash2=name == "dflash2",
-        )
+        make_dflash(folder / name, target, seed, is_dflash2=name == "dflash2")
 
 
 if __name__ == "__main__":

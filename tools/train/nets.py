@@ -245,13 +245,7 @@ class Eagle3(nn.Module):
         """Return the target ids of the draft vocabulary in ascending order."""
         return self.d2t + torch.arange(len(self.d2t))
 
-    def unroll(
-        self,
-        features: Tensor,
-        embedded: Tensor,
-        steps: int,
-        rows: Tensor,
-    ) -> list[Tensor]:
+    def unroll(self, features: Tensor, embedded: Tensor, steps: int, rows: Tensor) -> list[Tensor]:
         """Return the outputs of several draft steps at many positions (training-time test).
 
         Parameters

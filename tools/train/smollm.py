@@ -164,28 +164,15 @@ def record_schema(text: str) -> dict[str, Any]:
         "i": {"type": "integer"},
         "n": {"type": "number"},
         "t": {"type": "string", "pattern": "^[0-2][0-9]:[0-5][0-9]$"},
-        "d": {
-            "type": "string",
-            "pattern": "^20[0-9]{2}-[01][0-9]-[0-3][0-9]$",
-        },
+        "d": {"type": "string", "pattern": "^20[0-9]{2}-[01][0-9]-[0-3][0-9]$"},
     }
     properties: dict[str, Any] = {}
     for name, record, kind in re.findall(r"(\w+)(?:\[(.*?)\]|:(\[s\]|[\w|]+))", text):
         if record:
             items = record_schema(record)
-            properties[name] = {
-                "type": "array",
-                "items": items,
-                "minItems": 1,
-                "maxItems": 2,
-            }
+            properties[name] = {"type": "array", "items": items, "minItems": 1, "maxItems": 2}
         elif kind == "[s]":
-            properties[name] = {
-                "type": "array",
-                "items": types["s"],
-                "minItems": 1,
-                "maxItems": 3,
-            }
+            properties[name] = {"type": "array", "items": types["s"], "minItems": 1, "maxItems": 3}
         elif "|" in kind:
             properties[name] = {"enum": kind.split("|")}
         else:
@@ -227,13 +214,7 @@ class _KVCache:
 
     def __init__(self, batch: int, length: int) -> None:
         s = SIZES
-        self.keys = torch.zeros(
-            s.layers,
-            batch,
-            s.kv_heads,
-            length,
-            s.head_dim,
-        )
+        self.keys = torch.zeros(s.layers, batch, s.kv_heads, length, s.head_dim)
         self.values = torch.zeros_like(self.keys)
 
     def keep(self, rows: list[int]) -> None:
@@ -243,10 +224,7 @@ class _KVCache:
 
 
 def forward(
-    model: Llama,
-    cache: _KVCache,
-    ids: Tensor,
-    positions: Tensor,
+    model: Llama, cache: _KVCache, ids: Tensor, positions: Tensor
 ) -> tuple[list[Tensor], Tensor]:
     """Run the target on new tokens and add them to the KV cache.
 
@@ -271,12 +249,7 @@ def forward(
     cos, sin = rotary(s, positions.reshape(-1))
     rope = cos.view(n, 1, -1, s.head_dim), sin.view(n, 1, -1, s.head_dim)
     mask = (torch.arange(end) <= positions[..., None])[:, None]
-    index = positions[:, None, :, None].expand(
-        -1,
-        s.kv_heads,
-        -1,
-        s.head_dim,
-    )
+    index = positions[:, None, :, None].expand(-1, s.kv_heads, -1, s.head_dim)
     x = model.model.embed_tokens(ids)
     aux = []
     for number, layer in enumerate(model.model.layers):
@@ -377,10 +350,7 @@ def generate(
 
 
 def write_requests(
-    model: Llama,
-    tokenizer: Tokenizer,
-    rng: random.Random,
-    count: int,
+    model: Llama, tokenizer: Tokenizer, rng: random.Random, count: int
 ) -> list[tuple[str, str]]:
     """Generate requests for training with the target itself.
 
@@ -414,14 +384,7 @@ def write_requests(
         unfinished = prompt(text).removesuffix(f"{END}\n<|im_start|>assistant\n")
         ids = tokenizer.backend.encode(unfinished).ids
         rows.append(Row(ids, len(ids), kind))
-    generate(
-        model,
-        rows,
-        [None] * count,
-        18,
-        tokenizer.stop_ids[0],
-        temperature=0.85,
-    )
+    generate(model, rows, [None] * count, 18, tokenizer.stop_ids[0], temperature=0.85)
     requests = set()
     for row, (kind, beginning) in zip(rows, begun, strict=True):
         if row.ids[-1] not in tokenizer.stop_ids:
@@ -455,13 +418,7 @@ def make_rows(args: argparse.Namespace) -> None:
             ids = tokenizer.backend.encode(prompt(text)).ids
             rows.append(Row(ids, len(ids), kind))
             matchers.append(None if spec is None else backend.compile(spec).matcher())
-        generate(
-            model,
-            rows,
-            matchers,
-            max_tokens,
-            tokenizer.stop_ids[0],
-        )
+        generate(model, rows, matchers, max_tokens, tokenizer.stop_ids[0])
         # Drop answers under a grammar that reached the token limit, because such answers are
         # degenerate repetitions and not documents.
         rows = [row for row in rows if row.ids[-1] in tokenizer.stop_ids or not row.legal]
@@ -547,11 +504,7 @@ class Batch:
     """
 
     def __init__(
-        self,
-        rows: list[Row],
-        positions: list[list[int]],
-        scale: Tensor,
-        kept: Tensor,
+        self, rows: list[Row], positions: list[list[int]], scale: Tensor, kept: Tensor
     ) -> None:
         length = max(len(row.ids) for row in rows)
         max_positions = max(map(len, positions))
@@ -604,12 +557,7 @@ class Trainer:
         embedded = F.embedding(batch.ids[:, 1:-1], self.embed)
         output_rows = self.embed[batch.kept]
         logits = []
-        for out in self.head.unroll(
-            batch.features,
-            embedded,
-            steps,
-            batch.positions,
-        ):
+        for out in self.head.unroll(batch.features, embedded, steps, batch.positions):
             step_logits = self.head.norm(out)[batch.real] @ output_rows.T
             logits.append(step_logits.masked_fill(batch.illegal, MASKED_LOGIT))
         return logits
@@ -796,11 +744,7 @@ class Trainer:
         with (self.args.work / "training_log.jsonl").open("a") as log:
             log.write(json.dumps(entry) + "\n")
         tqdm.write(json.dumps(entry))
-        checkpoint = {
-            "head": self.head.state_dict(),
-            "scale": self.data.scale,
-            "kept": self.kept,
-        }
+        checkpoint = {"head": self.head.state_dict(), "scale": self.data.scale, "kept": self.kept}
         torch.save(checkpoint, self.args.work / "head.pt")
 
 
@@ -891,56 +835,18 @@ def _make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("stages", nargs="+", choices=list(STAGES))
+    parser.add_argument("--model", type=Path, required=True, help="folder of the target")
     parser.add_argument(
-        "--model",
-        type=Path,
-        required=True,
-        help="folder of the target",
-    )
-    parser.add_argument(
-        "--work",
-        type=Path,
-        required=True,
-        help="folder of rows, checkpoint and log",
+        "--work", type=Path, required=True, help="folder of rows, checkpoint and log"
     )
     rows = parser.add_argument_group("rows")
-    rows.add_argument(
-        "--batches",
-        type=int,
-        default=60,
-        help="files of 32 rows to generate",
-    )
-    rows.add_argument(
-        "--families",
-        nargs="+",
-        choices=list(FAMILIES),
-        default=list(FAMILIES),
-    )
-    rows.add_argument(
-        "--seed",
-        type=int,
-        default=1,
-        help="seed of the rows",
-    )
+    rows.add_argument("--batches", type=int, default=60, help="files of 32 rows to generate")
+    rows.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    rows.add_argument("--seed", type=int, default=1, help="seed of the rows")
     head = parser.add_argument_group("head")
-    head.add_argument(
-        "--minutes",
-        type=float,
-        default=60.0,
-        help="training time",
-    )
-    head.add_argument(
-        "--rate",
-        type=float,
-        default=1.2e-3,
-        help="learning rate",
-    )
-    head.add_argument(
-        "--tokens",
-        type=int,
-        default=1500,
-        help="tokens per batch",
-    )
+    head.add_argument("--minutes", type=float, default=60.0, help="training time")
+    head.add_argument("--rate", type=float, default=1.2e-3, help="learning rate")
+    head.add_argument("--tokens", type=int, default=1500, help="tokens per batch")
     head.add_argument(
         "--draft-vocab",
         type=int,

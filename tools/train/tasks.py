@@ -96,12 +96,7 @@ def _minimal_object(rng: random.Random, depth: int) -> tuple[Schema, Json]:
     used_keys: set[str] = set()
     optional: list[str] = []
     for _ in range(rng.randint(1, 5)):
-        key = demo.new_key(
-            rng,
-            rng.choice(tuple(demo.SEEN)),
-            False,
-            used_keys,
-        )
+        key = demo.new_key(rng, rng.choice(tuple(demo.SEEN)), False, used_keys)
         schema, value = minimal(rng, depth - 1)
         fields.append((key, schema))
         if rng.random() < 0.4:
@@ -116,13 +111,7 @@ def fill_task(rng: random.Random) -> Task:
     schema, value = minimal(rng, 3)
     while not isinstance(value, dict | list) and rng.random() < 0.8:
         schema, value = minimal(rng, 3)
-    return Task(
-        rng.choice(FILLS),
-        schema,
-        json.dumps(value),
-        None,
-        "fill",
-    )
+    return Task(rng.choice(FILLS), schema, json.dumps(value), None, "fill")
 
 
 def training_tasks(start: int = 0, extra: float = 0.2) -> Iterator[Task]:
@@ -209,24 +198,12 @@ def corpus_task(rng: random.Random, value: Any) -> Task:
     """
     schema, least = _infer_schema(rng, value)
     if rng.random() < 0.5:
-        return Task(
-            rng.choice(FILLS),
-            schema,
-            json.dumps(least),
-            None,
-            "fill",
-        )
+        return Task(rng.choice(FILLS), schema, json.dumps(least), None, "fill")
     lines = []
     for path, leaf in demo.leaves(value).items():
         name = path.strip(".").replace(".", " ")
         lines.append(f"{name}: {leaf if isinstance(leaf, str) else json.dumps(leaf)}")
-    return Task(
-        "\n".join(lines),
-        schema,
-        json.dumps(value, ensure_ascii=False),
-        None,
-        "corpus",
-    )
+    return Task("\n".join(lines), schema, json.dumps(value, ensure_ascii=False), None, "corpus")
 
 
 def mixture(documents: list[Any], copying: float, start: int) -> Iterator[Task]:

@@ -374,11 +374,7 @@ class _RuleBuilder:
         if len(rules) > lark.BITS:
             raise NoExactForm("properties", f"more than {lark.BITS} properties ({len(rules)})")
         others = self._other_pairs(shape)
-        pairs = lark.Pairs(
-            tuple(rules.items()),
-            len(shape.required),
-            others,
-        )
+        pairs = lark.Pairs(tuple(rules.items()), len(shape.required), others)
         key = repr(pairs)
         if key not in self._name_of_body:
             name = self._new_name("o")
@@ -402,11 +398,7 @@ class _RuleBuilder:
         # An element of `groups` consists of the prefix of the terminal, the keys to exclude from
         # the group, and the schemas of the values.
         groups: list[tuple[str, list[str], Conjuncts]] = []
-        for pattern, schemas in zip(
-            patterns,
-            shape.patterns.values(),
-            strict=True,
-        ):
+        for pattern, schemas in zip(patterns, shape.patterns.values(), strict=True):
             groups.append((f"{pattern} & ", names, schemas))
         groups.append(("", names + patterns, shape.rest))
         options = []

@@ -162,8 +162,4 @@ def merge_arrays(parts: Conjuncts) -> ArrayShape:
     items = tuple(part.get("items", True) for part in parts)
     lows = [int(part.get("minItems", 0)) for part in parts]
     highs = [int(part["maxItems"]) for part in parts if "maxItems" in part]
-    return ArrayShape(
-        items,
-        max(lows, default=0),
-        min(highs) if highs else None,
-    )
+    return ArrayShape(items, max(lows, default=0), min(highs) if highs else None)

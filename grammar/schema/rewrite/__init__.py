@@ -79,9 +79,4 @@ def rewrite(
     new_schema = rewriter.rewrite_document(schema)
     lost = tuple(dict.fromkeys(rewriter.lost))
     narrowed = tuple(dict.fromkeys(rewriter.narrowed))
-    return Rewritten(
-        new_schema,
-        lost,
-        narrowed,
-        rewriter.origins(),
-    )
+    return Rewritten(new_schema, lost, narrowed, rewriter.origins())

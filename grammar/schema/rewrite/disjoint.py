@@ -56,13 +56,7 @@ class Disjointness:
                 self._definitions[keyword] = root[keyword]
         self._remaining_queries = _MAX_QUERIES
 
-    def proved(
-        self,
-        one: Any,
-        other: Any,
-        base: Any = True,
-        types: JsonTypes = JSON_TYPES,
-    ) -> bool:
+    def proved(self, one: Any, other: Any, base: Any = True, types: JsonTypes = JSON_TYPES) -> bool:
         """Return whether two schemas are provably disjoint.
 
         Parameters
@@ -104,13 +98,7 @@ class Disjointness:
             pending |= _references_in(target) - done
         return document
 
-    def _are_apart(
-        self,
-        one: Any,
-        other: Any,
-        types: JsonTypes,
-        depth: int,
-    ) -> bool:
+    def _are_apart(self, one: Any, other: Any, types: JsonTypes, depth: int) -> bool:
         """Return whether two schemas are disjoint, without querying LLGuidance."""
         if one is False or other is False:
             return True
@@ -134,11 +122,7 @@ class Disjointness:
         return False
 
     def _part_is_apart(
-        self,
-        one: SchemaObject,
-        other: SchemaObject,
-        types: JsonTypes,
-        depth: int,
+        self, one: SchemaObject, other: SchemaObject, types: JsonTypes, depth: int
     ) -> bool:
         """Return whether a part of `one` proves that `one` and `other` are disjoint.
 

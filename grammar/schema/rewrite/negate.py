@@ -182,25 +182,13 @@ class Negation:
             if keyword not in _HANDLED_ELSEWHERE and _is_relevant(keyword, types):
                 yield from self._keyword(keyword, value, types, names)
 
-    def _keyword(
-        self,
-        keyword: str,
-        value: Any,
-        types: JsonTypes,
-        names: Names,
-    ) -> Iterator[Any]:
+    def _keyword(self, keyword: str, value: Any, types: JsonTypes, names: Names) -> Iterator[Any]:
         """Yield schemas whose union is the complement of one keyword."""
         if keyword in ("minLength", "minItems", "minProperties"):
             if value > 0:
-                yield {
-                    "type": _TYPE_OF_KEYWORD[keyword],
-                    "max" + keyword[3:]: int(value) - 1,
-                }
+                yield {"type": _TYPE_OF_KEYWORD[keyword], "max" + keyword[3:]: int(value) - 1}
         elif keyword in ("maxLength", "maxItems", "maxProperties"):
-            yield {
-                "type": _TYPE_OF_KEYWORD[keyword],
-                "min" + keyword[3:]: int(value) + 1,
-            }
+            yield {"type": _TYPE_OF_KEYWORD[keyword], "min" + keyword[3:]: int(value) + 1}
         elif keyword == "pattern":
             words = literals(value)
             if words is None:
@@ -223,11 +211,7 @@ class Negation:
         elif keyword == "not":
             yield value
         elif keyword == "$ref":
-            yield self.complement(
-                self._references.resolve(value),
-                types,
-                names,
-            )
+            yield self.complement(self._references.resolve(value), types, names)
         elif keyword == "uniqueItems" and value is False:
             return
         elif _is_assertion(keyword):
@@ -248,19 +232,12 @@ class Negation:
         if "boolean" in types and len(set(by_type.get("boolean", ()))) == 1:
             yield {"enum": [not by_type["boolean"][0]]}  # draft 4 has no const
         if "string" in types and "string" in by_type:
-            yield {
-                "type": "string",
-                "pattern": none_of(by_type["string"]),
-            }
+            yield {"type": "string", "pattern": none_of(by_type["string"])}
         if "number" in by_type and types & {"number", "integer"}:
             json_type = "number" if "number" in types else "integer"
             lower: SchemaObject = {}
             for number in sorted(set(by_type["number"])):
-                yield {
-                    "type": json_type,
-                    **lower,
-                    "exclusiveMaximum": number,
-                }
+                yield {"type": json_type, **lower, "exclusiveMaximum": number}
                 lower = {"exclusiveMinimum": number}
             yield {"type": json_type, **lower}
         for json_type in ("array", "object"):
@@ -289,11 +266,7 @@ class Negation:
         if schema is False:
             return False
         prefix = "prefixItems" if self._draft >= 2020 else "items"
-        return {
-            "type": "array",
-            "minItems": index + 1,
-            prefix: [True] * index + [schema],
-        }
+        return {"type": "array", "minItems": index + 1, prefix: [True] * index + [schema]}
 
     def _arrays(self, schema: SchemaObject) -> Iterator[Any]:
         """Yield schemas whose union contains the arrays with an item that violates a schema."""
@@ -376,11 +349,7 @@ def _property(name: str, schema: Any) -> Any:
     """Return the schema of objects whose property `name` is present and satisfies `schema`."""
     if schema is False:
         return False
-    return {
-        "type": "object",
-        "required": [name],
-        "properties": {name: schema},
-    }
+    return {"type": "object", "required": [name], "properties": {name: schema}}
 
 
 def _with_another_property(present: tuple[str, ...], names: tuple[str, ...]) -> Any:

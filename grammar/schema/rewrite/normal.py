@@ -130,11 +130,7 @@ def _without_ignored(part: Any, draft: int, is_map: bool) -> Any:
         if keyword in DATA:
             kept[keyword] = value
         else:
-            kept[keyword] = _without_ignored(
-                value,
-                draft,
-                is_map=keyword in MAPS,
-            )
+            kept[keyword] = _without_ignored(value, draft, is_map=keyword in MAPS)
     return kept
 
 
@@ -173,35 +169,20 @@ def _pointers_by_name(root: SchemaObject) -> dict[str, list[str]]:
 
 
 def _replace_unevaluated_properties(
-    part: SchemaObject,
-    rest: Any,
-    references: References,
-    draft: int,
+    part: SchemaObject, rest: Any, references: References, draft: int
 ) -> None:
     """Replace ``unevaluatedProperties: rest`` by ``additionalProperties``."""
-    found = _evaluated_names(
-        part,
-        references,
-        ("unevaluatedProperties",),
-        [],
-    )
+    found = _evaluated_names(part, references, ("unevaluatedProperties",), [])
     if found is None or rest is True or rest == {}:
         return
-    for keyword, names in zip(
-        ("properties", "patternProperties"),
-        found,
-        strict=True,
-    ):
+    for keyword, names in zip(("properties", "patternProperties"), found, strict=True):
         if names:
             part[keyword] = {**names, **part.get(keyword, {})}
     part["additionalProperties"] = rest
 
 
 def _evaluated_names(
-    part: Any,
-    references: References,
-    ignored: tuple[str, ...],
-    ancestors: list[Any],
+    part: Any, references: References, ignored: tuple[str, ...], ancestors: list[Any]
 ) -> Names | None:
     """Return the property names and patterns that a schema evaluates for every value.
 
@@ -247,12 +228,7 @@ def _evaluated_names(
         names |= more_names
         patterns |= more_patterns
     for conditional in _conditional_parts(part):
-        found = _evaluated_names(
-            conditional,
-            references,
-            (),
-            path,
-        )
+        found = _evaluated_names(conditional, references, (), path)
         if found is None:
             raise NoExactForm("unevaluatedProperties", "depends on the value")
         more_names, more_patterns = found
@@ -278,10 +254,7 @@ def _conditional_parts(part: SchemaObject) -> list[Any]:
 
 
 def _replace_unevaluated_items(
-    part: SchemaObject,
-    rest: Any,
-    references: References,
-    draft: int,
+    part: SchemaObject, rest: Any, references: References, draft: int
 ) -> None:
     """Replace ``unevaluatedItems: rest`` by ``items`` or ``additionalItems``."""
     if rest is True or rest == {}:
@@ -290,12 +263,7 @@ def _replace_unevaluated_items(
         if draft < 2020:
             raise NoExactForm("unevaluatedItems", "validators disagree on contains before 2020-12")
         rest = any_of([part["contains"], rest])  # an item that satisfies contains is evaluated
-    if part.keys() & {
-        "allOf",
-        "$ref",
-        *_DYNAMIC_REFERENCES,
-        *_CONDITIONAL,
-    }:
+    if part.keys() & {"allOf", "$ref", *_DYNAMIC_REFERENCES, *_CONDITIONAL}:
         raise NoExactForm("unevaluatedItems", "depends on the value")
     if isinstance(part.get("items"), list):
         part.setdefault("additionalItems", rest)

@@ -116,11 +116,7 @@ class Rewriter:
     """
 
     def __init__(
-        self,
-        root: SchemaObject,
-        draft: int,
-        assert_formats: bool,
-        rules: Mapping[str, Rule],
+        self, root: SchemaObject, draft: int, assert_formats: bool, rules: Mapping[str, Rule]
     ):
         self.lost: list[Reason] = []
         self.narrowed: list[Reason] = []
@@ -173,18 +169,10 @@ class Rewriter:
         """
         if isinstance(schema, bool):
             return schema
-        site = Site(
-            schema,
-            at,
-            common_types(types, types_of(schema)),
-        )
+        site = Site(schema, at, common_types(types, types_of(schema)))
         for keyword in sorted(schema, key=lambda keyword: _LAST.get(keyword, 0)):
             try:
-                self._rewrite_keyword(
-                    keyword,
-                    schema[keyword],
-                    site,
-                )
+                self._rewrite_keyword(keyword, schema[keyword], site)
             except NoExactForm as error:
                 self.report_lost(at, keyword, error.why)
         if site.types & _NUMERIC:
@@ -244,11 +232,7 @@ class Rewriter:
         if keyword in _MAPS:
             new: dict[str, Any] = {}
             for name, part in value.items():
-                new[name] = self.rewrite(
-                    part,
-                    f"{pointer}/{escape(name)}",
-                    JSON_TYPES,
-                )
+                new[name] = self.rewrite(part, f"{pointer}/{escape(name)}", JSON_TYPES)
             if keyword == "patternProperties":
                 return {ecma_pattern(pattern): part for pattern, part in new.items()}
             return new

@@ -50,10 +50,7 @@ _NOT_ABOUT_VALUES = word_set("oneOf $schema $id id $defs definitions")
 _PLAIN = word_set("type enum const title description default examples $comment")
 _MAX_OVERLAPS = 40
 #: By type: the keyword for the schema of its elements, and the keyword for their minimum number.
-_ELEMENTS = {
-    "array": ("items", "minItems"),
-    "object": ("additionalProperties", "minProperties"),
-}
+_ELEMENTS = {"array": ("items", "minItems"), "object": ("additionalProperties", "minProperties")}
 _COUNTS = ("minProperties", "maxProperties")
 _OBJECT_KEYWORDS = ("properties", "patternProperties", "additionalProperties")
 
@@ -76,20 +73,9 @@ def _one_of(rewriter: Rewriter, value: Any, site: Site) -> None:
     try:
         if sum(map(len, overlaps.values())) > _MAX_OVERLAPS:
             raise NoExactForm("oneOf", f"the {len(value)} options overlap in too many pairs")
-        options, narrowed = _exclusive_options(
-            rewriter,
-            value,
-            rewritten,
-            overlaps,
-            base,
-            site,
-        )
+        options, narrowed = _exclusive_options(rewriter, value, rewritten, overlaps, base, site)
     except NoExactForm as error:
-        rewriter.report_lost(
-            site.at,
-            "oneOf",
-            f"options may overlap, and {error}",
-        )
+        rewriter.report_lost(site.at, "oneOf", f"options may overlap, and {error}")
         site.extra.append({"anyOf": rewritten})
         return
     rewriter.narrowed += narrowed
@@ -156,14 +142,7 @@ def _exclusive_options(
             restriction = _exclude_empty(rewriter, options[i], options[j])
             if restriction is None:
                 pair = (options[i], options[j])
-                restriction = _exclude(
-                    rewriter,
-                    pair,
-                    base,
-                    types,
-                    names,
-                    omitted,
-                )
+                restriction = _exclude(rewriter, pair, base, types, names, omitted)
             restrictions.append(restriction)
         if False not in restrictions:
             conjuncts = []
@@ -212,11 +191,7 @@ def _exclude(
     """
 
     def complement(types: JsonTypes) -> Any:
-        found, error = rewriter.negation.partial_complement(
-            pair[1],
-            types,
-            names,
-        )
+        found, error = rewriter.negation.partial_complement(pair[1], types, names)
         if error is not None:
             omitted.append(error)
         return found
@@ -224,11 +199,7 @@ def _exclude(
     disjoint_types = frozenset(
         json_type
         for json_type in types
-        if rewriter.disjoint.proved(
-            *pair,
-            base,
-            frozenset((json_type,)),
-        )
+        if rewriter.disjoint.proved(*pair, base, frozenset((json_type,)))
     )
     shared_types = types - disjoint_types
     if not disjoint_types:
@@ -264,30 +235,17 @@ def _exclude_empty(rewriter: Rewriter, one: Any, other: Any) -> SchemaObject | N
     return {min_elements: 1}
 
 
-def _require(
-    rewriter: Rewriter,
-    schema: Any,
-    site: Site,
-    keyword: str,
-) -> None:
+def _require(rewriter: Rewriter, schema: Any, site: Site, keyword: str) -> None:
     """Rewrite a schema that replaces a keyword, and add the result to the site."""
     pointer = f"{site.at}/{keyword}"
-    new_schema = rewriter.rewrite_exactly(
-        schema,
-        pointer,
-        site.types,
-    )
+    new_schema = rewriter.rewrite_exactly(schema, pointer, site.types)
     site.extra.append(new_schema)
 
 
 def _not(rewriter: Rewriter, value: Any, site: Site) -> None:
     """Replace ``not`` by the complement of its schema."""
     names = _closed_names(rewriter, site.schema)
-    complement = rewriter.negation.complement(
-        value,
-        site.types,
-        names,
-    )
+    complement = rewriter.negation.complement(value, site.types, names)
     _require(rewriter, complement, site, "not")
 
 
@@ -301,20 +259,11 @@ def _if(rewriter: Rewriter, value: Any, site: Site) -> None:
         options = [value, otherwise]  # equivalent, and needs no complement
     else:
         names = _closed_names(rewriter, site.schema)
-        complement = rewriter.negation.complement(
-            value,
-            site.types,
-            names,
-        )
+        complement = rewriter.negation.complement(value, site.types, names)
         if otherwise is not True:
             complement = {"allOf": [complement, otherwise]}
         options = [{"allOf": [value, then]}, complement]
-    _require(
-        rewriter,
-        {"anyOf": options},
-        site,
-        "if",
-    )
+    _require(rewriter, {"anyOf": options}, site, "if")
 
 
 def _handled_elsewhere(rewriter: Rewriter, value: Any, site: Site) -> None:
@@ -375,12 +324,7 @@ def _contains(rewriter: Rewriter, value: Any, site: Site) -> None:
     prefix = "prefixItems" if rewriter.draft >= 2020 else "items"
     options = contains(value, site.schema, prefix)
     options += _other_than_arrays(site)
-    _require(
-        rewriter,
-        {"anyOf": options},
-        site,
-        "contains",
-    )
+    _require(rewriter, {"anyOf": options}, site, "contains")
 
 
 def _other_than_arrays(site: Site) -> list[Any]:
@@ -405,13 +349,7 @@ def _format(rewriter: Rewriter, value: Any, site: Site) -> None:
     elif value in _REFUSED_FORMATS:
         raise NoExactForm("format", f"{value!r} cannot be enforced exactly")
     if value in _NARROWED_FORMATS:
-        rewriter.narrowed.append(
-            Reason(
-                site.at,
-                "format",
-                _NARROWED_FORMATS[value],
-            )
-        )
+        rewriter.narrowed.append(Reason(site.at, "format", _NARROWED_FORMATS[value]))
 
 
 def _pattern(rewriter: Rewriter, value: Any, site: Site) -> None:

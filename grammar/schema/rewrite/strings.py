@@ -19,10 +19,7 @@ _SPACE = r"\t-\r \xA0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
 _NOT_LINE_END = r"[^\n\r\u2028\u2029]"
 _BOUNDS = re.compile(r"\{\d+(?:,\d*)?\}")
 #: Escape sequences, character classes, starts of groups, quantifiers and single characters.
-_PIECE = re.compile(
-    rf"\\.|\[(?:\\.|[^\]\\])*\]|\(\??|[*+?]|{_BOUNDS.pattern}|.",
-    re.DOTALL,
-)
+_PIECE = re.compile(rf"\\.|\[(?:\\.|[^\]\\])*\]|\(\??|[*+?]|{_BOUNDS.pattern}|.", re.DOTALL)
 #: Escape sequences with a letter: those that Rust and ECMA-262 share, and those of `code_point`.
 _ESCAPE = re.compile(r"\\([dDwWtnvfr]|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8})")
 

@@ -32,12 +32,7 @@ class Loops:
     """
 
     def __init__(
-        self,
-        replays: LoopReplays,
-        slots: SlotManager,
-        mode: DraftMode,
-        *,
-        has_automata: bool,
+        self, replays: LoopReplays, slots: SlotManager, mode: DraftMode, *, has_automata: bool
     ):
         self._replays = replays
         self._slots = slots

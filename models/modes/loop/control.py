@@ -48,22 +48,14 @@ class LoopControl:
         int32 [B] on the device: slots of the batch rows.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        max_batch: int,
-        slack: int,
-        entries: int,
-    ):
+    def __init__(self, device: Device, max_batch: int, slack: int, entries: int):
         self.slack = slack
         self.words = PinnedSlots(
             device, 1, {"end_loop": ("int32", (1,)), "released": ("int32", (1,))}
         )
         self.rows = PinnedSlots(device, entries, {"last": ("int32", (1,))})
         self.inputs = PinnedSlots(
-            device,
-            1,
-            {"reserved": ("int32", (max_batch,)), "unguided": ("int32", (max_batch,))},
+            device, 1, {"reserved": ("int32", (max_batch,)), "unguided": ("int32", (max_batch,))}
         )
         self.loop: DeviceArray = device.zeros((2,), "int32")
         self.row_slot: DeviceArray = device.zeros((max_batch,), "int32")

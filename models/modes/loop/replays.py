@@ -45,11 +45,7 @@ class LoopReplays(Replays):
     """
 
     def __init__(
-        self,
-        parts: RoundParts,
-        stream: Stream,
-        budget: DraftBudget,
-        control: LoopControl,
+        self, parts: RoundParts, stream: Stream, budget: DraftBudget, control: LoopControl
     ):
         super().__init__(parts, stream, budget)
         self._control = control

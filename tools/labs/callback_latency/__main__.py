@@ -257,15 +257,7 @@ def table(report: dict[str, Any]) -> str:
     for latency in ("hop", "join"):
         columns += [f"{latency} {quantile}" for quantile in QUANTILES]
     rows: list[list[object]] = [
-        [
-            "transport",
-            "steps",
-            "python",
-            "samples",
-            *columns,
-            "GIL held",
-            "",
-        ]
+        ["transport", "steps", "python", "samples", *columns, "GIL held", ""]
     ]
     for one in report["measurements"]:
         figures = []
@@ -307,12 +299,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m graft.tools.labs.callback_latency",
         description="Measure the latency of host work in a replayed graph.",
     )
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=1000,
-        help="replays per configuration",
-    )
+    parser.add_argument("--samples", type=int, default=1000, help="replays per configuration")
     parser.add_argument(
         "--callbacks",
         type=int,
@@ -321,18 +308,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help=f"host steps per graph, 1 to {MAX_CALLBACKS}",
     )
-    parser.add_argument(
-        "--python",
-        nargs="+",
-        choices=PYTHON_STATES,
-        default=PYTHON_STATES,
-    )
-    parser.add_argument(
-        "--transports",
-        nargs="+",
-        choices=TRANSPORTS,
-        default=TRANSPORTS,
-    )
+    parser.add_argument("--python", nargs="+", choices=PYTHON_STATES, default=PYTHON_STATES)
+    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
     parser.add_argument(
         "--limit-s",
         type=float,

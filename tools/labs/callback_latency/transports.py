@@ -104,13 +104,7 @@ class TransportGraph:
         CLOCK_MONOTONIC of each call of a Python body since the last `replay` began.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        transport: str,
-        callbacks: int,
-        work: Any = None,
-    ) -> None:
+    def __init__(self, device: Device, transport: str, callbacks: int, work: Any = None) -> None:
         self.transport = transport
         self.callbacks = callbacks
         self.called: list[int] = []
@@ -316,10 +310,7 @@ def _object_code(device: Device) -> Any:
         from graft.native.softcuda.compile import compile_cpu
 
         image = compile_cpu(
-            text,
-            CLOCK_KERNELS.name,
-            include_dirs=folders,
-            cache_dir=cache_folder() / "soft",
+            text, CLOCK_KERNELS.name, include_dirs=folders, cache_dir=cache_folder() / "soft"
         )
         return ObjectCode.from_cubin(image)
     major, minor = device.compute_capability

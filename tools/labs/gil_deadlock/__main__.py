@@ -189,13 +189,7 @@ def run_case(case: Case, soft: bool = True) -> Result:
         report = watch.format_report(edges)
     elif timed_out:
         report = f"killed after {seconds:.0f} s\n{report}"
-    return Result(
-        case,
-        outcome,
-        expected_outcome(case) if soft else "",
-        seconds,
-        report,
-    )
+    return Result(case, outcome, expected_outcome(case) if soft else "", seconds, report)
 
 
 def _child_environment(case: Case, soft: bool, edges: Path) -> dict[str, str]:
@@ -321,10 +315,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="run only the deadlock, two ways to avoid it and a control, and print reports",
     )
     parser.add_argument(
-        "--jobs",
-        type=int,
-        default=2,
-        help="concurrent cases (default %(default)s)",
+        "--jobs", type=int, default=2, help="concurrent cases (default %(default)s)"
     )
     options = parser.parse_args(arguments)
     if options.jobs < 1:

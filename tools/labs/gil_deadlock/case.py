@@ -178,12 +178,7 @@ def enqueue_callback(
         return _enqueue_graft(device, transport, stream)
     if transport == "cuda.bindings":
         function = cu.CUhostFn(_c_function("usleep"))
-        call(
-            cu.cuLaunchHostFunc,
-            stream.handle,
-            function,
-            NATIVE_CALLBACK_US,
-        )
+        call(cu.cuLaunchHostFunc, stream.handle, function, NATIVE_CALLBACK_US)
         return lambda: None, None
     if transport == "ctypes":
         thunk = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda data: None)
@@ -283,19 +278,7 @@ def _prepare_first_launch(device: Device, driver: Any) -> tuple[Callable[[], Non
     pointers = (ctypes.c_void_p * 2)(*(ctypes.addressof(argument) for argument in arguments))
 
     def launch() -> None:
-        status = driver.cuLaunchKernel(
-            function,
-            1,
-            1,
-            1,
-            1,
-            1,
-            1,
-            0,
-            handle,
-            pointers,
-            None,
-        )
+        status = driver.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, handle, pointers, None)
         _check("cuLaunchKernel", status)
 
     return launch, (keep, stamps, other, arguments, pointers)
@@ -356,20 +339,7 @@ def _block_stream(device: Device, stream: _Stream) -> Any:
     device.synchronize(STREAM_LIMIT_S)
     values = (gate.ptr, int(BLOCK_LIMIT_S * 1e9))
     arguments = (values, (ctypes.c_void_p, ctypes.c_ulonglong))
-    call(
-        cu.cuLaunchKernel,
-        kernel.function,
-        1,
-        1,
-        1,
-        1,
-        1,
-        1,
-        0,
-        stream.handle,
-        arguments,
-        0,
-    )
+    call(cu.cuLaunchKernel, kernel.function, 1, 1, 1, 1, 1, 1, 0, stream.handle, arguments, 0)
     return gate
 
 
