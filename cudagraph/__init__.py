@@ -12,8 +12,9 @@ Terms:
 * A *payload* is a value that a host step receives and that can be changed between replays.
 """
 
-from graft.cudagraph.conditional import Condition, condition, if_, if_else, while_
 from graft.cudagraph.device import Device, open_device
+from graft.cudagraph.driver.memory import DeviceArray, PinnedArray
+from graft.cudagraph.driver.pinned import PinnedField, PinnedSlots, Ring
 from graft.cudagraph.errors import (
     DeadlineError,
     DeviceError,
@@ -23,12 +24,11 @@ from graft.cudagraph.errors import (
     OptionError,
     ShapeError,
 )
-from graft.cudagraph.graph import Graph, GraphBody, GraphExec, GraphLane
-from graft.cudagraph.hostwork import NativeWork, PythonWork, check_captured, hostfunc
-from graft.cudagraph.kernels import Kernel, KernelModule, load_text
+from graft.cudagraph.graph.conditional import Condition, condition, if_, if_else, while_
+from graft.cudagraph.graph.graph import Graph, GraphBody, GraphExec, GraphLane
+from graft.cudagraph.graph.mailbox import MailboxWorker
+from graft.cudagraph.host.hostwork import NativeWork, PythonWork, check_captured, hostfunc
+from graft.cudagraph.host.payload import Payload
+from graft.cudagraph.kernels.kernels import Kernel, KernelModule, load_text
 from graft.cudagraph.lanes import Lane, StreamLane
-from graft.cudagraph.mailbox import MailboxWorker
-from graft.cudagraph.memory import DeviceArray, PinnedArray
-from graft.cudagraph.payload import Payload
-from graft.cudagraph.pinned import PinnedField, PinnedSlots, Ring
 from graft.cudagraph.streams import Event, Stream

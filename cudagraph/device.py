@@ -14,14 +14,14 @@ from pathlib import Path
 
 from numpy.typing import NDArray
 
-from graft.cudagraph import chooser, softstats
-from graft.cudagraph.context import Context
-from graft.cudagraph.driver import call, cu
-from graft.cudagraph.dtypes import numpy_dtype
+from graft.cudagraph.driver import chooser, softstats
+from graft.cudagraph.driver.context import Context
+from graft.cudagraph.driver.driver import call, cu
+from graft.cudagraph.driver.dtypes import numpy_dtype
+from graft.cudagraph.driver.memory import DeviceArray, PinnedArray, check_shape, from_host, zeros
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.kernels import KernelModule, load
-from graft.cudagraph.memory import DeviceArray, PinnedArray, check_shape, from_host, zeros
-from graft.cudagraph.ptx import soft_device_runs_ptx
+from graft.cudagraph.kernels.kernels import KernelModule, load
+from graft.cudagraph.kernels.ptx import soft_device_runs_ptx
 from graft.cudagraph.streams import Event, Stream
 from graft.native import _native
 

@@ -2,7 +2,7 @@
 
 A lane is an in-order sequence of device and host work. Model, sampling and grammar code is written
 against the protocol :class:`Lane`. :class:`StreamLane` enqueues the work on a stream at once.
-:class:`graft.cudagraph.graph.GraphLane` adds the work to a graph as nodes.
+:class:`graft.cudagraph.graph.graph.GraphLane` adds the work to a graph as nodes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from graft.cudagraph.driver import call, cu
+from graft.cudagraph.driver.driver import call, cu
+from graft.cudagraph.driver.memory import DeviceArray, PinnedArray, Span, check_byte
 from graft.cudagraph.errors import KernelError, OptionError, ShapeError
-from graft.cudagraph.hostwork import HostWork, Spin, as_work, enqueue, keep_captured, resolve_spin
-from graft.cudagraph.kernels import Kernel
-from graft.cudagraph.memory import DeviceArray, PinnedArray, Span, check_byte
+from graft.cudagraph.host.hostwork import (
+    HostWork,
+    Spin,
+    as_work,
+    enqueue,
+    keep_captured,
+    resolve_spin,
+)
+from graft.cudagraph.kernels.kernels import Kernel
 from graft.cudagraph.streams import Event, Stream
 
 Dims = int | tuple[int, int, int]
@@ -57,7 +64,7 @@ class Lane(Protocol):
         """Set every byte of an array."""
 
     def host(self, work: HostWork, *, name: str | None = None, spin: Spin = False) -> None:
-        """Run host work; see :func:`~graft.cudagraph.hostwork.hostfunc` for `spin`."""
+        """Run host work; see :func:`~graft.cudagraph.host.hostwork.hostfunc` for `spin`."""
 
     def record(self, name: str | None = None) -> Mark:
         """Return a mark at the current end of the lane."""

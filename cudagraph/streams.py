@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import warnings
 
-from graft.cudagraph.context import Context, wait_streams
-from graft.cudagraph.driver import call, check_code, cu, is_ready, prepare_driver_call
+from graft.cudagraph.driver.context import Context, wait_streams
+from graft.cudagraph.driver.driver import call, check_code, cu, is_ready, prepare_driver_call
+from graft.cudagraph.driver.stacks import describe_running
 from graft.cudagraph.errors import DeadlineError, OptionError
-from graft.cudagraph.hostwork import check_captured, keep_captured, raise_eager_failure
-from graft.cudagraph.stacks import describe_running
+from graft.cudagraph.host.hostwork import check_captured, keep_captured, raise_eager_failure
 from graft.native import _native
 
 

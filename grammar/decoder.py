@@ -28,9 +28,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.graph import GraphLane
-from graft.cudagraph.hostwork import NativeWork
-from graft.cudagraph.mailbox import MailboxWorker
+from graft.cudagraph.graph.graph import GraphLane
+from graft.cudagraph.graph.mailbox import MailboxWorker
+from graft.cudagraph.host.hostwork import NativeWork
 from graft.grammar.errors import GuideError
 from graft.grammar.forced import ForcedTokens
 from graft.grammar.matcher import Matcher
@@ -135,7 +135,7 @@ class GuidedDecoder:
         Implementation of the steps, one of `STEP_TRANSPORTS`.
     deadline_s
         Maximum time of one step on a worker thread, in seconds; see
-        `graft.cudagraph.graph.GraphLane.mailbox`.
+        `graft.cudagraph.graph.graph.GraphLane.mailbox`.
     max_in_flight
         Maximum number of replays that are published but not yet retired; see `retire`.
     threads

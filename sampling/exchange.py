@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from graft.cudagraph.context import Context
-from graft.cudagraph.cstruct import read_numbers, read_struct
+from graft.cudagraph.driver.context import Context
+from graft.cudagraph.driver.cstruct import read_numbers, read_struct
+from graft.cudagraph.driver.memory import PinnedArray, zeros
+from graft.cudagraph.driver.pinned import replay_word
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import PinnedArray, zeros
-from graft.cudagraph.pinned import replay_word
 from graft.sampling.mode import RECORDS_HEADER, DraftMode
 
 __all__ = ["NUMBERS", "Exchange"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from graft.cudagraph.cstruct import read_numbers
 from graft.cudagraph.device import Device
+from graft.cudagraph.driver.cstruct import read_numbers
 
 __all__ = ["KERNELS", "MAX_SELECTED", "load", "row_block", "row_parts"]
 

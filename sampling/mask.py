@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from graft.cudagraph.device import Device
+from graft.cudagraph.driver.memory import DeviceArray, PinnedArray
 from graft.cudagraph.errors import ShapeError
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray, PinnedArray
 from graft.sampling.checks import check_range, expect
 from graft.sampling.loading import load
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from graft.cudagraph.compiler import INCLUDE_ROOT
-from graft.cudagraph.cstruct import read_numbers
+from graft.cudagraph.driver.cstruct import read_numbers
 from graft.cudagraph.errors import OptionError
+from graft.cudagraph.kernels.compiler import INCLUDE_ROOT
 from graft.sampling.checks import check_range
 
 __all__ = ["MASKINGS", "MAX_BRANCH", "MAX_CANDIDATES", "TREE_CANDIDATES", "DraftMode"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from graft.cudagraph.cstruct import read_numbers
+from graft.cudagraph.driver.cstruct import read_numbers
 from graft.cudagraph.errors import OptionError
 from graft.sampling.checks import check_ids, check_integer, check_real, short_repr
 from graft.sampling.loading import KERNELS

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from graft.cudagraph.cstruct import read_struct
 from graft.cudagraph.device import Device
+from graft.cudagraph.driver.cstruct import read_struct
+from graft.cudagraph.driver.memory import DeviceArray, PinnedArray
+from graft.cudagraph.driver.pinned import PinnedField, Ring
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray, PinnedArray
-from graft.cudagraph.pinned import PinnedField, Ring
 from graft.sampling.checks import check_range, expect
 from graft.sampling.exchange import Exchange
 from graft.sampling.loading import KERNELS, load, row_block, row_parts

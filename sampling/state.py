@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from graft.cudagraph.cstruct import read_numbers, read_struct
 from graft.cudagraph.device import Device
+from graft.cudagraph.driver.cstruct import read_numbers, read_struct
+from graft.cudagraph.driver.memory import PinnedArray
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import PinnedArray
 from graft.sampling.checks import check_range
 from graft.sampling.loading import KERNELS, load
 from graft.sampling.params import VERIFY_MODES, SamplingParams

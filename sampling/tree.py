@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from graft.cudagraph.cstruct import read_struct
+from graft.cudagraph.driver.cstruct import read_struct
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray
 from graft.sampling.checks import check_range, expect, short_repr
 from graft.sampling.loading import KERNELS, load
 from graft.sampling.sampler import Sampler

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from graft.cudagraph.compiler import cache_folder, include_folders, nvrtc_options
-from graft.cudagraph.ptx import nvrtc_library
+from graft.cudagraph.kernels.compiler import cache_folder, include_folders, nvrtc_options
+from graft.cudagraph.kernels.ptx import nvrtc_library
 from graft.native.softcuda.compile import included_files
 from graft.tools.bench import kernel_report
 from graft.tools.bench.kernel_report import Variant

@@ -19,7 +19,7 @@ import numpy as np
 import reference_round as ref
 from reference_round import FREE, NOT_READY, READY
 
-from graft.cudagraph.pinned import Ring
+from graft.cudagraph.driver.pinned import Ring
 from graft.sampling.exchange import Exchange
 from graft.sampling.sampler import ROUND_ROW
 

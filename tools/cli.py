@@ -118,7 +118,7 @@ def _run(arguments: Sequence[str] | None, has_stdout: bool) -> int:
 
 def _is_first_rank(options: argparse.Namespace) -> bool:
     """Join the ranks of a parallel run. All but the first one work until the run has ended."""
-    from graft.cudagraph.ranks import RankGroup
+    from graft.cudagraph.ranks.ranks import RankGroup
     from graft.models.llm.worker_rank import run_worker
 
     options.ranks = RankGroup.from_mpi()

@@ -18,9 +18,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from graft.cudagraph import chooser
+from graft.cudagraph.driver import chooser
 from graft.cudagraph.errors import GraftError, OptionError
-from graft.cudagraph.ptx import missing_compiler
+from graft.cudagraph.kernels.ptx import missing_compiler
 from graft.native import _native
 from graft.sampling.checks import short_repr
 from graft.tools import watch
@@ -144,7 +144,7 @@ def check_device() -> Finding:
 def check_transports() -> Finding:
     """Test each transport (mechanism by which a CUDA graph calls host work) in a child process."""
     from graft.cudagraph.device import open_device
-    from graft.cudagraph.transports import choose_transport, probe_transport
+    from graft.cudagraph.host.transports import choose_transport, probe_transport
 
     try:
         device = open_device()

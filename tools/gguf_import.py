@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from graft.cudagraph.dtypes import from_float32, itemsize
+from graft.cudagraph.driver.dtypes import from_float32, itemsize
 from graft.cudagraph.errors import GraftError
 from graft.models.llm.config import TARGETS, LlamaConfig
 from graft.models.llm.rope import Llama3, Rope

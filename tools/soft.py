@@ -20,9 +20,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from graft.cudagraph.chooser import soft_library
+from graft.cudagraph.driver.chooser import soft_library
 from graft.cudagraph.errors import DeviceError, OptionError
-from graft.cudagraph.ptx import CODES, missing_compiler, nvrtc_library
+from graft.cudagraph.kernels.ptx import CODES, missing_compiler, nvrtc_library
 
 
 def resolve_command(program: list[str]) -> list[str]:

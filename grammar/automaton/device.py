@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from graft.cudagraph.cstruct import read_numbers, read_struct
+from graft.cudagraph.driver.cstruct import read_numbers, read_struct
+from graft.cudagraph.driver.memory import DeviceArray, PinnedArray
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray, PinnedArray
 from graft.grammar.matcher import Matcher
 from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native

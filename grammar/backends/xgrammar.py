@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from graft.cudagraph.driver.heap import return_free_memory
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.heap import return_free_memory
 from graft.grammar.backends.base import ending_ids, require_release
 from graft.grammar.backends.xgrammar_regex import convert_pattern, convert_patterns
 from graft.grammar.errors import GrammarError, clean_message

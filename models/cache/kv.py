@@ -28,9 +28,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from graft.cudagraph.device import Device
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray
 
 #: Storage dtypes of weights and caches, each with the name of its type in kernels.
 STORAGE = {"float32": "float", "float16": "fp16_t", "bfloat16": "bf16_t"}

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from graft.cudagraph.device import Device
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray
 from graft.models.cache.kv import PagedKV
 from graft.models.drafters.feed import Feed
 from graft.models.errors import ConfigError, DrafterError

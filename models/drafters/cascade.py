@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray
 from graft.models.drafters.base import Drafter, DrafterChoice, DrafterContext
 from graft.models.drafters.feed import Feed
 from graft.models.drafters.load import make_drafter

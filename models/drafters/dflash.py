@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray
 from graft.models.drafters.base import Drafter, DrafterContext, TreeShape, check_target
 from graft.models.drafters.dflash2 import Convolutions, Selector
 from graft.models.drafters.feed import Feed

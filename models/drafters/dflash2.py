@@ -21,8 +21,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray
 from graft.models.llm.config import DFlashConfig
 from graft.models.llm.kernel_library import ModelKernels
 from graft.models.llm.rows import Rows

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from graft.cudagraph.device import Device
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray
 from graft.models.cache.kv import PagedKV
 from graft.models.drafters.base import Drafter, DrafterContext, TreeShape, check_target
 from graft.models.drafters.feed import Feed

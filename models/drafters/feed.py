@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from graft.cudagraph.device import Device
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray
 from graft.models.llm.rows import Rows
 from graft.sampling.sampler import RowMap, Sampler
 from graft.sampling.state import SlotState

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray
 from graft.models.drafters.base import Drafter, DrafterContext, TreeShape
 from graft.models.drafters.feed import Feed
 from graft.models.llm.checkpoint import Checkpoint

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from graft.cudagraph.cstruct import read_numbers
+from graft.cudagraph.driver.cstruct import read_numbers
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray
 from graft.models.drafters.base import Drafter, DrafterContext, TreeShape
 from graft.models.drafters.feed import Feed
 from graft.models.llm.rows import Rows

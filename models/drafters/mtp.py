@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray
 from graft.models.drafters.base import Drafter, DrafterContext, TreeShape, check_target
 from graft.models.drafters.feed import Feed
 from graft.models.errors import DrafterError

@@ -19,11 +19,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from graft.cudagraph.cstruct import read_numbers
+from graft.cudagraph.driver.cstruct import read_numbers
+from graft.cudagraph.driver.memory import DeviceArray, PinnedArray
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.hostwork import PythonWork
+from graft.cudagraph.host.hostwork import PythonWork
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray, PinnedArray
 from graft.models.drafters.base import Drafter, DrafterContext, MakeDrafter, TreeShape
 from graft.models.drafters.feed import Feed
 from graft.models.errors import DrafterError

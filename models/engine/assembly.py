@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.driver.pinned import Ring
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.graph import supports_programmatic_edges
-from graft.cudagraph.pinned import Ring
-from graft.cudagraph.ranks import RankGroup
+from graft.cudagraph.graph.graph import supports_programmatic_edges
+from graft.cudagraph.ranks.ranks import RankGroup
 from graft.grammar.compile.service import GrammarService
 from graft.grammar.decoder import CANDIDATES, GuidedDecoder, default_threads
 from graft.grammar.forced import ForcedTokens

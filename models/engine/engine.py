@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 from tqdm import tqdm
 
 from graft.cudagraph.device import Device, open_device
-from graft.cudagraph.driver import is_forked, prepare_driver_call
+from graft.cudagraph.driver.driver import is_forked, prepare_driver_call
+from graft.cudagraph.driver.heap import return_free_memory
 from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError, OptionError
-from graft.cudagraph.heap import return_free_memory
+from graft.cudagraph.host.transports import choose_transport
 from graft.cudagraph.lanes import StreamLane
-from graft.cudagraph.ranks import RankGroup
-from graft.cudagraph.transports import choose_transport
+from graft.cudagraph.ranks.ranks import RankGroup
 from graft.models.drafters import DrafterChoice
 from graft.models.drafters.load import is_block_drafter
 from graft.models.engine.admission import Admission

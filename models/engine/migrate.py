@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from graft.cudagraph.device import Device
+from graft.cudagraph.driver.memory import PinnedArray
 from graft.cudagraph.lanes import StreamLane
-from graft.cudagraph.memory import PinnedArray
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.grammar.spec import Marker
 from graft.models.cache.kv import PagedKV

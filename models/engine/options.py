@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.transports import TRANSPORTS
+from graft.cudagraph.host.transports import TRANSPORTS
 from graft.grammar.automaton.device import ROW_BYTES, TABLE_BYTES
 from graft.grammar.backends.registry import BACKENDS
 from graft.grammar.compile.cache import CACHE_BYTES

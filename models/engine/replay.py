@@ -22,9 +22,9 @@ from functools import partial
 import numpy as np
 
 from graft.cudagraph.device import Stream
+from graft.cudagraph.driver.stacks import describe_running
 from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError
-from graft.cudagraph.exec import GraphExec
-from graft.cudagraph.stacks import describe_running
+from graft.cudagraph.graph.exec import GraphExec
 from graft.grammar.decoder import GuidedRequest
 from graft.models.engine.interrupt import Shield
 from graft.models.engine.request_state import RequestState

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from graft.cudagraph.dtypes import E4M3
+from graft.cudagraph.driver.dtypes import E4M3
 from graft.models.errors import CheckpointError, ConfigError
 from graft.models.json_fields import read_json
 

@@ -37,11 +37,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from graft.cudagraph.device import Device
-from graft.cudagraph.dtypes import E4M3, itemsize
+from graft.cudagraph.driver.dtypes import E4M3, itemsize
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.errors import OptionError, ShapeError
-from graft.cudagraph.kernels import Kernel
+from graft.cudagraph.kernels.kernels import Kernel
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray
 from graft.models.cache.kv import STORAGE, PagedKV
 from graft.models.llm.rows import Rows
 from graft.models.llm.weights import Matrix, ScaledMatrix

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from graft.cudagraph.device import Device
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray
 from graft.models.cache.kv import PagedKV
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.errors import ShapeError
-from graft.cudagraph.memory import DeviceArray
 from graft.sampling.checks import expect
 
 

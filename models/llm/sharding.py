@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 
 from graft.cudagraph.device import Device
+from graft.cudagraph.driver.memory import DeviceArray, PinnedArray
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.graph import GraphLane
+from graft.cudagraph.graph.graph import GraphLane
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray, PinnedArray
-from graft.cudagraph.nccl import NcclAllGather
-from graft.cudagraph.ranks import HEADER_WORDS, AllGather, MpiAllGather, RankGroup
+from graft.cudagraph.ranks.nccl import NcclAllGather
+from graft.cudagraph.ranks.ranks import HEADER_WORDS, AllGather, MpiAllGather, RankGroup
 from graft.models.cache.kv import PagedKV
 from graft.models.errors import EngineError
 from graft.models.llm.checkpoint import Checkpoint

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.errors import ShapeError
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray
 from graft.models.cache.kv import PagedKV
 from graft.models.llm.config import LlamaConfig
 from graft.models.llm.kernel_library import NORM_GROUP, HeadNorms, KVWrite, ModelKernels, Norm

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from graft.cudagraph.device import Device
-from graft.cudagraph.dtypes import E4M3, from_float32, to_float32
-from graft.cudagraph.memory import DeviceArray
-from graft.cudagraph.ranks import AllGather
+from graft.cudagraph.driver.dtypes import E4M3, from_float32, to_float32
+from graft.cudagraph.driver.memory import DeviceArray
+from graft.cudagraph.ranks.ranks import AllGather
 from graft.models.errors import CheckpointError
 from graft.models.llm.checkpoint import FLOATS, Checkpoint
 

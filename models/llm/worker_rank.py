@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from graft.cudagraph.device import open_device
+from graft.cudagraph.driver.memory import DeviceArray, PinnedArray
 from graft.cudagraph.errors import DeadlineError, GraftError
-from graft.cudagraph.exec import GraphExec
-from graft.cudagraph.graph import Graph
+from graft.cudagraph.graph.exec import GraphExec
+from graft.cudagraph.graph.graph import Graph
 from graft.cudagraph.lanes import Lane, StreamLane
-from graft.cudagraph.memory import DeviceArray, PinnedArray
-from graft.cudagraph.ranks import HEADER_WORDS, RankGroup
+from graft.cudagraph.ranks.ranks import HEADER_WORDS, RankGroup
 from graft.cudagraph.streams import Stream
 from graft.models.cache.kv import PagedKV
 from graft.models.errors import ConfigError

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from graft.cudagraph.graph import GraphLane, GraphMark
-from graft.cudagraph.memory import DeviceArray
+from graft.cudagraph.driver.memory import DeviceArray
+from graft.cudagraph.graph.graph import GraphLane, GraphMark
 from graft.grammar.automaton.device import DeviceAutomata
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.round.grammar_steps import GrammarSteps

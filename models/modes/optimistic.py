@@ -14,7 +14,7 @@ is legal, it is also the best of the legal ones, so outputs do not change.
 
 from __future__ import annotations
 
-from graft.cudagraph.graph import GraphLane
+from graft.cudagraph.graph.graph import GraphLane
 from graft.models.drafters.feed import Feed
 from graft.models.modes.automaton_steps import MixedSteps
 from graft.models.round.grammar_steps import GrammarSteps

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from graft.cudagraph.device import Device
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.errors import GraftError, OptionError
-from graft.cudagraph.memory import DeviceArray
-from graft.cudagraph.ranks import RankGroup
+from graft.cudagraph.ranks.ranks import RankGroup
 from graft.grammar.automaton.device import DeviceAutomata
 from graft.grammar.decoder import GuidedDecoder
 from graft.grammar.vocabulary import Vocabulary

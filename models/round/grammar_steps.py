@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from graft.cudagraph.graph import GraphLane, GraphMark
-from graft.cudagraph.hostwork import NativeWork
+from graft.cudagraph.graph.graph import GraphLane, GraphMark
+from graft.cudagraph.host.hostwork import NativeWork
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.drafters.feed import Feed
 from graft.models.round.timing import Stamps

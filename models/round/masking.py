@@ -35,8 +35,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from graft.cudagraph.graph import GraphLane, GraphMark
-from graft.cudagraph.memory import DeviceArray
+from graft.cudagraph.driver.memory import DeviceArray
+from graft.cudagraph.graph.graph import GraphLane, GraphMark
 from graft.models.drafters.base import Drafter
 from graft.models.drafters.feed import Feed
 from graft.models.round.grammar_steps import GrammarSteps

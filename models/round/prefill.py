@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from graft.cudagraph.device import Device
-from graft.cudagraph.exec import GraphExec
-from graft.cudagraph.graph import Graph
+from graft.cudagraph.graph.exec import GraphExec
+from graft.cudagraph.graph.graph import Graph
 from graft.cudagraph.lanes import StreamLane
 from graft.models.drafters.base import Drafter
 from graft.models.llm.llama import LlamaModel

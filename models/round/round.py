@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graft.cudagraph.device import Device, Stream
-from graft.cudagraph.graph import Graph, GraphExec, GraphLane, GraphMark
-from graft.cudagraph.memory import DeviceArray
-from graft.cudagraph.pinned import PinnedSlots, Ring
+from graft.cudagraph.driver.memory import DeviceArray
+from graft.cudagraph.driver.pinned import PinnedSlots, Ring
+from graft.cudagraph.graph.graph import Graph, GraphExec, GraphLane, GraphMark
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.drafters.base import Drafter
 from graft.models.drafters.feed import Feed, RoundScratch

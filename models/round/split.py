@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from graft.cudagraph.device import Stream
-from graft.cudagraph.graph import GraphExec, GraphMark
+from graft.cudagraph.graph.graph import GraphExec, GraphMark
 from graft.models.drafters.feed import RoundScratch
 from graft.models.round.round import RoundGraph, RoundParts
 

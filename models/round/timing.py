@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from graft.cudagraph.device import Device
+from graft.cudagraph.driver.memory import DeviceArray
+from graft.cudagraph.driver.pinned import PinnedSlots
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray
-from graft.cudagraph.pinned import PinnedSlots
 
 __all__ = ["Part", "Stamps", "make_timeline", "timeline_args"]
 

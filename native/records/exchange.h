@@ -1,7 +1,7 @@
 // Records that the host, the C++ grammar worker and the kernels exchange through pinned memory.
 //
 // Kernels and worker include this header; Python parses its constants and structs
-// (cudagraph/cstruct.py). Each record is declared here only.
+// (cudagraph/driver/cstruct.py). Each record is declared here only.
 //
 // A *slot* holds the state of one running request. A *replay* is one launch of a round's graph;
 // replays are numbered from 1, so that a reader can tell a current record from an older one. The

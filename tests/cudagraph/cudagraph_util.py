@@ -17,8 +17,8 @@ import pytest
 
 from graft import native
 from graft.cudagraph import Device, Graph, GraphExec, HostWorkError, Stream
-from graft.cudagraph.driver import call, cu, is_current
-from graft.cudagraph.hostwork import NativeWork
+from graft.cudagraph.driver.driver import call, cu, is_current
+from graft.cudagraph.host.hostwork import NativeWork
 from graft.native import _native
 
 LIMIT_S = 60.0

@@ -11,8 +11,8 @@ from cudagraph_util import THREAD_LOCAL, ForeignCapture, wait_for_records, wait_
 
 from graft import native
 from graft.cudagraph import Device, DeviceError, HostWorkError, Stream, StreamLane, load_text
-from graft.cudagraph.driver import call, cu
-from graft.cudagraph.hostwork import check_captured, hostfunc
+from graft.cudagraph.driver.driver import call, cu
+from graft.cudagraph.host.hostwork import check_captured, hostfunc
 from graft.native import _native
 
 TEXT = """

@@ -17,9 +17,9 @@ from graft.cudagraph import (
     OptionError,
     Stream,
     condition,
-    graph,
     if_,
 )
+from graft.cudagraph.graph import graph
 
 TEXT = """
 extern "C" __global__ void unless(const int* status, int* data) { if (!status[0]) *data += 1; }

@@ -156,7 +156,7 @@ except DeviceError as error:
 
 def test_conditional_header_compiles_with_nvrtc() -> None:
     """NVRTC compiles conditional.cuh without CUDA headers and leaves the function undefined."""
-    from graft.cudagraph.compiler import nvrtc_options
+    from graft.cudagraph.kernels.compiler import nvrtc_options
 
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
     code, program = nvrtc.nvrtcCreateProgram(TEXT.encode(), b"conditional_test.cu", 0, [], [])

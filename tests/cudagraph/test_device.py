@@ -10,15 +10,8 @@ import pytest
 from cudagraph_util import PRELUDE, assert_raises, compile_library, run_program, run_python
 
 import graft.cudagraph
-from graft.cudagraph import (
-    DeadlineError,
-    Device,
-    DeviceError,
-    Stream,
-    StreamLane,
-    chooser,
-    open_device,
-)
+from graft.cudagraph import DeadlineError, Device, DeviceError, Stream, StreamLane, open_device
+from graft.cudagraph.driver import chooser
 
 
 def test_open_device_returns_open_device(device: Device) -> None:
@@ -35,7 +28,7 @@ def test_device_describe_is_one_line_with_kind(device: Device) -> None:
 
 def test_import_loads_no_driver() -> None:
     done = run_python(
-        "import graft.cudagraph.device, graft.cudagraph.graph, graft.native._native as n;"
+        "import graft.cudagraph.device, graft.cudagraph.graph.graph, graft.native._native as n;"
         "print(repr(n.loaded_library('libcuda.so.1')))"
     )
     assert done.stdout.strip() == "''", done.stderr
@@ -55,7 +48,8 @@ def test_device_selection_auto_falls_back_to_soft() -> None:
     """ "auto" probes NVIDIA's driver in a child process, so that the soft device can be loaded."""
     done = run_python(
         """
-from graft.cudagraph import chooser, open_device
+from graft.cudagraph import open_device
+from graft.cudagraph.driver import chooser
 _, why = chooser.probe_cuda()
 device = open_device()
 print(device.kind, bool(why), device.fallback_reason == why and device.describe().endswith(why))

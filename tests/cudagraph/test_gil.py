@@ -12,7 +12,8 @@ import pytest
 from cudagraph_util import Semaphore, replay, run_program, run_python
 
 from graft import native
-from graft.cudagraph import Device, Graph, Stream, StreamLane, hostfunc, load_text, softstats
+from graft.cudagraph import Device, Graph, Stream, StreamLane, hostfunc, load_text
+from graft.cudagraph.driver import softstats
 from graft.native import _native, check_gil
 
 TEXT = 'extern "C" __global__ void one(int* p) { p[0] += 1; }'

@@ -29,8 +29,8 @@ from graft.cudagraph import (
     if_,
     load_text,
 )
-from graft.cudagraph import graph as graph_module
-from graft.cudagraph.driver import call, cu
+from graft.cudagraph.driver.driver import call, cu
+from graft.cudagraph.graph import graph as graph_module
 
 TEXT = """
 extern "C" __global__ void add(int* data, int value) { data[threadIdx.x] += value; }

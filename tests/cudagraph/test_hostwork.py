@@ -9,10 +9,11 @@ import threading
 import pytest
 from cudagraph_util import assert_raises, compile_library, mailbox_graph, replay, run_program
 
-from graft.cudagraph import Device, Graph, GraphExec, Stream, hostwork
+from graft.cudagraph import Device, Graph, GraphExec, Stream
 from graft.cudagraph.errors import DeviceError, HostWorkError, OptionError
-from graft.cudagraph.hostwork import NativeWork, PythonWork, hostfunc
-from graft.cudagraph.mailbox import MailboxWorker
+from graft.cudagraph.graph.mailbox import MailboxWorker
+from graft.cudagraph.host import hostwork
+from graft.cudagraph.host.hostwork import NativeWork, PythonWork, hostfunc
 from graft.native import _native
 
 SOURCE = """

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from cudagraph_util import run_program
 
-from graft.cudagraph import Device, Kernel, KernelError, Stream, StreamLane, load_text, progress
-from graft.cudagraph.pinned import PinnedSlots
-from graft.cudagraph.signature import kernel_parameters, waiting_kernels
+from graft.cudagraph import Device, Kernel, KernelError, Stream, StreamLane, load_text
+from graft.cudagraph.driver.pinned import PinnedSlots
+from graft.cudagraph.kernels import progress
+from graft.cudagraph.kernels.signature import kernel_parameters, waiting_kernels
 
 TEXT = """
 extern "C" __global__ void saxpy(float* y, const float* x, float a, int n) {

@@ -21,18 +21,9 @@ from cudagraph_util import (
 )
 
 from graft import native
-from graft.cudagraph import (
-    Device,
-    DeviceError,
-    Graph,
-    GraphLane,
-    Stream,
-    condition,
-    if_,
-    if_else,
-    nodes,
-)
-from graft.cudagraph.hostwork import PythonWork, hostfunc
+from graft.cudagraph import Device, DeviceError, Graph, GraphLane, Stream, condition, if_, if_else
+from graft.cudagraph.graph import nodes
+from graft.cudagraph.host.hostwork import PythonWork, hostfunc
 from graft.cudagraph.lanes import StreamLane
 
 all_kinds = pytest.mark.parametrize("all_kinds", [False, True])

@@ -14,17 +14,10 @@ import numpy as np
 import pytest
 from cudagraph_util import LIMIT_S, mailbox_graph, replay, replay_in_time, run_program, wait_until
 
-from graft.cudagraph import (
-    DeadlineError,
-    Graph,
-    GraphExec,
-    HostWorkError,
-    MailboxWorker,
-    hostwork,
-    mailbox,
-    nodes,
-)
-from graft.cudagraph.driver import call, cu
+from graft.cudagraph import DeadlineError, Graph, GraphExec, HostWorkError, MailboxWorker
+from graft.cudagraph.driver.driver import call, cu
+from graft.cudagraph.graph import mailbox, nodes
+from graft.cudagraph.host import hostwork
 from graft.native import _native
 
 

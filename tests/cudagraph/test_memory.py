@@ -21,9 +21,16 @@ from graft.cudagraph import (
     PinnedSlots,
     Ring,
     ShapeError,
-    memory,
 )
-from graft.cudagraph.dtypes import DTYPES, E4M3, from_float32, itemsize, numpy_dtype, to_float32
+from graft.cudagraph.driver import memory
+from graft.cudagraph.driver.dtypes import (
+    DTYPES,
+    E4M3,
+    from_float32,
+    itemsize,
+    numpy_dtype,
+    to_float32,
+)
 from graft.native import _native
 
 

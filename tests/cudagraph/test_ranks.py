@@ -8,8 +8,9 @@ import types
 import numpy as np
 import pytest
 
-from graft.cudagraph import DeadlineError, ranks
-from graft.cudagraph.ranks import HEADER_WORDS, RankGroup
+from graft.cudagraph import DeadlineError
+from graft.cudagraph.ranks import ranks
+from graft.cudagraph.ranks.ranks import HEADER_WORDS, RankGroup
 
 
 def waiting_group(monkeypatch, arrivals, seconds_per_poll: float) -> tuple[RankGroup, list[bool]]:

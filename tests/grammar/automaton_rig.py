@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from graft.cudagraph.cstruct import read_struct
 from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.driver.cstruct import read_struct
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar import Matcher, Vocabulary
 from graft.grammar.automaton.device import KERNELS, DeviceAutomata

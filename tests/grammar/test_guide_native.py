@@ -19,7 +19,7 @@ from guide_util import MATCHER_KINDS, SPECS, Rig, byte_vocabulary, exchange_for,
 from reference_round import ERROR, FREE, READY
 
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.hostwork import NativeWork
+from graft.cudagraph.host.hostwork import NativeWork
 from graft.grammar import GrammarBackend, GuidedDecoder, GuidedRequest, GuideError, XGrammarBackend
 from graft.native import _native
 from graft.sampling.mode import DraftMode

@@ -12,7 +12,7 @@ import numpy as np
 from engine_util import DEMO, DRAFTER, TARGET, mixed_requests
 from tiny_models import make_tiny_dflash, make_tiny_mtp, matrix, write_json, write_safetensors
 
-from graft.cudagraph.dtypes import to_float32
+from graft.cudagraph.driver.dtypes import to_float32
 from graft.models.drafters import CascadeDrafter, NGram, Suffix, UserDrafter
 from graft.models.drafters.load import make_drafter
 from graft.models.llm.checkpoint import Checkpoint

@@ -34,7 +34,7 @@ from round_simulator import (
     write_mask_row,
 )
 
-from graft.cudagraph.pinned import Ring
+from graft.cudagraph.driver.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.cache.kv import PagedKV
 from graft.models.modes.loop.control import LoopControl

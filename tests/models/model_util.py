@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from graft.cudagraph.kernels.ptx import soft_device_runs_ptx
 from graft.cudagraph.lanes import StreamLane
-from graft.cudagraph.ptx import soft_device_runs_ptx
 from graft.models.cache.kv import PagedKV
 from graft.models.drafters.eagle3 import Eagle3Head
 from graft.models.llm import kernel_library

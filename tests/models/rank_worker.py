@@ -13,7 +13,7 @@ from typing import Any
 from engine_util import DRAFTER, TARGET, mixed_requests
 
 from graft.cudagraph.errors import GraftError
-from graft.cudagraph.ranks import RankGroup
+from graft.cudagraph.ranks.ranks import RankGroup
 from graft.grammar.decoder import GuidedDecoder
 from graft.models import CheckpointError, Engine, Request
 from graft.models.llm import worker_rank

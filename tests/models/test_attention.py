@@ -15,7 +15,7 @@ import pytest
 from model_util import download, make_rows, same_bits, upload
 from tiny_models import rounded
 
-from graft.cudagraph.graph import Graph
+from graft.cudagraph.graph.graph import Graph
 from graft.cudagraph.lanes import StreamLane
 from graft.models.cache.kv import PagedKV
 from graft.models.llm import kernel_library

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 from tiny_models import make_tiny_llama
 
-from graft.cudagraph.dtypes import to_float32
+from graft.cudagraph.driver.dtypes import to_float32
 from graft.models.errors import CheckpointError
 from graft.models.llm.checkpoint import Checkpoint
 

@@ -8,7 +8,7 @@ import pytest
 from drafter_rounds import LENGTH, Rounds
 from tiny_models import edit_json, write_safetensors
 
-from graft.cudagraph.dtypes import to_float32
+from graft.cudagraph.driver.dtypes import to_float32
 from graft.models.drafters import DFlash
 from graft.models.errors import CheckpointError, ConfigError
 from graft.models.llm.checkpoint import Checkpoint

@@ -9,8 +9,8 @@ from reference_round import Tree
 from round_simulator import publish_slots, write_draft_tree
 from sampling_round import open_round
 
+from graft.cudagraph.driver.pinned import Ring
 from graft.cudagraph.lanes import StreamLane
-from graft.cudagraph.pinned import Ring
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.models.request import Request
 from graft.sampling.exchange import Exchange

@@ -8,8 +8,8 @@ from engine_cases import answers_and_drafts, settled
 from engine_util import FREE, demo_engine, mixed_requests
 from test_device_automata_rounds import automaton_requests, compile_automata
 
+from graft.cudagraph.driver.pinned import replay_word
 from graft.cudagraph.lanes import StreamLane
-from graft.cudagraph.pinned import replay_word
 from graft.models.engine.slots import MAX_EPOCH
 from graft.models.modes.loop.replays import LoopReplays
 

@@ -19,7 +19,7 @@ from guide_util import run_work
 
 from graft.cudagraph.device import open_device
 from graft.cudagraph.errors import DeviceError, HostWorkError, OptionError
-from graft.cudagraph.hostwork import PythonWork
+from graft.cudagraph.host.hostwork import PythonWork
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar.decoder import GuidedDecoder
 from graft.grammar.processes import POOL
@@ -149,7 +149,7 @@ def test_engine_raises_failed_round_once(monkeypatch, options):
 DEVICE_FAULT = """
 import contextlib
 from graft.cudagraph.errors import DeviceError
-from graft.cudagraph.kernels import load_text
+from graft.cudagraph.kernels.kernels import load_text
 from graft.cudagraph.lanes import StreamLane
 from graft.models.errors import EngineError
 engine = demo_engine(max_batch_size=2)
@@ -262,7 +262,7 @@ device = open_device()
 live, leaked = device.stats()["live"], device.stats()["leaked"]
 held = {}
 if device.kind == "soft":
-    from graft.cudagraph import softstats
+    from graft.cudagraph.driver import softstats
     held = +softstats.counters()["gil_held"]
 print(json.dumps({"kind": device.kind, "live": live, "leaked": leaked, "gil_held": held}))
 """
@@ -301,7 +301,7 @@ def test_engine_dropped_without_close_releases_its_resources():
 
 DROP_IN_HOST_FUNCTION = """
 from graft.cudagraph.device import open_device
-from graft.cudagraph.hostwork import hostfunc
+from graft.cudagraph.host.hostwork import hostfunc
 sys.unraisablehook = lambda unraisable: print(unraisable.exc_value)
 held, stream = [demo_engine(max_batch_size=1)], open_device().stream("x")
 held[0].submit(mixed_requests(1)[0])

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from graft.cudagraph import ptx
+from graft.cudagraph.kernels import ptx
 from graft.tools.smollm import cache_folder
 
 pytestmark = [

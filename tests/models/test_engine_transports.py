@@ -9,10 +9,10 @@ import threading
 import pytest
 from engine_util import demo_engine, mixed_requests
 
-from graft.cudagraph import transports
-from graft.cudagraph.driver import call, cu
+from graft.cudagraph.driver.driver import call, cu
 from graft.cudagraph.errors import HostWorkError, OptionError
-from graft.cudagraph.transports import choose_transport, probe_transport
+from graft.cudagraph.host import transports
+from graft.cudagraph.host.transports import choose_transport, probe_transport
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.round.prefill import CHUNK_SIZES
 

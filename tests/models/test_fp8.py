@@ -8,7 +8,7 @@ import pytest
 from engine_util import demo_engine, mixed_requests
 from tiny_models import llama_config, make_tiny_llama, write_json, write_safetensors
 
-from graft.cudagraph.dtypes import E4M3
+from graft.cudagraph.driver.dtypes import E4M3
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import StreamLane
 from graft.models.engine.options import Options

@@ -11,7 +11,7 @@ import pytest
 from interleave import Interleaving
 from interleave_device import SteppingDecoder, SteppingRing
 
-from graft.cudagraph.pinned import Ring
+from graft.cudagraph.driver.pinned import Ring
 from graft.grammar import decoder
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.cache import prefix

@@ -9,9 +9,9 @@ import pytest
 from model_util import FORMS, download, make_rows, normal, same_bits, upload, upload_ints
 from tiny_models import rounded
 
-from graft.cudagraph.dtypes import E4M3, to_float32
+from graft.cudagraph.driver.dtypes import E4M3, to_float32
 from graft.cudagraph.errors import GraftError, OptionError, ShapeError
-from graft.cudagraph.kernels import Kernel
+from graft.cudagraph.kernels.kernels import Kernel
 from graft.cudagraph.lanes import StreamLane
 from graft.models.cache.kv import PagedKV
 from graft.models.llm.kernel_library import SHARED_PERCENT, KVWrite, ModelKernels, Norm, mma_shape

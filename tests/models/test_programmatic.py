@@ -6,7 +6,7 @@ import numpy as np
 from model_util import normal, upload
 from tiny_models import rounded
 
-from graft.cudagraph import graph as graphs
+from graft.cudagraph.graph import graph as graphs
 from graft.models.llm.kernel_library import ModelKernels
 
 

@@ -21,7 +21,7 @@ from model_util import (
 from round_simulator import result_row
 from tiny_models import QWEN2, SMOLLM3, llama_config, make_tiny_eagle3, make_tiny_llama
 
-from graft.cudagraph.graph import Graph
+from graft.cudagraph.graph.graph import Graph
 from graft.cudagraph.lanes import StreamLane
 from graft.sampling.sampler import row_words
 

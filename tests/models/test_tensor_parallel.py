@@ -20,12 +20,12 @@ import pytest
 from engine_util import TARGET
 from tiny_models import QWEN2, SMOLLM3, make_tiny_llama, make_tiny_tokenizer
 
-from graft.cudagraph.driver import call, cu
-from graft.cudagraph.dtypes import to_float32
+from graft.cudagraph.driver.driver import call, cu
+from graft.cudagraph.driver.dtypes import to_float32
 from graft.cudagraph.errors import DeadlineError, OptionError
-from graft.cudagraph.graph import Graph
+from graft.cudagraph.graph.graph import Graph
 from graft.cudagraph.lanes import StreamLane
-from graft.cudagraph.nccl import NcclAllGather
+from graft.cudagraph.ranks.nccl import NcclAllGather
 from graft.models.llm import worker_rank
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig

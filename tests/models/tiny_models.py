@@ -10,7 +10,7 @@ import tokenizers
 from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from graft.cudagraph.dtypes import from_float32, to_float32
+from graft.cudagraph.driver.dtypes import from_float32, to_float32
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:

@@ -21,9 +21,9 @@ from round_simulator import (
 )
 
 from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.driver.memory import DeviceArray
+from graft.cudagraph.driver.pinned import Ring
 from graft.cudagraph.lanes import StreamLane
-from graft.cudagraph.memory import DeviceArray
-from graft.cudagraph.pinned import Ring
 from graft.models.round.round import ROUND_KERNELS
 from graft.models.round.timing import make_timeline, timeline_args
 from graft.sampling.exchange import Exchange

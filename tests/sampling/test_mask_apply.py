@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from reference_round import pack_bits
 
-from graft.cudagraph.dtypes import from_float32
+from graft.cudagraph.driver.dtypes import from_float32
 from graft.cudagraph.lanes import StreamLane
 from graft.sampling.mask import MaskApply
 

@@ -21,7 +21,7 @@ from typing import Any
 from conformance_table import DEFAULT_CODES, KINDS, Call, calls
 from softcuda_util import CALLBACK, Soft, address, code
 
-from graft.cudagraph.chooser import preload_soft
+from graft.cudagraph.driver.chooser import preload_soft
 
 TEXT = """
 extern "C" __global__ void step(int* p) { *p += 1; }

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graft.cudagraph import compiler, kernels
-from graft.cudagraph.driver import call, cu
+from graft.cudagraph.driver.driver import call, cu
+from graft.cudagraph.kernels import compiler, kernels
 from graft.cudagraph.lanes import StreamLane
 
 #: Kernels whose results depend on time or on the order of host threads.

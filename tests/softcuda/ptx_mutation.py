@@ -12,7 +12,7 @@ from typing import Any
 
 from mutated_sources import write_sources
 
-from graft.cudagraph import compiler, kernels
+from graft.cudagraph.kernels import compiler, kernels
 
 TESTS = Path(__file__).resolve().parents[1]
 #: Environment of a run on PTX with all checks.
@@ -104,7 +104,7 @@ import sys
 import cudagraph_util
 import pytest
 import ptx_mutation
-from graft.cudagraph import softstats
+from graft.cudagraph.driver import softstats
 cudagraph_util.LIMIT_S = 10.0  # for replays whose answer is lost
 folder = {folder!r}
 if folder:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graft.cudagraph import chooser, softstats
+from graft.cudagraph.driver import chooser, softstats
 from graft.cudagraph.errors import DeviceError
 from graft.native.softcuda.compile import compile_cpu
 

@@ -22,7 +22,7 @@ from cuda.core._utils.cuda_utils import CUDAError
 from cuda.core.graph import GraphDefinition, GraphNode
 from softcuda_util import compile_kernel
 
-from graft.cudagraph.driver import call, cu
+from graft.cudagraph.driver.driver import call, cu
 
 ONE = LaunchConfig(grid=1, block=1)
 TEXT = """

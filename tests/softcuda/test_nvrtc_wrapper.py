@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from graft.cudagraph.ptx import missing_compiler
+from graft.cudagraph.kernels.ptx import missing_compiler
 
 pytestmark = pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler() or "unused")
 

@@ -10,8 +10,8 @@ import pytest
 import softcuda_util as util
 from ptx_util import HEADER, elementwise, module
 
-from graft.cudagraph import ptx
 from graft.cudagraph.errors import DeviceError
+from graft.cudagraph.kernels import ptx
 
 RNG = np.random.default_rng(1)
 DTYPES = {
@@ -461,7 +461,7 @@ a = s.put(np.arange(1024, dtype=np.uint32))
 out = s.put(np.zeros(64, np.uint32))
 s.launch(k, {grid}, {block}, a, out)
 result = code(d.cuCtxSynchronize())
-from graft.cudagraph import softstats
+from graft.cudagraph.driver import softstats
 message = softstats.error_detail(True)
 print(result, message)
 if result == "SUCCESS": print(s.get(out, 64, np.uint32).tolist())

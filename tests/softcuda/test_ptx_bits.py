@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ptx_bits import UNREPEATABLE
 
-from graft.cudagraph import compiler, ptx
+from graft.cudagraph.kernels import compiler, ptx
 
 pytestmark = [
     pytest.mark.ptx,

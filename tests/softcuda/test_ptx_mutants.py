@@ -6,7 +6,7 @@ import pytest
 from ptx_mutants import MUTANTS
 from ptx_mutation import HOST, PTX, Mutant, changed_sources, run_test
 
-from graft.cudagraph import ptx
+from graft.cudagraph.kernels import ptx
 
 pytestmark = pytest.mark.skipif(ptx.missing_compiler() != "", reason="NVRTC is not installed")
 #: Mutants that every run tests, because their kernels compile fast.

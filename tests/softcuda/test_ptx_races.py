@@ -212,7 +212,7 @@ executable = s.cuGraphInstantiate(graph, 0)
 stream = s.stream()
 s.cuGraphLaunch(executable, stream)
 result = code(d.cuStreamSynchronize(stream))
-from graft.cudagraph import softstats
+from graft.cudagraph.driver import softstats
 print(result, softstats.error_detail(True))
 """
 
@@ -317,7 +317,7 @@ def launch(function, stream, serialization=False, event=None):
 stream, other = s.stream(), s.stream()
 {launches}
 result = code(d.cuCtxSynchronize())
-from graft.cudagraph import softstats
+from graft.cudagraph.driver import softstats
 print(result, softstats.error_detail(True))
 if result == "SUCCESS": print(s.get(out, 32, np.uint32).tolist() == list(range(32)))
 """

@@ -12,7 +12,7 @@ import pytest
 import softcuda_util as util
 from softcuda_util import CALLBACK, USLEEP, check, code, codes, in_threads
 
-from graft.cudagraph.softstats import counters
+from graft.cudagraph.driver.softstats import counters
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import textwrap
 
 import pytest
 
-from graft.cudagraph import chooser
+from graft.cudagraph.driver import chooser
 from graft.cudagraph.errors import OptionError
 from graft.tools import cli, doctor, watch
 
@@ -101,8 +101,8 @@ LIMIT_S = 60
 PRELUDE = """
 import ctypes, sys, time
 from graft.cudagraph.device import open_device
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.hostwork import NativeWork, hostfunc
+from graft.cudagraph.graph.graph import Graph
+from graft.cudagraph.host.hostwork import NativeWork, hostfunc
 device = open_device()
 stream = device.stream()
 free, total = ctypes.c_size_t(), ctypes.c_size_t()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny_models import QWEN2, SMOLLM3, llama_config, llama_tensors, make_tiny_tokenizer
 
-from graft.cudagraph.dtypes import from_float32
+from graft.cudagraph.driver.dtypes import from_float32
 from graft.models.errors import ConfigError
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig

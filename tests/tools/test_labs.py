@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from graft.cudagraph.hostwork import PythonWork
+from graft.cudagraph.host.hostwork import PythonWork
 from graft.native import live_thread_states
 from graft.tools.labs.callback_latency import __main__ as latency
 from graft.tools.labs.callback_latency import transports

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.hostwork import PythonWork
+from graft.cudagraph.graph.graph import Graph
+from graft.cudagraph.host.hostwork import PythonWork
 from graft.grammar import GrammarSpec
 from graft.models.engine.engine import Engine
 from graft.models.request import Request

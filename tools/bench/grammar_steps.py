@@ -37,10 +37,10 @@ from pathlib import Path
 
 import numpy as np
 
-from graft.cudagraph.cstruct import read_numbers
 from graft.cudagraph.device import open_device
+from graft.cudagraph.driver.cstruct import read_numbers
 from graft.cudagraph.errors import GraftError
-from graft.cudagraph.hostwork import NativeWork
+from graft.cudagraph.host.hostwork import NativeWork
 from graft.grammar import CompiledGrammar, GrammarSpec, LLGuidanceBackend
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
 from graft.sampling.exchange import Exchange

@@ -24,8 +24,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from graft.cudagraph.compiler import nvrtc_options
-from graft.cudagraph.signature import kernel_parameters
+from graft.cudagraph.kernels.compiler import nvrtc_options
+from graft.cudagraph.kernels.signature import kernel_parameters
 from graft.tools.report import table
 
 #: Compute capabilities times 10, such as 90 for sm_90.

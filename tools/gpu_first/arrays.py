@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.lanes import StreamLane
-from graft.cudagraph.memory import DeviceArray
 from graft.models.cache.kv import PagedKV
 from graft.models.llm.kernel_library import ModelKernels
 from graft.models.llm.rows import Rows

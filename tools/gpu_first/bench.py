@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from graft.cudagraph.device import open_device
-from graft.cudagraph.dtypes import E4M3
+from graft.cudagraph.driver.dtypes import E4M3
+from graft.cudagraph.driver.memory import DeviceArray, PinnedArray
 from graft.cudagraph.errors import DeviceError, OptionError
-from graft.cudagraph.graph import Graph
+from graft.cudagraph.graph.graph import Graph
 from graft.cudagraph.lanes import StreamLane
-from graft.cudagraph.memory import DeviceArray, PinnedArray
 
 PROBE_KERNELS = Path(__file__).parent / "kernels" / "probe.cu"
 #: Maximum time in seconds of a wait for the device.

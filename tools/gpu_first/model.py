@@ -21,7 +21,7 @@ from unittest import mock
 
 import numpy as np
 
-from graft.cudagraph.memory import DeviceArray
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.grammar.errors import GrammarError
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.grammar.matcher import CompiledGrammar, Matcher

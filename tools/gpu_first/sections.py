@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from graft.cudagraph.driver import call, cu
-from graft.cudagraph.dtypes import E4M3, itemsize
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.hostwork import NativeWork
+from graft.cudagraph.driver.driver import call, cu
+from graft.cudagraph.driver.dtypes import E4M3, itemsize
+from graft.cudagraph.driver.memory import DeviceArray
+from graft.cudagraph.graph.graph import Graph
+from graft.cudagraph.graph.nodes import highest_priority
+from graft.cudagraph.host.hostwork import NativeWork
 from graft.cudagraph.lanes import StreamLane
-from graft.cudagraph.memory import DeviceArray
-from graft.cudagraph.nodes import highest_priority
 from graft.models.cache.kv import PagedKV
 from graft.models.engine.engine import Engine
 from graft.models.llm.kernel_library import SHARED_PERCENT, ModelKernels

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from graft.cudagraph.dtypes import E4M3, to_float32
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.hostwork import PythonWork
+from graft.cudagraph.driver.dtypes import E4M3, to_float32
+from graft.cudagraph.driver.memory import DeviceArray
+from graft.cudagraph.graph.graph import Graph
+from graft.cudagraph.host.hostwork import PythonWork
 from graft.cudagraph.lanes import StreamLane
-from graft.cudagraph.memory import DeviceArray
 from graft.models.cache.kv import PagedKV
 from graft.models.llm.kernel_library import NORM_GROUP, KVWrite, ModelKernels, Norm
 from graft.models.llm.llama import LlamaModel

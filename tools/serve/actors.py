@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from graft.cudagraph import chooser
+from graft.cudagraph.driver import chooser
 from graft.cudagraph.errors import OptionError
 from graft.models.engine.engine import Engine
 from graft.models.errors import EngineError

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from graft.cudagraph.drawing import COLOURS, OTHER_COLOURS, dot
-from graft.cudagraph.graph import Graph, Node
+from graft.cudagraph.graph.drawing import COLOURS, OTHER_COLOURS, dot
+from graft.cudagraph.graph.graph import Graph, Node
 from graft.models.engine.engine import Engine
 from graft.tools.demo_model import demo_model
 from graft.tools.report import program

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from graft.cudagraph.chooser import soft_library
 from graft.cudagraph.device import Device
+from graft.cudagraph.driver.chooser import soft_library
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.graph import Graph, GraphExec
+from graft.cudagraph.graph.graph import Graph, GraphExec
 
 #: Kinds of nodes that run or await host steps.
 HOST_KINDS = ("host", "request", "wait")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.graph import Graph, GraphExec
+from graft.cudagraph.graph.graph import Graph, GraphExec
 from graft.cudagraph.lanes import StreamLane
 from graft.models.engine.engine import Engine
 from graft.models.engine.replay import ReplayInFlight

@@ -9,8 +9,8 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
-from graft.cudagraph.drawing import COLOURS, OTHER_COLOURS
 from graft.cudagraph.errors import OptionError
+from graft.cudagraph.graph.drawing import COLOURS, OTHER_COLOURS
 from graft.tools.bench.chart import ticks
 from graft.tools.trace.record import Trace, TraceEvent, Wait
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graft.cudagraph.device import Device
-from graft.cudagraph.memory import DeviceArray
-from graft.cudagraph.pinned import PinnedSlots, replay_word
+from graft.cudagraph.driver.memory import DeviceArray
+from graft.cudagraph.driver.pinned import PinnedSlots, replay_word
 from graft.models.engine.request_state import RequestState
 from graft.native import _native
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from graft.cudagraph.conditional import Condition, condition, while_
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.graph import GraphLane
+from graft.cudagraph.graph.conditional import Condition, condition, while_
+from graft.cudagraph.graph.graph import GraphLane
 from graft.models.drafters.feed import RoundScratch
 from graft.models.modes.loop.control import LoopControl
 from graft.models.round.round import RoundGraph, RoundParts

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from graft.cudagraph.chooser import SONAME
-from graft.cudagraph.compiler import cache_folder, include_folders
 from graft.cudagraph.device import Device
-from graft.cudagraph.driver import call, check_code, cu
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.hostwork import NativeWork, PythonWork, hostfunc
+from graft.cudagraph.driver.chooser import SONAME
+from graft.cudagraph.driver.driver import call, check_code, cu
+from graft.cudagraph.graph.graph import Graph
+from graft.cudagraph.host.hostwork import NativeWork, PythonWork, hostfunc
+from graft.cudagraph.kernels.compiler import cache_folder, include_folders
 from graft.native import _native
 
 CLOCK_KERNELS = Path(__file__).parents[2] / "kernels" / "clock.cu"

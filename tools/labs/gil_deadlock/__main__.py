@@ -45,7 +45,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from graft.cudagraph import chooser
+from graft.cudagraph.driver import chooser
 from graft.tools import watch
 from graft.tools.labs.gil_deadlock.case import (
     GIL_TRANSPORTS,

@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graft.cudagraph.chooser import SONAME
-from graft.cudagraph.compiler import KernelSource, compile_source
 from graft.cudagraph.device import Device, open_device
-from graft.cudagraph.driver import call, cu
+from graft.cudagraph.driver.chooser import SONAME
+from graft.cudagraph.driver.driver import call, cu
 from graft.cudagraph.errors import HostWorkError
-from graft.cudagraph.graph import Graph
-from graft.cudagraph.hostwork import HostWork, NativeWork, PythonWork
+from graft.cudagraph.graph.graph import Graph
+from graft.cudagraph.host.hostwork import HostWork, NativeWork, PythonWork
+from graft.cudagraph.kernels.compiler import KernelSource, compile_source
 
 CLOCK_KERNELS = Path(__file__).parents[2] / "kernels" / "clock.cu"
 #: Driver calls that are made while holding the GIL.

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from graft.cudagraph.context import Context
-from graft.cudagraph.dtypes import ctypes_type, itemsize, numpy_dtype
+from graft.cudagraph.driver.context import Context
+from graft.cudagraph.driver.dtypes import ctypes_type, itemsize, numpy_dtype
+from graft.cudagraph.driver.memory import PinnedArray, check_shape
+from graft.cudagraph.driver.stacks import describe_running
 from graft.cudagraph.errors import DeadlineError, OptionError, ShapeError
-from graft.cudagraph.memory import PinnedArray, check_shape
-from graft.cudagraph.stacks import describe_running
 from graft.native import _native
 
 LINE_BYTES = 64

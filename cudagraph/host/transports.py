@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import os
 
-from graft.cudagraph.chooser import run_python_child
-from graft.cudagraph.context import Context
+from graft.cudagraph.driver.chooser import run_python_child
+from graft.cudagraph.driver.context import Context
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.hostwork import MIN_SPIN_CORES, usable_cores
+from graft.cudagraph.host.hostwork import MIN_SPIN_CORES, usable_cores
 
 TRANSPORTS = ("auto", "native", "mailbox", "spinkernel")
 #: Transports that use a worker thread, in the order in which "auto" tries them.
@@ -30,7 +30,7 @@ _PROBE = f"""
 import sys
 from graft.cudagraph.device import open_device
 from graft.cudagraph.errors import GraftError
-from graft.cudagraph.graph import Graph
+from graft.cudagraph.graph.graph import Graph
 try:
     device = open_device(sys.argv[1], int(sys.argv[2]))
     stream, graph, seen = device.stream(), Graph(device, "probe"), []

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from graft.cudagraph import nodes
-from graft.cudagraph.driver import call, cu
+from graft.cudagraph.driver.driver import call, cu
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.graph import Attached, GraphBase, GraphBody, GraphLane, keep_owners
+from graft.cudagraph.graph import nodes
+from graft.cudagraph.graph.graph import Attached, GraphBase, GraphBody, GraphLane, keep_owners
 
 CONDITION_LIMIT = 1 << 32
 

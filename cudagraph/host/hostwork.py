@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, Protocol
 
-from graft.cudagraph.driver import check_code, prepare_driver_call
+from graft.cudagraph.driver.driver import check_code, prepare_driver_call
+from graft.cudagraph.driver.stacks import describe_running
 from graft.cudagraph.errors import HostWorkError, OptionError
-from graft.cudagraph.stacks import describe_running
 from graft.native import _native
 
 #: Values of CUstreamCaptureStatus, and CUDA_ERROR_STREAM_CAPTURE_INVALIDATED.

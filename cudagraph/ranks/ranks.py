@@ -4,8 +4,8 @@ A rank is one process. An all-reduce of partial sums is an all-gather followed b
 the ranks' parts in rank order, so that the result is bit-identical on all ranks and in every run.
 
 On the soft device, host steps send and receive through MPI (``native/hostwork/ranks.cpp``). On CUDA
-devices, :mod:`graft.cudagraph.nccl` performs the all-gathers. Comments refer to the rules T1 to T5
-of ``native/hostwork/INVARIANTS.md``.
+devices, :mod:`graft.cudagraph.ranks.nccl` performs the all-gathers. Comments refer to the rules T1
+to T5 of ``native/hostwork/INVARIANTS.md``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from graft.cudagraph.context import Context
+from graft.cudagraph.driver.context import Context
+from graft.cudagraph.driver.memory import DeviceArray, PinnedArray
 from graft.cudagraph.errors import DeadlineError, OptionError
-from graft.cudagraph.hostwork import NativeWork, check_seconds
+from graft.cudagraph.host.hostwork import NativeWork, check_seconds
 from graft.cudagraph.lanes import Lane
-from graft.cudagraph.memory import DeviceArray, PinnedArray
 from graft.native import _native
 
 #: Default seconds to wait for another rank.

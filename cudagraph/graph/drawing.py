@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from graft.cudagraph.nodes import Node
+from graft.cudagraph.graph.nodes import Node
 
 #: Fill and stroke colours, by node kind.
 COLOURS: Mapping[str, tuple[str, str]] = {

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from graft.cudagraph.compiler import KernelSource, LoadedModule, compile_source
-from graft.cudagraph.context import Context
-from graft.cudagraph.driver import call, check, cu, prepare_driver_call
+from graft.cudagraph.driver.context import Context
+from graft.cudagraph.driver.driver import call, check, cu, prepare_driver_call
+from graft.cudagraph.driver.memory import DeviceArray, PinnedArray
+from graft.cudagraph.driver.pinned import PinnedField
 from graft.cudagraph.errors import DeviceError, KernelError
-from graft.cudagraph.memory import DeviceArray, PinnedArray
-from graft.cudagraph.pinned import PinnedField
-from graft.cudagraph.signature import (
+from graft.cudagraph.kernels.compiler import KernelSource, LoadedModule, compile_source
+from graft.cudagraph.kernels.signature import (
     FLOAT,
     INT,
     OTHER,
@@ -248,7 +248,7 @@ class KernelModule:
     loaded
         CUmodule and its owner.
     parameters
-        Parameters by kernel name; see :mod:`graft.cudagraph.signature`.
+        Parameters by kernel name; see :mod:`graft.cudagraph.kernels.signature`.
     waiting
         Names of the kernels that call ``wait_for_previous_kernel()``.
     """

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from graft.cudagraph.driver import call, cu
-from graft.cudagraph.kernels import PackedArgs
-from graft.cudagraph.memory import Span
+from graft.cudagraph.driver.driver import call, cu
+from graft.cudagraph.driver.memory import Span
+from graft.cudagraph.kernels.kernels import PackedArgs
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from graft.cudagraph.context import Context
-from graft.cudagraph.driver import call, cu, prepare_driver_call
+from graft.cudagraph.driver.context import Context
+from graft.cudagraph.driver.driver import call, cu, prepare_driver_call
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.errors import DeadlineError, OptionError
-from graft.cudagraph.graph import Graph, GraphLane
+from graft.cudagraph.graph.graph import Graph, GraphLane
 from graft.cudagraph.lanes import Lane, StreamLane
-from graft.cudagraph.memory import DeviceArray
-from graft.cudagraph.ranks import AllGather, RankGroup
+from graft.cudagraph.ranks.ranks import AllGather, RankGroup
 from graft.cudagraph.streams import Stream
 
 _UNIQUE_ID_BYTES = 128

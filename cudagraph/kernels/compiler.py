@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from graft.cudagraph.context import Context
-from graft.cudagraph.driver import call, cu
+from graft.cudagraph.driver.context import Context
+from graft.cudagraph.driver.driver import call, cu
 from graft.cudagraph.errors import KernelError
-from graft.cudagraph.progress import compile_progress
-from graft.cudagraph.ptx import compile_ptx, soft_device_runs_ptx
+from graft.cudagraph.kernels.progress import compile_progress
+from graft.cudagraph.kernels.ptx import compile_ptx, soft_device_runs_ptx
 from graft.native import _native
 from graft.native.softcuda.compile import KernelCompileError, compile_cpu, included_files
 
-KERNELS = Path(__file__).resolve().parent / "kernels"
+KERNELS = Path(__file__).resolve().parent
 #: Folder that contains graft's packages. Kernels include headers of other packages by their path
 #: relative to this folder, such as ``#include "sampling/kernels/slot.cuh"``.
 INCLUDE_ROOT = KERNELS.parents[1]

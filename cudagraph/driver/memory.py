@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from graft.cudagraph.context import Context
-from graft.cudagraph.driver import call, cu
-from graft.cudagraph.dtypes import E4M3, dtype_name, from_float32, itemsize, numpy_dtype
+from graft.cudagraph.driver.context import Context
+from graft.cudagraph.driver.driver import call, cu
+from graft.cudagraph.driver.dtypes import E4M3, dtype_name, from_float32, itemsize, numpy_dtype
 from graft.cudagraph.errors import DeviceError, ShapeError
 from graft.native import _native
 
@@ -145,7 +145,7 @@ class DeviceArray:
     ----------
     shape : tuple of int
     dtype : str
-        Name of the element type, see :mod:`graft.cudagraph.dtypes`.
+        Name of the element type, see :mod:`graft.cudagraph.driver.dtypes`.
     context : Context
         Device that the array was allocated on.
     """
@@ -387,7 +387,7 @@ class PinnedArray:
         NumPy view of ``buffer``.
     shape : tuple of int
     dtype : str
-        Name of the element type, see :mod:`graft.cudagraph.dtypes`.
+        Name of the element type, see :mod:`graft.cudagraph.driver.dtypes`.
     """
 
     __slots__ = (

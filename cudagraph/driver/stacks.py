@@ -12,8 +12,8 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-from graft.cudagraph import softstats
-from graft.cudagraph.chooser import SONAME, soft_library
+from graft.cudagraph.driver import softstats
+from graft.cudagraph.driver.chooser import SONAME, soft_library
 from graft.native import _native
 
 #: Maximum number of frames shown of each stack.

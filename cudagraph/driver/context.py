@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from graft.cudagraph import chooser, softstats
-from graft.cudagraph.driver import (
+from graft.cudagraph.driver import chooser, softstats
+from graft.cudagraph.driver.driver import (
     call,
     check,
     check_code,
@@ -19,8 +19,8 @@ from graft.cudagraph.driver import (
     set_context,
     set_error_detail_source,
 )
+from graft.cudagraph.driver.stacks import describe_running
 from graft.cudagraph.errors import DeadlineError, DeviceError
-from graft.cudagraph.stacks import describe_running
 from graft.native import _native
 
 RELEASE_POLL_S = 0.002

@@ -16,15 +16,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from graft.cudagraph import nodes
-from graft.cudagraph.context import Context
+from graft.cudagraph.driver.context import Context
+from graft.cudagraph.driver.memory import PinnedArray, from_host
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.hostwork import MIN_SPIN_CORES, HostWork, as_work, check_seconds
-from graft.cudagraph.kernels import Kernel, load
-from graft.cudagraph.memory import PinnedArray, from_host
+from graft.cudagraph.graph import nodes
+from graft.cudagraph.host.hostwork import MIN_SPIN_CORES, HostWork, as_work, check_seconds
+from graft.cudagraph.kernels.kernels import Kernel, load
 from graft.native import _native
 
-KERNELS = Path(__file__).parent / "kernels" / "mailbox.cu"
+KERNELS = Path(__file__).parents[1] / "kernels" / "mailbox.cu"
 #: 32-bit words per cache line.
 LINE_WORDS = 16
 #: Cache lines of the words of a mailbox. REQUEST is the number of the posted request. ACK is the

@@ -8,15 +8,15 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol, runtime_checkable
 
-from graft.cudagraph.driver import NOT_READY, call, check_code, cu, prepare_driver_call
+from graft.cudagraph.driver.driver import NOT_READY, call, check_code, cu, prepare_driver_call
+from graft.cudagraph.driver.memory import PinnedArray
+from graft.cudagraph.driver.stacks import describe_running
 from graft.cudagraph.errors import DeadlineError, DeviceError, OptionError
-from graft.cudagraph.hostwork import raise_failure
-from graft.cudagraph.kernels import Kernel
+from graft.cudagraph.graph.nodes import KernelLaunch, Node, kernel_params
+from graft.cudagraph.host.hostwork import raise_failure
+from graft.cudagraph.host.payload import Payload, native_address
+from graft.cudagraph.kernels.kernels import Kernel
 from graft.cudagraph.lanes import Dims, check_launch
-from graft.cudagraph.memory import PinnedArray
-from graft.cudagraph.nodes import KernelLaunch, Node, kernel_params
-from graft.cudagraph.payload import Payload, native_address
-from graft.cudagraph.stacks import describe_running
 from graft.cudagraph.streams import Stream
 from graft.native import _native
 

@@ -9,7 +9,7 @@ import ctypes
 import functools
 from collections import Counter, defaultdict
 
-from graft.cudagraph.chooser import soft_library
+from graft.cudagraph.driver.chooser import soft_library
 
 TEXT_BYTES = 1 << 16
 #: Groups whose counters `snapshot` reports one by one.

@@ -20,19 +20,19 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from graft.cudagraph import drawing, nodes
-from graft.cudagraph.context import Context
-from graft.cudagraph.driver import call, check_code, cu, prepare_driver_call
+from graft.cudagraph.driver.context import Context
+from graft.cudagraph.driver.driver import call, check_code, cu, prepare_driver_call
+from graft.cudagraph.driver.memory import PinnedArray, check_byte
 from graft.cudagraph.errors import OptionError
-from graft.cudagraph.exec import GraphExec
-from graft.cudagraph.hostwork import HostWork, Spin, as_work, resolve_spin
-from graft.cudagraph.kernels import Kernel, load
+from graft.cudagraph.graph import drawing, nodes
+from graft.cudagraph.graph.exec import GraphExec
+from graft.cudagraph.graph.mailbox import KERNELS as MAILBOX_KERNELS
+from graft.cudagraph.graph.mailbox import Limits, Mailbox, MailboxWorker
+from graft.cudagraph.graph.nodes import Node
+from graft.cudagraph.host.hostwork import HostWork, Spin, as_work, resolve_spin
+from graft.cudagraph.host.payload import Payload
+from graft.cudagraph.kernels.kernels import Kernel, load
 from graft.cudagraph.lanes import Array, Dims, check_copy, check_launch
-from graft.cudagraph.mailbox import KERNELS as MAILBOX_KERNELS
-from graft.cudagraph.mailbox import Limits, Mailbox, MailboxWorker
-from graft.cudagraph.memory import PinnedArray, check_byte
-from graft.cudagraph.nodes import Node
-from graft.cudagraph.payload import Payload
 from graft.cudagraph.streams import Event
 from graft.native import _native
 
@@ -811,7 +811,7 @@ class GraphLane:
         spin: Spin = False,
         payload: Payload | None = None,
     ) -> None:
-        """Add a host node; see :mod:`graft.cudagraph.hostwork`.
+        """Add a host node; see :mod:`graft.cudagraph.host.hostwork`.
 
         Parameters
         ----------
@@ -821,7 +821,7 @@ class GraphLane:
             Node name. Default: the name of the work.
         spin
             Whether the driver's thread spins until the node may run; see
-            :func:`~graft.cudagraph.hostwork.hostfunc`.
+            :func:`~graft.cudagraph.host.hostwork.hostfunc`.
         payload
             Payload of this graph, or None. Python work receives the payload's value as its first
             argument; native work receives it in place of ``data``.

@@ -1,0 +1,1 @@
+"""The CUDA driver or the soft device: calls, the context, memory and element types."""

@@ -1,0 +1,1 @@
+"""CUDA graphs: definition node by node, conditional nodes, launches and mailboxes."""

@@ -1,0 +1,1 @@
+"""Kernels: compilation, loading, and conversion of arguments to kernel parameters."""
