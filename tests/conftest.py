@@ -75,19 +75,6 @@ def stream(device: Device) -> Iterator[Stream]:
     stream.close()
 
 
-@pytest.fixture(scope="module")
-def cached_machine_code() -> Iterator[None]:
-    """Let `kernel_report` store the machine code that it compiles in graft's cache folder."""
-    import machine_code_cache
-
-    from graft.tools.bench import kernel_report
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_report, "compile_cubin", machine_code_cache.compile_cubin)
-        patch.setattr(kernel_report, "disassemble", machine_code_cache.disassemble)
-        yield
-
-
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Folder of shared test data; tests that need it are skipped if it does not exist."""

@@ -8,15 +8,13 @@ from __future__ import annotations
 import itertools
 import re
 
+import machine_code
 import pytest
+from machine_code import ARCHITECTURES, Usage, Variant
 
 from graft.models.llm.kernel_library import mma_shape
-from graft.tools.bench import kernel_report, roofline
-from graft.tools.bench.kernel_report import ARCHITECTURES, Usage, Variant
 
-pytestmark = pytest.mark.usefixtures("cached_machine_code")
-
-VARIANTS = kernel_report.all_variants()
+VARIANTS = machine_code.all_variants()
 
 #: Maximum shared memory of a thread block on sm_120, in bytes.
 MAX_SHARED_BYTES = 99 * 1024
@@ -83,8 +81,8 @@ def contraction_cases() -> list:
 def count_fused_multiply_adds(cubin: bytes) -> dict[str, int]:
     """Return the number of fused multiply-add instructions of each kernel."""
     counts = {}
-    text = kernel_report.disassemble(cubin)
-    for kernel, instructions in kernel_report.kernel_instructions(text).items():
+    text = machine_code.disassemble(cubin)
+    for kernel, instructions in machine_code.kernel_instructions(text).items():
         counts[kernel] = sum(name.startswith("FFMA") for name in instructions)
     return counts
 
@@ -130,9 +128,9 @@ def test_nvrtc_compiles_kernel_within_resource_limits(variant, arch):
     Tensor-core kernels have the instructions of EXPECTED_USAGE in their main loop and spill no
     registers.
     """
-    usages = kernel_report.compile_variant(variant, arch)
+    usages = machine_code.compile_variant(variant, arch)
     compiled = {usage.kernel for usage in usages}
-    missing = set(kernel_report.entry_names(variant.path)) - compiled
+    missing = set(machine_code.entry_names(variant.path)) - compiled
     assert not missing, f"{variant.title}: {missing} not in the machine code for sm_{arch}"
     defines = dict(variant.defines)
     block_size = int(defines.get("SAMPLE_BLOCK", "1"))
@@ -179,10 +177,10 @@ def test_nvrtc_options_prevent_contraction(variant, arch):
     their fused multiply-adds.
     """
     counts, contracted = (
-        count_fused_multiply_adds(kernel_report.compile_cubin(variant, arch, options)[0])
+        count_fused_multiply_adds(machine_code.compile_cubin(variant, arch, options)[0])
         for options in ((), ("--fmad=true",))
     )
-    assert set(counts) == set(kernel_report.entry_names(variant.path))
+    assert set(counts) == set(machine_code.entry_names(variant.path))
     for kernel, count in counts.items():
         if arch in CONTRACTED.get(kernel, ()):
             assert count < contracted[kernel]
@@ -196,97 +194,37 @@ def test_mma_shape_fits_into_shared_memory_of_every_gpu(nbytes):
         assert mma_shape(rows, 4096, nbytes).shared + 528 <= MAX_SHARED_BYTES
 
 
-def test_roofline_memory_bound_products_follow_from_weight_bytes():
-    """A memory-bound product takes as long as loading its weights, and one round trip to L2."""
-    e4m3, bfloat16 = (roofline.Product.of(1, 6144, 4096, nbytes) for nbytes in (1, 2))
-    assert e4m3.weight_bytes == 6144 * (4096 + 4)
-    assert bfloat16.weight_bytes == 6144 * 4096 * 2
-    text = roofline.roofline()
-    assert "E4M3" in text
-    rows = {}
-    for line in text.splitlines()[1:]:
-        words = line.split()
-        rows[words[0], words[1]] = words[-2:]
-    for name, columns in (("qkv", 6144), ("head", 128256)):
-        microseconds, bound = rows[name, "1"]
-        assert bound == "memory"
-        assert microseconds == f"{columns * 4096 * 2 / 4.3e6 + 0.3:.1f}"
-
-
-def test_roofline_counts_waves_and_dependent_round_trips():
-    """With 32 rows, qkv has 4 splits in one wave, and its epilogue has two batches of loads.
-
-    A split product also waits for the partial sums and for the counter of arrived blocks.
-    """
-    qkv = roofline.Product.of(32, 6144, 4096, epilogue="rotation")
-    assert (qkv.waves, qkv.round_trips, qkv.overlaps) == (1, 1 + 2 + 2, True)
-    assert qkv.filled == 48 * 4 / (2 * 132)
-    # The last block of a tile loads the total of the first two parts and the six other parts.
-    assert qkv.transfer == pytest.approx(7 * 4 * 32 * 128 / (64 * 1.755e9))
-    out = roofline.Product.of(256, 4096, 4096, epilogue="residual")
-    assert (out.waves, out.round_trips, out.transfer) == (1, 1 + 2, 0)
-    gate_up = roofline.Product.of(256, 28672, 4096)
-    assert (gate_up.waves, gate_up.round_trips, gate_up.overlaps) == (2, 1, False)
-    # In each wave the totals of 256 x 128 sums are stored eight times and loaded seven times.
-    assert gate_up.transfer == pytest.approx(2 * 15 * 4 * 256 * 128 / (128 * 1.755e9))
-    assert gate_up.latency == pytest.approx(2 * 0.3e-6 + gate_up.transfer)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "size"), [key[:2] for key in EXPECTED_USAGE if key[2:] == (1, 0)]
-)
-def test_roofline_counts_l1_accesses_of_main_loop(kernel, size):
-    """The estimate of the L1 traffic is the sum of the 16-byte accesses in the machine code."""
-    macro = "TILES" if kernel == "linear_few" else "ROW_BLOCK"
-    shape = mma_shape(8, 4096)._replace(kernel=kernel, defines={macro: size})
-    _, _, mma, *accesses = EXPECTED_USAGE[kernel, size, 1, 0]
-    assert roofline.l1_bytes_per_mma(shape, 2) * mma == 32 * 16 * sum(accesses)
-
-
-def test_roofline_of_8b_llama_reaches_its_targets():
-    """8 rows run at 85 % of the read ceiling, and 256 rows at 350 TFLOP/s.
-
-    32 rows take at most 8 % longer than one row.
-    """
-    seconds = {rows: roofline.forward_seconds(rows) for rows in (1, 8, 32, 256)}
-    weights = 2 * (32 * (6144 * 4096 + 4096 * 4096 + 28672 * 4096 + 4096 * 14336) + 128256 * 4096)
-    for rows in (1, 8):
-        assert weights / 4.3e12 / seconds[rows] >= 0.85
-    assert seconds[32] <= 1.08 * seconds[1]
-    assert weights * 256 / seconds[256] >= 350e12
-
-
-def test_kernel_report_includes_every_kernel_file():
+def test_variants_include_every_kernel_file():
     packages = ("cudagraph", "sampling", "models")
     files = itertools.chain.from_iterable(
-        kernel_report.package_folder(package).rglob("*.cu") for package in packages
+        machine_code.package_folder(package).rglob("*.cu") for package in packages
     )
     device_files = {path.resolve() for path in files if "_thread" not in path.stem}
     assert device_files
     assert device_files <= {variant.path.resolve() for variant in VARIANTS}
 
 
-def test_kernel_report_compiles_every_macro_value(tmp_path):
+def test_variants_have_every_macro_value(tmp_path):
     """Macros of a file and of its includes are compiled with each of their values."""
     (tmp_path / "shared.cuh").write_text("#ifndef HEAD_DIM\n#define HEAD_DIM 64\n#endif\n")
     path = tmp_path / "some.cu"
     path.write_text('#include "shared.cuh"\n#ifndef CHUNK\n#define CHUNK 1\n#endif\n')
-    found = {variant.defines for variant in kernel_report.file_variants(path)}
+    found = {variant.defines for variant in machine_code.file_variants(path)}
     assert found == {(), (("CHUNK", "64"),), (("HEAD_DIM", "32"),), (("HEAD_DIM", "128"),)}
 
 
-def test_kernel_report_rejects_macro_without_values(tmp_path):
+def test_variants_reject_macro_without_values(tmp_path):
     path = tmp_path / "some.cu"
     path.write_text("#ifndef NOVEL\n#define NOVEL 1\n#endif\n")
-    with pytest.raises(kernel_report.CompileError, match="NOVEL"):
-        kernel_report.file_variants(path)
+    with pytest.raises(machine_code.CompileError, match="NOVEL"):
+        machine_code.file_variants(path)
 
 
-def test_kernel_report_raises_nvrtc_log_on_compile_error(tmp_path):
+def test_compile_variant_raises_nvrtc_log_on_compile_error(tmp_path):
     path = tmp_path / "wrong.cu"
     path.write_text('extern "C" __global__ void wrong(float* x) { x[0] = nothing; }\n')
-    with pytest.raises(kernel_report.CompileError, match="nothing"):
-        kernel_report.compile_variant(Variant(path), 80)
+    with pytest.raises(machine_code.CompileError, match="nothing"):
+        machine_code.compile_variant(Variant(path), 80)
 
 
 def test_kernels_do_not_request_non_coherent_loads():
@@ -297,7 +235,7 @@ def test_kernels_do_not_request_non_coherent_loads():
     """
     asks = re.compile(r"__ldg|__restrict__|\.nc\.")
     comment = re.compile(r"//[^\n]*")
-    folders = [kernel_report.package_folder(name) for name in (*kernel_report.PACKAGES, "grammar")]
+    folders = [machine_code.package_folder(name) for name in (*machine_code.PACKAGES, "grammar")]
     files = [path for folder in folders for path in folder.rglob("*.cu*")]
     assert len(files) > 30
     found = {path.name for path in files if asks.search(comment.sub("", path.read_text()))}

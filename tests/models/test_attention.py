@@ -12,6 +12,7 @@ import model_util
 import numpy as np
 import numpy_llama
 import pytest
+from machine_code import Variant, compile_variant
 from model_util import download, make_rows, same_bits, upload
 from tiny_models import rounded
 
@@ -20,7 +21,6 @@ from graft.cudagraph.lanes import StreamLane
 from graft.models.cache.kv import PagedKV
 from graft.models.llm import kernel_library
 from graft.models.llm.kernel_library import FOLDER, ModelKernels
-from graft.tools.bench.kernel_report import Variant, compile_variant
 
 CPU = Path("/proc/cpuinfo").read_text()
 SPLIT = 64  # positions per split; splits s and s + 32 belong to the same part
@@ -316,7 +316,6 @@ def test_attention_nan_key_gives_nan(device, stream, dim):
     "arch", [90, *(pytest.param(arch, marks=pytest.mark.full) for arch in (80, 100, 120))]
 )
 @pytest.mark.parametrize("dim", ["64", "128"])
-@pytest.mark.usefixtures("cached_machine_code")
 def test_split_attention_fits_two_blocks_per_multiprocessor(arch, dim):
     """The kernel spills no registers, and two blocks fit in the registers of a multiprocessor."""
     variant = Variant(FOLDER / "attention_split.cu", (("WIDE_HEAD", dim),))

@@ -6,19 +6,19 @@ waits for the previous kernel, and which loads are issued together.
 
 import functools
 
+import machine_code
 import pytest
+from machine_code import Variant, compile_variant
 
 from graft.models.llm.kernel_library import FOLDER, MULTIPROCESSORS, mma_shape
-from graft.tools.bench import kernel_report
-from graft.tools.bench.kernel_report import Variant, compile_variant
-from graft.tools.bench.roofline import EPILOGUE_PAIRS
-
-pytestmark = pytest.mark.usefixtures("cached_machine_code")
 
 FULL = pytest.mark.full
 #: Architectures with programmatic dependent launch. The short run compiles only for the first one.
 ARCHITECTURES = [90, *(pytest.param(arch, marks=FULL) for arch in (100, 120))]
 WAIT = "ACQBULK"  # griddepcontrol.wait
+#: Pairs of outputs whose inputs a thread of linear_many loads together, with and without K splits,
+#: by rows per tile.
+EPILOGUE_PAIRS = {32: (4, 8), 64: (4, 16), 128: (4, 16), 256: (8, 16)}
 
 
 @functools.cache
@@ -28,8 +28,8 @@ def compile_kernel(kernel: str, arch: int, **defines: object) -> list[str]:
     variant = Variant(FOLDER / f"{kernel}.cu", macros)
     (usage,) = compile_variant(variant, arch)
     assert usage.spilled_bytes == 0 and usage.loop["local"] == 0
-    cubin, _ = kernel_report.compile_cubin(variant, arch)
-    return kernel_report.kernel_instructions(kernel_report.disassemble(cubin))[kernel]
+    cubin, _ = machine_code.compile_cubin(variant, arch)
+    return machine_code.kernel_instructions(machine_code.disassemble(cubin))[kernel]
 
 
 def index_of(instructions: list[str], name: str, start: int = 0) -> int:
@@ -102,7 +102,7 @@ def test_linear_many_issues_loads_of_epilogue_together(arch, row_block):
     code = compile_kernel("linear_many", arch, ROW_BLOCK=row_block, X16=1)
     wait = index_of(code, WAIT)
     assert count(code[:wait], "LDGSTS") == (2 if row_block == 256 else 4)
-    _, with_splits, without_splits = EPILOGUE_PAIRS[row_block]
+    with_splits, without_splits = EPILOGUE_PAIRS[row_block]
     assert epilogue_batches(code) == [without_splits * 2 + 4, with_splits * (2 * 8 + 2) + 4]
 
 
@@ -115,7 +115,7 @@ def test_linear_many_issues_loads_of_rotations_together(arch, row_block):
     have no shared memory left for them, load them in the epilogue.
     """
     code = compile_kernel("linear_many", arch, ROW_BLOCK=row_block, X16=1, ROPE_HEAD_DIM=128)
-    _, with_splits, without_splits = EPILOGUE_PAIRS[row_block]
+    with_splits, without_splits = EPILOGUE_PAIRS[row_block]
     loads, loads_with_splits = epilogue_batches(code)
     own_loads = 6 if row_block == 256 else 3
     assert loads >= without_splits * own_loads

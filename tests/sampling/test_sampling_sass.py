@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import machine_code
 import pytest
+from machine_code import ARCHITECTURES, Variant
 
 from graft.sampling.loading import KERNELS
-from graft.tools.bench import kernel_report
-from graft.tools.bench.kernel_report import ARCHITECTURES, Variant
 
 
 def load_runs(instructions: list[str]) -> list[tuple[int, str]]:
@@ -32,8 +32,8 @@ def test_filters_load_eight_columns_before_first_use(arch):
     and min-p, which stores zeros.
     """
     variant = Variant(KERNELS / "sample.cu", (("SAMPLE_BLOCK", "512"),))
-    cubin = kernel_report.compile_cubin(variant, arch, ())[0]
-    kernels = kernel_report.kernel_instructions(kernel_report.disassemble(cubin))
+    cubin = machine_code.compile_cubin(variant, arch, ())[0]
+    kernels = machine_code.kernel_instructions(machine_code.disassemble(cubin))
     runs = load_runs(kernels["sample_target"])
     lists = [i for i, run in enumerate(runs) if run == (16, "ATOMS")]
     assert len(lists) >= 2

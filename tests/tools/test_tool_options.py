@@ -6,8 +6,6 @@ import importlib
 import sys
 
 import pytest
-from cuda import pathfinder
-from cuda.bindings import nvrtc
 
 from graft.cudagraph.errors import OptionError
 from graft.tools.bench import serving, speculation
@@ -57,21 +55,6 @@ def test_serving_bench_names_missing_package(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "httpx", None)
     assert run_tool("bench.serving", ["--calls", "1"]) == 2
     assert "needs the package httpx: pip install httpx" in capsys.readouterr().err
-
-
-def test_kernel_report_names_missing_package(monkeypatch, capsys):
-    def load(*_):
-        raise pathfinder.DynamicLibNotFoundError("no libnvrtc.so.13")
-
-    monkeypatch.setattr(nvrtc, "nvrtcCreateProgram", load)
-    assert run_tool("bench.kernel_report", ["--arch", "90"]) == 1
-    assert "pip install nvidia-cuda-nvrtc" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("option", "status"), [("--help", 0), ("--nothing", 2)])
-def test_roofline_parses_its_command_line(capsys, option, status):
-    assert run_tool("bench.roofline", [option]) == status
-    assert "MB of weights" not in capsys.readouterr().out
 
 
 def test_serving_bench_goodput_is_the_rate_if_all_responses_are_in_time():

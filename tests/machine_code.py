@@ -1,32 +1,40 @@
-"""Compile every kernel for NVIDIA GPUs with NVRTC and report its resource usage.
+"""Machine code and resource usage of the kernels, compiled for NVIDIA GPUs by NVRTC without a GPU.
 
-    python -m graft.tools.bench.kernel_report [--arch 80 90 100 120]
+The source text and the compiler options are the same as those that CuPy passes to NVRTC when graft
+runs on hardware. The resource usage consists of the registers, the shared memory and the spilled
+bytes that ptxas prints. For kernels that use tensor cores, it also counts the instructions of the
+main loop, which is the loop with the most MMA instructions.
 
-No GPU is needed. The report shows the registers, the shared memory and the spilled bytes that ptxas
-prints. The source text and the compiler options are the same as those that CuPy passes to NVRTC
-when graft runs on hardware. For kernels that use tensor cores, the report also counts instructions
-of the main loop in the machine code. The main loop is the loop with the most MMA instructions.
+Compilation takes most of the time of the tests that read machine code, so its results are stored in
+graft's cache folder. A key covers all that a result depends on: the source text with its includes,
+the options, and the files of NVRTC and nvdisasm.
 """
 
 from __future__ import annotations
 
-import argparse
+import base64
+import contextlib
+import functools
+import hashlib
 import importlib
 import importlib.metadata
+import json
+import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from graft.cudagraph.kernels.compiler import nvrtc_options
+from graft.cudagraph.kernels.compiler import cache_folder, include_folders, nvrtc_options
+from graft.cudagraph.kernels.ptx import nvrtc_library
 from graft.cudagraph.kernels.signature import kernel_parameters
-from graft.tools.report import table
+from graft.native.softcuda.compile import included_files
 
 #: Compute capabilities times 10, such as 90 for sm_90.
 ARCHITECTURES = (80, 90, 100, 120)
@@ -249,25 +257,7 @@ def _check(result: Sequence[Any]) -> Any:
 
 
 def compile_variant(variant: Variant, arch: int) -> list[Usage]:
-    """Compile a variant to machine code.
-
-    Parameters
-    ----------
-    variant
-        Kernel file and macros.
-    arch
-        Compute capability without the dot, such as 90 for 9.0.
-
-    Returns
-    -------
-    list of Usage
-        One per kernel of the file.
-
-    Raises
-    ------
-    CompileError
-        If the source text does not compile, or NVRTC is not installed.
-    """
+    """Compile a variant for an architecture, such as 90 for sm_90. Return the usage per kernel."""
     cubin, log = compile_cubin(variant, arch)
     usages = parse_log(variant.title, f"sm_{arch}", log)
     if b"mma.sync" not in _text_with_includes(variant.path):
@@ -279,30 +269,11 @@ def compile_variant(variant: Variant, arch: int) -> list[Usage]:
 def compile_cubin(
     variant: Variant, arch: int, more_options: Sequence[str] = ()
 ) -> tuple[bytes, str]:
-    """Compile a variant to machine code.
+    """Return the machine code (an ELF file) of a variant, and the log of NVRTC.
 
-    Parameters
-    ----------
-    variant, arch
-        As in `compile_variant`.
-    more_options
-        Options for NVRTC after those that graft and CuPy pass. They override earlier ones.
-
-    Returns
-    -------
-    cubin : bytes
-        ELF file with the machine code.
-    log : str
-        Log of NVRTC with the resource usage.
-
-    Raises
-    ------
-    CompileError
-        If the source text does not compile, or NVRTC is not installed.
+    `more_options` override the options that graft and CuPy pass to NVRTC. The result is stored in
+    graft's cache folder.
     """
-    from cuda.bindings import nvrtc
-    from cuda.pathfinder import DynamicLibNotFoundError
-
     options = [
         *nvrtc_options(variant.path, dict(variant.defines)),
         *CUPY_OPTIONS,
@@ -310,12 +281,24 @@ def compile_cubin(
         "--ptxas-options=-v",
         *more_options,
     ]
+    text = variant.path.read_text()
+    headers = included_files(text, include_folders(variant.path.parent))
+    key = [variant.path.name, text, *map(str, sorted(headers.items())), *options]
+
+    def compile_now() -> list[str]:
+        cubin, log = _compile(variant, options)
+        return [base64.b64encode(cubin).decode(), log]
+
+    encoded, log = _stored([*key, _file_identity(nvrtc_library())], compile_now)
+    return base64.b64decode(encoded), log
+
+
+def _compile(variant: Variant, options: Sequence[str]) -> tuple[bytes, str]:
+    """Compile a variant with NVRTC. Return its machine code and the log."""
+    from cuda.bindings import nvrtc
+
     text = variant.path.read_bytes()
-    name = variant.path.name.encode()
-    try:
-        program = _check(nvrtc.nvrtcCreateProgram(text, name, 0, [], []))
-    except DynamicLibNotFoundError as error:
-        raise CompileError("NVRTC is missing: pip install nvidia-cuda-nvrtc") from error
+    program = _check(nvrtc.nvrtcCreateProgram(text, variant.path.name.encode(), 0, [], []))
     try:
         encoded = [option.encode() for option in options]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
@@ -323,12 +306,32 @@ def compile_cubin(
         _check(nvrtc.nvrtcGetProgramLog(program, buffer))
         log = buffer.rstrip(b"\0").decode(errors="replace")
         if int(status):
-            raise CompileError(f"{variant.title} for sm_{arch}: {status.name}\n{log}")
+            raise CompileError(f"{variant.title}: {status.name}\n{log}")
         cubin = bytearray(_check(nvrtc.nvrtcGetCUBINSize(program)))
         _check(nvrtc.nvrtcGetCUBIN(program, cubin))
     finally:
         _check(nvrtc.nvrtcDestroyProgram(program))
     return bytes(cubin), log
+
+
+def _file_identity(path: Path) -> str:
+    """Return path, size and modification time of a file."""
+    status = path.stat()
+    return f"{path} {status.st_size} {status.st_mtime_ns}"
+
+
+def _stored(key: Sequence[str], make: Callable[[], Any]) -> Any:
+    """Return the stored result of a key. If there is none, call `make` and store its result."""
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+    path = Path(cache_folder(), "machine_code", digest)
+    with contextlib.suppress(FileNotFoundError):
+        return json.loads(zlib.decompress(path.read_bytes()))
+    result = make()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(zlib.compress(json.dumps(result).encode(), 1))
+    os.replace(file.name, path)
+    return result
 
 
 def _text_with_includes(path: Path) -> bytes:
@@ -372,15 +375,13 @@ def parse_log(title: str, arch: str, log: str) -> list[Usage]:
 # Machine code -------------------------------------------------------------------------------------
 
 
+@functools.cache
 def _find_nvdisasm() -> str:
     """Return the path of nvdisasm from the package nvidia-cuda-nvdisasm, or else from PATH."""
-    try:
-        files = importlib.metadata.files("nvidia-cuda-nvdisasm") or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        if file.name == "nvdisasm":
-            return str(file.locate())
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for file in importlib.metadata.files("nvidia-cuda-nvdisasm") or []:
+            if file.name == "nvdisasm":
+                return str(file.locate())
     program = shutil.which("nvdisasm")
     if program is None:
         raise CompileError("nvdisasm is missing: pip install nvidia-cuda-nvdisasm")
@@ -388,19 +389,18 @@ def _find_nvdisasm() -> str:
 
 
 def disassemble(cubin: bytes) -> str:
-    """Return the machine code of a cubin as text.
-
-    Raises
-    ------
-    CompileError
-        If nvdisasm is not installed.
-    """
+    """Return the machine code of a cubin as text, from the cache if possible."""
     program = _find_nvdisasm()
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [program, "-c", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    def disassemble_now() -> str:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            command = [program, "-c", file.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    key = [hashlib.sha256(cubin).hexdigest(), _file_identity(Path(program))]
+    return _stored(key, disassemble_now)
 
 
 def kernel_instructions(text: str) -> dict[str, list[str]]:
@@ -455,53 +455,3 @@ def _count(instructions: Iterable[str]) -> Counter[str]:
             if pattern.match(instruction):
                 counts[name] += 1
     return counts
-
-
-# Report -------------------------------------------------------------------------------------------
-
-
-def usage_table(usages: Iterable[Usage]) -> str:
-    """Return a table with one line per kernel of a variant and one column per architecture."""
-    by_kernel: dict[tuple[str, str], dict[str, Usage]] = {}
-    for usage in usages:
-        by_kernel.setdefault((usage.variant, usage.kernel), {})[usage.arch] = usage
-    arches = sorted(
-        {arch for by_arch in by_kernel.values() for arch in by_arch},
-        key=lambda arch: int(arch.removeprefix("sm_")),
-    )
-    rows = [("registers / shared bytes / spilled bytes, main loop", *arches)]
-    for names, by_arch in by_kernel.items():
-        cells = [_format_usage(by_arch[arch]) for arch in arches]
-        rows.append((": ".join(names), *cells))
-    return table(rows)
-
-
-def _format_usage(usage: Usage) -> str:
-    text = f"{usage.registers}/{usage.shared_bytes}/{usage.spilled_bytes}"
-    for name, count in usage.loop.items():
-        text += f" {count} {name}"
-    return text
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile all kernels and print the table. Return 1 if a kernel does not compile."""
-    parser = argparse.ArgumentParser(
-        prog="python -m graft.tools.bench.kernel_report",
-        description="Compile every kernel with NVRTC (no GPU needed).",
-    )
-    parser.add_argument("--arch", type=int, nargs="+", default=ARCHITECTURES)
-    options = parser.parse_args(arguments)
-    usages = []
-    try:
-        for variant in all_variants():
-            for arch in options.arch:
-                usages += compile_variant(variant, arch)
-    except CompileError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(usage_table(usages))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
