@@ -36,8 +36,10 @@ def parser() -> argparse.ArgumentParser:
 
     The attribute `run` of the parsed options is the function that runs the subcommand.
     """
-    from graft.tools import demo, doctor, generate, gguf_import, soft
+    from graft.tools import doctor, generate, soft
+    from graft.tools.demo import command as demo
     from graft.tools.demo_model import DRAFTERS
+    from graft.tools.gguf import convert
     from graft.tools.serve import command as serve
     from graft.tools.version import version
 
@@ -53,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         ("serve", serve, "run an OpenAI-compatible HTTP server (requires starlette and uvicorn)"),
         ("doctor", doctor, "check this machine and suggest fixes"),
         ("soft", soft, "run a program on the soft device"),
-        ("import", gguf_import, "convert a GGUF file of a Llama model to a model folder"),
+        ("import", convert, "convert a GGUF file of a Llama model to a model folder"),
     ):
         module.add_arguments(commands.add_parser(name, help=text, description=_sentence(text)))
     text = "generate ten outputs in one batch, each with a different grammar"
@@ -83,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status is 2.
     """
     try:
-        from graft.tools.report import standard_streams
+        from graft.tools.console import standard_streams
 
         with standard_streams() as has_stdout:
             return _run(arguments, has_stdout)
@@ -96,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None, has_stdout: bool) -> int:
     """Run a subcommand. `has_stdout` says whether standard output was open at the start."""
     from graft.cudagraph.errors import GraftError, OptionError
-    from graft.tools.report import print_refusal
+    from graft.tools.console import print_refusal
 
     try:
         options = parser().parse_args(arguments)

@@ -26,7 +26,7 @@ import pdoc.doc
 import pdoc.render
 
 from graft.cudagraph.errors import OptionError
-from graft.tools.report import program
+from graft.tools.console import program
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("native", "cudagraph", "sampling", "grammar", "models", "tools")

@@ -2,7 +2,7 @@
 
 With ``--watch PROGRAM [ARGS...]``, the command does not check the machine. It runs a program on the
 soft device and reports whether the GIL and the CUDA driver can cause a deadlock in the program; the
-module `graft.tools.watch` describes how.
+module `graft.tools.lock_order` describes how.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from graft.cudagraph.errors import GraftError, OptionError
 from graft.cudagraph.kernels.ptx import missing_compiler
 from graft.native import _native
 from graft.sampling.checks import short_repr
-from graft.tools import watch
+from graft.tools import lock_order
 
 #: Default of ``--limit`` in seconds.
 WATCH_LIMIT_S = 60
@@ -318,15 +318,15 @@ def run_watch(program: list[str], limit_s: int, as_json: bool) -> int:
     """
     sys.stdout.flush()
     stdout = sys.stderr.fileno() if as_json else None
-    report, status = watch.run_watched(program, limit_s, stdout=stdout)
+    report, status = lock_order.run_watched(program, limit_s, stdout=stdout)
     if as_json:
         print(json.dumps({**report.to_json(), "status": status}, indent=1))
     else:
-        print(watch.format_report(report, status), file=sys.stderr)
+        print(lock_order.format_report(report, status), file=sys.stderr)
     if report.verdict == "none":
-        return watch.FAILED if status else 0
-    statuses = {"potential": watch.POTENTIAL, "unseen": watch.UNSEEN}
-    return statuses.get(report.verdict, watch.DEADLOCK)
+        return lock_order.FAILED if status else 0
+    statuses = {"potential": lock_order.POTENTIAL, "unseen": lock_order.UNSEEN}
+    return statuses.get(report.verdict, lock_order.DEADLOCK)
 
 
 def read_watch_options(options: argparse.Namespace) -> list[str]:

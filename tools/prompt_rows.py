@@ -24,7 +24,7 @@ from graft.models.tokenizer import RESERVED_VARIABLES
 from graft.sampling.checks import short_repr
 from graft.sampling.params import SamplingParams
 from graft.tools import grammar_options as grammars
-from graft.tools.validity import is_valid
+from graft.tools.output_check import is_valid
 
 #: Sampling parameters that a row can set.
 SAMPLING_FIELDS = tuple(
@@ -71,8 +71,8 @@ class PromptRow:
         """Return whether an output satisfies the grammar of the row.
 
         The check does not use the grammar backend. Return None if the output cannot be checked:
-        `graft.tools.validity.is_valid` has no check for the kind of grammar, or the start of the
-        part to which the grammar applies is unknown.
+        `output_check.is_valid` has no check for the kind of grammar, or the start of the part to
+        which the grammar applies is unknown.
         """
         grammar = self.request.grammar
         if grammar is not None and grammar.marker is not None:

@@ -14,7 +14,7 @@ from graft.models.engine.engine import Engine
 from graft.models.modes.choice import ModeChoice
 from graft.models.request import Event, Output, Request
 from graft.tools.bench.demo_evaluation import task_grammar
-from graft.tools.demo_tasks import Task, held_out_tasks, unseen_key_tasks
+from graft.tools.demo.tasks import Task, held_out_tasks, unseen_key_tasks
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 TARGET = DEMO / "target"

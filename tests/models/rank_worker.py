@@ -18,7 +18,7 @@ from graft.grammar.decoder import GuidedDecoder
 from graft.models import CheckpointError, Engine, Request
 from graft.models.llm import worker_rank
 from graft.tools import cli
-from graft.tools.smollm import HEAD, cache_folder
+from graft.tools.demo.smollm import HEAD, cache_folder
 
 
 def workload() -> list[Request]:

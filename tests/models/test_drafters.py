@@ -18,7 +18,7 @@ from graft.models import Drafter, DrafterError, DraftVocab, Engine, Request, Tre
 from graft.models.drafters import CascadeDrafter, DFlash, NGram, Suffix
 from graft.sampling.state import SLOT
 from graft.sampling.tree import TreePlan
-from graft.tools.demo_prompts import demo_prompts
+from graft.tools.demo.prompts import demo_prompts
 
 
 def test_engine_loads_drafter_by_import_name(device):

@@ -41,7 +41,7 @@ from engine_util import (
 from graft.models.drafters import NGram, UserDrafter
 from graft.models.request import Request
 from graft.tools.bench.demo_evaluation import task_grammar
-from graft.tools.demo_tasks import held_out_tasks
+from graft.tools.demo.tasks import held_out_tasks
 
 
 @pytest.fixture(scope="module")

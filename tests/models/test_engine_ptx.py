@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from graft.cudagraph.kernels import ptx
-from graft.tools.smollm import cache_folder
+from graft.tools.demo.smollm import cache_folder
 
 pytestmark = [
     pytest.mark.ptx,
@@ -40,7 +40,7 @@ SMOLLM = """
 import json
 from graft.models import Engine, Request
 from graft.models.round.prefill import Prefill
-from graft.tools.smollm import smollm
+from graft.tools.demo.smollm import smollm
 
 Prefill.warm = lambda *_: []  # runs prefills of all sizes, which takes minutes on PTX
 with Engine(smollm(), max_batch_size=1, max_length=64) as engine:

@@ -12,8 +12,8 @@ from graft.cudagraph.errors import OptionError
 from graft.grammar import GrammarSpec, StructuralTag
 from graft.grammar.backends.base import ending_ids
 from graft.models.request import Request
+from graft.tools.output_check import is_valid
 from graft.tools.serve.errors import ApiError, check_output
-from graft.tools.validity import is_valid
 
 
 def generate(requests, **options):

@@ -6,10 +6,10 @@ import pytest
 
 from graft.models import Engine, Request
 from graft.tools.bench.demo_evaluation import task_grammar
-from graft.tools.demo_prompts import llm_prompts
-from graft.tools.demo_tasks import held_out_tasks
-from graft.tools.smollm import HEAD, cache_folder, smollm
-from graft.tools.validity import is_valid
+from graft.tools.demo.prompts import llm_prompts
+from graft.tools.demo.smollm import HEAD, cache_folder, smollm
+from graft.tools.demo.tasks import held_out_tasks
+from graft.tools.output_check import is_valid
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from graft.models.llm.config import LlamaConfig
 from graft.models.llm.kernel_library import ModelKernels, Norm
 from graft.models.llm.sharding import Shard, ShardedWeights
 from graft.models.llm.weights import ScaledMatrix
-from graft.tools.smollm import cache_folder
+from graft.tools.demo.smollm import cache_folder
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 CONFIG = LlamaConfig.from_dir(TARGET)

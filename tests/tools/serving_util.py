@@ -8,12 +8,12 @@ import time
 
 import openai
 
-from graft.tools.demo_prompts import demo_prompts
+from graft.tools.demo.prompts import demo_prompts
+from graft.tools.output_check import is_valid
 from graft.tools.serve.app import Service, Settings
 from graft.tools.serve.command import bind_socket
 from graft.tools.serve.engine_driver import EngineDriver
 from graft.tools.serve.server import Server
-from graft.tools.validity import is_valid
 
 PERSON = {
     "type": "object",

@@ -18,7 +18,7 @@ from graft.cudagraph.errors import OptionError
 from graft.grammar.grammar_spec import GrammarSpec, StructuralTag
 from graft.models.request import Output, Request
 from graft.sampling.params import SamplingParams
-from graft.tools import cli, generate, prompt_rows, report
+from graft.tools import cli, console, generate, prompt_rows
 from graft.tools.demo_model import demo_model
 from graft.tools.prompt_rows import PromptRow, read_requests
 from graft.tools.serve.command import bind_socket
@@ -681,7 +681,7 @@ def test_standard_streams_raise_errors_of_stdout_and_ignore_errors_of_stderr(mon
     with open("/dev/full", "w") as out, open("/dev/full", "w") as err:
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", err)
-        with report.standard_streams() as is_open:
+        with console.standard_streams() as is_open:
             assert is_open
             print("a message", file=sys.stderr, flush=True)
             with pytest.raises(OSError, match="'standard output'"):
@@ -694,10 +694,10 @@ def test_interrupt_during_imports_prints_one_line(monkeypatch, capsys):
 
     class Interrupt:
         def find_spec(self, name, *_):
-            if name == "graft.tools.report":
+            if name == "graft.tools.console":
                 raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "graft.tools.report")
+    monkeypatch.delitem(sys.modules, "graft.tools.console")
     monkeypatch.setattr(sys, "meta_path", [Interrupt(), *sys.meta_path])
     assert cli.main(["--version"]) == 130
     assert capsys.readouterr().err == "graft: interrupted\n"

@@ -21,11 +21,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.models.engine.stats import EngineStats
 from graft.models.request import Output
-from graft.tools import demo, demo_tasks
 from graft.tools.bench import demo_evaluation as evaluate_demo
-from graft.tools.demo_prompts import demo_prompts, llm_prompts
+from graft.tools.demo import command as demo
+from graft.tools.demo import tasks as demo_tasks
+from graft.tools.demo.prompts import demo_prompts, llm_prompts
+from graft.tools.output_check import is_valid
 from graft.tools.train import tasks as train_tasks
-from graft.tools.validity import is_valid
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 

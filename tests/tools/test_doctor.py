@@ -13,7 +13,7 @@ import pytest
 
 from graft.cudagraph.driver import chooser
 from graft.cudagraph.errors import OptionError
-from graft.tools import cli, doctor, watch
+from graft.tools import cli, doctor, lock_order
 
 
 def test_doctor_reports_healthy_environment(capsys):
@@ -152,7 +152,7 @@ def test_watch_reports_potential_deadlock(program, capfd):
             call_holding_gil()
         print("the program's own output")
     """)
-    assert cli.main(["doctor", "--watch", "--json", path]) == watch.POTENTIAL
+    assert cli.main(["doctor", "--watch", "--json", path]) == lock_order.POTENTIAL
     out, err = capfd.readouterr()
     report = json.loads(out)
     assert "the program's own output" in err
@@ -186,7 +186,7 @@ def test_watch_ignores_slow_native_host_functions(program, capfd):
         run.synchronize(60)
         sys.exit(7)
     """)
-    assert cli.main(["doctor", "--watch", path]) == watch.FAILED
+    assert cli.main(["doctor", "--watch", path]) == lock_order.FAILED
     text = capfd.readouterr().err
     assert "the program ended with status 7" in text
     assert "verdict: no cycle" in text
@@ -204,7 +204,7 @@ def test_watch_finds_no_cycle_with_python_callbacks_alone(program):
         data.to_host()
         data.close()
     """)
-    report, status = watch.run_watched([path], LIMIT_S)
+    report, status = lock_order.run_watched([path], LIMIT_S)
     assert status == 0
     assert report.verdict == "none"
     assert report.processes == 1
@@ -227,12 +227,12 @@ def test_watch_mailbox_worker_holds_device_work_only(program):
         replay(1)
         call_holding_gil()
     """
-    report, _ = watch.run_watched([program(code)], LIMIT_S)
+    report, _ = lock_order.run_watched([program(code)], LIMIT_S)
     assert report.verdict == "none"
     wait = """
         holding_gil.cuStreamSynchronize(ctypes.c_void_p(stream.handle))
     """
-    report, _ = watch.run_watched([program(code + wait)], LIMIT_S)
+    report, _ = lock_order.run_watched([program(code + wait)], LIMIT_S)
     assert report.verdict == "potential"
     assert report.cycle == ["device work"]
 
@@ -262,7 +262,7 @@ def test_watch_works_without_graft_and_after_exit(program):
     The edges are recorded although the program exits with ``os._exit``.
     """
     path = program(PROGRAM_WITHOUT_GRAFT, prelude="")
-    report, status = watch.run_watched([path], LIMIT_S)
+    report, status = lock_order.run_watched([path], LIMIT_S)
     assert status == 0
     assert report.verdict == "potential"
     assert report.cycle == ["device work"]
@@ -291,7 +291,7 @@ def test_watch_reports_deadlock_with_stacks_of_both_threads(program, capfd):
             holding_gil.cuStreamSynchronize(ctypes.c_void_p(stream.handle))
         synchronize_holding_gil()
     """)
-    assert cli.main(["doctor", "--watch", "--limit", "2", path]) == watch.DEADLOCK
+    assert cli.main(["doctor", "--watch", "--limit", "2", path]) == lock_order.DEADLOCK
     text = capfd.readouterr().err
     report = text[text.index("the watchdog ended") :]
     assert "verdict: DEADLOCK" in report
@@ -309,7 +309,7 @@ def test_watch_variable_records_edges_without_the_tool(program, tmp_path):
     code = program("call_holding_gil()")
     for _ in range(2):
         subprocess.run([sys.executable, code], env=env, check=True)
-    report = watch.read_report(path)
+    report = lock_order.read_report(path)
     assert report.processes == 2 and report.verdict == "none"
     assert [edge.at for edge in report.edges] == ["cuMemGetInfo"] * 2
 
@@ -317,24 +317,24 @@ def test_watch_variable_records_edges_without_the_tool(program, tmp_path):
 def test_watch_rejects_invalid_commands(program, capfd, tmp_path):
     """If the program is missing or does not exist, or --limit is invalid, the exit status is 2.
 
-    If the program does not open the soft device, the exit status is `watch.UNSEEN`.
+    If the program does not open the soft device, the exit status is `lock_order.UNSEEN`.
     """
     for command in ([], ["no-such-program"], ["--limit", "5"], ["--limit", "soon", "-c", "0"]):
         assert cli.main(["doctor", "--watch", *command]) == 2
         assert re.search("no program|must be a number of seconds", capfd.readouterr().err)
-    assert cli.main(["doctor", "--watch", "-c", "print('hello')"]) == watch.UNSEEN
+    assert cli.main(["doctor", "--watch", "-c", "print('hello')"]) == lock_order.UNSEEN
     assert "did not open the soft device" in capfd.readouterr().err
     with pytest.raises(OptionError, match="at least 1"):
-        watch.run_watched(["-c", "0"], 0)
+        lock_order.run_watched(["-c", "0"], 0)
 
 
 @pytest.mark.parametrize("status", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4))])
 def test_watch_reports_failure_for_any_exit_status_of_program(status, program, capfd):
-    """If a program fails, the exit status of ``graft doctor --watch`` is `watch.FAILED`.
+    """If a program fails, the exit status of ``graft doctor --watch`` is `lock_order.FAILED`.
 
     This also applies if the status of the program equals one of the tool's own exit statuses.
     """
-    assert cli.main(["doctor", "--watch", program(f"sys.exit({status})")]) == watch.FAILED
+    assert cli.main(["doctor", "--watch", program(f"sys.exit({status})")]) == lock_order.FAILED
     text = capfd.readouterr().err
     assert "verdict: no cycle" in text
     assert f"ended with status {status}" in text

@@ -17,9 +17,10 @@ from graft.models.errors import ConfigError
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
 from graft.models.tokenizer import Tokenizer
-from graft.tools import cli, gguf_import
-from graft.tools.gguf_import import GgufError, convert
-from graft.tools.gguf_tokenizer import GgufTokenizerError
+from graft.tools import cli
+from graft.tools.gguf import convert as gguf_import
+from graft.tools.gguf.convert import GgufError, convert
+from graft.tools.gguf.tokenizer import GgufTokenizerError
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 Q = gguf.GGMLQuantizationType

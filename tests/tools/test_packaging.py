@@ -225,7 +225,12 @@ def test_wheel_contains_runtime_files_only(tmp_path):
     assert {name for name in extra if "dist-info" not in name.parts[0]} == set()
     assert {
         Path("graft/tools", name)
-        for name in ("cli.py", "demo_words.json", "demo_prompts.jsonl", "llm_prompts.jsonl")
+        for name in (
+            "cli.py",
+            "demo/words.json",
+            "demo/demo_prompts.jsonl",
+            "demo/llm_prompts.jsonl",
+        )
     } <= names
     assert not names & {
         Path("graft/tools", name) for name in ("bootstrap.py", "docs.py", "tree.py")

@@ -11,7 +11,7 @@ import pytest
 import safetensors
 
 from graft.models.llm.config import Eagle3Config
-from graft.tools import smollm
+from graft.tools.demo import smollm
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from graft.models.request import Request
 from graft.tools.bench import speculation
 from graft.tools.bench import speculation_metrics as metrics
 from graft.tools.bench.speculation_metrics import RequestRound
-from graft.tools.demo import SOFT_NOTE
+from graft.tools.demo.command import SOFT_NOTE
 from graft.tools.demo_model import demo_model
 
 

@@ -23,10 +23,10 @@ from graft.grammar.grammar_spec import GrammarSpec
 from graft.models.engine.engine import Engine
 from graft.models.request import Output, Request
 from graft.tools.bench.estimate import estimate_mean
+from graft.tools.console import program
+from graft.tools.demo.tasks import Task, held_out_tasks, score_fields, unseen_key_tasks
 from graft.tools.demo_model import demo_model
-from graft.tools.demo_tasks import Task, held_out_tasks, score_fields, unseen_key_tasks
-from graft.tools.report import program
-from graft.tools.validity import is_valid
+from graft.tools.output_check import is_valid
 
 TASK_SETS: dict[str, Callable[[int], list[Task]]] = {
     "held_out": held_out_tasks,

@@ -39,8 +39,8 @@ from graft.grammar import GrammarSpec
 from graft.models.engine.engine import Engine
 from graft.models.engine.replay import ReplayInFlight
 from graft.models.request import Request
+from graft.tools.console import busy_python, program, table
 from graft.tools.demo_model import demo_model
-from graft.tools.report import busy_python, program, table
 
 #: Grammars by kind. "device" runs as an automaton on the device, "host" on the host.
 KINDS = ("free", "device", "host")

@@ -49,7 +49,7 @@ from graft.native.children.errors import ChildLost, ChildTimeout, Refusal
 from graft.native.children.process import Call, ChildProcess, Setup
 from graft.tools.bench.data import add_arguments, load_tokenizer, read_schemas
 from graft.tools.bench.grammar_child import SUBJECTS
-from graft.tools.report import program, table
+from graft.tools.console import program, table
 
 QUANTILES = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
 #: Memory limit of a child process in bytes.

@@ -37,7 +37,7 @@ from graft.models.modes.launch import LaunchModes
 from graft.models.modes.loop.batches import MAX_PAGES_AHEAD
 from graft.models.request import Output, Request
 from graft.models.round.prefill import PrefillScheduler
-from graft.tools.report import program, table
+from graft.tools.console import program, table
 
 #: What is measured. "full batch": a round without free batch rows. "too few pages": a round with a
 #: free batch row, while each waiting request needs more pages than are free; none of its tokens or,

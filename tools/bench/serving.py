@@ -34,8 +34,8 @@ from tqdm import tqdm
 
 from graft.cudagraph.errors import OptionError
 from graft.tools.bench.chart import chart
-from graft.tools.demo_tasks import held_out_tasks
-from graft.tools.report import program, table
+from graft.tools.console import program, table
+from graft.tools.demo.tasks import held_out_tasks
 
 #: Seconds after which a request counts as failed.
 TIMEOUT_S = 120.0

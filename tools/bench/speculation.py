@@ -61,12 +61,12 @@ from graft.tools.bench.speculation_metrics import (
     length_estimates,
     throughput_by_length,
 )
+from graft.tools.console import program
+from graft.tools.demo.prompts import demo_prompts, llm_prompts
+from graft.tools.demo.smollm import smollm
+from graft.tools.demo.tasks import held_out_tasks
 from graft.tools.demo_model import demo_model
-from graft.tools.demo_prompts import demo_prompts, llm_prompts
-from graft.tools.demo_tasks import held_out_tasks
 from graft.tools.prompt_rows import PromptRow, read_requests
-from graft.tools.report import program
-from graft.tools.smollm import smollm
 
 LOOKUP_DRAFTERS = {"ngram": NGram, "suffix": Suffix}
 #: Checkpoint folders of the demo model's drafters, by their names on the command line.

@@ -9,8 +9,8 @@ from typing import Any
 
 from graft.tools.bench.chart import chart
 from graft.tools.bench.speculation_metrics import CONFIGURATION_KEYS
-from graft.tools.demo import SOFT_NOTE
-from graft.tools.report import table
+from graft.tools.console import table
+from graft.tools.demo.command import SOFT_NOTE
 
 #: Values of a configuration that are reported only for all prompts together, not by kind.
 WHOLE_RUN_FIGURES = (

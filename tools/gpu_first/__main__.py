@@ -39,10 +39,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from graft.tools.console import program, table
 from graft.tools.gpu_first.bench import Bench
 from graft.tools.gpu_first.runner import MIN_S, run_section
 from graft.tools.gpu_first.sections import SECTIONS
-from graft.tools.report import program, table
 
 #: Sections that run by default.
 DEFAULT_SECTIONS = [name for name in SECTIONS if name != "suite"]

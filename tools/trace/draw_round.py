@@ -24,8 +24,8 @@ from pathlib import Path
 from graft.cudagraph.graph.drawing import COLOURS, OTHER_COLOURS, dot
 from graft.cudagraph.graph.graph import Graph, Node
 from graft.models.engine.engine import Engine
+from graft.tools.console import program
 from graft.tools.demo_model import demo_model
-from graft.tools.report import program
 
 #: Maximum number of characters of the text in a box.
 MAX_LABEL = 34

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from ..demo_tasks import Task
+from ..demo.tasks import Task
 
 SPECIAL = ("<|begin|>", "<|user|>", "<|assistant|>", "<|end|>")
 

@@ -31,7 +31,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from .. import demo_tasks as demo
+from ..demo import tasks as demo
 from . import data
 from . import tasks as training
 from .evaluate import (

@@ -34,7 +34,7 @@ from tqdm import tqdm
 from graft.grammar import GrammarSpec, Vocabulary, make_backend
 from graft.models.tokenizer import Tokenizer
 
-from ..demo_tasks import add_schema_to_prompt
+from ..demo.tasks import add_schema_to_prompt
 from .evaluate import simulate_speculation
 from .nets import Eagle3, Llama, Sizes, rotary, rotate
 

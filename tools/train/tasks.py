@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .. import demo_tasks as demo
-from ..demo_tasks import Json, Schema, Task, object_schema
+from ..demo import tasks as demo
+from ..demo.tasks import Json, Schema, Task, object_schema
 
 FILLS: list[str] = demo.WORDS["fills"]
 #: Maximum characters of a document of the corpus, and of an object that is used from it.

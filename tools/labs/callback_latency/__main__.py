@@ -47,6 +47,8 @@ from tqdm import tqdm
 
 from graft.cudagraph.device import Device, open_device
 from graft.native import _native
+from graft.tools.console import busy_python, program
+from graft.tools.console import table as format_table
 from graft.tools.labs.callback_latency.transports import (
     BASELINE,
     MAX_CALLBACKS,
@@ -55,8 +57,6 @@ from graft.tools.labs.callback_latency.transports import (
     TransportGraph,
     unavailable,
 )
-from graft.tools.report import busy_python, program
-from graft.tools.report import table as format_table
 
 PYTHON_STATES = ("idle", "busy")
 #: Number of consecutive replays of one graph.

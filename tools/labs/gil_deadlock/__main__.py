@@ -46,7 +46,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from graft.cudagraph.driver import chooser
-from graft.tools import watch
+from graft.tools import lock_order
+from graft.tools.console import table as format_table
 from graft.tools.labs.gil_deadlock.case import (
     GIL_TRANSPORTS,
     LOCK_MODELS,
@@ -56,7 +57,6 @@ from graft.tools.labs.gil_deadlock.case import (
     Case,
     unavailable,
 )
-from graft.tools.report import table as format_table
 
 COMPLETES = "completes"
 POTENTIAL = "potential"
@@ -175,18 +175,18 @@ def run_case(case: Case, soft: bool = True) -> Result:
             timed_out = True
             os.killpg(child.pid, signal.SIGKILL)
             _, errors = child.communicate()
-        edges = watch.read_report(path)
+        edges = lock_order.read_report(path)
     seconds = time.monotonic() - start
     report = errors.strip()
     outcome = FAILED
-    if child.returncode == watch.WATCHDOG_STATUS or (timed_out and not soft):
+    if child.returncode == lock_order.WATCHDOG_STATUS or (timed_out and not soft):
         outcome = HANGS
     elif child.returncode == RELEASED_STATUS:
         outcome = RELEASED
     elif child.returncode == 0:
         outcome = POTENTIAL if edges.cycle else COMPLETES
     if outcome == POTENTIAL:
-        report = watch.format_report(edges)
+        report = lock_order.format_report(edges)
     elif timed_out:
         report = f"killed after {seconds:.0f} s\n{report}"
     return Result(case, outcome, expected_outcome(case) if soft else "", seconds, report)

@@ -4,7 +4,7 @@ A task is a short text that describes a record, a JSON schema and the only corre
 random choices use one ``random.Random``, so the seed of this generator determines the task. A code
 change that alters the order of the random draws changes all tasks. The task generator is used for
 training, the demo and the evaluation, and requires only the standard library. The words in the
-tasks are from ``demo_words.json``.
+tasks are from ``words.json``.
 
 There are three sets of tasks. Training tasks have the seeds ``train-<n>``, held-out tasks the seeds
 ``held-<seed>-<n>``, and tasks with unseen keys the seeds ``unseen-<seed>-<n>``. Unseen keys are
@@ -81,7 +81,7 @@ class Field:
     phrase: str | None = None
 
 
-WORDS = json.loads(Path(__file__).with_name("demo_words.json").read_text(encoding="utf-8"))
+WORDS = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
 SEEN: dict[str, list[str]] = WORDS["seen"]
 UNSEEN: dict[str, list[str]] = WORDS["unseen"]
 CHOICES: list[list[str]] = WORDS["choices"]

@@ -22,11 +22,11 @@ from graft.models.drafters import DrafterChoice
 from graft.models.engine.engine import Engine
 from graft.models.engine.stats import EngineStats
 from graft.models.request import Output, Request
+from graft.tools.console import table
+from graft.tools.demo.prompts import DemoPrompt, demo_prompts, llm_prompts
+from graft.tools.demo.smollm import HEAD, smollm
 from graft.tools.demo_model import DRAFTERS, demo_model
-from graft.tools.demo_prompts import DemoPrompt, demo_prompts, llm_prompts
-from graft.tools.report import table
-from graft.tools.smollm import HEAD, smollm
-from graft.tools.validity import is_valid
+from graft.tools.output_check import is_valid
 
 DRAFT_LENGTH = 3
 MAX_TOKENS = 128

@@ -31,8 +31,8 @@ from graft.models.llm.config import TARGETS, LlamaConfig
 from graft.models.llm.rope import Llama3, Rope
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.checks import short_repr
-from graft.tools.gguf_tokenizer import tokenizer_files
-from graft.tools.report import exit_on_sigterm
+from graft.tools.console import exit_on_sigterm
+from graft.tools.gguf.tokenizer import tokenizer_files
 
 __all__ = ["GgufError", "add_arguments", "convert"]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import graft.models
 from graft.cudagraph.errors import GraftError
-from graft.tools.gguf_import import convert, import_gguf
-from graft.tools.report import exit_on_sigterm
+from graft.tools.console import exit_on_sigterm
+from graft.tools.gguf.convert import convert, import_gguf
 
 __all__ = ["DownloadError", "HEAD", "smollm"]
 

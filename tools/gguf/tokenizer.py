@@ -47,7 +47,7 @@ def tokenizer_files(file: Any) -> dict[str, dict[str, Any]]:
     Parameters
     ----------
     file
-        `graft.tools.gguf_import.GgufFile` whose metadata contains the tokens, their types, and
+        `graft.tools.gguf.convert.GgufFile` whose metadata contains the tokens, their types, and
         either merges (byte-level BPE) or scores (SentencePiece).
 
     Raises

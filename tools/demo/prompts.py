@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from graft.grammar.grammar_spec import GrammarSpec
-from graft.tools.demo_tasks import add_schema_to_prompt
+from graft.tools.demo.tasks import add_schema_to_prompt
 from graft.tools.grammar_options import make_grammar
 
 

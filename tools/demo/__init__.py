@@ -1,0 +1,1 @@
+"""Demo of graft: ten requests with ten grammars in one batch, and the tasks of the demo model."""

@@ -1,0 +1,1 @@
+"""Conversion of GGUF files to folders that graft loads."""
