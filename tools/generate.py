@@ -42,8 +42,6 @@ _SAMPLING_HELP = {
     "min_tokens": "minimum number of tokens before a stop id",
 }
 
-#: Values of the engine option `device_automata` by value of ``--device-automata``.
-DEVICE_AUTOMATA = {"off": False, "on": True, "auto": "auto"}
 #: Engine options that ``--json`` reports.
 _REPORTED_OPTIONS = (
     "draft_length",
@@ -157,8 +155,7 @@ def _add_drafting_arguments(group: argparse._ArgumentGroup) -> None:
         choices=DRAFT_MASKINGS,
         default="fill",
         help="how drafts are masked: fill a token bitmask for each draft, or let the grammar test "
-        "the drafter's best candidates; optimistic: test the target's tokens, too; auto: "
-        "choose fill or optimistic by measured times (default fill)",
+        "the drafter's best candidates; optimistic: test the target's tokens, too (default fill)",
     )
     group.add_argument(
         "--forced-drafts",
@@ -180,17 +177,14 @@ def _add_drafting_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--device-automata",
-        choices=tuple(DEVICE_AUTOMATA),
-        default="off",
-        help="fill the mask rows of regular grammars on the device; auto: if this is faster by "
-        "measured times (default off)",
+        action="store_true",
+        help="fill the mask rows of regular grammars on the device",
     )
     group.add_argument(
         "--generation",
-        choices=("rounds", "graph", "auto"),
+        choices=("rounds", "graph"),
         default="rounds",
-        help="launch rounds one by one, or many rounds at once; auto: choose by measured times "
-        "(default rounds)",
+        help="launch rounds one by one, or many rounds at once (default rounds)",
     )
 
 
@@ -326,7 +320,7 @@ def open_engine(options: argparse.Namespace, batch_size: int, **engine_options: 
         overlap=options.overlap,
         composition=options.composition,
         generation=options.generation,
-        device_automata=DEVICE_AUTOMATA[options.device_automata],
+        device_automata=options.device_automata,
         max_length=options.max_length,
         weights=options.weights,
         **engine_options,

@@ -193,19 +193,8 @@ class DeviceAutomata:
 
     # Requests -----------------------------------------------------------------------------------
 
-    def join(
-        self,
-        lane: Lane,
-        slot: int,
-        epoch: int,
-        matcher: Matcher | None,
-        *,
-        allowed: bool = True,
-        num_unread: int = 0,
-    ) -> bool:
+    def join(self, lane: Lane, slot: int, epoch: int, matcher: Matcher | None) -> bool:
         """Assign a slot to a request and promote the request if possible.
-
-        A request that was not promoted when it joined can be promoted later by a second call.
 
         Parameters
         ----------
@@ -216,12 +205,7 @@ class DeviceAutomata:
         epoch
             Number of the slot assignment.
         matcher
-            Matcher after the request's last known token; None without a grammar.
-        allowed
-            Whether a request with a grammar may be promoted.
-        num_unread
-            Number of launched replays whose committed tokens are unknown. At most one of them may
-            contain the request.
+            Matcher after the request's last token; None without a grammar.
 
         Returns
         -------
@@ -232,7 +216,7 @@ class DeviceAutomata:
         record["epoch"] = epoch
         if matcher is None:
             record["kind"] = _NUMBERS["AUTOMATON_FREE"]
-        elif allowed and self.can_promote(matcher):
+        elif self.can_promote(matcher):
             table = self._acquire(lane, matcher.native.grammar)
             if table is not None:
                 self._slot_tables[slot] = table
@@ -249,7 +233,6 @@ class DeviceAutomata:
                 self.slots,
                 slot,
                 self._replay,
-                num_unread,
                 self._exchange.memory,
                 self._exchange.layout,
                 record[()],
@@ -263,15 +246,6 @@ class DeviceAutomata:
         if not isinstance(matcher.native, _native.guide.AutomatonMatcher):
             return False
         return len(matcher.stop_ids) <= _MAX_STOPS and not matcher.is_terminated()
-
-    def may_promote_later(self, matcher: Matcher | None) -> bool:
-        """Return whether a request that is not promoted can be promoted with a new matcher.
-
-        This is the case when the automaton of its grammar has been built.
-        """
-        if matcher is None or matcher.compiled.spec.marker is not None:
-            return False
-        return not isinstance(matcher.native, _native.guide.AutomatonMatcher)
 
     def release(self, slot: int) -> None:
         """Release the table of a slot's request. No replay that uses the slot may be in flight."""

@@ -27,12 +27,7 @@ from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
 from graft.models.llm.llama import LlamaModel
 from graft.models.llm.sharding import TensorParallelLeader
-from graft.models.modes.parts import (
-    ModeParts,
-    has_optimistic_graphs,
-    make_mode_parts,
-    num_output_entries,
-)
+from graft.models.modes.parts import ModeParts, make_mode_parts, num_output_entries
 from graft.models.round.budget import DraftBudget, draft_lengths
 from graft.models.round.grammar_steps import GrammarSteps
 from graft.models.round.masking import MASKING_CLASSES
@@ -150,19 +145,14 @@ def assemble(
         shield.check()
         drafter = _load_drafter(device, options, drafter_choice, target, tokenizer)
         shield.check()
-        mode = _draft_mode(options, drafter, options.draft_masking)
-        optimistic_mode = None
-        if has_optimistic_graphs(options, drafter):
-            optimistic_mode = _draft_mode(options, drafter, "optimistic")
+        mode = _draft_mode(options, drafter)
         _check_forced_drafts(options, drafter, mode)
         stream = device.stream("rounds")
         resources.callback(stream.close)
-        parts = _round_parts(
-            device, options, target, drafter, mode, optimistic_mode or mode, tokenizer, vocabulary
-        )
+        parts = _round_parts(device, options, target, drafter, mode, tokenizer, vocabulary)
         for part in (parts.inputs, parts.outputs, parts.timeline, parts.exchange, parts.decoder):
             resources.callback(part.close)
-        mode_parts = make_mode_parts(device, options, ranks, parts, vocabulary, optimistic_mode)
+        mode_parts = make_mode_parts(device, options, ranks, parts, vocabulary)
         resources.callback(mode_parts.close)
         shield.check()
         prefill = Prefill(
@@ -195,7 +185,7 @@ def _make_compiler(options: Options, vocabulary: Vocabulary) -> GrammarService:
         threads=options.compile_threads,
         timeout_s=options.compile_timeout_s,
         cache_bytes=options.grammar_cache_bytes,
-        late_automata=bool(options.device_automata),
+        late_automata=options.device_automata,
     )
 
 
@@ -326,17 +316,14 @@ def _prefix_cache(
 # Rounds -------------------------------------------------------------------------------------------
 
 
-def _draft_mode(options: Options, drafter: Drafter | None, draft_masking: str) -> DraftMode:
-    """Return the draft mode of a drafter under the options.
-
-    With ``draft_masking="auto"``, it is the mode of graphs that fill mask rows.
-    """
+def _draft_mode(options: Options, drafter: Drafter | None) -> DraftMode:
+    """Return the draft mode of a drafter under the options."""
     if drafter is None:
         return DraftMode(drafts=0)
     shape = drafter.shape
     if not shape.levels:
         return DraftMode(drafts=shape.nodes, branch=shape.branch)
-    masking = _masking(drafter, draft_masking) if options.mask_drafts else "none"
+    masking = _masking(drafter, options.draft_masking) if options.mask_drafts else "none"
     return DraftMode(
         drafts=shape.nodes,
         levels=len(shape.levels),
@@ -349,7 +336,7 @@ def _draft_mode(options: Options, drafter: Drafter | None, draft_masking: str) -
 
 def _masking(drafter: Drafter, draft_masking: str) -> str:
     """Return how the grammar masks drafts of a drafter that computes logits: one of `MASKINGS`."""
-    fills = draft_masking in ("fill", "auto") and drafter.num_candidates is None
+    fills = draft_masking == "fill" and drafter.num_candidates is None
     if fills and drafter.shape.branch == 1:
         return "fill"
     if drafter.logits_at_once and not drafter.shape.paths:
@@ -395,19 +382,13 @@ def _round_parts(
     target: LlamaModel,
     drafter: Drafter | None,
     mode: DraftMode,
-    widest_mode: DraftMode,
     tokenizer: Tokenizer,
     vocabulary: Vocabulary,
 ) -> RoundParts:
-    """Allocate the parts that the graphs of all rounds share.
-
-    The records of the exchange have the size that `widest_mode` needs. Those of a mode that probes
-    are larger than those of a mode that fills.
-    """
+    """Allocate the parts that the graphs of all rounds share."""
     batch = options.max_batch_size
     vocab_size = target.config.vocab_size
-    shared_exchange = Exchange(device, options.slots, vocab_size, widest_mode)
-    exchange = shared_exchange.of(mode)
+    exchange = Exchange(device, options.slots, vocab_size, mode)
     state = SlotState(device, options.slots, vocab_size)
     replay = device.zeros((1,), "int32")
     sampler = Sampler(
@@ -425,14 +406,14 @@ def _round_parts(
     if programmatic is None:
         programmatic = supports_programmatic_edges(device)
     entries = num_output_entries(options, RING_ENTRIES)
-    decoder = _make_decoder(options, shared_exchange, drafter, vocabulary)
+    decoder = _make_decoder(options, exchange, drafter, vocabulary)
     return RoundParts(
         device=device,
         target=target,
         drafter=drafter,
         mode=mode,
         masking=MASKING_CLASSES[mode.masking],
-        masking_name=mode.masking if mode.probes else "fill",
+        masking_name=_masking_name(options, mode),
         make_grammar_steps=lambda _place, _row_slot: GrammarSteps(decoder, exchange),
         sampler=sampler,
         tree=TreeSampler(sampler) if mode.grows_tree else None,
@@ -447,6 +428,12 @@ def _round_parts(
         programmatic=programmatic,
         every_part=options.timeline,
     )
+
+
+def _masking_name(options: Options, mode: DraftMode) -> str:
+    if options.draft_masking == "optimistic":
+        return "optimistic"
+    return mode.masking if mode.probes else "fill"
 
 
 def _make_decoder(

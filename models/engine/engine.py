@@ -170,7 +170,7 @@ class Engine:
         )
         self._replays = self._modes.replays
         self.round_graphs = self._modes.round_graphs
-        self.stats = EngineStats(draft_length=built.parts.depth, choice=self._modes.choice)
+        self.stats = EngineStats(draft_length=built.parts.depth)
         self._forced_tokens_at_reset = 0
         try:
             self._admission = Admission(self.options, self.tokenizer, vocab_size, built.compiler)
@@ -640,7 +640,7 @@ class Engine:
         self._require_working()
         counters = self._parts.decoder.counters()
         self._forced_tokens_at_reset = self._count_forced_tokens(counters)
-        self.stats = EngineStats(draft_length=self._parts.depth, choice=self._modes.choice)
+        self.stats = EngineStats(draft_length=self._parts.depth)
         self._scheduler.stats = self.stats
 
     def synchronize(self) -> None:

@@ -23,7 +23,7 @@ from graft.sampling.tree import TreePlan
 
 __all__ = ["DRAFT_MASKINGS", "MAX_DRAFT_LENGTH", "Options"]
 
-DRAFT_MASKINGS = ("fill", "probe", "optimistic", "auto")
+DRAFT_MASKINGS = ("fill", "probe", "optimistic")
 MAX_DRAFT_LENGTH = 63
 #: Default maximum number of positions per request; caches are allocated for every slot.
 DEFAULT_LENGTH = 4096
@@ -48,12 +48,12 @@ _INTEGERS: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
     "compile_threads": (1, 256),
     "ordinal": (0, 1023, None),
 }
-_BOOLEANS = ("mask_drafts", "forced_drafts", "overlap", "timeline")
+_BOOLEANS = ("mask_drafts", "forced_drafts", "device_automata", "overlap", "timeline")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "draft_masking": DRAFT_MASKINGS,
     "verify": VERIFY_MODES,
     "composition": ("one", "two"),
-    "generation": ("rounds", "graph", "auto"),
+    "generation": ("rounds", "graph"),
     "grammar_transport": TRANSPORTS,
     "activations": ACTIVATIONS,
     "weights": WEIGHTS,
@@ -117,11 +117,7 @@ class Options:
         rows are filled during the target forward pass, as far as the forward pass hides the time.
         Outputs are the same. Mask rows are filled as with "probe" for requests with top_k, top_p or
         min_p that are not greedy, and for requests with min_tokens, logprobs_masked or
-        ``verify="relaxed"``. With "auto", the engine chooses between "fill" and "optimistic" before
-        each launch, by the measured time per token (`ModeChoice`, `EngineStats.modes`). Batches
-        with automata on the device are filled. While a request runs whose tokens depend on the
-        drafts, because it is sampled with rejection or relaxed verification, drafts are filled, so
-        that its output remains reproducible.
+        ``verify="relaxed"``.
     forced_drafts
         Whether tokens that the grammar forces are drafted. With a drafter, a token is forced if it
         is the only legal one. It replaces the draft of the drafter; with ``draft_masking="probe"``
@@ -132,10 +128,7 @@ class Options:
         Whether mask rows are filled on the device for requests whose grammar has an automaton, see
         `DeviceAutomata`. A round whose requests all have an automaton or no grammar then needs no
         grammar step on the host. Outputs do not change. With `forced_drafts`, a drafter of chains
-        and ``draft_masking="fill"`` are required. With "auto", the engine decides this for each
-        request when the request joins a batch or, if its automaton is built later, at that time: on
-        the device if rounds with mask rows from the device took less time per token than rounds
-        without.
+        and ``draft_masking="fill"`` are required.
     automaton_bytes
         With `device_automata`, device memory for automata, in bytes. Requests whose automaton does
         not fit stay on the host.
@@ -186,9 +179,7 @@ class Options:
         or the host has not read the last 63 rounds. With ``draft_length="auto"``, a launch runs at
         most 32 rounds. While a prompt is being prefilled, rounds are launched one by one. Grammar
         steps on the host run through spinning kernels. Requires ``composition="one"`` and a drafter
-        that runs on the device. "auto": the engine chooses between the two before each launch, by
-        the measured time per token (`ModeChoice`, `EngineStats.modes`). Where loops are not
-        possible, it launches rounds.
+        that runs on the device.
     activations
         Precision of the activations that are multiplied with 16-bit weights on GPUs. "rounded":
         rounded to the type of the weights, as in training and serving; sums and everything else are
@@ -232,7 +223,7 @@ class Options:
     mask_drafts: bool = True
     draft_masking: str = "fill"
     forced_drafts: bool = False
-    device_automata: bool | str = False
+    device_automata: bool = False
     verify: str = "rejection"
     grammar_backend: str | Callable[[Vocabulary], GrammarBackend] = "auto"
     grammar_transport: str = "auto"
@@ -272,7 +263,7 @@ class Options:
                 "import name 'module:attribute' of such a function"
             )
             raise _error("grammar_backend", expected, self.grammar_backend)
-        if self.draft_masking not in ("fill", "auto") and not self.mask_drafts:
+        if self.draft_masking != "fill" and not self.mask_drafts:
             raise OptionError(f"draft_masking={self.draft_masking!r} requires mask_drafts=True")
         if self.generation == "graph" and self.composition != "one":
             raise OptionError("generation='graph' requires composition='one'")
@@ -290,8 +281,6 @@ class Options:
             value = getattr(self, name)
             if type(value) is not bool:
                 raise _error(name, "True or False", value)
-        if type(self.device_automata) is not bool and self.device_automata != "auto":
-            raise _error("device_automata", "True, False or 'auto'", self.device_automata)
         if self.programmatic is not None and type(self.programmatic) is not bool:
             raise _error("programmatic", "True, False or None", self.programmatic)
         for name, choices in _CHOICES.items():

@@ -29,7 +29,6 @@ from graft.grammar.decoder import GuidedRequest
 from graft.models.engine.interrupt import Shield
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.stats import EngineStats
-from graft.models.modes.choice import Launch
 from graft.models.request import Logprob
 from graft.models.round.budget import DraftBudget
 from graft.models.round.ema import Ema
@@ -83,22 +82,12 @@ class ReplayInFlight:
         number.
     rows
         Requests of the batch rows, without padding rows.
-    launch
-        How the mode of the launch was chosen; None without requests.
-    after_prefill
-        Whether prefill chunks were enqueued between the previous replay and this one.
     """
 
     number: int
     graph: RoundGraph
     graph_number: int
     rows: tuple[RowAssignment, ...]
-    launch: Launch | None = None
-    after_prefill: bool = False
-
-    def contains(self, state: RequestState) -> bool:
-        """Return whether a request takes part in the replay and has kept its slot since."""
-        return any(row.state is state and not row.stale for row in self.rows)
 
 
 @dataclass(frozen=True)
@@ -165,11 +154,6 @@ class Replays:
     on_row
         Function to call for each row that is read, or None. Its arguments are the assignment and
         the results of the row.
-    on_time
-        Function to call for each complete replay with requests, or None. Its arguments are the
-        replay, its time in nanoseconds, the time until the next replay, and the number of tokens
-        that it has committed. The time until the next replay is None unless the next replay has the
-        same graph and was launched without prefill in between.
     """
 
     def __init__(self, parts: RoundParts, stream: Stream, budget: DraftBudget):
@@ -186,8 +170,6 @@ class Replays:
         self._launches: Counter[int] = Counter()
         self.on_parts: Callable[[ReplayInFlight, list[int]], None] | None = None
         self.on_row: Callable[[RowAssignment, RowResult], None] | None = None
-        self.on_time: Callable[[ReplayInFlight, float, float | None, int], None] | None = None
-        self._tokens: Counter[int] = Counter()  # committed tokens, by unretired replay
 
     @property
     def round_s(self) -> float:
@@ -199,13 +181,7 @@ class Replays:
         return self._round_s.value or 0.0
 
     def launch(
-        self,
-        graph: RoundGraph,
-        states: Sequence[RequestState],
-        served: Sequence[GuidedRequest],
-        launch: Launch | None = None,
-        *,
-        after_prefill: bool = False,
+        self, graph: RoundGraph, states: Sequence[RequestState], served: Sequence[GuidedRequest]
     ) -> None:
         """Publish the slot of each batch row and launch one replay.
 
@@ -222,8 +198,6 @@ class Replays:
             Requests of the batch rows.
         served
             Requests among them that the grammar worker serves if the graph has host steps.
-        launch, after_prefill
-            As in `ReplayInFlight`.
         """
         parts = self._parts
         number = self.launched + 1
@@ -236,9 +210,7 @@ class Replays:
         for row, state in enumerate(states):
             slots[row] = state.slot
         if graph.has_host_steps:
-            parts.decoder.publish(
-                number, served, repeats=graph.repeats, fills_drafts=graph.fills_drafts
-            )
+            parts.decoder.publish(number, served, repeats=graph.repeats)
         else:
             parts.decoder.skip(number)
         parts.inputs.publish(number)
@@ -246,9 +218,7 @@ class Replays:
         rows = tuple(RowAssignment(state, state.slot, state.epoch) for state in states)
         graph_id = id(graph)
         self._launches[graph_id] += 1
-        flight = ReplayInFlight(
-            number, graph, self._launches[graph_id], rows, launch, after_prefill
-        )
+        flight = ReplayInFlight(number, graph, self._launches[graph_id], rows)
         self.unread.append(flight)
         with self._engine_numbers(flight):
             graph.launch(self._stream)
@@ -367,8 +337,6 @@ class Replays:
             records = outputs.row("logprobs", flight.number)[index].view(LOGPROBS)
             for record in records[:count]:
                 result.logprobs.append(_read_logprob(record, num_top))
-        if not assignment.stale:
-            self._tokens[flight.number] += count
         if self.on_row is not None:
             self.on_row(assignment, result)
         return result
@@ -404,7 +372,6 @@ class Replays:
 
     def close(self) -> None:
         """Drop the references to device objects. Call this method after `drain`."""
-        self.on_time = None
         del self._parts, self._stream
 
     def _retire(self, number: int, stats: EngineStats) -> None:
@@ -428,7 +395,6 @@ class Replays:
         parts = graph.timed
         entry = timeline["ns"].array[flight.number % timeline.slots]
         stamps = entry[: len(parts) + 1].tolist()
-        tokens = self._tokens.pop(flight.number, 0)
         if self.on_parts is not None:
             self.on_parts(flight, stamps)
         if stamps[0] > 0:
@@ -438,8 +404,6 @@ class Replays:
             if not is_idle:
                 self._round_s.update(1e-9 * ns)
             self._budget.record_time(graph.batch, graph.drafts, ns, idle=is_idle)
-            if not is_idle and self.on_time is not None:
-                self.on_time(flight, ns, self._gap_ns(flight, max(stamps)), tokens)
         if not self._parts.every_part:
             return
         for part, start, end in zip(parts, stamps, stamps[1:], strict=False):
@@ -447,21 +411,6 @@ class Replays:
                 continue
             total = stats.part_ns.get(part.name, 0)
             stats.part_ns[part.name] = total + end - start
-
-    def _gap_ns(self, flight: ReplayInFlight, end: int) -> int | None:
-        """Return the time in nanoseconds between the end of a replay and the next replay.
-
-        Return None if the next replay has another graph or other requests, or follows prefill.
-        """
-        following = next(iter(self._unretired or self.unread), None)
-        if following is None or following.graph is not flight.graph or following.after_prefill:
-            return None
-        epochs = {row.epoch for row in flight.rows}
-        if epochs.isdisjoint(row.epoch for row in following.rows):
-            return None
-        timeline = self._parts.timeline
-        begin = int(timeline["ns"].array[following.number % timeline.slots][0])
-        return max(begin - end, 0)
 
 
 def _read_logprob(record: np.void, num_top: int) -> Logprob:

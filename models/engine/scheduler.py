@@ -146,7 +146,7 @@ class Scheduler:
     slots
         Assigns request slots and KV-cache pages.
     modes
-        Selects the graph of each launch, promotes requests and ends generation loops.
+        Selects the graph of each launch, and ends generation loops.
     stats
         Counters to update. `Engine.reset_stats` replaces this attribute by a new object.
     budget
@@ -186,7 +186,6 @@ class Scheduler:
         self.stats = stats
         self.budget = budget
         self.max_in_flight = max_in_flight
-        replays.on_time = modes.record
         self._verify = verify
         self._drafts_from_logits = drafts_from_logits
         self._undrafted_rounds = 0
@@ -384,8 +383,7 @@ class Scheduler:
         if self.modes.looping:
             # The slots and pages of requests that have left are free only after the loop.
             waits = self.slots.num_prefilling or (self._ready and self.slots.num_leaving)
-            num_requests = self.slots.num_assigned
-            if waits or self.modes.should_leave_loop(running.values(), num_requests):
+            if waits or self.modes.should_leave_loop(running.values()):
                 self.modes.leave_loop()
             return False
         short = self._allocate_pages()
@@ -395,7 +393,6 @@ class Scheduler:
             self.replays.wait_idle(self.stats)
             self.slots.reclaim_all()
             short = self._allocate_pages()
-        prefills = self.slots.num_prefilling > 0
         self.slots.prefill(self.replays.round_s)
         # If `prefill` has enqueued work, a replay must be launched after it. A slot is freed when
         # the replay that was launched last before its request left has retired. Without a replay
@@ -403,15 +400,12 @@ class Scheduler:
         states = [state for state in running.values() if state not in short]
         if not states:
             return False
-        self.stats.late_promotions += self.modes.promote(
-            running.values(), self.slots.num_assigned, self.replays.unread
-        )
         batch = self.modes.batch_bucket(len(states))
         drafts = self.budget.choose(batch, states)
-        graph, served, launch = self.modes.select(batch, drafts, states, may_loop=not short)
+        graph, served = self.modes.select(batch, drafts, states, may_loop=not short)
         self.stats.launches += 1
         self.stats.count_round(graph)
-        self.replays.launch(graph, states, served, launch, after_prefill=prefills)
+        self.replays.launch(graph, states, served)
         return True
 
     def _allocate_pages(self) -> list[RequestState]:
@@ -569,8 +563,7 @@ class Scheduler:
         if state.matcher is None:
             return GraftError(invalid_logits)
         grammar_error = self.replays.grammar_error(state)
-        # The worker's error of a promoted request is that of an earlier request of the slot, or of
-        # a round before the promotion.
+        # The worker's error of a promoted request is that of an earlier request of the slot.
         if grammar_error and not self.modes.is_promoted(state):
             found = MatcherError(grammar_error)
             found.__cause__ = state.matcher.failure

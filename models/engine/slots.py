@@ -70,11 +70,8 @@ class _PrefillingRequest:
 class SlotObserver:
     """Receives a call when the use of a slot changes. The methods of this class do nothing."""
 
-    def start(self, state: RequestState, num_requests: int) -> None:
-        """Called when a request starts to take part in rounds, after its prefill.
-
-        `num_requests` requests have a slot.
-        """
+    def start(self, state: RequestState) -> None:
+        """Called when a request starts to take part in rounds, after its prefill."""
 
     def leave(self, state: RequestState) -> None:
         """Called when a request has left its slot, which replays in flight may still use.
@@ -385,7 +382,7 @@ class SlotManager:
         self._prefix_cache.insert(state.slot, state.tokens)
         del self._prefilling[state.slot]
         self.running[state.slot] = state
-        self._observer.start(state, self.num_assigned)
+        self._observer.start(state)
         self._slot_state.join(
             self._lane,
             state.slot,

@@ -147,14 +147,12 @@ class EngineStats(ModeStats):
 
     def as_dict(self) -> dict[str, Any]:
         """Return all counters and derived values, convertible to JSON."""
-        counters = {name: value for name, value in vars(self).items() if name != "choice"}
-        return counters | {
+        return vars(self) | {
             "tokens_per_round": self.tokens_per_round,
             "acceptance_length": self.acceptance_length,
             "acceptance": self.acceptance,
             "part_share": self.part_share,
             "exposed_share": self.exposed_share,
-            "modes": self.modes,
         }
 
 

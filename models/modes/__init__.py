@@ -5,8 +5,8 @@ are sampled or tokens are checked afterwards, and whether a launch runs one roun
 
 parts, build
     What the graphs of all modes consist of, and building them.
-launch, choice
-    Selection of the graph of each launch, and the choice among modes from measured times.
+launch
+    Selection of the graph of each launch.
 promotion, automaton_steps
     Grammar steps that kernels run for requests whose grammar has an automaton.
 optimistic

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable
 
 from graft.cudagraph.device import Stream
-from graft.cudagraph.errors import GraftError, OptionError
+from graft.cudagraph.errors import GraftError
 from graft.cudagraph.lanes import StreamLane
 from graft.models.drafters.feed import RoundScratch
 from graft.models.engine.options import Options
@@ -24,8 +23,6 @@ from graft.models.round.budget import DraftBudget
 from graft.models.round.round import RoundGraph
 
 __all__ = ["EngineModes"]
-
-LOG = logging.getLogger("graft")
 
 #: Maximum number of rounds of a generation loop with ``draft_length="auto"``. The draft length is
 #: chosen for each loop.
@@ -74,21 +71,14 @@ class EngineModes(LaunchModes):
         budget: DraftBudget,
         round_class: type[RoundGraph],
     ):
-        super().__init__(
-            {},
-            chooses_loops=options.generation == "auto",
-            chooses_promotion=options.device_automata == "auto",
-            is_optimistic=options.draft_masking == "optimistic",
-            has_optimistic_choice=parts.optimistic is not None,
-            same_drafts=parts.optimistic is None or parts.optimistic.mode == parts.round.mode,
-        )
+        super().__init__({}, is_optimistic=options.draft_masking == "optimistic")
         self._parts = parts
         self._options = options
         self._budget = budget
         self._round_class = round_class
         self.observer = SlotObserver()
         if parts.automata is not None:
-            self.promotion = Promotion(parts.automata, StreamLane(stream), self.should_promote)
+            self.promotion = Promotion(parts.automata, StreamLane(stream))
             self.observer = self.promotion
         self.replays = Replays(parts.round, stream, budget)
         if parts.control is not None:
@@ -112,14 +102,14 @@ class EngineModes(LaunchModes):
         scratch = self._parts.round.scratch(self._options.max_batch_size)
         buckets = _batch_buckets(self._options.max_batch_size)
         places = GRAMMAR_STEPS if self._parts.automata is not None else GRAMMAR_STEPS[:1]
-        for batch, drafts in itertools.product(buckets, self._budget.lengths):
-            for key in self._keys(batch, drafts, places, repeats=False):
-                graph = self._make_graph(key, scratch)
-                if key == GraphKey(batch, drafts):
-                    self.round_graphs[batch, drafts] = graph
-                else:
-                    self.graphs[key] = graph
-                run_empty(graph)
+        for batch, drafts, place in itertools.product(buckets, self._budget.lengths, places):
+            key = GraphKey(batch, drafts, place)
+            graph = self._make_graph(key, scratch)
+            if place == "host":
+                self.round_graphs[batch, drafts] = graph
+            else:
+                self.graphs[key] = graph
+            run_empty(graph)
         if not isinstance(self.replays, LoopReplays):
             return
         self.loops = Loops(
@@ -128,39 +118,17 @@ class EngineModes(LaunchModes):
             self._parts.round.mode,
             has_automata=self._parts.automata is not None,
         )
-        try:
-            self._build_loops(self.loops, scratch, run_empty)
-        except OptionError as error:
-            if self._options.generation != "auto":
-                raise
-            LOG.info("no generation loops: %s", error)
-            self.loops = None
-
-    def _build_loops(
-        self, loops: Loops, scratch: RoundScratch, run_empty: Callable[[RoundGraph], None]
-    ) -> None:
-        """Build the generation loops for all round graphs."""
-        for batch, drafts in self.round_graphs:
-            for key in self._keys(batch, drafts, loops.grammar_places, repeats=True):
-                self.graphs[key] = self._make_graph(key, scratch)
-                run_empty(self.graphs[key])
-
-    def _keys(
-        self, batch: int, drafts: int, places: tuple[str, ...], *, repeats: bool
-    ) -> list[GraphKey]:
-        """Return the keys of the rounds or loops of a bucket."""
-        keys = [GraphKey(batch, drafts, place, repeats) for place in places]
-        if self._parts.optimistic is not None:
-            keys.append(GraphKey(batch, drafts, repeats=repeats, optimistic=True))
-        return keys
+        for (batch, drafts), place in itertools.product(
+            self.round_graphs, self.loops.grammar_places
+        ):
+            key = GraphKey(batch, drafts, place, repeats=True)
+            self.graphs[key] = self._make_graph(key, scratch)
+            run_empty(self.graphs[key])
 
     def _make_graph(self, key: GraphKey, scratch: RoundScratch) -> RoundGraph:
         """Build the graph of a key."""
-        parts = self._parts.round
-        if key.optimistic and self._parts.optimistic is not None:
-            parts = self._parts.optimistic
         generated = self._budget.drafts_to_generate(key.batch, key.drafts)
-        arguments = (parts, scratch, key.batch, key.drafts, generated)
+        arguments = (self._parts.round, scratch, key.batch, key.drafts, generated)
         if not key.repeats:
             return self._round_class(*arguments, key.grammar)
         if self._parts.control is None:
@@ -193,7 +161,6 @@ class EngineModes(LaunchModes):
         """
         self.round_graphs.clear()
         self.graphs.clear()
-        self.replays.on_time = None
         self.loops = None
         self.promotion = None
         self.observer = SlotObserver()

@@ -12,8 +12,6 @@ from graft.cudagraph.ranks.ranks import RankGroup
 from graft.grammar.automaton.device import DeviceAutomata
 from graft.grammar.decoder import GuidedDecoder
 from graft.grammar.vocabulary import Vocabulary
-from graft.models.drafters import Forced
-from graft.models.drafters.base import Drafter
 from graft.models.engine.options import Options
 from graft.models.modes.automaton_steps import (
     GRAMMAR_STEPS,
@@ -24,12 +22,10 @@ from graft.models.modes.automaton_steps import (
 from graft.models.modes.loop.control import LOOP_ENTRIES, LoopControl
 from graft.models.modes.optimistic import OptimisticMixedSteps, OptimisticSteps
 from graft.models.round.grammar_steps import GrammarSteps
-from graft.models.round.masking import MASKING_CLASSES
 from graft.models.round.round import RoundParts
 from graft.sampling.exchange import Exchange
-from graft.sampling.mode import DraftMode
 
-__all__ = ["ModeParts", "has_optimistic_graphs", "make_mode_parts", "num_output_entries"]
+__all__ = ["ModeParts", "make_mode_parts", "num_output_entries"]
 
 
 @dataclass(frozen=True)
@@ -39,10 +35,7 @@ class ModeParts:
     Attributes
     ----------
     round
-        Parts of all graphs, except for those of `optimistic`.
-    optimistic
-        Parts of the optimistic graphs among which the engine chooses; None if it does not choose.
-        They differ from `round` in the draft mode, and in how mask rows are filled.
+        Parts of all graphs.
     automata
         Runs grammar steps on the device; None if all steps run on the host.
     control
@@ -50,7 +43,6 @@ class ModeParts:
     """
 
     round: RoundParts
-    optimistic: RoundParts | None
     automata: DeviceAutomata | None
     control: LoopControl | None
 
@@ -58,13 +50,6 @@ class ModeParts:
         """Release the pinned memory."""
         if self.control is not None:
             self.control.close()
-
-
-def has_optimistic_graphs(options: Options, drafter: Drafter | None) -> bool:
-    """Return whether some graphs are optimistic."""
-    if options.draft_masking == "auto":
-        return options.mask_drafts and not isinstance(drafter, Forced)
-    return options.draft_masking == "optimistic"
 
 
 def num_output_entries(options: Options, entries: int) -> int:
@@ -78,7 +63,6 @@ def make_mode_parts(
     ranks: RankGroup | None,
     parts: RoundParts,
     vocabulary: Vocabulary,
-    optimistic_mode: DraftMode | None,
 ) -> ModeParts:
     """Return the parts of all modes.
 
@@ -94,8 +78,6 @@ def make_mode_parts(
         Parts of a round whose grammar steps run on the host.
     vocabulary
         Vocabulary of the grammars.
-    optimistic_mode
-        Draft mode of optimistic graphs; None if there are none.
 
     Raises
     ------
@@ -104,37 +86,14 @@ def make_mode_parts(
     """
     automata = _make_automata(options, parts, vocabulary)
     control = _make_control(device, options, ranks)
-    optimistic = None
-    if optimistic_mode is not None:
-        optimistic = _variant(parts, optimistic_mode, automata, is_optimistic=True)
-        if options.draft_masking == "optimistic":
-            return ModeParts(optimistic, None, automata, control)
-    return ModeParts(_variant(parts, parts.mode, automata), optimistic, automata, control)
-
-
-def _variant(
-    parts: RoundParts,
-    mode: DraftMode,
-    automata: DeviceAutomata | None,
-    *,
-    is_optimistic: bool = False,
-) -> RoundParts:
-    """Return parts with another draft mode and the grammar steps of all modes."""
-    exchange, sampler = parts.exchange, parts.sampler
-    if mode != parts.mode:
-        exchange = exchange.of(mode)
-        sampler = sampler.of(exchange)
-    return replace(
-        parts,
-        mode=mode,
-        masking=MASKING_CLASSES[mode.masking],
-        masking_name="optimistic" if is_optimistic else parts.masking_name,
-        make_grammar_steps=partial(
-            _make_grammar_steps, parts.decoder, exchange, automata, is_optimistic
-        ),
-        sampler=sampler,
-        exchange=exchange,
+    make_grammar_steps = partial(
+        _make_grammar_steps,
+        parts.decoder,
+        parts.exchange,
+        automata,
+        options.draft_masking == "optimistic",
     )
+    return ModeParts(replace(parts, make_grammar_steps=make_grammar_steps), automata, control)
 
 
 def _make_grammar_steps(
@@ -166,8 +125,6 @@ def _make_automata(
     if not options.device_automata:
         return None
     if options.forced_drafts and parts.mode.masking != "fill":
-        if options.device_automata == "auto":
-            return None
         raise OptionError(
             "device_automata and forced_drafts can be combined only with a drafter whose shape is "
             "a chain, mask_drafts=True and draft_masking='fill'"
@@ -187,9 +144,6 @@ def _make_automata(
 def _make_control(device: Device, options: Options, ranks: RankGroup | None) -> LoopControl | None:
     """Create the words of generation loops, if the option asks for them."""
     if options.generation == "rounds":
-        return None
-    is_possible = ranks is None and options.composition == "one"
-    if options.generation == "auto" and not is_possible:
         return None
     if ranks is not None:
         raise OptionError("generation='graph' cannot be combined with tensor parallelism")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
-from graft.models.modes.choice import ModeChoice
 from graft.models.round.round import RoundGraph
 
 __all__ = ["ModeStats"]
@@ -28,12 +26,6 @@ class ModeStats:
         Number of rounds for each place of grammar steps, see `GraphKey.grammar`.
     rounds_by_mode
         Number of rounds for each mode, see `RoundGraph.mode`.
-    late_promotions
-        Number of requests whose grammar steps moved to the device while they were running, see
-        `DeviceAutomata`.
-    choice
-        Chooses the modes from measured times. Its measurements are kept when the counters are
-        reset.
     """
 
     rounds: int = 0
@@ -41,8 +33,6 @@ class ModeStats:
     launches: int = 0
     rounds_by_grammar: Counter[str] = field(default_factory=Counter)
     rounds_by_mode: Counter[str] = field(default_factory=Counter)
-    late_promotions: int = 0
-    choice: ModeChoice = field(default_factory=ModeChoice, repr=False)
 
     def count_round(self, graph: RoundGraph) -> None:
         """Count a round of a graph."""
@@ -50,11 +40,3 @@ class ModeStats:
         self.rounds_by_length[graph.drafts] += 1
         self.rounds_by_grammar[graph.grammar] += 1
         self.rounds_by_mode[graph.mode] += 1
-
-    @property
-    def modes(self) -> list[dict[str, Any]]:
-        """Measured times of the modes among which the engine chooses, and the reasons.
-
-        See `ModeChoice.report`. The list is empty unless an option such as `generation` is "auto".
-        """
-        return self.choice.report()

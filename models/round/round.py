@@ -224,11 +224,6 @@ class RoundGraph:
         return self._grammar_steps.has_host_steps
 
     @property
-    def fills_drafts(self) -> bool:
-        """Whether draft steps fill mask rows."""
-        return self.parts.mode.masking == "fill"
-
-    @property
     def mode(self) -> str:
         """Name of the mode, which contains the way in which mask rows are filled."""
         return f"{self.parts.masking_name} round"

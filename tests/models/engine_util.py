@@ -1,7 +1,6 @@
 """Helpers of the engine tests: engines and requests of the demo model."""
 
 import functools
-import random
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from mutated_sources import write_sources
 
 from graft.cudagraph.device import Device
 from graft.models.engine.engine import Engine
-from graft.models.modes.choice import ModeChoice
 from graft.models.request import Event, Output, Request
 from graft.tools.bench.demo_evaluation import task_grammar
 from graft.tools.demo.tasks import Task, held_out_tasks, unseen_key_tasks
@@ -70,22 +68,6 @@ def patch_kernel_source(monkeypatch: pytest.MonkeyPatch, path: str, old: str, ne
         return original_load(device, source, defines)
 
     monkeypatch.setattr(Device, "load", load)
-
-
-class RandomChoice(ModeChoice):
-    """Replacement of `ModeChoice` that changes the mode of launches at random."""
-
-    def __init__(self, seed):
-        super().__init__()
-        self._rng = random.Random(seed)
-        self._current = None
-        self.modes = set()
-
-    def choose(self, bucket, modes):
-        self.modes.update(modes)
-        if self._current not in modes or self._rng.random() < 0.4:
-            self._current = self._rng.choice(modes)
-        return self._current
 
 
 class FixedDraftLengths:

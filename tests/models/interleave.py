@@ -2,10 +2,9 @@
 
 `Interleaving(device, seed)` builds the real `Scheduler`, `SlotManager`, `Replays`, rings and guided
 decoder on a simulated `SteppingDevice`. With `loops`, batches run in generation loops. With
-`automata`, requests are promoted when they join or while they run. A random
-generator with this seed chooses requests, sizes, a sequence of host actions, and the steps of the
-device between them. At the end, the output of each request is compared with the output of
-sequential decoding.
+`automata`, most requests are promoted. A random generator with this seed chooses requests, sizes, a
+sequence of host actions, and the steps of the device between them. At the end, the output of each
+request is compared with the output of sequential decoding.
 """
 
 import itertools
@@ -16,7 +15,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-from engine_util import FixedDraftLengths, RandomChoice
+from engine_util import FixedDraftLengths
 from guide_util import exchange_for
 from interleave_device import (
     PAGE,
@@ -70,18 +69,8 @@ class Interleaving:
     or ring entries are not freed.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        seed: int,
-        *,
-        loops: bool = False,
-        automata: bool = False,
-        switches: bool = False,
-    ):
+    def __init__(self, device: Device, seed: int, *, loops: bool = False, automata: bool = False):
         rng = self.rng = random.Random(seed)
-        # Changes between rounds and loops at random.
-        self.choice = RandomChoice(seed) if switches else None
         self.max_in_flight = rng.choice((1, 2, 2, 2, 3))
         self.scarce = rng.random() < 0.4  # whether the KV cache has few pages
         self.k = rng.randrange(4)
@@ -119,7 +108,6 @@ class Interleaving:
         self.text: dict[str, str] = {}
         self.outputs: dict[str, Output] = {}
         self.compiling: list[tuple[str, Future[CompiledGrammar], CompiledGrammar]] = []
-        self.building: list[CompiledGrammar] = []  # grammars whose automaton is not built yet
         self.cancelled: set[str] = set()
         # Probabilities per action.
         self.cancel_rate = rng.choice((0.0, 0.0, 0.02))
@@ -163,13 +151,9 @@ class Interleaving:
             for rows in {1, self.rows}
             for drafts in range(k + 1)
         }
-        modes = LaunchModes(
-            graphs, chooses_loops=self.choice is not None, chooses_promotion=self.choice is not None
-        )
-        if self.choice is not None:
-            modes.choice = self.choice
+        modes = LaunchModes(graphs)
         if self.has_automata:
-            modes.promotion = Promotion(toy.automata, lane, modes.should_promote)
+            modes.promotion = Promotion(toy.automata, lane)
         manager = SlotManager(
             slots,
             self.rows,
@@ -219,7 +203,6 @@ class Interleaving:
             mode="loop" if repeats else "round",
             repeats=repeats,
             has_host_steps=grammar != "device",
-            fills_drafts=False,
         )
 
     def _submit_request(self, number: int) -> None:
@@ -261,14 +244,9 @@ class Interleaving:
             future.set_exception(GrammarError("invalid"))
             self.expected[name] = ([], "refused")
         else:
-            future.set_result(grammar)
             if self.has_automata and self.rng.random() < 0.8:
-                self.building.append(grammar)
-
-    def _build_automaton(self) -> None:
-        """Build the automaton of a randomly chosen grammar."""
-        grammar = self.building.pop(self.rng.randrange(len(self.building)))
-        grammar.automaton = grammar.native
+                grammar.automaton = grammar.native
+            future.set_result(grammar)
 
     # Host actions -------------------------------------------------------------------------------
 
@@ -283,8 +261,6 @@ class Interleaving:
             actions += [lambda: self._interruptible(scheduler.read)] * 2
         step = self._compile if self.compiling else lambda: self._interruptible(scheduler.step)
         actions += [step] * 2
-        if self.building:
-            actions.append(self._build_automaton)
         rng.choice(actions)()
         if not scheduler.unfinished:
             return

@@ -605,33 +605,18 @@ class SteppingAutomata:
 
     # Host ---------------------------------------------------------------------------------------
 
-    def join(
-        self,
-        lane: Any,
-        slot: int,
-        epoch: int,
-        matcher: Any,
-        *,
-        allowed: bool = True,
-        num_unread: int = 0,
-    ) -> bool:
-        promoted = matcher is None or (allowed and self.can_promote(matcher))
+    def join(self, lane: Any, slot: int, epoch: int, matcher: Any) -> bool:
+        promoted = matcher is None or bool(matcher.is_automaton)
 
         def join() -> None:
             self._slots.pop(slot, None)
             if promoted:
-                applied = self._toy.simulator.replay - num_unread
+                applied = self._toy.simulator.replay
                 self._slots[slot] = ToyAutomaton(epoch, matcher, applied)
 
         self._toy.prologue.append(join)
         self._toy.tick()
         return promoted
-
-    def can_promote(self, matcher: Any) -> bool:
-        return bool(matcher.is_automaton)
-
-    def may_promote_later(self, matcher: Any) -> bool:
-        return matcher is not None and not matcher.is_automaton
 
     def release(self, slot: int) -> None:
         self._toy.require_idle(slot, "automaton")

@@ -1,6 +1,5 @@
 """Engine with automata on the device: outputs are unchanged, and no host steps are left."""
 
-import random
 import time
 from dataclasses import replace
 
@@ -19,11 +18,10 @@ from engine_util import FREE, demo_engine
 from test_engine_equality import check_disturbed, expected_answers
 
 from graft.cudagraph.errors import DeviceError, OptionError
-from graft.grammar import GrammarError, GrammarService, GrammarSpec
+from graft.grammar import GrammarSpec
 from graft.grammar.automaton.device import DeviceAutomata
 from graft.grammar.backends.llguidance import prepare_automaton
 from graft.models.drafters import Suffix
-from graft.models.engine.request_state import RequestState
 from graft.models.request import Request
 
 __all__ = ["expected_answers"]  # a fixture
@@ -51,6 +49,8 @@ OPTIONS = {
     "loops, tree": {"max_batch_size": 3, "generation": "graph", **GROWN_TREE},
     "loops, lattice": {"max_batch_size": 3, "generation": "graph", "drafter": DFLASH, **GROWN_TREE},
 }
+#: Names of the options of the quick suite.
+QUICK = ("chain", "loops")
 
 
 def compile_automata(engine, requests):
@@ -68,25 +68,10 @@ def is_regular(spec):
     return prepare_automaton(spec) is not None
 
 
-class HeldAutomata:
-    """Delays the construction of automata until `release` is called."""
-
-    def __init__(self, monkeypatch):
-        self._held = {}
-        original = GrammarService._build_automaton
-
-        def hold(service, job, child):
-            self._held[job.compiled] = lambda: original(service, job, child)
-
-        monkeypatch.setattr(GrammarService, "_build_automaton", hold)
-
-    def release(self, compiled):
-        """Build the automaton of a grammar if its construction has been delayed."""
-        self._held.pop(compiled, lambda: None)()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in OPTIONS],
+)
 def test_device_automata_do_not_change_outputs(expected_answers, name):
     """Requests with and without automata join, are preempted and are cancelled at random times."""
     mode = ("greedy", "coupled")[len(name) % 2]
@@ -96,96 +81,6 @@ def test_device_automata_do_not_change_outputs(expected_answers, name):
         rounds = engine.stats.rounds_by_grammar
         assert rounds["mixed"] > 0 and rounds["device"] > 0
         assert sum(rounds.values()) == engine.stats.rounds
-
-
-def late_requests(mode):
-    """Return requests with regular grammars of their own, and one without a grammar."""
-    row = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    requests = [replace(FREE, id="free")]
-    for number in range(8):
-        grammar = (
-            GrammarSpec.regex(f"{number}([a-z]{{1,9}} ){{9}}"),
-            GrammarSpec.regex(f"é{number}(ab|[0-9é]{{2,5}}-)*"),
-            GrammarSpec.json_schema({"type": "array", "items": row, "minItems": 3 + number}),
-            GrammarSpec.choice([f"{number} {word} " * 9 for word in ("yes", "no", "maybe")]),
-        )[number % 4]
-        requests.append(Request(prompt="x", grammar=grammar, max_tokens=50, id=str(number)))
-    return [replace(request, seed=7, **MODES[mode]) for request in requests]
-
-
-@pytest.fixture(scope="module")
-def expected_late():
-    """Answers to `late_requests` for each mode."""
-    with settled(demo_engine(max_batch_size=4)) as engine:
-        return {mode: answers(engine.generate(late_requests(mode))) for mode in MODES}
-
-
-def generate_late(engine, held, requests, rng):
-    """Generate while automata become ready and requests are preempted, at random times."""
-    found = {}
-    preemptions = 0
-    pending = list(requests)
-    while pending or engine.busy:
-        if pending and rng.random() < 0.5:
-            engine.submit(pending.pop())
-        running = [
-            state
-            for state in engine._scheduler.slots.running.values()
-            if engine._modes.promotion.awaits_automaton(state) and state.output.tokens
-        ]
-        if running and rng.random() < 0.3:
-            held.release(rng.choice(running).matcher.compiled)
-        if preemptions < 3 and rng.random() < 0.05:
-            preemptions += engine.preempt(rng.choice(requests).id)
-        for event in engine.step():
-            if event.output is not None:
-                found[event.id] = event.output
-    return [found[request.id] for request in requests]
-
-
-#: Options of the quick suite.
-QUICK_LATE = ("chain", "loops")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK_LATE else [pytest.mark.full])
-        for name in OPTIONS
-    ],
-)
-def test_late_promotion_does_not_change_outputs(monkeypatch, expected_late, name):
-    """Requests start on the host and are promoted while they run."""
-    held = HeldAutomata(monkeypatch)
-    rng = random.Random(len(name))
-    mode = ("greedy", "coupled")[len(name) % 2]
-    options = {"max_batch_size": 4, "device_automata": True, **OPTIONS[name]}
-    with settled(demo_engine(grammar_cache_bytes=1 << 27, **options)) as engine:
-        outputs = generate_late(engine, held, late_requests(mode), rng)
-        assert answers(outputs) == expected_late[mode]
-        assert engine.stats.late_promotions > 1
-
-
-def test_late_promotion_that_fails_leaves_request_on_host(monkeypatch, expected_late):
-    """The matchers of promoted requests reject the output; other requests are not affected."""
-    held = HeldAutomata(monkeypatch)
-    make_matcher = RequestState.make_matcher
-    failures = []
-
-    def make_matcher_or_fail(state):
-        if state.slot >= 0 and len(failures) < 2:  # the request is running
-            failures.append(state.id)
-            raise GrammarError("token 1 at index 0 is illegal")
-        return make_matcher(state)
-
-    monkeypatch.setattr(RequestState, "make_matcher", make_matcher_or_fail)
-    with settled(
-        demo_engine(max_batch_size=4, device_automata=True, grammar_cache_bytes=1 << 27)
-    ) as engine:
-        outputs = generate_late(engine, held, late_requests("greedy"), random.Random(1))
-        assert answers(outputs) == expected_late["greedy"]
-        assert len(failures) == 2
-        assert engine.stats.late_promotions > 0
 
 
 #: Engine options for each draft mode; the first `NUM_QUICK_MODES` run in the quick suite.

@@ -490,7 +490,7 @@ def test_loop_engine_cancel_from_thread(long_answer):
     [
         (DRAFTER_OPTIONS["host"], "drafter that runs on the device.*propose_repeat"),
         ({"composition": "two"}, "composition='one'"),
-        ({"generation": "loop"}, "generation must be one of rounds, graph"),
+        ({"generation": "loop"}, "generation must be one of rounds, graph, got"),
     ],
 )
 def test_loop_engine_rejects_options(options, message):

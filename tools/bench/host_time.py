@@ -71,7 +71,6 @@ class _Replays:
     round_s = 0.0
 
     def __init__(self) -> None:
-        self.on_time: Any = None
         self.launched = 0
         self.unread: deque[Any] = deque()
 

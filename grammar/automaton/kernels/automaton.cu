@@ -40,19 +40,15 @@ struct Advance {
   unsigned int num_rows;  // of the cache
 };
 
-// Assigns a slot to a request. The request's state contains the commits of all replays so far,
-// except for the last `num_unread` replays. If `num_unread` is 0, the slot's commit record is
-// renewed, because the number in an old record could seem to be later than this replay.
+// Assigns a slot to a request. The slot's commit record is renewed, because the number in an old
+// record could seem to be later than this replay.
 extern "C" __global__ void automaton_join(AutomatonSlot* states, int slot, const int* replay,
-                                          int num_unread, int* exchange,
-                                          const ExchangeLayout layout,
+                                          int* exchange, const ExchangeLayout layout,
                                           const AutomatonSlot request) {
   states[slot] = request;
-  if (num_unread == 0) {
-    int* committed = record_of(exchange, layout, slot, layout.committed);
-    *reinterpret_cast<Committed*>(committed) = {*replay, 0};
-  }
-  states[slot].applied = replays_since(*replay, num_unread);
+  int* committed = record_of(exchange, layout, slot, layout.committed);
+  *reinterpret_cast<Committed*>(committed) = {*replay, 0};
+  states[slot].applied = *replay;
 }
 
 // Counts the accepted drafts of a chain that were forced. The stamps are those of the rows that

@@ -10,7 +10,6 @@ from graft.grammar.decoder import GuidedRequest
 from graft.models.engine.replay import ReplayInFlight, Replays
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.stats import EngineStats
-from graft.models.modes.choice import Launch
 from graft.models.modes.loop.control import LoopControl
 from graft.models.round.budget import DraftBudget
 from graft.models.round.round import RoundGraph, RoundParts
@@ -54,13 +53,7 @@ class LoopReplays(Replays):
         self._first = 0  # first replay of the loop that was launched last
 
     def launch(
-        self,
-        graph: RoundGraph,
-        states: Sequence[RequestState],
-        served: Sequence[GuidedRequest],
-        launch: Launch | None = None,
-        *,
-        after_prefill: bool = False,
+        self, graph: RoundGraph, states: Sequence[RequestState], served: Sequence[GuidedRequest]
     ) -> None:
         """Launch a round or a loop; see `Replays.launch`."""
         if graph.repeats:
@@ -68,7 +61,7 @@ class LoopReplays(Replays):
             self._first = self.launched + 1
             self.looping = True
             self.loops += bool(states)
-        super().launch(graph, states, served, launch, after_prefill=after_prefill)
+        super().launch(graph, states, served)
 
     def leave_loop(self) -> None:
         """Ask the loop that is running, if any, to end.
@@ -99,7 +92,7 @@ class LoopReplays(Replays):
         else:
             self._parts.decoder.skip(number)
         self.launched = number
-        self.unread.append(replace(flight, number=number, after_prefill=False))
+        self.unread.append(replace(flight, number=number))
 
     def drain(self) -> None:
         """End the running loop and wait for the device; see `Replays.drain`."""
