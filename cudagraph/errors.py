@@ -4,7 +4,15 @@ from __future__ import annotations
 
 
 class GraftError(Exception):
-    """Base class of all errors that graft raises deliberately."""
+    """Base class of all errors that graft raises deliberately.
+
+    Attributes
+    ----------
+    param : str or None
+        Name of the argument or of the request's field that is at fault; None if no single one is.
+    """
+
+    param: str | None = None
 
 
 class DeviceError(GraftError):
@@ -46,6 +54,10 @@ class ShapeError(GraftError):
 
 class OptionError(GraftError):
     """An argument has an invalid value, or the state of the object does not allow the call."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class DeadlineError(GraftError):

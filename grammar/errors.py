@@ -36,6 +36,8 @@ class GrammarError(GraftError, Refusal):
     error in a child process, the error is raised again in the parent process (see `Refusal`).
     """
 
+    param = "grammar"
+
 
 class GrammarBackendError(GrammarError):
     """A grammar backend failed with an unexpected exception, which is the `__cause__`.

@@ -20,6 +20,10 @@ class TokenizerError(GraftError):
 class RequestError(GraftError):
     """A request is invalid or cannot be served. Other requests are not affected."""
 
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
 
 class MigrationError(RequestError):
     """A request cannot be migrated between two engines, or its data is damaged."""

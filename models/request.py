@@ -232,6 +232,8 @@ class Output:
         Error message, for "refused", "error" and "timeout"; None otherwise.
     error_type
         Name of the error's class, such as "GrammarError" or "QueueFullError".
+    error_param
+        Name of the request's field that is at fault; None if no single field is.
     seed, sample
         Seed and sample number with which the request can be reproduced.
     logprobs
@@ -266,6 +268,7 @@ class Output:
     reason: str = ""
     error: str | None = None
     error_type: str | None = None
+    error_param: str | None = None
     seed: int = 0
     sample: int = 0
     logprobs: list[Logprob] | None = None
@@ -328,16 +331,16 @@ def check_token_ids(name: str, ids: Iterable[object], vocab_size: int) -> None:
     try:
         check_ids(name, ids, vocab_size)
     except OptionError as error:
-        raise RequestError(str(error)) from error
+        raise RequestError(str(error), param=error.param) from error
 
 
-def check_size(description: str, value: object, limit: str, limits: Limits) -> None:
+def check_size(name: str, value: object, limit: str, limits: Limits) -> None:
     """Check the size of a text, or of all texts in nested lists and mappings.
 
     Parameters
     ----------
-    description
-        Name of the value for the error message.
+    name
+        Name of the field that has the value.
     value
         Text, or nested lists and mappings. An object that contains itself does not cause an endless
         loop.
@@ -367,7 +370,7 @@ def check_size(description: str, value: object, limit: str, limits: Limits) -> N
         elif isinstance(item, (list, tuple)):
             pending += item
     if size > max_size:
-        raise RequestError(f"{description} is longer than {max_size} bytes (Limits.{limit})")
+        raise RequestError(f"{name} is longer than {max_size} bytes (Limits.{limit})", param=name)
 
 
 def check_timeout(timeout_s: object) -> None:
@@ -406,32 +409,43 @@ def check_request(request: Request, vocab_size: int, limits: Limits) -> None:
         _check_types(request, limits)
         _check_ranges(request)
         _check_stop_strings(request, limits)
-        request.check_values(vocab_size)
         _check_num_biases(request, limits)  # before the cost of checking each id
         request.check(vocab_size)
     except OptionError as error:
-        raise RequestError(str(error)) from error
+        raise RequestError(str(error), param=error.param) from error
+
+
+def _field_error(name: str, allowed: str, value: object) -> RequestError:
+    return RequestError(f"{name} must be {allowed}, got {short_repr(value)}", param=name)
 
 
 def _check_prompt(request: Request, limits: Limits) -> None:
     """Check id, prompt and messages."""
     if request.id is not None and not isinstance(request.id, str):
-        raise RequestError(f"id must be a string, got {short_repr(request.id)}")
+        raise _field_error("id", "a string", request.id)
     given = []
     for name in ("prompt", "messages", "tokens"):
         if getattr(request, name) is not None:
             given.append(name)
     if len(given) != 1:
         got = " and ".join(given) or "none"
-        raise RequestError(f"exactly one of prompt, messages and tokens must be set, got {got}")
+        raise RequestError(
+            f"exactly one of prompt, messages and tokens must be set, got {got}",
+            param=given[-1] if given else "prompt",
+        )
     if request.prompt is not None and not isinstance(request.prompt, str):
-        raise RequestError(f"prompt must be a string, got {type(request.prompt).__name__}")
+        raise _field_error("prompt", "a string", request.prompt)
     messages = request.messages
     if messages is not None:
         is_list = isinstance(messages, (list, tuple))
         if not is_list or not all(isinstance(message, Mapping) for message in messages):
-            raise RequestError(f"messages must be a list of mappings, got {short_repr(messages)}")
-    check_size("the prompt", request.prompt or messages, "prompt_bytes", limits)
+            raise _field_error("messages", "a list of mappings", messages)
+    check_size(
+        "prompt" if messages is None else "messages",
+        request.prompt or messages,
+        "prompt_bytes",
+        limits,
+    )
 
 
 def _check_types(request: Request, limits: Limits) -> None:
@@ -439,20 +453,18 @@ def _check_types(request: Request, limits: Limits) -> None:
     for name in ("stop", "stop_ids", "tokens", "allowed_ids", "banned_ids"):
         value = getattr(request, name)
         if value is not None and not isinstance(value, Sequence):
-            raise RequestError(f"{name} must be a list, got {short_repr(value)}")
+            raise _field_error(name, "a list", value)
     shown = request.shown_tokens
     if not isinstance(shown, (list, tuple)) or not all(isinstance(name, str) for name in shown):
-        raise RequestError(f"shown_tokens must be a list of names, got {short_repr(shown)}")
+        raise _field_error("shown_tokens", "a list of names", shown)
     if request.grammar is not None:
         if not isinstance(request.grammar, GrammarSpec):
-            raise RequestError(
-                f"grammar must be a GrammarSpec or None, got {type(request.grammar).__name__}"
-            )
-        check_size("the grammar", request.grammar.text, "grammar_bytes", limits)
+            raise _field_error("grammar", "a GrammarSpec or None", request.grammar)
+        check_size("grammar", request.grammar.text, "grammar_bytes", limits)
     for name in ("special_tokens", "skip_special_tokens"):
         value = getattr(request, name)
         if not isinstance(value, bool):
-            raise RequestError(f"{name} must be True or False, got {short_repr(value)}")
+            raise _field_error(name, "True or False", value)
 
 
 def _check_ranges(request: Request) -> None:
@@ -468,25 +480,28 @@ def _check_ranges(request: Request) -> None:
     check_integer("n", request.n, 1, MAX_SAMPLES)
     if request.n > 1:
         raise RequestError(
-            f"n is {request.n}, must be 1; submit the requests of Request.samples() instead"
+            f"n is {request.n}, must be 1; submit the requests of Request.samples() instead",
+            param="n",
         )
 
 
 def _check_stop_strings(request: Request, limits: Limits) -> None:
     stops = request.stop or ()
     if isinstance(stops, str):
-        raise RequestError(f"stop must be a list of non-empty strings, got {short_repr(stops)}")
+        raise _field_error("stop", "a list of non-empty strings", stops)
     if len(stops) > limits.stop_strings:
         raise RequestError(
-            f"stop has {len(stops)} strings, more than {limits.stop_strings} (Limits.stop_strings)"
+            f"stop has {len(stops)} strings, more than {limits.stop_strings} (Limits.stop_strings)",
+            param="stop",
         )
     if not all(isinstance(string, str) and string for string in stops):
-        raise RequestError(f"stop must be a list of non-empty strings, got {short_repr(stops)}")
+        raise _field_error("stop", "a list of non-empty strings", stops)
     num_characters = sum(map(len, stops))
     if num_characters > limits.stop_characters:
         raise RequestError(
             f"stop has {num_characters} characters, more than {limits.stop_characters} "
-            "(Limits.stop_characters)"
+            "(Limits.stop_characters)",
+            param="stop",
         )
 
 
@@ -494,5 +509,7 @@ def _check_num_biases(request: Request, limits: Limits) -> None:
     bias = request.logit_bias
     if isinstance(bias, Mapping) and len(bias) > limits.logit_biases:
         raise RequestError(
-            f"logit_bias has {len(bias)} ids, more than {limits.logit_biases} (Limits.logit_biases)"
+            f"logit_bias has {len(bias)} ids, more than {limits.logit_biases} "
+            "(Limits.logit_biases)",
+            param="logit_bias",
         )

@@ -42,7 +42,9 @@ def expect(name: str, array: Any, dtype: str | tuple[str, ...], **dims: int) -> 
 def check_range(name: str, value: float, low: float, high: float) -> None:
     """Raise OptionError unless ``low <= value <= high``. NaN is out of every range."""
     if not low <= value <= high:
-        raise OptionError(f"{name} must be from {low} to {high}, got {short_repr(value)}")
+        raise OptionError(
+            f"{name} must be from {low} to {high}, got {short_repr(value)}", param=name
+        )
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:
@@ -50,22 +52,34 @@ def check_integer(name: str, value: object, low: int, high: int) -> None:
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if is_integer and low <= value <= high:  # type: ignore[operator]
         return
-    raise OptionError(f"{name} must be an integer from {low} to {high}, got {short_repr(value)}")
+    raise OptionError(
+        f"{name} must be an integer from {low} to {high}, got {short_repr(value)}", param=name
+    )
 
 
 def check_real(
-    name: str, value: object, low: float, high: float, *, open_low: bool = False
+    name: str,
+    value: object,
+    low: float,
+    high: float,
+    *,
+    open_low: bool = False,
+    param: str | None = None,
 ) -> None:
     """Raise OptionError unless `value` is an int or float from `low` to `high`.
 
-    With `open_low`, `low` itself is not allowed either.
+    With `open_low`, `low` itself is not allowed either. `param` is the argument that the error is
+    about; None for `name`.
     """
+    param = param or name
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     # NaN is out of every range, because comparisons with NaN are false.
     if not is_number or not low <= value <= high:  # type: ignore[operator]
-        raise OptionError(f"{name} must be a number from {low} to {high}, got {short_repr(value)}")
+        raise OptionError(
+            f"{name} must be a number from {low} to {high}, got {short_repr(value)}", param=param
+        )
     if open_low and value == low:
-        raise OptionError(f"{name} must be above {low}, got {short_repr(value)}")
+        raise OptionError(f"{name} must be above {low}, got {short_repr(value)}", param=param)
 
 
 def check_ids(name: str, ids: Iterable[object], vocab_size: int) -> None:
@@ -75,7 +89,8 @@ def check_ids(name: str, ids: Iterable[object], vocab_size: int) -> None:
         if not is_integer or not 0 <= token < vocab_size:  # type: ignore[operator]
             raise OptionError(
                 f"{name} contains {short_repr(token)}, which is out of vocabulary: a token id must "
-                f"be an integer from 0 to {vocab_size - 1} ({vocab_size} tokens)"
+                f"be an integer from 0 to {vocab_size - 1} ({vocab_size} tokens)",
+                param=name,
             )
 
 

@@ -204,17 +204,6 @@ class SamplingParams:
         OptionError
             If a parameter has the wrong type or is out of range; with its name and value.
         """
-        self.check_values(vocab_size)
-        if self.relaxed.until is not None:
-            check_ids("relaxed.until", [self.relaxed.until], vocab_size)
-        check_ids("stop_ids", self.stop_ids or (), vocab_size)
-        self._check_bias(vocab_size)
-
-    def check_values(self, vocab_size: int) -> None:
-        """Check all parameters except for lists of token ids, in constant time.
-
-        Parameters and exceptions are those of `check`.
-        """
         for name, (low, high) in _INTEGERS.items():
             check_integer(name, getattr(self, name), low, high)
         for name, (lowest, highest, open_low) in _REALS.items():
@@ -224,38 +213,55 @@ class SamplingParams:
         is_known = isinstance(self.verify, str) and self.verify in VERIFY_MODES
         if self.verify is not None and not is_known:
             raise OptionError(
-                f"verify must be one of {VERIFY_MODES}, got {short_repr(self.verify)}"
+                f"verify must be one of {VERIFY_MODES}, got {short_repr(self.verify)}",
+                param="verify",
             )
         if not isinstance(self.relaxed, Relaxed):
-            raise OptionError(f"relaxed must be a Relaxed, got {short_repr(self.relaxed)}")
+            raise OptionError(
+                f"relaxed must be a Relaxed, got {short_repr(self.relaxed)}", param="relaxed"
+            )
         check_integer("relaxed.top_k", self.relaxed.top_k, 1, 2**31 - 1)
         check_real("relaxed.delta", self.relaxed.delta, 0.0, 1.0)
         num_stop_ids = len(self.stop_ids or ())
         if num_stop_ids > MAX_STOP_IDS:
-            raise OptionError(f"at most {MAX_STOP_IDS} stop ids, got {num_stop_ids}")
+            raise OptionError(
+                f"at most {MAX_STOP_IDS} stop ids, got {num_stop_ids}", param="stop_ids"
+            )
         self._check_logprobs(vocab_size)
+        # Lists of ids come last: checking them takes the most time.
+        if self.relaxed.until is not None:
+            check_ids("relaxed.until", [self.relaxed.until], vocab_size)
+        check_ids("stop_ids", self.stop_ids or (), vocab_size)
+        self._check_bias(vocab_size)
 
     def _check_logprobs(self, vocab_size: int) -> None:
         if type(self.logprobs_masked) is not bool:
             raise OptionError(
-                f"logprobs_masked must be True or False, got {short_repr(self.logprobs_masked)}"
+                f"logprobs_masked must be True or False, got {short_repr(self.logprobs_masked)}",
+                param="logprobs_masked",
             )
         if self.logprobs is not None:
             check_integer("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
         elif self.logprobs_masked:
-            raise OptionError("logprobs_masked requires logprobs, which is None")
+            raise OptionError(
+                "logprobs_masked requires logprobs, which is None", param="logprobs_masked"
+            )
 
     def _check_bias(self, vocab_size: int) -> None:
         bias = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(bias, Mapping):
-            raise OptionError(f"logit_bias must map ids to numbers, got {short_repr(bias)}")
+            raise OptionError(
+                f"logit_bias must map ids to numbers, got {short_repr(bias)}", param="logit_bias"
+            )
         check_ids("logit_bias", bias, vocab_size)
         for value in bias.values():
-            check_real("each value of logit_bias", value, -_MAX_BIAS, _MAX_BIAS)
+            check_real("each value of logit_bias", value, -_MAX_BIAS, _MAX_BIAS, param="logit_bias")
         for name in ("banned_ids", "allowed_ids"):
             ids = getattr(self, name) or ()
             if len(ids) > vocab_size:
-                raise OptionError(f"{name} has {len(ids)} ids, the vocabulary {vocab_size}")
+                raise OptionError(
+                    f"{name} has {len(ids)} ids, the vocabulary {vocab_size}", param=name
+                )
             check_ids(name, ids, vocab_size)
         banned = set(self.banned_ids or ())
         if self.allowed_ids is None:
@@ -263,7 +269,7 @@ class SamplingParams:
         else:
             num_left = len(set(self.allowed_ids) - banned)
         if num_left == 0:
-            raise OptionError("allowed_ids and banned_ids leave no id")
+            raise OptionError("allowed_ids and banned_ids leave no id", param="allowed_ids")
 
     def write_logit_table(
         self, table: NDArray[np.int32], prompt: Sequence[int], output: Sequence[int]

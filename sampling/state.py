@@ -61,8 +61,8 @@ class SlotRequest:
     prompt: Sequence[int] = ()
     output: Sequence[int] = ()
 
-    def check(self, vocab_size: int) -> None:
-        """Check positions and sampling parameters for a vocabulary of `vocab_size` ids.
+    def check(self) -> None:
+        """Check positions. The sampling parameters were checked at admission.
 
         Raises
         ------
@@ -73,7 +73,6 @@ class SlotRequest:
         check_range("limit", self.limit, self.position + 2, 2**31 - 1)
         if self.capacity is not None:
             check_range("capacity", self.capacity, self.limit, 2**31 - 1)
-        self.params.check_values(vocab_size)
 
     def record(self) -> Any:
         """Return a record of dtype SLOT: an active request without drafts."""
@@ -160,7 +159,7 @@ class SlotState:
             If a value is out of range, with its name.
         """
         check_range("slot", slot, 0, self.slots - 1)
-        request.check(self.vocab_size)
+        request.check()
         params = request.params
         if params.has_bias or params.has_penalties:
             first = slot * 2 * self.vocab_size

@@ -96,7 +96,11 @@ class Admission:
                 f"{limit} requests are already waiting (Limits.waiting); submit the request later"
             )
         check_request(request, self._vocab_size, self._limits)
-        prompt = self._prompt_tokens(request)
+        try:
+            prompt = self._prompt_tokens(request)
+        except TokenizerError as error:
+            error.param = "prompt" if request.messages is None else "messages"
+            raise
         self._check_waiting_tokens(len(prompt), waiting)
         max_tokens = self._max_tokens(len(prompt), request.max_tokens)
         requested_stop_ids = request.stop_ids or ()
@@ -105,7 +109,8 @@ class Admission:
         if len(stop_ids) > MAX_STOP_IDS:
             raise RequestError(
                 f"the request and the model have {len(stop_ids)} different stop ids, at most "
-                f"{MAX_STOP_IDS} are supported"
+                f"{MAX_STOP_IDS} are supported",
+                param="stop_ids",
             )
         output.prompt_tokens = len(prompt)
         output.seed = secrets.randbits(64) if request.seed is None else request.seed
@@ -160,7 +165,8 @@ class Admission:
         if prompt < 1 or remaining < 1:
             raise RequestError(
                 f"the prompt has {prompt} tokens, must have from 1 to {positions - 1} (the "
-                "engine's options max_length and pages determine the maximum)"
+                "engine's options max_length and pages determine the maximum)",
+                param="prompt",
             )
         if max_tokens is None:
             return remaining
@@ -168,7 +174,8 @@ class Admission:
             raise RequestError(
                 f"a prompt of {prompt} tokens and max_tokens {max_tokens} exceed the "
                 f"{positions} positions of the KV cache by {max_tokens - remaining}; reduce "
-                "max_tokens, or increase the engine's max_length or pages"
+                "max_tokens, or increase the engine's max_length or pages",
+                param="max_tokens",
             )
         return max_tokens
 

@@ -65,6 +65,7 @@ _LOCAL_OUTPUT_FIELDS = (
     "reason",
     "error",
     "error_type",
+    "error_param",
     "seed",
     "sample",
     "total_s",

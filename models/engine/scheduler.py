@@ -656,6 +656,7 @@ class Scheduler:
         if error is not None:
             output.error = str(error) if isinstance(error, GraftError) else describe(error)
             output.error_type = type(error).__name__
+            output.error_param = getattr(error, "param", None)
             cause: BaseException | None = None  # exception of user code, whose traceback is logged
             if not isinstance(error, GraftError):
                 cause = error

@@ -93,12 +93,13 @@ INVALID_FIELDS = [
 def test_engine_refuses_request_with_invalid_field(engine, fields):
     """A request with an invalid field is refused with an error of less than 300 characters.
 
-    A valid request in the same call is served.
+    The output names the field. A valid request in the same call is served.
     """
     valid = mixed_requests(1)[0]
     refused, served = engine.generate([replace(valid, **fields), valid])
     assert refused.reason == "refused" and refused.error and not refused.tokens
     assert refused.error_type in ("RequestError", "TokenizerError") and len(refused.error) < 300
+    assert refused.error_param is not None and refused.error_param.split(".")[0] in fields
     assert served.reason == "stop"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 from sampling_round import TableRound, even_rows
@@ -34,10 +34,12 @@ def logits(r: TableRound, rows: int = 4, columns: int = 40, dtype: str = "float3
 
 def join(slot: int = 0, **changes: object) -> Callable[[TableRound], None]:
     values = {"position": 5, "last": 1, "epoch": 1, "limit": 20, **changes}
-    names = [f.name for f in fields(SamplingParams) if f.name in values]
-    params = SamplingParams(**{name: values.pop(name) for name in names})
-    request = SlotRequest(params=params, **values)
+    request = SlotRequest(params=SamplingParams(), **values)
     return lambda r: r.state.join(r.lane, slot, request)
+
+
+def check(**values: object) -> Callable[[TableRound], None]:
+    return lambda r: SamplingParams(**values).check(r.state.vocab_size)
 
 
 def mode(**values: object) -> Callable[[TableRound], DraftMode]:
@@ -82,14 +84,14 @@ REFUSALS = {
     "join-slot-negative": (join(-1), OptionError, "slot"),
     "join-position": (join(position=-1), OptionError, "position"),
     "join-limit": (join(limit=6), OptionError, "limit"),
-    "join-temperature": (join(temperature=-0.1), OptionError, "temperature"),
-    "join-temperature-nan": (join(temperature=float("nan")), OptionError, "temperature"),
-    "join-top-k": (join(top_k=-1), OptionError, "top_k"),
-    "join-top-p": (join(top_p=1.1), OptionError, "top_p"),
-    "join-min-p": (join(min_p=-0.1), OptionError, "min_p"),
-    "join-verify": (join(verify="traversal"), OptionError, "verify"),
-    "join-stop-ids": (join(stop_ids=tuple(range(65))), OptionError, "64 stop ids"),
-    "join-sample": (join(sample=1 << 24), OptionError, "sample"),
+    "check-temperature": (check(temperature=-0.1), OptionError, "temperature"),
+    "check-temperature-nan": (check(temperature=float("nan")), OptionError, "temperature"),
+    "check-top-k": (check(top_k=-1), OptionError, "top_k"),
+    "check-top-p": (check(top_p=1.1), OptionError, "top_p"),
+    "check-min-p": (check(min_p=-0.1), OptionError, "min_p"),
+    "check-verify": (check(verify="traversal"), OptionError, "verify"),
+    "check-stop-ids": (check(stop_ids=tuple(range(65))), OptionError, "64 stop ids"),
+    "check-sample": (check(sample=1 << 24), OptionError, "sample"),
     "mode-drafts-negative": (mode(drafts=-1), OptionError, "drafts must be"),
     "mode-drafts-high": (mode(drafts=65), OptionError, "drafts must be"),
     "mode-levels": (mode(drafts=4, levels=5), OptionError, "levels must be"),
