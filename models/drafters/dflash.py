@@ -29,7 +29,7 @@ from graft.models.drafters.feed import Feed
 from graft.models.errors import DrafterError
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import DFlashConfig
-from graft.models.llm.kernel_library import KVWrite
+from graft.models.llm.kernels.operands import KVWrite
 from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rows import Rows
 from graft.models.llm.stack import DecoderLayer, DecoderStack
@@ -154,16 +154,16 @@ class DFlash(Drafter):
         self._run_layers(lane, batch, rows, attend_rows)
         residual = self._stack.buffers.residual[:count]
         normed = self._stack.buffers.normed[:count]
-        kernels.norm(lane, residual, self._norm, config.rms_norm_eps, normed)
+        kernels.norms.rms_norm(lane, residual, self._norm, config.rms_norm_eps, normed)
         first = config.first_row * batch
         # The round no longer needs the logits of the target. Their buffer, which is large enough,
         # is reused for the logits of the drafter.
         logits = feed.scratch.logits[: count - first]
-        kernels.linear(lane, normed[first:], self._head, logits, name="draft head")
+        kernels.products.linear(lane, normed[first:], self._head, logits, name="draft head")
         factor = config.output_multiplier
         cap = config.final_logit_softcapping
         if factor != 1 or cap:
-            kernels.scale(lane, logits, factor, cap)
+            kernels.elementwise.scale(lane, logits, factor, cap)
         if self._selector:
             self._selector.choose(lane, normed[first:], logits)
         return self._level(lane, feed, 0, rows.token[:batch])
@@ -219,14 +219,16 @@ class DFlash(Drafter):
         # The gather kernel also computes the norm, unless a scaling or a convolution has to run
         # between the gather and the norm.
         norm = None if is_scaled or self._convolutions else x
-        kernels.gather(lane, self._embedding, rows.token, residual, name="embed", norm=norm)
+        kernels.elementwise.gather(
+            lane, self._embedding, rows.token, residual, name="embed", norm=norm
+        )
         if is_scaled:
-            kernels.scale(lane, residual, config.input_embedding_scale)
+            kernels.elementwise.scale(lane, residual, config.input_embedding_scale)
         if self._convolutions:
             self._convolutions.run(lane, self._stack, rows, attend_rows, batch)
             return
         if is_scaled:
-            kernels.norm(lane, residual, x.weight, config.rms_norm_eps, x.out)
+            kernels.norms.rms_norm(lane, residual, x.weight, config.rms_norm_eps, x.out)
         self._stack.run(lane, rows, x, attend_rows=attend_rows)
 
     def _level(
@@ -252,13 +254,15 @@ class DFlash(Drafter):
         logits = feed.scratch.logits[begin : begin + feed.batch]
         if level and feed.branch > 1:
             row_of_node = self._row_of_node[: feed.batch * feed.branch]
-            self._kernels.gather(lane, logits, row_of_node, feed.logits, name="nodes' logits")
+            self._kernels.elementwise.gather(
+                lane, logits, row_of_node, feed.logits, name="nodes' logits"
+            )
             logits = feed.logits
         if self._markov is not None and previous is not None:
             w1, w2 = self._markov
             gathered_rows = self._previous[: logits.shape[0]]
-            self._kernels.gather(lane, w1, previous, gathered_rows, name="draft before")
-            self._kernels.linear(
+            self._kernels.elementwise.gather(lane, w1, previous, gathered_rows, name="draft before")
+            self._kernels.products.linear(
                 lane, gathered_rows, w2, logits, residual=logits, name="markov head"
             )
         if self._selector and previous is not None:
@@ -278,12 +282,12 @@ class DFlash(Drafter):
         residual = self._stack.buffers.residual[:count]
         context = self._stack.buffers.normed[:count]
         kv = self._context_kv[:count]
-        kernels.linear(lane, features, self._fc, residual, name="fc")
-        kernels.norm(lane, residual, self._context_norm, config.rms_norm_eps, context)
+        kernels.products.linear(lane, features, self._fc, residual, name="fc")
+        kernels.norms.rms_norm(lane, residual, self._context_norm, config.rms_norm_eps, context)
         for layer, weights in enumerate(self._stack.layers):
             write = KVWrite(self._stack.rope_table, rows, self._kv, layer, heads=0)
             key_value = weights.qkv[queries:]
-            kernels.project_qkv(lane, context, key_value, kv, write, weights.head_norms)
+            kernels.attention.project_qkv(lane, context, key_value, kv, write, weights.head_norms)
 
 
 def _draft_shape(config: DFlashConfig, context: DrafterContext) -> TreeShape:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.lanes import Lane
 from graft.models.llm.config import DFlashConfig
-from graft.models.llm.kernel_library import ModelKernels
+from graft.models.llm.kernels.library import ModelKernels
 from graft.models.llm.rows import Rows
 from graft.models.llm.stack import DecoderStack
 from graft.models.llm.weights import Weights
@@ -118,13 +118,15 @@ class Convolutions:
         convolved = self._convolved[:count]
 
         def convolve_input(norm: DeviceArray, convolution: _Convolution) -> None:
-            kernels.norm(lane, residual, norm, eps, x)
-            kernels.linear(lane, x, convolution.projection, dynamic, name="kernels")
-            kernels.convolve(lane, x, convolution.base, dynamic, 0, row_stride, convolved)
+            kernels.norms.rms_norm(lane, residual, norm, eps, x)
+            kernels.products.linear(lane, x, convolution.projection, dynamic, name="kernels")
+            kernels.elementwise.convolve(
+                lane, x, convolution.base, dynamic, 0, row_stride, convolved
+            )
 
         def convolve_output(convolution: _Convolution) -> None:
             base = convolution.base
-            kernels.convolve(lane, x, base, dynamic, 1, row_stride, residual, residual)
+            kernels.elementwise.convolve(lane, x, base, dynamic, 1, row_stride, residual, residual)
 
         for layer, (attention, mlp) in enumerate(self._layers):
             weights = stack.layers[layer]
@@ -190,13 +192,15 @@ class Selector:
         """
         rows, vocab = logits.shape
         best = self._best[: rows * self._count]
-        self._model_kernels.linear(
+        self._model_kernels.products.linear(
             lane, normed, self._projection, self._hidden[:rows], name="selector"
         )
         args = [logits, vocab, self._count, best]
         lane.kernel(self._kernels["selector_best"], rows, self._block, args, name="best ids")
         successor = self._successor[: rows * self._count]
-        self._model_kernels.gather(lane, self._successors, best, successor, name="successors")
+        self._model_kernels.elementwise.gather(
+            lane, self._successors, best, successor, name="successors"
+        )
 
     def score(
         self, lane: Lane, logits: DeviceArray, level: int, batch: int, previous: DeviceArray
@@ -220,7 +224,7 @@ class Selector:
         nodes, vocab = logits.shape
         first = level * batch
         predecessor = self._predecessor[:nodes]
-        self._model_kernels.gather(
+        self._model_kernels.elementwise.gather(
             lane, self._predecessors, previous, predecessor, name="predecessors"
         )
         args = [

@@ -24,7 +24,7 @@ from graft.models.drafters.feed import Feed
 from graft.models.errors import CheckpointError
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import Eagle3Config
-from graft.models.llm.kernel_library import Norm
+from graft.models.llm.kernels.operands import Norm
 from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rows import Rows
 from graft.models.llm.stack import DecoderLayer, DecoderStack, check_cache
@@ -182,7 +182,7 @@ class Eagle3Head:
         count = rows.check(self.max_rows)
         expect("features", features, "float32", R=count, width=3 * self.config.target_hidden_size)
         fused = self._fused[:count]
-        self.kernels.linear(lane, features, self.fc, fused, name="fc")
+        self.kernels.products.linear(lane, features, self.fc, fused, name="fc")
         return self._run(lane, rows, fused)
 
     def step(
@@ -215,7 +215,7 @@ class Eagle3Head:
             return self._run(lane, rows, hidden)
         final = self._final_norm(count, self.stack.layers[-1].down)
         out = self._run(lane, rows, hidden, final)
-        self.kernels.linear(lane, final, self.lm_head, logits, name="draft head")
+        self.kernels.products.linear(lane, final, self.lm_head, logits, name="draft head")
         return out
 
     def head(
@@ -241,10 +241,10 @@ class Eagle3Head:
         """
         final = self._final_norm(logits.shape[0])
         if index is None:
-            self.kernels.norm(lane, out, final.weight, final.eps, final.out)
+            self.kernels.norms.rms_norm(lane, out, final.weight, final.eps, final.out)
         else:
             out = self.gather(lane, out, index, norm=final)
-        self.kernels.linear(lane, final, self.lm_head, logits, name="draft head")
+        self.kernels.products.linear(lane, final, self.lm_head, logits, name="draft head")
         return out
 
     def _final_norm(self, count: int, producer: Matrix | None = None) -> Norm:
@@ -283,7 +283,7 @@ class Eagle3Head:
         """
         buffer = self._fused if again else self._gathered
         gathered_rows = buffer[: index.shape[0]]
-        self.kernels.gather(lane, out, index, gathered_rows, norm=norm)
+        self.kernels.elementwise.gather(lane, out, index, gathered_rows, norm=norm)
         return gathered_rows
 
     def _run(
@@ -294,7 +294,7 @@ class Eagle3Head:
         config = self.config
         residual = self.stack.buffers.residual[:count]
         x = self.stack.buffers.attention_input[:count]
-        self.kernels.eagle_input(
+        self.kernels.norms.eagle_input(
             lane,
             rows.token,
             self.embedding,

@@ -167,7 +167,7 @@ class Mtp(Drafter):
             hidden = self._last_hidden[0]
         rows = feed.drafts(lane, level)
         hidden = hidden[: rows.count]
-        self._target.kernels.gather(lane, parents, feed.origin, hidden)
+        self._target.kernels.elementwise.gather(lane, parents, feed.origin, hidden)
         self._run(lane, 0, rows, hidden)
         return self._predict(lane, feed, 0, hidden)
 
@@ -198,13 +198,15 @@ class Mtp(Drafter):
         kernels = target.kernels
         count = rows.check(len(self._hidden))
         hidden = self._hidden[:count]
-        kernels.norm(lane, features, target.final_norm, target.config.rms_norm_eps, hidden)
+        kernels.norms.rms_norm(
+            lane, features, target.final_norm, target.config.rms_norm_eps, hidden
+        )
         for j in range(len(self._modules)):
             if j:
                 rows = self._delay_rows(lane, rows, hidden, j)
             self._run(lane, j, rows, hidden)
             if last is not None:
-                kernels.gather(lane, hidden, last, self._last_hidden[j][: len(last)])
+                kernels.elementwise.gather(lane, hidden, last, self._last_hidden[j][: len(last)])
 
     def _delay_rows(self, lane: Lane, rows: Rows, hidden: DeviceArray, j: int) -> Rows:
         """Shift `hidden` by one row for module j and return rows with positions lower by one."""
@@ -236,7 +238,7 @@ class Mtp(Drafter):
         eps = self._config.rms_norm_eps
         residual = self._stack.buffers.residual[:count]
         joined = self._stack.buffers.attention_input[:count]
-        kernels.eagle_input(
+        kernels.norms.eagle_input(
             lane,
             rows.token,
             module.embedding,
@@ -249,11 +251,11 @@ class Mtp(Drafter):
             residual,
         )
         x = self._stack.input_norm(count, j, module.eh_proj)
-        kernels.linear(lane, joined, module.eh_proj, residual, norm=x, name="eh_proj")
+        kernels.products.linear(lane, joined, module.eh_proj, residual, norm=x, name="eh_proj")
         copies = None if self._norm_hidden else {j: (hidden, 0)}
         self._stack.run(lane, rows, x, layers=range(j, j + 1), copies=copies)
         if self._norm_hidden:
-            kernels.norm(lane, residual, module.norm, eps, hidden)
+            kernels.norms.rms_norm(lane, residual, module.norm, eps, hidden)
 
     def _predict(self, lane: Lane, feed: Feed, j: int, hidden: DeviceArray) -> DeviceArray:
         """Compute the logits of module j from its hidden states and return them."""
@@ -261,11 +263,13 @@ class Mtp(Drafter):
         logits = feed.logits[:count]
         if not self._norm_hidden:
             normed = self._normed[:count]
-            self._target.kernels.norm(
+            self._target.kernels.norms.rms_norm(
                 lane, hidden, self._modules[j].norm, self._config.rms_norm_eps, normed
             )
             hidden = normed
-        self._target.kernels.linear(lane, hidden, self._modules[j].head, logits, name="MTP head")
+        self._target.kernels.products.linear(
+            lane, hidden, self._modules[j].head, logits, name="MTP head"
+        )
         return logits
 
 

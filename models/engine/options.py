@@ -14,7 +14,7 @@ from graft.grammar.backends.registry import BACKENDS
 from graft.grammar.compile.cache import CACHE_BYTES
 from graft.grammar.matcher import GrammarBackend
 from graft.grammar.vocabulary import Vocabulary
-from graft.models.llm.kernel_library import ACTIVATIONS
+from graft.models.llm.kernels.products import ACTIVATIONS
 from graft.models.llm.weights import WEIGHTS
 from graft.models.request import VERIFY_MODES, Limits
 from graft.sampling.checks import short_repr

@@ -9,7 +9,7 @@ from graft.cudagraph.lanes import Lane
 from graft.models.cache.kv import PagedKV
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
-from graft.models.llm.kernel_library import ModelKernels
+from graft.models.llm.kernels.library import ModelKernels
 from graft.models.llm.rows import Rows
 from graft.models.llm.sharding import ShardedWeights, TensorParallelLeader
 from graft.models.llm.stack import DecoderLayer, DecoderStack, check_cache
@@ -189,7 +189,9 @@ class LlamaModel:
         stack = self.stack
         residual = stack.buffers.residual[:count]
         x = stack.input_norm(count)
-        self.kernels.gather(lane, self.embedding, rows.token, residual, name="embed", norm=x)
+        self.kernels.elementwise.gather(
+            lane, self.embedding, rows.token, residual, name="embed", norm=x
+        )
         if self._leader is not None:
             self._leader.forward(lane, rows, residual, self.kv)
         final = None
@@ -198,7 +200,7 @@ class LlamaModel:
             final = stack.buffers.norm(count, self.final_norm, self.lm_head, producer)
         stack.run(lane, rows, x, copies=copies, final_norm=final)
         if final is not None and logits is not None:
-            self.kernels.linear(lane, final, self.lm_head, logits, name="lm head")
+            self.kernels.products.linear(lane, final, self.lm_head, logits, name="lm head")
         return residual
 
     def compact(
@@ -211,9 +213,9 @@ class LlamaModel:
     ) -> None:
         """Move the KV entries of accepted tree drafts to their sequence positions on all ranks.
 
-        The parameters are those of `ModelKernels.compact`.
+        The parameters are those of `Attention.compact`.
         """
-        self.kernels.compact(lane, self.kv, row_slot, result, features, first)
+        self.kernels.attention.compact(lane, self.kv, row_slot, result, features, first)
         if self._leader is not None:
             self._leader.compact(lane, row_slot, result)
 
@@ -241,5 +243,5 @@ class LlamaModel:
         buffers = self.stack.buffers
         norm = buffers.norm(logits.shape[0], self.final_norm, self.lm_head)
         gathered = buffers.array("gathered_rows", hidden.shape[1])[: index.shape[0]]
-        self.kernels.gather(lane, hidden, index, gathered, norm=norm)
-        self.kernels.linear(lane, norm, self.lm_head, logits, name="lm head")
+        self.kernels.elementwise.gather(lane, hidden, index, gathered, norm=norm)
+        self.kernels.products.linear(lane, norm, self.lm_head, logits, name="lm head")

@@ -362,7 +362,7 @@ class TensorParallelLeader:
     def compact(self, lane: Lane, row_slot: DeviceArray, result: DeviceArray) -> None:
         """Make the worker ranks move the KV entries of accepted tree drafts.
 
-        The parameters are those of `ModelKernels.compact`.
+        The parameters are those of `Attention.compact`.
         """
         self._send(lane, (Command.COMPACT, *result.shape), (row_slot, result))
 

@@ -19,7 +19,8 @@ from graft.cudagraph.errors import ShapeError
 from graft.cudagraph.lanes import Lane
 from graft.models.cache.kv import PagedKV
 from graft.models.llm.config import LlamaConfig
-from graft.models.llm.kernel_library import NORM_GROUP, HeadNorms, KVWrite, ModelKernels, Norm
+from graft.models.llm.kernels.library import ModelKernels
+from graft.models.llm.kernels.operands import NORM_GROUP, HeadNorms, KVWrite, Norm
 from graft.models.llm.rope import identity_table
 from graft.models.llm.rows import Rows
 from graft.models.llm.weights import Matrix, Weights
@@ -83,13 +84,13 @@ class DecoderLayer:
         mlp = f"{prefix}.mlp"
 
         def qkv_group(dtype: str, rows: int, columns: int) -> int:
-            fused = not config.head_norm and kernels.can_fuse_rope(
+            fused = not config.head_norm and kernels.products.can_fuse_rope(
                 config.head_dim, dtype, rows, columns
             )
             return config.head_dim if fused else 0
 
         def gate_up_group(dtype: str, rows: int, columns: int) -> int:
-            return rows if kernels.uses_tensor_cores(dtype, rows, columns) else 0
+            return rows if kernels.products.uses_tensor_cores(dtype, rows, columns) else 0
 
         input_norm = weights.vector(f"{prefix}.input_layernorm.weight", hidden)
         qkv = weights.stacked(
@@ -165,7 +166,7 @@ class ActivationBuffers:
 
     def input_of(self, weight: Matrix, name: str) -> DeviceArray:
         """Return the buffer with this name for the input of a product with `weight`."""
-        return self.array(name, weight.shape[1], self._kernels.input_dtype(weight))
+        return self.array(name, weight.shape[1], self._kernels.products.input_dtype(weight))
 
     def norm(
         self, count: int, weight: DeviceArray, consumer: Matrix, producer: Matrix | None = None
@@ -188,7 +189,7 @@ class ActivationBuffers:
         """
         out = self.input_of(consumer, "normed")[:count]
         square_sums = None
-        if producer is not None and self._kernels.can_fold_norm(producer, consumer):
+        if producer is not None and self._kernels.products.can_fold_norm(producer, consumer):
             square_sums = self.array("square_sums", producer.shape[0] // NORM_GROUP)[:count]
         return Norm(weight, self._eps, out, square_sums)
 
@@ -250,7 +251,7 @@ class DecoderStack:
 
     def reserve_attention(self, max_rows: int) -> None:
         """Reserve the attention workspace for `max_rows` rows before graphs are built."""
-        self.kernels.reserve_attention(max_rows, self.config.num_attention_heads, self.kv)
+        self.kernels.attention.reserve(max_rows, self.config.num_attention_heads, self.kv)
 
     def input_norm(self, count: int, layer: int = 0, producer: Matrix | None = None) -> Norm:
         """Return the norm before the attention of a layer.
@@ -354,9 +355,9 @@ class DecoderStack:
         qkv = self.buffers.qkv[: rows.count]
         output = self.buffers.attention_output[: rows.count]
         write = KVWrite(self._rope_tables[layer], rows, self.kv, layer, heads)
-        self.kernels.project_qkv(lane, x, weights.qkv, qkv, write, weights.head_norms)
-        self.kernels.attention(lane, qkv, attend_rows or rows, self.kv, layer, heads, output)
-        self.kernels.linear(
+        self.kernels.attention.project_qkv(lane, x, weights.qkv, qkv, write, weights.head_norms)
+        self.kernels.attention.attend(lane, qkv, attend_rows or rows, self.kv, layer, heads, output)
+        self.kernels.products.linear(
             lane, output, weights.out, out, residual=residual, norm=norm, name="attention out"
         )
 
@@ -380,13 +381,11 @@ class DecoderStack:
         count = out.shape[0]
         gate_up = weights.gate_up
         gated = self.buffers.input_of(weights.down, "gated")[:count]
-        if self.kernels.uses_tensor_cores(gate_up.dtype, *gate_up.shape):
-            self.kernels.gated_linear(lane, x, gate_up, gated, name="gate, up")
-        else:
-            both = self.buffers.array("gate_up", gate_up.shape[0])[:count]
-            self.kernels.linear(lane, x, gate_up, both, name="gate, up")
-            self.kernels.silu_mul(lane, both, gated)
-        self.kernels.linear(
+        scratch = None
+        if not self.kernels.products.uses_tensor_cores(gate_up.dtype, *gate_up.shape):
+            scratch = self.buffers.array("gate_up", gate_up.shape[0])[:count]
+        self.kernels.products.gated_linear(lane, x, gate_up, gated, scratch, name="gate, up")
+        self.kernels.products.linear(
             lane,
             gated,
             weights.down,

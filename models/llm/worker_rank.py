@@ -28,7 +28,7 @@ from graft.models.cache.kv import PagedKV
 from graft.models.errors import ConfigError
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
-from graft.models.llm.kernel_library import ModelKernels
+from graft.models.llm.kernels.library import ModelKernels
 from graft.models.llm.rows import Rows
 from graft.models.llm.sharding import (
     REPLY_BYTES,
@@ -281,7 +281,7 @@ class TensorParallelWorker:
 
     def _forward(self, rows: Rows, residual: DeviceArray, lane: Lane) -> None:
         x = self._stack.input_norm(rows.count)
-        self._stack.kernels.norm(lane, residual, x.weight, x.eps, x.out)
+        self._stack.kernels.norms.rms_norm(lane, residual, x.weight, x.eps, x.out)
         self._stack.run(lane, rows, x)
 
     def _compact_task(self, batch: int, width: int, *_: int) -> _Task:
@@ -290,6 +290,6 @@ class TensorParallelWorker:
 
         def launch(lane: Lane) -> None:
             stack = self._stack
-            stack.kernels.compact(lane, stack.kv, row_slot, result, None, row_slot)
+            stack.kernels.attention.compact(lane, stack.kv, row_slot, result, None, row_slot)
 
         return _Task([row_slot, result], launch)

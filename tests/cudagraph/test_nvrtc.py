@@ -12,7 +12,7 @@ import machine_code
 import pytest
 from machine_code import ARCHITECTURES, Usage, Variant
 
-from graft.models.llm.kernel_library import mma_shape
+from graft.models.llm.kernels.tensor_cores import mma_shape
 
 VARIANTS = machine_code.all_variants()
 

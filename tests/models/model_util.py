@@ -11,14 +11,14 @@ from graft.cudagraph.kernels.ptx import soft_device_runs_ptx
 from graft.cudagraph.lanes import StreamLane
 from graft.models.cache.kv import PagedKV
 from graft.models.drafters.eagle3 import Eagle3Head
-from graft.models.llm import kernel_library
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import Eagle3Config, LlamaConfig
+from graft.models.llm.kernels import loader
 from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rows import Rows
 
 _RUNS_GPU_CODE = os.environ.get("GRAFT_DEVICE") == "cuda" or soft_device_runs_ptx()
-FORMS = kernel_library.FORMS["cuda" if _RUNS_GPU_CODE else "soft"]
+FORMS = loader.FORMS["cuda" if _RUNS_GPU_CODE else "soft"]
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 
 

@@ -19,8 +19,9 @@ from tiny_models import rounded
 from graft.cudagraph.graph.graph import Graph
 from graft.cudagraph.lanes import StreamLane
 from graft.models.cache.kv import PagedKV
-from graft.models.llm import kernel_library
-from graft.models.llm.kernel_library import FOLDER, ModelKernels
+from graft.models.llm.kernels import attention
+from graft.models.llm.kernels.library import ModelKernels
+from graft.models.llm.kernels.loader import FOLDER
 
 CPU = Path("/proc/cpuinfo").read_text()
 SPLIT = 64  # positions per split; splits s and s + 32 belong to the same part
@@ -96,7 +97,7 @@ class Case:
         filler = np.full((count, self.heads * dim), 9, np.float32)
         out = self.device.from_host(filler)
         qkv_on_device = upload(self.device, qkv.reshape(count, -1))
-        self.kernels.attention(lane, qkv_on_device, rows, self.kv, 1, self.heads, out)
+        self.kernels.attention.attend(lane, qkv_on_device, rows, self.kv, 1, self.heads, out)
         return out
 
     def on_stream(self, stream, *args, **more):
@@ -179,7 +180,7 @@ def test_split_attention_is_row_invariant(device, stream, monkeypatch, heads):
         shuffled = np.array([known[i] for i in order])
         check(shuffled[:, 0], shuffled[:, 1], run)
     for blocks in (1, 2, 10**6):
-        monkeypatch.setattr(kernel_library, "_ATTENTION_BLOCKS", blocks)
+        monkeypatch.setattr(attention, "_BLOCKS", blocks)
         check(1, [599, 255, 256, 260], 4)
 
 
@@ -208,7 +209,7 @@ def test_thread_kernels_are_bit_identical_for_all_register_widths(
                 out = device.zeros((rows, len(weight)), "float32")
                 x_on_device = upload(device, x[:rows])
                 weight_on_device = upload(device, weight, dtype)
-                case.kernels.linear(StreamLane(stream), x_on_device, weight_on_device, out)
+                case.kernels.products.linear(StreamLane(stream), x_on_device, weight_on_device, out)
                 yield download(stream, out)
 
     wide = list(results())
@@ -239,7 +240,7 @@ def test_split_attention_is_bit_identical_for_any_page_size_and_in_graphs(device
             executable.launch(stream)
             executable.synchronize()
             results.append(out.to_host())
-        assert not case.kernels._attention_counters.to_host().any()
+        assert not case.kernels.attention._counters.to_host().any()
     assert all(same_bits(result, results[0]) for result in results)
 
 

@@ -14,7 +14,7 @@ from graft.cudagraph.lanes import StreamLane
 from graft.models.engine.options import Options
 from graft.models.errors import CheckpointError, ConfigError
 from graft.models.llm.config import LlamaConfig
-from graft.models.llm.kernel_library import ModelKernels
+from graft.models.llm.kernels.library import ModelKernels
 from graft.models.llm.weights import ScaledMatrix
 
 CODES = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
@@ -69,11 +69,11 @@ def test_fp8_linear_equals_bfloat16_linear(device, stream, form, columns, inner,
 
     def product(weight, rows, **more):
         out = model_util.upload(device, np.ones((len(rows), columns)))
-        x_there = model_util.upload(device, rows, kernels.input_dtype(weight))
-        kernels.linear(lane, x_there, weight, out, **more)
+        x_there = model_util.upload(device, rows, kernels.products.input_dtype(weight))
+        kernels.products.linear(lane, x_there, weight, out, **more)
         return model_util.download(stream, out)
 
-    assert kernels.input_dtype(weight) == kernels.input_dtype(same)
+    assert kernels.products.input_dtype(weight) == kernels.products.input_dtype(same)
     whole = product(same, x)
     for rows in (1, 2, 4, 16, 20, 64, 150):
         part = x[-rows:]
@@ -86,7 +86,7 @@ def test_fp8_linear_equals_bfloat16_linear(device, stream, form, columns, inner,
     )
     if columns > 16:  # rows of a weight are a weight
         out = device.empty((2, columns - 16), "float32")
-        kernels.linear(lane, model_util.upload(device, x[:2]), weight[16:], out)
+        kernels.products.linear(lane, model_util.upload(device, x[:2]), weight[16:], out)
         got = model_util.download(stream, out)
         np.testing.assert_array_equal(got, product(weight, x[:2])[:, 16:])
 
@@ -99,7 +99,9 @@ def test_fp8_linear_uses_exact_value_of_every_code(device, stream, form, inner):
     at = (np.arange(256)[:, None] + np.arange(inner)) % len(CODES)
     for rows in (inner, 8):
         eye = model_util.upload(device, np.eye(inner)[:rows])
-        kernels.linear(StreamLane(stream), eye, device.from_host(CODES[at], E4M3), out[:rows])
+        kernels.products.linear(
+            StreamLane(stream), eye, device.from_host(CODES[at], E4M3), out[:rows]
+        )
         np.testing.assert_array_equal(model_util.download(stream, out)[:rows], VALUES[at].T[:rows])
 
 

@@ -14,13 +14,16 @@ from graft.cudagraph.errors import GraftError, OptionError, ShapeError
 from graft.cudagraph.kernels.kernels import Kernel
 from graft.cudagraph.lanes import StreamLane
 from graft.models.cache.kv import PagedKV
-from graft.models.llm.kernel_library import SHARED_PERCENT, KVWrite, ModelKernels, Norm, mma_shape
+from graft.models.llm.kernels.library import ModelKernels
+from graft.models.llm.kernels.loader import SHARED_PERCENT
+from graft.models.llm.kernels.operands import KVWrite, Norm
+from graft.models.llm.kernels.tensor_cores import mma_shape
 from graft.models.llm.rope import Rope
 from graft.models.llm.weights import ScaledMatrix
 
 DTYPES = ("float32", "float16", "bfloat16")
-CHOOSE_SPLITS = "graft.models.llm.kernel_library._choose_splits"
-CHOOSE_BLOCK = "graft.models.llm.kernel_library._choose_block"
+CHOOSE_SPLITS = "graft.models.llm.kernels.tensor_cores._choose_splits"
+CHOOSE_BLOCK = "graft.models.llm.kernels.tensor_cores._choose_block"
 
 
 @pytest.fixture(params=FORMS)
@@ -34,10 +37,10 @@ def lane(stream) -> StreamLane:
 
 
 def run_linear(kernels, lane, x, w, **more) -> np.ndarray:
-    """Run `ModelKernels.linear` and return the result on the host."""
+    """Run `Products.linear` and return the result on the host."""
     rows = x.out.shape[0] if isinstance(x, Norm) else x.shape[0]
     out = kernels.device.zeros((rows, w.shape[0]), "float32")
-    kernels.linear(lane, x, w, out, **more)
+    kernels.products.linear(lane, x, w, out, **more)
     return download(lane.stream, out)
 
 
@@ -51,7 +54,7 @@ def test_model_kernels_request_equal_shares_of_shared_memory(device, lane, monke
     for rows in (1, 20):
         x = device.zeros((rows, 128), "float32")
         run_linear(kernels, lane, x, device.zeros((16, 128), "bfloat16"))
-        kernels.norm(lane, x, device.zeros((128,), "float32"), 1e-5, x)
+        kernels.norms.rms_norm(lane, x, device.zeros((128,), "float32"), 1e-5, x)
     assert set(requests) == {"linear_few", "linear_many", "norm_rows"}
     assert set(requests.values()) == {SHARED_PERCENT}
     for rows in (20, 64, 256):
@@ -119,7 +122,7 @@ def test_tensor_core_linear_is_row_invariant(
         monkeypatch.setattr(CHOOSE_SPLITS, lambda *_, splits=splits: splits)
         check_rows(0, 29)
     monkeypatch.undo()
-    input_dtype = kernels.input_dtype(w_device)
+    input_dtype = kernels.products.input_dtype(w_device)
     if input_dtype != "float32":
         check_rows(0, len(x), input_dtype)
         check_rows(0, 9, input_dtype)
@@ -140,7 +143,7 @@ def tall_products(kernels, lane, epilogue) -> list[np.ndarray]:
     stream = upload(device, normal(rng, 140, w.shape[0]))
     if epilogue == "gated":
         out = device.zeros((140, 72), "bfloat16")
-        kernels.gated_linear(lane, x, w, out)
+        kernels.products.gated_linear(lane, x, w, out)
         return [download(lane.stream, out)]
     if epilogue == "qkv":
         kv = make_kv(device, 1, 64, "bfloat16")
@@ -149,7 +152,7 @@ def tall_products(kernels, lane, epilogue) -> list[np.ndarray]:
         pos = [min(row, 40) for row in range(140)]  # positions after 31 are not allocated
         rows = make_rows(device, [0] * 140, [1] * 140, pos)
         rope_table = upload(device, Rope(theta=100.0).table(kv.positions, 64))
-        kernels.project_qkv(lane, x, w, stream, KVWrite(rope_table, rows, kv, 0, 2))
+        kernels.attention.project_qkv(lane, x, w, stream, KVWrite(rope_table, rows, kv, 0, 2))
         return [download(lane.stream, stream), kv.k.to_host(), kv.v.to_host()]
     norm = Norm(
         upload(device, normal(rng, 144)),
@@ -157,7 +160,7 @@ def tall_products(kernels, lane, epilogue) -> list[np.ndarray]:
         device.zeros((140, 144), "bfloat16"),
         device.zeros((140, 9), "float32"),
     )
-    kernels.linear(lane, x, w, stream, residual=stream, norm=norm)
+    kernels.products.linear(lane, x, w, stream, residual=stream, norm=norm)
     assert norm.square_sums is not None
     return [download(lane.stream, part) for part in (stream, norm.out, norm.square_sums)]
 
@@ -172,7 +175,9 @@ def test_tall_tiles_give_bits_of_other_tiles(device, lane, monkeypatch, epilogue
     for block in (128, 256):
         monkeypatch.setattr(CHOOSE_BLOCK, lambda *_, block=block: block)
         results.append(tall_products(kernels, lane, epilogue))
-    assert {("ROW_BLOCK", 128), ("ROW_BLOCK", 256)} <= {i for key in kernels._kernels for i in key}
+    assert {("ROW_BLOCK", 128), ("ROW_BLOCK", 256)} <= {
+        i for key in kernels.loader.loaded for i in key
+    }
     for expected, found in zip(*results, strict=True):
         assert same_bits(found, expected) and found.any()
 
@@ -224,7 +229,7 @@ def test_linear_uses_no_tall_tiles_with_little_shared_memory(device, lane, monke
             kernels = ModelKernels(device, "warp")
         x = device.zeros((140, 128), "bfloat16")
         run_linear(kernels, lane, x, device.zeros((16, 128), "bfloat16"))
-        used += [item[1] for key in kernels._kernels for item in key if item[0] == "ROW_BLOCK"]
+        used += [item[1] for key in kernels.loader.loaded for item in key if item[0] == "ROW_BLOCK"]
     assert used == [256, 128, 128]
 
 
@@ -242,18 +247,18 @@ def test_gated_linear_equals_linear_and_silu_mul(device, lane, monkeypatch, rows
     x_device = upload(device, x)
     out = device.zeros((rows, 24), "bfloat16")
     gate_up = run_linear(kernels, lane, x_device, upload(device, w.reshape(48, 256), "bfloat16"))
-    kernels.silu_mul(lane, upload(device, gate_up), out)
+    kernels.elementwise.silu_mul(lane, upload(device, gate_up), out)
     wanted = download(lane.stream, out)
     blocks = [m.reshape(3, 8, 256) for m in w]
     interleaved = np.stack(blocks, 1).reshape(48, 256)
     gated = device.zeros((rows, 24), "bfloat16")
-    kernels.gated_linear(lane, x_device, upload(device, interleaved, "bfloat16"), gated)
+    kernels.products.gated_linear(lane, x_device, upload(device, interleaved, "bfloat16"), gated)
     assert same_bits(download(lane.stream, gated), wanted)
     monkeypatch.setattr(CHOOSE_SPLITS, lambda *_: 1)
-    kernels.gated_linear(lane, x_device, upload(device, interleaved, "bfloat16"), gated)
+    kernels.products.gated_linear(lane, x_device, upload(device, interleaved, "bfloat16"), gated)
     assert same_bits(download(lane.stream, gated), wanted)
-    with pytest.raises(ShapeError, match="gated product requires"):
-        kernels.gated_linear(
+    with pytest.raises(ShapeError, match="gated product without scratch requires"):
+        kernels.products.gated_linear(
             lane, x_device, upload(device, w[0], "bfloat16"), device.zeros((rows, 12), "float32")
         )
 
@@ -277,13 +282,15 @@ def test_linear_with_folded_norm_equals_norm_between_products(
         norm = Norm(
             upload(device, weight),
             1e-5,
-            device.zeros((len(own), 128), kernels.input_dtype(consumer)),
+            device.zeros((len(own), 128), kernels.products.input_dtype(consumer)),
             device.zeros((len(own), 8), "float32"),
         )
-        kernels.linear(lane, upload(device, own), producer, stream, residual=stream, norm=norm)
+        kernels.products.linear(
+            lane, upload(device, own), producer, stream, residual=stream, norm=norm
+        )
         return run_linear(kernels, lane, norm, consumer), stream.to_host()
 
-    assert kernels.can_fold_norm(producer, consumer)
+    assert kernels.products.can_fold_norm(producer, consumer)
     whole, stream = run(slice(None))
     seen = rounded(stream * weight, "bfloat16" if activations == "rounded" else "float32")
     mean_square = np.mean(stream.astype(np.float64) ** 2, axis=-1, keepdims=True)
@@ -345,10 +352,12 @@ def test_fused_qkv_equals_linear_and_rope_and_store(
                 added = upload(device, bias if matrix is w else interleaved_bias)
                 there = ScaledMatrix(there, bias=added)
             if matrix is w:
-                kernels.linear(lane, x, there, qkv)
-                kernels.rope_and_store(lane, qkv, KVWrite(rope_table, rows, kv, 1, 2))
+                kernels.products.linear(lane, x, there, qkv)
+                kernels.attention.rope_and_store(lane, qkv, KVWrite(rope_table, rows, kv, 1, 2))
             else:
-                kernels.project_qkv(lane, x, there, qkv, KVWrite(rope_table, rows, kv, 1, 2))
+                kernels.attention.project_qkv(
+                    lane, x, there, qkv, KVWrite(rope_table, rows, kv, 1, 2)
+                )
             live = [r for r in range(count) if r not in (3, 4, 6)]
             queries = download(lane.stream, qkv)[live, : 2 * dim]
             found.append((queries, kv.k.to_host(), kv.v.to_host()))
@@ -360,7 +369,9 @@ def test_fused_qkv_equals_linear_and_rope_and_store(
 def test_folded_norm_requires_tensor_cores(kernels, lane, device):
     """Norms cannot be folded into products with float16 or float32 weights."""
     half, whole = (device.zeros((16, 128), dtype) for dtype in ("float16", "float32"))
-    assert not kernels.can_fold_norm(half, half) and not kernels.can_fold_norm(whole, whole)
+    assert not kernels.products.can_fold_norm(half, half) and not kernels.products.can_fold_norm(
+        whole, whole
+    )
     norm = Norm(
         device.zeros((128,), "float32"),
         1e-5,
@@ -369,9 +380,9 @@ def test_folded_norm_requires_tensor_cores(kernels, lane, device):
     )
     out = device.zeros((2, 16), "float32")
     with pytest.raises(ShapeError, match="folded norm requires tensor cores"):
-        kernels.linear(lane, norm, whole, out)
+        kernels.products.linear(lane, norm, whole, out)
     with pytest.raises(ShapeError, match="folded norm requires tensor cores"):
-        kernels.linear(lane, out, device.zeros((128, 16), "float32"), norm.out, norm=norm)
+        kernels.products.linear(lane, out, device.zeros((128, 16), "float32"), norm.out, norm=norm)
 
 
 def test_linear_uses_exact_value_of_every_16_bit_weight(kernels, lane):
@@ -412,7 +423,7 @@ def test_linear_adds_residual_in_place_and_copies_result(kernels, lane, rows, in
     wide = upload(device, np.full((rows, 48), 7.0))
     x_device = upload(device, x)
     w_device = upload(device, w, "bfloat16")
-    kernels.linear(lane, x_device, w_device, stream, residual=stream, copy_to=(wide, 16))
+    kernels.products.linear(lane, x_device, w_device, stream, residual=stream, copy_to=(wide, 16))
     out = download(lane.stream, stream)
     tapped = wide.to_host()
     np.testing.assert_allclose(out, start + x @ w.T, atol=2e-5)
@@ -468,7 +479,7 @@ def test_norm_equals_rms_norm(kernels, lane, width):
     x[2] = 0
     w = normal(rng, width)
     out = kernels.device.zeros((6, width), "float32")
-    kernels.norm(lane, upload(kernels.device, x), upload(kernels.device, w), 1e-5, out)
+    kernels.norms.rms_norm(lane, upload(kernels.device, x), upload(kernels.device, w), 1e-5, out)
     wanted = numpy_llama.rms_norm(x.astype(np.float64), w, 1e-5)
     np.testing.assert_allclose(download(lane.stream, out), wanted, rtol=3e-6, atol=1e-7)
 
@@ -480,7 +491,7 @@ def test_gather_copies_rows(kernels, lane, dtype):
     table_on_device = upload(kernels.device, table, dtype)
     index = [3, 10, -1, 11, 0, 3]
     out = kernels.device.zeros((6, 70), "float32")
-    kernels.gather(lane, table_on_device, upload_ints(kernels.device, index), out)
+    kernels.elementwise.gather(lane, table_on_device, upload_ints(kernels.device, index), out)
     wanted = np.zeros((6, 70), np.float32)
     for row, i in enumerate(index):
         if 0 <= i < 11:
@@ -498,7 +509,7 @@ def test_silu_mul_is_accurate_for_all_gates(kernels, lane):
     u = np.random.default_rng(3).standard_normal(g.size).astype(np.float32)
     u[-3:] = 0.5
     out = kernels.device.zeros((1, g.size), "float32")
-    kernels.silu_mul(lane, upload(kernels.device, np.concatenate([g, u])[None]), out)
+    kernels.elementwise.silu_mul(lane, upload(kernels.device, np.concatenate([g, u])[None]), out)
     result = download(lane.stream, out)[0]
     g64 = g.astype(np.float64)
     with np.errstate(over="ignore"):
@@ -546,7 +557,7 @@ def test_rope_and_store_rotates_queries_and_writes_cache(
     rows = make_rows(device, [0] * 8, slots, pos)
     rope_table = upload(device, Rope(theta=100.0).table(kv.positions, dim))
     on_device = upload(device, qkv.reshape(8, -1))
-    kernels.rope_and_store(lane, on_device, KVWrite(rope_table, rows, kv, 1, heads))
+    kernels.attention.rope_and_store(lane, on_device, KVWrite(rope_table, rows, kv, 1, heads))
     rotated = download(stream, on_device).reshape(qkv.shape)
     frequencies = numpy_llama.inverse_frequencies({"rope_theta": 100.0}, dim)
     wanted = numpy_llama.rotate(qkv.astype(np.float64), np.array(pos, float), frequencies)
@@ -602,7 +613,7 @@ def test_attention_equals_causal_softmax(kernels, lane, stream, heads, kv_heads,
     qkv = 3 * normal(rng, 10, heads + 2 * kv_heads, dim)
     out = device.from_host(np.full((10, heads * dim), 9, np.float32))
     rows = make_rows(device, [0] * 10, slots, pos)
-    kernels.attention(lane, upload(device, qkv.reshape(10, -1)), rows, kv, 1, heads, out)
+    kernels.attention.attend(lane, upload(device, qkv.reshape(10, -1)), rows, kv, 1, heads, out)
     result = download(stream, out)
     for r, (s, p) in enumerate(zip(slots, pos, strict=True)):
         if r in (6, 7, 9):
@@ -631,7 +642,7 @@ def test_attention_is_stable_for_large_scores(kernels, lane, stream):
         qkv[0, 0] = np.sqrt(8)
         out = device.zeros((1, 8), "float32")
         rows = make_rows(device, [0], 0, [99])
-        kernels.attention(lane, upload(device, qkv), rows, kv, 1, 1, out)
+        kernels.attention.attend(lane, upload(device, qkv), rows, kv, 1, 1, out)
         best = values[99 if slope > 0 else 0, 0]
         np.testing.assert_allclose(download(stream, out)[0], best, rtol=1e-6)
 
@@ -654,7 +665,7 @@ def test_eagle_input_concatenates_normed_embedding_and_feature(
     g = upload(device, hidden)
     stream_out = g if in_place else device.zeros((4, 50), "float32")
     x = device.zeros((4, 100), "float32")
-    kernels.eagle_input(
+    kernels.norms.eagle_input(
         lane,
         upload_ints(device, [8, 0, 9, 3]),
         upload(device, table, "bfloat16"),
@@ -682,24 +693,24 @@ def test_model_kernels_reject_wrong_operands(kernels, lane, device):
     good = device.zeros((4, 8), "float32")
     bad = device.zeros((4, 9), "float32")
     with pytest.raises(ShapeError, match="columns=8"):
-        kernels.linear(lane, x, w, bad)
+        kernels.products.linear(lane, x, w, bad)
     with pytest.raises(ShapeError, match="inner=32"):
-        kernels.linear(lane, x, device.zeros((8, 31), "float32"), good)
+        kernels.products.linear(lane, x, device.zeros((8, 31), "float32"), good)
     with pytest.raises(ShapeError, match="int32"):
-        kernels.linear(lane, x, device.zeros((8, 32), "int32"), good)
+        kernels.products.linear(lane, x, device.zeros((8, 32), "int32"), good)
     with pytest.raises(ShapeError, match="copy_to"):
-        kernels.linear(lane, x, w, good, copy_to=(device.zeros((4, 12), "float32"), 5))
+        kernels.products.linear(lane, x, w, good, copy_to=(device.zeros((4, 12), "float32"), 5))
     with pytest.raises(ShapeError, match="B=4"):
-        kernels.gather(lane, w, device.zeros((3,), "int32"), x)
+        kernels.elementwise.gather(lane, w, device.zeros((3,), "int32"), x)
     with pytest.raises(ShapeError, match="width=32"):
-        kernels.norm(lane, x, device.zeros((31,), "float32"), 1e-5, x)
+        kernels.norms.rms_norm(lane, x, device.zeros((31,), "float32"), 1e-5, x)
     kv = make_kv(device, 2, 8)
     rows = make_rows(device, [0] * 4, 0, range(4))
     rope_table = device.zeros((kv.positions, 8), "float32")
     with pytest.raises(ShapeError, match="heads=64"):
-        kernels.rope_and_store(lane, x, KVWrite(rope_table, rows, kv, 0, 4))
+        kernels.attention.rope_and_store(lane, x, KVWrite(rope_table, rows, kv, 0, 4))
     with pytest.raises(ShapeError, match=f"positions={kv.positions}"):
-        kernels.rope_and_store(
+        kernels.attention.rope_and_store(
             lane, device.zeros((4, 64), "float32"), KVWrite(rope_table[1:], rows, kv, 0, 4)
         )
     with pytest.raises(OptionError, match="block"):

@@ -184,7 +184,7 @@ def test_tensor_cores_equal_other_form_in_every_architecture(
         model_util.allocate_pages(stream, model.kv, 0, 30)
         logits.append(model_util.forward(stream, model, np.arange(30), 0, np.arange(30)))
     kernels = model.kernels
-    assert kernels.can_fuse_rope(32, "bfloat16", 256, 128)
+    assert kernels.products.can_fuse_rope(32, "bfloat16", 256, 128)
     np.testing.assert_allclose(*logits, atol=2e-3)
 
 

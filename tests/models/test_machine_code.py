@@ -10,7 +10,8 @@ import machine_code
 import pytest
 from machine_code import Variant, compile_variant
 
-from graft.models.llm.kernel_library import FOLDER, MULTIPROCESSORS, mma_shape
+from graft.models.llm.kernels.loader import FOLDER
+from graft.models.llm.kernels.tensor_cores import MULTIPROCESSORS, mma_shape
 
 FULL = pytest.mark.full
 #: Architectures with programmatic dependent launch. The short run compiles only for the first one.

@@ -7,7 +7,7 @@ from model_util import normal, upload
 from tiny_models import rounded
 
 from graft.cudagraph.graph import graph as graphs
-from graft.models.llm.kernel_library import ModelKernels
+from graft.models.llm.kernels.library import ModelKernels
 
 
 def test_programmatic_kernels_wait_for_previous_kernel(device, stream, monkeypatch):
@@ -22,9 +22,9 @@ def test_programmatic_kernels_wait_for_previous_kernel(device, stream, monkeypat
     normed, first, second = (device.zeros((4, 128), "float32") for _ in range(3))
     graph = graphs.Graph(device, "chain", programmatic=True)
     lane = graph.lane("main")
-    kernels.norm(lane, upload(device, x), ones, 0.0, normed)
-    kernels.linear(lane, normed, weights[0], first)
-    kernels.linear(lane, first, weights[1], second, residual=first)
+    kernels.norms.rms_norm(lane, upload(device, x), ones, 0.0, normed)
+    kernels.products.linear(lane, normed, weights[0], first)
+    kernels.products.linear(lane, first, weights[1], second, residual=first)
     run = graph.instantiate()
     for _ in range(2):
         run.launch(stream)

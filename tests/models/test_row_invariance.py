@@ -269,7 +269,7 @@ def test_row_invariance_of_draft_trees_and_compaction(clean, stream):
         model = clean.model
         device = clean.model.device
         features = clean.forward_of(width).results[1]
-        model.kernels.compact(
+        model.kernels.attention.compact(
             StreamLane(stream),
             model.kv,
             device.from_host(np.array([slot], np.int32)),

@@ -7,7 +7,7 @@ from tiny_models import llama_config, make_tiny_eagle3, make_tiny_llama, make_ti
 from graft.cudagraph.device import Device
 from graft.models.engine.engine import Engine
 from graft.models.llm import llama
-from graft.models.llm.kernel_library import ModelKernels
+from graft.models.llm.kernels.library import ModelKernels
 from graft.models.request import Request
 from graft.models.round import prefill
 from graft.sampling import sampler

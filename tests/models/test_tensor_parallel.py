@@ -29,7 +29,8 @@ from graft.cudagraph.ranks.nccl import NcclAllGather
 from graft.models.llm import worker_rank
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
-from graft.models.llm.kernel_library import ModelKernels, Norm
+from graft.models.llm.kernels.library import ModelKernels
+from graft.models.llm.kernels.operands import Norm
 from graft.models.llm.sharding import Shard, ShardedWeights
 from graft.models.llm.weights import ScaledMatrix
 from graft.tools.demo.smollm import cache_folder
@@ -189,7 +190,7 @@ def test_tensor_parallel_partial_products_are_added_in_rank_order(device, stream
         out = device.zeros((5, 40), "float32")
         columns = slice(32 * i, 32 * i + 32)
         part = [model_util.upload(device, a[:, columns]) for a in (x, weight)]
-        kernels.linear(lane, part[0], part[1], out)
+        kernels.products.linear(lane, part[0], part[1], out)
         products.append(model_util.download(stream, out))
         if i == 1:
             mine = part
@@ -201,11 +202,13 @@ def test_tensor_parallel_partial_products_are_added_in_rank_order(device, stream
     row_parallel = ScaledMatrix(
         mine[1], all_gather=FixedAllGather(device, (products[0], products[2]))
     )
-    kernels.linear(lane, mine[0], row_parallel, out, residual=out, copy_to=(tap, 10), norm=norm)
+    kernels.products.linear(
+        lane, mine[0], row_parallel, out, residual=out, copy_to=(tap, 10), norm=norm
+    )
     expected = ((products[0] + products[1]) + products[2]) + residual
     assert model_util.same_bits(model_util.download(stream, out), expected)
     assert model_util.same_bits(tap.to_host()[:, 10:], expected)
-    kernels.norm(lane, out, norm.weight, norm.eps, again)
+    kernels.norms.rms_norm(lane, out, norm.weight, norm.eps, again)
     assert model_util.same_bits(model_util.download(stream, again), normed.to_host())
     np.testing.assert_allclose(expected, x @ weight.T + residual, atol=2e-5)
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from graft.grammar.errors import GrammarError
-from graft.models.llm.kernel_library import ModelKernels
+from graft.models.llm.kernels.products import Products
 from graft.tools.demo_model import demo_model
 from graft.tools.gpu_first import __main__ as gpu_first
 from graft.tools.gpu_first import bench as bench_module
@@ -227,7 +227,7 @@ def linear_that_depends_on_rows(kernels, lane, x, weight, out, **options):
         lane.fill(out[:1], 0)
 
 
-original_linear = ModelKernels.linear
+original_linear = Products.linear
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ original_linear = ModelKernels.linear
     ],
 )
 def test_gpu_first_finds_wrong_products(small, monkeypatch, broken, case, check):
-    monkeypatch.setattr(ModelKernels, "linear", broken)
+    monkeypatch.setattr(Products, "linear", broken)
     cases = truth.check_linears(small)
     small.run([next(one for one in cases if case in one.name)])
     assert figures(small)[check]["passed"] is False

@@ -9,7 +9,7 @@ import numpy as np
 from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.lanes import StreamLane
 from graft.models.cache.kv import PagedKV
-from graft.models.llm.kernel_library import ModelKernels
+from graft.models.llm.kernels.library import ModelKernels
 from graft.models.llm.rows import Rows
 from graft.tools.gpu_first.bench import Bench
 
@@ -35,7 +35,7 @@ def random_input(
 ) -> DeviceArray:
     """Return random activations in the dtype that a product with `weight` reads fastest."""
     shape = (rows, weight.shape[1])
-    if kernels.input_dtype(weight) == "bfloat16":
+    if kernels.products.input_dtype(weight) == "bfloat16":
         return bench.random(shape)
     return bench.random_float32(shape)
 

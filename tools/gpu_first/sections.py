@@ -28,7 +28,8 @@ from graft.cudagraph.host.hostwork import NativeWork
 from graft.cudagraph.lanes import StreamLane
 from graft.models.cache.kv import PagedKV
 from graft.models.engine.engine import Engine
-from graft.models.llm.kernel_library import SHARED_PERCENT, ModelKernels
+from graft.models.llm.kernels.library import ModelKernels
+from graft.models.llm.kernels.loader import SHARED_PERCENT
 from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rows import Rows
 from graft.models.request import Request
@@ -102,7 +103,7 @@ def _compile_kernels(bench: Bench) -> None:
         for dtype in ("bfloat16", E4M3):
             weight = bench.random_weight((hidden, hidden), dtype)
             x = random_input(bench, model.kernels, weight, count)
-            model.kernels.linear(lane, x, weight, y)
+            model.kernels.products.linear(lane, x, weight, y)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         forwards = [pool.submit(build_forward, count) for count in ROWS]
@@ -212,7 +213,7 @@ def _measure_carveout(bench: Bench, carveout: int | None) -> None:
     with bench.timed_graph(programmatic=True) as lane:
         for _ in range(count):
             bench.read(lane, data, 8)
-            kernels.linear(lane, x, weight, y)
+            kernels.products.linear(lane, x, weight, y)
     choice = "the driver's carve-out" if carveout is None else f"{carveout} % carve-out"
     bench.add(f"read and product, {choice}", lane.seconds / count * 1e6, "us")
 
@@ -244,7 +245,7 @@ def _measure_hop(bench: Bench, name: str, transport: str, products: int, priorit
     free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p).value or 0
     graph = Graph(bench.device, name)
     for _ in range(products):
-        kernels.linear(graph.lane("model"), x, weight, y)
+        kernels.products.linear(graph.lane("model"), x, weight, y)
     lane = graph.lane("grammar")
     priority = highest_priority()
     lane.kernel(stamp, 1, 1, (stamps, 0), priority=priority)
@@ -398,7 +399,7 @@ class _LinearMeasurement:
         with self.bench.timed_graph() as lane:
             for i in range(self.count):
                 weight = self.weights[i % len(self.weights)]
-                self.kernels.linear(lane, x, weight[: columns - cut], y)
+                self.kernels.products.linear(lane, x, weight[: columns - cut], y)
         seconds = lane.seconds / self.count
         predicted = None
         if lane.kernels == "linear_warp":
@@ -532,7 +533,7 @@ def _measure_attention(
     out = bench.device.zeros((count, heads * kv.head_dim), "float32")
     with bench.timed_graph() as lane:
         for layer in range(kv.layers):
-            kernels.attention(lane, qkv, rows, kv, layer, heads, out)
+            kernels.attention.attend(lane, qkv, rows, kv, layer, heads, out)
     seconds = lane.seconds / kv.layers
     kv_bytes = -(-count // 4) * length * kv.kv_heads * kv.head_dim * 4
     share = 100 * kv_bytes / seconds / bandwidth

@@ -26,7 +26,8 @@ from graft.cudagraph.graph.graph import Graph
 from graft.cudagraph.host.hostwork import PythonWork
 from graft.cudagraph.lanes import StreamLane
 from graft.models.cache.kv import PagedKV
-from graft.models.llm.kernel_library import NORM_GROUP, KVWrite, ModelKernels, Norm
+from graft.models.llm.kernels.library import ModelKernels
+from graft.models.llm.kernels.operands import NORM_GROUP, KVWrite, Norm
 from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rope import Rope
 from graft.models.llm.rows import Rows
@@ -171,7 +172,7 @@ class ProductCheck:
         """Return the result for the first rows, followed by a row that must stay NaN."""
         checker = self.checker
         y = checker.output(rows, self.columns)
-        checker.kernels.linear(
+        checker.kernels.products.linear(
             checker.lane, self.x[:rows], self.weight, y[:rows], residual=self.residual[:rows]
         )
         return y
@@ -212,7 +213,7 @@ class ProductCheck:
         x = device.from_host(np.ascontiguousarray(one_row), "bfloat16")
         for rows in checker.rows:
             y = checker.output(rows, columns)
-            checker.kernels.linear(checker.lane, x[:rows], weight, y[:rows])
+            checker.kernels.products.linear(checker.lane, x[:rows], weight, y[:rows])
             flat = y[:rows].reshape(rows * columns)
             checker.count_different(checker.lane, flat, flat[:1])
         checker.bench.check(f"{self.name}, bits of columns", checker.take_count())
@@ -255,7 +256,7 @@ def check_gate(checker: Checker, rows: int) -> None:
     weight = checker.bench.random_weight((2 * inner, hidden), "bfloat16")
     x = checker.bench.random((rows, hidden))
     out = checker.output(rows, inner, "bfloat16")
-    checker.kernels.gated_linear(checker.lane, x, weight, out[:rows])
+    checker.kernels.products.gated_linear(checker.lane, x, weight, out[:rows])
     columns = checked_columns(inner)
     gate_rows, up_rows = interleaved_pairs(inner)
     x_host = checker.to_host(x)
@@ -286,8 +287,8 @@ def check_norm(checker: Checker, rows: int) -> None:
     )
     y = checker.output(rows, hidden)
     z = checker.output(rows, 256)
-    checker.kernels.linear(checker.lane, x, first, y[:rows], residual=residual, norm=norm)
-    checker.kernels.linear(checker.lane, norm, second, z[:rows])
+    checker.kernels.products.linear(checker.lane, x, first, y[:rows], residual=residual, norm=norm)
+    checker.kernels.products.linear(checker.lane, norm, second, z[:rows])
     stream = checker.to_host(x) @ checker.to_host(first).T + checker.to_host(residual)
     root = np.sqrt((stream**2).mean(axis=1, keepdims=True) + EPS)
     expected = (stream / root * weight) @ checker.to_host(second).T
@@ -315,7 +316,7 @@ def check_rope(checker: Checker, rows: int) -> None:
     )
     qkv = checker.output(rows, width)
     write = KVWrite(checker.device.from_host(table), where, kv, 0, heads)
-    checker.kernels.project_qkv(checker.lane, x, weight, qkv[:rows], write)
+    checker.kernels.attention.project_qkv(checker.lane, x, weight, qkv[:rows], write)
     products = (checker.to_host(x) @ checker.to_host(weight).T).reshape(rows, -1, dim)
     rotated, plain = rotate(products, table[positions])
     found = checker.to_host(qkv)[:rows, : heads * dim].reshape(rows, heads, dim)
@@ -370,7 +371,7 @@ def check_rows(checker: Checker, kv: PagedKV, length: int, count: int) -> None:
     rows = attention_rows(checker.device, length, count)
     qkv = checker.bench.random_float32((count, (heads + 2 * kv.kv_heads) * dim), 3.0)
     out = checker.output(count, heads * dim)
-    checker.kernels.attention(checker.lane, qkv, rows, kv, 0, heads, out[:count])
+    checker.kernels.attention.attend(checker.lane, qkv, rows, kv, 0, heads, out[:count])
     found = checker.to_host(out)
     expected = reference_attention(checker, checker.to_host(qkv)[:, : heads * dim], kv, length)
     name = f"{length} positions, {count} rows"
@@ -378,7 +379,7 @@ def check_rows(checker: Checker, kv: PagedKV, length: int, count: int) -> None:
     beyond = int(np.isnan(found[:count]).sum()) + int((~np.isnan(found[count])).sum())
     checker.bench.check(f"{name}, writes", beyond)
     alone = checker.output(1, heads * dim)
-    checker.kernels.attention(checker.lane, qkv[:1], rows.first(1), kv, 0, heads, alone[:1])
+    checker.kernels.attention.attend(checker.lane, qkv[:1], rows.first(1), kv, 0, heads, alone[:1])
     checker.count_different(checker.lane, alone[:1], out[:1])
     checker.bench.check(f"{name}, bits of the first row", checker.take_count())
 
@@ -511,7 +512,7 @@ def check_races(bench: Bench) -> Iterator[Case]:
     rows_of_one = attention_rows(bench.device, length, 4)
 
     def attend(lane: Any) -> None:
-        checker.kernels.attention(lane, qkv, rows_of_one, kv, 0, heads, out)
+        checker.kernels.attention.attend(lane, qkv, rows_of_one, kv, 0, heads, out)
 
     name = f"split attention, {repetitions} times"
     yield Case(name, partial(repeat, checker, name, attend, out, repetitions))
@@ -521,7 +522,7 @@ def multiply_on(
     checker: Checker, x: DeviceArray, weight: DeviceArray, y: DeviceArray, lane: Any
 ) -> None:
     """Add the product of `x` and `weight` to a lane."""
-    checker.kernels.linear(lane, x, weight, y)
+    checker.kernels.products.linear(lane, x, weight, y)
 
 
 def repeat(

@@ -1,0 +1,98 @@
+"""Operands of the model kernels: norms, and the destination of keys and values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from graft.cudagraph.driver.memory import DeviceArray
+from graft.models.cache.kv import PagedKV
+from graft.models.llm.rows import Rows
+from graft.sampling.checks import expect
+
+NORM_GROUP = 16  # number of output columns per sum of squares of a folded norm
+
+
+class Norm(NamedTuple):
+    """RMSNorm between a product that writes rows and a product that reads the normed rows.
+
+    A norm whose `square_sums` is not None is folded into the two products and needs no kernel of
+    its own. The product that writes the rows is the producer; the product that reads the normed
+    rows is the consumer. The producer multiplies its rows by `weight`, writes them to `out`, and
+    writes the sums of the squares of its rows to `square_sums`. The consumer computes the root mean
+    square of each row from these sums and divides its own results by the root mean square.
+
+    Attributes
+    ----------
+    weight
+        float32[width], weight of the norm.
+    eps
+        Constant added to the mean square.
+    out
+        [R, width], the normed rows in the dtype that the consumer reads.
+    square_sums
+        float32[R, width / NORM_GROUP], sums of squares of a folded norm. None for a norm with its
+        own kernel.
+    """
+
+    weight: DeviceArray
+    eps: float
+    out: DeviceArray
+    square_sums: DeviceArray | None = None
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorms of every query head and of every key head, with weights float32[head_dim]."""
+
+    query: DeviceArray
+    key: DeviceArray
+    eps: float
+
+
+class KVWrite(NamedTuple):
+    """Destination of the keys and values of a forward pass, and the RoPE that precedes it.
+
+    Attributes
+    ----------
+    rope_table
+        float32[positions, head_dim], cosines and then sines of each position (`Rope.table`).
+    rows
+        Slot and position of each row.
+    kv, layer
+        KV cache that is written, and its layer.
+    heads
+        Number of query heads. Queries are rotated but not cached.
+    """
+
+    rope_table: DeviceArray
+    rows: Rows
+    kv: PagedKV
+    layer: int
+    heads: int
+
+    def kernel_args(self, qkv: DeviceArray) -> tuple[object, ...]:
+        """Check `qkv` and return the arguments of a kernel that rotates it and writes the cache."""
+        kv = self.kv
+        rows = self.rows
+        dim = kv.head_dim
+        width = (self.heads + 2 * kv.kv_heads) * dim
+        expect("rope: qkv", qkv, "float32", R=rows.count, heads=width)
+        expect("rope: table", self.rope_table, "float32", positions=kv.positions, head_dim=dim)
+        return (
+            self.rope_table,
+            rows.slot,
+            rows.pos,
+            rows.ancestors,
+            kv.page_table,
+            kv.k[self.layer],
+            kv.v[self.layer],
+            self.heads,
+            kv.kv_heads,
+            kv.slots,
+            kv.max_pages,
+            kv.page_shift,
+            kv.scratch_page,
+        )
+
+
+#: Result of `KVWrite.kernel_args` for a product without RoPE: seven null pointers and six sizes.
+NO_KV_WRITE: tuple[object, ...] = (None,) * 7 + (0,) * 6

@@ -1,0 +1,156 @@
+"""Launch configurations of products on tensor cores (linear_few.cu, linear_many.cu).
+
+All configurations give the same bits. An estimate of the time selects one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from graft.models.llm.kernels.loader import ceil_div
+
+# Tile and block sizes. They must match the constants in the kernels.
+BLOCK = 256
+INNER_MULTIPLE = 128
+COLUMN_MULTIPLE = 16
+_MAX_SPLITS = 8  # split-K: maximum number of blocks that compute one tile
+_TILE_COLUMNS = 128
+# Inner indices of all pipeline stages in shared memory, by bytes per weight and rows per tile.
+_STAGED = {1: {32: 320, 64: 384, 128: 256}, 2: {32: 192, 64: 256, 128: 192}}
+# Tiles of this number of rows need more shared memory than some GPUs have, and inputs of 16 bits.
+_TALL_TILE = 256
+_TALL_STAGED = 128
+TALL_SHARED = 227 * 1024
+_FEW_ROWS = 16  # maximum rows for linear_few; more rows use linear_many
+#: Number of multiprocessors of an H100 or H200. The number of K splits is chosen for these GPUs.
+MULTIPROCESSORS = 132
+# Blocks of linear_many that run on one multiprocessor at the same time, by rows per tile.
+_BLOCKS_PER_MULTIPROCESSOR = {32: 2, 64: 1, 128: 1, _TALL_TILE: 1}
+# Time of a wave of tall tiles, in units of the time of a wave of tiles of 128 rows. It is the ratio
+# of their traffic through the L2 cache.
+_TALL_WAVE = 1.5
+# Estimated cost of K splits, in units of the time of one wave without splits. The wait for the last
+# block costs _SPLIT_COST. The partial sums of one row of all concurrent tiles cost
+# _SPLIT_COST_PER_ROW with up to _SPLIT_COST_INNER inner indices, and proportionally less with more.
+_SPLIT_COST_PER_ROW = 0.3 / 32
+_SPLIT_COST_INNER = 4096
+_SPLIT_COST = 0.05
+
+
+class MmaShape(NamedTuple):
+    """Launch configuration of a tensor-core product (linear_mma.cuh).
+
+    Attributes
+    ----------
+    kernel
+        Name of the kernel and of its file.
+    defines
+        Compile-time constants that depend on the shape.
+    grid
+        Grid of the launch; z is the number of K splits.
+    shared
+        Dynamic shared memory, in bytes.
+    partials
+        Size of the split-K workspace, in floats; 0 without splits.
+    blocks_per_multiprocessor
+        Number of blocks that run on one multiprocessor at the same time.
+    """
+
+    kernel: str
+    defines: dict[str, int]
+    grid: tuple[int, int, int]
+    shared: int = 0
+    partials: int = 0
+    blocks_per_multiprocessor: int = 2
+
+    @property
+    def waves(self) -> int:
+        """Number of times that the blocks fill all multiprocessors of an H100 or H200."""
+        return ceil_div(math.prod(self.grid), MULTIPROCESSORS * self.blocks_per_multiprocessor)
+
+
+def mma_shape(
+    rows: int,
+    columns: int,
+    nbytes: int = 2,
+    *,
+    inner: int = _SPLIT_COST_INNER,
+    allow_tall: bool = False,
+) -> MmaShape:
+    """Return the launch configuration of a tensor-core product.
+
+    Parameters
+    ----------
+    rows
+        Number of rows that are multiplied: the number of input rows, or twice that number if
+        activations are split.
+    columns, inner
+        Number of outputs and inputs per row.
+    nbytes
+        Bytes of a stored weight: 1 or 2.
+    allow_tall
+        Whether tiles may have 256 rows, which requires inputs of 16 bits and a GPU with about 225
+        KB of shared memory per block.
+    """
+    if rows <= _FEW_ROWS:
+        tiles = ceil_div(rows, 8)
+        return MmaShape("linear_few", {"TILES": tiles}, (columns // COLUMN_MULTIPLE, 1, 1))
+    staged = _STAGED[nbytes]
+    block = next((size for size in staged if rows <= size), max(staged))
+    if allow_tall and rows > block:
+        block = _choose_block(rows, columns, inner)
+    across = ceil_div(columns, _TILE_COLUMNS)
+    down = ceil_div(rows, block)
+    splits = _choose_splits(across * down, block, inner)
+    partials = 0
+    if splits > 1:
+        partials = across * down * _MAX_SPLITS * block * _TILE_COLUMNS
+    stage_bytes = _TILE_COLUMNS * nbytes + block * 2
+    if block == _TALL_TILE:
+        shared = _TALL_STAGED * stage_bytes + 4 * block * _TILE_COLUMNS
+    else:
+        shared = staged[block] * stage_bytes
+    return MmaShape(
+        "linear_many",
+        {"ROW_BLOCK": block},
+        (down, across, splits),
+        shared,
+        partials,
+        _BLOCKS_PER_MULTIPROCESSOR[block],
+    )
+
+
+def _choose_block(rows: int, columns: int, inner: int) -> int:
+    """Return the number of rows per tile, 128 or 256, with the least estimated time."""
+
+    def estimated_time(block: int) -> float:
+        tiles = ceil_div(columns, _TILE_COLUMNS) * ceil_div(rows, block)
+        splits = _choose_splits(tiles, block, inner)
+        return _estimated_time(tiles, block, inner, splits)
+
+    return min((128, _TALL_TILE), key=estimated_time)
+
+
+def _choose_splits(tiles: int, rows: int, inner: int) -> int:
+    """Return the number of K splits with the least estimated time for `tiles` of `rows` rows."""
+    # min() returns the first, that is the smallest, of several equally good numbers.
+    return min(
+        (1, 2, 4, _MAX_SPLITS), key=lambda splits: _estimated_time(tiles, rows, inner, splits)
+    )
+
+
+def _estimated_time(tiles: int, rows: int, inner: int, splits: int) -> float:
+    """Return the estimated time of a product, in units of a wave of blocks without splits.
+
+    With s splits there are more waves, each of which takes 1 / s of the time, but the partial sums
+    have to be written and added. Each of the `tiles` has `rows` rows.
+    """
+    concurrent = MULTIPROCESSORS * _BLOCKS_PER_MULTIPROCESSOR[rows]
+    waves = ceil_div(tiles * splits, concurrent) / splits
+    if rows == _TALL_TILE:
+        waves *= _TALL_WAVE
+    if splits == 1:
+        return waves
+    cost_per_row = _SPLIT_COST_PER_ROW * min(1.0, _SPLIT_COST_INNER / inner)
+    return waves + cost_per_row * rows * tiles / concurrent + _SPLIT_COST
