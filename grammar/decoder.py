@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from graft.cudagraph.errors import OptionError
@@ -36,7 +36,6 @@ from graft.grammar.forced import ForcedTokens
 from graft.grammar.matcher import Matcher
 from graft.native import _native
 from graft.sampling.exchange import Exchange
-from graft.sampling.mode import DraftMode
 
 __all__ = ["GuidedDecoder", "GuidedRequest", "StepSpan"]
 
@@ -47,8 +46,8 @@ CANDIDATES = 16
 #: device waits for with a spinning kernel.
 STEP_TRANSPORTS = ("native", "mailbox", "spinkernel")
 #: Names of the kinds of steps, in the order of the native worker's enumeration `Step`.
-STEPS = ("open", "check", "commit", "draft")
-_OPEN, _CHECK, _COMMIT, _DRAFT = range(4)
+STEPS = ("open", "commit", "draft")
+_OPEN, _COMMIT, _DRAFT = range(3)
 
 
 @dataclass(frozen=True)
@@ -68,16 +67,12 @@ class GuidedRequest:
     position
         Position of the last token that was known when the request joined the batch. It must be the
         same in all replays of the request.
-    optimistic
-        Whether the tokens of the request are sampled without masks and then checked. The graph of
-        the replay must have a check step.
     """
 
     slot: int
     epoch: int
     matcher: Matcher | None
     position: int
-    optimistic: bool = field(default=False, compare=False)
 
 
 class StepSpan(NamedTuple):
@@ -108,11 +103,10 @@ def default_threads(batch: int, cores: int | None = None) -> int:
 class GuidedDecoder:
     """Advances matchers by the tokens of a round and fills mask rows.
 
-    A round has up to four kinds of steps. The open step rolls back each matcher to the last
-    committed token and fills the mask rows of the drafts that the round verifies. The check step
-    tests the tokens that were sampled without masks. The commit step advances the matchers by the
-    tokens that verification accepted. The draft steps constrain the drafts for the next
-    verification. The draft mode of `exchange` selects how the draft steps work:
+    A round has up to three kinds of steps. The open step rolls back each matcher to the last
+    committed token and fills the mask rows of the drafts that the round verifies. The commit step
+    advances the matchers by the tokens that verification accepted. The draft steps constrain the
+    drafts for the next verification. The draft mode of `exchange` selects how the draft steps work:
 
     * Fill: a draft step fills the mask row under which the next draft is sampled.
     * Probe: a draft step tests the drafter's candidates for one draft and finds the first legal
@@ -152,9 +146,6 @@ class GuidedDecoder:
         steps that take more than 20 budgets (at least 100 ms) take more than 400 budgets (at least
         2 s) of processor time in total. It is too large if the process grows by more than 256 MiB
         during late steps of the request.
-    fill_hidden
-        Whether the open step fills mask rows of optimistic requests if their tokens were often
-        illegal, as far as the measured time of the target forward pass hides this.
     """
 
     def __init__(
@@ -168,7 +159,6 @@ class GuidedDecoder:
         max_in_flight: int = 8,
         threads: int | None = None,
         budget_us: float | None = None,
-        fill_hidden: bool = False,
     ):
         if threads is None:
             threads = default_threads(exchange.slots)
@@ -193,7 +183,6 @@ class GuidedDecoder:
         self.max_in_flight = max_in_flight
         self.threads = threads
         self.budget_us = budget_us
-        self._follows_forced = forced is not None and not masked_drafts
         self._exchange = exchange  # steps write to its memory, so it must stay alive
         self._last_published = 0  # or skipped
         self._last_with_steps = 0
@@ -213,20 +202,14 @@ class GuidedDecoder:
             exchange.layout.tobytes(),
             vocab_size=self.vocab_size,
             forced=None if forced is None else forced.native,
-            follow_forced=self._follows_forced,
-            fill_hidden=fill_hidden,
+            follow_forced=forced is not None and not masked_drafts,
             ring=max_in_flight,
             threads=threads,
             budget_ns=0 if budget_us is None else int(budget_us * 1000),
         )
 
     def publish(
-        self,
-        replay: int,
-        requests: Sequence[GuidedRequest],
-        *,
-        repeats: bool = False,
-        fills_drafts: bool = False,
+        self, replay: int, requests: Sequence[GuidedRequest], *, repeats: bool = False
     ) -> None:
         """Declare the requests of a replay. Call this method before the replay is launched.
 
@@ -242,9 +225,6 @@ class GuidedDecoder:
             do nothing; warm-up replays use this.
         repeats
             Whether the launch may run more replays with the same requests, see `repeat`.
-        fills_drafts
-            Whether the draft steps of the graph fill mask rows, although the draft mode of the
-            exchange probes, see `draft_work`.
 
         Raises
         ------
@@ -268,7 +248,6 @@ class GuidedDecoder:
             [_native_request(request) for request in snapshot],
             previous=self._last_with_steps,
             repeats=repeats,
-            fills_drafts=fills_drafts,
         )
         self._owners.update(new_owners)
         self._in_flight[replay] = snapshot
@@ -351,26 +330,6 @@ class GuidedDecoder:
         """
         return self._step_work(_OPEN, 0)
 
-    def check_work(self) -> NativeWork:
-        """Return the check step, which runs between the sampling of tokens and verification.
-
-        The open step fills no mask rows for optimistic requests, except with `fill_hidden`. Their
-        tokens are sampled without masks, and the check step tests whether the matcher accepts them.
-        If a token is illegal, the check step fills the mask row, and the token must be sampled
-        again.
-
-        Raises
-        ------
-        OptionError
-            The commit step of this decoder drafts forced tokens, which it reads from mask rows.
-        """
-        if self._follows_forced:
-            raise OptionError(
-                "guided decoder: a check step cannot be combined with forced tokens that are "
-                "drafted without draft steps"
-            )
-        return self._step_work(_CHECK, 0)
-
     def commit_work(self) -> NativeWork:
         """Return the commit step, which runs after verification.
 
@@ -379,7 +338,7 @@ class GuidedDecoder:
         """
         return self._step_work(_COMMIT, 0)
 
-    def draft_work(self, j: int, mode: DraftMode | None = None) -> NativeWork:
+    def draft_work(self, j: int) -> NativeWork:
         """Return a draft step.
 
         Parameters
@@ -394,10 +353,6 @@ class GuidedDecoder:
             * Lattice probe: the step finds legal drafts for all levels of the draft tree and tests
               the best candidates first. The number of tests is limited to 4 per draft plus one per
               candidate of a level. `j` must be 1.
-        mode
-            Draft mode of the graph; None for that of the exchange. If the exchange probes a chain,
-            the draft steps of some graphs may fill mask rows instead. The replays of these graphs
-            are published with `fills_drafts`.
 
         Raises
         ------
@@ -406,10 +361,9 @@ class GuidedDecoder:
         """
         if not self.masked_drafts:
             raise OptionError("guided decoder: draft steps need masked_drafts=True")
-        mode = mode or self._exchange.mode
-        if mode.is_lattice:
+        if self._exchange.mode.is_lattice:
             end = 2
-        elif mode.probes:
+        elif self.probing:
             end = self.draft_length + 1
         else:
             end = self.draft_length
@@ -532,7 +486,7 @@ def _check_minimum(name: str, value: float, minimum: float) -> None:
         raise OptionError(f"guided decoder: {name} is {value}, must be at least {minimum}")
 
 
-def _native_request(request: GuidedRequest) -> tuple[int, int, int, object, bool]:
+def _native_request(request: GuidedRequest) -> tuple[int, int, int, object]:
     """Return a request in the form of the arguments of the native worker's ``publish`` method."""
     native_matcher = None if request.matcher is None else request.matcher.native
-    return request.slot, request.epoch, request.position, native_matcher, request.optimistic
+    return request.slot, request.epoch, request.position, native_matcher

@@ -8,7 +8,6 @@ the offsets.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -58,8 +57,6 @@ class Exchange:
     device_masks : DeviceArray
         int32 [rows, S, words]: copy in device memory that kernels read; `copy_masks_to_device`
         updates it.
-    sampled : numpy.ndarray
-        Sampled [S, rows]: tokens that were sampled without masks.
     committed, drafted, candidates : numpy.ndarray
         int32 [S, ...]: the fields of ``Committed``, ``Drafted`` and ``Candidates``, followed by
         the ids.
@@ -81,7 +78,7 @@ class Exchange:
         self.slots = slots
         self.drafts = mode.drafts
         self.vocab_size = vocab_size
-        self.mode = self._widest_mode = mode
+        self.mode = mode
         rows = mode.drafts + 1
         words = -(-vocab_size // 32)  # per mask row
         sizes = _record_words(mode)
@@ -101,7 +98,6 @@ class Exchange:
         self.masks = masks.swapaxes(0, 1)
         self.device_masks = zeros(context, (rows, slots, words), "int32")
         self.host_masks = self.memory.view(num_record_words, (rows, slots, words))
-        self.sampled = view("sampled").view(read_struct(RECORDS_HEADER, "Sampled"))
         self.committed = view("committed")
         self.drafted = view("drafted")
         self.candidates = view("candidate_ids")
@@ -110,27 +106,6 @@ class Exchange:
         answers = view("answer")
         self.answer = answers[:, :answer_words].view(answer_dtype)[:, 0]
         self.legal = answers[:, answer_words:].view(np.uint32)
-
-    def of(self, mode: DraftMode) -> Exchange:
-        """Return an exchange with the same memory for graphs with another draft mode.
-
-        Its records must fit into those of this exchange.
-
-        Raises
-        ------
-        OptionError
-            If a record does not fit.
-        """
-        own_words = _record_words(self._widest_mode)
-        for name, words in _record_words(mode).items():
-            if words > own_words[name] or mode.recorded_drafts != self.mode.recorded_drafts:
-                raise OptionError(f"exchange: the record {name} of {mode} does not fit")
-        other = copy.copy(self)
-        other.mode = mode
-        other.layout = self.layout.copy()
-        other.layout["mode"] = mode.value
-        other.layout["candidates"] = mode.candidates
-        return other
 
     def renew_records(self, slot: int, replay: int) -> None:
         """Empty the records of a slot and set their replay number to `replay`.
@@ -149,7 +124,6 @@ class Exchange:
         word = replay_word(replay)
         for records in (self.committed, self.drafted, self.candidates):
             records[slot, :2] = word, 0
-        self.sampled[slot] = (word, -1)
         self.answer[slot] = (word, -1, -1)
 
     @property
@@ -181,7 +155,6 @@ def _record_words(mode: DraftMode) -> dict[str, int]:
     rows = mode.drafts + 1
     return {
         "stamps": rows * _struct_words("RowStamp"),
-        "sampled": rows * _struct_words("Sampled"),
         "committed": _struct_words("Committed") + rows,
         "drafted": _struct_words("Drafted") + 2 * mode.recorded_drafts,
         "candidate_ids": _struct_words("Candidates") + mode.candidate_words,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -20,7 +19,6 @@ __all__ = ["MAX_LOGPROBS", "MAX_STOP_IDS", "Relaxed", "SamplingParams", "VERIFY_
 _NUMBERS = read_numbers(KERNELS / "slot.cuh")
 MAX_STOP_IDS = _NUMBERS["MAX_STOP_IDS"]
 MAX_LOGPROBS = _NUMBERS["MAX_LOGPROBS"]
-_GREEDY_TEMPERATURE = np.float32(1e-5)  # as in kernels/slot.cuh
 
 #: Verification modes. The index of a mode is its value of ``VERIFY_*`` in kernels/slot.cuh.
 VERIFY_MODES = ("rejection", "coupled", "per_token", "relaxed")
@@ -146,24 +144,6 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     logprobs_masked: bool = False
-
-    @functools.cached_property
-    def samples_unmasked(self) -> bool:
-        """Whether a legal token that is sampled without a mask is the token sampled under the mask.
-
-        This does not hold for filters that follow the mask, and for parameters that depend on the
-        legal tokens.
-        """
-        greedy = np.float32(self.temperature) < _GREEDY_TEMPERATURE
-        filtered = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
-        depends_on_mask = self.min_tokens > 0 or self.logprobs_masked or self.verify == "relaxed"
-        return bool(greedy or not filtered) and not depends_on_mask
-
-    @functools.cached_property
-    def depends_on_drafts(self) -> bool:
-        """Whether the tokens that verification commits depend on the drafts."""
-        greedy = np.float32(self.temperature) < _GREEDY_TEMPERATURE
-        return self.verify == "relaxed" or not (greedy or self.verify == "coupled")
 
     @classmethod
     def from_fields(cls, source: object, **changes: Any) -> SamplingParams:

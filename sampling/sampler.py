@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.driver.cstruct import read_struct
-from graft.cudagraph.driver.memory import DeviceArray, PinnedArray
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.driver.pinned import PinnedField, Ring
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
@@ -143,8 +142,7 @@ class DraftVocab:
 class Sampler:
     """Adds the sampling kernels of a round to lanes.
 
-    A round calls `target` and `verify`, and then either `draft` for j = 1 .. K or `place`. If the
-    grammar checks tokens, `publish_sampled` and `resample` precede `verify`. The lane
+    A round calls `target` and `verify`, and then either `draft` for j = 1 .. K or `place`. The lane
     must be ordered after the `Exchange.copy_masks_to_device` of the mask rows that a kernel reads.
 
     Logits are filtered in the order: adjustments of `SamplingParams`, vocabulary bound, mask,
@@ -280,19 +278,6 @@ class Sampler:
         self._place = place["place_drafts"]
         self._forced = place["propose_forced"]
 
-    def of(self, exchange: Exchange) -> Sampler:
-        """Return a sampler with the same arrays for graphs with another draft mode.
-
-        Parameters
-        ----------
-        exchange
-            Returned by `Exchange.of` of this sampler's exchange.
-        """
-        other = copy.copy(self)
-        other.exchange = exchange
-        other.mode = exchange.mode
-        return other
-
     def target(self, lane: Lane, logits: DeviceArray, rows: RowMap) -> None:
         """Adjust, mask and filter the target's logits, and sample a token for each row.
 
@@ -310,24 +295,18 @@ class Sampler:
         self._check_rows(rows)
         expect("logits", logits, "float32", R=rows.count, V=self.vocab_size)
         grid = (rows.count, self._parts, 1)
-        inputs = self._target_inputs(logits, rows, self.exchange.device_masks)
-        self._add_adjust(lane, grid, inputs)
-        self._add_target_steps(lane, grid, inputs)
-
-    def _target_inputs(
-        self, logits: DeviceArray, rows: RowMap, masks: DeviceArray | PinnedArray
-    ) -> list[Any]:
-        """Return the kernel arguments that all kernels of the target's rows begin with."""
-        return [
+        inputs = [
             logits,
             self.vocab_size,
             self.token_limit,
             rows.slot,
             rows.map,
             self.state.array,
-            masks,
+            self.exchange.device_masks,
             self.exchange.layout,
         ]
+        self._add_adjust(lane, grid, inputs)
+        self._add_target_steps(lane, grid, inputs)
 
     def _add_adjust(self, lane: Lane, grid: tuple[int, int, int], inputs: list[Any]) -> None:
         """Add the kernel that adjusts the logits and reads the states of the mask rows."""
@@ -359,60 +338,6 @@ class Sampler:
                 self.row_ok,
             ]
             lane.kernel(self._target, grid, self.block, args, name=f"target rows {first}")
-
-    def publish_sampled(self, lane: Lane, rows: RowMap) -> None:
-        """Publish the tokens that `target` has sampled, for the check step of the grammar.
-
-        Parameters
-        ----------
-        lane
-            Lane that the kernel is added to.
-        rows
-            Rows of the forward pass.
-        """
-        self._check_rows(rows)
-        args = [
-            self.vocab_size,
-            rows.slot,
-            rows.map,
-            self.state.array,
-            self._row_state,
-            self.cross_block,
-            self.probs,
-            self.target_tok,
-            *self.shared,
-        ]
-        kernel = load(self.device, "check", self.block)["publish_sampled"]
-        grid = (rows.count, self._parts, 1)
-        lane.kernel(kernel, grid, self.block, args, name="publish sampled tokens")
-
-    def resample(self, lane: Lane, logits: DeviceArray, rows: RowMap) -> None:
-        """Sample tokens again that were sampled without masks and that the grammar has rejected.
-
-        The lane must be ordered after the check step.
-
-        Parameters
-        ----------
-        lane
-            Lane that the kernel is added to.
-        logits
-            Logits of `target`.
-        rows
-            Rows of the forward pass.
-        """
-        self._check_rows(rows)
-        args = [
-            *self._target_inputs(logits, rows, self.exchange.host_masks),
-            self._row_state,
-            self.cross_block,
-            self.probs,
-            self.target_tok,
-            self.row_ok,
-            self.exchange.memory,
-            self._replay,
-        ]
-        kernel = load(self.device, "check", self.block)["resample_target"]
-        lane.kernel(kernel, rows.count, self.block, args, name="resample rejected tokens")
 
     def verify(
         self,

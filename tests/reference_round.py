@@ -42,8 +42,6 @@ FREE = 1
 READY = 2
 DEAD_END = 3
 ERROR = 4
-UNCHECKED = 5
-CHECKED = 6
 # Reasons for which a request ended.
 RUNNING = 0
 STOP = 1

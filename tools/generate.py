@@ -155,7 +155,7 @@ def _add_drafting_arguments(group: argparse._ArgumentGroup) -> None:
         choices=DRAFT_MASKINGS,
         default="fill",
         help="how drafts are masked: fill a token bitmask for each draft, or let the grammar test "
-        "the drafter's best candidates; optimistic: test the target's tokens, too (default fill)",
+        "the drafter's best candidates (default fill)",
     )
     group.add_argument(
         "--forced-drafts",

@@ -359,11 +359,6 @@ def _num_candidates(masking: str, drafter: Drafter) -> int:
 
 def _check_forced_drafts(options: Options, drafter: Drafter | None, mode: DraftMode) -> None:
     """Raise OptionError if `forced_drafts` is set and the drafter cannot draft forced tokens."""
-    if isinstance(drafter, Forced) and options.draft_masking == "optimistic":
-        raise OptionError(
-            "draft_masking='optimistic' cannot be combined with forced_drafts without a drafter: "
-            "forced tokens are read from mask rows, which are not filled"
-        )
     if options.forced_drafts and not isinstance(drafter, Forced) and not mode.masked:
         raise OptionError(
             "forced_drafts requires mask_drafts=True and a drafter that drafts level by level: "
@@ -413,7 +408,6 @@ def _round_parts(
         drafter=drafter,
         mode=mode,
         masking=MASKING_CLASSES[mode.masking],
-        masking_name=_masking_name(options, mode),
         make_grammar_steps=lambda _place, _row_slot: GrammarSteps(decoder, exchange),
         sampler=sampler,
         tree=TreeSampler(sampler) if mode.grows_tree else None,
@@ -428,12 +422,6 @@ def _round_parts(
         programmatic=programmatic,
         every_part=options.timeline,
     )
-
-
-def _masking_name(options: Options, mode: DraftMode) -> str:
-    if options.draft_masking == "optimistic":
-        return "optimistic"
-    return mode.masking if mode.probes else "fill"
 
 
 def _make_decoder(
@@ -456,5 +444,4 @@ def _make_decoder(
         budget_us=options.grammar_budget_us,
         transport=options.grammar_transport,
         max_in_flight=2 * RING_ENTRIES,
-        fill_hidden=True,
     )

@@ -23,7 +23,7 @@ from graft.sampling.tree import TreePlan
 
 __all__ = ["DRAFT_MASKINGS", "MAX_DRAFT_LENGTH", "Options"]
 
-DRAFT_MASKINGS = ("fill", "probe", "optimistic")
+DRAFT_MASKINGS = ("fill", "probe")
 MAX_DRAFT_LENGTH = 63
 #: Default maximum number of positions per request; caches are allocated for every slot.
 DEFAULT_LENGTH = 4096
@@ -111,13 +111,7 @@ class Options:
         target forward pass. Probed drafts are verified as with ``verify="coupled"``. If a drafter
         computes the logits of all levels at once, as DFlash does, one grammar step tests the
         candidates of all levels. A drafter that offers a few candidates per position, as DFlash2
-        does, is probed with "fill" as well. With "optimistic", drafts are probed, and the tokens of
-        the target are sampled without masks, too. The grammar then tests each token, and a mask row
-        is filled only if the token is illegal. If the tokens of a request are often illegal, its
-        rows are filled during the target forward pass, as far as the forward pass hides the time.
-        Outputs are the same. Mask rows are filled as with "probe" for requests with top_k, top_p or
-        min_p that are not greedy, and for requests with min_tokens, logprobs_masked or
-        ``verify="relaxed"``.
+        does, is probed with "fill" as well.
     forced_drafts
         Whether tokens that the grammar forces are drafted. With a drafter, a token is forced if it
         is the only legal one. It replaces the draft of the drafter; with ``draft_masking="probe"``

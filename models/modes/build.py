@@ -71,7 +71,7 @@ class EngineModes(LaunchModes):
         budget: DraftBudget,
         round_class: type[RoundGraph],
     ):
-        super().__init__({}, is_optimistic=options.draft_masking == "optimistic")
+        super().__init__({})
         self._parts = parts
         self._options = options
         self._budget = budget

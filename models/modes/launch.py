@@ -57,8 +57,6 @@ class LaunchModes:
     round_graphs
         Graph of a round whose grammar steps run on the host, for each (number of batch rows, number
         of drafts per batch row).
-    is_optimistic
-        Whether all graphs are optimistic.
 
     Attributes
     ----------
@@ -72,14 +70,11 @@ class LaunchModes:
         Promotes requests; None: all grammar steps run on the host.
     """
 
-    def __init__(
-        self, round_graphs: dict[tuple[int, int], RoundGraph], *, is_optimistic: bool = False
-    ):
+    def __init__(self, round_graphs: dict[tuple[int, int], RoundGraph]):
         self.round_graphs = round_graphs
         self.graphs: dict[GraphKey, RoundGraph] = {}
         self.loops: Loops | None = None
         self.promotion: Promotion | None = None
-        self._is_optimistic = is_optimistic
         self._launched_loop: GraphKey | None = None  # key of the loop that was launched last
 
     # Launches -----------------------------------------------------------------------------------
@@ -115,16 +110,10 @@ class LaunchModes:
         """Return the requests of a batch that are not promoted, as the grammar worker sees them."""
         requests = []
         for state in states:
-            if self.is_promoted(state):
-                continue
-            request = GuidedRequest(
-                state.slot,
-                state.epoch,
-                state.matcher,
-                state.start_position,
-                optimistic=self._is_optimistic and state.params.samples_unmasked,
-            )
-            requests.append(request)
+            if not self.is_promoted(state):
+                requests.append(
+                    GuidedRequest(state.slot, state.epoch, state.matcher, state.start_position)
+                )
         return tuple(requests)
 
     def _graph(self, key: GraphKey) -> RoundGraph:

@@ -20,7 +20,6 @@ from graft.models.modes.automaton_steps import (
     NoGrammarSteps,
 )
 from graft.models.modes.loop.control import LOOP_ENTRIES, LoopControl
-from graft.models.modes.optimistic import OptimisticMixedSteps, OptimisticSteps
 from graft.models.round.grammar_steps import GrammarSteps
 from graft.models.round.round import RoundParts
 from graft.sampling.exchange import Exchange
@@ -86,13 +85,7 @@ def make_mode_parts(
     """
     automata = _make_automata(options, parts, vocabulary)
     control = _make_control(device, options, ranks)
-    make_grammar_steps = partial(
-        _make_grammar_steps,
-        parts.decoder,
-        parts.exchange,
-        automata,
-        options.draft_masking == "optimistic",
-    )
+    make_grammar_steps = partial(_make_grammar_steps, parts.decoder, parts.exchange, automata)
     return ModeParts(replace(parts, make_grammar_steps=make_grammar_steps), automata, control)
 
 
@@ -100,7 +93,6 @@ def _make_grammar_steps(
     decoder: GuidedDecoder,
     exchange: Exchange,
     automata: DeviceAutomata | None,
-    is_optimistic: bool,
     place: str,
     row_slot: DeviceArray,
 ) -> GrammarSteps:
@@ -108,14 +100,12 @@ def _make_grammar_steps(
     if place == "none":
         return NoGrammarSteps(decoder, exchange)
     if place == "host":
-        host_class = OptimisticSteps if is_optimistic else GrammarSteps
-        return host_class(decoder, exchange)
+        return GrammarSteps(decoder, exchange)
     if automata is None or place not in GRAMMAR_STEPS:
         raise GraftError(f"grammar steps cannot run at the place {place!r}")
     if place == "device":
         return AutomatonSteps(decoder, exchange, automata, row_slot)
-    mixed_class = OptimisticMixedSteps if is_optimistic else MixedSteps
-    return mixed_class(decoder, exchange, automata, row_slot)
+    return MixedSteps(decoder, exchange, automata, row_slot)
 
 
 def _make_automata(

@@ -5,10 +5,7 @@ from __future__ import annotations
 from graft.cudagraph.graph.graph import GraphLane, GraphMark
 from graft.cudagraph.host.hostwork import NativeWork
 from graft.grammar.decoder import GuidedDecoder
-from graft.models.drafters.feed import Feed
-from graft.models.round.timing import Stamps
 from graft.sampling.exchange import Exchange
-from graft.sampling.sampler import Sampler
 
 __all__ = ["GrammarSteps"]
 
@@ -55,28 +52,6 @@ class GrammarSteps:
         """
         self._add(lane, self._decoder.open_work(), 0, num_rows, name)
 
-    def add_before_verification(
-        self,
-        model_lane: GraphLane,
-        grammar_lane: GraphLane,
-        sampler: Sampler,
-        feed: Feed,
-        stamps: Stamps,
-    ) -> None:
-        """Add the nodes between the sampling of tokens and verification; by default none.
-
-        Parameters
-        ----------
-        model_lane, grammar_lane
-            Lanes of the round.
-        sampler
-            Sampler that has sampled the tokens.
-        feed
-            Row arrays of the batch bucket.
-        stamps
-            Timeline of the round.
-        """
-
     def add_commit(self, lane: GraphLane, row: int | None, *, name: str) -> None:
         """Add the step that advances the grammar by the committed tokens.
 
@@ -105,8 +80,7 @@ class GrammarSteps:
         name
             Node name of the step.
         """
-        work = self._decoder.draft_work(j, self._exchange.mode)
-        self._add_row(lane, work, row, name)
+        self._add_row(lane, self._decoder.draft_work(j), row, name)
 
     def _add_row(self, lane: GraphLane, work: NativeWork, row: int | None, name: str) -> None:
         first, end = (0, 0) if row is None else (row, row + 1)

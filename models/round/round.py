@@ -11,8 +11,7 @@ recorded::
 the round still needs, concurrently with the target forward pass. These are the row after the last
 draft or, if no row was filled while drafting, all rows. If the round has fewer forward rows than
 there may be drafts, ``begin`` cuts some drafts, and ``open`` waits for ``begin``. The nodes after
-verification are described in `graft.models.round.masking`. Some kinds of grammar steps add nodes
-between the sampling of tokens and verification (`GrammarSteps.add_before_verification`).
+verification are described in `graft.models.round.masking`.
 
 A *replay* is one launch of the graph; replays are numbered from 1.
 """
@@ -63,8 +62,6 @@ class RoundParts:
         Draft mode.
     masking
         Class that decides where the grammar steps of the mode are.
-    masking_name
-        How mask rows are filled; part of the name of the graphs' mode.
     make_grammar_steps
         Returns the object that adds the grammar steps of a graph. The arguments are the place of
         the steps and the slots of the batch rows.
@@ -98,7 +95,6 @@ class RoundParts:
     drafter: Drafter | None
     mode: DraftMode
     masking: type[DraftMasking]
-    masking_name: str
     make_grammar_steps: Callable[[str, DeviceArray], GrammarSteps]
     sampler: Sampler
     tree: TreeSampler | None
@@ -225,8 +221,8 @@ class RoundGraph:
 
     @property
     def mode(self) -> str:
-        """Name of the mode, which contains the way in which mask rows are filled."""
-        return f"{self.parts.masking_name} round"
+        """Name of the mode."""
+        return "round"
 
     # Replays ------------------------------------------------------------------------------------
 
@@ -337,9 +333,6 @@ class RoundGraph:
         parts = self.parts
         sampler = parts.sampler
         sampler.target(self._model, feed.scratch.logits[: feed.count], feed.rows)
-        self._grammar_steps.add_before_verification(
-            self._model, self._grammar, sampler, feed, self._stamps
-        )
         sampler.verify(
             self._model, feed.rows, parts.outputs, before_publishing=self._before_publishing
         )

@@ -18,8 +18,8 @@ namespace nb = nanobind;
 namespace graft::guide {
 namespace {
 
-// slot, epoch, position, matcher or None, optimistic
-using RequestTuple = std::tuple<int32_t, int32_t, int32_t, NativeMatcher*, bool>;
+// slot, epoch, position, matcher or None
+using RequestTuple = std::tuple<int32_t, int32_t, int32_t, NativeMatcher*>;
 
 Exchange exchange_of(uintptr_t address, const nb::bytes& layout, int vocab_size) {
   Exchange exchange{reinterpret_cast<int32_t*>(address), {}, vocab_size};
@@ -30,16 +30,15 @@ Exchange exchange_of(uintptr_t address, const nb::bytes& layout, int vocab_size)
 }
 
 bool publish(Worker& worker, int64_t replay, const std::vector<RequestTuple>& tuples,
-             int64_t previous, bool repeats, bool fills_drafts) {
+             int64_t previous, bool repeats) {
   std::vector<Request> requests;
   requests.reserve(tuples.size());
-  for (const auto& [slot, epoch, position, matcher, optimistic] : tuples) {
+  for (const auto& [slot, epoch, position, matcher] : tuples) {
     if (slot < 0 || slot >= worker.exchange().layout.slots)
       throw std::out_of_range("slot is out of range");
-    requests.push_back({slot, epoch, position, matcher, optimistic});
+    requests.push_back({slot, epoch, position, matcher});
   }
-  return worker.publish(replay, previous < 0 ? replay - 1 : previous, requests, repeats,
-                        fills_drafts);
+  return worker.publish(replay, previous < 0 ? replay - 1 : previous, requests, repeats);
 }
 
 nb::dict counters(const Worker& worker) {
@@ -49,7 +48,7 @@ nb::dict counters(const Worker& worker) {
   const Counters& c = worker.counters();
   nb::dict out;
   for (int i = 0; i < count::kinds; ++i) out[names[i]] = c.of[i].value();
-  const std::array<const char*, 4> kinds = {"open", "check", "commit", "draft"};
+  const std::array<const char*, 3> kinds = {"open", "commit", "draft"};
   for (size_t k = 0; k < kinds.size(); ++k) {
     out[(std::string(kinds[k]) + "_calls").c_str()] = c.step_calls[k].value();
     out[(std::string(kinds[k]) + "_ns").c_str()] = c.step_ns[k].value();
@@ -162,21 +161,20 @@ void bind_guide(nb::module_& module) {
           "__init__",
           [](Worker* self, uintptr_t exchange, const nb::bytes& layout, int vocab_size, int ring,
              int threads, int64_t budget_ns, uintptr_t clock, std::shared_ptr<const Forced> forced,
-             bool follow_forced, bool fill_hidden) {
+             bool follow_forced) {
             new (self) Worker(exchange_of(exchange, layout, vocab_size), ring, threads,
                               {budget_ns, 0, reinterpret_cast<const int64_t*>(clock)},
-                              std::move(forced), follow_forced, fill_hidden);
+                              std::move(forced), follow_forced);
           },
           nb::arg("exchange"), nb::arg("layout"), nb::arg("vocab_size"), nb::arg("ring"),
           nb::arg("threads") = 1, nb::arg("budget_ns") = 0, nb::arg("clock") = 0,
-          nb::arg("forced").none() = nb::none(), nb::arg("follow_forced") = false,
-          nb::arg("fill_hidden") = false)
+          nb::arg("forced").none() = nb::none(), nb::arg("follow_forced") = false)
       .def("busy", &Worker::busy, nb::arg("slot"))
       .def("busy_slots", &Worker::busy_slots)
       .def("waiting", &Worker::waiting)
       .def("wait_idle", &Worker::wait_idle, nb::call_guard<graft::hostwork::GilRelease>())
       .def("publish", &publish, nb::arg("replay"), nb::arg("requests"), nb::arg("previous") = -1,
-           nb::arg("repeats") = false, nb::arg("fills_drafts") = false)
+           nb::arg("repeats") = false)
       .def("retire", &Worker::retire, nb::arg("replay"))
       .def(
           "record",

@@ -23,34 +23,6 @@ void make(Slot& slot, int j, int32_t state) noexcept {
 
 uint64_t bit(int j) noexcept { return uint64_t{1} << (j - 1); }
 
-bool is_unchecked(const Slot& slot, int j) noexcept {
-  return slot.made[at(j)].load(std::memory_order_relaxed) == ROW_UNCHECKED;
-}
-
-// Returns the child of node j whose draft is `token`, or -1.
-int child_of(const Order& order, int j, int32_t token) noexcept {
-  for (int child = j + 1; child <= order.drafts; ++child) {
-    if (order.parent[at(child)] == j && order.draft[at(child - 1)] == token) return child;
-  }
-  return -1;
-}
-
-// Returns whether draft j is on the path to the matcher's node; false if j <= 0.
-bool has_accepted(const Slot& slot, int j) noexcept {
-  int node = slot.node;
-  while (j > 0 && node > j) node = slot.order.parent[at(node)];
-  return j > 0 && node == j;
-}
-
-// Adds the children of node j that verification can move to with `token`, or with any token if it
-// is -1.
-void reach_next(const Order& order, int j, int32_t token, Reached* reached) noexcept {
-  for (int child = j + 1; child <= order.drafts; ++child) {
-    if (order.parent[at(child)] != j) continue;
-    if (token < 0 || order.draft[at(child - 1)] == token) (*reached)[at(child)] = true;
-  }
-}
-
 // Records that the matcher has moved to node j, because it has accepted draft j.
 void arrive(Slot& slot, int j) noexcept {
   slot.node = j;
@@ -107,8 +79,6 @@ void Slot::size_for(const Exchange& exchange) {
   const int lists = lattice ? exchange.layout.levels : exchange.layout.branch;
   order.candidate.resize(at(exchange.layout.candidates * lists));
   if (lattice) order.share.resize(order.candidate.size());
-  order.sampled.resize(rows);
-  path.reserve(2 * kMaxNodes);
   legal.resize(at(exchange.layout.branch));
 }
 
@@ -137,28 +107,18 @@ void SlotWork::serve(Slot& slot) const noexcept {
     case Task::kProbeLattice:
       probe_lattice(slot);
       break;
-    case Task::kCheckRows:
-      check_rows(slot);
-      break;
   }
 }
 
 void SlotWork::commit(Slot& slot) const noexcept {
   const Commit& commit = slot.order.commit;
   if (slot.ended) return;
-  // A check step has accepted the first tokens already.
-  const size_t size = commit.wrong ? 0 : at(commit.count);
-  size_t kept = 0;
-  while (kept < std::min(size, slot.path.size()) && slot.path[kept] == commit.tokens[kept]) ++kept;
-  roll_back(slot, static_cast<int>(slot.path.size() - kept));
+  roll_back(slot, slot.accepted);
   slot.node = 0;
-  slot.beyond = false;
   bool in_sync = !slot.ended && !commit.wrong;
   slot.tally[count::commits] += in_sync;
   if (in_sync) {
-    const int known = static_cast<int>(kept);
-    const int accepted =
-        known + accept_all(slot, commit.tokens.data() + kept, commit.count - known);
+    const int accepted = accept_all(slot, commit.tokens.data(), commit.count);
     slot.tally[count::committed_tokens] += accepted;
     for (int i = 0; forced_ != nullptr && i < std::min(accepted, slot.tested); ++i) {
       slot.tally[count::forced_tokens] += commit.tokens[at(i)] == slot.forced[at(i)];
@@ -170,7 +130,7 @@ void SlotWork::commit(Slot& slot) const noexcept {
     fail(slot);
     return;
   }
-  slot.path.clear();
+  slot.accepted = 0;  // node 0 is the last of these tokens
   slot.tested = 0;
   slot.closed = 0;
   if (!slot.terminated) return;
@@ -220,8 +180,7 @@ bool SlotWork::move_to(Slot& slot, int j) const noexcept {
   for (int node = j; node != 0; node = parent[at(node)]) {
     if ((slot.closed & bit(node)) != 0) return false;
   }
-  int back = slot.beyond ? 1 : 0;
-  slot.beyond = false;
+  int back = 0;
   // Find the lowest common ancestor. A parent has a smaller number than its children, so the
   // greater of the two nodes is replaced by its parent until both nodes are equal.
   for (int node = j; slot.node != node;) {
@@ -242,7 +201,7 @@ void SlotWork::roll_back(Slot& slot, int tokens) const noexcept {
   if (tokens == 0 || slot.matcher == nullptr) return;
   slot.tally[count::rollbacks] += 1;
   if (slot.matcher->rollback(tokens, &slot.error) == Answer::kFailed) fail(slot);
-  slot.path.resize(slot.path.size() - at(tokens));
+  slot.accepted -= tokens;
   slot.terminated = false;
 }
 
@@ -286,8 +245,7 @@ void SlotWork::probe_chain(Slot& slot) const noexcept {
     return;
   }
   slot.tally[count::probe_misses] += 1;
-  // An optimistic request needs the row only for its forced token. Without the row, the chain ends.
-  if (!slot.optimistic || forced_ != nullptr) fill_row(slot, order.j - 1);
+  fill_row(slot, order.j - 1);
   slot.answered = !slot.ended;
   slot.answer = -1;
 }
@@ -311,7 +269,7 @@ void SlotWork::probe_tree(Slot& slot) const noexcept {
       ++found;
       slot.legal[at(f)] |= uint32_t{1} << i;
       if (slot.matcher->rollback(1, &slot.error) == Answer::kFailed) fail(slot);
-      slot.path.pop_back();
+      slot.accepted -= 1;
       slot.terminated = false;
     }
     slot.tally[count::probe_misses] += found == 0;
@@ -393,73 +351,6 @@ void SlotWork::probe_lattice(Slot& slot) const noexcept {
   slot.answer = order.drafts;
 }
 
-void SlotWork::reset_rows(Slot& slot, int32_t state) const noexcept {
-  for (int j = 0; j <= slot.order.drafts; ++j) {
-    const int32_t made = slot.made[at(j)].load(std::memory_order_relaxed);
-    if (made != ROW_NOT_READY && made != ROW_UNCHECKED && made != ROW_CHECKED) continue;
-    slot.forced[at(j)] = -1;
-    make(slot, j, state);
-  }
-}
-
-// Checks the tokens of all rows that verification can reach. From a row, verification moves to the
-// child whose draft is the row's token. If the token is illegal or missing, another token is
-// sampled under the row's mask, which may be the draft of any child. The matcher stays at the last
-// token, because verification will most likely commit the tokens that it has accepted.
-void SlotWork::check_rows(Slot& slot) const noexcept {
-  const Order& order = slot.order;
-  const int misses = slot.tally[count::check_misses];
-  slot.tested = order.drafts;
-  Reached reached{true};
-  for (int j = 0; j <= order.drafts && !slot.ended; ++j) {
-    if (!reached[at(j)]) continue;
-    const int32_t state = slot.made[at(j)].load(std::memory_order_relaxed);
-    if (state == ROW_UNCHECKED) {
-      check_path(slot, j, &reached);
-    } else if (state == ROW_READY || state == ROW_FREE) {
-      reach_next(order, j, order.sampled[at(j)], &reached);
-    }
-  }
-  const float missed = slot.tally[count::check_misses] > misses ? 1.0f : 0.0f;
-  slot.miss_share += kCheckWeight * (missed - slot.miss_share);
-}
-
-// Checks the tokens of row j and of the unchecked rows that verification moves to from there. Fills
-// the row of the first illegal token. Adds the rows that follow to `reached`.
-void SlotWork::check_path(Slot& slot, int j, Reached* reached) const noexcept {
-  const Order& order = slot.order;
-  std::array<int, kMaxNodes + 1> rows{j};  // rows[i + 1] follows the token of rows[i]; -1: none
-  std::array<int32_t, kMaxNodes> tokens;
-  int size = 0;
-  int legal = 0;
-  while (rows[at(size)] >= 0 && is_unchecked(slot, rows[at(size)])) {
-    tokens[at(size)] = order.sampled[at(rows[at(size)])];
-    rows[at(size + 1)] = child_of(order, rows[at(size)], tokens[at(size)]);
-    ++size;
-    // The matcher may have accepted the first drafts already, while they were probed.
-    if (legal + 1 == size && has_accepted(slot, rows[at(size)])) ++legal;
-  }
-  const bool moved = legal < size && move_to(slot, rows[at(legal)]);
-  if (moved) legal += accept_all(slot, &tokens[at(legal)], size - legal);
-  if (slot.ended) return;  // the state of row 0 is the error
-  if (moved && rows[at(legal)] >= 0) {
-    arrive(slot, rows[at(legal)]);
-  } else if (moved) {
-    slot.node = rows[at(legal - 1)];
-    slot.beyond = true;
-  }
-  for (int i = 0; i < legal; ++i) make(slot, rows[at(i)], ROW_CHECKED);
-  slot.tally[count::checks] += legal;
-  if (legal == size) {
-    if (rows[at(size)] >= 0) (*reached)[at(rows[at(size)])] = true;
-  } else if (moved && !slot.terminated) {
-    slot.tally[count::checks] += 1;
-    slot.tally[count::check_misses] += 1;
-    fill_mask(slot, rows[at(legal)]);
-    reach_next(order, rows[at(legal)], -1, reached);
-  }
-}
-
 bool SlotWork::check_time(Slot& slot) const noexcept {
   if (slot.ended || slot.cpu_limit == 0) return !slot.ended;
   if (monotonic_ns() < slot.time_limit) return true;  // reading the other clock is a system call
@@ -487,7 +378,7 @@ int SlotWork::accept_all(Slot& slot, const int32_t* tokens, int count) const noe
   if (accepted == 0) return 0;
   Answer terminated = Answer::kFailed;
   if (accepted > 0) {
-    slot.path.insert(slot.path.end(), tokens, tokens + accepted);
+    slot.accepted += accepted;
     terminated = slot.matcher->is_terminated(&slot.error);
   }
   slot.terminated = terminated == Answer::kYes;
@@ -503,13 +394,7 @@ void SlotWork::fill_mask(Slot& slot, int j) const noexcept {
   slot.tally[count::fills] += 1;
   int32_t& forced = slot.forced[at(j)];
   forced = -1;
-  const int64_t start = slot.optimistic ? monotonic_ns() : 0;
   const Filled filled = slot.matcher->fill(words, count, &slot.error);
-  if (slot.optimistic) {
-    const auto taken = static_cast<float>(monotonic_ns() - start);
-    const float average = slot.fill_ns == 0.0f ? taken : slot.fill_ns;
-    slot.fill_ns = average + kCheckWeight * (taken - average);
-  }
   if (filled == Filled::kFailed) {
     fail(slot);
     return;

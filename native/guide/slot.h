@@ -19,10 +19,6 @@
 namespace graft::guide {
 
 constexpr int kMaxNodes = 65;  // `closed` has one bit per draft
-// Rows that verification can reach, by number.
-using Reached = std::array<bool, kMaxNodes>;
-// Weight of a new value in the moving averages `miss_share` and `fill_ns` of a slot.
-constexpr float kCheckWeight = 0.125f;
 
 inline size_t at(int index) { return static_cast<size_t>(index); }
 
@@ -37,7 +33,6 @@ struct Exchange {
   int32_t* mask(int slot, int j) const {
     return base + layout.masks + (static_cast<int64_t>(j) * layout.slots + slot) * layout.words;
   }
-  Sampled* sampled(int slot, int j) const { return record<Sampled>(slot, layout.sampled) + j; }
   Committed* committed(int slot) const { return record<Committed>(slot, layout.committed); }
   Drafted* drafted(int slot) const { return record<Drafted>(slot, layout.drafted); }
   Candidates* candidates(int slot) const { return record<Candidates>(slot, layout.candidate_ids); }
@@ -63,7 +58,7 @@ struct Exchange {
   COUNT(rollbacks) COUNT(commits) COUNT(committed_tokens) COUNT(refused_drafts)              \
   COUNT(terminations) COUNT(dead_ends) COUNT(desyncs) COUNT(errors) COUNT(free_rows)         \
   COUNT(probes) COUNT(probe_misses) COUNT(late_rows) COUNT(budget_stalls) COUNT(forced_rows) \
-  COUNT(forced_tokens) COUNT(checks) COUNT(check_misses) COUNT(fills_ahead)
+  COUNT(forced_tokens)
 // clang-format on
 namespace count {
 #define GRAFT_GUIDE_COUNT(name) name,
@@ -122,7 +117,6 @@ enum class Task : int32_t {
   kProbeChain,    // find the first legal candidate for draft j
   kProbeTree,     // find the legal candidates of the nodes of level j
   kProbeLattice,  // find legal drafts among the candidates of all levels
-  kCheckRows,     // check the tokens that were sampled without masks
 };
 
 // Work of a slot in one step. An order has copies of all inputs, because the device may overwrite
@@ -135,9 +129,6 @@ enum class Task : int32_t {
 // A chain probe has `candidates` candidate ids. A tree probe has a list of candidates for each of
 // `candidates` nodes, a lattice probe for each of `candidates` levels. `candidate` contains the
 // lists one after the other. For a lattice probe, `share` has the probability of each candidate.
-//
-// A check has the sampled token of each row in `sampled`, or -1. `replay` is the replay of the
-// order.
 struct Order {
   Commit commit;
   Task task = Task::kNone;
@@ -149,8 +140,6 @@ struct Order {
   int candidates = 0;
   std::vector<int32_t> candidate;
   std::vector<float> share;
-  std::vector<int32_t> sampled;
-  int32_t replay = 0;
 };
 
 struct Slot {
@@ -159,9 +148,7 @@ struct Slot {
   // The thread that runs the steps owns the members of this group.
   //
   // The slot is used by the request with number `epoch` (`joined`: by any request). `n` is the
-  // position of its last committed token. The rows of an `optimistic` request are not filled but
-  // checked; it is constant while the slot is busy. `unmasked` is the same for the current replay,
-  // also if the slot is busy. `matcher` is borrowed and may be used while a snapshot
+  // position of its last committed token. `matcher` is borrowed and may be used while a snapshot
   // refers to the slot or while the slot is busy. `applied` is the last replay whose commit record
   // was read. `drafts_of` is the replay whose drafts follow the last committed token, or 0.
   // `pending` is a commit that arrived while the slot was busy; the current order is then
@@ -170,8 +157,6 @@ struct Slot {
   bool joined = false;
   int32_t epoch = 0;
   int32_t n = 0;
-  bool optimistic = false;
-  bool unmasked = false;
   NativeMatcher* matcher = nullptr;
   int64_t applied = 0;
   int64_t drafts_of = 0;
@@ -181,14 +166,13 @@ struct Slot {
 
   // While `busy` is set, the thread that serves the order owns the members of this group.
   //
-  // The matcher is at node `node` of the draft tree. If it is `beyond` the node, it has accepted
-  // one more token. `path` has the tokens that it has accepted after node 0. It may have
-  // `terminated`. Bit j - 1 of `closed` is set if draft j is illegal, is a stop id or leads to a
-  // dead end. A slot that has `ended` gets no more orders, because its text is complete, is a dead
-  // end, or has failed with `error`.
+  // The matcher is at node `node` of the draft tree and has `accepted` this number of tokens after
+  // node 0. It may have `terminated`. Bit j - 1 of `closed` is set if draft j is illegal, is a stop
+  // id or leads to a dead end. A slot that has `ended` gets no more orders, because its text is
+  // complete, is a dead end, or has failed with `error`.
   //
   // `forced` has the forced token of each row, or -1. `tested` is the number of drafts of the last
-  // kFillRows or kCheckRows order, which is needed to count accepted forced tokens. `answer` is the
+  // kFillRows order, which is needed to count accepted forced tokens. `answer` is the
   // result of a probe if `answered` is true. `legal` has a bitmask of the legal candidates of each
   // node of a tree probe. The step adds `tally` to the worker's counters.
   //
@@ -196,13 +180,9 @@ struct Slot {
   // that serves it; 0 means no limit. Before `time_limit`, a time of monotonic_ns(), it cannot have
   // used more processor time than that. `slow_ns` is the processor time of all slow orders of the
   // request. `memory` is the number of bytes by which the process has grown during its late orders.
-  //
-  // `miss_share` is a moving average of the share of checks that found an illegal token, and
-  // `fill_ns` of the time to fill a row. They are measured for optimistic requests only.
   Order order;
   int node = 0;
-  bool beyond = false;
-  std::vector<int32_t> path;
+  int accepted = 0;
   bool terminated = false;
   uint64_t closed = 0;
   bool ended = false;
@@ -217,8 +197,6 @@ struct Slot {
   int64_t time_limit = 0;
   int64_t slow_ns = 0;
   int64_t memory = 0;
-  float miss_share = 0.0f;
-  float fill_ns = 0.0f;
 
   // The thread that serves the order writes the members of this group, and the step may read them
   // at any time. `made` has the state of each row, which is stored after the row's mask. `clock` is
@@ -245,9 +223,6 @@ class SlotWork {
   // on. Call this function on the thread that serves the order.
   bool check_time(Slot& slot) const noexcept;
   void forget_rows(Slot& slot) const noexcept;
-  // Gives the rows of the order's drafts that have no mask the state ROW_UNCHECKED, or
-  // ROW_NOT_READY if they are to be filled.
-  void reset_rows(Slot& slot, int32_t state) const noexcept;
 
  private:
   void commit(Slot& slot) const noexcept;
@@ -261,8 +236,6 @@ class SlotWork {
   void probe_chain(Slot& slot) const noexcept;
   void probe_tree(Slot& slot) const noexcept;
   void probe_lattice(Slot& slot) const noexcept;
-  void check_rows(Slot& slot) const noexcept;
-  void check_path(Slot& slot, int j, Reached* reached) const noexcept;
   void fill_mask(Slot& slot, int j) const noexcept;
   void follow_forced(Slot& slot) const noexcept;
 

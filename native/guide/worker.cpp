@@ -55,14 +55,13 @@ int64_t recent_cpu_ns(int64_t now, int64_t age) noexcept {
 }  // namespace
 
 Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
-               std::shared_ptr<const Forced> forced, bool follow_forced, bool fill_hidden)
+               std::shared_ptr<const Forced> forced, bool follow_forced)
     : exchange_(exchange),
       forced_(std::move(forced)),
       work_(exchange, forced_.get(), follow_forced),
       slots_(at(exchange.layout.slots)),
       snapshots_(at(ring)),
-      timeline_(exchange.drafts() + 3),
-      fill_hidden_(fill_hidden),
+      timeline_(exchange.drafts() + 2),
       threads_(threads),
       budget_(budget),
       resident_(open("/proc/self/statm", O_RDONLY | O_CLOEXEC)) {
@@ -74,7 +73,6 @@ Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& bu
   }
   for (Snapshot& entry : snapshots_) entry.requests.reserve(slots_.size());
   records_.push_back({this, Step::kOpen, 0});
-  records_.push_back({this, Step::kCheck, 0});
   records_.push_back({this, Step::kCommit, 0});
   for (int j = 1; j <= exchange_.drafts(); ++j) records_.push_back({this, Step::kDraft, j});
   ordered_.reserve(at(exchange_.layout.slots));
@@ -91,12 +89,11 @@ Worker::~Worker() {
 }
 
 bool Worker::publish(int64_t replay, int64_t previous, const std::vector<Request>& requests,
-                     bool repeats, bool fills_drafts) {
+                     bool repeats) {
   Snapshot* entry = find_snapshot(0);
   if (entry == nullptr) return false;
   entry->previous = previous;
   entry->repeats = repeats;
-  entry->fills_drafts = fills_drafts;
   entry->requests.assign(requests.begin(), requests.end());
   entry->replay.store(replay, std::memory_order_release);
   return true;
@@ -133,11 +130,6 @@ int64_t Worker::replay_of(const int32_t& replay) const noexcept {
   return replay_ + static_cast<int32_t>(word - static_cast<uint32_t>(replay_));
 }
 
-// Returns the draft mode of the current replay's graph.
-int Worker::draft_mode() const noexcept {
-  return current_->fills_drafts ? DRAFT_MODE_CHAIN_FILL : exchange_.layout.mode;
-}
-
 StepRecord* Worker::record(Step step, int draft) {
   return &records_[static_cast<size_t>(static_cast<int>(step) + std::max(draft - 1, 0))];
 }
@@ -170,11 +162,8 @@ void Worker::run(const StepRecord& record) noexcept {
     counters_.of[count::replays].add();
     if (current_ == nullptr) counters_.of[count::missing_snapshots].add();
   }
-  if (record.step == Step::kOpen) hidden_.open_starts(start);
-  if (record.step == Step::kCheck) hidden_.check_starts(start);
   if (current_ != nullptr) step(record);
   const int64_t end = monotonic_ns();
-  if (record.step == Step::kOpen) hidden_.open_ends(end);
   const int kind = static_cast<int>(record.step);
   counters_.step_calls[kind].add();
   counters_.step_ns[kind].add(end - start);
@@ -194,12 +183,8 @@ void Worker::step(const StepRecord& record) noexcept {
     // If a pool thread still serves the slot's previous request, the new request joins in the first
     // open step that finds the slot idle.
     if (slot.epoch != request.epoch) continue;
-    if (record.step == Step::kOpen) {
-      slot.unmasked = request.optimistic && slot.matcher != nullptr;
-      if (idle) slot.optimistic = slot.unmasked;
-    }
     // In lattice modes, the grammar step also chooses the drafts of unconstrained requests.
-    const bool lattice = is_lattice_mode(draft_mode()) && record.step == Step::kDraft;
+    const bool lattice = is_lattice_mode(exchange_.layout.mode) && record.step == Step::kDraft;
     if (slot.matcher == nullptr && !lattice) continue;
     if (record.step == Step::kOpen) take_commit(slot, idle, replay_ - 1);
     if (record.step == Step::kCommit) take_commit(slot, idle, replay_);
@@ -241,49 +226,16 @@ bool Worker::give_order(Slot& slot, const StepRecord& record) noexcept {
   order.commit.given = slot.pending.given;
   if (slot.pending.given) std::swap(order.commit, slot.pending);
   slot.pending.given = false;
-  const bool opened = order.replay == static_cast<int32_t>(replay_);
-  order.replay = static_cast<int32_t>(replay_);
   if (record.step == Step::kOpen) {
     take_drafts(slot, slot.drafts_of);
-    const bool fills = !slot.optimistic || fills_ahead(slot);
-    if (fills) order.task = Task::kFillRows;
-    if (!slot.ended) {
-      work_.reset_rows(slot, fills ? ROW_NOT_READY : ROW_UNCHECKED);
-    }
-  } else if (record.step == Step::kCheck) {
-    // The order still has the drafts of the open step, unless the slot was late then.
-    if (opened) order.task = check_task(slot);
+    order.task = Task::kFillRows;
   } else if (record.step == Step::kCommit) {
-    const bool probing = is_probe_mode(draft_mode());
-    if (order.commit.given && !probing && !slot.optimistic) order.task = Task::kFillRow0;
+    const bool probing = is_probe_mode(exchange_.layout.mode);
+    if (order.commit.given && !probing) order.task = Task::kFillRow0;
   } else {
     order.task = draft_task(slot);
   }
   return !slot.ended && (order.task != Task::kNone || order.commit.given);
-}
-
-// Copies the sampled tokens of this replay into the order. Returns kNone if no row is to be
-// checked.
-Task Worker::check_task(Slot& slot) noexcept {
-  Order& order = slot.order;
-  bool any = false;
-  for (int j = 0; j <= order.drafts; ++j) {
-    const Sampled* sampled = exchange_.sampled(slot.index, j);
-    const bool current = replay_of(sampled->replay) == replay_;
-    order.sampled[at(j)] = current ? sampled->id : -1;
-    any |= slot.stamped[at(j)] == ROW_UNCHECKED && current;
-  }
-  return any ? Task::kCheckRows : Task::kNone;
-}
-
-// Whether the open step fills the rows of an optimistic request, because its tokens would probably
-// be illegal and the time is hidden.
-bool Worker::fills_ahead(Slot& slot) noexcept {
-  if (!fill_hidden_ || slot.ended || slot.miss_share < kMinMissShare) return false;
-  if (!hidden_.take(slot.fill_ns * static_cast<float>(slot.order.drafts + 1))) return false;
-  slot.miss_share *= 1.0f - kMissDecay;
-  counters_.of[count::fills_ahead].add();
-  return true;
 }
 
 // Copies the inputs of a draft step into the order and returns its task; kNone if there is no work.
@@ -292,7 +244,7 @@ Task Worker::draft_task(Slot& slot) noexcept {
   if (slot.drafts_of != replay_ && slot.matcher != nullptr) return Task::kNone;
   const Order& order = slot.order;
   const bool is_next = order.drafts == order.j - 1;
-  switch (draft_mode()) {
+  switch (exchange_.layout.mode) {
     case DRAFT_MODE_CHAIN_PROBE:
       return is_next && take_candidates(slot) ? Task::kProbeChain : Task::kNone;
     case DRAFT_MODE_CHAIN_LATTICE:
@@ -420,11 +372,8 @@ void Worker::join(Slot& slot, const Request& request) noexcept {
   slot.error = ErrorText();
   slot.slow_ns = 0;
   slot.memory = 0;
-  slot.miss_share = 0.0f;
-  slot.fill_ns = 0.0f;
   slot.node = 0;
-  slot.beyond = false;
-  slot.path.clear();
+  slot.accepted = 0;
   slot.closed = 0;
   if (slot.matcher == nullptr) stamp_all(slot, ROW_FREE);
 }
@@ -538,17 +487,14 @@ void Worker::count_open(const Slot& slot, const Request& request) noexcept {
   const bool is_current = slot.epoch == request.epoch;
   if (is_current && slot.matcher == nullptr)
     counters_.of[count::free_rows].add(exchange_.layout.rows);
-  const int32_t state = slot.stamped[0];
-  const bool unchecked = state == ROW_UNCHECKED || state == ROW_CHECKED;
-  const bool ready = is_current && state != ROW_NOT_READY && !unchecked;
+  const bool ready = is_current && slot.stamped[0] != ROW_NOT_READY;
   if (slot.busy.load() && !ready) counters_.of[count::budget_stalls].add();
 }
 
 // Stamps the rows whose state has changed.
 void Worker::stamp_rows(Slot& slot) noexcept {
   for (int j = 0; j < exchange_.layout.rows; ++j) {
-    int32_t made = slot.made[at(j)].load(std::memory_order_acquire);
-    if (made == ROW_UNCHECKED && !slot.unmasked) made = ROW_NOT_READY;
+    const int32_t made = slot.made[at(j)].load(std::memory_order_acquire);
     if (made != slot.stamped[at(j)]) stamp(slot, j, made, slot.n + slot.order.depth[at(j)]);
   }
 }
@@ -566,7 +512,6 @@ void Worker::stamp(Slot& slot, int j, int32_t state, int32_t position) noexcept 
   row->detail = 0;
   if (state == ROW_FREE && slot.matcher == nullptr) row->detail = 1;
   if (state == ROW_READY) row->detail = 1 + slot.forced[at(j)];
-  if (state == ROW_CHECKED) row->detail = slot.order.replay;
   __atomic_store_n(&row->state, state, __ATOMIC_RELEASE);
 }
 

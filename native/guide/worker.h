@@ -2,15 +2,14 @@
 //
 // A grammar step is a host function in the round's graph. It commits tokens to the matchers of the
 // replay's requests, fills their mask rows, or tests candidates for drafts. Each replay has one
-// open step, which fills the rows that are still missing; at most one check step, which tests the
-// tokens that were sampled without masks; one commit step, which follows verification; and up to K
-// draft steps.
+// open step, which fills the rows that are still missing; one commit step, which follows
+// verification; and up to K draft steps.
 //
 // Invariants
-// 1. Steps never run concurrently. In each replay they run once, in the order open, check, commit,
+// 1. Steps never run concurrently. In each replay they run once, in the order open, commit,
 //    draft 1 .. K. Edges of the graph order each step after the kernels that write the records
-//    `sampled`, `committed`, `drafted` and `candidates`, and before the kernels that read masks,
-//    stamps and answers.
+//    `committed`, `drafted` and `candidates`, and before the kernels that read masks, stamps and
+//    answers.
 // 2. A step never throws, prints, takes the GIL, calls the driver or drops a Python reference. It
 //    allocates only when the output of a request exceeds a power of two from 1,024 tokens on, to
 //    lengthen the matcher's path. The same holds for the pool threads that serve its slots. Only a
@@ -24,9 +23,7 @@
 //    leaves the state for which the row was filled. No row becomes ready while a kernel reads it.
 // 5. An internal error fails one slot (ROW_ERROR) and does not affect others.
 // 6. The matcher is always at one node of the draft tree (slot.h): it has accepted the tokens on
-//    the path to this node. After a check, it may have accepted one more token. Before tokens are
-//    committed, the matcher is rolled back until these tokens begin with those that it has
-//    accepted.
+//    the path to this node. Before tokens are committed, the matcher is rolled back to node 0.
 // 7. The work of a slot in a step is one order, served by one thread at a time. The flag `busy`
 //    transfers ownership: it is set before the order is posted and cleared with release order after
 //    the last access. With one thread and no budget, the step serves all orders itself. With a
@@ -50,21 +47,6 @@
 //    release order, and then to the worker until retire(). publish() fails if no
 //    snapshot is free. A snapshot that repeats is retired after the last replay that uses it. The
 //    matchers are borrowed: the publisher keeps their Python objects alive until retire().
-// 11. The rows of an optimistic request are not filled in the open step but get the state
-//    ROW_UNCHECKED, unless they are ready. Their tokens are sampled without masks. The check step
-//    gives a row the state ROW_CHECKED if the matcher accepts the token; otherwise it fills the
-//    row, and the token is sampled again. A row that the check step has not reached, because it
-//    follows an illegal draft or because the slot is late, stays ROW_UNCHECKED, which is not ready
-//    for verification. ROW_CHECKED applies to one token only: its stamp has the number of the
-//    replay, and the next open step withdraws it. With `fill_hidden`, the open step fills the rows
-//    of requests whose tokens were often illegal, as far as this is hidden by the target forward
-//    pass. Outputs do not depend on this choice.
-// 12. Each replay has its own way to make rows: Request::optimistic and Snapshot::fills_drafts may
-//    differ from one replay of a request to the next. Rows are kept as long as the matcher's state,
-//    and every open step fills or unchecks the rows that are missing. A replay that does not check
-//    tokens must not find a row in the state ROW_UNCHECKED, because it would sample its token
-//    without a mask. Such a row of an earlier replay is stamped ROW_NOT_READY, even if the slot is
-//    late and its order cannot be changed.
 #pragma once
 
 #include <algorithm>
@@ -75,32 +57,27 @@
 #include <string>
 #include <vector>
 
-#include "hidden.h"
 #include "pool.h"
 #include "slot.h"
 
 namespace graft::guide {
 
 // A request of a replay. `position` is the position of its last token when the request joined the
-// batch. `matcher` is null if the request is unconstrained. Tokens of an `optimistic` request are
-// sampled without masks and then checked.
+// batch. `matcher` is null if the request is unconstrained.
 struct Request {
   int32_t slot = 0;
   int32_t epoch = 0;
   int32_t position = 0;
   NativeMatcher* matcher = nullptr;
-  bool optimistic = false;
 };
 
 // Requests of one replay. The host publishes them before it launches the replay. `previous` is the
 // last replay before it whose graph has grammar steps. If `repeats` is true, the snapshot is also
-// used for later replays until another snapshot is published. If `fills_drafts` is true, the draft
-// steps of the replay fill mask rows, although the exchange's draft mode probes.
+// used for later replays until another snapshot is published.
 struct Snapshot {
   std::atomic<int64_t> replay{0};  // 0: empty; replays count from 1
   int64_t previous = 0;
   bool repeats = false;
-  bool fills_drafts = false;
   std::vector<Request> requests;
 };
 
@@ -116,7 +93,7 @@ class Counter {
 
 struct Counters {
   Counter of[count::kinds];           // indexed by count::*
-  Counter step_calls[4], step_ns[4];  // open, check, commit, draft
+  Counter step_calls[3], step_ns[3];  // open, commit, draft
 };
 
 // Start and end times of each grammar step of recent replays. One thread writes the times, and any
@@ -169,7 +146,7 @@ class Timeline {
 
 // A kDraft step that fills a mask row runs after draft j was sampled. A kDraft step that probes
 // runs after the candidates for draft j were written and before draft j is sampled.
-enum class Step : int32_t { kOpen = 0, kCheck = 1, kCommit = 2, kDraft = 3 };
+enum class Step : int32_t { kOpen = 0, kCommit = 1, kDraft = 2 };
 
 class Worker;
 
@@ -194,16 +171,11 @@ class Worker {
   static constexpr int64_t kPatience = 200;
   // Number of bytes by which late orders of a request may increase the resident memory.
   static constexpr int64_t kMaxMemory = int64_t{256} << 20;
-  // Rows of an optimistic request may be filled in the open step if this share of its checks found
-  // an illegal token. Each round that does so reduces the share by kMissDecay of its value, so that
-  // the request is eventually checked again.
-  static constexpr float kMinMissShare = 0.25f;
-  static constexpr float kMissDecay = 0.03125f;
 
   // `threads` is the number of threads that serve the slots of a step. If there is no budget, this
   // number includes the thread that runs the step. SlotWork describes `forced` and `follow_forced`.
   Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
-         std::shared_ptr<const Forced> forced, bool follow_forced, bool fill_hidden = false);
+         std::shared_ptr<const Forced> forced, bool follow_forced);
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
@@ -212,7 +184,7 @@ class Worker {
   // false if all snapshots belong to replays that have not been retired. Replays without grammar
   // steps are not published: `previous` is the last replay before this one that has grammar steps.
   bool publish(int64_t replay, int64_t previous, const std::vector<Request>& requests,
-               bool repeats = false, bool fills_drafts = false);
+               bool repeats = false);
   void retire(int64_t replay);
   StepRecord* record(Step step, int draft);
   bool busy(int slot) const;
@@ -235,7 +207,6 @@ class Worker {
   Snapshot* find_snapshot(int64_t replay) noexcept;
   const Snapshot* next_snapshot() const noexcept;
   int64_t replay_of(const int32_t& replay) const noexcept;
-  int draft_mode() const noexcept;
   void step(const StepRecord& record) noexcept;
   bool give_order(Slot& slot, const StepRecord& record) noexcept;
   void serve() noexcept;
@@ -244,8 +215,6 @@ class Worker {
   void take_drafts(Slot& slot, int64_t replay) noexcept;
   bool take_candidates(Slot& slot) noexcept;
   Task draft_task(Slot& slot) noexcept;
-  Task check_task(Slot& slot) noexcept;
-  bool fills_ahead(Slot& slot) noexcept;
   void take_result(Slot& slot) noexcept;
   void count_open(const Slot& slot, const Request& request) noexcept;
   void stamp_rows(Slot& slot) noexcept;
@@ -264,12 +233,10 @@ class Worker {
   std::vector<Snapshot> snapshots_;
   const Snapshot* current_ = nullptr;
   int64_t replay_ = 0;               // current replay
-  std::vector<StepRecord> records_;  // open, check, commit, draft 1 .. K
+  std::vector<StepRecord> records_;  // open, commit, draft 1 .. K
   std::vector<int> ordered_;         // slots with an order in this step
   Counters counters_;
   Timeline timeline_;
-  HiddenTime hidden_;
-  const bool fill_hidden_;
   const int threads_;
   const Budget budget_;
   const int resident_;  // descriptor of /proc/self/statm

@@ -24,8 +24,6 @@
 #define ROW_READY 2      // the mask is filled and has a legal id
 #define ROW_DEAD_END 3   // no id is legal
 #define ROW_ERROR 4      // the grammar backend failed
-#define ROW_UNCHECKED 5  // no mask: the token is sampled without one, and then checked
-#define ROW_CHECKED 6    // the grammar has accepted the token that was sampled without a mask
 
 // Reason for which verification ended a request.
 #define REASON_NONE 0
@@ -56,7 +54,6 @@ struct RowStamp {
                  // ROW_FREE: 1 if the request has no grammar, so that every position is free;
                  //   0 if only this position is free
                  // ROW_READY: 1 + the token that the grammar forces; 0 if it forces none
-                 // ROW_CHECKED: number of the replay that has sampled the token
                  // other states: 0
 };
 
@@ -65,13 +62,6 @@ struct RowStamp {
 struct Committed {
   int replay;
   int count;
-};
-
-// Token that a replay has sampled for a mask row without its mask. The id is -1 if no token can be
-// sampled without the mask. There is one record for each mask row.
-struct Sampled {
-  int replay;
-  int id;
 };
 
 // Drafts that continue a slot's committed tokens. Two arrays follow the struct, `drafts` ids and
@@ -103,9 +93,8 @@ struct Candidates {
 //
 //   mode           draft             id                         words that follow
 //   chain, probe   number of draft   first legal candidate, or  none
-//                                    -1: none is legal. The mask row
-//                                    was filled, unless the request
-//                                    is optimistic
+//                                    -1: none is legal, and the mask
+//                                    row was filled
 //   tree, probe    level             number of nodes            legal candidates of each node, as
 //                                                               bits [branch]
 //   lattice        0                 number of drafts           ids [drafts], parents [drafts]
@@ -128,7 +117,6 @@ struct ExchangeLayout {
   int branch;         // maximum children per node, and nodes per level of a growing tree
   int levels;         // number of draft levels
   int stamps;         // offset of RowStamp[rows]
-  int sampled;        // offset of Sampled[rows]
   int committed;      // offset of Committed
   int drafted;        // offset of Drafted
   int candidate_ids;  // offset of Candidates

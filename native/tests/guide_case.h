@@ -6,9 +6,8 @@
 // grammar is a hash function that decides which tokens are allowed.
 //
 // The test checks that every mask row that is marked as ready contains the tokens that the grammar
-// allows, that a token that was sampled without a mask is accepted if and only if it is legal, and
-// that a matcher is never used by two threads at the same time. The results of whole rounds are not
-// checked here: tests/grammar compares them with tests/reference_round.py.
+// allows, and that a matcher is never used by two threads at the same time. The results of whole
+// rounds are not checked here: tests/grammar compares them with tests/reference_round.py.
 #pragma once
 
 #include <cstdio>
@@ -29,7 +28,6 @@ namespace guided = graft::guide;
 
 constexpr int kVocab = 70, kStop = 0, kMaxDrafts = 4, kMaxCandidates = 3, kGuidedSlots = 6;
 constexpr int kBranch = 2;
-constexpr int32_t kNotSampled = -2;
 using Path = std::vector<uint32_t>;  // states that the grammar went through; the last is current
 
 inline uint32_t mix(uint32_t a, uint32_t b) {
@@ -145,7 +143,6 @@ struct SlotRequest {
   std::vector<int32_t> drafts;
   std::vector<int32_t> parents;  // for each draft, the row of its parent
   std::vector<Path> paths;       // for each row of a growing tree, the states of its grammar
-  std::vector<int32_t> sampled;  // for each row, the token to be checked, or kNotSampled
   bool active = true;
   HashMatcher matcher;
   std::atomic<bool> over{false};
@@ -154,7 +151,7 @@ struct SlotRequest {
 struct GuidedSetting {
   int drafts, threads, candidates;
   int64_t budget_ns;
-  bool masked, forced, tree, at_once, checked;
+  bool masked, forced, tree, at_once;
 
   bool lattice() const { return at_once && candidates > 0; }
   bool grows_tree() const { return tree && candidates > 0 && !at_once; }
@@ -170,11 +167,10 @@ class GuidedCase {
   GuidedCase(uint32_t seed, const GuidedSetting& setting)
       : random_(seed),
         setting_(setting),
-        memory_(kGuidedSlots * 7 * kSectionWords),
+        memory_(kGuidedSlots * 6 * kSectionWords),
         exchange_{memory_.data(), make_layout(setting), kVocab},
         worker_(exchange_, kMaxInFlight + 2, setting.threads, make_budget(setting.budget_ns),
-                setting.forced ? forced_text() : nullptr, setting.forced && !setting.masked,
-                seed % 2 == 0) {}
+                setting.forced ? forced_text() : nullptr, setting.forced && !setting.masked) {}
 
   // Runs the host thread: puts requests into free slots until all of them have ended.
   void run(int requests) {
@@ -201,8 +197,7 @@ class GuidedCase {
       for (int s = 0; s < kGuidedSlots; ++s) {
         plan[s] = slots_[s] != nullptr && !slots_[s]->over.load() ? slots_[s].get() : nullptr;
         if (plan[s] == nullptr) continue;
-        batch.push_back({s, plan[s]->epoch, plan[s]->start, &plan[s]->matcher,
-                         setting_.checked && plan[s]->epoch % 3 != 0});
+        batch.push_back({s, plan[s]->epoch, plan[s]->start, &plan[s]->matcher});
         last_published_[s] = replay;
       }
       WANT(worker_.publish(replay, replay - 1, batch));
@@ -216,7 +211,6 @@ class GuidedCase {
     worker_.wait_idle();
     WANT(count(guided::count::desyncs) == 0 && count(guided::count::errors) == 0);
   }
-  long checked() const { return checked_; }
   long count(int what) const { return static_cast<long>(worker_.counters().of[what].value()); }
 
  private:
@@ -225,7 +219,7 @@ class GuidedCase {
   static ExchangeLayout make_layout(const GuidedSetting& setting) {
     ExchangeLayout layout{};
     layout.slots = kGuidedSlots;
-    layout.stride = 6 * kSectionWords;
+    layout.stride = 5 * kSectionWords;
     layout.rows = setting.drafts + 1;
     layout.words = (kVocab + 31) / 32;
     layout.mode = setting.mode();
@@ -238,7 +232,6 @@ class GuidedCase {
     layout.drafted = 2 * kSectionWords;
     layout.candidate_ids = 3 * kSectionWords;
     layout.answer = 4 * kSectionWords;
-    layout.sampled = 5 * kSectionWords;
     layout.masks = kGuidedSlots * layout.stride;
     return layout;
   }
@@ -265,10 +258,6 @@ class GuidedCase {
       const Plan plan = plans_[replay % (kMaxInFlight + 2)];
       bool advanced[kGuidedSlots] = {};
       step(guided::Step::kOpen, 0);
-      for (int s = 0; s < kGuidedSlots; ++s) {
-        if (plan[s] != nullptr) sample(*plan[s], s, static_cast<int32_t>(replay));
-      }
-      if (setting_.checked) step(guided::Step::kCheck, 0);
       for (int s = 0; s < kGuidedSlots; ++s) {
         if (plan[s] != nullptr) advanced[s] = verify(*plan[s], s, static_cast<int32_t>(replay));
       }
@@ -309,68 +298,20 @@ class GuidedCase {
     return tokens[static_cast<size_t>(random_below(static_cast<int32_t>(tokens.size())))];
   }
 
-  int depth_of(const SlotRequest& request, int row) const {
-    return row == 0 ? 0 : 1 + depth_of(request, request.parents[row - 1]);
-  }
-  Path path_of(const SlotRequest& request, int row) const {
-    if (row == 0) return request.path;
-    return extended(path_of(request, request.parents[row - 1]), request.drafts[row - 1]);
-  }
-
-  // Samples a token for each row of a slot that has no mask, and publishes it for the check step.
-  void sample(SlotRequest& request, int s, int32_t replay) {
-    const int rows = static_cast<int>(request.drafts.size()) + 1;
-    request.sampled.assign(rows, kNotSampled);
-    for (int j = 0; j < rows; ++j) {
-      const RowStamp& stamp = *exchange_.stamp(s, j);
-      if (stamp.state != ROW_UNCHECKED || stamp.epoch != request.epoch) continue;
-      if (stamp.position != request.n + depth_of(request, j)) continue;
-      const Path path = path_of(request, j);
-      int32_t token = random_token();
-      for (int i = 0; i < 9 && !may_follow(path, token); ++i) token = random_token();
-      for (int c = j + 1; c < rows; ++c) {
-        if (request.parents[c - 1] == j && random_below(2) == 0) token = request.drafts[c - 1];
-      }
-      request.sampled[j] = token;
-      *exchange_.sampled(s, j) = {replay, token};
-    }
-  }
-
-  // Returns the token of row j after the check, or -1 if the row is not ready. `is_known` is set if
-  // the token was sampled before the check, and not under a mask.
-  int32_t token_of(const SlotRequest& request, int s, int j, int depth, int32_t replay,
-                   bool* is_known) {
-    const RowStamp& stamp = *exchange_.stamp(s, j);
-    const int32_t token = request.sampled[j];
-    *is_known = token != kNotSampled && stamp.state == ROW_CHECKED && stamp.detail == replay;
-    if (token == kNotSampled && stamp.state == ROW_UNCHECKED) return -1;
-    if (token != kNotSampled && setting_.budget_ns == 0) {
-      WANT(stamp.state == (may_follow(request.path, token) ? ROW_CHECKED : ROW_READY));
-    }
-    if (!*is_known) return legal_token(request, s, j, depth, request.path);
-    WANT(stamp.epoch == request.epoch && stamp.position == request.n + depth);
-    WANT(may_follow(request.path, token));
-    ++checked_;
-    return token;
-  }
-
   // Verifies the drafts of a slot: accepts some of them and one more token, and publishes these as
   // committed. Returns whether the request continues and needs further drafts.
   bool verify(SlotRequest& request, int s, int32_t replay) {
     std::vector<int32_t> tokens;
     int row = 0;
     for (int depth = 0; request.n + depth + 1 < request.limit; ++depth) {
-      bool is_known = false;
-      int32_t token = token_of(request, s, row, depth, replay, &is_known);
+      int32_t token = legal_token(request, s, row, depth, request.path);
       if (token < 0) break;
       int child = row + 1;
       const int drafts = static_cast<int>(request.drafts.size());
       const auto fits = [&](int c) {
-        if (request.parents[c - 1] != row) return false;
-        if (is_known) return request.drafts[c - 1] == token;
-        return may_follow(request.path, request.drafts[c - 1]) && random_below(4) != 0;
+        return request.parents[c - 1] == row && may_follow(request.path, request.drafts[c - 1]);
       };
-      while (child <= drafts && !fits(child)) ++child;
+      while (child <= drafts && !(fits(child) && random_below(4) != 0)) ++child;
       if (child <= drafts) token = request.drafts[child - 1];
       tokens.push_back(token);
       request.path = extended(std::move(request.path), token);
@@ -560,7 +501,6 @@ class GuidedCase {
   guided::Worker worker_;
   std::array<std::unique_ptr<SlotRequest>, kGuidedSlots> slots_;
   std::array<int64_t, kGuidedSlots> last_published_{};
-  long checked_ = 0;  // tokens that were accepted by a check
   std::array<Plan, kMaxInFlight + 2> plans_{};
   std::atomic<int64_t> published_{0}, finished_{0}, last_{-1};
 };
@@ -569,7 +509,7 @@ class GuidedCase {
 // was late, probed candidates and forced tokens.
 inline int guide(unsigned seed, int cases) {
   std::minstd_rand random(seed);
-  long late = 0, probes = 0, forced = 0, checked = 0, ahead = 0;
+  long late = 0, probes = 0, forced = 0;
   for (int i = 0; i < cases; ++i) {
     const int drafts = static_cast<int>(random() % (kMaxDrafts + 1));
     const int candidates = drafts > 0 && random() % 2 == 0 ? kMaxCandidates : 0;
@@ -578,19 +518,14 @@ inline int guide(unsigned seed, int cases) {
     const int threads = 1 + static_cast<int>(random() % 4);
     const bool masked = candidates > 0 || random() % 2 == 0;
     const bool forces = random() % 2 == 0, tree = random() % 2 == 0, at_once = random() % 2 == 0;
-    const bool checks = random() % 2 == 0 && (candidates > 0 || (!masked && !forces));
-    const GuidedSetting setting{drafts, threads, candidates, budget, masked,
-                                forces, tree,    at_once,    checks};
+    const GuidedSetting setting{drafts, threads, candidates, budget, masked, forces, tree, at_once};
     GuidedCase one(static_cast<uint32_t>(random()), setting);
     one.run(40);
     late += one.count(guided::count::late_rows);
     probes += one.count(guided::count::probes);
     forced += one.count(guided::count::forced_tokens);
-    checked += one.checked();
-    ahead += one.count(guided::count::fills_ahead);
   }
-  std::printf("%d requests, %ld late, %ld probes, %ld forced, %ld checked, %ld filled ahead\n",
-              40 * cases, late, probes, forced, checked, ahead);
+  std::printf("%d requests, %ld late, %ld probes, %ld forced\n", 40 * cases, late, probes, forced);
   return 0;
 }
 

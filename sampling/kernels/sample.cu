@@ -1,15 +1,51 @@
 // Sampling of target tokens, and of the drafts of a chain. Tokens are sampled by the Gumbel-max
 // trick in the form of an exponential race, see row.cuh.
 #include "adjust.cuh"
-#include "target.cuh"
+
+// Relaxed acceptance, which is not exact: chooses the target token of row j. `token` is the token
+// that the target has sampled. If it is a draft below row j, it is returned. Otherwise, a draft
+// below row j is accepted in its place if two conditions hold: it is among the `relaxed_k` most
+// likely tokens, and its probability is at most `relaxed_delta` below the highest probability. The
+// most likely such draft is returned, or `token` if there is none. The probabilities `p` are
+// masked, so a draft that the grammar forbids is never accepted.
+__device__ inline int relaxed_token(const Slot& slot, int draft_len, int j, const float* p,
+                                    int vocab_size, int token, Scratch& scratch) {
+  bool strict = child_of(slot, draft_len, j, token) > 0;
+  for (int i = 0; i < j; ++i) {
+    strict = strict || ((path_of(slot, j) >> i & 1) && slot.drafts[i] == slot.relaxed_until);
+  }
+  if (strict) return token;
+  u64 top = 0;  // positive floats are ordered like their bits
+  for (int i = static_cast<int>(threadIdx.x); i < vocab_size; i += BLOCK) {
+    top = __float_as_uint(p[i]) > top ? __float_as_uint(p[i]) : top;
+  }
+  top = block_reduce(top, scratch, Max());
+  const float bound = fadd(__uint_as_float(static_cast<u32>(top)), -slot.relaxed_delta);
+  float best = 0.0f;
+  for (int c = j + 1; c <= draft_len; ++c) {
+    const int d = slot.drafts[c - 1];
+    if (slot.parent[c - 1] != j || d < 0 || d >= vocab_size) continue;
+    if (!(p[d] > best) || p[d] < bound) continue;
+    u64 better = 0;
+    for (int i = static_cast<int>(threadIdx.x); i < vocab_size; i += BLOCK) {
+      better += p[i] > p[d] || (p[i] == p[d] && i < d);
+    }
+    better = block_reduce(better, scratch, Sum());
+    if (better >= static_cast<u64>(slot.relaxed_k)) continue;
+    best = p[d];
+    token = d;
+  }
+  return token;
+}
 
 // Applies mask and filters to the rows of the target's logits, and samples a token for each row.
 // Rows whose draft is verified by rejection sampling (test_drafts) get no token here.
 //
-// Rows without a request (padding, inactive slots, rows beyond the drafts) and rows whose mask row
-// is not ready get row_ok = 0. The state of the mask row is read from `row_state`, to which
-// adjust_logits has copied it, and not again from host memory, so that both kernels use the same
-// state. The token of a row in the state ROW_UNCHECKED is sampled without a mask.
+// Forward row r belongs to batch row b and its draft j, see map_entry. Its logits are those after
+// draft j, at position n + depth, and they decide the next token under mask row j. Rows without a
+// request (padding, inactive slots, rows beyond the drafts) and rows whose mask row is not ready
+// get row_ok = 0. The state of the mask row is read from `row_state`, to which adjust_logits has
+// copied it, and not again from host memory, so that both kernels use the same state.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     sample_target(const float* logits, int vocab_size, int token_limit, const int* row_slot,
                   const int* map, const Slot* slots, const int* masks, const ExchangeLayout layout,
@@ -17,9 +53,51 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                   float* probs, int* target_tok, int* row_ok) {
   __shared__ Scratch scratch;
   const int r = static_cast<int>(blockIdx.x);
-  const Target target = {logits, vocab_size, token_limit, row_slot, map,        slots,
-                         masks,  layout,     cross_block, probs,    target_tok, row_ok};
-  sample_row(target, r, row_state[r], from, to, scratch);
+  const int j = draft_row(map[r]);
+  const int index = row_slot[batch_row(map[r])];
+  const bool leader = threadIdx.x == 0;
+
+  const int state = row_state[r];
+  if (state != ROW_FREE && state != ROW_READY) {
+    if (leader && to == STEP_DRAW && blockIdx.y == 0) {
+      target_tok[r] = -1;
+      row_ok[r] = 0;
+      if (state == ROW_DEAD_END) row_ok[r] = ROW_NO_TOKEN;
+      if (state == ROW_ERROR) row_ok[r] = ROW_BAD_LOGIT;
+    }
+    return;
+  }
+  const Slot& slot = slots[index];
+
+  const Row row = {logits + static_cast<long long>(r) * vocab_size, vocab_size,
+                   state == ROW_READY ? mask_of(masks, layout, index, j) : nullptr, token_limit,
+                   nullptr};
+
+  int token = -1;
+  float* work = probs + static_cast<long long>(r) * vocab_size;
+  const int draft_len = slot.draft_len;
+  const bool relaxed = slot.verify == VERIFY_RELAXED && j < draft_len;
+  const bool greedy = slot.temperature < GREEDY_TEMPERATURE;
+  const Filter filter = greedy ? Filter{1.0f, 0, 1.0f, 0.0f}
+                               : Filter{slot.temperature, slot.top_k, slot.top_p, slot.min_p};
+  const Noise noise = {slot.seed, slot.n + depth_of(slot, j) + 1,
+                       PURPOSE_NOISE | static_cast<u32>(slot.sample) << 8};
+  const bool tested = !greedy && j < draft_len && is_testing(slot, draft_len);
+  const bool filtered = !greedy || relaxed;
+  const int status =
+      row_sample(row, filtered, filter, !greedy && !tested, noise, filtered ? work : nullptr,
+                 cross_block[r], from, to, scratch, &token);
+  if (status == 0) return;
+  bool replaced = false;
+  if (status == ROW_OK && relaxed) {
+    const int sampled = token;
+    token = relaxed_token(slot, draft_len, j, work, vocab_size, sampled, scratch);
+    replaced = token != sampled;
+  }
+  if (leader) {
+    target_tok[r] = tested ? -1 : token;
+    row_ok[r] = replaced ? ROW_RELAXED : status;
+  }
 }
 
 // Samples draft j of a chain, for each slot that committed tokens in this replay, is still active
@@ -31,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 //
 // In probe modes, the grammar has tested candidates, and the draft is a point mass: the first legal
 // candidate in the order in which the target will prefer tokens. If no candidate was legal (answer
-// -1), the grammar may have filled mask row j - 1 instead, and the draft is sampled under this row.
+// -1), the grammar has filled mask row j - 1 instead, and the draft is sampled under this row.
 // Requests without a grammar are not probed; their drafts are sampled from q.
 //
 // If the grammar forces a token, this token is the draft, even if the drafter's vocabulary does not

@@ -203,18 +203,7 @@ class Rig:
     does not depend on the speed of the machine.
     """
 
-    def __init__(
-        self,
-        backend,
-        kind="native",
-        *,
-        k=2,
-        slots=1,
-        mode=None,
-        held=False,
-        fill_hidden=False,
-        forced=None,
-    ):
+    def __init__(self, backend, kind="native", *, k=2, slots=1, mode=None, held=False, forced=None):
         mode = mode or DraftMode.chain(k)
         self.backend = backend
         self.kind = kind
@@ -222,8 +211,7 @@ class Rig:
         self.clock = np.zeros(1, np.int64)
         self.gate = np.zeros(16, np.int32)
         self.exchange = exchange_for(slots, backend.vocabulary.size, mode)
-        options = {"masked_drafts": True, "max_in_flight": 4, "threads": 1}
-        options |= {"fill_hidden": fill_hidden, "forced": forced}
+        options = {"masked_drafts": True, "max_in_flight": 4, "threads": 1, "forced": forced}
         with simulated_clock(self.clock) if held else contextlib.nullcontext():
             budget = BUDGET_NS / 1000 if held else None
             self.decoder = GuidedDecoder(self.exchange, budget_us=budget, **options)

@@ -10,7 +10,6 @@ import ctypes
 import gc
 import time
 import weakref
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -121,26 +120,24 @@ def test_guide_internal_error_fails_one_slot(backend):
         exchange.host_ptr, exchange.layout.tobytes(), vocab_size=64, ring=4
     )
     matcher = backend.compile(SPECS["regex"]).matcher()
-    assert worker.publish(1, [(0, 1, 5, matcher.native, False), (1, 1, 5, None, False)])
+    assert worker.publish(1, [(0, 1, 5, matcher.native), (1, 1, 5, None)])
     step = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_native.guide.STEP)
     step(worker.record(0, 0))
     assert exchange.stamps[0, 0].tolist() == (ERROR, 1, 5, 0)
     assert exchange.stamps["state"][1, 0] == FREE
     assert worker.counters()["errors"] == 1 and worker.error(0)
     with pytest.raises(IndexError):
-        worker.publish(2, [(2, 1, 5, matcher.native, False)])
+        worker.publish(2, [(2, 1, 5, matcher.native)])
     with pytest.raises(ValueError, match="not one of an XGrammar matcher"):
         ids = np.zeros(9, np.int32).ctypes.data
         handle = matcher.compiled.native.__chandle__()
         _native.guide.XGrammarMatcher(handle, ids, ids, ids, 1, SIZE)
 
 
-@pytest.mark.parametrize("optimistic", [False, True])
-def test_guide_fills_rows_while_drafting_only_if_all_candidates_are_illegal(backend, optimistic):
-    """Draft steps fill no mask row if a candidate is legal, and none for optimistic requests."""
+def test_guide_fills_rows_while_drafting_only_if_all_candidates_are_illegal(backend):
+    """Draft steps fill no mask row if a candidate is legal."""
     rig = Rig(backend, mode=DraftMode.chain(2, "probe", 3))
-    requests = [replace(rig.request(), optimistic=optimistic)]
-    rig.start(1, requests)
+    rig.start(1, [rig.request()])
     rig.verify(1, *b"ab")
     before = rig.decoder.counters()
     legal = ord("c")
@@ -153,8 +150,8 @@ def test_guide_fills_rows_while_drafting_only_if_all_candidates_are_illegal(back
     after = rig.decoder.counters()
     assert after["probes"] - before["probes"] == 6
     assert after["probe_misses"] - before["probe_misses"] == 1
-    assert after["fills"] - before["fills"] == (not optimistic)
-    assert rig.rows() == ([] if optimistic else [(READY, 1, 13)])
+    assert after["fills"] - before["fills"] == 1
+    assert rig.rows() == [(READY, 1, 13)]
 
 
 def test_guide_timeline_and_counters(backend):

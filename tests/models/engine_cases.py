@@ -226,9 +226,7 @@ for drafter_options in DRAFTER_OPTIONS.values():
     ENGINE_OPTIONS.append({"max_batch_size": 2, **drafter_options, "draft_length": "auto"})
 ENGINE_OPTIONS += [
     {"max_batch_size": 4, "draft_masking": "probe"},
-    {"max_batch_size": 4, "draft_masking": "optimistic"},
-    {"max_batch_size": 3, "draft_masking": "optimistic", "draft_length": "auto"},
-    {"max_batch_size": 4, "draft_masking": "optimistic", "grammar_budget_us": 1.0},
+    {"max_batch_size": 4, "draft_masking": "probe", "grammar_budget_us": 1.0},
     {"max_batch_size": 3, "speculation": False},
     {"max_batch_size": 6, "grammar_transport": "spinkernel", "draft_length": 2},
     {"max_batch_size": 3, "drafter": partial(Suffix, public=True), "draft_length": 5},

@@ -43,8 +43,6 @@ OPTIONS = {
     "automatic length": {"max_batch_size": 3, "draft_length": "auto"},
     "one launch at a time": {"max_batch_size": 5, "overlap": False},
     "probe": {"max_batch_size": 3, "draft_masking": "probe"},
-    "optimistic": {"max_batch_size": 3, "draft_masking": "optimistic"},
-    "optimistic tree": {"max_batch_size": 3, "draft_masking": "optimistic", **GROWN_TREE},
     "loops": {"max_batch_size": 3, "generation": "graph"},
     "loops, tree": {"max_batch_size": 3, "generation": "graph", **GROWN_TREE},
     "loops, lattice": {"max_batch_size": 3, "generation": "graph", "drafter": DFLASH, **GROWN_TREE},

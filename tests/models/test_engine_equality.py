@@ -294,7 +294,6 @@ def test_grammar_tests_ids_that_dflash2_offers(tree) -> None:
         (DFLASH, "probe"),
         (RandomDFlash2(1), "fill"),
         (RandomDFlash2(1), "probe"),
-        (RandomDFlash2(1), "optimistic"),
     ):
         with settled(demo_engine(drafter=drafter, draft_masking=masking, **options)) as engine:
             outputs = engine.generate(mixed_requests(6, max_tokens=40))
@@ -306,7 +305,7 @@ def test_grammar_tests_ids_that_dflash2_offers(tree) -> None:
         assert grammar["probes"] > 0
     assert all(answers == found["dflash"][0] for answers, _, _ in found.values())
     assert found["fill"] == found["probe"]
-    assert found["fill"][1] >= found["optimistic"][1] > 0.8 * found["dflash"][1]
+    assert found["fill"][1] > 0.8 * found["dflash"][1]
 
 
 @pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])

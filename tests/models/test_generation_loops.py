@@ -53,7 +53,6 @@ GUIDED_OPTIONS = {
     "device, tree": {"device_automata": True, **UNMASKED_TREE},
     "lattice tree": {"drafter": DFLASH, **GROWN_TREE},
     "probe": {"draft_masking": "probe"},
-    "optimistic": {"draft_masking": "optimistic"},
     "mailbox": {"grammar_transport": "mailbox"},
     "spinkernel": {"grammar_transport": "spinkernel"},
     "late": {"grammar_threads": 2, "grammar_budget_us": 1.0},

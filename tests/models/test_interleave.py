@@ -301,8 +301,8 @@ PROMOTION_MUTANTS = {
     "promoted request served by the host": (
         LaunchModes,
         "_served_by_worker",
-        "if self.is_promoted(state):",
-        "if False:",
+        "if not self.is_promoted(state):",
+        "if True:",
     ),
     "host steps expected in device rounds": (
         Replays,

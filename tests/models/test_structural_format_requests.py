@@ -49,7 +49,7 @@ def test_structural_formats_have_equal_outputs_in_all_modes():
     assert len({tuple(tokens) for tokens, _ in expected}) > len(FORMATS)
     for options in (
         {},
-        {"draft_masking": "optimistic"},
+        {"draft_masking": "probe"},
         {"device_automata": True, "generation": "graph"},
     ):
         assert outputs(demo_model(), **options) == expected

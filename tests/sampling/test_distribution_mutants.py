@@ -77,9 +77,9 @@ MUTANTS = {
         ALONE,
     ),
     "mask row off by one": (
-        "target.cuh",
-        "mask_of(target.masks, target.layout, index, j)",
-        "mask_of(target.masks, target.layout, index, j > 0 ? j - 1 : 0)",
+        "sample.cu",
+        "mask_of(masks, layout, index, j)",
+        "mask_of(masks, layout, index, j > 0 ? j - 1 : 0)",
         LATE,
     ),
     "drafts not sampled from their stored table": (

@@ -28,7 +28,7 @@ CPU_ONLY = {"attention_thread", "linear_thread"}
 #: Kernels that these tests run in graphs only or not at all. Tests of engines run them.
 NOT_ON_STREAMS = {
     "add_parts", "copy_pages", "copy_rows_to_host", "end_failed", "loop_begin", "loop_decide",
-    "propose_drafts", "propose_forced", "publish_sampled", "record_tokens", "resample_target",
+    "propose_drafts", "propose_forced", "record_tokens",
     "slot_leave", "stamp_time",
 }  # fmt: skip
 

@@ -51,7 +51,7 @@ _SERVER_GAUGES = {
 }
 #: Counters of rounds, as tuples of key, label and description.
 _ROUND_COUNTERS = (
-    ("rounds_by_mode", "mode", "Decoding rounds by mode, for example fill round or fill loop."),
+    ("rounds_by_mode", "mode", "Decoding rounds by mode: round or loop."),
     ("rounds_by_grammar", "place", "Decoding rounds by place of the grammar steps."),
 )
 _DRAFT_COUNTERS = (

@@ -48,8 +48,8 @@ class GenerationGraph(RoundGraph):
 
     @property
     def mode(self) -> str:
-        """Name of the mode, which contains the way in which mask rows are filled."""
-        return f"{self.parts.masking_name} loop"
+        """Name of the mode."""
+        return "loop"
 
     def __init__(
         self,
