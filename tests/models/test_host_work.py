@@ -46,7 +46,7 @@ def test_host_work_per_step_does_not_grow(device, case):
 def test_host_time_bench_measures_all_cases(tmp_path, capsys):
     file = tmp_path / "times.json"
     sizes = ["--batch", "2", "--pages", "50", "--waiting", "3", "--steps", "2"]
-    assert host_time.main([*sizes, "--out", str(file)]) == 0
+    assert host_time.main([*sizes, "--json", str(file)]) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert last == "2 running requests"
     assert len(lines) == 1 + 4 * len(host_time.CASES)

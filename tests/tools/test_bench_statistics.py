@@ -1,17 +1,18 @@
-"""Tests of graft.tools.bench.estimate and graft.tools.bench.chart."""
+"""Tests of the statistics, the command line and the charts that benchmarks share."""
 
 from __future__ import annotations
 
 import math
 import random
-import re
+import sys
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from graft.tools.bench.chart import chart, ticks
-from graft.tools.bench.estimate import estimate_mean, estimate_ratio, student_t_95
+from graft.tools.bench import generation, serving
+from graft.tools.bench.harness import Chart, draw
+from graft.tools.bench.speculation_metrics import estimate_mean, estimate_ratio, student_t_95
 
 #: Two-sided 95 % quantiles of Student's t from printed tables, by degrees of freedom.
 STUDENT_T = {3: 3.1824, 4: 2.7764, 6: 2.4469, 9: 2.2622, 30: 2.0423, 200: 1.9719}
@@ -55,28 +56,33 @@ def test_estimate_ratio_without_enough_samples_has_no_interval():
     assert estimate_ratio([(0, 0)])["mean"] is None
 
 
-@pytest.mark.parametrize("maximum", [0.04, 0.9, 1.0, 7.0, 8.5, 1234.0])
-def test_chart_ticks_cover_the_maximum(maximum):
-    values = ticks(maximum)
-    assert values[0] == 0
-    assert values[-2] < maximum <= values[-1] * (1 + 1e-9)
-    assert len(values) <= 9
+def test_chart_shows_titles_and_series(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "chart.svg"
+    series = {"s & t": [(0, 0), (4, 0.5), (8, 1)], "one point": [(2, 1)]}
+    draw([Chart("a < b", "x", "y", series), Chart("without series", "x", "y", {})], "note", path)
+    text = path.read_text()
+    ElementTree.fromstring(text)
+    for words in ("a &lt; b", "s &amp; t", "one point", "without series"):
+        assert words in text
 
 
-def test_chart_places_points_on_axes():
-    """Points at both ends of the axes are drawn at the corners of the plot area."""
-    series = {"s & t": [(0, 0), (4, 0.5), (8, 1)], "none": []}
-    root = ElementTree.fromstring(chart("a < b", "note", "x", "y", series))
-    lines = [node.get("points") for node in root if node.tag.endswith("polyline")]
-    points = np.array([list(map(float, point.split(","))) for point in lines[0].split()])
-    assert lines[1] == ""
-    assert points[1] == pytest.approx((points[0] + points[2]) / 2)
-    assert points[2, 0] > points[0, 0]
-    assert points[2, 1] < points[0, 1]
-    axes = next(node for node in root if node.get("stroke") == "black").get("d")
-    left, top, bottom, right = map(float, re.findall(r"[\d.]+", axes))
-    assert points[[0, 2]].ravel() == pytest.approx([left, bottom, right, top], abs=0.1)
+def test_chart_without_matplotlib_is_refused_before_measuring(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(serving, "measure", lambda _: pytest.fail("measured"))
+    assert serving.main(["--chart", str(tmp_path / "chart.svg")]) == 2
+    assert "pip install 'graft-cuda[charts]'" in capsys.readouterr().err
 
 
-def test_chart_without_series_is_valid_svg():
-    assert ElementTree.fromstring(chart("", "", "", "", {})) is not None
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--tokens", "0"], "--tokens: must be a whole number of at least 1, not 0"),
+        (["--runs", "2.5"], "--runs: must be a whole number of at least 1, not 2.5"),
+    ],
+)
+def test_bench_counts_are_refused_by_name_and_value(capsys, options, words):
+    with pytest.raises(SystemExit) as exit_info:
+        generation.main(options)
+    assert exit_info.value.code == 2
+    assert words in capsys.readouterr().err

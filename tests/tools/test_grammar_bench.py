@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 
 from graft.cudagraph.errors import OptionError
-from graft.tools.bench import data, grammar
+from graft.tools.bench import grammar, grammar_data
 
 pytest.importorskip("llguidance")
 
@@ -143,7 +143,7 @@ def test_grammar_bench_quantiles():
 )
 def test_load_tokenizer_finds_end_token(tmp_path, special, stop_token, expected):
     byte_tokenizer(*special).save(str(tmp_path / "t.json"))
-    tokenizer, vocabulary = data.load_tokenizer(tmp_path / "t.json", stop_token)
+    tokenizer, vocabulary = grammar_data.load_tokenizer(tmp_path / "t.json", stop_token)
     assert vocabulary.stop_ids == (tokenizer.token_to_id(expected),)
 
 
@@ -154,10 +154,10 @@ def test_load_tokenizer_finds_end_token(tmp_path, special, stop_token, expected)
 def test_load_tokenizer_rejects_missing_end_token(tmp_path, special, stop_token, message):
     byte_tokenizer(*special).save(str(tmp_path / "t.json"))
     with pytest.raises(OptionError, match=re.escape(message)):
-        data.load_tokenizer(tmp_path / "t.json", stop_token)
+        grammar_data.load_tokenizer(tmp_path / "t.json", stop_token)
 
 
 def test_read_schemas_skips_rows_without_instances_before_counting(tmp_path):
     rows = [{"id": i, "schema": True, "valid": [1] * (i % 2), "invalid": []} for i in range(12)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert [row["id"] for row in data.read_schemas(tmp_path, 2)] == [1, 5, 9]
+    assert [row["id"] for row in grammar_data.read_schemas(tmp_path, 2)] == [1, 5, 9]

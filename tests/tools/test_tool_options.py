@@ -14,8 +14,8 @@ from graft.tools.bench import serving, speculation
 #: folder.
 REFUSALS = [
     ("bench.speculation", "--prompts {prompts} --max-length 4", "request 0 refused"),
-    ("bench.speculation", "--batches 0", "must be at least 1"),
-    ("bench.speculation", "--tasks -1", "--tasks must be at least 0, not -1"),
+    ("bench.speculation", "--batches 0", "--batches: must be a whole number of at least 1, not 0"),
+    ("bench.speculation", "--chart {folder}/chart.gif", "chart.gif: the name must end in .svg"),
     ("cli", "generate --prompt x --trace {folder}/trace.txt", "must end in .json"),
     ("cli", "generate --prompt x --trace {folder}/none/trace.json", "there is no folder"),
     ("gpu_first.__main__", "--sections none", "invalid choice: 'none'"),

@@ -15,14 +15,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.models.engine.engine import Engine
 from graft.models.request import Output, Request
-from graft.tools.bench.estimate import estimate_mean
+from graft.tools.bench.harness import finish, make_parser, number_from
+from graft.tools.bench.speculation_metrics import estimate_mean
 from graft.tools.console import program
 from graft.tools.demo.tasks import Task, held_out_tasks, score_fields, unseen_key_tasks
 from graft.tools.demo_model import demo_model
@@ -55,22 +55,12 @@ def task_grammar(task: Task) -> GrammarSpec | None:
 
 @dataclass(frozen=True)
 class Result:
-    """Outputs of one engine for one set of tasks.
-
-    Attributes
-    ----------
-    tasks, outputs
-        Tasks and their outputs in the same order.
-    counters
-        Values of the engine's counters for these tasks only.
-    seconds
-        Duration on the host's clock.
-    """
+    """Outputs of one engine for one set of tasks, in the order of the tasks."""
 
     tasks: list[Task]
     outputs: list[Output]
-    counters: dict[str, Any]
-    seconds: float
+    counters: dict[str, Any]  #: the engine's counters for these tasks only
+    seconds: float  #: duration on the host's clock
 
 
 def run_tasks(engine: Engine, tasks: list[Task]) -> Result:
@@ -145,14 +135,8 @@ def speculation(result: Result) -> dict[str, Any]:
 def compare_masking(masked: Result, unmasked: Result) -> dict[str, Any]:
     """Compare masked with unmasked drafts task by task.
 
-    Returns
-    -------
-    dict
-        ``tokens_per_round_difference``
-            Estimated mean of the difference in tokens per round, masked minus unmasked. Only tasks
-            with a grammar are compared.
-        ``same_tokens``
-            Number of tasks whose outputs are identical.
+    The difference in tokens per round is masked minus unmasked. It is computed only for tasks with
+    a grammar.
     """
     same_tokens = 0
     differences = []
@@ -170,14 +154,11 @@ def compare_masking(masked: Result, unmasked: Result) -> dict[str, Any]:
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m graft.tools.bench.demo_evaluation",
-        description=(__doc__ or "").split("\n\n")[0],
-    )
-    parser.add_argument("--tasks", type=int, default=500, help="tasks per set (default 500)")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--draft-length", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write to this file instead of printing")
+    parser = make_parser("graft.tools.bench.demo_evaluation", __doc__)
+    count = number_from(1)
+    parser.add_argument("--tasks", type=count, default=500, help="tasks per set (default 500)")
+    parser.add_argument("--batch", type=count, default=8)
+    parser.add_argument("--draft-length", type=count, default=3)
     return parser.parse_args(arguments)
 
 
@@ -207,13 +188,10 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the evaluation and print or write the report."""
+    """Run the evaluation and print the results as JSON."""
     options = parse_options(arguments)
-    text = json.dumps(evaluate(options), indent=1)
-    if options.json:
-        options.json.write_text(text + "\n")
-    else:
-        print(text)
+    results = evaluate(options)
+    finish(options, results, json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

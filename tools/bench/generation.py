@@ -1,7 +1,7 @@
 """Benchmark of generation loops: time between rounds while Python bytecode is executed.
 
     python -m graft.tools.bench.generation [--tokens 200] [--runs 5] [--batch 1] [--kind free]
-        [--device-core N] [--model FOLDER --draft FOLDER] [--out FILE]
+        [--device-core N] [--model FOLDER --draft FOLDER] [--json FILE]
 
 Two engines process the same requests alternately: one launches each round, the other runs many
 rounds per launch (``generation="graph"``). The time between rounds is the time between the
@@ -20,7 +20,6 @@ show how much the device waits for the host.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -39,11 +38,12 @@ from graft.grammar import GrammarSpec
 from graft.models.engine.engine import Engine
 from graft.models.engine.replay import ReplayInFlight
 from graft.models.request import Request
+from graft.tools.bench.harness import finish, make_parser, number_from
 from graft.tools.console import busy_python, program, table
 from graft.tools.demo_model import demo_model
 
-#: Grammars by kind. "device" runs as an automaton on the device, "host" on the host.
-KINDS = ("free", "device", "host")
+#: Requests without a grammar, and with one whose automaton runs on the device.
+KINDS = ("free", "device")
 _REGEX = "([a-z]{1,9} )+"
 #: Values of the option `generation`.
 MODES = ("rounds", "graph")
@@ -56,17 +56,9 @@ _AUTOMATON_S = 30.0
 
 @dataclass
 class Intervals:
-    """Times between rounds of one engine under one condition, in nanoseconds.
+    """Times between the beginnings of consecutive rounds of one engine under one load."""
 
-    Attributes
-    ----------
-    times
-        Time between the beginnings of consecutive rounds.
-    rounds, launches
-        Number of rounds, and of launches of graphs.
-    """
-
-    times: list[int] = field(default_factory=list)
+    times: list[int] = field(default_factory=list)  #: nanoseconds
     rounds: int = 0
     launches: int = 0
     _last: int = 0
@@ -109,11 +101,6 @@ def _reserve_core(core: int) -> None:
 
     Call this function before a device is opened. The device starts its threads when it is opened,
     and a thread runs on the cores of the thread that starts it.
-
-    Raises
-    ------
-    OptionError
-        If the core or another one is not usable, or the device is not the soft device.
     """
     cores = os.sched_getaffinity(0)
     others = cores - {core}
@@ -167,13 +154,7 @@ def run(engine: Engine, requests: list[Request], intervals: Intervals) -> list[l
 
 
 def _warm_up(engine: Engine, requests: list[Request], kind: str) -> None:
-    """Compile the grammar and wait until it runs where `kind` says.
-
-    Raises
-    ------
-    GraftError
-        If the automaton is not built in time.
-    """
+    """Compile the grammar and wait until it runs where `kind` says."""
     run(engine, requests, Intervals())
     deadline = time.monotonic() + _AUTOMATON_S
     while kind == "device" and set(engine.stats.rounds_by_grammar) != {"device"}:
@@ -185,12 +166,7 @@ def _warm_up(engine: Engine, requests: list[Request], kind: str) -> None:
 def measure(options: argparse.Namespace) -> dict[tuple[str, str], Intervals]:
     """Return the intervals by value of the option `generation` and load.
 
-    Raises
-    ------
-    GraftError
-        If a request fails, or the engines' outputs differ.
-    OptionError
-        If the core for the device cannot be reserved.
+    The outputs of both engines must be equal.
     """
     if options.device_core is not None:
         _reserve_core(options.device_core)
@@ -231,35 +207,31 @@ def make_report(found: dict[tuple[str, str], Intervals]) -> str:
     return table(rows, left=2)
 
 
-def write_json(path: Path, found: dict[tuple[str, str], Intervals]) -> None:
-    """Write the percentiles and counts to a file."""
+def make_results(found: dict[tuple[str, str], Intervals]) -> list[dict[str, object]]:
+    """Return the percentiles and counts, convertible to JSON."""
     results = []
     for (mode, load), intervals in found.items():
         counts = {"rounds": intervals.rounds, "launches": intervals.launches}
         times = {f"{name}_us": us for name, us in intervals.percentiles().items()}
         results.append({"generation": mode, "load": load, **counts, **times})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"results": results}, indent=1) + "\n", encoding="utf-8")
+    return results
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m graft.tools.bench.generation", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = make_parser("graft.tools.bench.generation", __doc__)
     for name, default, text in (
         ("tokens", 200, "tokens per output"),
         ("runs", 5, "runs of each engine per load"),
         ("batch", 1, "requests that run together"),
     ):
-        parser.add_argument(
-            f"--{name}", type=int, default=default, help=f"{text} (default {default})"
-        )
+        text = f"{text} (default {default})"
+        parser.add_argument(f"--{name}", type=number_from(1), default=default, help=text)
     parser.add_argument(
         "--kind",
         choices=KINDS,
         default="free",
-        help="requests without grammar, or where their grammar runs (default %(default)s)",
+        help="requests without grammar, or with a grammar on the device (default %(default)s)",
     )
     parser.add_argument(
         "--device-core",
@@ -269,21 +241,15 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", type=Path, help="target folder (default: the demo model)")
     parser.add_argument("--draft", type=Path, help="drafter folder")
-    parser.add_argument("--out", type=Path, help="JSON file for the percentiles")
-    options = parser.parse_args(arguments)
-    if min(options.tokens, options.runs, options.batch) < 1:
-        parser.error("--tokens, --runs and --batch must be above 0")
-    return options
+    return parser.parse_args(arguments)
 
 
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark, print the report and write the JSON file."""
+    """Run the benchmark."""
     options = parse_options(arguments)
     found = measure(options)
-    print(make_report(found))
-    if options.out is not None:
-        write_json(options.out, found)
+    finish(options, {"results": make_results(found)}, make_report(found))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import json
 import os
 import platform
 import sys
@@ -47,8 +46,9 @@ from tqdm import tqdm
 
 from graft.native.children.errors import ChildLost, ChildTimeout, Refusal
 from graft.native.children.process import Call, ChildProcess, Setup
-from graft.tools.bench.data import add_arguments, load_tokenizer, read_schemas
 from graft.tools.bench.grammar_child import SUBJECTS
+from graft.tools.bench.grammar_data import load_tokenizer, read_schemas
+from graft.tools.bench.harness import finish, make_parser, number_from
 from graft.tools.console import program, table
 
 QUANTILES = {"p50": 0.5, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
@@ -69,23 +69,7 @@ VERDICTS = (
 class Subject:
     """Child process that evaluates schemas with one implementation.
 
-    If the process has died, it is restarted for the next schema.
-
-    Parameters
-    ----------
-    name
-        Name of the implementation; a key of `SUBJECTS`.
-    tokenizer
-        Tokenizer file.
-    stop_token
-        Text of the end token; detected by its name if None.
-    key_order
-        Key order of graft's router: "schema" or "any".
-
-    Raises
-    ------
-    Refusal, ChildLost
-        If the process does not start or cannot create the implementation.
+    `name` is a key of `SUBJECTS`. If the process has died, it is restarted for the next schema.
     """
 
     def __init__(
@@ -97,20 +81,10 @@ class Subject:
         self._child.call(Call("builtins:bool", (), self._setup))
 
     def evaluate(self, row: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Evaluate a schema in the child process.
+        """Evaluate a schema with its ``valid`` and ``invalid`` instances in the child process.
 
-        Parameters
-        ----------
-        row
-            ``schema`` with its ``valid`` and ``invalid`` instances.
-        timeout_s
-            Time limit in seconds.
-
-        Returns
-        -------
-        dict
-            Result of `grammar_child.evaluate_schema`. If the process exceeded the time limit or
-            died, only ``outcome``, which is "timeout" or "crash", and ``why``.
+        Return the result of `grammar_child.evaluate_schema`. If the process exceeded the time limit
+        or died, the result has only ``outcome``, which is "timeout" or "crash", and ``why``.
         """
         call = Call(f"{CHILD_MODULE}:answer", (row,), self._setup)
         try:
@@ -192,16 +166,10 @@ def _format_quantiles(values: dict[str, float]) -> str:
 
 def summary_table(summaries: dict[str, dict[str, Any]]) -> str:
     """Return a table with one line per subject."""
-    rows = [
-        [
-            "subject",
-            *VERDICTS,
-            "valid accepted",
-            "invalid accepted",
-            "compile ms p50/p99/p99.9/max",
-            "fill us p50/p99/p99.9/max",
-        ]
-    ]
+    heading = (
+        "valid accepted|invalid accepted|compile ms p50/p99/p99.9/max|fill us p50/p99/p99.9/max"
+    )
+    rows = [["subject", *VERDICTS, *heading.split("|")]]
     for name, figures in summaries.items():
         times = [_format_quantiles(figures[key]) for key in ("compile_ms", "fill_us")]
         rows.append(
@@ -222,17 +190,18 @@ def summary_table(summaries: dict[str, dict[str, Any]]) -> str:
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m graft.tools.bench.grammar", description=(__doc__ or "").split("\n\n")[0]
-    )
-    add_arguments(parser)
+    parser = make_parser("graft.tools.bench.grammar", __doc__)
+    parser.add_argument("folder", type=Path, help="folder with .jsonl or .jsonl.gz files")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json(.gz)")
+    parser.add_argument("--stop-token", help="end token (default: detected by its name)")
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
-    parser.add_argument("--every", type=int, default=1, help="use every N-th schema of each file")
+    parser.add_argument(
+        "--every", type=number_from(1), default=1, help="use every N-th schema of each file"
+    )
     parser.add_argument("--timeout", type=float, default=20.0, help="seconds per schema")
     parser.add_argument(
         "--key-order", default="schema", choices=("schema", "any"), help="key order of auto"
     )
-    parser.add_argument("--json", type=Path, help="write the results to this file")
     return parser.parse_args(arguments)
 
 
@@ -241,14 +210,11 @@ def run(
 ) -> dict[str, list[dict[str, Any]]]:
     """Evaluate all schemas with all subjects, and terminate the subjects' child processes.
 
-    Returns
-    -------
-    dict
-        Results of each subject by its name, in the order of the rows.
+    Return the results of each subject by its name, in the order of the rows.
     """
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in subjects}
     try:
-        for row in tqdm(rows, unit="schema", disable=not sys.stderr.isatty()):
+        for row in tqdm(rows, unit="schema", disable=None):
             task = {key: row[key] for key in ("schema", "valid", "invalid")}
             for name, subject in subjects.items():
                 answers[name].append(subject.evaluate(task, timeout_s))
@@ -290,7 +256,7 @@ def make_report(
 
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark, print a table and write the JSON file."""
+    """Run the benchmark."""
     options = parse_options(arguments)
     rows = list(read_schemas(options.folder, options.every))
     # Load the tokenizer here so that an unusable file is reported before a child process starts.
@@ -301,9 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     answers = run(rows, subjects, options.timeout)
     report = make_report(options, rows, answers)
-    print(summary_table(report["subjects"]))
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    finish(options, report, summary_table(report["subjects"]))
 
 
 if __name__ == "__main__":

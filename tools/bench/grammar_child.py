@@ -19,7 +19,7 @@ import numpy as np
 
 from graft.grammar import GrammarError, GrammarSpec, Vocabulary, make_backend, route
 from graft.grammar.backends.xgrammar import library, tokenizer_info
-from graft.tools.bench.data import load_tokenizer
+from graft.tools.bench.grammar_data import load_tokenizer
 
 #: Maximum number of mask fills that are timed per schema.
 _MAX_TIMED_FILLS = 3000
@@ -95,19 +95,14 @@ class Auto:
     """Implementation with graft's router and backends.
 
     A schema that cannot be enforced exactly is compiled with ``partial=True``.
-
-    Attributes
-    ----------
-    route
-        Route of the most recently compiled schema; None if routing failed.
-    key_order
-        Order in which the keys of an object may be generated.
     """
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
         self._backend = make_backend("llguidance", vocabulary)
         self._mask = np.zeros(vocabulary.words, np.int32)
+        #: Route of the most recently compiled schema; None if routing failed.
         self.route: Any = None
+        #: Order in which the keys of an object may be generated.
         self.key_order: Any = "schema"
 
     def compile(self, schema: Any) -> Callable[[], Any]:
@@ -144,19 +139,7 @@ SUBJECTS: dict[str, Any] = {"llguidance": LLGuidance, "xgrammar": XGrammar, "aut
 class _Instances:
     """Matches instances of one schema token by token and times the mask fills.
 
-    Parameters
-    ----------
-    subject
-        Implementation that compiled the schema.
-    new_matcher
-        Returns a matcher in its initial state.
-    encode
-        Tokenizes a text.
-
-    Attributes
-    ----------
-    fill_ns
-        Time of each mask fill in nanoseconds.
+    `new_matcher` returns a matcher in its initial state, and `encode` tokenizes a text.
     """
 
     def __init__(
@@ -165,7 +148,7 @@ class _Instances:
         self._subject = subject
         self._new_matcher = new_matcher
         self._encode = encode
-        self.fill_ns: list[int] = []
+        self.fill_ns: list[int] = []  #: nanoseconds of each mask fill
 
     def accepts(self, value: Any, fill_masks: bool) -> bool:
         """Return whether the schema's grammar accepts an instance."""
@@ -184,15 +167,6 @@ def evaluate_schema(
     subject: Any, row: dict[str, Any], encode: Callable[[str], list[int]]
 ) -> dict[str, Any]:
     """Compile a schema, match its instances, and time mask fills along the valid ones.
-
-    Parameters
-    ----------
-    subject
-        Implementation to evaluate.
-    row
-        ``schema`` with its ``valid`` and ``invalid`` instances.
-    encode
-        Tokenizes a text.
 
     Returns
     -------

@@ -1,7 +1,7 @@
 """Benchmark of the host time per step: scheduler, slot manager and KV-cache page allocator.
 
     python -m graft.tools.bench.host_time [--batch 64] [--pages 100000] [--waiting 1000]
-        [--steps 300] [--out FILE]
+        [--steps 300] [--json FILE]
 
 The engine's scheduler runs rounds of `batch` requests on a device that needs no time: each round
 commits one token per request. The times therefore contain only work of the host that a GPU may have
@@ -14,13 +14,11 @@ both. The prompts of the waiting requests begin with cached pages.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -37,6 +35,7 @@ from graft.models.modes.launch import LaunchModes
 from graft.models.modes.loop.batches import MAX_PAGES_AHEAD
 from graft.models.request import Output, Request
 from graft.models.round.prefill import PrefillScheduler
+from graft.tools.bench.harness import finish, make_parser, number_from
 from graft.tools.console import program, table
 
 #: What is measured. "full batch": a round without free batch rows. "too few pages": a round with a
@@ -98,23 +97,9 @@ class _Replays:
 
 
 class HostRounds:
-    """The host's part of an engine, with `pages` cached pages and `waiting` waiting requests.
+    """The host's part of an engine in one of `CASES`, with `batch` running requests.
 
-    Parameters
-    ----------
-    device
-        Device of the page tables.
-    case
-        One of `CASES`.
-    batch
-        Number of running requests.
-    pages, waiting
-        Number of cached pages and of waiting requests.
-
-    Raises
-    ------
-    GraftError
-        If the requests do not run or wait as the case requires.
+    `pages` is the number of cached pages, and `waiting` the number of waiting requests.
     """
 
     def __init__(self, device: Device, case: str, batch: int, pages: int, waiting: int):
@@ -257,38 +242,28 @@ def make_report(found: Sequence[Measurement], batch: int) -> str:
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m graft.tools.bench.host_time", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = make_parser("graft.tools.bench.host_time", __doc__)
     for name, default, text in (
         ("batch", 64, "running requests"),
         ("pages", 100_000, "cached pages"),
         ("waiting", 1000, "waiting requests"),
         ("steps", 300, f"measured steps, at most {_MAX_STEPS}"),
     ):
-        parser.add_argument(
-            f"--{name}", type=int, default=default, help=f"{text} (default {default})"
-        )
-    parser.add_argument("--out", type=Path, help="JSON file for the times")
+        text = f"{text} (default {default})"
+        parser.add_argument(f"--{name}", type=number_from(1), default=default, help=text)
     options = parser.parse_args(arguments)
-    if min(options.batch, options.pages, options.waiting, options.steps) < 1:
-        parser.error("--batch, --pages, --waiting and --steps must be above 0")
     if options.steps > _MAX_STEPS:
-        parser.error(f"--steps must be at most {_MAX_STEPS}")
+        parser.error(f"--steps must be at most {_MAX_STEPS}, not {options.steps}")
     return options
 
 
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark, print the report and write the JSON file."""
+    """Run the benchmark."""
     options = parse_options(arguments)
     found = measure(options.batch, options.pages, options.waiting, options.steps)
-    print(make_report(found, options.batch))
-    if options.out is not None:
-        results = [item._asdict() for item in found]
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        document = {"batch": options.batch, "results": results}
-        options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    results = {"batch": options.batch, "results": [item._asdict() for item in found]}
+    finish(options, results, make_report(found, options.batch))
 
 
 if __name__ == "__main__":

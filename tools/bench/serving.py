@@ -1,6 +1,7 @@
 """Benchmark of an OpenAI-compatible endpoint: latencies and goodput by request rate.
 
-    python -m graft.tools.bench.serving [--url URL] [--rates 1 2 4 8] [--calls 100] [--out FOLDER]
+    python -m graft.tools.bench.serving [--url URL] [--rates 1 2 4 8] [--calls 100] [--json FILE]
+        [--chart FILE]
 
 Without a URL, the benchmark starts ``graft serve`` with the demo model. The requests are held-out
 tasks of the demo model with their schemas, and the responses are streamed. Requests are sent as a
@@ -27,13 +28,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from graft.cudagraph.errors import OptionError
-from graft.tools.bench.chart import chart
+from graft.tools.bench.harness import Chart, add_chart_option, finish, make_parser, number_from
 from graft.tools.console import program, table
 from graft.tools.demo.tasks import held_out_tasks
 
@@ -45,21 +45,11 @@ WARM_UP_RATE = 8.0
 
 @dataclass(frozen=True)
 class Response:
-    """Latencies of one request.
+    """Latencies of one request. A failed request has the default values."""
 
-    Attributes
-    ----------
-    first_token_s
-        Time to first token in seconds.
-    token_s
-        Mean time per output token after the first one, in seconds.
-    complete
-        Whether the response ended with finish reason "stop".
-    """
-
-    first_token_s: float = 0.0
-    token_s: float = 0.0
-    complete: bool = False
+    first_token_s: float = 0.0  #: time to first token
+    token_s: float = 0.0  #: mean time per output token after the first one
+    complete: bool = False  #: whether the response ended with finish reason "stop"
 
 
 def make_bodies(count: int, model: str, seed: int) -> list[dict[str, Any]]:
@@ -109,26 +99,9 @@ async def send_all(
 ) -> tuple[list[Response], float, float]:
     """Send requests as a Poisson process and wait for all responses.
 
-    Parameters
-    ----------
-    url, key
-        Base URL and API key of the endpoint.
-    bodies
-        Request bodies.
-    rate
-        Mean number of requests per second.
-    seed
-        Seed of the arrival times.
-
-    Returns
-    -------
-    responses : list of Response
-        Responses in the order of the bodies. A failed request has a `Response` with the default
-        values.
-    sending_s : float
-        Seconds during which requests were sent.
-    seconds : float
-        Duration until the last response.
+    `rate` is the mean number of requests per second, and `seed` determines the arrival times.
+    Return the responses in the order of the bodies, the seconds during which requests were sent,
+    and the seconds until the last response.
     """
     import httpx
 
@@ -165,13 +138,7 @@ async def send_all(
 
 @contextmanager
 def demo_server() -> Iterator[str]:
-    """Run ``graft serve`` with the demo model in a child process and yield its URL.
-
-    Raises
-    ------
-    OptionError
-        If the server does not start or does not exit with status 0.
-    """
+    """Run ``graft serve`` with the demo model in a child process and yield its URL."""
     command = [sys.executable, "-m", "graft.tools.cli", "serve", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -203,20 +170,10 @@ def summarize(
     seconds: float,
     limits_s: tuple[float, float],
 ) -> dict[str, Any]:
-    """Return the results at one request rate.
+    """Return the results at one request rate. The latencies are those of complete responses.
 
-    Parameters
-    ----------
-    rate
-        Mean number of requests per second.
-    responses
-        Responses to all requests. Only complete responses are included in the latencies.
-    sending_s
-        Seconds during which requests were sent.
-    seconds
-        Duration of the measurement, until the last response.
-    limits_s
-        Maximum TTFT and maximum time per output token of a response that counts for goodput.
+    `sending_s` and `seconds` are described in `send_all`. `limits_s` has the maximum TTFT and the
+    maximum time per output token of a response that counts for goodput.
     """
     first_token_limit_s, token_limit_s = limits_s
     complete = [one for one in responses if one.complete]
@@ -257,20 +214,13 @@ def results_table(results: Sequence[dict[str, Any]]) -> str:
     return table(rows)
 
 
-def write(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:
-    """Write ``serving.json`` and ``serving.svg`` to the output folder."""
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "serving.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+def make_chart(results: Sequence[dict[str, Any]]) -> Chart:
+    """Return the chart of goodput by request rate."""
     series = {
         "goodput": [(one["rate"], one["goodput"]) for one in results],
         "all requests": [(one["rate"], one["sent_per_s"]) for one in results],
     }
-    note = (
-        f"TTFT at most {options.first_ms:g} ms, time per output token at most "
-        f"{options.token_ms:g} ms"
-    )
-    svg = chart("Goodput", note, "requests/s", "complete responses in time per second", series)
-    (options.out / "serving.svg").write_text(svg, encoding="utf-8")
+    return Chart("Goodput", "requests/s", "complete responses in time per second", series)
 
 
 # Program ------------------------------------------------------------------------------------------
@@ -278,9 +228,8 @@ def write(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> Non
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m graft.tools.bench.serving", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = make_parser("graft.tools.bench.serving", __doc__)
+    add_chart_option(parser)
     parser.add_argument(
         "--url", help="base URL with /v1 (default: start a server with the demo model)"
     )
@@ -290,7 +239,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--rates", type=float, nargs="+", default=[1, 2, 4, 8], help="requests per second"
     )
     parser.add_argument(
-        "--calls", type=int, default=100, help="requests per rate (default %(default)s)"
+        "--calls", type=number_from(1), default=100, help="requests per rate (default %(default)s)"
     )
     parser.add_argument(
         "--first-ms", type=float, default=1000, help="limit of the TTFT (default %(default)g)"
@@ -302,10 +251,9 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="limit of the time per output token (default %(default)g)",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for serving.json and serving.svg")
     options = parser.parse_args(arguments)
-    if min(*options.rates, options.calls) <= 0:
-        parser.error("--rates and --calls must be above 0")
+    if min(options.rates) <= 0:
+        parser.error(f"--rates must be above 0, not {min(options.rates):g}")
     return options
 
 
@@ -325,14 +273,13 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark, print a table and write the files."""
+    """Run the benchmark."""
     options = parse_options(arguments)
     if importlib.util.find_spec("httpx") is None:
         raise OptionError("the serving benchmark needs the package httpx: pip install httpx")
     results = measure(options)
-    print(results_table(results))
-    if options.out is not None:
-        write(results, options)
+    limits = f"TTFT at most {options.first_ms:g} ms, {options.token_ms:g} ms per output token"
+    finish(options, results, results_table(results), [make_chart(results)], limits)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """Benchmark of speculative decoding by drafter, draft length, tree, masking and temperature.
 
     python -m graft.tools.bench.speculation [--drafters forced ngram eagle] [--lengths 2 6]
-        [--trees 2x4] [--masking fill none] [--temperatures 0] [--batches 1 8] [--out FOLDER]
+        [--trees 2x4] [--masking fill none] [--temperatures 0] [--batches 1 8]
+        [--json FILE] [--chart FILE]
 
-The benchmark prints tables and writes ``speculation.json``, ``speculation.csv`` and charts to the
-output folder. A drafter is given by one of these names:
+A drafter is given by one of these names:
 
 ``forced``
     Drafts the tokens that the grammar forces.
@@ -52,12 +52,12 @@ from graft.models.request import VERIFY_MODES, Output, Request
 from graft.tools import generate
 from graft.tools.bench import speculation_report as report
 from graft.tools.bench.demo_evaluation import task_grammar
+from graft.tools.bench.harness import add_chart_option, finish, make_parser, number_from
 from graft.tools.bench.speculation_metrics import (
     CONFIGURATION_KEYS,
     RequestRound,
     acceptance_by_depth,
     differences,
-    expected_length,
     length_estimates,
     throughput_by_length,
 )
@@ -76,60 +76,31 @@ GREEDY_TEMPERATURE = 1e-5
 
 
 class Prompt(NamedTuple):
-    """A prompt of the benchmark.
-
-    Attributes
-    ----------
-    kind
-        Kind of the prompt. Results are also reported by kind.
-    row
-        Row of the prompt file: the request, and how its prompt is tokenized.
-    """
+    """A prompt of the benchmark. Results are also reported by its kind."""
 
     kind: str
-    row: PromptRow
+    row: PromptRow  #: the request, and how its prompt is tokenized
 
 
 class EngineSetup(NamedTuple):
-    """Command line options that an engine is created with.
-
-    Attributes
-    ----------
-    drafter
-        Name of the drafter on the command line.
-    length
-        Drafts per round, or "auto".
-    tree
-        Branching factor and number of levels of the draft tree; None for a chain.
-    masking
-        Masking strategy; "none" for unmasked drafts.
-    """
+    """Command line options that an engine is created with."""
 
     drafter: str
-    length: int | str
-    tree: tuple[Any, ...] | None
-    masking: str
+    length: int | str  #: drafts per round, or "auto"
+    tree: tuple[Any, ...] | None  #: branching factor and number of levels; None for a chain
+    masking: str  #: masking strategy; "none" for unmasked drafts
 
 
 @dataclass
 class Measurement:
-    """Outputs and rounds of one or several runs of the same requests.
-
-    Attributes
-    ----------
-    outputs
-        Outputs of all requests of all runs.
-    rounds
-        Rounds of each request, in the order of the outputs.
-    round_ns
-        Device time in nanoseconds of each round in which the batch was full.
-    seconds
-        Total duration of the runs on the host's clock.
-    """
+    """Outputs and rounds of one or several runs of the same requests."""
 
     outputs: list[Output] = field(default_factory=list)
+    #: Rounds of each request, in the order of the outputs.
     rounds: list[list[RequestRound]] = field(default_factory=list)
+    #: Device time in nanoseconds of each round in which the batch was full.
     round_ns: list[int] = field(default_factory=list)
+    #: Total duration of the runs on the host's clock.
     seconds: float = 0.0
 
     @property
@@ -141,10 +112,7 @@ class Measurement:
     def run(self, engine: Engine, requests: Sequence[Request], batch: int) -> None:
         """Run requests, at most `batch` of them concurrently.
 
-        Raises
-        ------
-        OptionError
-            If a request is refused or fails. No outputs or rounds are added in this case.
+        If a request is refused or fails, OptionError is raised, and nothing is added.
         """
         rounds: dict[str, list[RequestRound]] = {str(request.id): [] for request in requests}
         outputs: dict[str, Output] = {}
@@ -190,13 +158,7 @@ class Measurement:
 
 
 def read_prompts(options: argparse.Namespace) -> list[Prompt]:
-    """Return the prompts that the command line selects.
-
-    Raises
-    ------
-    OptionError
-        If a row of the prompt file is refused.
-    """
+    """Return the prompts that the command line selects."""
     if options.prompts is not None:
         return _read_prompt_file(options.prompts)
     prompts = []
@@ -214,8 +176,7 @@ def read_prompts(options: argparse.Namespace) -> list[Prompt]:
 def _read_prompt_file(path: Path) -> list[Prompt]:
     """Read a file of prompts in the format of ``graft generate``.
 
-    The kind of a prompt is the part of its id before the last slash, or "all" if the id has no
-    slash.
+    The kind of a prompt is the part of its id before the last slash, or "all" without a slash.
     """
     parser = argparse.ArgumentParser()
     generate.add_arguments(parser)
@@ -231,18 +192,9 @@ def _read_prompt_file(path: Path) -> list[Prompt]:
 def choose_drafter(name: str, demo_head: Path | None) -> DrafterChoice | None:
     """Return the engine's drafter argument for a drafter of the command line.
 
-    Parameters
-    ----------
-    name
-        Name of the drafter on the command line. Forced drafts are an engine option, so the result
-        for ``forced`` is None.
-    demo_head
-        Drafter folder of the demo model; None if the target is another model.
-
-    Raises
-    ------
-    OptionError
-        If a drafter of the demo model is requested for another model.
+    Forced drafts are an engine option, so the result for ``forced`` is None. `demo_head` is the
+    drafter folder of the demo model; it is None if the target is another model, for which the
+    drafters of the demo model are refused.
     """
     first, plus, then = name.partition("+")
     if plus and first in LOOKUP_DRAFTERS:
@@ -271,15 +223,9 @@ def summarize(
 ) -> dict[str, Any]:
     """Summarize the measurement of a configuration: acceptance lengths, rates and speedup.
 
-    Parameters
-    ----------
-    measurement, baseline
-        Measurements of the same requests with and without speculation. Request ids are numbers.
-        Request i has prompt i modulo the number of prompts.
-    kinds
-        Kind of each prompt.
-    depth
-        Maximum number of drafts that a round can accept.
+    The baseline has the same requests without speculation. The request with id i has the prompt
+    whose number is i modulo the number of prompts; `kinds` has the kind of each prompt. A round
+    accepts at most `depth` drafts.
     """
     rounds_by_prompt: dict[int, list[RequestRound]] = {i: [] for i in range(len(kinds))}
     for output, rounds in zip(measurement.outputs, measurement.rounds, strict=True):
@@ -287,7 +233,6 @@ def summarize(
     every = list(itertools.chain(*rounds_by_prompt.values()))
     tested, accepted = acceptance_by_depth(every, depth)
     rate = sum(accepted) / sum(tested) if any(tested) else 0.0
-    predicted = [expected_length(rate, min(one.tested, depth)) for one in every if one.tested]
     same_outputs = 0
     for output, plain in zip(measurement.outputs, baseline.outputs, strict=True):
         same_outputs += output.tokens == plain.tokens
@@ -314,16 +259,15 @@ def summarize(
         "tested": tested,
         "accepted": accepted,
         "acceptance_rate": rate,
-        "predicted_length": statistics.mean(predicted) if predicted else None,
         "kinds": estimates_by_kind,
         "by_prompt": tokens_per_round,
     }
 
 
 def _request_tokens_per_second(outputs: Sequence[Output]) -> float | None:
-    """Return the mean decoding speed of a request in tokens per second.
+    """Return the mean decoding speed of a request in tokens per second, after its first token.
 
-    The time to the first token is not included. The result is None if no time was measured.
+    The result is None if no time was measured.
     """
     tokens = 0
     seconds = 0.0
@@ -348,16 +292,10 @@ def masking_of(engine: Engine) -> str | None:
 def _verify_modes(
     options: argparse.Namespace, temperature: float, tree: str | None
 ) -> dict[str | None, str]:
-    """Return the verification modes to measure.
+    """Return the request option ``verify`` of each verification mode to measure, by its name.
 
     Greedy requests are always verified greedily, and draft trees by coupled sampling, unless the
-    mode is "relaxed". Several values of ``--verify`` can therefore have the same effect. They are
-    measured once.
-
-    Returns
-    -------
-    dict
-        Value of the request option ``verify`` for each distinct mode, by the name of the mode.
+    mode is "relaxed". Values of ``--verify`` that have the same effect are measured once.
     """
     effective = None
     if temperature < GREEDY_TEMPERATURE:
@@ -380,20 +318,9 @@ def measure(
     prompts: Sequence[Prompt],
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Measure all configurations of an engine.
+    """Measure all configurations of an engine, in turn with the engine without speculation.
 
-    Parameters
-    ----------
-    engine
-        Engine to measure.
-    plain
-        Engine without speculation.
-    drafter
-        Name of the drafter in the results.
-    prompts
-        Prompts to run.
-    options
-        Command line options.
+    `drafter` is the name of the drafter in the results.
     """
     parts = next(iter(engine.round_graphs.values())).parts
     tree = f"{parts.branch}x{parts.depth}" if parts.branch > 1 else None
@@ -492,14 +419,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 # Command line -------------------------------------------------------------------------------------
 
 
-def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m graft.tools.bench.speculation", description=(__doc__ or "").split("\n\n")[0]
-    )
+def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = make_parser("graft.tools.bench.speculation", __doc__)
+    add_chart_option(parser)
     _add_model_options(parser)
     _add_draft_options(parser)
     _add_run_options(parser)
-    return parser
+    options = parser.parse_args(arguments)
+    if options.llm:
+        options.model = smollm()
+    if options.drafters is None:
+        options.drafters = ["forced", "ngram", "eagle" if options.model is None else "suffix"]
+    return options
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -515,7 +447,10 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "(default: the prompts of the demo)",
     )
     prompts.add_argument(
-        "--tasks", type=int, default=0, help="number of held-out tasks of the demo model to run"
+        "--tasks",
+        type=number_from(0),
+        default=0,
+        help="number of held-out tasks of the demo model to run",
     )
 
 
@@ -544,58 +479,26 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run_options(parser: argparse.ArgumentParser) -> None:
+    count = number_from(1)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8], help="batch sizes")
-    parser.add_argument("--max-batch", type=int, help="batch sizes 1, 2, 4, ... up to this one")
-    parser.add_argument("--samples", type=int, default=1, help="requests per prompt")
-    parser.add_argument("--repeats", type=int, default=1, help="runs per configuration")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--max-length", type=int, default=1024)
-    parser.add_argument("--out", type=Path, default=Path("build", "speculation"))
-
-
-def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line.
-
-    Raises
-    ------
-    OptionError
-        If a number is too small.
-    """
-    options = _make_parser().parse_args(arguments)
-    if options.llm:
-        options.model = smollm()
-    if options.max_batch is not None:
-        options.batches = [1 << i for i in range(max(options.max_batch, 1).bit_length())]
-    if options.drafters is None:
-        options.drafters = ["forced", "ngram", "eagle" if options.model is None else "suffix"]
-    if min(options.samples, options.repeats, *options.batches) < 1:
-        raise OptionError("--batches, --samples and --repeats must be at least 1")
-    if options.tasks < 0:
-        raise OptionError(f"--tasks must be at least 0, not {options.tasks}")
-    return options
+    parser.add_argument("--batches", type=count, nargs="+", default=[1, 8], help="batch sizes")
+    parser.add_argument("--samples", type=count, default=1, help="requests per prompt")
+    parser.add_argument("--repeats", type=count, default=1, help="runs per configuration")
+    parser.add_argument("--max-tokens", type=count, default=64)
+    parser.add_argument("--max-length", type=count, default=1024)
 
 
 @program
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark, print the tables and write the files.
-
-    Raises
-    ------
-    OptionError
-        If a drafter could not be measured in any configuration.
-    """
+    """Run the benchmark. It fails if a drafter could not be measured in any configuration."""
     options = parse_options(arguments)
-    options.out.mkdir(parents=True, exist_ok=True)
     results = run(options)
-    report.write(results, options.out)
-    print(f"{report.tables(results)}\n\nfiles: {options.out}")
+    finish(options, results, report.tables(results), report.charts(results), results["device"])
     measured = {one["drafter"] for one in results["configurations"]}
     missing = [name for name in options.drafters if name not in measured]
     if missing:
-        names = ", ".join(missing)
         raise OptionError(
-            f"no engine could be created for drafter {names}; "
+            f"no engine could be created for drafter {', '.join(missing)}; "
             "the reasons are the lines above that begin with 'refused:'"
         )
 

@@ -1,4 +1,4 @@
-"""Compute acceptance lengths, paired comparisons and throughput predictions of speculation.
+"""Acceptance lengths, paired comparisons, throughput predictions and confidence intervals.
 
 A configuration is the dict of results that `speculation.summarize` returns, with the values of
 `CONFIGURATION_KEYS`. A round is one verification of a request's drafts by the target model. Drafts
@@ -8,110 +8,108 @@ form a chain, or a tree with several candidates per position.
 from __future__ import annotations
 
 import itertools
-import statistics
+import math
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from graft.tools.bench.estimate import estimate_mean, estimate_ratio
-
-__all__ = [
-    "CONFIGURATION_KEYS",
-    "RequestRound",
-    "acceptance_by_depth",
-    "differences",
-    "expected_length",
-    "length_estimates",
-    "throughput_by_length",
-]
-
 #: Keys whose values identify a configuration.
 CONFIGURATION_KEYS = ("drafter", "masking", "length", "tree", "verify", "temperature", "batch")
+#: Two-sided 95 % quantile of the normal distribution.
+Z95 = 1.959964
+#: Smallest number of samples for which an interval is computed.
+MIN_SAMPLES = 4
 
 
 class RequestRound(NamedTuple):
-    """Result of one decoding round for one request.
+    """Result of one decoding round for one request."""
 
-    Attributes
-    ----------
-    tokens
-        Number of committed tokens, that is accepted drafts and the bonus token.
-    tested
-        Number of verified drafts.
-    accepted
-        Number of accepted drafts.
+    tokens: int  #: committed tokens: the accepted drafts and the bonus token
+    tested: int  #: verified drafts
+    accepted: int  #: accepted drafts
+
+
+# Confidence intervals -----------------------------------------------------------------------------
+
+
+def student_t_95(degrees: int) -> float:
+    """Return the two-sided 95 % quantile of Student's t distribution.
+
+    The expansion is 26.7.5 of Abramowitz and Stegun. Its error is below 0.2 % for three or more
+    degrees of freedom.
     """
+    z = Z95
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / degrees**power for power, term in enumerate(terms, 1))
 
-    tokens: int
-    tested: int
-    accepted: int
 
+def estimate_ratio(samples: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Estimate the ratio of two sums over independent samples, with a 95 % confidence interval.
 
-def expected_length(rate: float, drafts: int) -> float:
-    """Return the expected tokens per round if all drafts have the same acceptance rate.
-
-    For K drafts with the acceptance rate a, the expected number of tokens is
-    (1 - a^(K+1)) / (1 - a). It includes the bonus token.
+    The variance is that of the ratio estimator (Cochran, "Sampling Techniques", 1977, 6.3).
 
     Parameters
     ----------
-    rate
-        Probability that a draft is accepted if the draft before it was accepted.
-    drafts
-        Number of drafts per round.
+    samples
+        Pairs (numerator, denominator), one per independent sample. If a sample is a prompt, for
+        example, the numerator is the sum of the values measured for the prompt, and the
+        denominator is the number of these values. Samples whose denominator is 0 are ignored.
+
+    Returns
+    -------
+    dict
+        ``mean``, the limits ``low`` and ``high`` of the interval, and the number ``n`` of samples.
+        ``mean`` is None without samples, the limits with fewer than `MIN_SAMPLES` samples.
     """
-    return sum(rate**j for j in range(drafts + 1))
+    samples = [sample for sample in samples if sample[1]]
+    n = len(samples)
+    if not n:
+        return {"mean": None, "low": None, "high": None, "n": 0}
+    denominator = sum(b for _, b in samples)
+    mean = sum(a for a, _ in samples) / denominator
+    if n < MIN_SAMPLES:
+        return {"mean": mean, "low": None, "high": None, "n": n}
+    squares = sum((a - mean * b) ** 2 for a, b in samples)
+    half = student_t_95(n - 1) * math.sqrt(n / (n - 1) * squares) / denominator
+    return {"mean": mean, "low": mean - half, "high": mean + half, "n": n}
+
+
+def estimate_mean(values: Sequence[float]) -> dict[str, Any]:
+    """Estimate the mean of independent values, such as paired differences."""
+    return estimate_ratio([(value, 1) for value in values])
+
+
+# Acceptance ---------------------------------------------------------------------------------------
 
 
 def length_estimates(rounds_by_prompt: Mapping[int, Sequence[RequestRound]]) -> dict[str, Any]:
     """Estimate acceptance length and tokens per round, with prompts as independent samples.
 
-    Parameters
-    ----------
-    rounds_by_prompt
-        Rounds of all requests with the same prompt, by number of the prompt.
-
-    Returns
-    -------
-    dict
-        ``acceptance_length``
-            Estimate of the tokens per round, for rounds that verified drafts. The entry
-            ``variance`` is the variance of the tokens per round.
-        ``tokens_per_round``
-            Estimate of the tokens per round for all rounds.
-
-        Estimates have the keys of `estimate.estimate_ratio`.
+    The acceptance length is the number of tokens per round that verified drafts, the tokens per
+    round that of all rounds.
     """
     acceptance_samples = []
     token_samples = []
-    accepted_tokens: list[int] = []
     for rounds in rounds_by_prompt.values():
-        tokens = [one.tokens for one in rounds if one.tested]
-        accepted_tokens += tokens
-        acceptance_samples.append((sum(tokens), len(tokens)))
-        all_tokens = sum(one.tokens for one in rounds)
-        token_samples.append((all_tokens, len(rounds)))
-    variance = None
-    if len(accepted_tokens) > 1:
-        variance = statistics.variance(accepted_tokens)
+        verified = [one.tokens for one in rounds if one.tested]
+        acceptance_samples.append((sum(verified), len(verified)))
+        token_samples.append((sum(one.tokens for one in rounds), len(rounds)))
     return {
-        "acceptance_length": estimate_ratio(acceptance_samples) | {"variance": variance},
+        "acceptance_length": estimate_ratio(acceptance_samples),
         "tokens_per_round": estimate_ratio(token_samples),
     }
 
 
 def acceptance_by_depth(rounds: Sequence[RequestRound], depth: int) -> tuple[list[int], list[int]]:
-    """Count verified and accepted drafts at each depth.
+    """Count the rounds that verified, and that accepted, a draft at depths 1 to `depth`.
 
     Verification of a round stops at the first rejected draft. Deeper drafts of the round are not
     counted as verified.
-
-    Returns
-    -------
-    tested : list of int
-        Number of rounds that verified a draft at depths 1 to `depth`.
-    accepted : list of int
-        Number of rounds that accepted a draft at depths 1 to `depth`.
     """
     tested = [0] * depth
     accepted = [0] * depth
@@ -122,6 +120,9 @@ def acceptance_by_depth(rounds: Sequence[RequestRound], depth: int) -> tuple[lis
             if j < one.accepted:
                 accepted[j] += 1
     return tested, accepted
+
+
+# Comparisons --------------------------------------------------------------------------------------
 
 
 def differences(configurations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -142,7 +143,7 @@ def differences(configurations: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     -------
     list of dict
         One entry per pair: the name of the ``comparison``, the keys of the first configuration,
-        and the estimated mean of the difference (`estimate.estimate_mean`).
+        and the estimated mean of the difference (`estimate_mean`).
     """
     fixed = [one for one in configurations if one["length"] != "auto"]
     first_drafter = next((one["drafter"] for one in configurations if one["length"]), None)
@@ -156,9 +157,7 @@ def differences(configurations: Sequence[dict[str, Any]]) -> list[dict[str, Any]
         name = f"{one[key]} - {other[key] or 'chain'}"
         if key != "masking" and other["masking"] not in (None, one["masking"]):
             name += f", {other['masking']}"
-        found.append(
-            {"comparison": name} | {name: one[name] for name in CONFIGURATION_KEYS} | estimate
-        )
+        found.append({"comparison": name} | {k: one[k] for k in CONFIGURATION_KEYS} | estimate)
     return found
 
 
@@ -181,9 +180,7 @@ def _compared_key(
         "drafter": other["drafter"] == first_drafter,
         "verify": str(one["verify"]) < str(other["verify"]),
     }
-    if compared.get(key, False):
-        return key
-    return None
+    return key if compared.get(key, False) else None
 
 
 def throughput_by_length(configurations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -221,18 +218,15 @@ def _predict_group(
     baseline = [one for one in baselines if same_run(one) == same_run(longest)]
     lengths = []
     for one in sorted([*baseline, *group], key=itemgetter("length")):
-        length = one["length"]
-        batch = one["batch"]
-        round_us = one["round_us"]
-        tokens = 1 + sum(longest["accepted"][:length]) / longest["rounds"]
+        tokens = 1 + sum(longest["accepted"][: one["length"]]) / longest["rounds"]
         predicted = None
-        if round_us:
-            predicted = batch * tokens / round_us * 1e6
+        if one["round_us"]:
+            predicted = one["batch"] * tokens / one["round_us"] * 1e6
         lengths.append(
             {
-                "length": length,
-                "rows": batch * (length + 1),
-                "round_us": round_us,
+                "length": one["length"],
+                "rows": one["batch"] * (one["length"] + 1),
+                "round_us": one["round_us"],
                 "tokens_per_round": tokens,
                 "predicted_tokens_per_second": predicted,
                 "measured_tokens_per_second": one["tokens_per_second"],

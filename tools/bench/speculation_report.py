@@ -1,32 +1,19 @@
-"""Write the results of the speculation benchmark as tables, a CSV file and charts."""
+"""Tables and charts of the speculation benchmark."""
 
 from __future__ import annotations
 
-import csv
-import json
-from pathlib import Path
 from typing import Any
 
-from graft.tools.bench.chart import chart
+from graft.tools.bench.harness import Chart
 from graft.tools.bench.speculation_metrics import CONFIGURATION_KEYS
 from graft.tools.console import table
 from graft.tools.demo.command import SOFT_NOTE
 
-#: Values of a configuration that are reported only for all prompts together, not by kind.
-WHOLE_RUN_FIGURES = (
-    "acceptance_rate",
-    "predicted_length",
-    "round_us",
-    "tokens_per_second",
-    "request_tokens_per_second",
-    "speedup",
-)
 LEGEND = """\
 acceptance: acceptance length, the mean number of tokens of rounds that verified drafts, including
-the bonus token, ± 95 %; uniform: acceptance length predicted by (1 - a^(K+1)) / (1 - a) for the
-mean acceptance rate a and K drafts; speedup: throughput relative to decoding without speculation.
-The first row compares decoding without speculation with itself and shows the noise of the
-measurement; same: outputs that equal the outputs without speculation"""
+the bonus token, ± 95 %; speedup: throughput relative to decoding without speculation. The first row
+compares decoding without speculation with itself and shows the noise of the measurement; same:
+outputs that equal the outputs without speculation"""
 
 
 def format_number(value: float | None, spec: str = ".2f") -> str:
@@ -35,7 +22,7 @@ def format_number(value: float | None, spec: str = ".2f") -> str:
 
 
 def format_interval(estimate: dict[str, Any], spec: str = ".2f") -> str:
-    """Format an estimate as mean ± half the width of its interval; see `estimate`."""
+    """Format an estimate as mean ± half the width of its interval."""
     if estimate["high"] is None:
         return format_number(estimate["mean"], spec)
     half = estimate["high"] - estimate["mean"]
@@ -62,41 +49,24 @@ def acceptance_rates(configuration: dict[str, Any]) -> list[float]:
 
 def _configuration_table(configurations: list[dict[str, Any]]) -> str:
     """Return the main table, one line per configuration."""
-    rows: list[tuple[object, ...]] = [
-        (
-            "",
-            "verify",
-            "T",
-            "batch",
-            "acceptance",
-            "variance",
-            "uniform",
-            "by depth",
-            "tokens/round",
-            "tokens/s",
-            "speedup",
-            "tokens/s per request",
-            "same",
-        )
-    ]
+    heading = "acceptance|by depth|tokens/round|tokens/s|speedup|tokens/s per request|same"
+    rows = [["", "verify", "T", "batch", *heading.split("|")]]
     for one in configurations:
         rates = " ".join(f"{rate:.0%}" for rate in acceptance_rates(one))
         rows.append(
-            (
+            [
                 label(one),
                 one["verify"] or "-",
                 one["temperature"],
                 one["batch"],
                 format_interval(one["acceptance_length"]),
-                format_number(one["acceptance_length"]["variance"]),
-                format_number(one["predicted_length"]),
                 rates or "-",
                 format_interval(one["tokens_per_round"]),
                 format_number(one["tokens_per_second"], ".0f"),
                 format_number(one["speedup"]),
                 format_number(one["request_tokens_per_second"], ".0f"),
                 f"{one['same_outputs']}/{one['outputs']}",
-            )
+            ]
         )
     return table(rows)
 
@@ -117,65 +87,40 @@ def _kind_table(results: dict[str, Any]) -> str:
         and one["temperature"] == first["temperature"]
         and one["batch"] == first["batch"]
     ]
-    rows: list[tuple[object, ...]] = [("", *map(label, shown))]
+    rows = [["", *map(label, shown)]]
     for kind in results["prompts"]:
         means = [one["kinds"][kind]["acceptance_length"]["mean"] for one in shown]
-        rows.append((kind, *map(format_number, means)))
+        rows.append([kind, *map(format_number, means)])
     return table(rows)
 
 
 def _difference_table(differences: list[dict[str, Any]]) -> str:
     """Return the paired comparisons, one per line."""
-    rows: list[tuple[object, ...]] = [
-        ("", "comparison", "verify", "T", "batch", "difference", "prompts")
-    ]
+    rows = [["", "comparison", "verify", "T", "batch", "difference", "prompts"]]
     for one in differences:
-        rows.append(
-            (
-                label(one),
-                one["comparison"],
-                one["verify"],
-                one["temperature"],
-                one["batch"],
-                format_interval(one, "+.3f"),
-                one["n"],
-            )
-        )
+        keys = [one[name] for name in ("comparison", "verify", "temperature", "batch")]
+        rows.append([label(one), *keys, format_interval(one, "+.3f"), one["n"]])
     return table(rows, left=2)
 
 
 def _length_table(groups: list[dict[str, Any]]) -> str:
     """Return predicted and measured throughput, one line per chain length."""
-    rows: list[tuple[object, ...]] = [
-        (
-            "",
-            "verify",
-            "T",
-            "batch",
-            "drafts",
-            "rows",
-            "round us",
-            "predicted tokens/s",
-            "measured tokens/s",
-            "",
-        )
-    ]
+    heading = "drafts|rows|round us|predicted tokens/s|measured tokens/s|"
+    rows = [["", "verify", "T", "batch", *heading.split("|")]]
     for group in groups:
+        keys = [group[name] for name in ("verify", "temperature", "batch")]
         for one in group["lengths"]:
-            rows.append(
-                (
-                    label(group | {"length": None}),
-                    group["verify"],
-                    group["temperature"],
-                    group["batch"],
-                    one["length"],
-                    one["rows"],
-                    format_number(one["round_us"], ".0f"),
-                    format_number(one["predicted_tokens_per_second"], ".0f"),
-                    format_number(one["measured_tokens_per_second"], ".0f"),
-                    "best" if one["length"] == group["best"] else "",
+            times = [
+                format_number(one[name], ".0f")
+                for name in (
+                    "round_us",
+                    "predicted_tokens_per_second",
+                    "measured_tokens_per_second",
                 )
-            )
+            ]
+            best = "best" if one["length"] == group["best"] else ""
+            name = label(group | {"length": None})
+            rows.append([name, *keys, one["length"], one["rows"], *times, best])
     return table(rows)
 
 
@@ -202,18 +147,12 @@ def tables(results: dict[str, Any]) -> str:
     return "\n\n".join(sections)
 
 
-# Files --------------------------------------------------------------------------------------------
+# Charts -------------------------------------------------------------------------------------------
 
 
-def charts(results: dict[str, Any]) -> dict[str, str]:
-    """Return the charts as SVG by file name.
-
-    The charts show only configurations with the first temperature and the first verification mode.
-    """
+def charts(results: dict[str, Any]) -> list[Chart]:
+    """Return the charts of the first temperature and the first verification mode."""
     configurations = results["configurations"]
-    note = results["device"]
-    if not results["gpu_times"]:
-        note += "; none of these times is a GPU's"
     max_batch = max(one["batch"] for one in configurations)
     shown: dict[tuple[Any, ...], dict[str, Any]] = {}
     for one in configurations:
@@ -235,58 +174,19 @@ def charts(results: dict[str, Any]) -> dict[str, str]:
             series.append((drafts, tokens_per_second))
         request_rate = one["request_tokens_per_second"]
         if request_rate:
-            series = interactivity.setdefault(label(one), [])
-            series.append((request_rate, tokens_per_second))
-    return {
-        "acceptance.svg": chart(
+            interactivity.setdefault(label(one), []).append((request_rate, tokens_per_second))
+    return [
+        Chart(
             "Acceptance rate by draft depth",
-            note,
             "depth",
             "accepted share of verified drafts",
             acceptance,
         ),
-        "throughput.svg": chart(
-            f"Throughput at batch size {max_batch}",
-            note,
-            "drafts per round",
-            "tokens/s",
-            throughput,
-        ),
-        "interactivity.svg": chart(
+        Chart(f"Throughput at batch size {max_batch}", "drafts per round", "tokens/s", throughput),
+        Chart(
             "Throughput and interactivity, one point per batch size",
-            note,
             "tokens/s per request",
             "tokens/s",
             interactivity,
         ),
-    }
-
-
-def _csv_rows(configurations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of the CSV file.
-
-    Each configuration has one row for all prompts and one row for each kind of prompt.
-    """
-    rows = []
-    for one in configurations:
-        for kind, figures in {"all": one, **one["kinds"]}.items():
-            row = {key: one[key] for key in CONFIGURATION_KEYS} | {"kind": kind}
-            for name in ("acceptance_length", "tokens_per_round"):
-                for statistic, value in figures[name].items():
-                    row[f"{name}_{statistic}"] = value
-            for name in WHOLE_RUN_FIGURES:
-                row[name] = figures.get(name)
-            rows.append(row)
-    return rows
-
-
-def write(results: dict[str, Any], folder: Path) -> None:
-    """Write ``speculation.json``, ``speculation.csv`` and the charts to a folder."""
-    (folder / "speculation.json").write_text(json.dumps(results, indent=1) + "\n")
-    rows = _csv_rows(results["configurations"])
-    with (folder / "speculation.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    for name, svg in charts(results).items():
-        (folder / name).write_text(svg, encoding="utf-8")
+    ]

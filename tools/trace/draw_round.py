@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 from graft.cudagraph.graph.drawing import COLOURS, OTHER_COLOURS, dot
@@ -26,6 +25,7 @@ from graft.cudagraph.graph.graph import Graph, Node
 from graft.models.engine.engine import Engine
 from graft.tools.console import program
 from graft.tools.demo_model import demo_model
+from graft.tools.trace import svg
 
 #: Maximum number of characters of the text in a box.
 MAX_LABEL = 34
@@ -41,22 +41,17 @@ BOX_WIDTH = 260
 BOX_HEIGHT = 26
 ROW_HEIGHT = 40
 COLUMN_GAP = 90
-TOP = 70
+TOP = 83
 
 
 # Folding ------------------------------------------------------------------------------------------
 
 
 def run_label(names: Sequence[str]) -> str:
-    """Return the label of a run of nodes.
+    """Return the label of a run of nodes, given their names in order.
 
     The label has the names of the first and the last node, and the number of nodes. The names skip
     nodes that write time stamps, unless the run has no other nodes.
-
-    Parameters
-    ----------
-    names
-        Names of the nodes of the run, in order.
     """
     if len(names) == 1:
         return names[0]
@@ -103,14 +98,8 @@ def fold(graph: Graph) -> tuple[list[Node], list[tuple[int, int]]]:
 
     A run is a sequence of consecutive nodes of one lane that have the same kind. A node on which a
     node of another lane depends is the last node of its run. A node that depends on a node of
-    another lane is the first node of its run.
-
-    Returns
-    -------
-    runs : list of Node
-        One node per run, in the order in which the runs begin.
-    edges : list of (int, int)
-        Edges between runs, as pairs of indices into `runs`.
+    another lane is the first node of its run. Return one node per run, in the order in which the
+    runs begin, and the edges between runs as pairs of indices of runs.
     """
     folded = []
     run_of_node: dict[int, int] = {}
@@ -131,92 +120,60 @@ def fold(graph: Graph) -> tuple[list[Node], list[tuple[int, int]]]:
 # Drawing ------------------------------------------------------------------------------------------
 
 
-class _Layout:
-    """Positions of the boxes: a column per lane and a row per node.
-
-    Attributes
-    ----------
-    x
-        Horizontal position of the middle of each lane's column, in pixels.
-    width, height
-        Size of the picture in pixels.
-    """
-
-    def __init__(self, lanes: Sequence[str], nodes: Sequence[Node]):
-        self._nodes = nodes
-        column_width = BOX_WIDTH + COLUMN_GAP
-        self.x = {}
-        for i, lane in enumerate(lanes):
-            self.x[lane] = LEFT + BOX_WIDTH / 2 + i * column_width
-        first_y = TOP + BOX_HEIGHT / 2
-        self._y = [first_y + ROW_HEIGHT * i for i in range(len(nodes))]
-        self.width = 2 * LEFT + len(lanes) * column_width - COLUMN_GAP
-        self.height = TOP + ROW_HEIGHT * len(nodes) + 20
-
-    def draw_edge(self, start: int, end: int) -> str:
-        """Return the edge between two nodes as an SVG element."""
-        nodes = self._nodes
+def draw(
+    title: str, lanes: Sequence[str], nodes: Sequence[Node], edges: Sequence[tuple[int, int]]
+) -> str:
+    """Return a graph as SVG. Lanes are columns, and each node is below its predecessors."""
+    column = {}
+    for i, lane in enumerate(lanes):
+        column[lane] = LEFT + BOX_WIDTH / 2 + i * (BOX_WIDTH + COLUMN_GAP)
+    centres = [(column[node.lane], TOP + ROW_HEIGHT * i) for i, node in enumerate(nodes)]
+    markers = _arrow("plain", EDGE_COLOUR) + _arrow("cross", CROSSING_COLOUR)
+    parts = [f"<defs>{markers}</defs>"]
+    parts += [svg.text(column[lane], 50, lane, "middle", "bold") for lane in lanes]
+    for start, end in edges:
         if nodes[start].lane != nodes[end].lane:
-            path = self._path_between_lanes(start, end)
-            marker = "cross"
-            colour = CROSSING_COLOUR
+            path = _path_between_lanes(centres[start], centres[end])
+            marker, colour = "cross", CROSSING_COLOUR
         else:
-            path = self._path_within_lane(start, end)
-            marker = "plain"
-            colour = EDGE_COLOUR
-        return (
+            skips = any(node.lane == nodes[end].lane for node in nodes[start + 1 : end])
+            path = _path_within_lane(centres[start], centres[end], skips)
+            marker, colour = "plain", EDGE_COLOUR
+        parts.append(
             f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="1.6" '
             f'marker-end="url(#{marker})"/>'
         )
+    for node, (x, y) in zip(nodes, centres, strict=True):
+        left, top = x - BOX_WIDTH / 2, y - BOX_HEIGHT / 2
+        colours = COLOURS.get(node.kind, OTHER_COLOURS)
+        hover = f"{node.index}: {node.kind} {node.name}"
+        parts.append(svg.box(left, top, BOX_WIDTH, BOX_HEIGHT, node.name, colours, hover))
+    width = 2 * LEFT + len(lanes) * (BOX_WIDTH + COLUMN_GAP) - COLUMN_GAP
+    return svg.document(width, TOP + ROW_HEIGHT * len(nodes), title, parts)
 
-    def _path_between_lanes(self, start: int, end: int) -> str:
-        """Return a curve from the side of one box to the side of a box in another column."""
-        x1 = self.x[self._nodes[start].lane]
-        x2 = self.x[self._nodes[end].lane]
-        direction = 1 if x2 > x1 else -1
-        x1 += direction * BOX_WIDTH / 2
-        x2 -= direction * (BOX_WIDTH / 2 + 2)
-        # Edges leave a box below its middle and enter a box above its middle, so that an edge that
-        # leaves does not touch an edge that enters.
-        y1 = self._y[start] + 5
-        y2 = self._y[end] - 5
-        bend = direction * COLUMN_GAP / 2
-        bend1 = x1 + bend
-        bend2 = x2 - bend
-        return f"M{x1},{y1} C{bend1},{y1} {bend2},{y2} {x2},{y2}"
 
-    def _path_within_lane(self, start: int, end: int) -> str:
-        """Return a line between two boxes of a column, or a curve around the boxes in between."""
-        lane = self._nodes[start].lane
-        x = self.x[lane]
-        y1 = self._y[start]
-        y2 = self._y[end]
-        if any(node.lane == lane for node in self._nodes[start + 1 : end]):
-            left = x - BOX_WIDTH / 2
-            bend = left - 28
-            return f"M{left},{y1} C{bend},{y1} {bend},{y2} {left - 2},{y2}"
-        bottom = y1 + BOX_HEIGHT / 2
-        top = y2 - BOX_HEIGHT / 2 - 2
-        return f"M{x},{bottom} L{x},{top}"
+def _path_between_lanes(start: tuple[float, float], end: tuple[float, float]) -> str:
+    """Return a curve from the side of one box to the side of a box in another column.
 
-    def draw_node(self, node: Node) -> str:
-        """Return the box of a node as an SVG element."""
-        x = self.x[node.lane]
-        y = self._y[node.index]
+    Edges leave a box below its middle and enter a box above its middle, so that an edge that leaves
+    does not touch an edge that enters.
+    """
+    direction = 1 if end[0] > start[0] else -1
+    x1 = start[0] + direction * BOX_WIDTH / 2
+    x2 = end[0] - direction * (BOX_WIDTH / 2 + 2)
+    y1 = start[1] + 5
+    y2 = end[1] - 5
+    bend = direction * COLUMN_GAP / 2
+    return f"M{x1},{y1} C{x1 + bend},{y1} {x2 - bend},{y2} {x2},{y2}"
+
+
+def _path_within_lane(start: tuple[float, float], end: tuple[float, float], skips: bool) -> str:
+    """Return a line between two boxes of a column, or a curve if it skips boxes in between."""
+    (x, y1), (_, y2) = start, end
+    if skips:
         left = x - BOX_WIDTH / 2
-        top = y - BOX_HEIGHT / 2
-        fill, stroke = COLOURS.get(node.kind, OTHER_COLOURS)
-        title = escape(f"{node.index}: {node.kind} {node.name}")
-        text = node.name
-        if len(text) > MAX_LABEL:
-            text = text[: MAX_LABEL - 1] + "…"
-        return (
-            f"<g><title>{title}</title>"
-            f'<rect x="{left}" y="{top}" width="{BOX_WIDTH}" '
-            f'height="{BOX_HEIGHT}" rx="6" fill="{fill}" stroke="{stroke}"/>'
-            f'<text x="{x}" y="{y + 4}" text-anchor="middle">'
-            f"{escape(text)}</text></g>"
-        )
+        return f"M{left},{y1} C{left - 28},{y1} {left - 28},{y2} {left - 2},{y2}"
+    return f"M{x},{y1 + BOX_HEIGHT / 2} L{x},{y2 - BOX_HEIGHT / 2 - 2}"
 
 
 def _arrow(name: str, colour: str) -> str:
@@ -225,47 +182,6 @@ def _arrow(name: str, colour: str) -> str:
         f'<marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
         f'markerHeight="7" orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="{colour}"/></marker>'
     )
-
-
-def svg(
-    name: str, lanes: Sequence[str], nodes: Sequence[Node], edges: Sequence[tuple[int, int]]
-) -> str:
-    """Return a graph as SVG. Lanes are columns, and each node is below its predecessors.
-
-    Parameters
-    ----------
-    name
-        Title of the picture.
-    lanes
-        Names of the lanes, from left to right.
-    nodes
-        Nodes by index.
-    edges
-        Pairs of node indices: the node that an edge leaves and the node that it enters.
-    """
-    layout = _Layout(lanes, nodes)
-    title = escape(name)
-    markers = _arrow("plain", EDGE_COLOUR) + _arrow("cross", CROSSING_COLOUR)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{layout.width}" '
-        f'height="{layout.height}" font-family="Helvetica, Arial, sans-serif" font-size="12">',
-        f"<title>{title}</title>",
-        '<rect width="100%" height="100%" fill="white"/>',
-        f"<defs>{markers}</defs>",
-        f'<text x="24" y="24" font-size="16" font-weight="bold">{title}</text>',
-    ]
-    for lane in lanes:
-        x = layout.x[lane]
-        parts.append(
-            f'<text x="{x:.0f}" y="50" text-anchor="middle" font-weight="bold">'
-            f"{escape(lane)}</text>"
-        )
-    for start, end in edges:
-        parts.append(layout.draw_edge(start, end))
-    for node in nodes:
-        parts.append(layout.draw_node(node))
-    parts.append("</svg>")
-    return "\n".join(parts) + "\n"
 
 
 # Program ------------------------------------------------------------------------------------------
@@ -291,9 +207,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         edges = graph.edges
         if options.fold:
             nodes, edges = fold(graph)
-    draw = dot if options.out.suffix == ".dot" else svg
+    write = dot if options.out.suffix == ".dot" else draw
     title = f"a round: {len(graph.nodes)} nodes"
-    options.out.write_text(draw(title, LANES, nodes, edges))
+    options.out.write_text(write(title, LANES, nodes, edges))
     print(f"{options.out}: {len(nodes)} boxes")
 
 

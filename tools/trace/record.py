@@ -45,48 +45,24 @@ class Span(ctypes.Structure):
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """Execution of one graph node, or of one part of a round.
-
-    Attributes
-    ----------
-    name, kind, lane
-        Name, kind and lane of the node.
-    graph
-        Name of the graph.
-    replay
-        Number of the replay of the graph; the first one is 1.
-    start_ns, end_ns
-        Times of ``time.monotonic_ns``.
-    """
+    """Execution of one graph node, or of one part of a round, in times of ``monotonic_ns``."""
 
     name: str
     kind: str
     lane: str
-    graph: str
-    replay: int
+    graph: str  #: name of the graph
+    replay: int  #: number of the replay of the graph; the first one is 1
     start_ns: int
     end_ns: int
 
 
 @dataclass(frozen=True)
 class Wait:
-    """An exposed wait: a lane had no work to run because it waited for a host step.
-
-    Attributes
-    ----------
-    lane, node
-        Lane and name of the node that waited.
-    cause
-        Name of the host step of another lane for which the node waited.
-    replay
-        Number of the replay.
-    start_ns, end_ns
-        Interval of the wait, in times of ``time.monotonic_ns``.
-    """
+    """An exposed wait: a lane had no work to run because it waited for a host step."""
 
     lane: str
-    node: str
-    cause: str
+    node: str  #: name of the node that waited
+    cause: str  #: name of the host step of another lane for which the node waited
     replay: int
     start_ns: int
     end_ns: int
@@ -94,27 +70,25 @@ class Wait:
 
 @dataclass
 class Trace:
-    """Timeline of replays.
+    """Timeline of replays: events and exposed waits between lanes by start time."""
 
-    Attributes
-    ----------
-    device
-        Description of the device.
-    events
-        Events by start time.
-    waits
-        Exposed waits between lanes by start time.
-    clock_error_ns
-        Maximum error of device times in nanoseconds, after their conversion to the host's clock.
-    lost
-        Number of spans that did not fit into the recording.
-    """
-
-    device: str
+    device: str  #: description of the device
     events: list[TraceEvent] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
+    #: Maximum error of device times, after their conversion to the host's clock.
     clock_error_ns: int = 0
+    #: Number of spans that did not fit into the recording.
     lost: int = 0
+
+    @property
+    def start_ns(self) -> int:
+        """Start of the first event."""
+        return self.events[0].start_ns
+
+    @property
+    def end_ns(self) -> int:
+        """End of the last event."""
+        return max(event.end_ns for event in self.events)
 
     def sort(self) -> None:
         """Sort events and waits by start time."""
@@ -127,36 +101,18 @@ class Trace:
         return list(dict.fromkeys(keys))
 
     def select(self, graph: str, replay: int) -> Trace:
-        """Return the timeline of one replay.
-
-        Parameters
-        ----------
-        graph, replay
-            Name of the graph and number of the replay.
-
-        Raises
-        ------
-        OptionError
-            If the trace does not contain the replay.
-        """
+        """Return the timeline of one replay of the graph with this name."""
         events = [e for e in self.events if (e.graph, e.replay) == (graph, replay)]
         if not events:
             raise OptionError(f"the trace has no replay {replay} of graph {graph!r}")
-        begin = events[0].start_ns
-        end = max(event.end_ns for event in events)
-        waits = [w for w in self.waits if w.replay == replay and begin <= w.start_ns <= end]
-        return Trace(self.device, events, waits, self.clock_error_ns, self.lost)
+        selected = Trace(self.device, events, [], self.clock_error_ns, self.lost)
+        for wait in self.waits:
+            if wait.replay == replay and selected.start_ns <= wait.start_ns <= selected.end_ns:
+                selected.waits.append(wait)
+        return selected
 
     def add_graph(self, graph: Graph, spans: Sequence[Span]) -> None:
-        """Add all replays of one executable graph.
-
-        Parameters
-        ----------
-        graph
-            Graph from which the executable was instantiated.
-        spans
-            Recorded spans of the executable, ordered by start time.
-        """
+        """Add all replays of one executable of a graph, given its spans by start time."""
         handles = {span.node for span in spans}
         index_by_handle = {handle: graph.node_index(handle) for handle in handles}
         known = []
@@ -264,22 +220,9 @@ def record(
 ) -> Iterator[Trace]:
     """Record all replays of the given executables while the block runs.
 
-    The yielded trace is empty until the block ends.
-
-    Parameters
-    ----------
-    device
-        Soft device.
-    watched
-        Graph of each executable to record. The executables must stay open until the block has
-        ended.
-    capacity
-        Maximum number of spans. Further spans are dropped and counted in `Trace.lost`.
-
-    Raises
-    ------
-    OptionError
-        If the device is CUDA hardware, whose driver does not report when a node runs.
+    The yielded trace is empty until the block ends, and the executables must stay open until then.
+    `watched` has the graph of each executable. Spans beyond `capacity` are dropped and counted in
+    `Trace.lost`. Only the soft device's driver reports when a node runs.
     """
     if device.kind != "soft":
         raise OptionError("the driver of CUDA hardware does not report when a node runs")
@@ -306,7 +249,7 @@ def record(
 def split_launches(
     spans: Sequence[tuple[int, Span]], edges: Iterable[tuple[int, int]]
 ) -> list[list[tuple[int, Span]]]:
-    """Split the spans of one executable into launches.
+    """Split the spans of one executable, pairs of node index and span by start time, into launches.
 
     Launches of an executable run one after another, and each launch runs every node once. Several
     worker threads can share a node, so one launch may record several spans of the same node, and
@@ -314,18 +257,6 @@ def split_launches(
     launch. A new launch begins with another span of a node without predecessors, provided that a
     successor of this node has begun since the node's first span in the current launch. If the node
     has no successors, all earlier spans must have ended.
-
-    Parameters
-    ----------
-    spans
-        Pairs of node index and span, ordered by start time.
-    edges
-        Edges of the graph.
-
-    Returns
-    -------
-    list of list of (int, Span)
-        The pairs of each launch, in the order of `spans`.
     """
     successors: dict[int, set[int]] = defaultdict(set)
     with_predecessors = set()
@@ -352,19 +283,14 @@ def split_launches(
 
 
 def exposed_waits(events: Mapping[int, TraceEvent], edges: Sequence[tuple[int, int]]) -> list[Wait]:
-    """Return the exposed waits of one replay, for host steps of other lanes.
+    """Return the exposed waits of one replay for host steps of other lanes.
+
+    `events` has the events of the replay by node index.
 
     A node is ready on its own lane when its predecessors on that lane have ended. If a predecessor
     on another lane ends later, the time in between is an exposed wait, provided that this
     predecessor is a host step or follows a host step on its lane. For example, the model waits for
     a copy of mask rows, which follows the host step that fills the rows.
-
-    Parameters
-    ----------
-    events
-        Events of the replay by node index.
-    edges
-        Edges of the graph.
     """
     predecessors: dict[int, list[int]] = defaultdict(list)
     for start, end in edges:

@@ -27,15 +27,11 @@ CLOCK_SAMPLES = 16
 
 
 def clock_offset(device: Device) -> tuple[int, int]:
-    """Measure the offset between the device's clock and the host's clock.
+    """Measure the offset between the device's clock and the host's clock, in nanoseconds.
 
-    A kernel reads the device's clock between two readings of the host's clock. The error is at
-    most half the time between these two readings (Cristian's algorithm).
-
-    Returns
-    -------
-    offset_ns, error_ns : int
-        Device time plus offset equals ``time.monotonic_ns`` within the error.
+    Device time plus the first result equals ``time.monotonic_ns`` within the second result. A
+    kernel reads the device's clock between two readings of the host's clock. The error is at most
+    half the time between these two readings (Cristian's algorithm).
     """
     kernel = device.load(CLOCK_KERNELS)["stamp_ns"]
     stamps = device.zeros((1,), "uint64")
@@ -63,12 +59,8 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
     it is a round or a loop, how mask rows are made and where the grammar steps run. On the soft
     device, the driver reports the start and the end of every node. On CUDA hardware, the parts of a
     round are timed on the device's clock and host steps on the host's clock;
-    `Trace.clock_error_ns` bounds the error of the conversion.
-
-    Raises
-    ------
-    OptionError
-        If the device is CUDA hardware and the engine was created without ``timeline=True``.
+    `Trace.clock_error_ns` bounds the error of the conversion, and the engine must have been created
+    with ``timeline=True``.
     """
     engine.synchronize()  # exclude rounds that were launched before the block
     if engine.device.kind == "soft":
@@ -110,20 +102,9 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
 def _add_parts(
     trace: Trace, flight: ReplayInFlight, stamps: list[int], replay: int, offset_ns: int
 ) -> None:
-    """Add the parts of a round to a trace.
+    """Add the parts of a completed replay to a trace, as the replay with number `replay`.
 
-    Parameters
-    ----------
-    trace
-        Trace to extend.
-    flight
-        Completed replay.
-    stamps
-        Device times in nanoseconds between the parts; 0 if the kernel did not write a stamp.
-    replay
-        Number of the replay in the trace.
-    offset_ns
-        Offset that converts device times to host times.
+    `stamps` has the device times between the parts; a time is 0 if the kernel did not write it.
     """
     for part, start, end in zip(flight.graph.timed, stamps, stamps[1:], strict=False):
         if start == 0 or end == 0:

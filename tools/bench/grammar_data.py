@@ -6,7 +6,6 @@ A labelled schema is a JSON object with a ``schema`` and two lists of instances,
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import re
@@ -27,13 +26,6 @@ _END_TOKEN_NAMES = re.compile(
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that select schemas and tokenizer."""
-    parser.add_argument("folder", type=Path, help="folder with .jsonl or .jsonl.gz files")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json(.gz)")
-    parser.add_argument("--stop-token", help="end token (default: detected by its name)")
-
-
 def _read_text(path: Path) -> str:
     """Return the text of a file, decompressed if its name ends in ``.gz``."""
     try:
@@ -49,11 +41,6 @@ def read_schemas(folder: Path, every: int = 1) -> Iterator[dict[str, Any]]:
     """Yield every `every`-th schema of each ``.jsonl`` and ``.jsonl.gz`` file below a folder.
 
     Schemas without instances are left out, and are not counted.
-
-    Raises
-    ------
-    OptionError
-        If the folder contains no such file, or a file cannot be read.
     """
     files = sorted([*folder.rglob("*.jsonl.gz"), *folder.rglob("*.jsonl")])
     if not files:
@@ -70,18 +57,8 @@ def load_tokenizer(
 ) -> tuple[tokenizers.Tokenizer, Vocabulary]:
     """Load a tokenizer.json(.gz) and build its vocabulary.
 
-    Parameters
-    ----------
-    path
-        Tokenizer file.
-    stop_token
-        Text of the end token. By default, the first special token whose name is a usual name of an
-        end token.
-
-    Raises
-    ------
-    OptionError
-        If the file is not a tokenizer.json, or does not define the end token.
+    `stop_token` is the text of the end token. By default, it is the first special token whose name
+    is a usual name of an end token.
     """
     text = _read_text(path)
     try:
