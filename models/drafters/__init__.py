@@ -3,7 +3,9 @@
 ===================  ==========================================================================
 `Eagle3`             EAGLE-3 draft head
 `Mtp`                multi-token prediction (MTP) modules
-`DFlash`             block drafters: DFlash, DFlash2 and DSpark
+`DFlash`             block drafter, which drafts all levels from one forward pass
+`DFlash2`            DFlash with convolutions and a candidate selector
+`DSpark`             DFlash with a Markov head
 `SmallModel`         small draft model with the target's tokenizer
 `NGram`              n-gram prompt lookup
 `Suffix`             suffix decoding
@@ -16,6 +18,8 @@
 from graft.models.drafters.base import Drafter, DrafterChoice, DrafterContext, TreeShape
 from graft.models.drafters.cascade import CascadeDrafter
 from graft.models.drafters.dflash import DFlash
+from graft.models.drafters.dflash2 import DFlash2
+from graft.models.drafters.dspark import DSpark
 from graft.models.drafters.eagle3 import Eagle3
 from graft.models.drafters.feed import Feed
 from graft.models.drafters.forced import Forced
@@ -29,6 +33,8 @@ from graft.sampling.sampler import DraftVocab
 __all__ = [
     "CascadeDrafter",
     "DFlash",
+    "DFlash2",
+    "DSpark",
     "DraftVocab",
     "Drafter",
     "DrafterChoice",

@@ -1,6 +1,6 @@
-"""DFlash2, which adds convolutions over the rows of a block and a candidate selector to DFlash.
+"""DFlash2, a block drafter with convolutions over the rows of a block and a candidate selector.
 
-A block is the group of rows from which one request drafts (module `dflash`). Every layer convolves
+A block is the group of rows from which one request drafts (module `block`). Every layer convolves
 the input and the output of its attention and of its MLP along the rows of the block. The result for
 a row depends on the row and on previous rows. The convolution kernel is the sum of two kernels: a
 static kernel for each column, and a dynamic kernel that is computed from the row for each group of
@@ -23,6 +23,9 @@ from typing import NamedTuple
 
 from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.lanes import Lane
+from graft.models.drafters.base import DrafterContext
+from graft.models.drafters.block import BlockDrafter
+from graft.models.drafters.feed import Feed
 from graft.models.llm.config import DFlashConfig
 from graft.models.llm.kernels.library import ModelKernels
 from graft.models.llm.rows import Rows
@@ -30,7 +33,36 @@ from graft.models.llm.stack import DecoderStack
 from graft.models.llm.weights import Weights
 from graft.sampling.loading import load, row_block
 
-__all__ = ["Convolutions", "Selector"]
+__all__ = ["DFlash2"]
+
+
+class DFlash2(BlockDrafter):
+    """Drafter that convolves the rows of a block and samples among candidates of a selector.
+
+    The folder has the tensors of a `DFlash` folder, ``candidate_selector.*`` and, in every layer,
+    ``attention_conv.*`` and ``mlp_conv.*``.
+    """
+
+    kind = "DFlash2"
+
+    def _load_extras(self, weights: Weights, context: DrafterContext, nodes: int) -> None:
+        config = self._config
+        self.num_candidates = config.selector_top_k
+        level_rows = context.slots * len(self.shape.levels)
+        self._convolutions = _Convolutions(weights, config, self._kernels, context.max_rows)
+        self._selector = _Selector(weights, config, self._kernels, level_rows, nodes)
+
+    def _run_layers(self, lane: Lane, batch: int, rows: Rows, attend_rows: Rows) -> None:
+        self._embed(lane, rows, None)
+        self._convolutions.run(lane, self._stack, rows, attend_rows, batch)
+
+    def _choose_candidates(self, lane: Lane, normed: DeviceArray, logits: DeviceArray) -> None:
+        self._selector.choose(lane, normed, logits)
+
+    def _adjust_level(
+        self, lane: Lane, feed: Feed, level: int, logits: DeviceArray, previous: DeviceArray
+    ) -> None:
+        self._selector.score(lane, logits, level, feed.batch, previous)
 
 
 class _Convolution(NamedTuple):
@@ -64,19 +96,10 @@ def _dynamic_columns(config: DFlashConfig) -> int:
     return 2 * config.conv_kernel_size * groups
 
 
-class Convolutions:
+class _Convolutions:
     """Convolutions before and after the attention and the MLP of all layers.
 
-    Parameters
-    ----------
-    weights
-        Source of the tensors.
-    config
-        Shape of the drafter.
-    kernels
-        Kernel library.
-    max_rows
-        Maximum number of rows in a call, over the blocks of all requests.
+    A call has at most `max_rows` rows, over the blocks of all requests.
     """
 
     def __init__(
@@ -95,19 +118,8 @@ class Convolutions:
     ) -> None:
         """Run all layers of `stack` as `DecoderStack.run` does, and add the convolutions.
 
-        Parameters
-        ----------
-        lane
-            Lane that the kernels are added to.
-        stack
-            Decoder layers; ``stack.buffers.normed`` is overwritten.
-        rows
-            Rows of all blocks.
-        attend_rows
-            The same rows for the attention kernel. Their ``pos`` is not the row's own position but
-            the last position that the row attends to.
-        row_stride
-            Distance between consecutive rows of a block, in rows.
+        The distance between consecutive rows of a block is `row_stride` rows. The buffer
+        ``stack.buffers.normed`` is overwritten.
         """
         count = rows.count
         kernels = stack.kernels
@@ -138,22 +150,11 @@ class Convolutions:
             convolve_output(mlp)
 
 
-class Selector:
+class _Selector:
     """Candidate selector: chooses the most likely ids of each row and scores them.
 
-    Parameters
-    ----------
-    weights
-        Source of the tensors.
-    config
-        Shape of the drafter.
-    kernels
-        Kernel library.
-    rows
-        Maximum number of rows, over all levels and requests.
-    nodes
-        Maximum number of nodes of one level. In a tree, several nodes use the logits of the same
-        row.
+    There are at most `rows` rows, over all levels and requests, and at most `nodes` nodes of one
+    level. In a tree, several nodes use the logits of the same row.
     """
 
     def __init__(
@@ -179,16 +180,9 @@ class Selector:
         self._kernels = load(device, "selector", self._block)
 
     def choose(self, lane: Lane, normed: DeviceArray, logits: DeviceArray) -> None:
-        """Choose the candidates of every row.
+        """Choose the candidates of every row of all levels.
 
-        Parameters
-        ----------
-        lane
-            Lane that the kernels are added to.
-        normed
-            float32[R, hidden], final hidden states of all levels.
-        logits
-            float32[R, V], logits of all levels.
+        `normed` float32[R, hidden] contains the final hidden states, `logits` is float32[R, V].
         """
         rows, vocab = logits.shape
         best = self._best[: rows * self._count]
@@ -205,21 +199,10 @@ class Selector:
     def score(
         self, lane: Lane, logits: DeviceArray, level: int, batch: int, previous: DeviceArray
     ) -> None:
-        """Score the logits of a level in place.
+        """Score the logits of a level, from 0, of `batch` requests in place.
 
-        Parameters
-        ----------
-        lane
-            Lane that the kernels are added to.
-        logits
-            float32[nodes, V]. In a tree, the logits of consecutive nodes come from the same row of
-            the block.
-        level
-            Level, from 0.
-        batch
-            Number of requests.
-        previous
-            int32[nodes], token before each node.
+        `logits` is float32[nodes, V]; in a tree, the logits of consecutive nodes come from the same
+        row of the block. `previous` int32[nodes] contains the token before each node.
         """
         nodes, vocab = logits.shape
         first = level * batch

@@ -10,17 +10,23 @@ from typing import Any
 
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.models.drafters.base import Drafter, DrafterChoice, DrafterContext
+from graft.models.drafters.block import BlockDrafter
 from graft.models.drafters.dflash import DFlash
+from graft.models.drafters.dflash2 import DFlash2
+from graft.models.drafters.dspark import DSpark
 from graft.models.drafters.eagle3 import Eagle3
 from graft.models.drafters.lm import SmallModel
 from graft.models.drafters.mtp import Mtp
 from graft.models.llm.checkpoint import Checkpoint
-from graft.models.llm.config import Eagle3Config
+from graft.models.llm.config import DFlashConfig, Eagle3Config
 
 __all__ = ["is_block_drafter", "make_drafter"]
 
 LOG = logging.getLogger("graft")
 _BLOCK_DRAFTER_TENSOR = "hidden_norm.weight"
+_BLOCK_DRAFTERS: dict[str, type[BlockDrafter]] = {
+    drafter.kind: drafter for drafter in (DFlash, DFlash2, DSpark)
+}
 #: Last part of error messages about a callable that does not create a drafter.
 _EXPECTED = (
     "a callable given as drafter must take a DrafterContext and return a Drafter. For a function "
@@ -119,7 +125,7 @@ def _from_folder(folder: Path, context: DrafterContext) -> Drafter:
     if any(name.endswith(".eh_proj.weight") for name in names):
         return Mtp(folder, context)
     if _BLOCK_DRAFTER_TENSOR in names:
-        return DFlash(folder, context)
+        return _BLOCK_DRAFTERS[DFlashConfig.from_dir(folder).kind](folder, context)
     if "model.norm.weight" in names:
         return SmallModel.from_dir(folder, context)
     config = Eagle3Config.from_dir(folder).for_length(context.max_length, folder)

@@ -277,25 +277,24 @@ def _load_modules(folder: Path, config: LlamaConfig, target: LlamaModel) -> list
     """Upload the prediction modules of a checkpoint and return them in order."""
     weights = Weights(target.device, Checkpoint(folder))
     hidden = config.hidden_size
+    vocab = config.vocab_size
     layers = config.num_hidden_layers
-
-    def load_or_share(name: str, of_target: DeviceArray) -> DeviceArray:
-        if name in weights.checkpoint:
-            return weights.matrix(name, config.vocab_size, hidden)
-        return of_target
-
     modules = []
     for j in range(config.num_nextn_predict_layers):
         name = f"model.layers.{layers + j}"
         modules.append(
             _Module(
-                embedding=load_or_share(f"{name}.embed_tokens.weight", target.embedding),
+                embedding=weights.matrix_or(
+                    target.embedding, f"{name}.embed_tokens.weight", vocab, hidden
+                ),
                 enorm=weights.vector(f"{name}.enorm.weight", hidden),
                 hnorm=weights.vector(f"{name}.hnorm.weight", hidden),
                 eh_proj=weights.matrix(f"{name}.eh_proj.weight", hidden, 2 * hidden),
                 layer=DecoderLayer.load(weights, name, config, hidden, target.kernels),
                 norm=weights.vector(f"{name}.shared_head.norm.weight", hidden),
-                head=load_or_share(f"{name}.shared_head.head.weight", target.lm_head),
+                head=weights.matrix_or(
+                    target.lm_head, f"{name}.shared_head.head.weight", vocab, hidden
+                ),
             )
         )
     of_target = [f"model.layers.{i}." for i in range(layers)]

@@ -378,6 +378,13 @@ class DFlashConfig(LlamaConfig):
     selector_rank: int = 0
     selector_top_k: int = 0
 
+    @property
+    def kind(self) -> str:
+        """Kind of block drafter. A DSpark drafter without a Markov head is a DFlash drafter."""
+        if self.selector_rank:
+            return "DFlash2"
+        return "DSpark" if self.markov_rank else "DFlash"
+
     @classmethod
     def from_fields(cls, fields: Fields) -> Self:
         dspark = "Qwen3DSparkModel"

@@ -96,6 +96,12 @@ class Weights:
         array, dtype = self.read(name, (rows, columns))
         return self.device.from_host(np.ascontiguousarray(array), dtype)
 
+    def matrix_or(self, default: DeviceArray, name: str, rows: int, columns: int) -> DeviceArray:
+        """Upload a matrix if the checkpoint contains it; otherwise return `default`."""
+        if name in self.checkpoint:
+            return self.matrix(name, rows, columns)
+        return default
+
     def stacked(
         self,
         parts: dict[str, int],

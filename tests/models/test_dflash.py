@@ -1,6 +1,7 @@
 """Tests that compare block drafters (DFlash, DFlash2, DSpark) with the published code."""
 
 import shutil
+from functools import partial
 
 import model_util
 import numpy as np
@@ -294,3 +295,9 @@ def test_dflash_rejects_unsuitable_checkpoints(
     target = model_util.load_llama(device, TARGET)
     with pytest.raises(error, match=words):
         Rounds(device, stream, target, folder, 4)
+
+
+def test_block_drafter_class_rejects_checkpoint_of_another_kind(device, stream):
+    target = model_util.load_llama(device, TARGET)
+    with pytest.raises(ConfigError, match="dflash2: expected a DFlash drafter, not DFlash2"):
+        Rounds(device, stream, target, partial(DFlash, DFLASH2), 4)
