@@ -73,19 +73,8 @@ def open_device(kind: str | None = None, ordinal: int | None = None) -> Device:
 class Device(Context):
     """A GPU under NVIDIA's driver, or the soft device. Created by :func:`open_device`.
 
-    Attributes
-    ----------
-    kind : {"cuda", "soft"}
-    name : str
-        Name of the device.
-    ordinal : int
-        Index of the device.
-    compute_capability : tuple of int
-        Major and minor version.
-    multiprocessor_count : int
-        Number of multiprocessors. The soft device counts its worker threads as multiprocessors.
-    fallback_reason : str
-        Reason why "auto" selected the soft device; "" otherwise.
+    `kind` is "cuda" or "soft". The soft device counts its worker threads as multiprocessors.
+    `fallback_reason` says why "auto" selected the soft device; it is "" otherwise.
     """
 
     def __init__(self, kind: str, ordinal: int, fallback_reason: str = "") -> None:
@@ -139,12 +128,8 @@ class Device(Context):
     def from_host(self, array: NDArray, dtype: str | None = None) -> DeviceArray:
         """Copy a host array to the device.
 
-        Parameters
-        ----------
-        array
-            Values in the storage dtype, or float32 values to be rounded to an 8- or 16-bit float.
-        dtype
-            Element type. Default: the element type of the array.
+        The values have the storage type of `dtype`, which is the element type of the array by
+        default. For an 8- or 16-bit float they may also be float32 and are rounded.
         """
         return from_host(self, array, dtype)
 

@@ -6,10 +6,8 @@ from __future__ import annotations
 class GraftError(Exception):
     """Base class of all errors that graft raises deliberately.
 
-    Attributes
-    ----------
-    param : str or None
-        Name of the argument or of the request's field that is at fault; None if no single one is.
+    `param` is the name of the argument or of the request's field that is at fault; None if no
+    single one is.
     """
 
     param: str | None = None
@@ -18,16 +16,9 @@ class GraftError(Exception):
 class DeviceError(GraftError):
     """A driver call failed, the device cannot be opened, or a call is not allowed on the device.
 
-    Attributes
-    ----------
-    api : str
-        Name of the driver function; "" if no call was made.
-    code : int
-        Result code of the call; 0 if no call was made.
-    code_name : str
-        Name of the result code, such as ``CUDA_ERROR_OUT_OF_MEMORY``.
-    detail : str
-        The driver's description of the error.
+    `api` names the driver function and `code_name` its result, such as
+    ``CUDA_ERROR_OUT_OF_MEMORY``. Both are "" and `code` is 0 if no call was made. `detail` is the
+    driver's description of the error.
     """
 
     def __init__(
@@ -67,12 +58,8 @@ class DeadlineError(GraftError):
 class HostWorkError(GraftError):
     """A host step failed. If it raised a Python exception, the exception is the ``__cause__``.
 
-    Attributes
-    ----------
-    node : str
-        Name of the host step.
-    replay : int
-        Number of the replay, from 1; 0 for host work that was enqueued on a stream.
+    `node` is the name of the host step. `replay` is the number of the replay, from 1, or 0 for host
+    work that was enqueued on a stream.
     """
 
     def __init__(self, message: str, *, node: str, replay: int) -> None:

@@ -160,11 +160,8 @@ class StreamLane:
 def check_launch(kernel: Kernel, grid: Dims, block: Dims, shared: int) -> tuple[Triple, Triple]:
     """Check the dimensions of a launch and return grid and block as triples.
 
-    Raises
-    ------
-    KernelError
-        A dimension is not a positive int, the block has too many threads, or ``shared`` is
-        negative.
+    A dimension that is not a positive int, too many threads, or negative ``shared`` is a
+    KernelError.
     """
     grid = _triple(kernel, "grid", grid)
     block = _triple(kernel, "block", block)
@@ -195,10 +192,8 @@ def _triple(kernel: Kernel, label: str, dims: Dims) -> Triple:
 def check_copy(dst: Array, src: Array) -> tuple[Span, Span]:
     """Check the arguments of a copy and return the memory of the destination and of the source.
 
-    Raises
-    ------
-    ShapeError
-        An argument is not an array of graft, the sizes in bytes differ, or both are host memory.
+    Arguments that are not arrays of graft, different sizes in bytes, and copies between two arrays
+    in host memory are a ShapeError.
     """
     for label, array in (("destination", dst), ("source", src)):
         if not isinstance(array, DeviceArray | PinnedArray):

@@ -50,13 +50,7 @@ class Stream:
         return self._resource is None
 
     def query(self) -> bool:
-        """Return whether all enqueued work has finished.
-
-        Raises
-        ------
-        DeviceError
-            The device failed.
-        """
+        """Return whether all enqueued work has finished. A failure of the device is raised."""
         handle = self.handle
         prepare_driver_call("cuStreamQuery")
         return is_ready("cuStreamQuery", _native.query_stream(handle))
@@ -82,11 +76,8 @@ class Stream:
     def close(self) -> None:
         """Close the stream. Enqueued work still finishes.
 
-        Raises
-        ------
-        HostWorkError
-            Host work on this stream failed and the failure was not raised yet. The stream is closed
-            nevertheless.
+        If host work on this stream failed and the failure was not raised yet, HostWorkError is
+        raised after the stream is closed.
         """
         if self._resource is None:
             return
@@ -107,13 +98,8 @@ class Event:
     record before the launch. A wait that is enqueued after the launch waits for the event record
     node of that replay.
 
-    Parameters
-    ----------
-    name
-        Name for error messages and drawings.
-    timing
-        Whether the event records the time, for :meth:`elapsed_s`. This adds a small cost to every
-        record.
+    With `timing`, the event records the time for :meth:`elapsed_s`, which adds a small cost to
+    every record.
     """
 
     def __init__(self, name: str = "event", *, timing: bool = False) -> None:
@@ -156,12 +142,7 @@ class Event:
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Wait until the work before the last record of the event has finished.
 
-        Raises
-        ------
-        DeadlineError
-            The work did not finish within ``timeout_s`` seconds.
-        DeviceError
-            The device failed.
+        DeadlineError is raised if it does not finish within ``timeout_s`` seconds.
         """
         prepare_driver_call("cuEventQuery")
         finished, code = _native.wait_event(self.handle, timeout_s)

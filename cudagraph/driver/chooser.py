@@ -55,22 +55,10 @@ def soft_library() -> Path:
 def run_python_child(
     *command: str, limit_s: float, environment: Mapping[str, str] | None = None
 ) -> tuple[str, str]:
-    """Run Python in a child process.
+    """Run Python with the arguments `command` in a child process, for at most `limit_s` seconds.
 
-    Parameters
-    ----------
-    *command
-        Arguments of the interpreter.
-    limit_s
-        Time limit in seconds.
-    environment
-        Environment of the child. Default: the environment of this process.
-
-    Returns
-    -------
-    (str, str)
-        The child's standard output and the reason for its failure. The reason is "" if the child
-        succeeded; the output is "" if it failed.
+    Return the child's standard output and the reason for its failure. The reason is "" if the child
+    succeeded; the output is "" if it failed.
     """
     try:
         child = subprocess.run(
@@ -93,12 +81,9 @@ def run_python_child(
 def probe_cuda() -> tuple[dict[str, Any], str]:
     """Query NVIDIA's driver in a child process.
 
-    Returns
-    -------
-    (dict, str)
-        Properties of the driver, and the reason why no device is available ("" if a device is
-        available). The properties are ``status`` (the result of cuInit), ``version`` and
-        ``devices`` (their names). They are empty if no driver was found.
+    Return properties of the driver, and the reason why no device is available ("" if a device is
+    available). The properties are ``status`` (the result of cuInit), ``version`` and ``devices``
+    (their names). They are empty if no driver was found.
     """
     output, reason = run_python_child("-I", "-S", "-c", PROBE, limit_s=PROBE_LIMIT_S)
     if reason:
@@ -112,23 +97,9 @@ def probe_cuda() -> tuple[dict[str, Any], str]:
 
 
 def choose(kind: str) -> tuple[str, str]:
-    """Select the driver for a requested device kind.
+    """Select the driver, "cuda" or "soft", for a device kind, "auto", "cuda" or "soft".
 
-    Parameters
-    ----------
-    kind
-        "auto", "cuda" or "soft".
-
-    Returns
-    -------
-    (str, str)
-        "cuda" or "soft", and the reason why "auto" selected the soft device ("" in all other
-        cases).
-
-    Raises
-    ------
-    OptionError
-        The kind is unknown.
+    Also return the reason why "auto" selected the soft device ("" in all other cases).
     """
     if kind not in KINDS:
         raise OptionError(f"device kind {kind!r} is not one of {', '.join(KINDS)} (GRAFT_DEVICE)")
@@ -141,15 +112,8 @@ def choose(kind: str) -> tuple[str, str]:
 def preload_soft() -> Path:
     """Load the soft device as this process's driver and block imports that cannot use it.
 
-    Returns
-    -------
-    Path
-        The library that was loaded.
-
-    Raises
-    ------
-    DeviceError
-        The library does not exist, or another libcuda.so.1 is already loaded.
+    Return the path of the library. DeviceError is raised if it does not exist or another
+    libcuda.so.1 is already loaded.
     """
     path = soft_library()
     if not path.is_file():

@@ -29,17 +29,7 @@ RELEASE_POLL_S = 0.002
 class Context:
     """The primary context of one device. It is retained when the device is opened and never reset.
 
-    Parameters
-    ----------
-    kind : {"cuda", "soft"}
-        Driver to use.
-    ordinal : int
-        Index of the device.
-
-    Attributes
-    ----------
-    streams : WeakSet of Stream
-        Streams that :meth:`synchronize` waits for.
+    :meth:`synchronize` waits for the weakly referenced `streams`.
     """
 
     def __init__(self, kind: str, ordinal: int) -> None:
@@ -74,30 +64,16 @@ class Context:
             set_context(context)
 
     def attribute(self, name: str) -> int:
-        """Return a device attribute.
-
-        Parameters
-        ----------
-        name
-            Name of the CUdevice_attribute without the prefix ``CU_DEVICE_ATTRIBUTE_``.
-        """
+        """Return the device attribute ``CU_DEVICE_ATTRIBUTE_<name>``."""
         attribute = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(call(cu.cuDeviceGetAttribute, attribute, self._handle))
 
     def release_unused(self, timeout_s: float = 5.0) -> bool:
         """Free all unused resources, then release the primary context.
 
-        The device stays open: the next call that needs the context retains it again.
-
-        Parameters
-        ----------
-        timeout_s
-            Maximum seconds to wait for dropped objects that are still being freed.
-
-        Returns
-        -------
-        bool
-            False if arrays, streams or graphs are still in use. They continue to work.
+        The device stays open: the next call that needs the context retains it again. Dropped
+        objects may still be freed for up to ``timeout_s`` seconds. Return False if arrays, streams
+        or graphs are still in use; they continue to work.
         """
         with self._lock:
             self._transfer_stream = None
@@ -117,21 +93,13 @@ class Context:
     def transfer(
         self, buffers: tuple[object, ...], function: Callable[..., tuple], *args: object
     ) -> None:
-        """Enqueue a copy or fill and wait until it has finished.
+        """Enqueue a copy or fill with a driver function and wait until it has finished.
 
-        The operation runs on a dedicated stream. The legacy NULL stream cannot be used, because it
-        is not ordered with non-blocking streams and a copy from pageable memory on it may return
-        before the data has arrived.
-
-        Parameters
-        ----------
-        buffers
-            Memory that the operation uses. If Ctrl-C interrupts this call, the memory is kept alive
-            until a later transfer has finished.
-        function
-            Driver function that enqueues the operation.
-        args
-            Arguments of the function except the last one, which is the stream.
+        The operation runs on a dedicated stream, which is passed as the function's last argument.
+        The legacy NULL stream cannot be used, because it is not ordered with non-blocking streams
+        and a copy from pageable memory on it may return before the data has arrived. If Ctrl-C
+        interrupts this call, `buffers`, the memory that the operation uses, is kept alive until a
+        later transfer has finished.
         """
         with self._lock:
             if self._transfer_stream is None:
@@ -160,10 +128,7 @@ class Context:
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Wait until the device is idle, including streams of other libraries in this context.
 
-        Raises
-        ------
-        DeadlineError
-            Streams of graft are still busy after ``timeout_s`` seconds.
+        DeadlineError is raised if streams of graft are still busy after ``timeout_s`` seconds.
         """
         with self._lock:
             streams = list(self.streams)
@@ -173,21 +138,10 @@ class Context:
 
 
 def wait_streams(handles: list[int], timeout_s: float | None, subject: str) -> None:
-    """Wait until every stream has been idle once. The wait polls and can be interrupted by Ctrl-C.
+    """Wait until every stream (a CUstream) has been idle once.
 
-    Parameters
-    ----------
-    handles
-        CUstreams.
-    timeout_s
-        Time limit in seconds; None: no limit.
-    subject
-        Name of the streams in the error message.
-
-    Raises
-    ------
-    DeadlineError
-        A stream was busy for ``timeout_s`` seconds.
+    The wait polls and can be interrupted by Ctrl-C. DeadlineError, which names the streams by
+    `subject`, is raised if a stream was busy for ``timeout_s`` seconds.
     """
     prepare_driver_call("cuStreamQuery")
     finished, code = _native.wait_streams(handles, timeout_s)

@@ -42,10 +42,7 @@ def read_numbers(path: Path) -> dict[str, int]:
 def read_struct(path: Path, name: str) -> np.dtype:
     """Return the NumPy dtype of a struct of a header, with the alignment and padding of C.
 
-    Raises
-    ------
-    KernelError
-        The header has no such struct, or a field of it is not supported.
+    KernelError is raised if the header has no such struct, or a field of it is not supported.
     """
     numbers = read_numbers(path)
     body = dict(_STRUCT.findall(path.read_text())).get(name)

@@ -51,15 +51,10 @@ def is_forked() -> bool:
 
 
 def set_context(context: Any, reopen: Callable[[], None] | None = None) -> None:
-    """Set the primary context, which every thread makes current before a driver call.
+    """Set the primary CUcontext, which every thread makes current before a driver call.
 
-    Parameters
-    ----------
-    context
-        The CUcontext; None after it was released.
-    reopen
-        Function that retains the context again. It is called before the first driver call after a
-        release.
+    It is None after it was released. The first driver call after a release calls `reopen`, which
+    retains the context again.
     """
     global _context, _reopen
     _context = context
@@ -84,17 +79,9 @@ def set_error_detail_source(source: Callable[[bool], str]) -> None:
 def prepare_driver_call(api: str) -> None:
     """Make the primary context current on the calling thread.
 
-    Call this before driver calls that do not go through :func:`call`.
-
-    Parameters
-    ----------
-    api
-        Name of the driver function, for error messages.
-
-    Raises
-    ------
-    DeviceError
-        The thread is in a host function, the process was forked, or no device is open.
+    Call this before driver calls that do not go through :func:`call`; `api` names the driver
+    function in error messages. DeviceError is raised in a host function, in a forked process, and
+    if no device is open.
     """
     if _native.in_host_work():
         raise DeviceError(f"{api}: a host function must not call the driver", api=api)
@@ -116,10 +103,7 @@ def prepare_driver_call(api: str) -> None:
 def call(function: Callable[..., tuple], *args: Any) -> Any:
     """Call a function of ``cuda.bindings.driver`` and return its values without the result code.
 
-    Raises
-    ------
-    DeviceError
-        The driver returned an error, no device is open, or the thread is in a host function.
+    DeviceError is raised if the driver returned an error, or as in :func:`prepare_driver_call`.
     """
     name = function.__name__
     prepare_driver_call(name)
@@ -129,10 +113,7 @@ def call(function: Callable[..., tuple], *args: Any) -> Any:
 def check(api: str, results: tuple) -> Any:
     """Check the result code of a call and return its values.
 
-    Returns
-    -------
-    object
-        None if the call returns no value, the value if it returns one, otherwise a tuple.
+    The result is None if the call returns no value, the value if it returns one, otherwise a tuple.
     """
     check_code(api, int(results[0]))
     values = results[1:]

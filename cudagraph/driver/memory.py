@@ -31,18 +31,10 @@ HostBuffer = ctypes.Array[ctypes.c_ubyte]
 
 
 class Span(NamedTuple):
-    """A contiguous range of memory, as the source or destination of a copy.
+    """A contiguous range of pinned host memory or device memory, to copy from or to.
 
-    Attributes
-    ----------
-    pinned
-        Whether it is pinned host memory; otherwise device memory.
-    address
-        Host address of pinned memory, device address of device memory.
-    nbytes
-        Size in bytes.
-    owner
-        Object that keeps the memory alive.
+    `address` is a host address for pinned memory, otherwise a device address. `owner` keeps the
+    memory alive.
     """
 
     pinned: bool
@@ -52,19 +44,9 @@ class Span(NamedTuple):
 
 
 def check_shape(shape: int | tuple[int, ...], subject: str) -> tuple[int, ...]:
-    """Return a shape as a tuple of positive ints.
+    """Return a shape, or the size of the only axis, as a tuple of positive ints.
 
-    Parameters
-    ----------
-    shape
-        Size of the only axis, or sizes of all axes.
-    subject
-        Name of the array or function in the error message.
-
-    Raises
-    ------
-    ShapeError
-        A size is not a positive integer.
+    An invalid size is a ShapeError, which names the array or function by `subject`.
     """
     dims = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
     for axis, size in enumerate(dims):
@@ -83,22 +65,7 @@ def _checked_nbytes(shape: tuple[int, ...], dtype: str, subject: str) -> int:
 
 
 class Allocation:
-    """One memory allocation of the driver.
-
-    Parameters
-    ----------
-    kind
-        DEVICE_MEMORY or PINNED_MEMORY.
-    nbytes
-        Size in bytes.
-    description
-        Name of the allocation in error messages.
-
-    Attributes
-    ----------
-    address : int
-        Address that the driver returned.
-    """
+    """One memory allocation of the driver: DEVICE_MEMORY or PINNED_MEMORY of `nbytes` bytes."""
 
     __slots__ = ("_resource", "address", "description", "nbytes")
 
@@ -139,15 +106,8 @@ class DeviceArray:
     """A C-contiguous array in device memory.
 
     Created by :meth:`Device.empty`, :meth:`Device.zeros` and :meth:`Device.from_host`. Indexing and
-    slicing the leading axis and :meth:`reshape` return views that share the memory.
-
-    Attributes
-    ----------
-    shape : tuple of int
-    dtype : str
-        Name of the element type, see :mod:`graft.cudagraph.driver.dtypes`.
-    context : Context
-        Device that the array was allocated on.
+    slicing the leading axis and :meth:`reshape` return views that share the memory. `dtype` is the
+    name of the element type, see :mod:`graft.cudagraph.driver.dtypes`.
     """
 
     __slots__ = ("__weakref__", "_allocation", "_is_base", "_offset", "context", "dtype", "shape")
@@ -261,11 +221,8 @@ class DeviceArray:
     def copy_from(self, array: NDArray) -> None:
         """Wait until the device is idle, then overwrite this array with a host array.
 
-        Parameters
-        ----------
-        array
-            Values of this shape, in the storage type of this array's dtype. If the dtype is an 8-
-            or 16-bit float, the values may also be float32 and are rounded to nearest even.
+        The values have this shape and the storage type of this array's dtype. If the dtype is an 8-
+        or 16-bit float, the values may also be float32 and are rounded to nearest even.
         """
         source = _to_storage(array, self.dtype)
         if source.shape != self.shape:
@@ -308,12 +265,8 @@ class DeviceArray:
     def __dlpack__(self, **options: Any) -> object:
         """Wait until the device is idle, then export the array through CuPy without a copy.
 
-        Types that NumPy lacks are exported as the unsigned integers that store their bits.
-
-        Raises
-        ------
-        BufferError
-            The array is in memory of the soft device.
+        Types that NumPy lacks are exported as the unsigned integers that store their bits. Memory
+        of the soft device cannot be exported and raises BufferError.
         """
         if self.context.kind == "soft":
             raise BufferError("soft-device memory cannot be exported: use DeviceArray.to_host()")
@@ -376,18 +329,10 @@ def _host_buffer(address: int, nbytes: int, owner: object) -> HostBuffer:
 class PinnedArray:
     """An array in page-locked host memory that the device can read and write.
 
-    The array is zeroed when it is allocated.
-
-    Attributes
-    ----------
-    buffer : ctypes array of c_ubyte
-        Bytes of the array in host memory. The buffer and everything that is created from it keep
-        the memory alive, even after :meth:`close`.
-    array : ndarray
-        NumPy view of ``buffer``.
-    shape : tuple of int
-    dtype : str
-        Name of the element type, see :mod:`graft.cudagraph.driver.dtypes`.
+    The array is zeroed when it is allocated. `array` is a NumPy view of its bytes, the ctypes array
+    `buffer`, which keeps the memory alive, even after :meth:`close`; so does everything that is
+    created from it. `dtype` is the name of the element type, see
+    :mod:`graft.cudagraph.driver.dtypes`.
     """
 
     __slots__ = (

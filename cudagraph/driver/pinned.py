@@ -36,17 +36,13 @@ class PinnedField:
 
     Attributes
     ----------
-    slots : int
+    slots
         Number of rows.
-    array : ndarray [slots, *shape]
-        NumPy view.
-    dtype : str
-        Name of the element type.
-    shape : tuple of int
-        Shape of one row.
-    stride : int
+    array
+        NumPy view [slots, *shape], where `shape` is the shape of one row.
+    stride
         Distance between two rows in elements.
-    ptr, host_ptr : int
+    ptr, host_ptr
         Device and host address of row 0.
     """
 
@@ -71,8 +67,6 @@ class PinnedField:
 
         Parameters
         ----------
-        slot
-            Index of the row.
         layout
             ctypes type of the object, such as a ``ctypes.Structure``, or a structured NumPy dtype.
             Default: an array of the field's element type with the shape of a row, or a scalar if
@@ -135,16 +129,8 @@ class PinnedSlots:
     """Named arrays in pinned memory with one row per slot, at fixed addresses.
 
     ``slots[name]`` returns a field, ``slots[name].array[slot]`` the row of a slot as a NumPy view,
-    and ``slots[name].ctypes(slot)`` the same row as a ctypes object.
-
-    Parameters
-    ----------
-    context
-        Device.
-    slots
-        Number of slots.
-    fields
-        Dtype and shape of one row, by field name.
+    and ``slots[name].ctypes(slot)`` the same row as a ctypes object. `fields` gives the dtype and
+    the shape of one row by field name.
     """
 
     def __init__(
@@ -191,15 +177,9 @@ class Ring(PinnedSlots):
     Using an entry for another replay before its release raises an error, so the host cannot
     overwrite unread data.
 
-    Parameters
-    ----------
-    context
-        Device.
-    entries
-        Number of entries. Replay numbers have no limit if it is a power of two. Otherwise, they
-        must be less than 2**32, because devices compute the entry from the lower 32 bits.
-    fields
-        Dtype and shape of one row, by field name. The name "stamp" is reserved.
+    Replay numbers have no limit if the number of entries is a power of two. Otherwise, they must be
+    less than 2**32, because devices compute the entry from the lower 32 bits. `fields` gives the
+    dtype and the shape of one row by field name; the name "stamp" is reserved.
     """
 
     def __init__(
@@ -250,11 +230,8 @@ class Ring(PinnedSlots):
     def synchronize(self, replay: int, timeout_s: float | None = None) -> None:
         """Wait until the stamp of the replay's entry shows that its fields can be read.
 
-        Raises
-        ------
-        DeadlineError
-            The writer did not store the stamp within ``timeout_s`` seconds. The message names the
-            host steps that are running.
+        If the writer does not store the stamp within ``timeout_s`` seconds, DeadlineError names the
+        host steps that are running.
         """
         if not self.wait(replay, timeout_s):
             stamp = _native.load_acquire_i32(self._stamp_address(self._entry(replay)))

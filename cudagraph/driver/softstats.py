@@ -24,14 +24,11 @@ def _library() -> ctypes.CDLL:
 
 
 def counters() -> dict[str, Counter[str]]:
-    """Return all counters of the soft device.
+    """Return all counters of the soft device by group and name.
 
-    Returns
-    -------
-    dict of str to Counter
-        Counters by group and name. "live" and "leaked" count resources by kind. "count" counts
-        events, such as executed nodes, by name. "calls" counts calls of driver functions, and
-        "gil_held" counts the calls that were made by a thread holding the GIL.
+    "live" and "leaked" count resources by kind. "count" counts events, such as executed nodes, by
+    name. "calls" counts calls of driver functions, and "gil_held" counts the calls that were made
+    by a thread holding the GIL.
     """
     groups: dict[str, Counter[str]] = defaultdict(Counter)
     for line in _text("counters").splitlines():
@@ -57,14 +54,7 @@ def describe() -> str:
 
 
 def error_detail(fault: bool) -> str:
-    """Return the soft device's explanation of the last fault or of the last rejected call.
-
-    Parameters
-    ----------
-    fault
-        If True, explain the fault that made the context unusable. If False, explain why the soft
-        device rejected the most recent call that returned an error.
-    """
+    """Return why the context became unusable (`fault`) or why the last failed call failed."""
     return _text("last_fault" if fault else "last_refusal")
 
 

@@ -27,12 +27,8 @@ def describe_running() -> str:
 
     A host function has no Python stack while it waits for the GIL, or if it runs no Python. Its
     native stack shows which is the case. Taking a native stack interrupts the thread by a signal,
-    which may end a native sleep early.
-
-    Returns
-    -------
-    str
-        Text to append to an error message. It starts with a line break.
+    which may end a native sleep early. The text starts with a line break and can be appended to an
+    error message.
     """
     frames = sys._current_frames()
     me = threading.current_thread()

@@ -22,14 +22,9 @@ CONDITION_LIMIT = 1 << 32
 
 
 class Condition(int):
-    """Handle of a condition. Kernels that set it receive it as an ``unsigned long long`` argument.
+    """Handle of a condition of a graph (a CUgraph).
 
-    Attributes
-    ----------
-    name
-        Name for error messages.
-    graph_handle
-        CUgraph that the condition belongs to.
+    Kernels that set the condition receive it as an ``unsigned long long`` argument.
     """
 
     name: str
@@ -41,15 +36,8 @@ def condition(
 ) -> Condition:
     """Create a condition for one conditional node of a graph or of a body in it.
 
-    Parameters
-    ----------
-    graph
-        Graph or body that will contain the conditional node.
-    default
-        Value of the condition at the start of each replay. If None, each replay starts with the
-        value from the end of the previous one.
-    name
-        Name for error messages.
+    `default` is the value of the condition at the start of each replay. If it is None, each replay
+    starts with the value from the end of the previous one.
     """
     if default is not None and not 0 <= default < CONDITION_LIMIT:
         raise OptionError(f"the default of condition {name!r} must be 0 to 2**32 - 1: {default!r}")

@@ -27,16 +27,7 @@ def dot(
 ) -> str:
     """Return a graph in Graphviz's DOT language.
 
-    Parameters
-    ----------
-    name
-        Name of the graph.
-    lanes
-        Names of the lanes. Each lane becomes a cluster.
-    nodes
-        Nodes of the graph. Their ids in DOT are ``n<index>``.
-    edges
-        Pairs of node indices (from, to).
+    Each lane becomes a cluster. The ids of nodes are ``n<index>``; edges are pairs of node indices.
     """
     lines = [f"digraph {_quoted(name)} {{", '  node [shape=box, style="filled,rounded"];']
     for i, lane in enumerate(lanes):

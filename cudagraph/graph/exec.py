@@ -64,14 +64,8 @@ class GraphExec:
 
     Each launch is one replay. Launches of one executable run one after another, even if they are
     enqueued on different streams. After a host step has failed, all later host steps are skipped
-    until :meth:`clear` is called. Kernels can read the failure in the graph's ``status``.
-
-    Attributes
-    ----------
-    name : str
-        Name of the current definition, which :meth:`update` replaces.
-    status : PinnedArray
-        Status words of the current definition; see :class:`Graph`.
+    until :meth:`clear` is called. Kernels can read the failure in the graph's ``status``. `name`
+    and `status` are those of the current definition, which :meth:`update` replaces.
     """
 
     def __init__(self, graph: Definition, priorities: bool = False) -> None:
@@ -128,12 +122,8 @@ class GraphExec:
     def launch(self, stream: Stream) -> None:
         """Enqueue one replay.
 
-        Raises
-        ------
-        HostWorkError
-            A host step of an earlier replay has failed; nothing was launched.
-        DeviceError
-            The driver call failed.
+        If a host step of an earlier replay has failed, nothing is launched and HostWorkError is
+        raised.
         """
         self.check()
         self._check_open()
@@ -147,20 +137,13 @@ class GraphExec:
         their replays by the launches of this executable. Afterwards the executable no longer uses
         the old definition, and it is the open executable of ``graph``.
 
-        Parameters
-        ----------
-        graph
-            New definition.
-        timeout_s
-            Maximum seconds to wait for earlier launches; None: no limit.
-
         Raises
         ------
         OptionError
             The definition has another open executable, or its topology differs; the message names
             the node.
         DeadlineError
-            The earlier launches did not finish in time; nothing was updated.
+            The earlier launches did not finish within ``timeout_s`` seconds; nothing was updated.
         """
         self._check_open()
         if not isinstance(graph, Definition):
@@ -187,15 +170,7 @@ class GraphExec:
         graph.set_executable(self)
 
     def set_payload(self, payload: Payload, value: object) -> None:
-        """Set the value of a payload for all later launches.
-
-        Parameters
-        ----------
-        payload
-            Payload of the current definition, from :meth:`Graph.payload`.
-        value
-            New value; see :class:`Payload`.
-        """
+        """Set the value of a payload of the current definition for all later launches."""
         self._check_open()
         if payload not in self._payloads:
             raise OptionError(f"payload {payload.name!r} does not belong to graph {self.name!r}")
@@ -212,16 +187,10 @@ class GraphExec:
         shared: int = 0,
         within: NodeTable | None = None,
     ) -> None:
-        """Change a kernel node for later launches.
+        """Change the parameters of a kernel node for later launches; see :meth:`GraphLane.kernel`.
 
-        Parameters
-        ----------
-        node
-            Node of the definition, or its name.
-        kernel, grid, block, args, shared
-            New parameters, as for :meth:`GraphLane.kernel`.
-        within
-            Conditional body that contains the node. Default: the definition itself.
+        `node` is a node of the definition or its name. `within` is the conditional body that
+        contains the node; by default the definition itself.
         """
         handle = self._find_kernel_node(node, within)
         dims = check_launch(kernel, grid, block, shared)
@@ -239,19 +208,11 @@ class GraphExec:
     def set_enabled(
         self, node: Node | str, enabled: bool, *, within: NodeTable | None = None
     ) -> None:
-        """Enable or disable a kernel node for later launches.
+        """Enable or disable a kernel node for later launches. A disabled node does nothing.
 
         The driver cannot disable host nodes. If a host step should do nothing in some replays, pass
-        it a payload and let the step check the payload's value.
-
-        Parameters
-        ----------
-        node
-            Node of the definition, or its name.
-        enabled
-            Whether the kernel runs. A disabled node does nothing.
-        within
-            Conditional body that contains the node. Default: the definition itself.
+        it a payload and let the step check the payload's value. `node` and `within` are as in
+        :meth:`update_kernel`.
         """
         handle = self._find_kernel_node(node, within)
         prepare_driver_call("cuGraphNodeSetEnabled")
@@ -292,19 +253,9 @@ class GraphExec:
         return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the launches made before this call.
+        """Wait for the launches made before this call; return False after `timeout_s` seconds.
 
         Unlike :meth:`synchronize`, this method does not raise the errors of host steps.
-
-        Parameters
-        ----------
-        timeout_s
-            Maximum seconds to wait; None: no limit.
-
-        Returns
-        -------
-        bool
-            False if the launches did not finish in time.
         """
         self._check_open()
         prepare_driver_call("cuEventQuery")
@@ -338,11 +289,9 @@ class GraphExec:
     def clear(self, timeout_s: float | None = None) -> None:
         """Wait until every launch has finished, then discard the failure and enable replays again.
 
-        Raises
-        ------
-        DeadlineError
-            A launch has not finished within ``timeout_s`` seconds, or mailbox work that missed its
-            deadline is still running. Such work could write to data that the next replay reads.
+        DeadlineError is raised if a launch has not finished within ``timeout_s`` seconds, or
+        mailbox work that missed its deadline is still running. Such work could write to data that
+        the next replay reads.
         """
         start = time.monotonic()
         self._wait_or_raise(timeout_s)

@@ -96,28 +96,18 @@ def keep_owners(owners: tuple[object, ...]) -> Attach:
 class GraphBase(ABC):
     """Base class of graphs and conditional bodies, which stores their nodes, edges and lanes.
 
-    Parameters
-    ----------
-    context
-        Device that runs the graph.
-    name
-        Name for error messages and drawings.
-    status
-        Status words of the graph; a body has the status words of the graph that contains it. See
-        :class:`Graph`.
-    state
-        Native object that numbers the replays of the graph and stores its first failure. A body has
-        the state of the graph that contains it.
+    A body has the status words and the native `state` of the graph that contains it. The state
+    numbers the replays of the graph and stores its first failure.
 
     Attributes
     ----------
-    nodes : list of Node
+    nodes
         Nodes in the order in which they were added.
-    edges : list of (int, int)
+    edges
         Pairs of node indices. The second node of a pair depends on the first one.
-    programmatic : bool
+    programmatic
         Whether an edge between two kernels may be programmatic.
-    child_graphs : dict of int to Graph
+    child_graphs
         Graphs that were moved into this one, by the index of their child-graph node.
     """
 
@@ -157,17 +147,7 @@ class GraphBase(ABC):
 
     @abstractmethod
     def check_node_kind(self, kind: str, name: str, child: Graph | None = None) -> None:
-        """Raise OptionError if a node is not allowed here.
-
-        Parameters
-        ----------
-        kind
-            Kind of the node.
-        name
-            Name of the node.
-        child
-            Graph to be moved in, if the node is a child graph.
-        """
+        """Raise OptionError if a node of this kind, or its child graph, is not allowed here."""
 
     def check_open(self) -> None:
         """Raise OptionError if the graph is closed or was moved into another graph."""
@@ -176,12 +156,8 @@ class GraphBase(ABC):
     def lane(self, name: str) -> GraphLane:
         """Return the lane with this name; create it if it does not exist.
 
-        The first node of a lane depends on no other node.
-
-        Raises
-        ------
-        OptionError
-            The name is that of the lane on which the graph counts its launches.
+        The first node of a lane depends on no other node. The name of the lane on which the graph
+        counts its launches is an OptionError.
         """
         if name == _COUNTER_LANE:
             raise OptionError(
@@ -210,23 +186,11 @@ class GraphBase(ABC):
         return None
 
     def find(self, node: Node | str, action: str, kind: str) -> int:
-        """Return the CUgraphNode of a node.
+        """Return the CUgraphNode of a node, given as an entry of `nodes` or by name.
 
-        Parameters
-        ----------
-        node
-            Entry of `nodes`, or the name of a node.
-        action
-            Verb phrase for error messages that says what the caller wants to do with the node, such
-            as "change the".
-        kind
-            Required kind of the node.
-
-        Raises
-        ------
-        OptionError
-            The node does not exist, its name is ambiguous, it has another kind, or it has a
-            programmatic edge.
+        OptionError is raised if the node does not exist, its name is ambiguous, it is not of
+        `kind`, or it has a programmatic edge. The message says what the caller wanted to do by
+        `action`, a verb phrase such as "change the".
         """
         if isinstance(node, str):
             found = [n for n in self.nodes if n.name == node]
@@ -264,29 +228,12 @@ class GraphBase(ABC):
         make: Make,
         waits_for_previous: bool = False,
     ) -> int:
-        """Add a node at the end of a lane.
+        """Add a node at the end of a lane and return its index.
 
-        The owners of the node's operands are retained on the graph before the node is added, and
-        released if the driver rejects the node.
-
-        Parameters
-        ----------
-        kind, name
-            Kind and name of the node.
-        lane
-            Name of the lane.
-        attach
-            Function that retains the owners of the operands.
-        make
-            Function that creates the driver node.
-        waits_for_previous
-            Whether the node is a kernel that calls ``wait_for_previous_kernel()``. Only then may
-            the edge from the previous kernel be programmatic.
-
-        Returns
-        -------
-        int
-            Index of the node.
+        `attach` retains the owners of the node's operands on the graph before `make` creates the
+        driver node. They are released if the driver rejects the node. `waits_for_previous` says
+        that the node is a kernel that calls ``wait_for_previous_kernel()``. Only then may the edge
+        from the previous kernel be programmatic.
         """
         self.check_node_kind(kind, name)
         with self.editing() as graph:
@@ -491,12 +438,7 @@ class Graph(GraphBase):
     def moved_into(self, parent: GraphBase, root: Graph) -> None:
         """Pass ownership of the CUgraph and the host-side state to the graph that now contains it.
 
-        Parameters
-        ----------
-        parent
-            Graph or body that the child-graph node was added to.
-        root
-            Graph that contains ``parent``, or ``parent`` itself.
+        The child-graph node was added to `parent`, a body of `root` or `root` itself.
         """
         if self._resource is not None:
             self._resource.disown()
@@ -508,15 +450,7 @@ class Graph(GraphBase):
         self._parent_name = parent.name
 
     def payload(self, value: object = None, *, name: str = "payload") -> Payload:
-        """Create a per-replay value for host steps of this graph.
-
-        Parameters
-        ----------
-        value
-            Initial value; see :class:`Payload`.
-        name
-            Name for error messages.
-        """
+        """Create a per-replay value for host steps of this graph; see :class:`Payload`."""
         payload = Payload(self.state, value, name)
         self.payloads.append(payload)
         return payload
@@ -565,11 +499,8 @@ class Graph(GraphBase):
     def instantiate(self, *, priorities: bool = False) -> GraphExec:
         """Create the executable. A definition has at most one open executable.
 
-        Parameters
-        ----------
-        priorities
-            Whether kernel nodes run with the priorities they were added with. Default: all nodes
-            run with the priority of the stream that the graph is launched on.
+        With `priorities`, kernel nodes run with the priorities they were added with. By default all
+        nodes run with the priority of the stream that the graph is launched on.
 
         Raises
         ------
@@ -639,16 +570,7 @@ class GraphBody(GraphBase):
 
     A body has lanes like a graph. Only kernels, copies, fills, child graphs, further conditionals
     and host work through :meth:`GraphLane.spinkernel` can be added to it. The owners of its nodes'
-    operands are kept alive by the graph that contains the body.
-
-    Parameters
-    ----------
-    root
-        Graph that contains the conditional node.
-    name
-        Name for error messages and drawings.
-    handle
-        CUgraph of the body, which the driver owns.
+    operands are kept alive by `root`, the graph that contains the body.
     """
 
     def __init__(self, root: Graph, name: str, handle: int) -> None:
@@ -696,14 +618,7 @@ class GraphBody(GraphBase):
 class GraphMark:
     """A point in a lane of a graph that other lanes can wait for.
 
-    Attributes
-    ----------
-    graph
-        Graph or body that the lane belongs to.
-    name
-        Name for error messages.
-    nodes
-        Indices of the nodes that the next node of a waiting lane will depend on.
+    The next node of a waiting lane will depend on `nodes`, given by their indices.
     """
 
     graph: GraphBase
@@ -733,16 +648,12 @@ class GraphLane:
 
         Parameters
         ----------
-        kernel
-            Kernel to launch.
         grid, block
             Dimensions: an int, or a triple of ints.
         args
             Arguments, see :meth:`Kernel.pack`.
         shared
             Bytes of dynamic shared memory.
-        name
-            Node name. Default: the kernel's name.
         priority
             Launch priority; lower values run first. It takes effect in executables that were
             instantiated with ``priorities=True``.
@@ -811,20 +722,11 @@ class GraphLane:
         spin: Spin = False,
         payload: Payload | None = None,
     ) -> None:
-        """Add a host node; see :mod:`graft.cudagraph.host.hostwork`.
+        """Add a host node that runs a callable, PythonWork or NativeWork.
 
-        Parameters
-        ----------
-        work
-            Callable, PythonWork or NativeWork.
-        name
-            Node name. Default: the name of the work.
-        spin
-            Whether the driver's thread spins until the node may run; see
-            :func:`~graft.cudagraph.host.hostwork.hostfunc`.
-        payload
-            Payload of this graph, or None. Python work receives the payload's value as its first
-            argument; native work receives it in place of ``data``.
+        Python work receives the value of `payload`, a payload of this graph, as its first argument;
+        native work receives it in place of ``data``. `spin` is as in
+        :func:`~graft.cudagraph.host.hostwork.hostfunc`.
         """
         item = as_work(work)
         spinning = resolve_spin(spin)

@@ -56,13 +56,9 @@ class MailboxWorker:
 
     Attributes
     ----------
-    cpus : tuple of int
-        Cores that were requested; empty for all cores of the process.
-    wait : {"spin", "park"}
-        Mode in use.
     native
-        Native thread. ``native.parked`` tells whether it sleeps until the next launch,
-        ``native.stuck`` whether it still runs work that missed its deadline.
+        Native thread. ``native.parked`` is set while it sleeps until the next launch,
+        ``native.stuck`` while it still runs work that missed its deadline.
     """
 
     def __init__(
@@ -136,22 +132,8 @@ class Mailbox:
     priority, so that in executables instantiated with ``priorities=True`` they do not have to wait
     for the blocks of a large kernel.
 
-    Parameters
-    ----------
-    context
-        Device.
-    work
-        Callable, PythonWork or NativeWork.
-    worker
-        Thread that runs the work.
-    limits
-        Deadlines.
-    output
-        Array for the results, or None; see :meth:`GraphLane.mailbox`.
-    spinkernel
-        Whether a spinning kernel waits, instead of a batch memory operation.
-    completed
-        Word in which the graph counts completed launches; None if each launch posts one request.
+    The graph counts completed launches in the word `completed`; it is None if each launch posts one
+    request.
     """
 
     def __init__(
@@ -216,14 +198,8 @@ class Mailbox:
     def attach_port(self, state: Any, title: str, keep: object) -> Callable[[int], tuple]:
         """Return a function that attaches the host side of the mailbox (its port) to a CUgraph.
 
-        Parameters
-        ----------
-        state
-            Native state of the graph.
-        title
-            Name of the step in error messages.
-        keep
-            Objects to keep alive as long as the graph can run.
+        `state` is the native state of the graph, `title` the name of the step in error messages.
+        The objects in `keep` are kept alive as long as the graph can run.
         """
         work = self.item.native
         results = (0, 0, 0)

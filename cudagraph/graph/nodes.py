@@ -17,16 +17,9 @@ from graft.cudagraph.kernels.kernels import PackedArgs
 
 @dataclass(frozen=True)
 class Node:
-    """One node of a graph.
+    """One node of a graph, at position `index` in ``Graph.nodes``.
 
-    Attributes
-    ----------
-    name : str
-    kind : {"kernel", "copy", "fill", "host", "child", "if", "event wait", ...}
-    lane : str
-        Name of the lane that the node was added on.
-    index : int
-        Position in ``Graph.nodes``.
+    `kind` is "kernel", "copy", "fill", "host", "child", "if" or another kind of node.
     """
 
     name: str
@@ -36,19 +29,7 @@ class Node:
 
 
 class KernelLaunch(NamedTuple):
-    """Parameters of a kernel node.
-
-    Attributes
-    ----------
-    function
-        CUfunction.
-    grid, block
-        Dimensions.
-    shared
-        Bytes of dynamic shared memory.
-    packed
-        Arguments. They must live until the driver has read them.
-    """
+    """Parameters of a kernel node. `packed` must live until the driver has read it."""
 
     function: Any
     grid: tuple[int, int, int]
@@ -69,20 +50,10 @@ def add_kernel(
     priority: int | None = None,
     programmatic: bool = False,
 ) -> Any:
-    """Add a kernel node and return its CUgraphNode.
+    """Add a kernel node to a CUgraph and return the CUgraphNode.
 
-    Parameters
-    ----------
-    graph
-        CUgraph.
-    dependencies
-        CUgraphNodes that the node depends on.
-    launch
-        Parameters of the launch.
-    priority
-        Launch priority. None: the priority of the stream that the graph is launched on.
-    programmatic
-        Whether the edges from the dependencies are programmatic.
+    `priority` is the launch priority; None selects that of the stream that the graph is launched
+    on. `programmatic` is set if the edges from the dependencies (CUgraphNodes) are programmatic.
     """
     params = cu.CUgraphNodeParams()
     params.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
@@ -178,25 +149,9 @@ def add_event(function: Any, graph: int, dependencies: list[Any], event: int) ->
 def add_conditional(
     graph: int, dependencies: list[Any], condition: int, kind: str, bodies: int
 ) -> tuple[Any, list[int]]:
-    """Add a conditional node.
+    """Add an "if" or "while" node to a CUgraph; return the node and the CUgraphs of its bodies.
 
-    Parameters
-    ----------
-    graph
-        CUgraph.
-    dependencies
-        CUgraphNodes that the node depends on.
-    condition
-        Handle of the condition.
-    kind
-        "if" or "while".
-    bodies
-        Number of bodies.
-
-    Returns
-    -------
-    (CUgraphNode, list of int)
-        The node and the CUgraphs of its bodies.
+    The dependencies are CUgraphNodes; `bodies` is the number of bodies.
     """
     params = cu.CUgraphNodeParams()
     params.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
@@ -212,18 +167,10 @@ def add_conditional(
 def add_host(
     graph: int, dependencies: list[Any], function: int, data: int, spin: bool = False
 ) -> Any:
-    """Add a host node and return its CUgraphNode.
+    """Add a host node to a CUgraph and return its CUgraphNode.
 
-    Parameters
-    ----------
-    graph
-        CUgraph.
-    dependencies
-        CUgraphNodes that the node depends on.
-    function, data
-        Address of the C function and its argument.
-    spin
-        Whether the driver's thread spins until the node may run.
+    `function` and `data` are the addresses of the C function and of its argument. With `spin`, the
+    driver's thread spins until the node may run.
     """
     if spin:  # only cuGraphAddNode accepts a synchronization mode
         params = cu.CUgraphNodeParams()

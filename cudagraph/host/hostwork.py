@@ -190,19 +190,7 @@ def hostfunc(stream: StreamLike | int, work: HostWork, *args: object, spin: Spin
 def enqueue(
     handle: int, item: PythonWork | NativeWork, name: str | None, spin: bool = False
 ) -> None:
-    """Enqueue host work on a CUstream; see :func:`hostfunc`.
-
-    Parameters
-    ----------
-    handle
-        CUstream.
-    item
-        Work to run.
-    name
-        Name for error messages. Default: the name of the work.
-    spin
-        Whether the driver's thread spins until the work may run.
-    """
+    """Enqueue host work on a CUstream; see :func:`hostfunc`."""
     api = "cuLaunchHostFunc"
     prepare_driver_call(api)
     raise_eager_failure(handle)
@@ -228,12 +216,8 @@ def capture_of(handle: int) -> tuple[int, int] | None:
 def keep_captured(handle: int, owners: tuple[object, ...]) -> bool:
     """Keep objects alive as long as the graph that a stream is capturing.
 
-    Call this function before enqueueing the operation that uses the objects.
-
-    Returns
-    -------
-    bool
-        Whether the stream is capturing. If it is not, nothing is kept alive.
+    Call this function before enqueueing the operation that uses the objects. Return False, without
+    keeping anything alive, if the stream is not capturing.
     """
     capture = capture_of(handle)
     if capture is None:
@@ -298,14 +282,10 @@ def raise_eager_failure(handle: int) -> None:
 
 
 def raise_failure(failure: tuple[str, int, BaseException | None, str], where: str) -> None:
-    """Raise HostWorkError.
+    """Raise HostWorkError for the host step of a graph or stream.
 
-    Parameters
-    ----------
-    failure
-        Name of the host step, replay number or 0, exception or None, and message.
-    where
-        Phrase for the error message that names the graph or stream, such as "of the stream".
+    `failure` has the name of the host step, the replay number or 0, the exception or None, and the
+    message. `where` names the graph or stream, as in "of the stream".
     """
     node, replay, exception, message = failure
     if exception is not None:

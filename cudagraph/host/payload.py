@@ -18,15 +18,6 @@ class Payload:
     Created by :meth:`Graph.payload` and changed by :meth:`GraphExec.set_payload`. Python work
     receives the value as its first argument. Native work receives it in place of ``data``: the
     value must then be an int, or an object with a ``host_ptr`` such as a pinned array.
-
-    Attributes
-    ----------
-    name
-        Name for error messages.
-    state
-        Native state of the graph that the payload belongs to.
-    native
-        Native storage of the values, ordered by replay.
     """
 
     def __init__(self, state: _native.GraphState, value: object, name: str) -> None:
@@ -50,12 +41,7 @@ def native_address(value: object) -> int:
     """Return the address that native work receives for a payload value.
 
     The address is the value itself if it is an int, otherwise its ``host_ptr``. A value without
-    ``host_ptr`` has the address 0.
-
-    Raises
-    ------
-    OptionError
-        The value, or its ``host_ptr``, is an int that is not a 64-bit address.
+    ``host_ptr`` has the address 0. An int that is not a 64-bit address is an OptionError.
     """
     address = value if isinstance(value, int) else getattr(value, "host_ptr", 0)
     if not isinstance(address, int) or not -(1 << 63) <= address < 1 << 64:

@@ -50,17 +50,8 @@ except GraftError as error:
 def probe_transport(transport: str, kind: str, ordinal: int = 0) -> str:
     """Run one small graph with a transport in a child process, to find out whether it works.
 
-    Parameters
-    ----------
-    transport
-        "mailbox" or "spinkernel". The probe calls the lane method with this name.
-    kind, ordinal
-        Kind and index of the device to probe.
-
-    Returns
-    -------
-    str
-        Empty string if the transport works, otherwise the reason why it does not.
+    The transport, "mailbox" or "spinkernel", is the name of the lane method that the probe calls.
+    Return the reason why the transport does not work on the device; "" if it works.
     """
     if transport not in WORKER_TRANSPORTS:
         raise OptionError(f"transport {transport!r} needs no probe")
@@ -79,28 +70,14 @@ def probe_transport(transport: str, kind: str, ordinal: int = 0) -> str:
 
 
 def choose_transport(requested: str, device: Context) -> tuple[str, str]:
-    """Check a requested transport, or select one.
+    """Check a requested transport, or select one if "auto" is requested; see `TRANSPORTS`.
 
     "auto" selects the first of "mailbox" and "spinkernel" whose probe passes, and "native" if both
     probes fail. With fewer than 4 usable cores it selects "native" without a probe, because a
     worker thread would compete with other threads for a core.
 
-    Parameters
-    ----------
-    requested
-        Name of a transport, or "auto"; see `TRANSPORTS`.
-    device
-        Device to probe.
-
-    Returns
-    -------
-    (str, str)
-        Selected transport, and the reason for the selection in one line.
-
-    Raises
-    ------
-    OptionError
-        The transport is unknown, or was requested by name and does not work on this machine.
+    Return the transport and the reason for the selection in one line. OptionError is raised if the
+    transport is unknown, or was requested by name and does not work on this machine.
     """
     if requested not in TRANSPORTS:
         raise OptionError(f"transport must be one of {', '.join(TRANSPORTS)}, not {requested!r}")

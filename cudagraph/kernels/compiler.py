@@ -66,18 +66,12 @@ def _usable_folder(folder: Path) -> Path:
 def nvrtc_options(
     path: Path | None = None, defines: Mapping[str, object] | None = None
 ) -> list[str]:
-    """Return the NVRTC options for a kernel source.
+    """Return the NVRTC options for a kernel source with these macros.
 
     NVRTC must not contract a product and a sum to one fused multiply-add: it would do so in some
     copies of an unrolled loop and not in others, so that a result would depend on which copy
-    computed it. Kernels call ``fmaf`` explicitly.
-
-    Parameters
-    ----------
-    path
-        Source file; its folder is added to the include path.
-    defines
-        Values of macros, by name.
+    computed it. Kernels call ``fmaf`` explicitly. The folder of the source file is added to the
+    include path.
     """
     folders = include_folders(None if path is None else Path(path).parent)
     macros = [f"-D{key}={value}" for key, value in sorted((defines or {}).items())]
@@ -94,18 +88,9 @@ def include_folders(folder: Path | None) -> list[Path]:
 
 @dataclass(frozen=True)
 class KernelSource:
-    """Source of a kernel module.
+    """Source of a kernel module: CUDA C++, a name for error messages, and values of macros.
 
-    Attributes
-    ----------
-    text
-        CUDA C++.
-    name
-        Name in error messages.
-    defines
-        Values of macros, by name.
-    folder
-        Additional folder in which ``#include "..."`` searches for headers, or None.
+    `folder` is an additional folder in which ``#include "..."`` searches for headers, or None.
     """
 
     text: str
@@ -115,15 +100,7 @@ class KernelSource:
 
 
 class LoadedModule(NamedTuple):
-    """A loaded module.
-
-    Attributes
-    ----------
-    handle
-        CUmodule.
-    owner
-        Object that keeps the module loaded.
-    """
+    """A CUmodule, and the object that keeps it loaded."""
 
     handle: Any
     owner: object
@@ -132,10 +109,7 @@ class LoadedModule(NamedTuple):
 def compile_source(context: Context, source: KernelSource) -> LoadedModule:
     """Compile kernel source and load the module.
 
-    Raises
-    ------
-    KernelError
-        The source does not compile, or CuPy is missing on CUDA.
+    KernelError is raised if the source does not compile, or CuPy is missing on CUDA.
     """
     with compile_progress(source.name):
         if context.kind == "soft":

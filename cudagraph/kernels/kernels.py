@@ -54,12 +54,8 @@ class PackedArgs:
     """Arguments in the memory layout of one kernel.
 
     The driver copies the values during the call that launches the kernel or adds the node. This
-    object must live until that call has returned.
-
-    Attributes
-    ----------
-    owners : tuple
-        Objects that must live as long as the kernel can run: the module and the arrays.
+    object must live until that call has returned. The module and the arrays, `owners`, must live as
+    long as the kernel can run.
     """
 
     __slots__ = ("_pointers", "_values", "owners")
@@ -80,15 +76,8 @@ class PackedArgs:
 class Kernel:
     """A loaded ``extern "C" __global__`` function of a module.
 
-    Attributes
-    ----------
-    name : str
-    module : KernelModule
-    function : CUfunction
-    param_sizes : tuple of int
-        Sizes of the parameters in bytes.
-    waits_for_previous : bool
-        Whether the source calls ``wait_for_previous_kernel()``.
+    `param_sizes` are the sizes of the parameters in bytes. `waits_for_previous` is set if the
+    source calls ``wait_for_previous_kernel()``.
     """
 
     def __init__(self, module: KernelModule, name: str, function: Any) -> None:
@@ -110,20 +99,14 @@ class Kernel:
     def pack(self, args: Iterable[object]) -> PackedArgs:
         """Check arguments against the kernel's parameters and pack them.
 
-        Parameters
-        ----------
-        args
-            One value per parameter. Arrays and pinned fields become device pointers, None becomes
-            NULL. A Python int or float is converted to the parameter's type; an int is accepted
-            for a float. A NumPy scalar is not converted, so its dtype must match the parameter's
-            kind and size. For a struct that is passed by value, pass bytes, a structured NumPy
-            scalar or a ctypes.Structure of the same size. The soft device does not translate
-            device pointers inside such a struct.
+        Arrays and pinned fields become device pointers, None becomes NULL. A Python int or float is
+        converted to the parameter's type; an int is accepted for a float. A NumPy scalar is not
+        converted, so its dtype must match the parameter's kind and size. For a struct that is
+        passed by value, pass bytes, a structured NumPy scalar or a ctypes.Structure of the same
+        size. The soft device does not translate device pointers inside such a struct.
 
-        Raises
-        ------
-        KernelError
-            The number of arguments is wrong, or an argument has the wrong size, kind or range.
+        KernelError is raised if the number of arguments is wrong, or an argument has the wrong
+        size, kind or range.
         """
         values = tuple(args)
         if len(values) != len(self.param_sizes):
@@ -239,18 +222,9 @@ def _describe_number(value: float) -> str:
 class KernelModule:
     """A loaded kernel source; ``module[name]`` returns the :class:`Kernel` with this name.
 
-    A module stays loaded as long as Python or a graph holds one of its kernels.
-
-    Parameters
-    ----------
-    name
-        Name of the source in error messages.
-    loaded
-        CUmodule and its owner.
-    parameters
-        Parameters by kernel name; see :mod:`graft.cudagraph.kernels.signature`.
-    waiting
-        Names of the kernels that call ``wait_for_previous_kernel()``.
+    A module stays loaded as long as Python or a graph holds one of its kernels. `parameters` gives
+    the parameters by kernel name (see :mod:`graft.cudagraph.kernels.signature`), `waiting` the
+    names of the kernels that call ``wait_for_previous_kernel()``.
     """
 
     def __init__(
@@ -303,18 +277,9 @@ _modules_lock = threading.Lock()
 def load(
     context: Context, path: str | Path, defines: Mapping[str, object] | None = None
 ) -> KernelModule:
-    """Compile and load a kernel source file.
+    """Compile and load a kernel source file with the given values of macros.
 
     A source that is loaded already, with the same macros, is not loaded again.
-
-    Parameters
-    ----------
-    context
-        Device.
-    path
-        Source file.
-    defines
-        Values of macros, by name.
     """
     values = {name: str(value) for name, value in (defines or {}).items()}
     macros = tuple(sorted(values.items()))
@@ -339,18 +304,14 @@ def load_text(
     defines: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> KernelModule:
-    """Compile and load kernel source.
+    """Compile and load kernel source with the given values of macros.
 
     Parameters
     ----------
-    context
-        Device.
     text
         CUDA C++ with ``extern "C" __global__`` functions. It must not include CUDA headers.
     name
         Name of the source in error messages.
-    defines
-        Values of macros, by name.
     folder
         Additional folder in which ``#include "..."`` searches for headers, or None.
 

@@ -26,10 +26,7 @@ _spent_s = 0.0
 def show_compile_progress(shown: bool | None) -> None:
     """Set whether this process shows the progress of kernel compilation.
 
-    Parameters
-    ----------
-    shown
-        None, the default: only if stderr is a terminal.
+    None, the default, shows it only if stderr is a terminal.
     """
     global _requested
     _requested = shown

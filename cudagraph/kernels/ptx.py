@@ -28,13 +28,7 @@ OPTIONS = ("--device-as-default-execution-space", "-ftz=true", "-lineinfo")
 
 
 def soft_device_runs_ptx() -> bool:
-    """Return whether the soft device runs PTX (``GRAFT_CODE=ptx``).
-
-    Raises
-    ------
-    DeviceError
-        ``GRAFT_CODE`` has an unknown value.
-    """
+    """Return whether the soft device runs PTX; raise DeviceError for unknown ``GRAFT_CODE``."""
     code = os.environ.get("GRAFT_CODE") or "host"
     if code not in CODES:
         raise DeviceError(f"GRAFT_CODE={code!r}: expected one of {CODES}")
@@ -75,13 +69,7 @@ def missing_compiler() -> str:
 
 
 def nvrtc_library() -> Path:
-    """Return the path of the NVRTC library that compiles kernels to PTX.
-
-    Raises
-    ------
-    KernelError
-        NVRTC is missing, or its file is unknown.
-    """
+    """Return the path of the NVRTC library that compiles kernels to PTX, or raise KernelError."""
     _nvrtc()
     for line in Path("/proc/self/maps").read_text().splitlines():
         _, slash, name = line.partition("/")
@@ -93,30 +81,11 @@ def nvrtc_library() -> Path:
 
 
 def compile_ptx(text: str, name: str, options: Sequence[str], cache: Path, key: str = "") -> bytes:
-    """Compile CUDA C++ to PTX.
+    """Compile CUDA C++ to PTX, which ends with a null byte.
 
-    Parameters
-    ----------
-    text
-        CUDA C++.
-    name
-        Name in error messages and line information.
-    options
-        Options of NVRTC besides the architecture and `OPTIONS`.
-    cache
-        Folder for compiled texts.
-    key
-        Text that changes whenever included files change.
-
-    Returns
-    -------
-    bytes
-        The PTX with a terminating null byte.
-
-    Raises
-    ------
-    KernelError
-        The source does not compile, or NVRTC is missing.
+    `options` are NVRTC's, besides the architecture and `OPTIONS`. Compiled texts are kept in the
+    folder `cache`; `key` must change whenever included files change. KernelError is raised if the
+    source does not compile, or NVRTC is missing.
     """
     nvrtc, version = _nvrtc()
     arguments = [*options, *OPTIONS, f"-arch=compute_{architecture()}"]

@@ -32,15 +32,10 @@ _QUALIFIERS = frozenset({"const", "volatile", "__restrict__", "__grid_constant__
 
 
 class Parameter(NamedTuple):
-    """A parameter of a kernel.
+    """A parameter of a kernel. Its name is "" if the source does not name it.
 
-    Attributes
-    ----------
-    name
-        Name; empty if the source does not name the parameter.
-    kind
-        ``POINTER``, ``INT``, ``FLOAT`` or ``OTHER``. ``OTHER`` means that the type is neither built
-        in nor a pointer, or that the kind is unknown.
+    `kind` is ``POINTER``, ``INT``, ``FLOAT`` or ``OTHER``. ``OTHER`` means that the type is neither
+    built in nor a pointer, or that the kind is unknown.
     """
 
     name: str

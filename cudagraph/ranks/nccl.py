@@ -28,15 +28,10 @@ _UNIQUE_ID_BYTES = 128
 
 
 class NcclAllGather(AllGather):
-    """All-gather over NCCL.
+    """All-gather over NCCL. Without nccl4py, it raises OptionError.
 
     NCCL only moves data. Partial sums are added by a kernel in rank order, so that all ranks have
     bit-identical results.
-
-    Raises
-    ------
-    OptionError
-        nccl4py is not installed.
     """
 
     def __init__(self, context: Context, ranks: RankGroup, max_elements: int) -> None:
@@ -57,10 +52,7 @@ class NcclAllGather(AllGather):
     def connect(self) -> None:
         """Create the NCCL communicator. Rank 0 sends its unique id to the other ranks first.
 
-        Raises
-        ------
-        DeadlineError
-            A rank did not connect within the deadline of the group.
+        DeadlineError is raised if a rank does not connect within the deadline of the group.
         """
         core = self._core
         ranks = self._ranks

@@ -64,10 +64,10 @@ class RankGroup:
 
     Parameters
     ----------
-    comm : mpi4py.MPI.Comm
+    comm
         Communicator. The group uses a duplicate of it, so that messages of other users of the
         communicator cannot be mixed up with messages of the group.
-    deadline_s : float
+    deadline_s
         Maximum seconds to wait for another rank within a forward pass, and for a heartbeat of rank
         0 between forward passes.
 
@@ -76,15 +76,6 @@ class RankGroup:
     OptionError
         The deadline is not a positive number, or MPI was initialized without support for multiple
         threads.
-
-    Attributes
-    ----------
-    rank : int
-        Index of this process.
-    size : int
-        Number of processes.
-    deadline_s : float
-        Maximum seconds to wait for another rank within a forward pass.
     """
 
     def __init__(self, comm: Any, deadline_s: float = DEADLINE_S) -> None:
@@ -118,13 +109,7 @@ class RankGroup:
 
     @staticmethod
     def from_mpi(deadline_s: float = DEADLINE_S) -> RankGroup:
-        """Return the group of all processes that ``mpiexec`` started.
-
-        Raises
-        ------
-        OptionError
-            mpi4py is not installed.
-        """
+        """Return the group of all processes that ``mpiexec`` started. mpi4py must be installed."""
         try:
             from mpi4py import MPI
         except ImportError as error:
@@ -150,18 +135,8 @@ class RankGroup:
         """Add a host step that sends messages to other ranks and receives messages from them.
 
         All messages of the step are in flight concurrently. If a rank does not answer within
-        `deadline_s`, this step and all later steps fail.
-
-        Parameters
-        ----------
-        lane
-            Lane to add the step to.
-        sent
-            Messages to send, as pairs of receiving rank and buffer.
-        received
-            Messages to receive, as pairs of sending rank and buffer.
-        name
-            Name of the step.
+        `deadline_s`, this step and all later steps fail. A message is a pair of a rank and a
+        buffer.
         """
         messages = self._messages(sent, received, self.deadline_s)
         address, data = messages.work
@@ -186,10 +161,7 @@ class RankGroup:
     def send(self, peers: Sequence[int], *buffers: Buffer) -> None:
         """Send buffers to ranks and wait until they are sent.
 
-        Raises
-        ------
-        DeadlineError
-            A rank did not receive them within `deadline_s`.
+        DeadlineError is raised if a rank does not receive them within `deadline_s`.
         """
         sent = [(peer, buffer) for peer in peers for buffer in buffers]
         self._wait(self._messages(sent, (), self.deadline_s), sent, self.deadline_s)
@@ -197,26 +169,16 @@ class RankGroup:
     def receive(self, peer: int, *buffers: Buffer, timeout_s: float = math.inf) -> None:
         """Receive buffers from a rank and wait until they are filled.
 
-        Raises
-        ------
-        DeadlineError
-            The rank did not send them within ``timeout_s`` seconds.
+        DeadlineError is raised if the rank does not send them within ``timeout_s`` seconds.
         """
         received = [(peer, buffer) for buffer in buffers]
         self._wait(self._messages((), received, timeout_s), received, timeout_s)
 
     def receive_header(self, header: NDArray[np.int64]) -> None:
-        """Receive the next header from rank 0, however long rank 0 is idle.
+        """Receive the next header of `HEADER_WORDS` words from rank 0, however long rank 0 is idle.
 
-        Parameters
-        ----------
-        header
-            Buffer of `HEADER_WORDS` words.
-
-        Raises
-        ------
-        DeadlineError
-            Rank 0 has sent neither a header nor a heartbeat for `deadline_s` seconds.
+        DeadlineError is raised if rank 0 has sent neither a header nor a heartbeat for `deadline_s`
+        seconds.
         """
         messages = self._messages((), [(0, header)], self.deadline_s)
         silent_s = 0.0
@@ -331,22 +293,11 @@ def _native_communicator(mpi: Any, comm: Any) -> Any:
 
 
 class AllGather(ABC):
-    """Interface of all-gathers of float32 arrays.
+    """Interface of all-gathers of at most `max_elements` float32 elements per rank.
 
-    Parameters
-    ----------
-    context
-        Device of this rank.
-    ranks
-        Group of all ranks, which take part in every all-gather.
-    max_elements
-        Maximum number of elements per rank.
-
-    Attributes
-    ----------
-    forward_limit_s : float or None
-        Maximum seconds to wait for a forward pass that contains the all-gathers. None: no limit,
-        because each all-gather ends at the deadline of the group.
+    All ranks of the group take part in every all-gather. `forward_limit_s` is the maximum time of a
+    forward pass that contains the all-gathers. None means no limit, because each
+    all-gather ends at the deadline of the group.
     """
 
     forward_limit_s: float | None = None
@@ -368,19 +319,10 @@ class AllGather(ABC):
 
     @abstractmethod
     def all_gather(self, lane: Lane, local: DeviceArray) -> DeviceArray:
-        """Add an all-gather to a lane.
+        """Add an all-gather of `local`, from :meth:`local_buffer`, to a lane.
 
-        Parameters
-        ----------
-        lane
-            Lane to add the operation to.
-        local
-            This rank's part, from :meth:`local_buffer`.
-
-        Returns
-        -------
-        DeviceArray
-            Parts of all ranks, float32 [ranks, rows, columns]. The next all-gather overwrites them.
+        Return the parts of all ranks, float32 [ranks, rows, columns]. The next all-gather
+        overwrites them.
         """
 
     def _gathered_like(self, local: DeviceArray) -> DeviceArray:
