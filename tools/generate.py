@@ -46,7 +46,6 @@ _SAMPLING_HELP = {
 _REPORTED_OPTIONS = (
     "draft_length",
     "draft_tree",
-    "mask_drafts",
     "draft_masking",
     "verify",
     "overlap",
@@ -140,11 +139,6 @@ def _add_drafting_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--no-speculation", action="store_true", help="decode without a drafter")
     group.add_argument(
-        "--no-draft-mask",
-        action="store_true",
-        help="generate drafts without the token bitmasks of the grammar",
-    )
-    group.add_argument(
         "--draft-tree",
         type=parse_draft_tree,
         metavar="BRANCHxLEVELS|PATHS",
@@ -153,9 +147,9 @@ def _add_drafting_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--draft-masking",
         choices=DRAFT_MASKINGS,
-        default="fill",
-        help="how drafts are masked: fill a token bitmask for each draft, or let the grammar test "
-        "the drafter's best candidates (default fill)",
+        default="auto",
+        help="how the grammar restricts drafts; auto: fill a token bitmask for each draft of a "
+        "chain, and probe trees; probe: test the drafter's best candidates (default auto)",
     )
     group.add_argument(
         "--forced-drafts",
@@ -312,7 +306,6 @@ def open_engine(options: argparse.Namespace, batch_size: int, **engine_options: 
         draft_length=options.draft_length,
         max_batch_size=min(options.max_batch_size, max(batch_size, 1)),
         draft_tree=options.draft_tree,
-        mask_drafts=not options.no_draft_mask,
         grammar_backend=options.backend,
         draft_masking=options.draft_masking,
         forced_drafts=options.forced_drafts,

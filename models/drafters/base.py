@@ -130,7 +130,7 @@ class Drafter:
     num_candidates
         Number of ids per position that the drafter scores as drafts; None for a drafter whose
         logits rank all ids. The grammar tests these ids and, if there are fewer than 16, the most
-        likely of the others, with ``draft_masking="fill"`` as well.
+        likely of the others, also with ``draft_masking="auto"``.
     caches
         KV caches of the drafter. The engine allocates pages for every slot in each of these caches.
     reads_mask_rows

@@ -323,7 +323,7 @@ def _draft_mode(options: Options, drafter: Drafter | None) -> DraftMode:
     shape = drafter.shape
     if not shape.levels:
         return DraftMode(drafts=shape.nodes, branch=shape.branch)
-    masking = _masking(drafter, options.draft_masking) if options.mask_drafts else "none"
+    masking = _masking(drafter, options.draft_masking)
     return DraftMode(
         drafts=shape.nodes,
         levels=len(shape.levels),
@@ -336,8 +336,10 @@ def _draft_mode(options: Options, drafter: Drafter | None) -> DraftMode:
 
 def _masking(drafter: Drafter, draft_masking: str) -> str:
     """Return how the grammar masks drafts of a drafter that computes logits: one of `MASKINGS`."""
-    fills = draft_masking == "fill" and drafter.num_candidates is None
-    if fills and drafter.shape.branch == 1:
+    if draft_masking == "none":
+        return "none"
+    may_fill = drafter.shape.branch == 1 and drafter.num_candidates is None
+    if draft_masking == "auto" and may_fill:
         return "fill"
     if drafter.logits_at_once and not drafter.shape.paths:
         return "lattice-probe"
@@ -361,8 +363,8 @@ def _check_forced_drafts(options: Options, drafter: Drafter | None, mode: DraftM
     """Raise OptionError if `forced_drafts` is set and the drafter cannot draft forced tokens."""
     if options.forced_drafts and not isinstance(drafter, Forced) and not mode.masked:
         raise OptionError(
-            "forced_drafts requires mask_drafts=True and a drafter that drafts level by level: "
-            "other drafters fill no mask rows while drafting"
+            "forced_drafts cannot be combined with draft_masking='none' or with a drafter that "
+            "proposes token ids without logits: no mask rows are filled while drafting"
         )
 
 

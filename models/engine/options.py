@@ -23,7 +23,7 @@ from graft.sampling.tree import TreePlan
 
 __all__ = ["DRAFT_MASKINGS", "MAX_DRAFT_LENGTH", "Options"]
 
-DRAFT_MASKINGS = ("fill", "probe")
+DRAFT_MASKINGS = ("auto", "probe", "none")
 MAX_DRAFT_LENGTH = 63
 #: Default maximum number of positions per request; caches are allocated for every slot.
 DEFAULT_LENGTH = 4096
@@ -48,7 +48,7 @@ _INTEGERS: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
     "compile_threads": (1, 256),
     "ordinal": (0, 1023, None),
 }
-_BOOLEANS = ("mask_drafts", "forced_drafts", "device_automata", "overlap", "timeline")
+_BOOLEANS = ("forced_drafts", "device_automata", "overlap", "timeline")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "draft_masking": DRAFT_MASKINGS,
     "verify": VERIFY_MODES,
@@ -84,8 +84,7 @@ class Options:
         `draft_length` most likely nodes are verified. A sequence of paths selects a tree of fixed
         shape. Each path lists the ranks of the nodes from the root: (0,) is the most likely first
         draft, (2,) the third most likely one, and (0, 1) the second most likely continuation of
-        (0,). Trees that are drafted level by level are always masked as with
-        ``draft_masking="probe"``.
+        (0,).
     max_length
         Maximum number of positions per request, prompt and output together. Default: the maximum
         of the target, at most 4096.
@@ -101,28 +100,28 @@ class Options:
         Maximum number of prompt tokens that are prefilled between two rounds while any request is
         generating (chunked prefill). "auto" chooses the largest number whose measured time is at
         most 0.8 of the time of a round (`PrefillScheduler`).
-    mask_drafts
-        Whether drafts are restricted to tokens that the grammar accepts. If not, verification
-        rejects illegal drafts.
     draft_masking
-        How drafts are masked. With "fill", a mask row is filled for each draft, and the draft is
-        sampled under this mask. With "probe", the grammar tests only the drafter's best candidates,
-        which takes less time. The mask rows that verification needs are then filled during the next
-        target forward pass. Probed drafts are verified as with ``verify="coupled"``. If a drafter
-        computes the logits of all levels at once, as DFlash does, one grammar step tests the
-        candidates of all levels. A drafter that offers a few candidates per position, as DFlash2
-        does, is probed with "fill" as well.
+        How the drafts of a drafter that computes logits are restricted to tokens that the grammar
+        accepts. With "auto", a mask row is filled for each draft of a chain, and the draft is
+        sampled under this mask. Trees, and drafters that offer a few candidates per position, as
+        DFlash2 does, are probed. With "probe", all drafts are probed: the grammar tests only the
+        drafter's best candidates, which takes less time. The mask rows that verification needs are
+        then filled during the next target forward pass. Probed drafts are verified as with
+        ``verify="coupled"``. If a drafter computes the logits of all levels at once, as DFlash
+        does, one grammar step tests the candidates of all levels. With "none", drafts are not
+        masked, and verification rejects illegal ones. Token ids that a drafter proposes without
+        logits are never masked.
     forced_drafts
         Whether tokens that the grammar forces are drafted. With a drafter, a token is forced if it
-        is the only legal one. It replaces the draft of the drafter; with ``draft_masking="probe"``
-        only if no candidate of the drafter is legal. Without a drafter, the longest legal token is
+        is the only legal one. It replaces the draft of the drafter; if drafts are probed, only if
+        no candidate of the drafter is legal. Without a drafter, the longest legal token is
         forced if all other legal tokens are prefixes of it. Forced drafts are verified like others,
         so the distribution of outputs does not change.
     device_automata
         Whether mask rows are filled on the device for requests whose grammar has an automaton, see
         `DeviceAutomata`. A round whose requests all have an automaton or no grammar then needs no
         grammar step on the host. Outputs do not change. With `forced_drafts`, a drafter of chains
-        and ``draft_masking="fill"`` are required.
+        and ``draft_masking="auto"`` are required.
     automaton_bytes
         With `device_automata`, device memory for automata, in bytes. Requests whose automaton does
         not fit stay on the host.
@@ -214,8 +213,7 @@ class Options:
     pages: int | None = None
     prefix_cache_bytes: int | None = None
     prefill_rows: int | str = "auto"
-    mask_drafts: bool = True
-    draft_masking: str = "fill"
+    draft_masking: str = "auto"
     forced_drafts: bool = False
     device_automata: bool = False
     verify: str = "rejection"
@@ -257,8 +255,6 @@ class Options:
                 "import name 'module:attribute' of such a function"
             )
             raise _error("grammar_backend", expected, self.grammar_backend)
-        if self.draft_masking != "fill" and not self.mask_drafts:
-            raise OptionError(f"draft_masking={self.draft_masking!r} requires mask_drafts=True")
         if self.generation == "graph" and self.composition != "one":
             raise OptionError("generation='graph' requires composition='one'")
 

@@ -117,7 +117,7 @@ def _make_automata(
     if options.forced_drafts and parts.mode.masking != "fill":
         raise OptionError(
             "device_automata and forced_drafts can be combined only with a drafter whose shape is "
-            "a chain, mask_drafts=True and draft_masking='fill'"
+            "a chain, and draft_masking='auto'"
         )
     return DeviceAutomata(
         parts.state,

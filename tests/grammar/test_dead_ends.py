@@ -49,7 +49,7 @@ def draft_vocabulary() -> np.ndarray:
         return engine._parts.drafter.vocab.d2t.to_host()
 
 
-@pytest.mark.parametrize("masking", ["fill", "probe"])
+@pytest.mark.parametrize("masking", ["auto", "probe"])
 def test_grammar_dead_end_finishes_only_its_request(masking: str) -> None:
     """A request whose grammar requires a text that no token spells ends with a dead end.
 
@@ -78,7 +78,7 @@ def test_grammar_dead_end_finishes_only_its_request(masking: str) -> None:
     assert counters["dead_ends"] >= 2
 
 
-@pytest.mark.parametrize("masking", ["fill", "probe"])
+@pytest.mark.parametrize("masking", ["auto", "probe"])
 def test_grammar_outside_draft_vocabulary_is_decoded_without_drafts(masking: str) -> None:
     """If no candidate of the drafter is legal, the output is the same as without a drafter."""
     known = np.zeros(1 << 16, bool)
@@ -98,7 +98,7 @@ def test_grammar_outside_draft_vocabulary_is_decoded_without_drafts(masking: str
         assert not known[output.tokens[:-1]].any()
 
 
-@pytest.mark.parametrize("masking", ["fill", "probe"])
+@pytest.mark.parametrize("masking", ["auto", "probe"])
 def test_drafts_end_before_token_outside_draft_vocabulary(masking: str) -> None:
     """Drafts end before a token that the draft vocabulary does not contain.
 

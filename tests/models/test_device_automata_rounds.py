@@ -26,12 +26,12 @@ from graft.models.request import Request
 
 __all__ = ["expected_answers"]  # a fixture
 
-UNMASKED_TREE = {**GROWN_TREE, "mask_drafts": False}
+UNMASKED_TREE = {**GROWN_TREE, "draft_masking": "none"}
 OPTIONS = {
     "chain": {"max_batch_size": 4},
     "unmasked tree": {"max_batch_size": 3, **UNMASKED_TREE},
     "few pages": {"max_batch_size": 5, "pages": 40, "page_size": 16, "max_length": 400},
-    "unmasked chain": {"max_batch_size": 2, "mask_drafts": False},
+    "unmasked chain": {"max_batch_size": 2, "draft_masking": "none"},
     "no drafter": {"max_batch_size": 4, "speculation": False},
     "mailbox": {"max_batch_size": 3, "grammar_transport": "mailbox"},
     "late": {"max_batch_size": 4, "grammar_threads": 2, "grammar_budget_us": 1.0},

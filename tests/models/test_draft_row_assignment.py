@@ -164,7 +164,7 @@ def test_cut_drafts_get_no_mask_rows(monkeypatch):
     patch_kernel_source(monkeypatch, ROUND, *UNEVEN_DRAFTS)
     words = GrammarSpec.regex("([a-z]{1,5} )+")
     requests = [Request(tokens=[300 + i], grammar=words, max_tokens=30) for i in range(2)]
-    with demo_engine(draft_length="auto", max_batch_size=2, mask_drafts=False) as engine:
+    with demo_engine(draft_length="auto", max_batch_size=2, draft_masking="none") as engine:
         engine._scheduler.budget = FixedDraftLengths(itertools.repeat(1))
         rows = []
         engine._replays.on_row = lambda state, row: rows.append(row)

@@ -169,11 +169,11 @@ def test_drafter_protocol_violations_are_rejected(device, drafter, error, words)
             {"draft_tree": (2, 2)},
             "must draft chains, not trees",
         ),
-        (invalid_drafter(), {"forced_drafts": True}, "forced_drafts requires mask_drafts"),
+        (invalid_drafter(), {"forced_drafts": True}, "forced_drafts cannot be combined"),
         (
             DRAFTER,
-            {"forced_drafts": True, "mask_drafts": False},
-            "forced_drafts requires mask_drafts",
+            {"forced_drafts": True, "draft_masking": "none"},
+            "cannot be combined with draft_masking='none'",
         ),
     ],
 )

@@ -131,8 +131,7 @@ def test_engine_output_is_unchanged_by_join_cancel_and_preemption(
         has_drafts = options.get("speculation", True) or options.get("forced_drafts", False)
         assert (engine.stats.speculated_rounds > 0) == has_drafts
         probes = engine.counters()["grammar"]["probes"]
-        has_probes = options.get("draft_masking") == "probe" or engine._parts.decoder.probing
-        assert (probes > 0) == (has_probes and options.get("mask_drafts", True))
+        assert (probes > 0) == engine._parts.decoder.probing
 
 
 @functools.cache
@@ -241,14 +240,12 @@ def test_drafter_continues_after_rounds_without_drafts(options):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("mask_drafts", [True, False], ids=["masked", "unmasked"])
+@pytest.mark.parametrize("masking", ["auto", "none"], ids=["masked", "unmasked"])
 @pytest.mark.parametrize("transport", ["native", "mailbox", "spinkernel"])
-def test_engine_output_is_unchanged_in_many_disturbed_runs(
-    expected_answers, transport, mask_drafts
-):
+def test_engine_output_is_unchanged_in_many_disturbed_runs(expected_answers, transport, masking):
     """Requests join, are preempted and cancelled at random, in five runs for each batch size."""
     for batch in range(1, 9):
-        options = {"grammar_transport": transport, "mask_drafts": mask_drafts}
+        options = {"grammar_transport": transport, "draft_masking": masking}
         with settled(demo_engine(max_batch_size=batch, **options)) as engine:
             for seed in range(5):
                 mode = "greedy" if seed % 2 else "coupled"
@@ -265,7 +262,7 @@ def test_probe_masking_drafts_equal_fill_masking(mode: str) -> None:
     options = {} if mode == "greedy" else {"temperature": 0.8, "verify": mode}
     requests = [replace(r, seed=1000 + i, **options) for i, r in enumerate(mixed_requests(3))]
     rounds = {}
-    for masking in ("fill", "probe"):
+    for masking in ("auto", "probe"):
         with settled(demo_engine(max_batch_size=4, draft_masking=masking)) as engine:
             outputs = engine.generate(requests)
             assert {o.reason for o in outputs} <= {"stop", "length"}
@@ -274,7 +271,7 @@ def test_probe_masking_drafts_equal_fill_masking(mode: str) -> None:
             grammar = engine.counters()["grammar"]
         assert sum(accepted for _, accepted, _ in rounds[masking]) > 0
     if mode != "rejection":
-        assert rounds["probe"] == rounds["fill"]
+        assert rounds["probe"] == rounds["auto"]
     assert grammar["probes"] > 0 and grammar["refused_drafts"] == 0
     assert grammar["fills"] <= 4 * (grammar["commits"] + len(requests))
 
@@ -292,7 +289,7 @@ def test_grammar_tests_ids_that_dflash2_offers(tree) -> None:
     found = {}
     for drafter, masking in (
         (DFLASH, "probe"),
-        (RandomDFlash2(1), "fill"),
+        (RandomDFlash2(1), "auto"),
         (RandomDFlash2(1), "probe"),
     ):
         with settled(demo_engine(drafter=drafter, draft_masking=masking, **options)) as engine:
@@ -304,8 +301,8 @@ def test_grammar_tests_ids_that_dflash2_offers(tree) -> None:
         assert grammar["refused_drafts"] == 0
         assert grammar["probes"] > 0
     assert all(answers == found["dflash"][0] for answers, _, _ in found.values())
-    assert found["fill"] == found["probe"]
-    assert found["fill"][1] > 0.8 * found["dflash"][1]
+    assert found["auto"] == found["probe"]
+    assert found["auto"][1] > 0.8 * found["dflash"][1]
 
 
 @pytest.mark.parametrize("tree", [None, (3, 4)], ids=["chain", "tree"])

@@ -38,7 +38,7 @@ MODES = {
     "loops, ngram": (NGram, {"generation": "graph"}),
     "loops, tree": ("target", {"generation": "graph", "draft_length": 6, "draft_tree": (2, 3)}),
     "automata": ("target", {"device_automata": True}),
-    "unmasked": ("target", {"mask_drafts": False, "draft_length": "auto"}),
+    "unmasked": ("target", {"draft_masking": "none", "draft_length": "auto"}),
     "few pages": ("target", {"pages": 40}),
 }
 QUICK = ("ngram", "tree", "loops", "few pages")

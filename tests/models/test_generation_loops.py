@@ -35,7 +35,7 @@ from graft.models.request import Request
 
 __all__ = ["expected_answers"]  # a fixture
 
-UNMASKED_TREE = {**GROWN_TREE, "mask_drafts": False}
+UNMASKED_TREE = {**GROWN_TREE, "draft_masking": "none"}
 DISTURBED_OPTIONS = {
     "chain": {},
     "tree": GROWN_TREE,

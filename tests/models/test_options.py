@@ -30,7 +30,6 @@ WRONG = (
 )
 #: Values in `WRONG` that are valid for an option.
 RIGHT = {
-    "mask_drafts": (True,),
     "forced_drafts": (True,),
     "device_automata": (True,),
     "overlap": (True,),
@@ -136,10 +135,6 @@ INVALID_CALLS = {
     "tree larger than draft_length": (
         lambda: Options(draft_tree=TREE_PATHS, draft_length=4),
         "at most draft_length 4",
-    ),
-    "probe without masks": (
-        lambda: Options(draft_masking="probe", mask_drafts=False),
-        "draft_masking='probe' requires mask_drafts",
     ),
     "limits": (lambda: Limits(waiting="3"), "Limits.waiting"),
     "negative limit": (lambda: Limits(waiting_tokens=-1), "Limits.waiting_tokens"),

@@ -77,7 +77,7 @@ def expected(model):
     [
         {"draft_length": 7},
         {"draft_length": 3, "draft_masking": "probe"},
-        {"draft_length": 5, "mask_drafts": False},
+        {"draft_length": 5, "draft_masking": "none"},
         {"draft_length": 7, "draft_tree": (2, 4)},
         {"drafts": False, "forced_drafts": True},
         pytest.param({"drafts": False, "generation": "graph"}, marks=pytest.mark.full),

@@ -491,7 +491,8 @@ CODE = ["--prompt", "code: QF-5702\nGive only the code.", "--regex", "[A-Z]{2}-[
 
 
 @pytest.mark.parametrize(
-    "options", ["--no-speculation", "--no-draft-mask", "--draft dflash", "--draft-tree 0,1,0.0"]
+    "options",
+    ["--no-speculation", "--draft-masking none", "--draft dflash", "--draft-tree 0,1,0.0"],
 )
 def test_draft_options_do_not_change_greedy_output(options, capsys):
     [expected] = run_json(capsys, *CODE)["outputs"]

@@ -124,7 +124,7 @@ def test_throughput_by_length_follows_from_survival_and_round_time():
 def test_speculation_bench_figures_equal_engine_stats(tmp_path, capsys, device):
     """A run measures a chain and a tree, and lists a refused tree."""
     sizes = ["--tasks", "4", "--batches", "2", "--max-tokens", "9", "--lengths", "3"]
-    drafts = ["--drafters", "eagle", "--masking", "fill", "--trees", "2x2", "4x9"]
+    drafts = ["--drafters", "eagle", "--masking", "auto", "--trees", "2x2", "4x9"]
     out = tmp_path / "speculation.json"
     assert speculation.main([*sizes, *drafts, "--json", str(out)]) == 0
     printed = capsys.readouterr().out
@@ -135,7 +135,7 @@ def test_speculation_bench_figures_equal_engine_stats(tmp_path, capsys, device):
     assert list(configurations) == [("none", 0, None), ("eagle", 3, None), ("eagle", 3, "2x2")]
     maskings = [one["masking"] for one in configurations.values()]
     assert maskings == [None, "fill", "probe"]
-    assert "draft_tree (4, 9)" in results["refused"]["eagle, 3, (4, 9), fill"]
+    assert "draft_tree (4, 9)" in results["refused"]["eagle, 3, (4, 9), auto"]
     assert results["gpu_times"] == (device.kind != "soft")
     assert (SOFT_NOTE in printed) == (device.kind == "soft")
     for one in configurations.values():

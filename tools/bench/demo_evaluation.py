@@ -170,7 +170,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         with Engine(
             *demo_model(),
             max_batch_size=options.batch,
-            mask_drafts=masking == "masked",
+            draft_masking="auto" if masking == "masked" else "none",
             draft_length=options.draft_length,
             timeline=True,
         ) as engine:

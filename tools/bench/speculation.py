@@ -1,7 +1,7 @@
 """Benchmark of speculative decoding by drafter, draft length, tree, masking and temperature.
 
     python -m graft.tools.bench.speculation [--drafters forced ngram eagle] [--lengths 2 6]
-        [--trees 2x4] [--masking fill none] [--temperatures 0] [--batches 1 8]
+        [--trees 2x4] [--masking auto none] [--temperatures 0] [--batches 1 8]
         [--json FILE] [--chart FILE]
 
 A drafter is given by one of these names:
@@ -88,7 +88,7 @@ class EngineSetup(NamedTuple):
     drafter: str
     length: int | str  #: drafts per round, or "auto"
     tree: tuple[Any, ...] | None  #: branching factor and number of levels; None for a chain
-    masking: str  #: masking strategy; "none" for unmasked drafts
+    masking: str  #: value of the engine option `draft_masking`
 
 
 @dataclass
@@ -381,15 +381,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         for setup in _setups(options):
             if (*setup[:3], None) in measured:
                 continue  # already measured: masking has no effect on this drafter
-            unmasked = setup.masking == "none"
             try:
                 engine = Engine(
                     model,
                     choose_drafter(setup.drafter, demo_head),
                     draft_length=setup.length,
                     draft_tree=setup.tree,
-                    mask_drafts=not unmasked,
-                    draft_masking="fill" if unmasked else setup.masking,
+                    draft_masking=setup.masking,
                     forced_drafts=setup.drafter.startswith("forced"),
                     **sizes,
                 )
@@ -472,9 +470,7 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
         metavar="BRANCHxLEVELS",
         help="draft trees, each combined with each length",
     )
-    parser.add_argument(
-        "--masking", nargs="+", choices=(*DRAFT_MASKINGS, "none"), default=["fill", "none"]
-    )
+    parser.add_argument("--masking", nargs="+", choices=DRAFT_MASKINGS, default=["auto", "none"])
     parser.add_argument("--verify", nargs="+", default=["rejection"], choices=VERIFY_MODES)
 
 

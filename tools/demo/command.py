@@ -70,7 +70,7 @@ def run_configuration(
     target: Path,
     drafter: DrafterChoice | None = None,
     *,
-    mask_drafts: bool = True,
+    draft_masking: str = "auto",
 ) -> Configuration:
     """Run all prompts in one batch at temperature 0, on a new engine that is warmed up first."""
     requests = [
@@ -83,7 +83,7 @@ def run_configuration(
         max_batch_size=len(prompts),
         max_length=MAX_LENGTH,
         draft_length=DRAFT_LENGTH,
-        mask_drafts=mask_drafts,
+        draft_masking=draft_masking,
         prefix_cache_bytes=0,  # the warm-up must not cache the prompts
         timeline=True,
     ) as engine:
@@ -220,7 +220,9 @@ def main(llm: bool = False, drafter_name: str | None = None) -> int:
     configurations = [run_configuration("drafts masked", prompts, target, drafter)]
     all_valid = print_outputs(prompts, configurations[0].outputs)
     if not llm:
-        unmasked = run_configuration("drafts unmasked", prompts, target, drafter, mask_drafts=False)
+        unmasked = run_configuration(
+            "drafts unmasked", prompts, target, drafter, draft_masking="none"
+        )
         configurations.append(unmasked)
     configurations.append(run_configuration("no speculation", prompts, target))
     print_statistics(configurations)
