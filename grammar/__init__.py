@@ -14,7 +14,7 @@ from graft.grammar.errors import (
 )
 from graft.grammar.grammar_spec import GrammarSpec, StructuralTag
 from graft.grammar.matcher import CompiledGrammar, GrammarBackend, Matcher
-from graft.grammar.resolve import resolve_spec
+from graft.grammar.resolve import ResolvedGrammar, resolve_spec
 from graft.grammar.schema.router import Route, route
 from graft.grammar.schema.terms import Reason
 from graft.grammar.spec import Marker, Spec
@@ -38,6 +38,7 @@ __all__ = [
     "GrammarBackendError",
     "MatcherError",
     "Reason",
+    "ResolvedGrammar",
     "Route",
     "Spec",
     "StructuralTag",

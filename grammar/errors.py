@@ -13,6 +13,7 @@ __all__ = [
     "GrammarUnavailableError",
     "GuideError",
     "MatcherError",
+    "UnsupportedFormatError",
     "clean_message",
     "describe",
 ]
@@ -59,6 +60,10 @@ class GrammarUnavailableError(GrammarError):
     The child processes that work on grammars could not be started, were killed or got no processor
     time.
     """
+
+
+class UnsupportedFormatError(GrammarError):
+    """One backend cannot enforce a structural format. Another backend may support the format."""
 
 
 class MatcherError(GrammarError):

@@ -17,10 +17,18 @@ from typing import Any
 
 from graft.grammar.errors import GrammarError
 from graft.grammar.processes import run_call
-from graft.grammar.resolve import check_backend, json_text, without_partial_hint
-from graft.grammar.schema.options import KeyOrder, Whitespace
+from graft.grammar.resolve import check_backend, without_partial_hint
 from graft.grammar.schema.wellformed import check_schema
-from graft.grammar.spec import OPENING_SPACE, Marker, Spec, check_text, parse_json
+from graft.grammar.spec import (
+    OPENING_SPACE,
+    JsonValue,
+    KeyOrder,
+    Marker,
+    Spec,
+    Whitespace,
+    check_text,
+    parse_json,
+)
 from graft.grammar.structural.formats import TriggerLookup, parse_format
 from graft.grammar.structural.xgrammar import replace_dots
 from graft.native.children.process import Call
@@ -99,9 +107,9 @@ class GrammarSpec(Spec):
         Parameters
         ----------
         schema
-            JSON text, the parsed schema, or an object that provides a schema: through the method
-            ``model_json_schema`` (a pydantic model) or through the method or attribute
-            ``__json_schema__``.
+            JSON text, the parsed schema, the parsed schema with its text, or an object that
+            provides a schema: through the method ``model_json_schema`` (a pydantic model) or
+            through the method or attribute ``__json_schema__``.
         backend
             Name of the backend that compiles the schema; empty for the engine's backend.
             ``"llguidance"`` rewrites keywords that it does not support where an equivalent schema
@@ -117,14 +125,15 @@ class GrammarSpec(Spec):
             The argument is not a JSON schema, the schema is obviously unsatisfiable, or an option
             is unknown.
         """
-        document = _schema_document(schema)
-        text = json_text(document)  # detects circular references
-        check_schema(document)
+        document = schema
+        if not isinstance(document, JsonValue):
+            document = JsonValue(_schema_document(schema))  # detects circular references
+        check_schema(document.value)
         if isinstance(backend, str) and backend:
             check_backend(backend)
         return cls(
             "json_schema",
-            text,
+            document.text,
             whitespace=whitespace,
             strict=strict,
             partial=partial,
@@ -235,8 +244,8 @@ class GrammarSpec(Spec):
         Parameters
         ----------
         form
-            The format as parsed JSON or JSON text, for example a ``sequence`` of a ``tag`` and a
-            ``json_schema``. grammar/README.md lists the types.
+            The format as parsed JSON, as JSON text, or as parsed JSON with its text, for example a
+            ``sequence`` of a ``tag`` and a ``json_schema``. grammar/README.md lists the types.
         whitespace
             White space between the JSON tokens of the type ``json_schema``, as in `Spec`.
 
@@ -245,16 +254,15 @@ class GrammarSpec(Spec):
         GrammarError
             A field is missing, unknown or invalid. The message names its place.
         """
+        subject = "structural format"
         if isinstance(form, str):
-            form = parse_json("structural format", form)
+            form = parse_json(subject, form)
         try:
-            parse_format(form)
-            text = json.dumps(form, ensure_ascii=False)
+            parse_format(form.value if isinstance(form, JsonValue) else form)
         except RecursionError:
-            raise GrammarError("structural format: is nested too deeply") from None
-        except (TypeError, ValueError) as error:
-            raise GrammarError(f"structural format: cannot be read: {error}") from error
-        return cls("structural_format", text, whitespace=whitespace)
+            raise GrammarError(f"{subject}: is nested too deeply") from None
+        document = form if isinstance(form, JsonValue) else JsonValue(form, subject)
+        return cls("structural_format", document.text, whitespace=whitespace)
 
     def after(self, marker: str | int, *, required: bool = False, opening: str = "") -> GrammarSpec:
         """Return this grammar preceded by free text that ends with `marker`.

@@ -63,8 +63,6 @@ class GrammarBackend(Protocol):
 class CompiledGrammar:
     """A grammar compiled for one vocabulary. It is shared by all its matchers.
 
-    It is immutable, except that its automaton may be added later.
-
     Parameters
     ----------
     backend
@@ -81,8 +79,7 @@ class CompiledGrammar:
     pace
         Measured speed of the grammar's matchers. The guided decoder's native worker updates it.
     automaton
-        Native automaton that allows the same texts. Matchers that are created later run it. None if
-        there is none, or if it has not been built yet.
+        Native automaton that allows the same texts, which the matchers run; None if there is none.
     """
 
     def __init__(self, backend: GrammarBackend, spec: Spec, native: Any, nbytes: int):

@@ -1,48 +1,76 @@
-"""Select the backend of a grammar, and convert JSON schemas to the form that it compiles."""
+"""Select the backend of a grammar, and convert grammars to the form that the backend compiles."""
 
 from __future__ import annotations
 
 import functools
-import json
-from dataclasses import replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from graft.grammar.errors import GrammarError
+from graft.grammar.errors import GrammarError, UnsupportedFormatError
 from graft.grammar.schema.enforcement import BACKENDS, ignored_keywords
 from graft.grammar.schema.router import refusal, route
 from graft.grammar.schema.terms import word_set
 from graft.grammar.schema.wellformed import check_schema
 from graft.grammar.schema.xgrammar_strings import unsafe_strings, without_unsafe_strings
-from graft.grammar.spec import Spec, check_text, parse_json
-from graft.grammar.structural.formats import (
-    Format,
-    LoweringError,
-    convert_format,
-    parse_format,
-    plain_format,
-)
+from graft.grammar.spec import KeyOrder, Spec, Whitespace, check_spec, json_text, parse_json
+from graft.grammar.structural.formats import Format, LoweringError, convert_format, parse_format
 from graft.grammar.structural.lark import lark_text
 from graft.grammar.structural.xgrammar import check_xgrammar_format
 from graft.grammar.usable import require_usable, unusable_reason, usable_backends
 
-__all__ = ["check_backend", "json_text", "resolve_spec", "select_backend", "without_partial_hint"]
+__all__ = [
+    "ResolvedGrammar",
+    "check_backend",
+    "resolve_for_backend",
+    "resolve_spec",
+    "without_partial_hint",
+]
 
-AnySpec = TypeVar("AnySpec", bound=Spec)
 _PARTIAL_HINT = " (pass partial=True to enforce the rest of the schema)"
 
 
-def resolve_spec(spec: AnySpec, backend: str) -> AnySpec:
-    """Return the specification in the form that an engine with this backend compiles.
+@dataclass(frozen=True)
+class ResolvedGrammar:
+    """A grammar in the form that one backend compiles. The JSON in it is parsed.
+
+    Attributes
+    ----------
+    spec
+        The grammar as the user specified it.
+    backend
+        Name of the backend.
+    content
+        The JSON schema after it has been rewritten, the structural format as `parse_format` returns
+        it, the structural tag, or the list of choices. For grammars of the other kinds, the text of
+        the specification.
+    partial
+        Whether outputs may violate a part of the JSON schema.
+    text
+        The JSON schema as the text that the backend reads, with LLGuidance's options; empty for
+        grammars of the other kinds. LLGuidance is known to accept its text.
+    rules
+        Lark grammar that LLGuidance compiles instead of `content`; empty if there is none.
+    """
+
+    spec: Spec
+    backend: str
+    content: Any
+    partial: bool = False
+    text: str = ""
+    rules: str = ""
+
+
+def resolve_spec(spec: Spec, backend: str) -> ResolvedGrammar:
+    """Return a grammar in the form that an engine with this backend compiles.
 
     JSON schemas and the schemas of structural tags are converted as follows. For LLGuidance, the
     router rewrites a schema into an equivalent schema where necessary. For XGrammar, a schema is
     left unchanged, and a schema with a keyword that XGrammar would ignore is refused. ``"auto"``
     selects LLGuidance if it can be used. The schemas of a structural format are converted in the
     same way; ``"auto"`` then selects the first usable backend that supports the whole format.
-    Grammars of other kinds, and grammars that have already been routed, are returned unchanged.
 
     The running time of this function depends on the schema and is not bounded. Untrusted schemas
-    should therefore be resolved in a child process. The most recent results are cached.
+    should therefore be resolved in a child process.
 
     Parameters
     ----------
@@ -50,53 +78,85 @@ def resolve_spec(spec: AnySpec, backend: str) -> AnySpec:
         The grammar.
     backend
         Backend of the engine: ``"auto"``, ``"llguidance"`` or ``"xgrammar"``. If the specification
-        of a JSON schema names a backend, that backend is used instead.
+        names a backend, that backend is used instead.
 
     Raises
     ------
     GrammarError
-        The backend is unknown or not installed, or cannot enforce the schema and the
+        The backend is unknown or not installed, or cannot enforce the grammar and the
         specification is not `partial`.
     """
-    if not isinstance(spec, Spec):
-        raise GrammarError(f"a grammar must be a GrammarSpec, got {spec!r:.80}")
-    if spec.kind == "structural_tag" and backend in BACKENDS:
-        resolved = _resolve_tags(replace(spec, marker=None), backend)
-    elif spec.kind == "structural_format" and not spec.source:
-        plain = replace(spec, marker=None, backend="")
-        resolved = _resolve_format(plain, spec.backend or backend)
-    elif spec.kind == "json_schema" and not spec.source:
-        plain = replace(spec, marker=None, backend="")
-        resolved = _resolve_schema(plain, spec.backend or backend)
-    else:
-        return spec
-    return replace(resolved, marker=spec.marker)
+    reasons = []
+    for name in candidate_backends(spec, backend):
+        try:
+            return resolve_for_backend(spec, name)
+        except UnsupportedFormatError as error:
+            reasons.append(str(error))
+    raise GrammarError("; ".join(dict.fromkeys(reasons)))
 
 
-def select_backend(spec: Spec, backend: str) -> str:
-    """Return the name of the backend that compiles a grammar in an engine.
+def resolve_for_backend(spec: Spec, name: str) -> ResolvedGrammar:
+    """Return a grammar in the form that a backend compiles; see `resolve_spec`.
 
     Parameters
     ----------
     spec
-        A grammar other than a structural format, for which `resolve_spec` selects the backend.
+        The grammar.
+    name
+        Name of the backend: ``"llguidance"`` or ``"xgrammar"``.
+
+    Raises
+    ------
+    UnsupportedFormatError
+        The grammar is a structural format that the backend cannot enforce.
+    GrammarError
+        The backend cannot be used, or cannot enforce another grammar.
+    """
+    if spec.kind == "structural_format":
+        return _resolve_format(spec, name)
+    require_usable(name)
+    if spec.kind == "json_schema":
+        found = _resolve_schema(parse_json("JSON schema", spec.text), _options_of(spec), name)
+        text = found.text or spec.text
+        return ResolvedGrammar(spec, name, found.schema, found.partial, text, found.rules)
+    if spec.kind == "structural_tag":
+        return ResolvedGrammar(spec, name, _resolve_tags(spec, name))
+    if spec.kind == "choice":
+        return ResolvedGrammar(spec, name, parse_json("choice", spec.text))
+    return ResolvedGrammar(spec, name, spec.text)
+
+
+def candidate_backends(spec: Spec, backend: str) -> tuple[str, ...]:
+    """Return the names of the backends that may compile a grammar, in order of preference.
+
+    There are several names only if the backend of a structural format is ``"auto"``. The first
+    backend that supports the whole format then compiles it.
+
+    Parameters
+    ----------
+    spec
+        The grammar.
     backend
-        Backend of the engine: ``"auto"``, ``"llguidance"`` or ``"xgrammar"``.
+        Backend of the engine: ``"auto"``, ``"llguidance"`` or ``"xgrammar"``. If the specification
+        names a backend, that backend is used instead.
 
     Raises
     ------
     GrammarError
-        The name is unknown, or no backend can be used.
+        `spec` is not a specification, the name is unknown, or no backend can be used.
     """
+    check_spec(spec)
     name = spec.backend or backend
     check_backend(name)
     if name != "auto":
-        return name
+        return (name,)
+    if spec.kind == "structural_format":
+        return BACKENDS
     # EBNF is XGrammar's own notation.
     if spec.kind == "ebnf" and not unusable_reason("xgrammar"):
-        return "xgrammar"
+        return ("xgrammar",)
     for found in usable_backends():
-        return found
+        return (found,)
     raise GrammarError(f"no grammar backend can be used: {unusable_reason(BACKENDS[0])}")
 
 
@@ -108,18 +168,6 @@ def without_partial_hint(message: str) -> str:
     return message.removesuffix(_PARTIAL_HINT)
 
 
-def json_text(schema: Any) -> str:
-    """Return a schema as JSON text."""
-    try:
-        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-    except RecursionError:
-        raise GrammarError("JSON schema: is nested too deeply") from None
-    except (TypeError, ValueError) as error:
-        raise GrammarError(f"JSON schema: cannot be read: {error}") from error
-    check_text("JSON schema", text)
-    return text
-
-
 def check_backend(backend: str) -> None:
     """Raise `GrammarError` unless `backend` is ``"auto"`` or the name of a backend."""
     if backend != "auto" and backend not in BACKENDS:
@@ -128,53 +176,78 @@ def check_backend(backend: str) -> None:
         )
 
 
-@functools.lru_cache(maxsize=256)
-def _resolve_schema(spec: AnySpec, backend: str, raw: bool = False) -> AnySpec:
-    """Resolve a JSON schema that names no backend.
+class _SchemaOptions(NamedTuple):
+    """Options of a JSON schema; see `Spec`."""
 
-    Parameters
-    ----------
-    spec
-        The schema.
-    backend
-        As in `resolve_spec`.
-    raw
-        As in `unsafe_strings`.
+    whitespace: Whitespace
+    strict: bool | None
+    partial: bool = False
+    key_order: KeyOrder = "schema"
+    assert_formats: bool | None = None
+
+
+def _options_of(spec: Spec) -> _SchemaOptions:
+    return _SchemaOptions(
+        spec.whitespace, spec.strict, spec.partial, spec.key_order, spec.assert_formats
+    )
+
+
+class _ResolvedSchema(NamedTuple):
+    """A JSON schema as a backend compiles it; the fields are those of `ResolvedGrammar`.
+
+    `text` is empty if the schema has not been changed.
     """
-    value = parse_json("JSON schema", spec.text)
+
+    schema: Any
+    partial: bool
+    text: str = ""
+    rules: str = ""
+
+
+def _resolve_schema(
+    value: Any, options: _SchemaOptions, name: str, *, raw: bool = False
+) -> _ResolvedSchema:
+    """Resolve a parsed JSON schema for a backend. `raw` is as in `unsafe_strings`."""
     try:
-        name = select_backend(spec, backend)
         require_usable(name)
         if name == "xgrammar":
             check_schema(value)
-            return _resolve_for_xgrammar(spec, value, raw)
+            return _resolve_for_xgrammar(value, options, raw)
         # additionalProperties=false in one schema of an allOf would forbid the properties that only
         # the other schemas define.
-        if spec.strict and '"allOf"' not in json.dumps(value):
+        if options.strict and not _contains_text(value, "allOf"):
             value = _close_objects(value)
         found = route(
             value,
-            key_order=spec.key_order,
-            whitespace=spec.whitespace,
-            assert_formats=spec.assert_formats,
+            key_order=options.key_order,
+            whitespace=options.whitespace,
+            assert_formats=options.assert_formats,
         )
-        text = json_text(found.schema)
     except RecursionError:
         raise GrammarError("JSON schema: is nested too deeply") from None
     if found.backend is None:
         raise GrammarError(f"JSON schema: {found.refusal()}")
-    if not found.exact and not spec.partial:
+    if not found.exact and not options.partial:
         raise GrammarError(f"JSON schema: {found.refusal()}{_PARTIAL_HINT}")
-    if spec.key_order == "any" and found.ordered:
+    if options.key_order == "any" and found.ordered:
         raise GrammarError(f"JSON schema: {found.ordered[0]}")
-    return replace(
-        spec,
-        text=text,
-        partial=not found.exact,
-        backend=found.backend,
-        rules=found.rules,
-        source=spec.text,
-    )
+    return _ResolvedSchema(found.schema, not found.exact, found.text, found.rules)
+
+
+def _contains_text(value: Any, text: str) -> bool:
+    """Return whether a JSON value contains a text as a key or as a value."""
+    pending = [value]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, dict):
+            if text in part:
+                return True
+            pending.extend(part.values())
+        elif isinstance(part, list):
+            pending.extend(part)
+        elif part == text:
+            return True
+    return False
 
 
 _COMBINING_KEYWORDS = word_set(
@@ -207,84 +280,70 @@ def _close_objects(schema: Any) -> Any:
     return out
 
 
-def _resolve_for_xgrammar(spec: AnySpec, value: Any, raw: bool) -> AnySpec:
+def _resolve_for_xgrammar(value: Any, options: _SchemaOptions, raw: bool) -> _ResolvedSchema:
     """Resolve a JSON schema that XGrammar compiles unchanged.
 
     A partial schema loses the keywords with which XGrammar would write text that is not JSON.
     """
-    if spec.key_order == "any":
+    if options.key_order == "any":
         raise GrammarError("JSON schema: XGrammar writes keys in the schema's order only")
-    if spec.whitespace == "compact":
+    if options.whitespace == "compact":
         raise GrammarError(
             "JSON schema: whitespace 'compact' is not supported by XGrammar, which writes spaces "
             "in values that the schema does not constrain"
         )
-    text = spec.text
-    if spec.partial:
-        text = json_text(without_unsafe_strings(value, spec.assert_formats))
-    else:
-        unsafe = unsafe_strings(value, spec.assert_formats, raw=raw)
-        ignored = [*ignored_keywords(value), *(found.reason for found in unsafe)]
-        if ignored:
-            raise GrammarError(f"JSON schema: {refusal(ignored)}{_PARTIAL_HINT}")
-    return replace(spec, text=text, backend="xgrammar", strict=spec.strict is not False)
+    if options.partial:
+        safe = without_unsafe_strings(value, options.assert_formats)
+        return _ResolvedSchema(safe, True, json_text(safe))
+    unsafe = unsafe_strings(value, options.assert_formats, raw=raw)
+    ignored = [*ignored_keywords(value), *(found.reason for found in unsafe)]
+    if ignored:
+        raise GrammarError(f"JSON schema: {refusal(ignored)}{_PARTIAL_HINT}")
+    return _ResolvedSchema(value, False)
 
 
-@functools.lru_cache(maxsize=256)
-def _resolve_tags(spec: AnySpec, backend: str) -> AnySpec:
-    """Resolve the schemas of a structural tag for a backend.
+def _resolve_tags(spec: Spec, name: str) -> Any:
+    """Resolve the schemas of a structural tag for a backend, and return the tag.
 
     The schemas of tags are strict, that is, their objects allow no additional properties. XGrammar
     receives the schemas unchanged, because its strict mode enforces this rule.
     """
-    structural_tag = json.loads(spec.text)
+    structural_tag = parse_json("structural tag", spec.text)
+    options = _SchemaOptions(spec.whitespace, strict=True)
     for tag in structural_tag["tags"]:
         try:
-            content = Spec(
-                "json_schema", json_text(tag["schema"]), strict=True, whitespace=spec.whitespace
-            )
-            tag["schema"] = json.loads(_resolve_schema(content, backend).text)
+            found = _resolve_schema(tag["schema"], options, name)
         except GrammarError as error:
             reason = without_partial_hint(str(error))
             raise GrammarError(f"structural_tag: {tag['begin']!r}: {reason}") from error
-    return replace(spec, text=json.dumps(structural_tag, ensure_ascii=False))
+        tag["schema"] = found.schema
+        tag["text"] = found.text
+    return structural_tag
 
 
-@functools.lru_cache(maxsize=256)
-def _resolve_format(spec: AnySpec, backend: str) -> AnySpec:
-    """Resolve a structural format for a backend, or for the first one that supports the format."""
-    check_backend(backend)
-    names = BACKENDS if backend == "auto" else (backend,)
+def _resolve_format(spec: Spec, name: str) -> ResolvedGrammar:
+    """Resolve a structural format for a backend."""
     form = parse_format(parse_json("structural format", spec.text))
-    reasons = []
-    for name in names:
-        try:
-            require_usable(name)
-            resolved = convert_format(form, functools.partial(_with_routed_schema, spec, name))
-            if name == "llguidance":
-                lark_text(resolved, spec.whitespace)
-            else:
-                check_xgrammar_format(resolved)
-        except GrammarError as error:
-            reasons.append(str(error))
-            continue
-        text = json.dumps(plain_format(resolved), ensure_ascii=False)
-        return replace(spec, text=text, backend=name, source=spec.text)
-    raise GrammarError("; ".join(dict.fromkeys(reasons)))
+    rules = ""
+    try:
+        require_usable(name)
+        resolved = convert_format(form, functools.partial(_with_routed_schema, spec, name))
+        if name == "llguidance":
+            rules = lark_text(resolved, spec.whitespace)
+        else:
+            check_xgrammar_format(resolved)
+    except GrammarError as error:
+        raise UnsupportedFormatError(str(error)) from error
+    return ResolvedGrammar(spec, name, resolved, rules=rules)
 
 
-def _with_routed_schema(spec: Spec, backend: str, form: Format) -> Format:
-    """Return a format with the JSON schema that the backend compiles."""
+def _with_routed_schema(spec: Spec, name: str, form: Format) -> Format:
+    """Return a format with the JSON schema that the backend compiles, and with its text."""
     if form["type"] != "json_schema":
         return form
-    content = Spec(
-        "json_schema",
-        json_text(form["json_schema"]),
-        strict=form["strict"],
-        whitespace=spec.whitespace,
-    )
+    options = _SchemaOptions(spec.whitespace, form["strict"])
     try:
-        routed = _resolve_schema(content, backend, form["style"] != "json")
+        found = _resolve_schema(form["json_schema"], options, name, raw=form["style"] != "json")
     except GrammarError as error:
         raise LoweringError(without_partial_hint(str(error))) from error
-    return {**form, "json_schema": json.loads(routed.text)}
+    return {**form, "json_schema": found.schema, "text": found.text}

@@ -5,19 +5,38 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from dataclasses import dataclass, fields
 from types import NoneType
 from typing import Any, Literal, get_args
 
 from graft.grammar.errors import GrammarError
-from graft.grammar.schema.options import KeyOrder, Whitespace, check_options, check_type
 from graft.grammar.vocabulary import Vocabulary
 
-__all__ = ["MAX_OPENING_SPACE", "OPENING_SPACE", "Marker", "Spec", "check_text", "parse_json"]
+__all__ = [
+    "KEY_ORDERS",
+    "JsonValue",
+    "MAX_OPENING_SPACE",
+    "OPENING_SPACE",
+    "KeyOrder",
+    "Marker",
+    "Spec",
+    "Whitespace",
+    "check_options",
+    "check_spec",
+    "check_text",
+    "json_text",
+    "parse_json",
+]
 
 #: Characters that may precede the opening of a marker, and their maximum number.
 OPENING_SPACE = " \t\r\n"
 MAX_OPENING_SPACE = 16
+
+KeyOrder = Literal["schema", "any"]
+KEY_ORDERS = get_args(KeyOrder)
+Whitespace = Literal["line", "compact", "any"] | int
+_MAX_WHITESPACE = 1000
 
 Kind = Literal[
     "json_schema", "regex", "ebnf", "choice", "lark", "structural_tag", "structural_format"
@@ -131,15 +150,6 @@ class Spec:
         Whether ``format`` is enforced. Only for JSON schemas. None: as the schema's draft
         specifies. In schemas that declare draft 2019-09 or 2020-12, ``format`` is an annotation and
         is not enforced.
-    source
-        The user's original JSON schema if `text` is the schema that the router has produced from
-        it, likewise for a structural format; empty if the grammar has not been routed. Outputs
-        of a `partial` grammar are checked against the original schema (see
-        `graft.grammar.check_output`).
-    rules
-        Lark grammar that LLGuidance compiles instead of `text` if ``%json``, LLGuidance's own
-        schema compiler, cannot express the schema, for example keys in any order; empty if there
-        is none.
     marker
         Marker at the end of the free text before the grammar; None if there is no free text.
     """
@@ -153,8 +163,6 @@ class Spec:
     backend: str = ""
     key_order: KeyOrder = "schema"
     assert_formats: bool | None = None
-    source: str = ""
-    rules: str = ""
     marker: Marker | None = None
 
     def __post_init__(self) -> None:
@@ -164,8 +172,7 @@ class Spec:
             raise GrammarError(f"grammar: kind is {self.kind!r}, must be one of {kinds}")
         check_text(f"{self.kind} text", self.text)
         check_text(f"{self.kind} root", self.root)
-        for name in ("backend", "source", "rules"):
-            check_type(f"{self.kind}: {name}", getattr(self, name), str)
+        check_type(f"{self.kind}: backend", self.backend, str)
         check_type(f"{self.kind}: strict", self.strict, bool, NoneType)
         check_type(f"{self.kind}: partial", self.partial, bool)
         check_type(f"{self.kind}: marker", self.marker, Marker, NoneType)
@@ -175,16 +182,89 @@ class Spec:
 
     @property
     def schema(self) -> Any:
-        """The user's JSON schema, parsed; None if the grammar is of another kind."""
-        if self.kind != "json_schema":
-            return None
-        return parse_json("JSON schema", self.source or self.text)
+        """The JSON schema, parsed; None if the grammar is of another kind."""
+        return parse_json("JSON schema", self.text) if self.kind == "json_schema" else None
 
 
 def _check_marker(marker: Marker) -> None:
     for field in fields(marker):
         types = (int, NoneType) if field.name == "token" else (type(field.default),)
         check_type(f"marker: {field.name}", getattr(marker, field.name), *types)
+
+
+def check_options(key_order: Any, whitespace: Any, assert_formats: Any) -> None:
+    """Raise `GrammarError` for an unknown value of an option of `Spec`."""
+    check_type("key_order", key_order, str)
+    check_type("whitespace", whitespace, str, int)
+    check_type("assert_formats", assert_formats, bool, NoneType)
+    if key_order not in KEY_ORDERS:
+        raise GrammarError(f"key_order {key_order!r} is unknown; use {' or '.join(KEY_ORDERS)}")
+    is_number = isinstance(whitespace, int) and not isinstance(whitespace, bool)
+    if is_number:
+        known = 0 < whitespace <= _MAX_WHITESPACE
+    else:
+        known = whitespace in ("line", "compact", "any")
+    if not known:
+        raise GrammarError(
+            f"whitespace {whitespace!r} is unknown; use line, compact, any or a number of "
+            f"characters from 1 to {_MAX_WHITESPACE}"
+        )
+    if is_number and key_order == "any":
+        raise GrammarError("key_order 'any' requires whitespace line, compact or any, not a number")
+
+
+def check_type(name: str, value: object, *types: type) -> None:
+    """Raise `GrammarError` unless a value has one of the types."""
+    if not isinstance(value, types):
+        names = " or ".join("None" if t is NoneType else t.__name__ for t in types)
+        # Unlike repr, reprlib never raises an exception, whatever the object is.
+        raise GrammarError(f"{name} is {reprlib.repr(value)}, must be {names}")
+
+
+class JsonValue:
+    """A parsed JSON value with its text. Values with equal texts are equal.
+
+    Attributes
+    ----------
+    value
+        The value. It must not be modified.
+    text
+        The value as JSON text.
+
+    Raises
+    ------
+    GrammarError
+        As `json_text`.
+    """
+
+    def __init__(self, value: Any, subject: str = "JSON schema"):
+        self.value = value
+        self.text = json_text(value, subject)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, JsonValue) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+def json_text(value: Any, subject: str = "JSON schema") -> str:
+    """Return a JSON value as text.
+
+    Raises
+    ------
+    GrammarError
+        The value contains an object that JSON cannot express, or is nested too deeply. `subject`
+        begins the message.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise GrammarError(f"{subject}: is nested too deeply") from None
+    except (TypeError, ValueError) as error:
+        raise GrammarError(f"{subject}: cannot be read: {error}") from error
+    check_text(subject, text)
+    return text
 
 
 def parse_json(subject: str, text: object) -> Any:
@@ -210,6 +290,12 @@ def parse_json(subject: str, text: object) -> Any:
         raise GrammarError(f"{subject}: is nested too deeply") from None
     except ValueError as error:
         raise GrammarError(f"{subject}: the text is not JSON: {error}") from error
+
+
+def check_spec(spec: object) -> None:
+    """Raise `GrammarError` unless `spec` is a grammar specification."""
+    if not isinstance(spec, Spec):
+        raise GrammarError(f"a grammar must be a GrammarSpec, got {spec!r:.80}")
 
 
 def check_text(subject: str, text: object) -> None:

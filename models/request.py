@@ -334,15 +334,13 @@ def check_token_ids(name: str, ids: Iterable[object], vocab_size: int) -> None:
         raise RequestError(str(error), param=error.param) from error
 
 
-def check_size(
-    name: str, value: object, limit: str, limits: Limits, *, param: str | None = None
-) -> None:
+def check_size(name: str, value: object, limit: str, limits: Limits) -> None:
     """Check the size of a text, or of all texts in nested lists and mappings.
 
     Parameters
     ----------
     name
-        Name of the value for the error message.
+        Name of the field that has the value.
     value
         Text, or nested lists and mappings. An object that contains itself does not cause an endless
         loop.
@@ -350,8 +348,6 @@ def check_size(
         Name of the field of `limits` that has the maximum number of UTF-8 bytes.
     limits
         Limits of the engine.
-    param
-        Field of the request that has the value; None for `name`.
 
     Raises
     ------
@@ -374,9 +370,7 @@ def check_size(
         elif isinstance(item, (list, tuple)):
             pending += item
     if size > max_size:
-        raise RequestError(
-            f"{name} is longer than {max_size} bytes (Limits.{limit})", param=param or name
-        )
+        raise RequestError(f"{name} is longer than {max_size} bytes (Limits.{limit})", param=name)
 
 
 def check_timeout(timeout_s: object) -> None:

@@ -16,8 +16,7 @@ from typing import Any
 from graft.cudagraph.errors import OptionError
 from graft.grammar.errors import GrammarError
 from graft.grammar.grammar_spec import GrammarSpec, StructuralTag
-from graft.grammar.schema.options import KEY_ORDERS
-from graft.grammar.spec import parse_json
+from graft.grammar.spec import KEY_ORDERS, parse_json
 from graft.sampling.checks import short_repr
 
 #: Keys of a row that define a grammar. A row has at most one of them.

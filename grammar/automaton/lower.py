@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from graft.grammar.automaton.expression import (
     EMPTY,
     MAX_EXPRESSION,
@@ -16,9 +14,9 @@ from graft.grammar.automaton.expression import (
 )
 from graft.grammar.automaton.regex import NotRegular, lower_regex
 from graft.grammar.automaton.schema import lower_schema
-from graft.grammar.schema.options import Whitespace
-from graft.grammar.spec import Spec
-from graft.grammar.structural.formats import Format, parse_format
+from graft.grammar.resolve import ResolvedGrammar
+from graft.grammar.spec import Whitespace
+from graft.grammar.structural.formats import Format
 from graft.native import _native
 
 __all__ = ["MAX_STATES", "compile_automaton", "lower"]
@@ -33,15 +31,15 @@ _REPETITIONS: dict[str, tuple[int, int | None]] = {
 }
 
 
-def compile_automaton(spec: Spec) -> bytes | None:
+def compile_automaton(grammar: ResolvedGrammar) -> bytes | None:
     """Return the automaton of a grammar in the native code's serialized form.
 
     The time is limited to about 50 ms, so the function may run on untrusted grammars.
 
     Parameters
     ----------
-    spec
-        The grammar, as `resolve_spec` returns it for LLGuidance.
+    grammar
+        The grammar as LLGuidance's backend compiles it.
 
     Returns
     -------
@@ -49,7 +47,7 @@ def compile_automaton(spec: Spec) -> bytes | None:
         None if the grammar is not known to be regular, or if the automaton would be too large.
     """
     try:
-        expression = lower(spec)
+        expression = lower(grammar)
         if len(expression) > MAX_EXPRESSION:
             return None
         return bytes(_native.guide.compile_automaton(expression, MAX_STATES))
@@ -59,7 +57,7 @@ def compile_automaton(spec: Spec) -> bytes | None:
         return None
 
 
-def lower(spec: Spec) -> Expression:
+def lower(grammar: ResolvedGrammar) -> Expression:
     """Return the expression of exactly the texts that LLGuidance allows for a grammar.
 
     Raises
@@ -67,15 +65,16 @@ def lower(spec: Spec) -> Expression:
     NotRegular
         The grammar is not regular, or its lowering is not known.
     """
-    if spec.kind == "regex":
-        return lower_regex(spec.text)
-    if spec.kind == "choice":
-        return union([text(option) for option in json.loads(spec.text)])
-    if spec.kind == "json_schema" and not spec.rules:
-        return lower_schema(json.loads(spec.text), spec.whitespace)
-    if spec.kind == "structural_format":
-        return _lower_format(parse_format(json.loads(spec.text)), spec.whitespace)
-    raise NotRegular(f"grammars of kind {spec.kind!r} have no lowering")
+    kind = grammar.spec.kind
+    if kind == "regex":
+        return lower_regex(grammar.content)
+    if kind == "choice":
+        return union([text(option) for option in grammar.content])
+    if kind == "json_schema" and not grammar.rules:
+        return lower_schema(grammar.content, grammar.spec.whitespace)
+    if kind == "structural_format":
+        return _lower_format(grammar.content, grammar.spec.whitespace)
+    raise NotRegular(f"grammars of kind {kind!r} have no lowering")
 
 
 def _lower_format(form: Format, whitespace: Whitespace) -> Expression:

@@ -12,7 +12,7 @@ from graft.grammar.matcher import CompiledGrammar, GrammarBackend
 from graft.grammar.spec import Spec
 from graft.native.children.process import Call
 
-__all__ = ["AutomatonBackend", "BoundedBackend", "ending_ids", "require_release"]
+__all__ = ["BoundedBackend", "ending_ids", "require_release"]
 
 
 @runtime_checkable
@@ -23,39 +23,17 @@ class BoundedBackend(GrammarBackend, Protocol):
     result of the call to `load`, which creates the compiled grammar.
     """
 
-    def compile_call(self, spec: Spec, routed: bool) -> Call:
-        """Return the call that compiles a grammar in a child process.
+    def compile_call(self, spec: Spec) -> Call:
+        """Return the call that resolves, checks and compiles a grammar in a child process.
 
-        Parameters
-        ----------
-        spec
-            The grammar.
-        routed
-            Whether the grammar is a JSON schema that the router has just converted in the same
-            child process. LLGuidance is then known to accept the schema.
+        The call raises `UnsupportedFormatError` for a structural format that this backend cannot
+        enforce.
         """
 
     def load(self, spec: Spec, result: Any) -> CompiledGrammar:
         """Create the compiled grammar from the result of the call in the child process.
 
         The vocabulary of this backend must equal the vocabulary that the child process used.
-        """
-
-
-@runtime_checkable
-class AutomatonBackend(BoundedBackend, Protocol):
-    """A backend that can build automata for grammars that it has compiled."""
-
-    def automaton_call(self, compiled: CompiledGrammar) -> Call | None:
-        """Return the call that builds the automaton of a grammar in a child process, or None."""
-
-    def add_automaton(self, compiled: CompiledGrammar, result: Any) -> bool:
-        """Set the automaton of a grammar from the result of the call. Thread-safe.
-
-        Returns
-        -------
-        bool
-            Whether the grammar has an automaton.
         """
 
 

@@ -9,7 +9,7 @@ import json
 import re
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar.automaton.lower import compile_automaton
@@ -17,23 +17,16 @@ from graft.grammar.backends.base import ending_ids, require_release
 from graft.grammar.backends.llguidance_ebnf import lark_grammar
 from graft.grammar.errors import GrammarError, clean_message
 from graft.grammar.matcher import CompiledGrammar, Matcher, NativeBackedMatcher
-from graft.grammar.resolve import resolve_spec
-from graft.grammar.schema.llguidance_errors import explain_assertion, validate
-from graft.grammar.schema.options import Whitespace, literal, with_options
-from graft.grammar.spec import Spec
-from graft.grammar.structural.formats import parse_format
+from graft.grammar.resolve import ResolvedGrammar, resolve_for_backend
+from graft.grammar.schema.llguidance_errors import explain_assertion, schema_grammar, validate
+from graft.grammar.schema.options import literal
+from graft.grammar.spec import Spec, check_spec
 from graft.grammar.structural.lark import NO_TOKENS, lark_pattern, lark_text, split_names
 from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native
 from graft.native.children.process import Call
 
-__all__ = [
-    "LLGuidanceBackend",
-    "check_syntax",
-    "grammar_text",
-    "load_native",
-    "validated_grammar_text",
-]
+__all__ = ["LLGuidanceBackend", "Prepared", "check_syntax", "load_native", "prepare"]
 
 # LLGuidance does not report the size of a grammar. This value is the measured growth of the process
 # per JSON schema, after a request has used the grammar.
@@ -49,32 +42,56 @@ _LARK_TOKEN = re.compile(
 _ROW_BYTES = 64 << 20
 
 
-def prepare(spec: Spec, validated: bool, special: Mapping[str, int] = NO_TOKENS) -> str:
-    """Check a grammar and return it in LLGuidance's JSON format.
+class Prepared(NamedTuple):
+    """A grammar that a child process has checked.
+
+    Attributes
+    ----------
+    text
+        The grammar in LLGuidance's JSON format.
+    references
+        Special tokens that a Lark grammar names, such as ``<name>`` and ``<[7]>``.
+    automaton
+        Automaton that allows the same texts, in serialized form; None if there is none.
+    """
+
+    text: str
+    references: tuple[str, ...]
+    automaton: bytes | None
+
+
+def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
+    """Resolve and check a grammar, and build its automaton. Runs in a child process.
 
     Parameters
     ----------
     spec
         The grammar.
-    validated
-        Whether LLGuidance is known to accept the grammar.
     special
         Special tokens that are legal where tags contain their names: ids by name.
+    automata
+        Whether to build an automaton.
 
     Raises
     ------
     GrammarError
-        As `validated_grammar_text`.
+        LLGuidance refuses the grammar, or LLGuidance warns that it cannot enforce a part of the
+        grammar and the specification is not `partial`.
     """
-    resolved = resolve_spec(spec, "llguidance")
-    if validated:
-        return grammar_text(resolved, special)
-    return validated_grammar_text(resolved, special)
-
-
-def prepare_automaton(spec: Spec) -> bytes | None:
-    """Return the automaton of a grammar in serialized form, see `compile_automaton`."""
-    return compile_automaton(resolve_spec(spec, "llguidance"))
+    grammar = resolve_for_backend(spec, "llguidance")
+    if spec.kind == "json_schema" and not grammar.rules:
+        # LLGuidance reads a schema faster than a Lark grammar, which takes about 1 ms.
+        rules = ""
+        text = schema_grammar(grammar.text)
+    else:
+        rules = lark_rules(grammar, special)
+        text = _lark_grammar(rules)
+    if spec.kind != "json_schema":  # the router has checked schemas
+        _check_text(spec, text)
+    references = tuple({name for name in _LARK_TOKEN.findall(rules) if name})
+    # An automaton reads bytes, and special tokens have none.
+    automaton = compile_automaton(grammar) if automata and not special else None
+    return Prepared(text, references, automaton)
 
 
 @functools.cache
@@ -97,26 +114,24 @@ def load_native() -> str:
         ) from error
 
 
-def grammar_text(spec: Spec, special: Mapping[str, int] = NO_TOKENS) -> str:
-    """Return a grammar in the JSON format that LLGuidance's parser reads.
+def check_syntax(grammar: ResolvedGrammar) -> None:
+    """Raise `GrammarError` if LLGuidance refuses a grammar. The grammar is parsed, not compiled."""
+    if grammar.spec.kind != "json_schema":  # the router has checked schemas
+        _check_text(grammar.spec, _lark_grammar(lark_rules(grammar)))
 
-    The grammar allows every sequence of tokens that spells a legal text. `special` is as in
-    `prepare`.
+
+def _lark_grammar(rules: str) -> str:
+    """Return a Lark grammar in LLGuidance's JSON format.
+
+    The grammar allows every sequence of tokens that spells a legal text.
     """
-    return json.dumps({"grammars": [_grammar(spec, special)]})
+    header = '%llguidance {"no_forcing": true}'
+    return json.dumps({"grammars": [{"lark_grammar": f"{header}\n{rules}"}]})
 
 
-def validated_grammar_text(spec: Spec, special: Mapping[str, int] = NO_TOKENS) -> str:
-    """Check a grammar with LLGuidance and return the grammar in LLGuidance's JSON format.
-
-    Raises
-    ------
-    GrammarError
-        LLGuidance refuses the grammar, or LLGuidance warns that it cannot enforce a part of the
-        grammar and the specification is not `partial`.
-    """
-    grammar = _grammar(spec, special)
-    refused, lines = validate(grammar)
+def _check_text(spec: Spec, text: str) -> None:
+    """Raise `GrammarError` if LLGuidance refuses a grammar in its JSON format, or a part of it."""
+    refused, lines = validate(text)
     # Without the vocabulary, LLGuidance cannot look up the special tokens that a grammar names, and
     # prints a warning. `load` has the vocabulary and refuses unknown special tokens.
     lines = [line for line in lines if not line.startswith("no tokenizer")]
@@ -125,46 +140,30 @@ def validated_grammar_text(spec: Spec, special: Mapping[str, int] = NO_TOKENS) -
         raise GrammarError(f"{spec.kind}: {message or 'is refused'}")
     if message and not spec.partial:
         raise GrammarError(f"{spec.kind}: cannot be enforced as a whole: {message}")
-    return json.dumps({"grammars": [grammar]})
 
 
-def check_syntax(spec: Spec) -> None:
-    """Raise `GrammarError` if LLGuidance refuses a grammar. The grammar is parsed, not compiled."""
-    if not _was_validated(spec):
-        validated_grammar_text(spec)
-
-
-def _grammar(spec: Spec, special: Mapping[str, int]) -> dict[str, Any]:
-    """Return a grammar in the form of an element of LLGuidance's ``grammars`` list."""
-    spec = resolve_spec(spec, "llguidance")
-    if spec.kind == "json_schema" and not spec.rules:
-        # LLGuidance reads a schema faster than a Lark grammar, which takes about 1 ms.
-        return {"json_schema": with_options(json.loads(spec.text), spec.whitespace)}
-    header = '%llguidance {"no_forcing": true}'
-    return {"lark_grammar": f"{header}\n{spec.rules or _lark_text(spec, special)}"}
-
-
-def _lark_text(spec: Spec, special: Mapping[str, int]) -> str:
-    """Return a grammar other than a JSON schema in LLGuidance's Lark dialect."""
+def lark_rules(grammar: ResolvedGrammar, special: Mapping[str, int] = NO_TOKENS) -> str:
+    """Return a grammar in LLGuidance's Lark dialect. `special` is as in `prepare`."""
+    if grammar.rules and not special:
+        return grammar.rules
+    spec = grammar.spec
+    content = grammar.content
     if spec.kind == "regex":
-        return f"start: {lark_pattern(spec.text)}"
-    if spec.kind == "lark":
-        return spec.text
+        return f"start: {lark_pattern(content)}"
     if spec.kind == "choice":
-        options = (literal(option) for option in json.loads(spec.text))
         # All options form one lexeme (terminal). A rule with one alternative per option would be
         # slow and could exceed the parser's limit of items.
-        return "start: CHOICE\nCHOICE: " + " | ".join(options)
+        return "start: CHOICE\nCHOICE: " + " | ".join(map(literal, content))
     if spec.kind == "structural_tag":
-        return _structural_tag(json.loads(spec.text), spec.whitespace, special)
+        return _structural_tag(content, special)
     if spec.kind == "structural_format":
-        return lark_text(parse_format(json.loads(spec.text)), spec.whitespace, special)
-    return lark_grammar(spec.text, spec.root)
+        return lark_text(content, spec.whitespace, special)
+    if spec.kind == "ebnf":
+        return lark_grammar(content, spec.root)
+    return str(content)
 
 
-def _structural_tag(
-    document: dict[str, Any], whitespace: Whitespace, special: Mapping[str, int]
-) -> str:
+def _structural_tag(document: dict[str, Any], special: Mapping[str, int]) -> str:
     """Return a structural tag in the Lark dialect.
 
     Free text is a lazy lexeme (terminal) that ends with a trigger. The trigger is followed by the
@@ -186,8 +185,7 @@ def _structural_tag(
         begin = tag["begin"]
         trigger = next(t for t in document["triggers"] if begin.startswith(t))
         rules.append(f"open_{i}[lazy]: FREE {literal(trigger)}")
-        schema = json.dumps(with_options(tag["schema"], whitespace))
-        rules.append(f"body_{i}: %json {schema} {_spelled(tag['end'], special)}")
+        rules.append(f"body_{i}: %json {tag['text']} {_spelled(tag['end'], special)}")
         rules.append(f"free_{i}: open_{i} {_spelled(begin[len(trigger) :], special)} body_{i}")
         name = next((part for part, is_name in split_names(trigger, special) if is_name), "")
         if name and trigger.startswith(name):
@@ -204,11 +202,6 @@ def _spelled(text: str, special: Mapping[str, int]) -> str:
     for part, is_name in split_names(text, special):
         parts.append(f"({literal(part)} | <[{special[part]}]>)" if is_name else literal(part))
     return " ".join(parts)
-
-
-def _was_validated(spec: Spec) -> bool:
-    """Return whether the router has already checked exactly this schema with LLGuidance."""
-    return spec.kind == "json_schema" and bool(spec.source) and not spec.partial
 
 
 def _error_message(message: str, kind: str) -> str:
@@ -297,14 +290,9 @@ class LLGuidanceBackend:
             self._tokenizers[named] = made
             return made
 
-    def _named_tokens(self, grammar: str) -> frozenset[int]:
-        """Return the ids of the tokens with text that a grammar in LLGuidance's format names."""
-        if not self._named_text or '"lark_grammar"' not in grammar:
-            return frozenset()
-        references: set[str] = set()
-        for part in json.loads(grammar)["grammars"]:
-            references.update(filter(None, _LARK_TOKEN.findall(part.get("lark_grammar", ""))))
-        named = {self._named_text[name] for name in references & self._named_text.keys()}
+    def _named_tokens(self, references: Iterable[str]) -> frozenset[int]:
+        """Return the ids of the tokens with text to which special tokens of a grammar refer."""
+        named = {self._named_text[name] for name in references if name in self._named_text}
         for reference in references:
             if not reference.startswith("<[") or reference.startswith("<[^"):
                 continue
@@ -325,57 +313,49 @@ class LLGuidanceBackend:
 
         LLGuidance limits the size of the grammar and of its lexer.
         """
-        resolved = resolve_spec(spec, "llguidance")
-        prepared = prepare(resolved, _was_validated(resolved), self._special_tokens(spec))
-        compiled = self.load(spec, prepared)
-        if self.automaton_call(compiled) is not None:
-            self.add_automaton(compiled, compile_automaton(resolved))
-        return compiled
+        check_spec(spec)
+        return self.load(spec, prepare(spec, self._special_tokens(spec), self._automata))
 
-    def compile_call(self, spec: Spec, routed: bool) -> Call:
+    def compile_call(self, spec: Spec) -> Call:
         """Return the call that prepares a grammar in a child process; see `BoundedBackend`."""
-        validated = routed and _was_validated(spec)
-        return Call(f"{__name__}:prepare", (spec, validated, self._special_tokens(spec)))
+        return Call(f"{__name__}:prepare", (spec, self._special_tokens(spec), self._automata))
+
+    @functools.cached_property
+    def _special_spellings(self) -> list[tuple[str, str, int]]:
+        """Each special token's name as JSON writes it, its name and its id."""
+        vocabulary = self.vocabulary
+        found = []
+        for name, token in vocabulary.names.items():
+            if name and not vocabulary.is_text(token) and token not in vocabulary.stop_ids:
+                found.append((json.dumps(name, ensure_ascii=False)[1:-1], name, token))
+        return found
 
     def _special_tokens(self, spec: Spec) -> dict[str, int]:
         """Return the ids of the special tokens whose names occur in a grammar with tags."""
         if spec.kind not in ("structural_tag", "structural_format"):
             return {}
-        vocabulary = self.vocabulary
-        found = {}
-        for name, token in vocabulary.names.items():
-            if vocabulary.is_text(token) or token in vocabulary.stop_ids or not name:
-                continue
-            if json.dumps(name, ensure_ascii=False)[1:-1] in spec.text:
-                found[name] = token
-        return found
+        return {
+            name: token
+            for spelling, name, token in self._special_spellings
+            if spelling in spec.text
+        }
 
-    def load(self, spec: Spec, result: str) -> CompiledGrammar:
+    def load(self, spec: Spec, result: Prepared) -> CompiledGrammar:
         """Create the compiled grammar from the result of `prepare`. Releases the GIL."""
         try:
-            tokenizer = self._tokenizer(self._named_tokens(result))
-            native = _native.guide.LLGuidanceGrammar(tokenizer, result)
+            tokenizer = self._tokenizer(self._named_tokens(result.references))
+            native = _native.guide.LLGuidanceGrammar(tokenizer, result.text)
         except RuntimeError as error:
             message = _error_message(str(error), spec.kind)
             if "removal index" in message:  # the panic that an unknown special token causes
                 message = "names a special token that the vocabulary does not have"
             raise GrammarError(f"{spec.kind}: {message}") from None
-        return CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(result))
-
-    def automaton_call(self, compiled: CompiledGrammar) -> Call | None:
-        """Return the call that builds the automaton of a grammar; see `AutomatonBackend`."""
-        if not self._automata or self._special_tokens(compiled.spec):
-            return None  # an automaton reads bytes, and special tokens have none
-        return Call(f"{__name__}:prepare_automaton", (compiled.spec,))
-
-    def add_automaton(self, compiled: CompiledGrammar, result: bytes | None) -> bool:
-        """Set the automaton of a grammar from the result of `prepare_automaton`."""
-        if result is None:
-            return False
-        automaton = _native.guide.AutomatonGrammar(result, self._trie, self._row_pool)
-        compiled.nbytes += automaton.nbytes
-        compiled.automaton = automaton  # last, because other threads may read it at once
-        return True
+        compiled = CompiledGrammar(self, spec, native, _MATCHER_BYTES + len(result.text))
+        if result.automaton is not None:
+            automaton = _native.guide.AutomatonGrammar(result.automaton, self._trie, self._row_pool)
+            compiled.nbytes += automaton.nbytes
+            compiled.automaton = automaton
+        return compiled
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """Return a new matcher at the start of a grammar.

@@ -10,9 +10,8 @@ from graft.cudagraph.errors import GraftError, OptionError
 from graft.grammar.backends import llguidance, xgrammar
 from graft.grammar.errors import describe
 from graft.grammar.matcher import GrammarBackend
-from graft.grammar.resolve import resolve_spec, select_backend
+from graft.grammar.resolve import resolve_spec
 from graft.grammar.spec import Spec
-from graft.grammar.usable import require_usable
 from graft.grammar.vocabulary import Vocabulary
 
 __all__ = ["BACKENDS", "check_syntax", "make_backend"]
@@ -86,12 +85,6 @@ def check_syntax(spec: Spec, backend: str) -> None:
     depends on the grammar and is not bounded, and because graft reads XGrammar's warnings from the
     standard output of the child process.
     """
-    if spec.kind == "structural_format":  # the router tries several backends
-        resolved = resolve_spec(spec, backend)
-        name = resolved.backend
-    else:
-        name = select_backend(spec, backend)
-        require_usable(name)
-        resolved = resolve_spec(spec, name)
+    grammar = resolve_spec(spec, backend)
     readers = {"llguidance": llguidance.check_syntax, "xgrammar": xgrammar.check_syntax}
-    readers[name](resolved)
+    readers[grammar.backend](grammar)

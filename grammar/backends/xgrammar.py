@@ -27,10 +27,9 @@ from graft.grammar.backends.xgrammar_regex import convert_pattern, convert_patte
 from graft.grammar.errors import GrammarError, clean_message
 from graft.grammar.matcher import CompiledGrammar, Matcher, NativeBackedMatcher
 from graft.grammar.processes import run_call
-from graft.grammar.resolve import resolve_spec
-from graft.grammar.schema.options import Whitespace
-from graft.grammar.spec import Spec
-from graft.grammar.structural.formats import Format, parse_format
+from graft.grammar.resolve import ResolvedGrammar, resolve_for_backend
+from graft.grammar.spec import Spec, Whitespace, check_spec
+from graft.grammar.structural.formats import Format
 from graft.grammar.structural.xgrammar import xgrammar_format
 from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native
@@ -138,28 +137,26 @@ def tokenizer_info(tokens: Sequence[bytes], size: int, stops: Sequence[int]) -> 
     return library().TokenizerInfo([*tokens, *padding], _RAW, size, list(stops), False)
 
 
-def _compile(info: Any, spec: Spec) -> Any:
+def _compile(info: Any, grammar: ResolvedGrammar) -> Any:
     """Return XGrammar's compiled form of a grammar; raise `GrammarError` if there is none."""
-    spec = resolve_spec(spec, "xgrammar")  # refuses schemas with keywords that XGrammar ignores
-    text = spec.text
-    root = spec.root
+    spec = grammar.spec
+    content = grammar.content
     compiler = new_compiler(info)
     try:
         if spec.kind == "json_schema":
             layout = _layout(spec.whitespace, spec.strict is not False)
-            return compiler.compile_json_schema(_converted_schema(text), *layout)
+            return compiler.compile_json_schema(_schema_text(content, grammar.text), *layout)
         if spec.kind == "regex":
-            return compiler.compile_regex(convert_pattern(text))
+            return compiler.compile_regex(convert_pattern(content))
         if spec.kind == "lark":
-            return compiler.compile_lark(text, [], [])
+            return compiler.compile_lark(content, [], [])
         if spec.kind == "structural_tag":
-            return compiler.compile_structural_tag(_structural_tag(text, spec.whitespace))
+            return compiler.compile_structural_tag(_structural_tag(content, spec.whitespace))
         if spec.kind == "structural_format":
-            return compiler.compile_structural_tag(_structural_format(text, spec.whitespace))
+            return compiler.compile_structural_tag(_structural_format(content, spec.whitespace))
         if spec.kind == "choice":
-            options = map(_quote, json.loads(text))
-            text = f"{root} ::= {' | '.join(options)}"
-        return compiler.compile_grammar_from_strings(text, root)
+            content = f"{spec.root} ::= {' | '.join(map(_quote, content))}"
+        return compiler.compile_grammar_from_strings(content, spec.root)
     except (GrammarError, *_XGRAMMAR_ERRORS) as error:
         if "bad_alloc" in str(error):
             raise MemoryError from None
@@ -176,26 +173,27 @@ def new_compiler(info: Any) -> Any:
     return library().GrammarCompiler(*arguments)
 
 
-def check_syntax(spec: Spec) -> None:
+def check_syntax(grammar: ResolvedGrammar) -> None:
     """Raise `GrammarError` if XGrammar refuses a grammar or would enforce only a part of it.
 
     XGrammar parses the grammar but does not compile it. The caller must be a child process.
     """
-    grammar = library().Grammar
-    text = spec.text
+    spec = grammar.spec
+    content = grammar.content
+    reader = library().Grammar
     try:
         if spec.kind == "json_schema":
-            _schema_rules(json.loads(text), spec.whitespace, strict=spec.strict is not False)
+            _schema_rules(content, spec.whitespace, strict=spec.strict is not False)
         elif spec.kind == "regex":
-            grammar.from_regex(convert_pattern(text), False)
+            reader.from_regex(convert_pattern(content), False)
         elif spec.kind == "lark":
-            grammar.from_lark(text, [], [])
+            reader.from_lark(content, [], [])
         elif spec.kind == "ebnf":
-            grammar.from_ebnf(text, spec.root)
+            reader.from_ebnf(content, spec.root)
         elif spec.kind == "structural_tag":
-            grammar.from_structural_tag(_structural_tag(text, spec.whitespace))
+            reader.from_structural_tag(_structural_tag(content, spec.whitespace))
         elif spec.kind == "structural_format":
-            grammar.from_structural_tag(_structural_format(text, spec.whitespace))
+            reader.from_structural_tag(_structural_format(content, spec.whitespace))
     except (GrammarError, *_XGRAMMAR_ERRORS) as error:
         raise GrammarError(f"{spec.kind}: {clean_message(error) or 'is refused'}") from None
     _require_no_warnings(spec)
@@ -213,11 +211,13 @@ def _require_no_warnings(spec: Spec) -> None:
         raise GrammarError(f"{spec.kind}: cannot be enforced as a whole: {'; '.join(ignored)}")
 
 
-def _converted_schema(text: str) -> str:
-    """Return a JSON schema whose patterns have been converted for XGrammar."""
-    if "pattern" not in text:
+def _schema_text(schema: Any, text: str = "") -> str:
+    """Return a JSON schema as the text that XGrammar reads. Converts its patterns in place.
+
+    `text` is the text of the schema if it is known.
+    """
+    if text and "pattern" not in text:
         return text
-    schema = json.loads(text)
     convert_patterns(schema)
     return json.dumps(schema)
 
@@ -248,13 +248,12 @@ def _layout(whitespace: Whitespace, strict: bool) -> tuple[Any, ...]:
     return any_whitespace, None, None, strict, max_whitespace, False
 
 
-def _structural_tag(text: str, whitespace: Whitespace) -> str:
+def _structural_tag(document: Any, whitespace: Whitespace) -> str:
     """Return a structural tag in XGrammar's JSON form.
 
     The schema of each tag is converted to EBNF rules. If the structural tag contained the schema
     itself, XGrammar would allow any white space in the content.
     """
-    document = json.loads(text)
     tags = []
     for tag in document["tags"]:
         content = {"type": "grammar", "grammar": _schema_rules(tag["schema"], whitespace)}
@@ -285,7 +284,7 @@ def _schema_rules(
     """Return the EBNF rules of a JSON schema."""
     any_whitespace, indent, separators, strict, max_whitespace, _ = _layout(whitespace, strict)
     rules = library().Grammar.from_json_schema(
-        _converted_schema(json.dumps(schema)),
+        _schema_text(schema),
         any_whitespace,
         indent,
         separators,
@@ -297,7 +296,7 @@ def _schema_rules(
     return str(rules.to_string())
 
 
-def _structural_format(text: str, whitespace: Whitespace) -> str:
+def _structural_format(form: Format, whitespace: Whitespace) -> str:
     """Return a structural format as a structural tag in XGrammar's JSON form."""
 
     def schema_rules(form: Format) -> str:
@@ -309,8 +308,8 @@ def _structural_format(text: str, whitespace: Whitespace) -> str:
     def regex_rules(pattern: str) -> str:
         return str(library().Grammar.from_regex(convert_pattern(pattern), False).to_string())
 
-    form = xgrammar_format(parse_format(json.loads(text)), schema_rules, regex_rules)
-    return json.dumps({"type": "structural_tag", "format": form})
+    converted = xgrammar_format(form, schema_rules, regex_rules)
+    return json.dumps({"type": "structural_tag", "format": converted})
 
 
 # Functions that run in a child process.
@@ -324,7 +323,7 @@ def add_vocabulary(fingerprint: str, *vocabulary: Any) -> None:
 
 
 def compiled_text(fingerprint: str, spec: Spec) -> str:
-    """Compile a grammar and return its compiled form as JSON text.
+    """Resolve and compile a grammar, and return its compiled form as JSON text.
 
     The text is several times as large as the compiled grammar in memory.
 
@@ -334,7 +333,8 @@ def compiled_text(fingerprint: str, spec: Spec) -> str:
         XGrammar refuses the grammar, or XGrammar would enforce only a part of it and the
         specification is not `partial`.
     """
-    text = str(_compile(_vocabularies[fingerprint], spec).serialize_json())
+    grammar = resolve_for_backend(spec, "xgrammar")
+    text = str(_compile(_vocabularies[fingerprint], grammar).serialize_json())
     _require_no_warnings(spec)
     return text
 
@@ -379,10 +379,10 @@ class XGrammarBackend:
         XGrammar prints which parts of a grammar it ignores. graft can read these warnings, and then
         refuse the grammar, only in a child process.
         """
-        resolve_spec(spec, self.name.lower())  # most refusals need no child process
-        return self.load(spec, run_call(spec.kind, self.compile_call(spec, routed=False)))
+        check_spec(spec)
+        return self.load(spec, run_call(spec.kind, self.compile_call(spec)))
 
-    def compile_call(self, spec: Spec, routed: bool) -> Call:
+    def compile_call(self, spec: Spec) -> Call:
         """Return the call that compiles a grammar in a child process; see `BoundedBackend`."""
         vocabulary = self.vocabulary
         fingerprint = vocabulary.fingerprint

@@ -27,10 +27,9 @@ class GrammarCache:
     An outcome is either the compiled grammar or the message of the error with which the grammar was
     refused. The cache stores neither futures nor exceptions, because callbacks and tracebacks refer
     to the requests that wait for a grammar. The size of an entry is the sum of
-    `CompiledGrammar.nbytes`, the size of the texts of the specification as submitted and as
-    compiled, and 1 KiB. An entry that is larger than the cache's limit is not stored. Existing
-    matchers remain valid when their grammar is evicted, because each matcher holds a reference to
-    its grammar.
+    `CompiledGrammar.nbytes`, the size of the text of the specification, and 1 KiB. An entry that is
+    larger than the cache's limit is not stored. Existing matchers remain valid when their grammar
+    is evicted, because each matcher holds a reference to its grammar.
 
     Parameters
     ----------
@@ -70,13 +69,6 @@ class GrammarCache:
             while self._nbytes > self._limit_bytes:
                 self._remove(next(iter(self._entries)))
 
-    def discard(self, spec: Spec, outcome: Outcome) -> None:
-        """Remove the entry of a specification if it has this outcome."""
-        with self._lock:
-            stored, _ = self._entries.get(spec, (None, 0))
-            if stored is outcome:
-                self._remove(spec)
-
     def _remove(self, spec: Spec) -> None:
         """Remove the entry of a specification, if there is one. The caller must hold the lock."""
         _, size = self._entries.pop(spec, (None, 0))
@@ -89,16 +81,8 @@ class GrammarCache:
 
 
 def _entry_bytes(spec: Spec, outcome: Outcome) -> int:
-    """Return the size of an entry. A text that both specifications contain is counted once."""
-    specs = [spec]
-    texts = []
-    size = _ENTRY_BYTES
+    """Return the size of an entry."""
+    size = _ENTRY_BYTES + sys.getsizeof(spec.text)
     if isinstance(outcome, CompiledGrammar):
-        specs.append(outcome.spec)
-        size += outcome.nbytes
-    else:
-        texts.append(outcome)
-    for part in specs:
-        texts += [part.text, part.source, part.rules]
-    distinct = {id(text): text for text in texts}
-    return size + sum(sys.getsizeof(text) for text in distinct.values())
+        return size + outcome.nbytes
+    return size + sys.getsizeof(outcome)

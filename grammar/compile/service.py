@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import queue
 import sys
@@ -12,24 +11,28 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar.backends.base import AutomatonBackend, BoundedBackend
+from graft.grammar.backends.base import BoundedBackend
 from graft.grammar.backends.registry import BACKENDS, make_backend
 from graft.grammar.compile.cache import CACHE_BYTES, GrammarCache, Outcome
-from graft.grammar.errors import GrammarBackendError, GrammarError, clean_message
+from graft.grammar.errors import (
+    GrammarBackendError,
+    GrammarError,
+    UnsupportedFormatError,
+    clean_message,
+)
 from graft.grammar.matcher import CompiledGrammar, GrammarBackend
 from graft.grammar.processes import POOL, call_error
-from graft.grammar.resolve import select_backend
+from graft.grammar.resolve import candidate_backends
 from graft.grammar.spec import Spec
 from graft.grammar.usable import unusable_reason, usable_backends, warn_if_unusable
 from graft.grammar.vocabulary import Vocabulary
 from graft.native.children.errors import ChildCrashed, ChildLost, ChildTimeout, ChildUnavailable
-from graft.native.children.process import MEMORY_BYTES, TIMEOUT_S, Call, ChildProcess
+from graft.native.children.process import MEMORY_BYTES, TIMEOUT_S, ChildProcess
 from graft.native.children.usage import TimeLimit
 from graft.sampling.checks import short_repr
 
@@ -49,20 +52,8 @@ class _Compilation(NamedTuple):
     future: Future[CompiledGrammar]
 
 
-class _AutomatonJob(NamedTuple):
-    """A compiled grammar whose automaton is to be built, and its specification as submitted."""
-
-    spec: Spec
-    compiled: CompiledGrammar
-
-
-_Job = _Compilation | _AutomatonJob
-
-
 class _CompileQueue:
-    """A queue of jobs and the threads that take jobs from the queue.
-
-    Automata are built while no compilation is waiting.
+    """A queue of compilations and the threads that take compilations from the queue.
 
     Parameters
     ----------
@@ -73,18 +64,14 @@ class _CompileQueue:
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
         self.threads: list[threading.Thread] = []
-        self._numbers = itertools.count()
-        self._jobs: queue.PriorityQueue[tuple[int, int, _Job | None]] = queue.PriorityQueue()
+        self.jobs: queue.SimpleQueue[_Compilation | None] = queue.SimpleQueue()
 
-    def put(self, job: _Job | None) -> None:
-        """Add a job, or None to end a thread."""
-        priority = 2 if job is None else int(isinstance(job, _AutomatonJob))
-        self._jobs.put((priority, next(self._numbers), job))
-
-    def get(self) -> _Job | None:
-        """Remove and return the next job; None ends the thread."""
-        _, _, job = self._jobs.get()
-        return job
+    def end_threads(self) -> None:
+        """Wait until the threads have finished the jobs of the queue and have ended."""
+        for _ in self.threads:
+            self.jobs.put(None)
+        for thread in self.threads:
+            thread.join()
 
 
 class _SharedBackends:
@@ -171,10 +158,6 @@ class GrammarService:
 
     If a child process dies, the compilation is repeated in a new process.
 
-    Some backends build an automaton for a grammar (see `AutomatonBackend`). With `late_automata`,
-    the automaton is built after the grammar has been compiled, in the fast queue while no grammar
-    waits there. If this fails, the grammar has no automaton.
-
     Services of a process with equal vocabularies and settings share their backends and compiled
     grammars while at least one of these services exists, unless a factory creates the backend.
 
@@ -198,8 +181,6 @@ class GrammarService:
         Address space that the compilations of one child process may add, in bytes.
     cache_bytes
         Size limit of the cache of compiled grammars, in bytes.
-    late_automata
-        Whether automata are built after the compilation instead of during the compilation.
 
     Attributes
     ----------
@@ -216,7 +197,6 @@ class GrammarService:
         timeout_s: float = TIMEOUT_S,
         memory_bytes: int = MEMORY_BYTES,
         cache_bytes: int = CACHE_BYTES,
-        late_automata: bool = False,
     ):
         limits = {"threads": threads, "timeout_s": timeout_s, "memory_bytes": memory_bytes}
         for name, value in limits.items():
@@ -228,7 +208,6 @@ class GrammarService:
         self._shared = _get_shared_backends(vocabulary, choice, cache_bytes)
         self.backend = self._shared.default
         self._timeout_s = timeout_s
-        self._late_automata = late_automata
         self._lock = threading.Lock()  # guards the three fields below
         self._pending: dict[Spec, Future[CompiledGrammar]] = {}
         self._counts: Counter[str] = Counter()
@@ -271,7 +250,7 @@ class GrammarService:
             # A running future cannot be cancelled. Several requests may wait for this one.
             future.set_running_or_notify_cancel()
             self._pending[spec] = future
-        self._fast_queue.put(_Compilation(spec, future))
+        self._fast_queue.jobs.put(_Compilation(spec, future))
         return future
 
     def counters(self) -> dict[str, int]:
@@ -293,11 +272,8 @@ class GrammarService:
         for child in self._children:
             POOL.release(child)
         # The fast queue passes jobs on to the slow queue, so the slow queue must end last.
-        for jobs in (self._fast_queue, self._slow_queue):
-            for _ in jobs.threads:
-                jobs.put(None)
-            for thread in jobs.threads:
-                thread.join()
+        self._fast_queue.end_threads()
+        self._slow_queue.end_threads()
 
     def _start_thread(self, jobs: _CompileQueue, child: ChildProcess) -> None:
         thread = threading.Thread(
@@ -313,14 +289,11 @@ class GrammarService:
             with _log_errors("start of a child process"):
                 child.start()  # the child process starts while the engine loads its models
         while True:
-            job = jobs.get()
+            job = jobs.jobs.get()
             if job is None:
                 return
             with _log_errors("compile thread"):
-                if isinstance(job, _AutomatonJob):
-                    self._build_automaton(job, child)
-                else:
-                    self._run_job(job, jobs, child)
+                self._run_job(job, jobs, child)
             del job  # otherwise, a waiting thread keeps the last grammar alive
 
     def _run_job(self, job: _Compilation, jobs: _CompileQueue, child: ChildProcess) -> None:
@@ -342,8 +315,6 @@ class GrammarService:
             self._finish(job, GrammarBackendError.of(kind, error), "failed", keep=False)
         else:
             self._finish(job, compiled, "compiled")
-            if self._late_automata:
-                self._fast_queue.put(_AutomatonJob(job.spec, compiled))
 
     def _handle_lost_child(self, job: _Compilation, jobs: _CompileQueue, error: ChildLost) -> None:
         """Move a job that the fast queue could not finish in time to the slow queue.
@@ -355,59 +326,38 @@ class GrammarService:
         timed_out = isinstance(error, ChildTimeout)
         has_more_time = timed_out and jobs.timeout_s < self._timeout_s
         if jobs is self._fast_queue and (unavailable or has_more_time) and not self._closed:
-            self._slow_queue.put(job)
+            self._slow_queue.jobs.put(job)
             return
         if self._closed:
             error = ChildLost("the compile service was closed")
         self._finish(job, call_error(job.spec.kind, error), "killed_or_crashed", keep=False)
 
     def _compile(self, spec: Spec, child: ChildProcess, timeout_s: float) -> CompiledGrammar:
+        """Compile a grammar with one call of the child process for each backend that is tried."""
         limit = TimeLimit(timeout_s)
-        router = spec.backend or self._choice
-        is_routable = spec.kind in ("json_schema", "structural_format") and not spec.source
-        routed = is_routable and bool(router)
-        if routed:
-            request = Call("graft.grammar.resolve:resolve_spec", (spec, router))
-            spec = child.call(request, limit)
-        elif spec.kind == "ebnf" and not spec.backend and self._choice == "auto":
+        names: tuple[str, ...] = ("",)
+        if spec.backend or self._choice:
+            names = candidate_backends(spec, self._choice)
+        if spec.kind == "ebnf" and not spec.backend and self._choice == "auto":
             warn_if_unusable("xgrammar")
-            spec = replace(spec, backend=select_backend(spec, "auto"))
-        backend = self._shared.backend(spec.backend) if spec.backend else self.backend
-        if not isinstance(backend, BoundedBackend):
-            return backend.compile(spec)
-        request = backend.compile_call(spec, routed)
-        result = child.call(request, limit)
-        compiled = backend.load(spec, result)
-        if not self._late_automata:
-            _add_automaton(compiled, child, limit)
-        return compiled
-
-    def _build_automaton(self, job: _AutomatonJob, child: ChildProcess) -> None:
-        """Build the automaton of a compiled grammar. Runs on a thread of the fast queue.
-
-        If the service is closed before that, the grammar is removed from the cache. Another service
-        that shares the cache then compiles the grammar again and builds the automaton.
-        """
-        cache = self._shared.cache
-        try:
-            if self._closed:
-                cache.discard(job.spec, job.compiled)
-                return
-            if not _add_automaton(job.compiled, child, TimeLimit(self._fast_queue.timeout_s)):
-                return
-            self._count("automata")
-            if cache.get(job.spec) is job.compiled:
-                cache.put(job.spec, job.compiled)  # the grammar's size has changed
-        except BaseException as error:  # a user-defined backend may raise anything
-            if self._closed:
-                cache.discard(job.spec, job.compiled)
+        reasons = []
+        for name in names:
+            try:
+                backend = self._shared.backend(name) if name else self.backend
+            except OptionError as error:
+                if len(names) == 1:
+                    raise
+                reasons.append(str(error))
+                continue
+            if not isinstance(backend, BoundedBackend):
+                return backend.compile(spec)
+            try:
+                result = child.call(backend.compile_call(spec), limit)
+            except UnsupportedFormatError as error:
+                reasons.append(str(error))
             else:
-                self._count("automata_failed")
-                _log.warning("automaton of a grammar not built: %s", clean_message(error))
-
-    def _count(self, name: str) -> None:
-        with self._lock:
-            self._counts[name] += 1
+                return backend.load(spec, result)
+        raise GrammarError("; ".join(dict.fromkeys(reasons)))
 
     def _finish(
         self,
@@ -473,15 +423,6 @@ def _completed(outcome: Outcome) -> Future[CompiledGrammar]:
     else:
         future.set_exception(GrammarError(outcome))
     return future
-
-
-def _add_automaton(compiled: CompiledGrammar, child: ChildProcess, limit: TimeLimit) -> bool:
-    """Build the automaton of a compiled grammar. Return whether the grammar has one."""
-    backend = compiled.backend
-    if not isinstance(backend, AutomatonBackend):
-        return False
-    call = backend.automaton_call(compiled)
-    return call is not None and backend.add_automaton(compiled, child.call(call, limit))
 
 
 def _require_output(compiled: CompiledGrammar) -> None:

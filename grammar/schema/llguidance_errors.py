@@ -7,16 +7,20 @@ import re
 from typing import Any
 
 from graft.grammar.schema.names import with_one_spelling
-from graft.grammar.schema.options import OPTIONS
+from graft.grammar.schema.options import OPTIONS, with_options
 from graft.grammar.schema.terms import Reason, SchemaObject, subschemas
+from graft.grammar.spec import Whitespace, json_text
 
 __all__ = [
+    "document_text",
     "explain_assertion",
     "is_unsatisfiable",
     "keyword_of",
     "lark_error",
     "schema_error",
     "schema_errors",
+    "schema_grammar",
+    "text_error",
     "validate",
 ]
 
@@ -45,13 +49,34 @@ _KEYWORD_OF = (
 _ASSERTION = re.compile(r"lookarounds not supported yet; (\w+) in regex (/.*/)", re.DOTALL)
 
 
-def validate(grammar: dict[str, Any], limits: dict[str, Any] = _LIMITS) -> tuple[bool, list[str]]:
+def document_text(schema: Any, whitespace: Whitespace) -> str:
+    """Return a schema with options as the JSON text that LLGuidance compiles.
+
+    Raises
+    ------
+    GrammarError
+        The schema cannot be written as JSON.
+    """
+    return json_text(with_options({"not": {}} if schema is False else schema, whitespace))
+
+
+def schema_grammar(text: str) -> str:
+    """Return the grammar of a `document_text` in LLGuidance's JSON format."""
+    return f'{{"grammars": [{{"json_schema": {text}}}]}}'
+
+
+def text_error(text: str) -> str:
+    """Return LLGuidance's error for the result of `document_text`; empty if it accepts it."""
+    return _first_error(*validate(schema_grammar(text)))
+
+
+def validate(text: str, limits: dict[str, Any] = _LIMITS) -> tuple[bool, list[str]]:
     """Check a grammar with LLGuidance.
 
     Parameters
     ----------
-    grammar
-        One element of LLGuidance's ``grammars`` list.
+    text
+        The grammar in LLGuidance's JSON format.
     limits
         Arguments of ``LLParserLimits``.
 
@@ -62,7 +87,6 @@ def validate(grammar: dict[str, Any], limits: dict[str, Any] = _LIMITS) -> tuple
     """
     from llguidance import LLMatcher, LLParserLimits  # type: ignore[import-not-found, unused-ignore]
 
-    text = json.dumps({"grammars": [grammar]})
     try:
         return LLMatcher.validate_grammar_with_warnings(text, limits=LLParserLimits(**limits))
     except BaseException as error:  # a panic of Rust code is not a subclass of Exception
@@ -88,14 +112,15 @@ def schema_error(schema: Any, *, lenient: bool = False) -> str:
     elif schema is False:
         document = {"not": {}}
     options = {"whitespace_flexible": False, "lenient": lenient, "coerce_one_of": lenient}
-    grammar = {"json_schema": {**document, OPTIONS: {**document.get(OPTIONS, {}), **options}}}
+    text = json.dumps({**document, OPTIONS: {**document.get(OPTIONS, {}), **options}})
     limits = _SMALL_LIMITS if lenient else _LIMITS
-    return _first_error(*validate(grammar, limits))
+    return _first_error(*validate(schema_grammar(text), limits))
 
 
 def lark_error(rules: str) -> str:
     """Return LLGuidance's error for a Lark grammar; empty if it accepts the grammar."""
-    return _first_error(*validate({"lark_grammar": f"%llguidance {{}}\n{rules}"}))
+    text = json.dumps({"grammars": [{"lark_grammar": f"%llguidance {{}}\n{rules}"}]})
+    return _first_error(*validate(text))
 
 
 def _first_error(refused: bool, messages: list[str]) -> str:

@@ -9,12 +9,18 @@ one spelling.
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any, NamedTuple
 
 from graft.grammar.schema.options import OPTIONS, PLAIN_ESCAPES
-from graft.grammar.schema.terms import Reason, SchemaObject, required_of, subschemas, types_of
+from graft.grammar.schema.terms import (
+    Reason,
+    SchemaObject,
+    copy_json,
+    required_of,
+    subschemas,
+    types_of,
+)
 
 __all__ = ["CONTROL", "EVERY_NAME", "NO_CONTROL", "OneSpelling", "with_one_spelling"]
 
@@ -62,7 +68,7 @@ def with_one_spelling(schema: Any) -> OneSpelling:
     if not found:
         return OneSpelling(schema)
     if all(_allows_any_addition(part) for _, part in found) and not _limits_patterns(parts):
-        new = json.loads(json.dumps(schema))  # faster than copy.deepcopy
+        new = copy_json(schema)
         for _, part in subschemas(new):
             if _compares(part):
                 part.pop("additionalProperties", None)

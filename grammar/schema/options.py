@@ -1,66 +1,19 @@
-"""Options of the layout of JSON outputs, and their representation in LLGuidance."""
+"""LLGuidance's representation of the options of `Spec`, and its string literals."""
 
 from __future__ import annotations
 
 import json
 import re
-import reprlib
-from types import NoneType
-from typing import Any, Literal, get_args
+from typing import Any
 
-from graft.grammar.errors import GrammarError
+from graft.grammar.spec import Whitespace
 
-__all__ = [
-    "KEY_ORDERS",
-    "OPTIONS",
-    "PLAIN_ESCAPES",
-    "KeyOrder",
-    "Whitespace",
-    "check_options",
-    "check_type",
-    "json_options",
-    "literal",
-    "with_options",
-]
-
-KeyOrder = Literal["schema", "any"]
-KEY_ORDERS = get_args(KeyOrder)
-Whitespace = Literal["line", "compact", "any"] | int
+__all__ = ["OPTIONS", "PLAIN_ESCAPES", "json_options", "literal", "with_options"]
 
 #: Keyword of a schema document that holds LLGuidance's options.
 OPTIONS = "x-guidance"
 #: Options that forbid ``\u`` escapes in all strings.
 PLAIN_ESCAPES = {"json_allowed_escapes": 'nrbtf"\\'}
-_MAX_WHITESPACE = 1000
-
-
-def check_options(key_order: Any, whitespace: Any, assert_formats: Any) -> None:
-    """Raise `GrammarError` for an unknown value of an option of `Spec`."""
-    check_type("key_order", key_order, str)
-    check_type("whitespace", whitespace, str, int)
-    check_type("assert_formats", assert_formats, bool, NoneType)
-    if key_order not in KEY_ORDERS:
-        raise GrammarError(f"key_order {key_order!r} is unknown; use {' or '.join(KEY_ORDERS)}")
-    is_number = isinstance(whitespace, int) and not isinstance(whitespace, bool)
-    if is_number:
-        known = 0 < whitespace <= _MAX_WHITESPACE
-    else:
-        known = whitespace in ("line", "compact", "any")
-    if not known:
-        raise GrammarError(
-            f"whitespace {whitespace!r} is unknown; use line, compact, any or a number of "
-            f"characters from 1 to {_MAX_WHITESPACE}"
-        )
-    if is_number and key_order == "any":
-        raise GrammarError("key_order 'any' requires whitespace line, compact or any, not a number")
-
-
-def check_type(name: str, value: object, *types: type) -> None:
-    """Raise `GrammarError` unless a value has one of the types."""
-    if not isinstance(value, types):
-        names = " or ".join("None" if t is NoneType else t.__name__ for t in types)
-        # Unlike repr, reprlib never raises an exception, whatever the object is.
-        raise GrammarError(f"{name} is {reprlib.repr(value)}, must be {names}")
 
 
 def json_options(whitespace: Whitespace) -> dict[str, Any]:

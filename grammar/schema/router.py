@@ -12,17 +12,22 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from graft.grammar.schema.any_order.rules import any_order_grammar
 from graft.grammar.schema.causes import find_causes
 from graft.grammar.schema.impossible import endless_definitions, impossible_definitions
-from graft.grammar.schema.llguidance_errors import is_unsatisfiable, schema_errors
-from graft.grammar.schema.names import CONTROL, NO_CONTROL, with_one_spelling
-from graft.grammar.schema.options import KeyOrder, Whitespace, check_options
+from graft.grammar.schema.llguidance_errors import (
+    document_text,
+    is_unsatisfiable,
+    schema_errors,
+    text_error,
+)
+from graft.grammar.schema.names import CONTROL, NO_CONTROL, OneSpelling, with_one_spelling
 from graft.grammar.schema.rewrite import Rewritten, rewrite
 from graft.grammar.schema.terms import Reason, has_orders, subschemas, word_set
 from graft.grammar.schema.wellformed import check_schema
+from graft.grammar.spec import KeyOrder, Whitespace, check_options
 
 __all__ = ["Route", "refusal", "route"]
 
@@ -47,6 +52,9 @@ class Route:
     schema
         Schema to compile. Keywords that LLGuidance does not support are rewritten into equivalent
         ones. If the route is not exact, the parts that `reasons` names are missing.
+    text
+        `schema` with LLGuidance's options as the JSON text that LLGuidance has accepted; empty if
+        `backend` is None.
     exact
         Whether every output satisfies the original schema.
     rules
@@ -71,6 +79,7 @@ class Route:
     backend: str | None
     schema: Any
     exact: bool
+    text: str = ""
     rules: str = ""
     reasons: tuple[Reason, ...] = ()
     narrowed: tuple[Reason, ...] = ()
@@ -116,9 +125,10 @@ def route(
     """
     check_options(key_order, whitespace, assert_formats)
     check_schema(schema)
-    rewritten, reasons, accepted = _closest_form(schema, draft, assert_formats)
+    rewritten, reasons, checked = _closest_form(schema, draft, whitespace, assert_formats)
     closest = rewritten.schema
-    spelled = with_one_spelling(closest)
+    accepted = bool(checked.text)
+    spelled = checked.spelled
     if spelled.narrowed:
         reasons = [*reasons, *_only_control(closest)]
     rules = ""
@@ -133,6 +143,7 @@ def route(
         backend="llguidance" if accepted else None,
         schema=spelled.schema,
         exact=accepted and not reasons,
+        text=checked.text,
         rules=rules,
         reasons=tuple(reasons[:_MAX_REASONS]),
         narrowed=rewritten.narrowed + excluded + ordered,
@@ -141,9 +152,27 @@ def route(
     )
 
 
+class _Checked(NamedTuple):
+    """A form of a schema that LLGuidance has checked.
+
+    Attributes
+    ----------
+    schema
+        The form.
+    spelled
+        The form that is compiled; see `with_one_spelling`.
+    text
+        Text of `spelled` that LLGuidance accepts; empty if LLGuidance refuses it.
+    """
+
+    schema: Any
+    spelled: OneSpelling
+    text: str
+
+
 def _closest_form(
-    schema: Any, draft: int, assert_formats: bool | None
-) -> tuple[Rewritten, list[Reason], bool]:
+    schema: Any, draft: int, whitespace: Whitespace, assert_formats: bool | None
+) -> tuple[Rewritten, list[Reason], _Checked]:
     """Return the closest form of a schema that LLGuidance accepts.
 
     References to definitions that no finite value satisfies are replaced by ``false`` if LLGuidance
@@ -153,7 +182,7 @@ def _closest_form(
     Returns
     -------
     tuple
-        The closest form, the reasons why it is not exact, and whether LLGuidance accepts it.
+        The closest form, the reasons why it is not exact, and LLGuidance's check of it.
     """
     narrowed: tuple[Reason, ...] = ()
     impossible: frozenset[str] = frozenset()
@@ -165,7 +194,8 @@ def _closest_form(
     while True:
         rewritten = rewritten_form(schema)
         narrowed += rewritten.narrowed
-        closest, accepted = _closest_accepted(rewritten.schema, deadline)
+        checked = _closest_accepted(rewritten.schema, whitespace, deadline)
+        accepted = bool(checked.text)
         pointers = endless_definitions(rewritten.schema)
         if not accepted and isinstance(rewritten.schema, dict):
             pointers |= impossible_definitions(rewritten.schema)
@@ -174,7 +204,7 @@ def _closest_form(
             break
         impossible |= found
     reasons: list[Reason] = []
-    if rewritten.lost or closest is not rewritten.schema or not accepted:
+    if rewritten.lost or checked.schema is not rewritten.schema or not accepted:
         lost, refused = find_causes(
             schema, rewritten, rewritten_form, _MAX_REASONS, time.thread_time() + _SEARCH_SECONDS
         )
@@ -186,37 +216,34 @@ def _closest_form(
             reason._replace(why=reason.why.replace("allows no output", produced))
             for reason in reasons
         ]
-    return rewritten._replace(schema=closest, narrowed=narrowed), reasons, accepted
+    return rewritten._replace(schema=checked.schema, narrowed=narrowed), reasons, checked
 
 
-def _closest_accepted(schema: Any, deadline: float) -> tuple[Any, bool]:
+def _closest_accepted(schema: Any, whitespace: Whitespace, deadline: float) -> _Checked:
     """Remove the keywords that LLGuidance refuses from a rewritten schema, one by one.
 
-    `deadline` is the time of ``time.thread_time()`` at which searches for a keyword end.
-
-    Returns
-    -------
-    tuple
-        The remaining schema, or the given schema if no keyword is refused, and whether LLGuidance
-        accepts it.
+    `deadline` is the time of ``time.thread_time()`` at which searches for a keyword end. If the
+    search for the refused keywords fails, the result is the given schema.
     """
     remaining = schema
     count = 0
     while True:
-        errors = schema_errors(remaining)
-        if not errors:
-            return remaining, True
+        spelled = with_one_spelling(remaining)
+        text = document_text(spelled.schema, whitespace)
+        error = text_error(text)
+        if not error:
+            return _Checked(remaining, spelled, text)
         if not isinstance(schema, dict):
-            return schema, False
+            return _Checked(schema, with_one_spelling(schema), "")
         if remaining is schema:
             remaining = copy.deepcopy(schema)
         parts = dict(subschemas(remaining))
-        [reason] = errors
+        [reason] = schema_errors(remaining) or [Reason("#", "schema", error)]
         if reason.keyword not in parts.get(reason.pointer, ()) and reason.keyword != "schema":
             _, [reason] = find_causes(remaining, Rewritten(remaining), Rewritten, 1, deadline)
         if reason.keyword not in parts.get(reason.pointer, ()):
             # No keyword can be removed, for example because the schema is unsatisfiable.
-            return schema, False
+            return _Checked(schema, with_one_spelling(schema), "")
         count += 1
         if count > _MAX_REASONS:
             # After many reasons, the keyword is removed from all subschemas at once, so that the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -18,6 +19,7 @@ __all__ = [
     "any_of",
     "can_combine",
     "common_types",
+    "copy_json",
     "dialect",
     "escape",
     "has_orders",
@@ -25,6 +27,7 @@ __all__ = [
     "replace_references",
     "required_of",
     "subschemas",
+    "texts_of_keys",
     "type_of_value",
     "types_of",
     "values_of",
@@ -92,6 +95,29 @@ def dialect(schema: Any, default: int) -> int:
         return default
     found = _DRAFT.search(uri)
     return _YEARS[found[1]] if found else default
+
+
+def copy_json(value: Any) -> Any:
+    """Return a copy of a JSON value. This is several times as fast as ``copy.deepcopy``."""
+    if isinstance(value, dict):
+        return {key: copy_json(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [copy_json(part) for part in value]
+    return value
+
+
+def texts_of_keys(value: Any, keys: Collection[str]) -> Iterator[str]:
+    """Yield the strings that are values of some keys anywhere in a JSON value."""
+    pending = [value]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, list):
+            pending.extend(part)
+        elif isinstance(part, dict):
+            for key in keys:
+                if isinstance(part.get(key), str):
+                    yield part[key]
+            pending.extend(part.values())
 
 
 def escape(name: object) -> str:

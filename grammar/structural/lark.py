@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from graft.grammar.errors import GrammarError
-from graft.grammar.schema.options import Whitespace, with_options
+from graft.grammar.schema.options import with_options
+from graft.grammar.spec import Whitespace
 from graft.grammar.structural.formats import Format, LoweringError
 from graft.grammar.structural.pieces import Joiner, Piece, check_boundary, constant, overlap
 
@@ -223,7 +224,8 @@ class _Lowering:
         types = keywords.get("type", [])
         types = (types if isinstance(types, list) else [types]) or list(_JSON_STARTS)
         numeric = "number" in types or "integer" in types
-        document = json.dumps(with_options(schema, self._whitespace))
+        # The router has already written the text of a schema that it has checked.
+        document = form.get("text") or json.dumps(with_options(schema, self._whitespace))
         text = self.joiner.define(f"%json {document}", terminal=False)
         starts = frozenset("".join(_JSON_STARTS[name] for name in types))
         return [

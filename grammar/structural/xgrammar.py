@@ -56,7 +56,8 @@ def xgrammar_format(
             # Without a maximum, a model could generate unlimited white space.
             most = part["max_whitespace_cnt"]
             most = 1 if most is None else most
-            return {**part, "strict": None, "place": None, "max_whitespace_cnt": most}
+            unknown = dict.fromkeys(("strict", "place", "text"))  # fields that XGrammar has not
+            return {**part, **unknown, "max_whitespace_cnt": most}
         return part
 
     return plain_format(convert_format(form, convert))

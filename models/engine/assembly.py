@@ -185,7 +185,6 @@ def _make_compiler(options: Options, vocabulary: Vocabulary) -> GrammarService:
         threads=options.compile_threads,
         timeout_s=options.compile_timeout_s,
         cache_bytes=options.grammar_cache_bytes,
-        late_automata=options.device_automata,
     )
 
 

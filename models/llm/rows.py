@@ -56,7 +56,10 @@ class Rows:
     def check(self, limit: int) -> int:
         """Check shapes and dtypes and return R.
 
-        A wrong shape or dtype, and R outside 1..limit, are a ShapeError.
+        Raises
+        ------
+        ShapeError
+            If an array has the wrong shape or dtype, or R is not in 1..limit.
         """
         for name in ("token", "slot", "pos"):
             expect(f"rows.{name}", getattr(self, name), "int32", R=self.count)

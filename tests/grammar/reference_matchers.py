@@ -16,8 +16,9 @@ import numpy as np
 
 from graft.grammar import CompiledGrammar, GrammarSpec, Matcher, Vocabulary, XGrammarBackend
 from graft.grammar.backends.base import ending_ids
-from graft.grammar.backends.llguidance import grammar_text
+from graft.grammar.backends.llguidance import lark_rules
 from graft.grammar.backends.xgrammar import library
+from graft.grammar.resolve import resolve_for_backend
 
 _LIMITS = llguidance.LLParserLimits(  # the same limits as in native/guide/llguidance_abi.cpp
     initial_lexer_fuel=10**7, step_lexer_fuel=10**7, max_items_in_row=10**6, step_max_items=10**6
@@ -85,13 +86,15 @@ class ReferenceLLGuidance:
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """Compile a grammar; raise ValueError with LLGuidance's message if it is refused."""
-        grammar = json.loads(grammar_text(spec))["grammars"][0]
-        if "json_schema" in grammar:
+        grammar = resolve_for_backend(spec, "llguidance")
+        if spec.kind == "json_schema" and not grammar.rules:
             # For a schema that is not part of a Lark grammar, LLGuidance would allow only one
             # tokenization of forced text.
-            rules = "start: %json " + json.dumps(grammar["json_schema"])
-            grammar = {"lark_grammar": '%llguidance {"no_forcing": true}\n' + rules}
-        text = json.dumps({"grammars": [grammar]})
+            rules = f"start: %json {grammar.text}"
+        else:
+            rules = lark_rules(grammar)
+        lark = '%llguidance {"no_forcing": true}\n' + rules
+        text = json.dumps({"grammars": [{"lark_grammar": lark}]})
         handle = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
         if handle.is_error():
             raise ValueError(handle.get_error())

@@ -13,6 +13,8 @@ from typing import Any
 from guide_util import BYTES, STOP, accepts
 
 from graft.grammar import GrammarSpec, LLGuidanceBackend, Matcher, Route
+from graft.grammar.backends.llguidance import Prepared
+from graft.grammar.schema.llguidance_errors import document_text, schema_grammar
 
 _backend = functools.cache(lambda: LLGuidanceBackend(BYTES))
 
@@ -39,11 +41,15 @@ class Grammar:
         spec: GrammarSpec | None = None,
         backend: LLGuidanceBackend | None = None,
     ):
-        text = json.dumps(schema)
-        unchanged = GrammarSpec(
-            "json_schema", text, backend="llguidance", partial=True, source=text, rules=rules
-        )
-        self._compiled = (backend or _backend()).compile(spec or unchanged)
+        backend = backend or _backend()
+        if spec is not None:
+            self._compiled = backend.compile(spec)
+            return
+        grammar = schema_grammar(document_text(schema, "line"))
+        if rules:
+            grammar = json.dumps({"grammars": [{"lark_grammar": f"%llguidance {{}}\n{rules}"}]})
+        unchanged = GrammarSpec("json_schema", json.dumps(schema))
+        self._compiled = backend.load(unchanged, Prepared(grammar, (), None))
 
     @classmethod
     def routed(cls, found: Route, backend: LLGuidanceBackend | None = None) -> Grammar:

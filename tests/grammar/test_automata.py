@@ -344,8 +344,8 @@ def test_automaton_larger_than_limit_is_not_compiled(pattern):
     """
     spec = GrammarSpec.regex(pattern)
     with pytest.raises(ValueError, match=r"has more than 2048 states|is too large"):
-        _native.guide.compile_automaton(lower(spec), MAX_STATES)
-    assert compile_automaton(spec) is None
+        _native.guide.compile_automaton(lower(resolve_spec(spec, "llguidance")), MAX_STATES)
+    assert compile_automaton(resolve_spec(spec, "llguidance")) is None
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_expression_without_texts_raises():
 
 
 def test_invalid_serialized_automaton_raises():
-    data = compile_automaton(GrammarSpec.regex("ab"))
+    data = compile_automaton(resolve_spec(GrammarSpec.regex("ab"), "llguidance"))
     pool = _native.guide.RowPool(VOCABULARY.words, 1 << 20)
     for broken in (b"", data[:-1], data + b"x", data[:8] + b"\xff" * 256 + data[264:]):
         with pytest.raises(RuntimeError, match="invalid data"):
@@ -393,7 +393,7 @@ def test_rows_are_given_back_when_grammar_is_freed():
 
 
 def test_masks_are_correct_when_pool_is_full():
-    data = compile_automaton(GrammarSpec.regex("[ab]{4}"))
+    data = compile_automaton(resolve_spec(GrammarSpec.regex("[ab]{4}"), "llguidance"))
     pool = _native.guide.RowPool(VOCABULARY.words, 2 * VOCABULARY.words * 4)
     grammar = _native.guide.AutomatonGrammar(data, BACKEND._trie, pool)
     compiled = BACKEND.compile(GrammarSpec.regex("[ab]{4}"))

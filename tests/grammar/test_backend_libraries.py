@@ -10,7 +10,7 @@ import pytest
 from guide_util import accepts, byte_vocabulary, output_of
 
 from graft.cudagraph.errors import OptionError
-from graft.grammar import GrammarError, GrammarService, GrammarSpec, processes, resolve, usable
+from graft.grammar import GrammarError, GrammarService, GrammarSpec, processes, usable
 from graft.grammar.backends import llguidance as llguidance_module
 from graft.grammar.backends import xgrammar as xgrammar_module
 from graft.grammar.backends.llguidance import LLGuidanceBackend
@@ -309,12 +309,7 @@ def unusable_xgrammar(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(processes, "POOL", ProcessPool(preload=("graft.grammar",)))
     monkeypatch.setattr(service_module, "POOL", processes.POOL)
-    caches = [
-        xgrammar_module.load_native,
-        xgrammar_module.library,
-        resolve._resolve_format,
-        usable.warn_if_unusable,
-    ]
+    caches = [xgrammar_module.load_native, xgrammar_module.library, usable.warn_if_unusable]
     for cache in caches:
         cache.cache_clear()
     yield

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import weakref
 
@@ -25,7 +24,7 @@ from graft.grammar import (
     Vocabulary,
     usable,
 )
-from graft.grammar.backends.llguidance import LLGuidanceBackend, prepare_automaton
+from graft.grammar.backends.llguidance import LLGuidanceBackend
 from graft.grammar.backends.xgrammar import XGrammarBackend
 from graft.grammar.compile import service as service_module
 from graft.grammar.processes import POOL
@@ -145,10 +144,10 @@ OUTCOMES = ("compiled", "refused", "failed", "killed_or_crashed")
 class SlowBackend(LLGuidanceBackend):
     """A backend that sleeps N seconds in the child process for a pattern of the form sleepN."""
 
-    def compile_call(self, spec, routed):
+    def compile_call(self, spec):
         if spec.text.startswith("sleep"):
             return Call("time:sleep", (float(spec.text[5:]),))
-        return super().compile_call(spec, routed)
+        return super().compile_call(spec)
 
     def load(self, spec, result):
         if spec.text.startswith("sleep"):
@@ -160,90 +159,10 @@ def sleeping(seconds: float) -> GrammarSpec:
     return GrammarSpec("regex", f"sleep{seconds}")
 
 
-class GatedBackend(LLGuidanceBackend):
-    """A backend whose automata are built when `gate` is set; "fail" in a pattern makes them fail.
+class ExitingBackend(LLGuidanceBackend):
+    """A backend that raises SystemExit while it loads or measures a grammar.
 
-    `delay_s` is the time that the child process needs for each automaton.
-    """
-
-    def __init__(self, vocabulary):
-        super().__init__(vocabulary)
-        self.gate = threading.Event()
-        self.delay_s = 0.0
-
-    def automaton_call(self, compiled):
-        if "fail" in compiled.spec.text:
-            return Call("os:abort", ())
-        return Call("time:sleep", (self.delay_s,))
-
-    def add_automaton(self, compiled, result):
-        assert self.gate.wait(60)
-        return super().add_automaton(compiled, prepare_automaton(compiled.spec))
-
-
-def test_compile_service_builds_late_automata(serve):
-    """The grammar is ready before its automaton, and matchers run the automaton from then on."""
-    service = serve(GatedBackend, late_automata=True)
-    backend = service.backend
-    compiled = service.submit(GrammarSpec.regex("late[0-9]+")).result(timeout=60)
-    assert compiled.automaton is None
-    before = compiled.matcher()
-    nbytes = compiled.nbytes
-    size = service.counters()["cache_bytes"]
-    backend.gate.set()
-    wait_until(lambda: service.counters().get("automata") == 1)
-    wait_until(lambda: service.counters()["cache_bytes"] > size)
-    assert service.counters()["cache_bytes"] - size == compiled.nbytes - nbytes > 0
-    after = compiled.matcher()
-    assert type(before.native) is not type(after.native)
-    for byte in b"late07":
-        assert before.legal().tolist() == after.legal().tolist()
-        assert before.accept(byte) and after.accept(byte)
-
-
-def test_compile_service_prefers_grammars_to_late_automata(serve):
-    """Grammars that are waiting are compiled before automata are built."""
-    service = serve(GatedBackend, late_automata=True)
-    service.backend.delay_s = 0.2
-    first, second = [service.submit(GrammarSpec.regex(f"x{i}+")) for i in range(2)]
-    assert first.result(timeout=60).automaton is second.result(timeout=60).automaton is None
-    third = service.submit(GrammarSpec.regex("third+"))  # while the first automaton is built
-    service.backend.gate.set()
-    third.result(timeout=60)
-    assert second.result().automaton is None
-    wait_until(lambda: third.result().automaton is not None)
-
-
-def test_compile_service_survives_failed_automaton(serve):
-    """If its automaton cannot be built, a grammar is used without it."""
-    service = serve(GatedBackend, late_automata=True)
-    service.backend.gate.set()
-    compiled = service.submit(GrammarSpec.regex("fail[0-9]")).result(timeout=60)
-    wait_until(lambda: service.counters().get("automata_failed") == 1)
-    assert compiled.automaton is None and accepts(compiled, "fail7")
-    other = service.submit(GrammarSpec.regex("other+")).result(timeout=60)
-    wait_until(lambda: other.automaton is not None)
-
-
-def test_compile_service_builds_automata_of_closed_services(serve, monkeypatch):
-    """If a service is closed before it builds an automaton, another service builds it."""
-    spec = GrammarSpec.regex("shared[0-9]+")
-    first, second = [serve("llguidance", late_automata=True) for _ in range(2)]
-    with monkeypatch.context() as patch:
-        slow = Call("time:sleep", (3600.0,))
-        patch.setattr(LLGuidanceBackend, "automaton_call", lambda *_: slow)
-        compiled = first.submit(spec).result(timeout=60)
-        assert second.submit(spec).result() is compiled
-        wait_until(lambda: first._fast_queue._jobs.empty())
-        first.close()
-    assert compiled.automaton is None
-    wait_until(lambda: second.submit(spec).result(timeout=60).automaton is not None)
-
-
-class ExitingBackend(GatedBackend):
-    """A backend that raises SystemExit while it loads or measures a grammar or builds an automaton.
-
-    The pattern of the grammar selects the time: "exit_load", "exit_nbytes" or "exit_automaton".
+    The pattern of the grammar selects the time: "exit_load" or "exit_nbytes".
     """
 
     class Grammar(CompiledGrammar):
@@ -265,24 +184,18 @@ class ExitingBackend(GatedBackend):
             compiled.__class__ = self.Grammar
         return compiled
 
-    def automaton_call(self, compiled):
-        if "exit_automaton" in compiled.spec.text:
-            sys.exit("no automaton")
-        return super().automaton_call(compiled)
 
-
-@pytest.mark.parametrize("when", ["load", "nbytes", "automaton", "callback"])
+@pytest.mark.parametrize("when", ["load", "nbytes", "callback"])
 def test_compile_thread_survives_system_exit(serve, when):
     """SystemExit in a backend or in a done callback does not end a compile thread."""
-    service = serve(ExitingBackend, late_automata=True)
-    service.backend.gate.set()
+    service = serve(ExitingBackend)
     future = service.submit(GrammarSpec.regex(f"exit_{when}[0-9]"))
     if when == "callback":
         future.add_done_callback(lambda _: sys.exit("no"))
     error = future.exception(timeout=60)
     assert (error is not None) == (when == "load")
     assert service.submit(GrammarSpec.regex("next+")).result(timeout=60) is not None
-    wait_until(lambda: service._fast_queue._jobs.empty())
+    wait_until(lambda: service._fast_queue.jobs.empty())
     assert all(thread.is_alive() for thread in service._fast_queue.threads)
 
 
@@ -400,7 +313,8 @@ before = resident()
 for life in range(3):
     service = GrammarService(vocabulary, "xgrammar", cache_bytes=(1 << 29) + life)
     for i in range(4):
-        keys = (f'"k{i}_{j}": {{"type": "string", "maxLength": 20}}' for j in range(60))
+        text = '{"type": "string", "pattern": "^[a-z]{0,20}$"}'
+        keys = (f'"k{i}_{j}": {text}' for j in range(60))
         text = '{"type": "object", "properties": {' + ", ".join(keys) + "}}"
         service.submit(GrammarSpec("json_schema", text)).result(300)
     service.close()
@@ -430,38 +344,28 @@ def test_grammar_cache_evicts_least_recently_used(serve):
 
 
 def test_grammar_cache_counts_everything_it_holds(serve):
-    """The size includes texts in wide characters, routed schemas, rules and refusals.
-
-    It is right after evictions and after an automaton has been built.
-    """
-    service = serve("auto", cache_bytes=1 << 20, late_automata=True)
+    """The size includes texts in wide characters and refusals. It is right after evictions."""
+    service = serve("auto", cache_bytes=1 << 20)
     wide = "\N{SNOWMAN}" * 4_000  # 2 bytes per character
     specs = [
         GrammarSpec.json_schema({"const": wide}),
         GrammarSpec.json_schema({"enum": ["é", wide]}, key_order="any"),
         GrammarSpec("regex", "(" + wide),
         *(GrammarSpec.json_schema({"enum": [i, wide]}) for i in range(40)),
-        GrammarSpec.regex("late[0-9]+"),
     ]
     for spec in specs:
         service.submit(spec).exception(timeout=300)
-    wait_until(lambda: service._fast_queue._jobs.empty())
-    wait_until(lambda: service.counters().get("automata", 0) >= 1)
     service.close()  # waits for the queue's threads
     entries = service._shared.cache._entries
     assert 2 < len(entries) < len(specs)
     sizes = []
     for spec, (outcome, size) in entries.items():
         sizes.append(size)
-        texts = [spec.text, spec.source, spec.rules]
-        held = 0
+        held = sys.getsizeof(spec.text)
         if isinstance(outcome, CompiledGrammar):
-            texts += [outcome.spec.text, outcome.spec.source, outcome.spec.rules]
-            held = outcome.nbytes
+            held += outcome.nbytes
         else:
-            texts.append(outcome)
-        distinct = {id(text): text for text in texts}
-        held += sum(map(sys.getsizeof, distinct.values()))
+            held += sys.getsizeof(outcome)
         assert held <= size <= held + 4096
     assert service.counters()["cache_bytes"] == sum(sizes) <= 1 << 20
 
@@ -620,8 +524,7 @@ def test_compile_service_routes_json_schemas(serve, choice):
     """
     service = serve(choice, BYTES)
     compiled = service.submit(GrammarSpec.json_schema(NOT)).result(120)
-    assert compiled.spec.backend == "llguidance" and not compiled.spec.partial
-    assert compiled.spec.schema == NOT
+    assert isinstance(compiled.backend, LLGuidanceBackend) and compiled.spec.schema == NOT
     alone = LLGuidanceBackend(BYTES).compile(GrammarSpec.json_schema(NOT))
     for grammar in (compiled, alone):
         taken = [accepts(grammar, text) for text in ('{"a": "y"}', '{"a": null}', '{"a": "x"}')]

@@ -89,8 +89,8 @@ def assert_one_sentence(error: BaseException) -> None:
         (lambda: GrammarSpec(np.array(["regex"]), "a"), "kind is array.*, must be str"),
         (lambda: GrammarSpec("regex", "a", strict=[]), r"strict is \[\], must be bool or None"),
         (lambda: GrammarSpec("regex", "a", partial={}), r"partial is \{\}, must be bool"),
-        (lambda: GrammarSpec("regex", "a", rules=[["x"]]), "rules is .*, must be str"),
-        (lambda: GrammarSpec("regex", "a", source=np.int64(3)), r"source is np.int64\(3\)"),
+        (lambda: GrammarSpec("regex", "a", backend=[["x"]]), "backend is .*, must be str"),
+        (lambda: GrammarSpec("regex", "a", backend=np.int64(3)), r"backend is np.int64\(3\)"),
         (lambda: GrammarSpec("regex", "a", key_order=np.array([1, 2])), "key_order is array"),
         (
             lambda: GrammarSpec("regex", "a", whitespace=nested(1000)),

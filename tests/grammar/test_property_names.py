@@ -13,9 +13,10 @@ from router_util import Grammar
 from schema_fuzz import escaped
 
 from graft.grammar import GrammarError, GrammarSpec, LLGuidanceBackend
+from graft.grammar.backends.llguidance import Prepared
 from graft.grammar.schema.enforcement import ignored_keywords
+from graft.grammar.schema.llguidance_errors import document_text, schema_grammar
 from graft.grammar.schema.names import EVERY_NAME
-from graft.grammar.schema.options import with_options
 from graft.grammar.schema.router import route
 
 pytest.importorskip("llguidance")
@@ -252,8 +253,8 @@ def test_pattern_of_every_name_allows_what_the_empty_pattern_allows():
     grammars = []
     for pattern in ("", EVERY_NAME):
         document = {**listed, "patternProperties": {pattern: {}}, "additionalProperties": False}
-        text = json.dumps({"grammars": [{"json_schema": with_options(document, "line")}]})
-        grammars.append(backend.load(GrammarSpec.json_schema(document), text))
+        text = schema_grammar(document_text(document, "line"))
+        grammars.append(backend.load(GrammarSpec.json_schema(document), Prepared(text, (), None)))
     rng = random.Random(1)
     for _ in range(60):
         matchers = [grammar.matcher() for grammar in grammars]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from dataclasses import replace
 
 import pytest
 from guide_util import accepts, byte_vocabulary
 
-from graft.grammar import GrammarError, GrammarSpec, StructuralTag, Vocabulary
+from graft.grammar import GrammarError, GrammarSpec, ResolvedGrammar, StructuralTag, Vocabulary
 from graft.grammar.backends.xgrammar import XGrammarBackend, _compile
+from graft.grammar.structural.formats import parse_format
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,8 @@ def test_xgrammar_free_text_ends_at_the_first_end_or_is_refused(xgrammar, ends):
     else:  # XGrammar would be wrong
         with pytest.raises(GrammarError, match="XGrammar cannot see where the end"):
             xgrammar.compile(spec)
-        native = _compile(xgrammar._info, replace(spec, backend="xgrammar", source=spec.text))
+        form = parse_format(json.loads(spec.text))
+        native = _compile(xgrammar._info, ResolvedGrammar(spec, "xgrammar", form))
         assert not is_exact(xgrammar._compiled_grammar(spec, native))
 
 

@@ -12,12 +12,10 @@ import re
 import jsonschema
 import pytest
 
-pytest.importorskip("pydantic", reason="the extra serve is not installed")
-
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.grammar.xgrammar_api import structural_tag_spec
 from graft.models.request import Event, Output, Request
-from graft.tools.serve.grammars import make_grammar_spec
+from graft.tools.serve.grammars import FoundGrammar, make_grammar_spec
 from graft.tools.serve.protocol import ApiRequest
 from graft.tools.serve.responses import ResponseChoice
 from graft.tools.serve.tool_calls import ToolChoice
@@ -30,8 +28,6 @@ openai = pytest.importorskip("openai", reason="the package openai is not install
 pytest.importorskip("httpx", reason="the package httpx is not installed")
 
 from serving_util import PERSON, PROMPT, chat, response_format, wait_for  # noqa: E402
-
-from graft.tools.serve.requests import CompletionRequest  # noqa: E402
 
 #: Pairs of API fields and the equivalent arguments of `Request`.
 EQUAL_REQUESTS = [
@@ -274,9 +270,8 @@ def test_structural_tag_without_schema_allows_any_json(key):
     specs = []
     for schema in ({"schema": {}}, {"schema": None}, {}):
         tag = {"begin": "<a>", "end": "</a>"} | schema
-        specs.append(
-            make_grammar_spec("structural_tag", json.dumps({key: [tag], "triggers": ["<"]}))
-        )
+        value = {key: [tag], "triggers": ["<"]}
+        specs.append(make_grammar_spec(FoundGrammar("", "structural_tag", value)))
     assert specs == [structural_tag_spec({"structures": [tag], "triggers": ["<"]})] * 3
 
 
@@ -647,8 +642,8 @@ def test_completions_limit_number_of_prompts_times_samples(client):
 
 def test_api_priority_is_inverted_for_the_engine(server):
     """In the API, as in vLLM, the lowest value runs first; in the engine, the highest value."""
-    body = CompletionRequest(prompt="a", priority=-7)
-    [request] = server.service.parser.parse(body, None).requests
+    fields = {"prompt": "a", "priority": -7}
+    [request] = server.service.parser.parse(fields, False, None).requests
     assert request.priority == 7
 
 

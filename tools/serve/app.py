@@ -7,7 +7,7 @@ import hmac
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -22,22 +22,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from graft.cudagraph.errors import GraftError, OptionError
+from graft.cudagraph.errors import GraftError
 from graft.models.request import Event, Output
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.checks import short_repr
 from graft.tools.serve.engine_driver import EngineDriver
-from graft.tools.serve.errors import ApiError, check_output, to_api_error, use_api_fields
-from graft.tools.serve.fields import read_fields
-from graft.tools.serve.grammars import find_grammars, make_grammar_spec
+from graft.tools.serve.errors import ApiError, check_output, to_api_error
+from graft.tools.serve.fields import check_fields, find_param, use_api_names
+from graft.tools.serve.grammars import find_grammars, make_grammar_spec, shown_schema
 from graft.tools.serve.metrics import Metrics
 from graft.tools.serve.prompt_logprobs import score_prompts
 from graft.tools.serve.protocol import ApiRequest, RequestParser
 from graft.tools.serve.replicas import Replicas
 from graft.tools.serve.request_stream import RequestStream
-from graft.tools.serve.requests import ChatRequest, CompletionRequest
 from graft.tools.serve.responses import CompletionWriter, ResponseChoice, without_output
-from graft.tools.serve.responses_api import ResponsesWriter, rename_error, to_chat
+from graft.tools.serve.responses_api import ResponsesWriter, chat_fields, rename_error
 from graft.tools.serve.tokenization import detokenize, tokenize
 from graft.tools.version import version
 
@@ -285,24 +284,22 @@ class Service:
             raise ApiError(f"the body is longer than {max_bytes} bytes", 413)
         return bytes(body)
 
-    async def parse(self, body: ChatRequest | CompletionRequest) -> ApiRequest:
-        """Convert an API request to requests of the engine.
+    async def parse(self, fields: dict[str, Any], chat: bool) -> ApiRequest:
+        """Convert the fields of a request to requests of the engine.
 
         Raises
         ------
         ApiError, GraftError
             If a field is invalid.
         """
-        found = find_grammars(body, self.parser.limits, self.parser.tool_format)
-        try:
-            grammars = [
-                await _run_in(self._grammar_threads, make_grammar_spec, *one) for one in found
-            ]
-        except OptionError as error:
-            error.param = "grammar"
-            raise
+        fields = check_fields(fields, chat, self.settings.name)
+        found = find_grammars(fields, self.parser.limits, self.parser.tool_format)
+        grammars = [
+            await _run_in(self._grammar_threads, make_grammar_spec, grammar) for grammar in found
+        ]
         grammar = grammars[0] if grammars else None
-        return await _run_in(self._parser_thread, self.parser.parse, body, grammar)
+        schema = shown_schema(found[0]) if found else None
+        return await _run_in(self._parser_thread, self.parser.parse, fields, chat, grammar, schema)
 
     # Other endpoints ----------------------------------------------------------------------------
 
@@ -330,10 +327,9 @@ class Service:
         self.check_key(request)
         fields = await self.read_body(request)
         try:
-            api_request = await self.parse(to_chat(fields, self.settings.name))
+            api_request = await self.parse(chat_fields(fields), True)
         except GraftError as error:
-            api_error = use_api_fields(to_api_error(error), ("messages",))
-            raise rename_error(api_error) from error
+            raise rename_error(to_api_error(error)) from error
         [prompt] = api_request.prompts
         return _json_response({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
@@ -343,24 +339,16 @@ class Service:
 
     async def _tokenize(self, request: HttpRequest) -> Response:
         self.check_key(request)
-        return await self._call_parser(request, tokenize)
+        fields = await self.read_body(request)
+        max_length = self.driver.info.max_length
+        return _json_response(
+            await _run_in(self._parser_thread, tokenize, self.parser, fields, max_length)
+        )
 
     async def _detokenize(self, request: HttpRequest) -> Response:
         self.check_key(request)
-        return await self._call_parser(request, detokenize)
-
-    async def _call_parser(
-        self,
-        request: HttpRequest,
-        function: Callable[[RequestParser, dict[str, Any]], dict[str, Any]],
-    ) -> Response:
-        """Return the result of a function of the parser and the fields of a request."""
         fields = await self.read_body(request)
-        try:
-            body = await _run_in(self._parser_thread, function, self.parser, fields)
-        except GraftError as error:
-            raise use_api_fields(to_api_error(error), fields) from error
-        return _json_response(body)
+        return _json_response(await _run_in(self._parser_thread, detokenize, self.parser, fields))
 
     async def _version(self, _request: HttpRequest) -> Response:
         return _json_response({"version": version()})
@@ -438,7 +426,7 @@ class _GenerateEndpoint:
         service.check_key(request)
         service.check_capacity()
         is_counted = False
-        fields: Collection[str] = ()
+        fields: dict[str, Any] = {}
         try:
             given = await service.read_body(request)
             # The capacity is checked after the body has arrived. Clients that do not send their
@@ -449,9 +437,8 @@ class _GenerateEndpoint:
             header = request.headers.get("x-request-id")
             if header and given.get("request_id") is None:
                 given["request_id"] = header
-            body = self._read(given)
-            fields = body.model_fields_set
-            api_request = await self._parse(body, given)
+            fields = self._convert(given)
+            api_request = await self._parse(fields, given)
             stream = RequestStream(service.driver, api_request.requests)
             respond = self._stream if api_request.stream else self._respond
             response = asyncio.ensure_future(respond(api_request, stream, send))
@@ -473,25 +460,24 @@ class _GenerateEndpoint:
         finally:
             service.api_requests -= is_counted
 
-    def _read(self, given: dict[str, Any]) -> ChatRequest | CompletionRequest:
-        """Validate the fields of a request."""
-        is_chat = "messages" in given if self._chat is None else self._chat
-        name = self._service.settings.name
-        if is_chat:
-            return read_fields(ChatRequest, given, name)
-        return read_fields(CompletionRequest, given, name)
+    def _convert(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Convert the fields of a request to those of a completion."""
+        return fields
 
-    async def _parse(
-        self, body: ChatRequest | CompletionRequest, _given: dict[str, Any]
-    ) -> ApiRequest:
-        return await self._service.parse(body)
+    async def _parse(self, fields: dict[str, Any], _given: dict[str, Any]) -> ApiRequest:
+        """Convert the fields of a completion to an API request."""
+        chat = "messages" in fields if self._chat is None else self._chat
+        return await self._service.parse(fields, chat)
 
     def _make_writer(self, api_request: ApiRequest, choices: list[ResponseChoice]) -> _Writer:
         return CompletionWriter(api_request, self._service.parser.name, choices)
 
-    def _locate(self, error: ApiError, fields: Collection[str]) -> ApiError:
-        """Return an error with the name of the API's field that caused it."""
-        return use_api_fields(error, fields)
+    def _locate(self, error: ApiError, fields: Mapping[str, Any]) -> ApiError:
+        """Return an error with the name of the field that caused it."""
+        param = error.param
+        if param is None and error.status < 500:
+            param = find_param(str(error), fields)
+        return ApiError(use_api_names(str(error)), error.status, param=param, code=error.code)
 
     async def _respond(
         self, api_request: ApiRequest, stream: RequestStream, _send: Send
@@ -553,13 +539,11 @@ class _ResponsesEndpoint(_GenerateEndpoint):
     def __init__(self, service: Service):
         super().__init__(service, chat=True)
 
-    def _read(self, given: dict[str, Any]) -> ChatRequest | CompletionRequest:
-        return to_chat(given, self._service.settings.name)
+    def _convert(self, fields: dict[str, Any]) -> dict[str, Any]:
+        return chat_fields(fields)
 
-    async def _parse(
-        self, body: ChatRequest | CompletionRequest, given: dict[str, Any]
-    ) -> ApiRequest:
-        api_request = await super()._parse(body, given)
+    async def _parse(self, fields: dict[str, Any], given: dict[str, Any]) -> ApiRequest:
+        api_request = await super()._parse(fields, given)
         has_logprobs = api_request.requests[0].logprobs is not None
         if has_logprobs and (api_request.tools.functions or api_request.reasoning[0] is not None):
             raise ApiError(
@@ -572,7 +556,7 @@ class _ResponsesEndpoint(_GenerateEndpoint):
         [choice] = choices
         return ResponsesWriter(api_request, self._service.parser.name, choice)
 
-    def _locate(self, error: ApiError, fields: Collection[str]) -> ApiError:
+    def _locate(self, error: ApiError, fields: Mapping[str, Any]) -> ApiError:
         return rename_error(super()._locate(error, fields))
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from graft.grammar.grammar_spec import GrammarSpec
-from graft.grammar.spec import parse_json
+from graft.grammar.spec import JsonValue, parse_json
 from graft.models.request import Limits, check_size
 from graft.sampling.checks import short_repr
 from graft.tools.grammar_options import make_grammar
 from graft.tools.serve.errors import ApiError
-from graft.tools.serve.requests import GRAMMAR_FIELDS, ChatRequest, CompletionRequest
+from graft.tools.serve.fields import GRAMMAR_FIELDS
+from graft.tools.serve.tool_calls import read_tool_choice
 from graft.tools.serve.tool_formats import ToolFormat
 from graft.tools.serve.tool_formats.base import one_of
 
@@ -20,10 +21,16 @@ _STRUCTURED_KEYS = {"json", "json_object", "regex", "choice", "grammar", "struct
 #: Options of structured_outputs that have no effect here. JSON is written on one line, and no other
 #: backend is tried.
 _NEUTRAL_OPTIONS = ("disable_fallback", "disable_any_whitespace")
+#: Beginnings of messages about values that JSON cannot express, by key of `FoundGrammar`.
+_SUBJECTS = {
+    "structural_tag": "structural tag",
+    "structural_format": "structural format",
+    "choice": "choice",
+}
 _STRICT_OPTION = "disable_additional_properties"
 
 
-class _FoundGrammar(NamedTuple):
+class FoundGrammar(NamedTuple):
     """A grammar of a request.
 
     Attributes
@@ -41,14 +48,10 @@ class _FoundGrammar(NamedTuple):
     key: str
     value: Any
 
-    def check_size(self, limits: Limits) -> None:
-        """Raise RequestError if the grammar is larger than `Limits.grammar_bytes`."""
-        check_size(self.name, self.value, "grammar_bytes", limits, param="grammar")
-
 
 def find_grammars(
-    body: ChatRequest | CompletionRequest, limits: Limits, tool_format: ToolFormat
-) -> list[tuple[str, str]]:
+    fields: Mapping[str, Any], limits: Limits, tool_format: ToolFormat
+) -> list[FoundGrammar]:
     """Return the grammars that response_format, structured_outputs or tools define.
 
     If the model may call tools, a request can also have one other grammar. The output is then
@@ -57,8 +60,8 @@ def find_grammars(
 
     Parameters
     ----------
-    body
-        The request.
+    fields
+        Fields of the request without nulls.
     limits
         Maximum sizes of requests.
     tool_format
@@ -66,65 +69,63 @@ def find_grammars(
 
     Returns
     -------
-    list of (str, str)
-        Arguments for `make_grammar_spec`: first the grammar of the output, then grammars that are
-        checked but have no effect. The list is empty if the output is free text.
+    list of FoundGrammar
+        First the grammar of the output, then grammars that are checked but have no effect. The list
+        is empty if the output is free text.
 
     Raises
     ------
     ApiError, RequestError
         If the request has more than one grammar, or the grammar is too large.
     """
-    found = [*_response_format(body), *_structured_outputs(body)]
-    unused: list[_FoundGrammar] = []
-    tools = body.chosen_tools
+    found = [*_response_format(fields), *_structured_outputs(fields)]
+    unused: list[FoundGrammar] = []
+    tools = read_tool_choice(fields)
     if tools.functions:
         check_size("tools", tools.functions, "grammar_bytes", limits)
         form = tool_format.output(tools)
         if len(found) == 1 and not tools.required:
-            found[0].check_size(limits)
+            check_size(found[0].name, found[0].value, "grammar_bytes", limits)
             form = one_of([tool_format.calls(tools), _as_format(found[0])])
             found = []
         elif tools.required and [grammar.name for grammar in found] == ["response_format"]:
             # The output is a call, so there is no content to which response_format applies.
             unused, found = found, []
-        found.append(_FoundGrammar("tools", "structural_tag", {"format": form}))
+        found.append(FoundGrammar("tools", "structural_tag", {"format": form}))
     if len(found) > 1:
         names = " and ".join(grammar.name for grammar in found)
         second = found[1].name
-        param = second if second in body.model_fields_set else "structured_outputs"
+        param = second if second in fields else "structured_outputs"
         raise ApiError(f"give at most one grammar, got {names}", param=param)
     for grammar in found + unused:
-        grammar.check_size(limits)
-    return [(grammar.key, json.dumps(grammar.value)) for grammar in found + unused]
+        check_size(grammar.name, grammar.value, "grammar_bytes", limits)
+    return found + unused
 
 
-def requires_answer(body: ChatRequest | CompletionRequest) -> bool:
+def requires_answer(fields: Mapping[str, Any]) -> bool:
     """Return whether the output of a request with a grammar must contain text of the grammar.
 
     This is not the case if the grammar only constrains calls that the model may make, or only
     excludes bad words.
     """
-    has_grammar = bool(_response_format(body) or _structured_outputs(body))
-    return has_grammar or body.chosen_tools.required
+    has_grammar = bool(_response_format(fields) or _structured_outputs(fields))
+    return has_grammar or read_tool_choice(fields).required
 
 
-def _response_format(body: ChatRequest | CompletionRequest) -> list[_FoundGrammar]:
+def _response_format(fields: Mapping[str, Any]) -> list[FoundGrammar]:
     """Return the grammar of response_format as a list of at most one grammar."""
-    response_format = body.response_format
-    if response_format is None:
-        return []
+    response_format = fields.get("response_format", {"type": "text"})
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if kind == "text":
         return []
     if kind == "json_object" and response_format.get("schema") is not None:  # as in llama.cpp
-        return [_FoundGrammar("response_format", "json", response_format["schema"])]
+        return [FoundGrammar("response_format", "json", response_format["schema"])]
     if kind in ("json_object", "structural_tag"):
-        return [_FoundGrammar("response_format", kind, response_format)]
+        return [FoundGrammar("response_format", kind, response_format)]
     if kind == "json_schema":
         definition = response_format.get("json_schema")
         if isinstance(definition, dict) and definition.get("schema") is not None:
-            return [_FoundGrammar("response_format", "json", definition["schema"])]
+            return [FoundGrammar("response_format", "json", definition["schema"])]
     raise ApiError(
         "response_format must be text, json_object, json_schema with a schema, or "
         f"structural_tag, got {short_repr(response_format)}",
@@ -132,21 +133,21 @@ def _response_format(body: ChatRequest | CompletionRequest) -> list[_FoundGramma
     )
 
 
-def _structured_outputs(body: ChatRequest | CompletionRequest) -> list[_FoundGrammar]:
+def _structured_outputs(fields: Mapping[str, Any]) -> list[FoundGrammar]:
     """Return the grammars of structured_outputs and of the fields in `GRAMMAR_FIELDS`."""
-    structured = body.structured_outputs
+    structured = fields.get("structured_outputs")
     found = []
     if structured is not None:
         # Error messages name the key (such as "regex"), not the field structured_outputs.
         for key, value in _read_structured_outputs(structured).items():
-            found.append(_FoundGrammar(key.removeprefix("strict_"), key, value))
+            found.append(FoundGrammar(key.removeprefix("strict_"), key, value))
     for name, key in GRAMMAR_FIELDS.items():
-        if name in body.model_fields_set:
-            found.append(_FoundGrammar(name, key, getattr(body, name)))
+        if name in fields:
+            found.append(FoundGrammar(name, key, fields[name]))
     return [grammar for grammar in found if _is_enabled(grammar)]
 
 
-def _is_enabled(grammar: _FoundGrammar) -> bool:
+def _is_enabled(grammar: FoundGrammar) -> bool:
     """Return whether a grammar constrains the output: json_object can be switched off."""
     if grammar.key == "json_object":
         if not isinstance(grammar.value, bool):
@@ -183,36 +184,46 @@ def _read_structured_outputs(structured: Any) -> dict[str, Any]:
     return grammars
 
 
-@functools.lru_cache(64)
-def make_grammar_spec(key: str, text: str) -> GrammarSpec | None:
-    """Return the grammar that a key of structured_outputs, or the key ``"ebnf"``, defines.
+def shown_schema(grammar: FoundGrammar) -> Any:
+    """Return the JSON schema of a grammar for chat templates that show it; None if it has none."""
+    if grammar.key in ("json", "strict_json"):
+        return _parsed(grammar.value)
+    return {"type": "object"} if grammar.key == "json_object" else None
+
+
+def make_grammar_spec(grammar: FoundGrammar) -> GrammarSpec | None:
+    """Return the grammar of a request; None if it allows any text.
 
     Whether a backend can enforce the grammar is not checked: this can take long, and the engine
     compiles slow grammars without delaying others. Results are cached, because clients often send
     the same grammar in many requests.
-
-    Parameters
-    ----------
-    key
-        Key of `_FoundGrammar`, for example ``"regex"``.
-    text
-        Value of the key, as JSON text.
 
     Raises
     ------
     GrammarError, OptionError
         If the grammar is invalid.
     """
-    value = json.loads(text)
+    key = grammar.key
+    value = grammar.value
     if key == "structural_tag":
         value = _structural_tag(value)
-        if value == {"format": {"type": "any_text"}}:
-            return None
-    if key == "strict_json":
-        return GrammarSpec.json_schema(value, strict=True)
-    if key == "json":
-        key = "schema"
-    elif key == "json_object":
+        if isinstance(value, dict) and value.keys() == {"format"}:
+            key = "structural_format"
+            value = value["format"]
+    if key == "structural_format" and value == {"type": "any_text"}:
+        return None
+    subject = _SUBJECTS.get(key, "JSON schema")
+    return _make_grammar_spec(key, value if isinstance(value, str) else JsonValue(value, subject))
+
+
+@functools.lru_cache(64)
+def _make_grammar_spec(key: str, document: JsonValue | str) -> GrammarSpec | None:
+    if key in ("json", "strict_json"):
+        return GrammarSpec.json_schema(document, strict=key == "strict_json" or None)
+    if key == "structural_format":
+        return GrammarSpec.structural_format(document)
+    value = document.value if isinstance(document, JsonValue) else document
+    if key == "json_object":
         value = True
     elif key == "grammar":  # only EBNF rules contain "::=", Lark rules do not
         key = "ebnf" if "::=" in str(value) else "lark"
@@ -247,7 +258,7 @@ def _with_schema(tag: Any) -> Any:
     return tag
 
 
-def _as_format(grammar: _FoundGrammar) -> dict[str, Any]:
+def _as_format(grammar: FoundGrammar) -> dict[str, Any]:
     """Return a grammar as a format of structural tags.
 
     Raises

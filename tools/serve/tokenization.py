@@ -5,15 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from graft.models.errors import RequestError
 from graft.models.request import check_size, check_token_ids
 from graft.sampling.checks import short_repr
 from graft.tools.serve.errors import ApiError
-from graft.tools.serve.fields import read_fields
+from graft.tools.serve.fields import read_bool, select_fields
 from graft.tools.serve.protocol import RequestParser
-from graft.tools.serve.requests import DetokenizeRequest, TokenizeRequest
+
+_TOKENIZE_FIELDS = {
+    "model",
+    "prompt",
+    "messages",
+    "tools",
+    "tool_choice",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "return_token_strs",
+}
+_DETOKENIZE_FIELDS = {"model", "tokens"}
 
 
-def tokenize(parser: RequestParser, fields: Mapping[str, Any]) -> dict[str, Any]:
+def tokenize(parser: RequestParser, fields: Mapping[str, Any], max_length: int) -> dict[str, Any]:
     """Return the tokens of a prompt, or of messages to which the chat template is applied.
 
     Parameters
@@ -22,27 +36,32 @@ def tokenize(parser: RequestParser, fields: Mapping[str, Any]) -> dict[str, Any]
         Request parser of the server.
     fields
         Fields of the request: ``prompt`` or ``messages``, and options.
+    max_length
+        Maximum number of tokens of prompt and output, which is a part of the response.
 
     Raises
     ------
     ApiError, GraftError
         If a field is invalid.
     """
-    body = read_fields(TokenizeRequest, fields, parser.name)
-    if (body.prompt is None) == (body.messages is None):
+    fields = select_fields(fields, _TOKENIZE_FIELDS, parser.name)
+    if ("prompt" in fields) == ("messages" in fields):
         raise ApiError("the request must have either prompt or messages", param="prompt")
-    if body.prompt is None:
-        tokens = parser.chat_prompt(body)
+    if "messages" in fields:
+        tokens = parser.chat_prompt(fields)
     else:
-        check_size("prompt", body.prompt, "prompt_bytes", parser.limits)
-        special = body.add_special_tokens is not False
-        tokens = parser.tokenizer.encode(body.prompt, special=special)
+        prompt = fields["prompt"]
+        if not isinstance(prompt, str):
+            raise ApiError(f"prompt must be a string, got {short_repr(prompt)}", param="prompt")
+        check_size("the prompt", prompt, "prompt_bytes", parser.limits)
+        special = read_bool(fields, "add_special_tokens", True)
+        tokens = parser.tokenizer.encode(prompt, special=special)
     names = None
-    if body.return_token_strs:
+    if read_bool(fields, "return_token_strs"):
         names = [parser.tokenizer.backend.id_to_token(token) for token in tokens]
     return {
         "count": len(tokens),
-        "max_model_len": parser.max_length,
+        "max_model_len": max_length,
         "tokens": tokens,
         "token_strs": names,
     }
@@ -53,11 +72,15 @@ def detokenize(parser: RequestParser, fields: Mapping[str, Any]) -> dict[str, An
 
     Raises
     ------
-    ApiError, RequestError
+    ApiError
         If a field is invalid.
     """
-    tokens = read_fields(DetokenizeRequest, fields, parser.name).tokens
+    fields = select_fields(fields, _DETOKENIZE_FIELDS, parser.name)
+    tokens = fields.get("tokens")
     if not isinstance(tokens, list):
         raise ApiError(f"tokens must be a list of ids, got {short_repr(tokens)}", param="tokens")
-    check_token_ids("tokens", tokens, parser.tokenizer.vocab_size)
+    try:
+        check_token_ids("tokens", tokens, parser.tokenizer.vocab_size)
+    except RequestError as error:
+        raise ApiError(str(error), param="tokens") from error
     return {"prompt": parser.tokenizer.decode(tokens, special=True)}

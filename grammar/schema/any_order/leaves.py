@@ -14,8 +14,9 @@ from typing import Any
 from graft.grammar.schema.any_order.shape import ARRAYS, OBJECTS, Conjuncts
 from graft.grammar.schema.llguidance_errors import schema_error
 from graft.grammar.schema.names import with_one_spelling
-from graft.grammar.schema.options import Whitespace, with_options
+from graft.grammar.schema.options import with_options
 from graft.grammar.schema.terms import NoExactForm, References, SchemaObject, has_orders, word_set
+from graft.grammar.spec import Whitespace
 
 __all__ = ["KNOWN", "Leaves"]
 

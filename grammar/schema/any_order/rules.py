@@ -26,7 +26,7 @@ from graft.grammar.schema.any_order.shape import (
     merge_objects,
 )
 from graft.grammar.schema.llguidance_errors import lark_error
-from graft.grammar.schema.options import Whitespace, json_options, literal
+from graft.grammar.schema.options import json_options, literal
 from graft.grammar.schema.terms import (
     JSON_TYPES,
     NoExactForm,
@@ -37,6 +37,7 @@ from graft.grammar.schema.terms import (
     subschemas,
     types_of,
 )
+from graft.grammar.spec import Whitespace
 
 __all__ = ["any_order_grammar"]
 

@@ -18,6 +18,7 @@ from graft.grammar.schema.terms import (
     SchemaObject,
     common_types,
     required_of,
+    texts_of_keys,
     types_of,
     values_of,
 )
@@ -29,7 +30,6 @@ _MAX_DEPTH = 6
 _MAX_QUERIES = 60  # maximum number of checks with LLGuidance per document
 # Maximum length of a schema to check. LLGuidance takes half a second for some longer schemas.
 _MAX_QUERY_CHARACTERS = 15_000
-_REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
 
 
 class Disjointness:
@@ -160,7 +160,7 @@ class Disjointness:
 
 def _references_in(schemas: Any) -> set[str]:
     """Return the values of all ``$ref`` in schemas."""
-    return set(_REFERENCE.findall(json.dumps(schemas)))
+    return set(texts_of_keys(schemas, ("$ref",)))
 
 
 def _has_inexact_numbers(part: Any, keyword: str = "") -> bool:

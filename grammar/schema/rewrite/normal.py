@@ -8,7 +8,6 @@ schema alone, independently of the value, determines the properties or items tha
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -22,6 +21,7 @@ from graft.grammar.schema.terms import (
     pointer_steps,
     replace_references,
     subschemas,
+    texts_of_keys,
     word_set,
 )
 
@@ -275,7 +275,6 @@ _UNEVALUATED = {
     "unevaluatedProperties": _replace_unevaluated_properties,
     "unevaluatedItems": _replace_unevaluated_items,
 }
-_REFERENCE = re.compile(r'"\$(?:ref|dynamicRef|recursiveRef)": "((?:[^"\\]|\\.)*)"')
 
 
 def _remove_unused_definitions(root: SchemaObject, references: References) -> None:
@@ -286,8 +285,8 @@ def _remove_unused_definitions(root: SchemaObject, references: References) -> No
     pending: list[Any] = [{key: value for key, value in root.items() if key not in _DEFINITIONS}]
     used: set[tuple[str, str]] = set()
     while pending:
-        for target in _REFERENCE.findall(json.dumps(pending.pop())):
-            pointer = references.pointer(json.loads(f'"{target}"'))
+        for target in texts_of_keys(pending.pop(), ("$ref", *_DYNAMIC_REFERENCES)):
+            pointer = references.pointer(target)
             if pointer is None:
                 return
             home, name = [*pointer_steps(pointer)[:2], "", ""][:2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -276,7 +275,7 @@ class Rewriter:
         for keyword, why in numbers.narrowed.items():
             self.narrowed.append(Reason(site.at, keyword, why))
         # Unlike dicts, JSON texts distinguish 1.0 from 1.
-        if json.dumps(numbers.keywords) == json.dumps(old) and not numbers.empty:
+        if repr(numbers.keywords) == repr(old) and not numbers.empty:
             return
         for keyword in old:
             del out[keyword]
