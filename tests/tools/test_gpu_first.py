@@ -13,11 +13,11 @@ from graft.grammar.errors import GrammarError
 from graft.models.llm.kernels.products import Products
 from graft.tools.demo_model import demo_model
 from graft.tools.gpu_first import __main__ as gpu_first
-from graft.tools.gpu_first import bench as bench_module
-from graft.tools.gpu_first import external, model, truth
-from graft.tools.gpu_first.bench import Bench, Case, failure, make_figure
+from graft.tools.gpu_first import checks, model, programs
+from graft.tools.gpu_first import session as bench_module
+from graft.tools.gpu_first.measurements import SECTIONS
 from graft.tools.gpu_first.runner import read_lines, run_section
-from graft.tools.gpu_first.sections import SECTIONS
+from graft.tools.gpu_first.session import Case, Session, failure, make_figure
 
 #: Program of a section with the cases "first", "faulty" and "last". The first argument is the
 #: output file, the second one a statement for the case "faulty", and the others are the cases to
@@ -42,8 +42,8 @@ for case in ("first", "faulty", "last"):
 
 @pytest.fixture
 def small(device, tmp_path):
-    """Return a `Bench` with small sizes."""
-    return Bench(tmp_path / "figures.jsonl", small=True)
+    """Return a `Session` with small sizes."""
+    return Session(tmp_path / "figures.jsonl", small=True)
 
 
 def figures(bench):
@@ -241,23 +241,23 @@ original_linear = Products.linear
 )
 def test_gpu_first_finds_wrong_products(small, monkeypatch, broken, case, check):
     monkeypatch.setattr(Products, "linear", broken)
-    cases = truth.check_linears(small)
+    cases = checks.check_linears(small)
     small.run([next(one for one in cases if case in one.name)])
     assert figures(small)[check]["passed"] is False
 
 
 def test_gpu_first_finds_wrong_probabilities(small, monkeypatch):
     """In the second case, the reference forbids another token than the mask rows do."""
-    cases = truth.check_sampling(small)
+    cases = checks.check_sampling(small)
     small.run([next(cases)])
-    monkeypatch.setattr(truth, "FORBIDDEN", 5)
+    monkeypatch.setattr(checks, "FORBIDDEN", 5)
     small.run([next(cases)])
     assert [figure["passed"] for figure in figures(small).values()] == [True, False]
 
 
 def test_gpu_first_finds_wrong_answers_of_host_steps(small, monkeypatch):
-    monkeypatch.setattr(truth, "PythonWork", lambda reply: int)
-    small.run(truth.check_hops(small))
+    monkeypatch.setattr(checks, "PythonWork", lambda reply: int)
+    small.run(checks.check_hops(small))
     assert [figure["passed"] for figure in figures(small).values()] == [False] * 3
 
 
@@ -267,7 +267,7 @@ def test_gpu_first_reports_errors_of_the_sanitizer(small, tmp_path, monkeypatch,
     program.write_text(f"#!/bin/sh\necho ERROR SUMMARY: {errors} errors\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    small.run(external.check_memory(small))
+    small.run(programs.check_memory(small))
     assert figures(small)["memcheck"]["passed"] == (errors == 0)
     assert (tmp_path / "memcheck.txt").exists()
 

@@ -40,9 +40,9 @@ from pathlib import Path
 from typing import Any
 
 from graft.tools.console import program, table
-from graft.tools.gpu_first.bench import Bench
+from graft.tools.gpu_first.measurements import SECTIONS
 from graft.tools.gpu_first.runner import MIN_S, run_section
-from graft.tools.gpu_first.sections import SECTIONS
+from graft.tools.gpu_first.session import Session
 
 #: Sections that run by default.
 DEFAULT_SECTIONS = [name for name in SECTIONS if name != "suite"]
@@ -225,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.child:
         return run_sections(options)
     for name in options.sections:
-        bench = Bench(options.out / f"{name}.jsonl", options.small)
+        bench = Session(options.out / f"{name}.jsonl", options.small)
         bench.run(SECTIONS[name].cases(bench), options.skip)
     return 0
 

@@ -11,7 +11,7 @@ from graft.cudagraph.lanes import StreamLane
 from graft.models.cache.kv import PagedKV
 from graft.models.llm.kernels.library import ModelKernels
 from graft.models.llm.rows import Rows
-from graft.tools.gpu_first.bench import Bench
+from graft.tools.gpu_first.session import Session
 
 PAGE_SIZE = 16
 
@@ -31,7 +31,7 @@ def matrices(shape: dict[str, int]) -> dict[str, tuple[int, int]]:
 
 
 def random_input(
-    bench: Bench, kernels: ModelKernels, weight: DeviceArray, rows: int
+    bench: Session, kernels: ModelKernels, weight: DeviceArray, rows: int
 ) -> DeviceArray:
     """Return random activations in the dtype that a product with `weight` reads fastest."""
     shape = (rows, weight.shape[1])
@@ -40,7 +40,7 @@ def random_input(
     return bench.random_float32(shape)
 
 
-def random_kv(bench: Bench, length: int, layers: int, slots: int) -> PagedKV:
+def random_kv(bench: Session, length: int, layers: int, slots: int) -> PagedKV:
     """Return a KV cache of `slots` requests with `length` random entries each."""
     kv = PagedKV(
         bench.device,

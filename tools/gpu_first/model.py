@@ -37,7 +37,7 @@ from graft.models.llm.llama import LlamaModel
 from graft.models.llm.weights import Interleave, Weights
 from graft.models.request import Request
 from graft.tools.demo_model import demo_model
-from graft.tools.gpu_first.bench import SMALL_SHAPE, fill_random
+from graft.tools.gpu_first.session import SMALL_SHAPE, fill_random
 
 BATCH_SIZE = 8
 #: Maximum length of a request, and length of the prompt of the prefill measurement.

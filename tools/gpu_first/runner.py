@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from graft.tools.gpu_first.bench import append_line, failure
+from graft.tools.gpu_first.session import append_line, failure
 
 #: Minimum remaining time in seconds with which a process is started.
 MIN_S = 5.0
@@ -37,7 +37,7 @@ def run_section(
     command
         Returns program and arguments of a child process, for the names of the cases to skip.
     figures_path
-        File to which the child processes append lines of JSON; see `Bench`.
+        File to which the child processes append lines of JSON; see `Session`.
     limit_s
         Time limit of the section in seconds.
     case_limit_s
@@ -53,7 +53,7 @@ def run_section(
         ``processes``
             Number of child processes.
         ``figures``
-            Measured values and results of checks; see `bench.make_figure`.
+            Measured values and results of checks; see `session.make_figure`.
         ``output``
             End of the processes' output; empty if the status is "ok".
     """

@@ -14,7 +14,7 @@ from graft.sampling.mode import DraftMode
 from graft.sampling.params import SamplingParams
 from graft.sampling.sampler import ROUND_ROW, RowMap, Sampler, output_ring
 from graft.sampling.state import SlotRequest, SlotState
-from graft.tools.gpu_first.bench import LIMIT_S, Bench, Case
+from graft.tools.gpu_first.session import LIMIT_S, Case, Session
 
 ROW_READY = NUMBERS["ROW_READY"]
 BATCH = 8
@@ -37,7 +37,7 @@ class SamplingSetup:
         Slots, sampler and output ring of the requests.
     """
 
-    def __init__(self, bench: Bench):
+    def __init__(self, bench: Session):
         vocab = bench.shape["vocab_size"]
         self.bench = bench
         self.state = SlotState(bench.device, BATCH, vocab)
@@ -96,7 +96,7 @@ class SamplingSetup:
         )
 
 
-def measure_sampling(bench: Bench) -> Iterator[Case]:
+def measure_sampling(bench: Session) -> Iterator[Case]:
     """Measure sampling from the target's logits, greedily and with top-k and top-p."""
     setup = SamplingSetup(bench)
     filtered = SamplingParams(temperature=0.8, top_k=50, top_p=0.9)

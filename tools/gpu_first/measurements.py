@@ -33,9 +33,8 @@ from graft.models.llm.kernels.loader import SHARED_PERCENT
 from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rows import Rows
 from graft.models.request import Request
-from graft.tools.gpu_first import external, truth
+from graft.tools.gpu_first import checks, programs
 from graft.tools.gpu_first.arrays import attention_rows, matrices, random_input, random_kv
-from graft.tools.gpu_first.bench import LAUNCHES, LIMIT_S, Bench, Case
 from graft.tools.gpu_first.model import (
     PREFILL_LENGTH,
     has_grammar_backend,
@@ -44,6 +43,7 @@ from graft.tools.gpu_first.model import (
     round_parts,
 )
 from graft.tools.gpu_first.sampling import BATCH, DRAFTS, SamplingSetup, measure_sampling
+from graft.tools.gpu_first.session import LAUNCHES, LIMIT_S, Case, Session
 
 CLOCK_KERNELS = Path(__file__).parents[1] / "kernels" / "clock.cu"
 #: Numbers of rows of products and forward passes, the most important ones first.
@@ -82,13 +82,13 @@ CUBLAS_OP_T = 1
 # Compilation --------------------------------------------------------------------------------------
 
 
-def compile_kernels(bench: Bench) -> Iterator[Case]:
+def compile_kernels(bench: Session) -> Iterator[Case]:
     """Compile the kernels of all sections in parallel, so that later processes find them cached."""
     yield Case("open the device", lambda: bench.add(bench.device.describe(), None, ""))
     yield Case("kernels", partial(_compile_kernels, bench))
 
 
-def _compile_kernels(bench: Bench) -> None:
+def _compile_kernels(bench: Session) -> None:
     start = time.monotonic()
     shape = bench.shape | {"num_hidden_layers": COMPILED_LAYERS}
     model = random_model(bench.device, shape)
@@ -118,18 +118,18 @@ def _compile_kernels(bench: Bench) -> None:
 # Device -------------------------------------------------------------------------------------------
 
 
-def measure_ceilings(bench: Bench) -> Iterator[Case]:
+def measure_ceilings(bench: Session) -> Iterator[Case]:
     """Measure the bandwidths of device memory and of the bus to pinned host memory."""
     yield Case("read", partial(_measure_read, bench))
     yield Case("copy", partial(_measure_copy, bench))
     yield Case("pinned memory", partial(_measure_pinned, bench))
 
 
-def _measure_read(bench: Bench) -> None:
+def _measure_read(bench: Session) -> None:
     bench.add("read", bench.read_bandwidth() / 1e9, "GB/s", (4300, 4500))
 
 
-def _measure_copy(bench: Bench) -> None:
+def _measure_copy(bench: Session) -> None:
     elements = 1 << (18 if bench.small else 30)
     halves = bench.random((2, elements))
     with bench.timed_graph() as lane:
@@ -138,7 +138,7 @@ def _measure_copy(bench: Bench) -> None:
     bench.add("copy, bytes read and written", bandwidth / 1e9, "GB/s", (4200, 4400))
 
 
-def _measure_pinned(bench: Bench) -> None:
+def _measure_pinned(bench: Session) -> None:
     nbytes = 1 << (15 if bench.small else 27)
     pinned = bench.device.pinned((nbytes,), "uint8")
     with bench.timed_graph() as lane:
@@ -152,7 +152,7 @@ def _measure_pinned(bench: Bench) -> None:
     bench.add(name, lane.seconds / 20 * 1e6, "us", (40, 100))
 
 
-def measure_gaps(bench: Bench) -> Iterator[Case]:
+def measure_gaps(bench: Session) -> Iterator[Case]:
     """Measure the time between two kernel nodes, with full and with programmatic edges."""
     for programmatic in (False, True):
         edges = "programmatic" if programmatic else "full"
@@ -167,7 +167,7 @@ def predicted_gap(programmatic: bool) -> tuple[float, float]:
     return (0.3, 0.7) if programmatic else (1.0, 1.4)
 
 
-def _measure_empty(bench: Bench, programmatic: bool) -> None:
+def _measure_empty(bench: Session, programmatic: bool) -> None:
     count = 50 if bench.small else 1000
     with bench.timed_graph(programmatic) as lane:
         for _ in range(count):
@@ -177,7 +177,7 @@ def _measure_empty(bench: Bench, programmatic: bool) -> None:
     bench.add(f"empty nodes, {edges} edges", gap_us, "us", predicted_gap(programmatic))
 
 
-def _measure_reads(bench: Bench, programmatic: bool) -> None:
+def _measure_reads(bench: Session, programmatic: bool) -> None:
     """Time kernels that read 8 MB each, and subtract the time of the read itself."""
     count = 50 if bench.small else 1000
     elements = 1 << (12 if bench.small else 22)  # 8 MB of bfloat16 unless the sizes are small
@@ -193,7 +193,7 @@ def _measure_reads(bench: Bench, programmatic: bool) -> None:
     bench.add(name, gap_us, "us", predicted_gap(programmatic))
 
 
-def _measure_carveout(bench: Bench, carveout: int | None) -> None:
+def _measure_carveout(bench: Session, carveout: int | None) -> None:
     """Alternate a kernel without shared memory and a product, with programmatic edges.
 
     Different divisions of the L1 cache into cache and shared memory may keep two kernels from
@@ -218,7 +218,7 @@ def _measure_carveout(bench: Bench, carveout: int | None) -> None:
     bench.add(f"read and product, {choice}", lane.seconds / count * 1e6, "us")
 
 
-def measure_hops(bench: Bench) -> Iterator[Case]:
+def measure_hops(bench: Session) -> Iterator[Case]:
     """Measure the latency of a host step between two kernels, by transport.
 
     The transport is the kind of graph node that runs the host step. The latency is measured alone,
@@ -233,7 +233,9 @@ def measure_hops(bench: Bench) -> Iterator[Case]:
             yield Case(name, run)
 
 
-def _measure_hop(bench: Bench, name: str, transport: str, products: int, priorities: bool) -> None:
+def _measure_hop(
+    bench: Session, name: str, transport: str, products: int, priorities: bool
+) -> None:
     """Measure one transport while `products` products run on another lane."""
     kernels = ModelKernels(bench.device)
     stamp = bench.device.load(CLOCK_KERNELS)["stamp_ns"]
@@ -265,7 +267,7 @@ def _measure_hop(bench: Bench, name: str, transport: str, products: int, priorit
 # Forward passes -----------------------------------------------------------------------------------
 
 
-def measure_forward(bench: Bench) -> Iterator[Case]:
+def measure_forward(bench: Session) -> Iterator[Case]:
     """Measure forward passes of the model, and of a prefill chunk.
 
     The products are called as in decoding rounds: with residuals, norms, RoPE and gates.
@@ -287,7 +289,7 @@ def measure_forward(bench: Bench) -> Iterator[Case]:
 
 
 def _measure_forward(
-    bench: Bench, model: LlamaModel, rows: Rows, name: str, programmatic: bool, bandwidth: float
+    bench: Session, model: LlamaModel, rows: Rows, name: str, programmatic: bool, bandwidth: float
 ) -> None:
     """Measure a forward pass of some rows, with full or programmatic edges."""
     logits = bench.device.empty((rows.count, model.vocab_size), "float32")
@@ -304,7 +306,7 @@ def _measure_forward(
     )
 
 
-def _measure_prefill_chunk(bench: Bench, model: LlamaModel) -> None:
+def _measure_prefill_chunk(bench: Session, model: LlamaModel) -> None:
     """Measure 256 rows of one request at the end of a prompt, without logits."""
     count = 32 if bench.small else 256
     length = 64 if bench.small else PREFILL_LENGTH
@@ -329,7 +331,7 @@ def matrix_bytes(shape: dict[str, int], with_head: bool) -> int:
 
 
 def weight_copies(
-    bench: Bench, size: tuple[int, int], dtype: str = "bfloat16"
+    bench: Session, size: tuple[int, int], dtype: str = "bfloat16"
 ) -> tuple[list[DeviceArray], int]:
     """Return several copies of a matrix, and the number of products to measure with these copies.
 
@@ -345,7 +347,7 @@ def weight_copies(
     return weights, count
 
 
-def measure_linears(bench: Bench) -> Iterator[Case]:
+def measure_linears(bench: Session) -> Iterator[Case]:
     """Measure single products with weights of 16 and of 8 bits, and without tensor cores."""
     bandwidth = bench.read_bandwidth()
     kernels = ModelKernels(bench.device)
@@ -378,7 +380,7 @@ class _LinearMeasurement:
         Read bandwidth in bytes per second.
     """
 
-    bench: Bench
+    bench: Session
     kernels: ModelKernels
     name: str
     weights: list[DeviceArray]
@@ -416,7 +418,7 @@ class _LinearMeasurement:
         )
 
 
-def measure_cublas(bench: Bench) -> Iterator[Case]:
+def measure_cublas(bench: Session) -> Iterator[Case]:
     """Measure the products of `measure_linears` with cuBLAS, called through CuPy.
 
     Inputs are bfloat16 and outputs float32. CuPy cannot capture cuBLAS in a graph. To exclude the
@@ -436,7 +438,7 @@ def measure_cublas(bench: Bench) -> Iterator[Case]:
 
 
 def _measure_gemm(
-    bench: Bench, name: str, weights: list[DeviceArray], count: int, rows: int, bandwidth: float
+    bench: Session, name: str, weights: list[DeviceArray], count: int, rows: int, bandwidth: float
 ) -> None:
     """Measure products with `rows` rows."""
     columns, inner = weights[0].shape
@@ -448,7 +450,7 @@ def _measure_gemm(
 
 
 def _time_gemm(
-    bench: Bench, weights: list[DeviceArray], x: DeviceArray, y: DeviceArray, count: int
+    bench: Session, weights: list[DeviceArray], x: DeviceArray, y: DeviceArray, count: int
 ) -> float:
     """Return the median seconds of `count` products ``y = x @ weight.T`` with cuBLAS."""
     import cupy
@@ -508,7 +510,7 @@ def _enqueue_gemm(weight: DeviceArray, x: DeviceArray, y: DeviceArray) -> None:
 # Attention ----------------------------------------------------------------------------------------
 
 
-def measure_attention(bench: Bench) -> Iterator[Case]:
+def measure_attention(bench: Session) -> Iterator[Case]:
     """Measure the attention of a layer for several context lengths and numbers of rows."""
     kernels = ModelKernels(bench.device)
     bandwidth = bench.read_bandwidth()
@@ -521,7 +523,7 @@ def measure_attention(bench: Bench) -> Iterator[Case]:
 
 
 def _measure_attention(
-    bench: Bench, kernels: ModelKernels, kv: PagedKV, length: int, count: int, bandwidth: float
+    bench: Session, kernels: ModelKernels, kv: PagedKV, length: int, count: int, bandwidth: float
 ) -> None:
     """Measure the attention of `count` rows, with up to four rows per request.
 
@@ -546,7 +548,7 @@ def _measure_attention(
 # Rounds -------------------------------------------------------------------------------------------
 
 
-def measure_rounds(bench: Bench) -> Iterator[Case]:
+def measure_rounds(bench: Session) -> Iterator[Case]:
     """Measure prefill and decoding rounds of an engine with random weights.
 
     The rounds are measured by number of drafts, kind of graph edges and batch size, without and
@@ -559,7 +561,7 @@ def measure_rounds(bench: Bench) -> Iterator[Case]:
         yield Case(name, partial(_measure_engine, bench, name, drafts, programmatic))
 
 
-def _measure_engine(bench: Bench, name: str, drafts: int, programmatic: bool) -> None:
+def _measure_engine(bench: Session, name: str, drafts: int, programmatic: bool) -> None:
     """Measure the rounds of an engine, and prefill unless there are drafts."""
     with random_engine(bench.shape, drafts, programmatic) as engine:
         if not drafts:
@@ -568,7 +570,7 @@ def _measure_engine(bench: Bench, name: str, drafts: int, programmatic: bool) ->
             _measure_rounds(bench, engine, f"batch {batch}, {name}", batch)
 
 
-def _measure_prefill(bench: Bench, engine: Engine) -> None:
+def _measure_prefill(bench: Session, engine: Engine) -> None:
     """Measure the time to the first token of a long prompt."""
     length = 64 if bench.small else PREFILL_LENGTH
     times = []
@@ -582,7 +584,7 @@ def _measure_prefill(bench: Bench, engine: Engine) -> None:
     bench.add(f"prefill of {length} tokens", seconds * 1e3, "ms", note=note)
 
 
-def _measure_rounds(bench: Bench, engine: Engine, name: str, batch: int) -> None:
+def _measure_rounds(bench: Session, engine: Engine, name: str, batch: int) -> None:
     """Measure the rounds of a batch and their parts, without and with a grammar."""
     tokens = 8 if bench.small else 40
     parts = next(iter(engine.round_graphs.values())).parts
@@ -619,7 +621,7 @@ class Section(NamedTuple):
         Time limit of a case in seconds.
     """
 
-    cases: Callable[[Bench], Iterator[Case]]
+    cases: Callable[[Session], Iterator[Case]]
     limit_s: float
     case_limit_s: float = 30.0
 
@@ -627,14 +629,14 @@ class Section(NamedTuple):
 #: Sections by name in the order in which they run.
 SECTIONS = {
     "compile": Section(compile_kernels, 80, 75),
-    "truth_linears": Section(truth.check_linears, 45, 15),
-    "truth_epilogues": Section(truth.check_epilogues, 25, 10),
-    "truth_attention": Section(truth.check_attention, 15, 10),
-    "truth_model": Section(truth.check_model, 15, 12),
-    "truth_races": Section(truth.check_races, 15, 10),
-    "truth_hops": Section(truth.check_hops, 10, 8),
-    "truth_sampling": Section(truth.check_sampling, 20, 10),
-    "sanitizer": Section(external.check_memory, 40, 38),
+    "truth_linears": Section(checks.check_linears, 45, 15),
+    "truth_epilogues": Section(checks.check_epilogues, 25, 10),
+    "truth_attention": Section(checks.check_attention, 15, 10),
+    "truth_model": Section(checks.check_model, 15, 12),
+    "truth_races": Section(checks.check_races, 15, 10),
+    "truth_hops": Section(checks.check_hops, 10, 8),
+    "truth_sampling": Section(checks.check_sampling, 20, 10),
+    "sanitizer": Section(programs.check_memory, 40, 38),
     "ceilings": Section(measure_ceilings, 12),
     "forward": Section(measure_forward, 25),
     "linears": Section(measure_linears, 25),
@@ -644,6 +646,6 @@ SECTIONS = {
     "gaps": Section(measure_gaps, 14),
     "hops": Section(measure_hops, 15),
     "cublas": Section(measure_cublas, 15),
-    "ncu": Section(external.profile, 40, 38),
-    "suite": Section(external.run_tests, 590, 590),
+    "ncu": Section(programs.profile, 40, 38),
+    "suite": Section(programs.run_tests, 590, 590),
 }

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from graft.tools.gpu_first.bench import Bench, Case
+from graft.tools.gpu_first.session import Case, Session
 
 #: Time limit of a program in seconds.
 LIMIT_S = 35.0
@@ -31,7 +31,7 @@ def find_program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path=path)
 
 
-def run_program(bench: Bench, name: str, command: Sequence[str]) -> str | None:
+def run_program(bench: Session, name: str, command: Sequence[str]) -> str | None:
     """Run a program for at most `LIMIT_S`, and write its output to ``NAME.txt``.
 
     Returns
@@ -55,12 +55,12 @@ def generate_command() -> list[str]:
     return [sys.executable, *GENERATE, *grammar, "--max-tokens", "6"]
 
 
-def check_memory(bench: Bench) -> Iterator[Case]:
+def check_memory(bench: Session) -> Iterator[Case]:
     """Run a few rounds of the demo model under compute-sanitizer."""
     yield Case("memcheck", partial(_check_memory, bench))
 
 
-def _check_memory(bench: Bench) -> None:
+def _check_memory(bench: Session) -> None:
     program = find_program("compute-sanitizer")
     if program is None:
         bench.add("memcheck", None, "", note="compute-sanitizer is not installed")
@@ -76,12 +76,12 @@ def _check_memory(bench: Bench) -> None:
         bench.check("memcheck", int(summary[1]))
 
 
-def profile(bench: Bench) -> Iterator[Case]:
+def profile(bench: Session) -> Iterator[Case]:
     """Measure kernels of the demo model's rounds with Nsight Compute."""
     yield Case("ncu", partial(_profile, bench))
 
 
-def _profile(bench: Bench) -> None:
+def _profile(bench: Session) -> None:
     program = find_program("ncu")
     if program is None:
         bench.add("ncu", None, "", note="Nsight Compute (ncu) is not installed")
@@ -94,7 +94,7 @@ def _profile(bench: Bench) -> None:
         bench.add("rows of ncu.txt", rows, "rows")
 
 
-def run_tests(bench: Bench) -> Iterator[Case]:
+def run_tests(bench: Session) -> Iterator[Case]:
     """Run graft's tests on this device. The result is the number of failures of each file."""
     if importlib.util.find_spec("pytest") is None:
         yield Case("suite", lambda: bench.add("suite", None, "", note="pytest is not installed"))
@@ -111,12 +111,12 @@ def run_tests(bench: Bench) -> Iterator[Case]:
     yield Case("suite", partial(_run_test_files, bench, files))
 
 
-def _run_test_files(bench: Bench, files: Sequence[Path]) -> None:
+def _run_test_files(bench: Session, files: Sequence[Path]) -> None:
     with ThreadPoolExecutor(1 if bench.small else 6) as pool:
         list(pool.map(partial(_run_test_file, bench), files))
 
 
-def _run_test_file(bench: Bench, path: Path) -> None:
+def _run_test_file(bench: Session, path: Path) -> None:
     command = [sys.executable, "-m", "pytest", str(path), "-q", "--tb=line"]
     command += ["-p", "no:cacheprovider", "-o", "faulthandler_timeout=90"]
     environment = {**os.environ, "GRAFT_DEVICE": bench.device.kind}

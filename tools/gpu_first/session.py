@@ -61,7 +61,7 @@ class Case(NamedTuple):
     name
         Name, which is unique in the section.
     run
-        Function that measures or checks values and adds them to the section's `Bench`.
+        Function that measures or checks values and adds them to the section's `Session`.
     """
 
     name: str
@@ -76,7 +76,7 @@ class TimedLane:
     Attributes
     ----------
     seconds
-        Median duration of a replay in seconds. `Bench.timed_graph` sets it when its block ends.
+        Median duration of a replay in seconds. `Session.timed_graph` sets it when its block ends.
     """
 
     def __init__(self, lane: Any) -> None:
@@ -98,7 +98,7 @@ class TimedLane:
         return getattr(self._lane, name)
 
 
-class Bench:
+class Session:
     """Device and output file of one section.
 
     Parameters
@@ -282,7 +282,7 @@ def make_figure(
 ) -> dict[str, Any]:
     """Return a line of a section's output file: a measured value, or the result of a check.
 
-    `passed` is None for a value that is not the result of a check. `Bench.add` describes the other
+    `passed` is None for a value that is not the result of a check. `Session.add` describes the other
     parameters.
     """
     return {

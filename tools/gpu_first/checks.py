@@ -33,9 +33,9 @@ from graft.models.llm.rope import Rope
 from graft.models.llm.rows import Rows
 from graft.sampling.params import SamplingParams
 from graft.tools.gpu_first.arrays import attention_rows, matrices, random_kv
-from graft.tools.gpu_first.bench import LIMIT_S, Bench, Case
 from graft.tools.gpu_first.model import random_model
 from graft.tools.gpu_first.sampling import BATCH, ROWS_PER_REQUEST, SamplingSetup
+from graft.tools.gpu_first.session import LIMIT_S, Case, Session
 
 #: Numbers of rows of the checked products. The largest one is the reference of the others.
 ROWS = (1, 4, 8, 16, 17, 32, 33, 64, 256)
@@ -65,7 +65,7 @@ class Checker:
         Numbers of rows to check.
     """
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Session) -> None:
         self.bench = bench
         self.device = bench.device
         self.kernels = ModelKernels(bench.device, form="warp")
@@ -219,7 +219,7 @@ class ProductCheck:
         checker.bench.check(f"{self.name}, bits of columns", checker.take_count())
 
 
-def check_linears(bench: Bench) -> Iterator[Case]:
+def check_linears(bench: Session) -> Iterator[Case]:
     """Check products of all matrices with weights of 16 and of 8 bits."""
     checker = Checker(bench)
     for name, size in matrices(bench.shape).items():
@@ -237,7 +237,7 @@ def interleaved_pairs(count: int) -> tuple[np.ndarray, np.ndarray]:
     return first, first + 8
 
 
-def check_epilogues(bench: Bench) -> Iterator[Case]:
+def check_epilogues(bench: Session) -> Iterator[Case]:
     """Check matrix products with the epilogues of a decoder layer.
 
     The epilogues are the gate, the folded norm, and RoPE with KV-cache writes.
@@ -353,7 +353,7 @@ def cached(checker: Checker, layer: DeviceArray, kv: PagedKV, slot: int) -> np.n
 # Attention ----------------------------------------------------------------------------------------
 
 
-def check_attention(bench: Bench) -> Iterator[Case]:
+def check_attention(bench: Session) -> Iterator[Case]:
     """Check attention for several context lengths and numbers of rows, and its row invariance."""
     checker = Checker(bench)
     for length in (32, 80) if bench.small else (256, 2048, 4096):
@@ -411,7 +411,7 @@ MODEL_LAYERS = 2
 MODEL_ROWS = 8
 
 
-def check_model(bench: Bench) -> Iterator[Case]:
+def check_model(bench: Session) -> Iterator[Case]:
     """Check the logits of a model with few layers, and the bits of rows that run one by one."""
     checker = Checker(bench)
     shape = bench.shape | {"num_hidden_layers": MODEL_LAYERS}
@@ -490,7 +490,7 @@ def reference_output(checker: Checker, model: LlamaModel, tokens: np.ndarray) ->
 # Races --------------------------------------------------------------------------------------------
 
 
-def check_races(bench: Bench) -> Iterator[Case]:
+def check_races(bench: Session) -> Iterator[Case]:
     """Repeat split products and split attention, whose last block adds partial results."""
     checker = Checker(bench)
     repetitions = 20 if bench.small else 10_000
@@ -547,13 +547,13 @@ def repeat(
     checker.bench.check(name, checker.take_count())
 
 
-def check_hops(bench: Bench) -> Iterator[Case]:
+def check_hops(bench: Session) -> Iterator[Case]:
     """Check the answers of many host steps, by transport."""
     for transport in ("host", "mailbox", "spinkernel"):
         yield Case(transport, partial(check_answers, bench, transport))
 
 
-def check_answers(bench: Bench, transport: str) -> None:
+def check_answers(bench: Session, transport: str) -> None:
     """Check that kernels and host steps see each other's writes.
 
     A kernel writes a number, the host step writes an answer that depends on the number, and the
@@ -594,7 +594,7 @@ FORBIDDEN = 1
 MAX_DEVIATION = 4.75
 
 
-def check_sampling(bench: Bench) -> Iterator[Case]:
+def check_sampling(bench: Session) -> Iterator[Case]:
     """Compare the frequencies of sampled tokens with their probabilities.
 
     The case "rejection sampling" counts the first token that verification commits. Its probability
