@@ -77,12 +77,7 @@ def standard_streams() -> Iterator[bool]:
     A stream that was closed when the program started is opened as /dev/null. Otherwise, the next
     file that the program opens would get its descriptor. Errors of standard error are ignored,
     because a message that cannot be written must not prevent the output. Characters that the
-    terminal cannot encode are written as escape sequences.
-
-    Yields
-    ------
-    bool
-        Whether standard output was open.
+    terminal cannot encode are written as escape sequences. Yield whether standard output was open.
     """
     outer = sys.stdin, sys.stdout, sys.stderr
     for number in range(3):
@@ -132,13 +127,9 @@ def exit_on_sigterm() -> Iterator[None]:
 def program(body: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
     """Decorate the main function of a program so that errors are printed without a traceback.
 
-    The decorated function returns the exit status. A GraftError or OSError is printed as one line
-    on stderr, and the exit status is then 2.
-
-    Parameters
-    ----------
-    body
-        Function of the command line arguments. It returns the exit status; None means 0.
+    The function takes the command line arguments and returns the exit status, or None for 0. If it
+    raises a GraftError or OSError, the error is printed as one line on stderr, and the exit status
+    is 2.
     """
 
     @functools.wraps(body)
@@ -152,15 +143,7 @@ def program(body: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
 
 
 def table(rows: Sequence[Sequence[object]], left: int = 1) -> str:
-    """Format rows as lines with aligned columns.
-
-    Parameters
-    ----------
-    rows
-        Cells of each row.
-    left
-        Number of columns, from the left, that are left-aligned. The others are right-aligned.
-    """
+    """Format rows as lines with aligned columns, of which the first `left` are left-aligned."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = []

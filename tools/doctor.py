@@ -34,25 +34,14 @@ _COMPILER_ADVICE = "the soft device compiles kernels with it: apt install g++"
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check.
+    """The result of a check."""
 
-    Attributes
-    ----------
-    name
-        Name of the check.
-    status
-        ``"ok"``; ``"missing"`` if graft does not work without this component; or ``"absent"`` if
-        graft works without it.
-    detail
-        Version, path or error that the check found.
-    advice
-        Suggested action if the status is not ``"ok"``.
-    """
-
-    name: str
+    name: str  #: name of the check
+    #: ``"ok"``; ``"missing"`` if graft does not work without this component; or ``"absent"`` if
+    #: graft works without it.
     status: str
-    detail: str
-    advice: str = ""
+    detail: str  #: version, path or error that the check found
+    advice: str = ""  #: suggested action if the status is not ``"ok"``
 
 
 def version_of(package: str) -> str | None:
@@ -196,16 +185,8 @@ def check_backend(name: str, requirement: str, fallback: str = "") -> Finding:
     """Check that a grammar backend is installed, and that graft can use the installed version.
 
     The native library of the backend must have all methods and symbols that graft calls.
-
-    Parameters
-    ----------
-    name
-        Name of the backend's distribution and module.
-    requirement
-        Arguments of ``pip install`` that install the backend.
-    fallback
-        Text for the report that says what graft does without the backend; empty if graft cannot
-        run without the backend.
+    `requirement` has the arguments of ``pip install`` that install the backend. `fallback` says
+    what graft does without the backend; it is empty if graft cannot run without it.
     """
     version = version_of(name)
     if version is None:
@@ -335,10 +316,7 @@ def read_watch_options(options: argparse.Namespace) -> list[str]:
     argparse does not parse the arguments after --watch. Therefore, this function parses the options
     --json and --limit if they occur between --watch and the program.
 
-    Raises
-    ------
-    OptionError
-        If the value of --limit is not a number.
+    Raise OptionError if the value of --limit is not a number.
     """
     program = list(options.watch)
     while program and program[0].startswith(("--json", "--limit")):

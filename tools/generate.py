@@ -275,19 +275,8 @@ def _add_logit_arguments(sampling: argparse._ArgumentGroup) -> None:
 def open_engine(options: argparse.Namespace, batch_size: int, **engine_options: Any) -> Engine:
     """Create the engine that the options of the command line describe.
 
-    Parameters
-    ----------
-    options
-        Parsed options.
-    batch_size
-        Number of requests that will be submitted. The engine has at most this many request slots.
-    **engine_options
-        Further arguments of `Engine`.
-
-    Raises
-    ------
-    OptionError
-        If options contradict each other.
+    The engine has at most `batch_size` request slots, one per request that will be submitted.
+    Further arguments are those of `Engine`. Raise OptionError if options contradict each other.
     """
     target = options.model
     drafter = options.draft
@@ -369,13 +358,10 @@ def make_report(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Generate and print the outputs.
+    """Generate and print the outputs, and return the exit status.
 
-    Returns
-    -------
-    int
-        Exit status: 2 if a request was refused; otherwise 1 if a request failed, a structured
-        output was truncated, or the trace could not be written; otherwise 0.
+    The status is 2 if a request was refused; otherwise 1 if a request failed, a structured output
+    was truncated, or the trace could not be written; otherwise 0.
     """
     if options.prompt is None and options.prompts is None:
         raise OptionError("one of the options --prompt and --prompts is required")
@@ -425,12 +411,8 @@ def prepare_requests(
 ) -> tuple[list[PromptRow], list[Request]]:
     """Apply the chat template to the prompts, and create one request per sample.
 
-    Returns
-    -------
-    rows : list of PromptRow
-        One row per output. If the prompt of a row cannot be processed, the row has a refusal.
-    requests : list of Request
-        Requests of the rows without a refusal.
+    Return one row per output, and the requests of the rows without a refusal. If the prompt of a
+    row cannot be processed, the row has a refusal.
     """
     expanded = []
     accepted: list[Request] = []

@@ -109,10 +109,7 @@ def _add_kind_arguments(grammar: argparse._MutuallyExclusiveGroup) -> None:
 def read_text(path: Path, option: str) -> str:
     """Return the text of the file whose path is the value of a command line option.
 
-    Raises
-    ------
-    OptionError
-        If the file cannot be read or is not UTF-8.
+    Raise OptionError if the file cannot be read or is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -123,11 +120,8 @@ def read_text(path: Path, option: str) -> str:
 def read_grammar(options: argparse.Namespace) -> dict[str, Any]:
     """Return the grammar options of the command line, as fields of a row for `make_grammar`.
 
-    Raises
-    ------
-    OptionError
-        If a file cannot be read, or the grammar is invalid. The message contains the options with
-        their values.
+    Raise OptionError if a file cannot be read, or the grammar is invalid. The message contains the
+    options with their values.
     """
     fields = {key: getattr(options, key) for key in (*GRAMMARS, "after", *GRAMMAR_OPTIONS)}
     for key in _FILE_KEYS:
@@ -162,6 +156,9 @@ def make_grammar(
 ) -> GrammarSpec | None:
     """Return the grammar of a row; None if the row has no grammar.
 
+    Raise GrammarError or OptionError if the row has several grammars, or the grammar or an option
+    is invalid.
+
     Parameters
     ----------
     fields
@@ -171,11 +168,6 @@ def make_grammar(
     check
         Whether to check that a backend can enforce the grammar, which can take long. Otherwise, the
         engine finds such errors when it compiles the grammar of a request.
-
-    Raises
-    ------
-    GrammarError, OptionError
-        If the row has several grammars, or the grammar or an option is invalid.
     """
     key = _grammar_key(fields)
     backend = fields.get("backend") or ""

@@ -51,64 +51,38 @@ VERDICTS = {
 
 @dataclass
 class Edge:
-    """An edge of the lock-order graph: a thread held some resources and requested others.
+    """An edge of the lock-order graph: a thread held some resources and requested others."""
 
-    Attributes
-    ----------
-    pid
-        Process id.
-    number
-        Index of the edge among the edges of its process.
-    holds, wants
-        Resources that the thread held and requested. A resource is ``"GIL"``, ``"driver lock"``
-        (any lock of the driver) or ``"device work"``. A thread holds device work if the device
-        cannot complete the work before the thread continues, and requests device work by waiting
-        for it.
-    at
-        Name of the driver function that was called, or of the function that the driver called.
-    why
-        Reason for which the driver call may wait; empty for an edge from driver to GIL.
-    thread
-        Name of the thread.
-    python, native
-        Python stack and native stack, innermost frame first. For an edge from driver to GIL, the
-        Python stack contains only the first function that was entered after the GIL was acquired;
-        it is empty if the GIL was not acquired.
-    count
-        Number of times the edge occurred. If the process was killed, this is a lower bound.
-    """
-
-    pid: int
-    number: int
+    pid: int  #: process id
+    number: int  #: index of the edge among the edges of its process
+    #: Resources that the thread held and requested. A resource is ``"GIL"``, ``"driver lock"`` (any
+    #: lock of the driver) or ``"device work"``. A thread holds device work if the device cannot
+    #: complete the work before the thread continues, and requests device work by waiting for it.
     holds: list[str]
     wants: list[str]
+    #: Name of the driver function that was called, or of the function that the driver called.
     at: str
+    #: Reason for which the driver call may wait; empty for an edge from driver to GIL.
     why: str = ""
-    thread: str = ""
+    thread: str = ""  #: name of the thread
+    #: Python stack and native stack, innermost frame first. For an edge from driver to GIL, the
+    #: Python stack contains only the first function that was entered after the GIL was acquired; it
+    #: is empty if the GIL was not acquired.
     python: list[str] = field(default_factory=list)
     native: list[str] = field(default_factory=list)
+    #: Number of times the edge occurred. If the process was killed, this is a lower bound.
     count: int = 1
 
 
 @dataclass
 class Report:
-    """Result of the analysis of a program and its child processes.
+    """Result of the analysis of a program and its child processes."""
 
-    Attributes
-    ----------
-    processes
-        Number of processes that opened the soft device.
-    edges
-        Edges of all processes.
-    sees_gil
-        Whether requests for the GIL could be observed in all processes that exited normally.
-    hang
-        Lines of the watchdog's report on a process that hung; empty if no process hung.
-    """
-
-    processes: int
-    edges: list[Edge]
+    processes: int  #: number of processes that opened the soft device
+    edges: list[Edge]  #: edges of all processes
+    #: Whether requests for the GIL could be observed in all processes that exited normally.
     sees_gil: bool
+    #: Lines of the watchdog's report on a process that hung; empty if no process hung.
     hang: list[str]
 
     @property
@@ -173,29 +147,12 @@ def read_report(path: Path) -> Report:
 def run_watched(
     program: list[str], limit_s: int, *, stdout: int | None = None
 ) -> tuple[Report, int]:
-    """Run a program on the soft device and record its edges.
+    """Run a program on the soft device; return the report and the exit status of the program.
 
-    Parameters
-    ----------
-    program
-        Program and arguments; see `graft.tools.soft.resolve_command`.
-    limit_s
-        Time in seconds after which a driver call or host function counts as hanging. The watchdog
-        then terminates the process, and the report contains the stacks of the threads involved.
-    stdout
-        File descriptor for the output of the program.
-
-    Returns
-    -------
-    (Report, int)
-        The report and the exit status of the program.
-
-    Raises
-    ------
-    OptionError
-        If the program does not exist, or the limit is less than 1.
-    DeviceError
-        If the soft device is not built.
+    `program` is a command of `soft.resolve_command`, and `stdout` a file descriptor for its
+    output. A driver call or host function counts as hanging after `limit_s` seconds. The watchdog
+    then terminates the process, and the report contains the stacks of the threads involved. Raise
+    OptionError if the program does not exist, or the limit is less than 1.
     """
     if limit_s < 1:
         raise OptionError(f"the limit must be at least 1 second, got {short_repr(limit_s)}")
@@ -209,16 +166,9 @@ def run_watched(
 
 
 def format_report(report: Report, status: int | None = None, max_frames: int = 12) -> str:
-    """Return the report as text.
+    """Return the report as text, with at most `max_frames` frames of each stack.
 
-    Parameters
-    ----------
-    report
-        The report.
-    status
-        Exit status of the program to include in the text; None to omit the line.
-    max_frames
-        Maximum number of frames of each stack.
+    The text has a line with the exit status of the program unless `status` is None.
     """
     lines: list[str] = []
     for edge in report.edges:

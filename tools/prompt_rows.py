@@ -48,23 +48,13 @@ _SCALAR_OPTIONS = tuple(
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A request that was read from a row, or the reason why the row was refused.
+    """A request that was read from a row, or the reason why the row was refused."""
 
-    Attributes
-    ----------
-    request
-        The request. If the row was refused, only the id of the request is set.
-    refusal
-        Error message; None if the row is valid.
-    raw
-        Whether the prompt is used without the chat template.
-    variables
-        Additional variables for the chat template, including ``tools``.
-    """
-
+    #: The request. If the row was refused, only the id of the request is set.
     request: Request
-    refusal: str | None = None
-    raw: bool = False
+    refusal: str | None = None  #: error message; None if the row is valid
+    raw: bool = False  #: whether the prompt is used without the chat template
+    #: Additional variables for the chat template, including ``tools``.
     variables: dict[str, Any] = field(default_factory=dict)
 
     def is_valid(self, text: str) -> bool | None:
@@ -90,10 +80,8 @@ class PromptRow:
         If the row has ``raw`` or variables of the chat template, the returned request contains the
         token ids of the prompt in place of the text.
 
-        Raises
-        ------
-        TokenizerError
-            If the model has no chat template, or the template rejects the variables.
+        Raise TokenizerError if the model has no chat template, or the template rejects the
+        variables.
         """
         request = self.request
         tokenizer = engine.tokenizer
@@ -117,11 +105,8 @@ def read_requests(options: argparse.Namespace) -> list[PromptRow]:
     The fields of a row take precedence over command line options. For an invalid row, the
     returned `PromptRow` contains a refusal; the other rows are not affected.
 
-    Raises
-    ------
-    OptionError
-        If an option is invalid or applies to no row, or a line of the file is not a row: not an
-        object, or an object with unknown keys.
+    Raise OptionError if an option is invalid or applies to no row, or a line of the file is not a
+    row: not an object, or an object with unknown keys.
     """
     defaults: dict[str, Any] = {name: getattr(options, name) for name in _SCALAR_OPTIONS}
     defaults["stop"] = tuple(options.stop)
@@ -166,10 +151,7 @@ def _check_grammar_options(
 ) -> None:
     """Check that each grammar option of the command line applies to at least one row.
 
-    Raises
-    ------
-    OptionError
-        If no row has a grammar to which an option applies.
+    Raise OptionError if no row has a grammar to which an option applies.
     """
     present = set()
     for fields in (defaults, *rows):

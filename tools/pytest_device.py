@@ -60,19 +60,12 @@ def device_has_faulted() -> bool:
 
 
 class IsolatedTests:
-    """Runs each test after a device fault in a separate process.
-
-    Attributes
-    ----------
-    faulting
-        Id of the test that left the device unusable; empty if there was none.
-    count
-        Number of tests that ran in separate processes.
-    """
+    """Runs each test after a device fault in a separate process."""
 
     def __init__(self) -> None:
+        #: Id of the test that left the device unusable; empty if there was none.
         self.faulting = ""
-        self.count = 0
+        self.count = 0  #: number of tests that ran in separate processes
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
@@ -113,11 +106,7 @@ class IsolatedTests:
 def run_in_child(item: pytest.Item) -> tuple[Outcome, str]:
     """Run a test with pytest in a new process.
 
-    Returns
-    -------
-    outcome : Outcome
-    text : str
-        Reason for skipping, or the output of the child.
+    Return the outcome, and the reason for skipping or the output of the child.
     """
     with tempfile.TemporaryDirectory(prefix="graft-pytest-") as folder:
         path = Path(folder) / "report.xml"

@@ -28,16 +28,8 @@ from graft.cudagraph.kernels.ptx import CODES, missing_compiler, nvrtc_library
 def resolve_command(program: list[str]) -> list[str]:
     """Return the command line that runs a program.
 
-    Parameters
-    ----------
-    program
-        A Python file, ``-m module``, ``-c code`` or an executable, followed by its arguments. A
-        leading ``--`` is ignored.
-
-    Raises
-    ------
-    OptionError
-        If the program does not exist.
+    The program is a Python file, ``-m module``, ``-c code`` or an executable, followed by its
+    arguments. A leading ``--`` is ignored. Raise OptionError if the program does not exist.
     """
     if program[:1] == ["--"]:
         program = program[1:]
@@ -63,6 +55,8 @@ def soft_environment(
 ) -> Mapping[str, str]:
     """Return the environment variables that make a program use the soft device.
 
+    Raise DeviceError if the soft device is not built.
+
     Parameters
     ----------
     code
@@ -73,11 +67,6 @@ def soft_environment(
         Seed of the adversarial setting of PTX, or None.
     report
         File to which faults are appended as lines of JSON, or "".
-
-    Raises
-    ------
-    DeviceError
-        If the soft device is not built.
     """
     library = soft_library()
     if not library.is_file():

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 
+import numpy as np
 import pytest
 
 from graft.grammar.errors import GrammarError
@@ -14,10 +15,10 @@ from graft.models.llm.kernels.products import Products
 from graft.tools.demo_model import demo_model
 from graft.tools.gpu_first import __main__ as gpu_first
 from graft.tools.gpu_first import checks, model, programs
-from graft.tools.gpu_first import session as bench_module
-from graft.tools.gpu_first.measurements import SECTIONS
+from graft.tools.gpu_first import session as session_module
 from graft.tools.gpu_first.runner import read_lines, run_section
-from graft.tools.gpu_first.session import Case, Session, failure, make_figure
+from graft.tools.gpu_first.sections import SECTIONS
+from graft.tools.gpu_first.session import Session, failure, make_figure
 
 #: Program of a section with the cases "first", "faulty" and "last". The first argument is the
 #: output file, the second one a statement for the case "faulty", and the others are the cases to
@@ -46,9 +47,9 @@ def small(device, tmp_path):
     return Session(tmp_path / "figures.jsonl", small=True)
 
 
-def figures(bench):
-    """Return the figures of a bench by name."""
-    lines = read_lines(bench._out)
+def figures(session):
+    """Return the figures of a session by name."""
+    lines = read_lines(session._out)
     return {line["name"]: line for line in lines if line["event"] == "figure"}
 
 
@@ -60,7 +61,7 @@ def figures(bench):
     [
         ("os.abort()", "exit status -6"),
         ("time.sleep(600)", "the case timed out after 2 s"),
-        (f"sys.exit({bench_module.DEVICE_LOST_STATUS})", "exit status 75"),
+        (f"sys.exit({session_module.DEVICE_LOST_STATUS})", "exit status 75"),
     ],
 )
 def test_gpu_first_runs_remaining_cases_after_a_fault(tmp_path, fault, why):
@@ -99,14 +100,14 @@ def test_gpu_first_ends_the_process_if_the_device_is_lost(small, monkeypatch):
     def crash():
         raise RuntimeError("a broken kernel")
 
-    cases = [Case("a", crash), Case("b", lambda: small.check("b", 0))]
-    small.run(cases)
+    small.case("a", crash)
+    small.case("b", small.check, "b", 0)
     assert figures(small)["a"]["note"] == "failed: RuntimeError: a broken kernel"
     assert figures(small)["b"]["passed"]
     monkeypatch.setattr(small, "_device_works", lambda: False)
     with pytest.raises(SystemExit) as exit_info:
-        small.run(cases)
-    assert exit_info.value.code == bench_module.DEVICE_LOST_STATUS
+        small.case("a", crash)
+    assert exit_info.value.code == session_module.DEVICE_LOST_STATUS
 
 
 # Runs ---------------------------------------------------------------------------------------------
@@ -120,15 +121,28 @@ def run_section_in_this_process(command, path, *limits_s):
     return {"status": "ok", "figures": figures, "output": ""}
 
 
-def test_gpu_first_runs_all_sections(device, tmp_path, capfd, monkeypatch):
+#: Sections that take more than a second.
+SLOW_SECTIONS = {"compile", "truth_linears", "truth_model", "rounds"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "checks"),
+    [
+        ([name for name in gpu_first.DEFAULT_SECTIONS if name not in SLOW_SECTIONS], 53),
+        pytest.param(gpu_first.DEFAULT_SECTIONS, 155, marks=pytest.mark.full),
+    ],
+    ids=["quick", "all"],
+)
+def test_gpu_first_runs_sections(device, tmp_path, capfd, monkeypatch, sections, checks):
     """All checks pass, all values are measured, and the output folder contains all of them.
 
     All sections run in this process. Other tests run sections in child processes.
     """
     monkeypatch.setattr(gpu_first, "run_section", run_section_in_this_process)
-    assert gpu_first.main(["--small", "--minutes", "30", "--out", str(tmp_path)]) == 0
+    options = ["--small", "--minutes", "30", "--out", str(tmp_path), "--sections", *sections]
+    assert gpu_first.main(options) == 0
     report = json.loads((tmp_path / "report.json").read_text())
-    assert list(report["sections"]) == gpu_first.DEFAULT_SECTIONS
+    assert list(report["sections"]) == sections
     missing = []
     for name, section in report["sections"].items():
         assert section["status"] == "ok", section
@@ -141,9 +155,10 @@ def test_gpu_first_runs_all_sections(device, tmp_path, capfd, monkeypatch):
     # The first section prints a description of the device. The others need an NVIDIA tool.
     assert set(missing) <= {"compile", "sanitizer", "cublas", "ncu"}
     printed = capfd.readouterr().out
-    assert device.describe() in (tmp_path / "report.txt").read_text()
-    assert "155 of 155 checks passed; 0 failures" in printed
+    assert f"{checks} of {checks} checks passed; 0 failures" in printed
     assert "device         ok" in (tmp_path / "doctor.txt").read_text()
+    if "compile" in sections:
+        assert device.describe() in (tmp_path / "report.txt").read_text()
 
 
 #: Module that Python imports at startup. It hides packages and refuses network connections.
@@ -177,7 +192,7 @@ def test_gpu_first_runs_without_optional_packages_and_network(device, tmp_path, 
 
 
 def test_gpu_first_writes_the_doctor_report_before_it_opens_the_device(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_module, "open_device", None)
+    monkeypatch.setattr(session_module, "open_device", None)
     options = ["--minutes", "0.01", "--out", str(tmp_path), "--sections", "gaps"]
     assert gpu_first.main(options) == 0
     assert (tmp_path / "doctor.txt").read_text().startswith("python ")
@@ -241,23 +256,40 @@ original_linear = Products.linear
 )
 def test_gpu_first_finds_wrong_products(small, monkeypatch, broken, case, check):
     monkeypatch.setattr(Products, "linear", broken)
-    cases = checks.check_linears(small)
-    small.run([next(one for one in cases if case in one.name)])
+    only_case(monkeypatch, f"qkv of bfloat16: {case}")
+    checks.check_linears(small)
     assert figures(small)[check]["passed"] is False
 
 
+def only_case(monkeypatch, prefix):
+    """Skip all cases of a section except those whose names begin with a text."""
+    run_case = Session.case
+
+    def case(self, name, *arguments):
+        if name.startswith(prefix):
+            run_case(self, name, *arguments)
+
+    monkeypatch.setattr(Session, "case", case)
+
+
 def test_gpu_first_finds_wrong_probabilities(small, monkeypatch):
-    """In the second case, the reference forbids another token than the mask rows do."""
-    cases = checks.check_sampling(small)
-    small.run([next(cases)])
-    monkeypatch.setattr(checks, "FORBIDDEN", 5)
-    small.run([next(cases)])
-    assert [figure["passed"] for figure in figures(small).values()] == [True, False]
+    """In the second run, the reference has the probabilities of other tokens."""
+    only_case(monkeypatch, "temperature 1")
+    expected_probabilities = checks.expected_probabilities
+    checks.check_sampling(small)
+    assert figures(small)["temperature 1"]["passed"] is True
+
+    def shifted(params):
+        return np.roll(expected_probabilities(params), 1)
+
+    monkeypatch.setattr(checks, "expected_probabilities", shifted)
+    checks.check_sampling(small)
+    assert figures(small)["temperature 1"]["passed"] is False
 
 
 def test_gpu_first_finds_wrong_answers_of_host_steps(small, monkeypatch):
     monkeypatch.setattr(checks, "PythonWork", lambda reply: int)
-    small.run(checks.check_hops(small))
+    checks.check_hops(small)
     assert [figure["passed"] for figure in figures(small).values()] == [False] * 3
 
 
@@ -267,7 +299,7 @@ def test_gpu_first_reports_errors_of_the_sanitizer(small, tmp_path, monkeypatch,
     program.write_text(f"#!/bin/sh\necho ERROR SUMMARY: {errors} errors\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    small.run(programs.check_memory(small))
+    programs.check_memory(small)
     assert figures(small)["memcheck"]["passed"] == (errors == 0)
     assert (tmp_path / "memcheck.txt").exists()
 

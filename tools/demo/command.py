@@ -44,24 +44,12 @@ verify adds time."""
 
 @dataclass(frozen=True)
 class Configuration:
-    """A configuration of the engine, and the results of running the batch with it.
+    """A configuration of the engine, and the results of running the batch with it."""
 
-    Attributes
-    ----------
-    name
-        Name of the configuration.
-    outputs
-        Outputs in the order of the prompts.
-    stats
-        Statistics of the engine.
-    seconds
-        Time from the first submission to the last output.
-    """
-
-    name: str
-    outputs: list[Output]
-    stats: EngineStats
-    seconds: float
+    name: str  #: name of the configuration
+    outputs: list[Output]  #: outputs in the order of the prompts
+    stats: EngineStats  #: statistics of the engine
+    seconds: float  #: time from the first submission to the last output
 
 
 def run_configuration(
@@ -169,15 +157,7 @@ def print_statistics(configurations: Sequence[Configuration]) -> None:
 
 
 def describe_speculation(speculative: Configuration, baseline: Configuration) -> str:
-    """Return a sentence that compares the rounds and the time with and without speculation.
-
-    Parameters
-    ----------
-    speculative
-        Results with speculative decoding.
-    baseline
-        Results without speculative decoding.
-    """
+    """Return a sentence that compares the rounds and the time with and without speculation."""
     rounds = speculative.stats.row_rounds
     baseline_rounds = baseline.stats.row_rounds
     speedup = baseline.seconds / speculative.seconds
@@ -194,18 +174,10 @@ def describe_speculation(speculative: Configuration, baseline: Configuration) ->
 
 
 def main(llm: bool = False, drafter_name: str | None = None) -> int:
-    """Run a demo and print its results.
+    """Run a demo, print its results, and return the exit status.
 
-    Returns
-    -------
-    int
-        Exit status: 1 if an output violates its grammar, or if two configurations generated
-        different text; else 0.
-
-    Raises
-    ------
-    OptionError
-        If `drafter_name` is combined with `llm`.
+    The status is 1 if an output violates its grammar, or if two configurations generated different
+    text. `drafter_name` cannot be combined with `llm`.
     """
     if llm and drafter_name is not None:
         raise OptionError(f"--drafter {drafter_name} applies to the demo model, not to --llm")

@@ -13,34 +13,16 @@ from graft.tools.grammar_options import make_grammar
 
 @dataclass(frozen=True)
 class DemoPrompt:
-    """A request of a demo.
+    """A request of a demo."""
 
-    Attributes
-    ----------
-    shows
-        Feature that the request demonstrates, as a title for the printed output.
-    text
-        Prompt.
-    grammar
-        Grammar of the output; None for free text.
-    answer
-        Correct output; None if more than one output is correct.
-    """
-
-    shows: str
-    text: str
-    grammar: GrammarSpec | None
-    answer: str | None
+    shows: str  #: feature that the request demonstrates, as a title for the printed output
+    text: str  #: prompt
+    grammar: GrammarSpec | None  #: grammar of the output; None for free text
+    answer: str | None  #: correct output; None if more than one output is correct
 
 
 def demo_prompts(name: str = "demo_prompts") -> list[DemoPrompt]:
-    """Return the prompts in a JSON Lines file of this folder.
-
-    Parameters
-    ----------
-    name
-        File name without suffix.
-    """
+    """Return the prompts in the JSON Lines file of this folder with this name."""
     text = Path(__file__).with_name(f"{name}.jsonl").read_text(encoding="utf-8")
     prompts = []
     for line in text.split("\n")[:-1]:

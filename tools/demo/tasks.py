@@ -30,54 +30,27 @@ Scalar = tuple[Schema, Json, str]
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt with its only correct answer.
+    """A prompt with its only correct answer."""
 
-    Attributes
-    ----------
-    text
-        Prompt.
-    schema
-        JSON schema of the answer; None if the answer is not JSON.
-    answer
-        Correct answer. JSON is formatted as ``json.dumps`` does by default.
-    pattern
-        Regular expression that the whole answer of a ``regex`` task matches; None for other tasks.
-    kind
-        ``"record"``, ``"regex"`` or ``"free"``; training has further kinds.
-    """
-
-    text: str
-    schema: Schema | None
+    text: str  #: prompt
+    schema: Schema | None  #: JSON schema of the answer; None if the answer is not JSON
+    #: Correct answer. JSON is formatted as ``json.dumps`` does by default.
     answer: str
+    #: Regular expression that the whole answer of a ``regex`` task matches; None for other tasks.
     pattern: str | None = None
-    kind: str = "record"
+    kind: str = "record"  #: ``"record"``, ``"regex"`` or ``"free"``; training has further kinds
 
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a record: its key and value, and the words that describe them in the text.
+    """A field of a record: its key and value, and the words that describe them in the text."""
 
-    Attributes
-    ----------
-    key
-        Key in the schema.
-    label
-        Name of the field in the text.
-    schema
-        JSON schema of the value.
-    value
-        Value of the field.
-    words
-        Value in the form in which it occurs in the text.
-    phrase
-        Words that can introduce the value in place of the label; None if there are none.
-    """
-
-    key: str
-    label: str
-    schema: Schema
-    value: Json
-    words: str
+    key: str  #: key in the schema
+    label: str  #: name of the field in the text
+    schema: Schema  #: JSON schema of the value
+    value: Json  #: value of the field
+    words: str  #: value in the form in which it occurs in the text
+    #: Words that can introduce the value in place of the label; None if there are none.
     phrase: str | None = None
 
 
@@ -328,16 +301,7 @@ WEIGHTS = {
 def new_key(rng: random.Random, kind: str, unseen: bool, used: set[str]) -> str:
     """Return a random key that is not in `used`, and add the key to `used`.
 
-    Parameters
-    ----------
-    rng
-        Random number generator.
-    kind
-        Kind of the value, for which natural keys are suitable.
-    unseen
-        Whether to return an unseen key, one that training excludes.
-    used
-        Keys that the object already has.
+    The key is natural for values of this kind. An unseen key is one that training excludes.
     """
     pools = UNSEEN if unseen else SEEN
     invented_share = 0.5 if unseen else 0.4
@@ -604,15 +568,10 @@ def leaves(value: Json, path: str = "") -> dict[str, Json]:
 
 
 def score_fields(answer_text: str, task: Task) -> tuple[int, int, bool]:
-    """Compare a generated answer with the correct answer of a task.
+    """Return the numbers of correct fields and of fields, and whether the whole answer is correct.
 
     Each leaf of the correct answer is a field. If the generated answer is not JSON, it has no
     correct fields. If the task has no schema, the whole answer is one field.
-
-    Returns
-    -------
-    (int, int, bool)
-        Number of correct fields, number of fields, and whether the whole answer is correct.
     """
     if task.schema is None:
         correct = answer_text.strip() == task.answer

@@ -39,20 +39,12 @@ __all__ = ["GgufError", "add_arguments", "convert"]
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """How the GGUF files of an architecture differ from its checkpoints in Hugging Face format.
+    """How the GGUF files of an architecture differ from its checkpoints in Hugging Face format."""
 
-    Attributes
-    ----------
-    name
-        Name of the architecture in Hugging Face configs, a key of `TARGETS`.
-    is_interleaved
-        Whether the rows of query and key projections are in interleaved order (`to_half_split`).
-    fields
-        Fields of the config that the metadata does not contain.
-    """
-
-    name: str
+    name: str  #: name of the architecture in Hugging Face configs, a key of `TARGETS`
+    #: Whether the rows of query and key projections are in interleaved order (`to_half_split`).
     is_interleaved: bool = False
+    #: Fields of the config that the metadata does not contain.
     fields: tuple[tuple[str, Any], ...] = ()
 
 
@@ -141,10 +133,7 @@ class GgufError(GraftError):
 def import_gguf() -> Any:
     """Return the module ``gguf``.
 
-    Raises
-    ------
-    GgufError
-        If the package is not installed.
+    Raise GgufError if the package is not installed.
     """
     try:
         import gguf
@@ -156,27 +145,7 @@ def import_gguf() -> Any:
 
 
 class GgufFile:
-    """Metadata and tensors of a GGUF file.
-
-    Parameters
-    ----------
-    path
-        Path of the file.
-
-    Attributes
-    ----------
-    gguf
-        The module ``gguf``.
-    tensors
-        Tensors of the file, by GGUF name.
-    architecture
-        Architecture of the model.
-
-    Raises
-    ------
-    GgufError
-        If the file does not exist, is not a GGUF file, or has an unsupported architecture.
-    """
+    """Metadata and tensors of a GGUF file of one of the `ARCHITECTURES`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -200,10 +169,7 @@ class GgufFile:
     def get(self, key: str, default: Any = None) -> Any:
         """Return a metadata value, or `default` if it is absent.
 
-        Raises
-        ------
-        GgufError
-            If the value is absent and `default` is None.
+        Raise GgufError if the value is absent and `default` is None.
         """
         field = self._reader.get_field(key)
         if field is not None:
@@ -219,10 +185,8 @@ class GgufFile:
     def get_size(self, key: str, default: int | None = None) -> int:
         """Return a metadata value of the architecture, which must be a non-negative integer.
 
-        Raises
-        ------
-        GgufError
-            If the value is not a non-negative integer, or is absent and `default` is None.
+        Raise GgufError if the value is not a non-negative integer, or is absent and `default` is
+        None.
         """
         value = self.get(self.key(key), default)
         if not isinstance(value, int) or value < 0:
@@ -235,10 +199,7 @@ class GgufFile:
     def get_number(self, key: str, default: float | None = None) -> float:
         """Return a metadata value of the architecture, which must be a number.
 
-        Raises
-        ------
-        GgufError
-            If the value is not a number, or is absent and `default` is None.
+        Raise GgufError if the value is not a number, or is absent and `default` is None.
         """
         value = self.get(self.key(key), default)
         if not isinstance(value, (int, float)):
@@ -251,15 +212,8 @@ class GgufFile:
     def require_neutral(self, neutral: dict[str, tuple[float, ...]]) -> None:
         """Check that metadata values of the architecture do not change the model's results.
 
-        Parameters
-        ----------
-        neutral
-            Values that have no effect, by key. The first one is that of an absent key.
-
-        Raises
-        ------
-        GgufError
-            If another value is given.
+        `neutral` has the values without effect by key. The first one is that of an absent key.
+        Raise GgufError if another value is given.
         """
         for key, values in neutral.items():
             value = self.get_number(key, values[0])
@@ -300,19 +254,10 @@ def file_dtype(file: GgufFile) -> str:
 
 
 def make_config(file: GgufFile, dtype: str) -> dict[str, Any]:
-    """Return the content of ``config.json`` for the model of a GGUF file.
+    """Return ``config.json`` for the model of a GGUF file whose matrices are stored in `dtype`.
 
-    Parameters
-    ----------
-    file
-        GGUF file.
-    dtype
-        Dtype of the matrices.
-
-    Raises
-    ------
-    GgufError
-        If the model is a mixture of experts, or has an unsupported shape, factor or RoPE scaling.
+    Raise GgufError if the model is a mixture of experts, or has an unsupported shape, factor or
+    RoPE scaling.
     """
     file.require_neutral(NEUTRAL_VALUES)
     hidden_size = file.get_size("embedding_length")
@@ -357,10 +302,7 @@ def make_rope_parameters(file: GgufFile, head_dim: int) -> dict[str, Any]:
     If the model uses Llama 3's scaling, the GGUF file contains frequency factors in place of the
     parameters. The parameters are then derived from the factors.
 
-    Raises
-    ------
-    GgufError
-        If the scaling is not supported, or the factors do not follow Llama 3's formula.
+    Raise GgufError if the scaling is not supported, or the factors do not follow Llama 3's formula.
     """
     theta = file.get_number("rope.freq_base", 10000.0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
@@ -403,11 +345,8 @@ def make_rope_parameters(file: GgufFile, head_dim: int) -> dict[str, Any]:
 def yarn_parameters(file: GgufFile, factor: float) -> dict[str, Any]:
     """Return the parameters of YaRN.
 
-    Raises
-    ------
-    GgufError
-        If the file changes the attention factor or the interpolation in a way that a Hugging Face
-        config cannot express.
+    Raise GgufError if the file changes the attention factor or the interpolation in a way that a
+    Hugging Face config cannot express.
     """
     file.require_neutral(NEUTRAL_YARN_VALUES)
     length = file.get_size("context_length")
@@ -435,10 +374,8 @@ def to_half_split(weight: np.ndarray, num_heads: int) -> np.ndarray:
 def map_tensor_names(file: GgufFile, config: dict[str, Any]) -> dict[str, str]:
     """Return the GGUF name of each tensor, by Hugging Face name.
 
-    Raises
-    ------
-    GgufError
-        If a tensor is missing, is not part of the architecture, or has an unsupported quantization.
+    Raise GgufError if a tensor is missing, is not part of the architecture, or has an unsupported
+    quantization.
     """
     name = file.architecture.name
     layer_tensors = dict(LAYER_TENSORS)
@@ -473,10 +410,7 @@ def write_weights(
 ) -> None:
     """Write all tensors to a safetensors file, one after the other.
 
-    Raises
-    ------
-    GgufError
-        If a value exceeds the range of the config's dtype.
+    Raise GgufError if a value exceeds the range of the config's dtype.
     """
     header, size = _safetensors_header(file, names, config["dtype"])
     text = json.dumps(header).encode()
@@ -531,7 +465,7 @@ def _safetensors_header(
 
 
 def convert(file: str | Path, out: str | Path, dtype: str = "auto") -> Path:
-    """Convert a GGUF file to a Hugging Face folder.
+    """Convert a GGUF file to a Hugging Face folder, and return the folder.
 
     Parameters
     ----------
@@ -544,11 +478,6 @@ def convert(file: str | Path, out: str | Path, dtype: str = "auto") -> Path:
     dtype
         Dtype of the stored matrices: "float32", "float16", "bfloat16", or "auto" for the precision
         of the file (`file_dtype`).
-
-    Returns
-    -------
-    Path
-        `out`.
 
     Raises
     ------

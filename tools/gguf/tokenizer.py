@@ -44,16 +44,9 @@ class GgufTokenizerError(GraftError):
 def tokenizer_files(file: Any) -> dict[str, dict[str, Any]]:
     """Return ``tokenizer.json``, ``tokenizer_config.json`` and ``generation_config.json``.
 
-    Parameters
-    ----------
-    file
-        `graft.tools.gguf.convert.GgufFile` whose metadata contains the tokens, their types, and
-        either merges (byte-level BPE) or scores (SentencePiece).
-
-    Raises
-    ------
-    GgufTokenizerError
-        If the kind of tokenizer or its pre-tokenizer is not supported.
+    `file` is a `GgufFile` whose metadata contains the tokens, their types, and either merges
+    (byte-level BPE) or scores (SentencePiece). Raise GgufTokenizerError if the kind of tokenizer
+    or its pre-tokenizer is not supported.
     """
 
     def value(key: str, default: Any = None) -> Any:

@@ -40,8 +40,8 @@ from pathlib import Path
 from typing import Any
 
 from graft.tools.console import program, table
-from graft.tools.gpu_first.measurements import SECTIONS
 from graft.tools.gpu_first.runner import MIN_S, run_section
+from graft.tools.gpu_first.sections import SECTIONS
 from graft.tools.gpu_first.session import Session
 
 #: Sections that run by default.
@@ -109,19 +109,9 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Report:
-    """Output folder of a run: printed tables and the values of all sections.
+    """Output folder of a run: printed tables, and the results of `run_section` by section.
 
-    Parameters
-    ----------
-    folder
-        Output folder, which is created. The files of an earlier run in it are removed.
-    small
-        Whether the sizes are those for the soft device.
-
-    Attributes
-    ----------
-    sections
-        Results of `run_section` by name of the section.
+    The folder is created. The files of an earlier run in it are removed.
     """
 
     def __init__(self, folder: Path, small: bool) -> None:
@@ -225,8 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.child:
         return run_sections(options)
     for name in options.sections:
-        bench = Session(options.out / f"{name}.jsonl", options.small)
-        bench.run(SECTIONS[name].cases(bench), options.skip)
+        SECTIONS[name].run(Session(options.out / f"{name}.jsonl", options.small, options.skip))
     return 0
 
 

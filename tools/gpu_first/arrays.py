@@ -31,33 +31,33 @@ def matrices(shape: dict[str, int]) -> dict[str, tuple[int, int]]:
 
 
 def random_input(
-    bench: Session, kernels: ModelKernels, weight: DeviceArray, rows: int
+    session: Session, kernels: ModelKernels, weight: DeviceArray, rows: int
 ) -> DeviceArray:
     """Return random activations in the dtype that a product with `weight` reads fastest."""
     shape = (rows, weight.shape[1])
     if kernels.products.input_dtype(weight) == "bfloat16":
-        return bench.random(shape)
-    return bench.random_float32(shape)
+        return session.random(shape)
+    return session.random_float32(shape)
 
 
-def random_kv(bench: Session, length: int, layers: int, slots: int) -> PagedKV:
+def random_kv(session: Session, length: int, layers: int, slots: int) -> PagedKV:
     """Return a KV cache of `slots` requests with `length` random entries each."""
     kv = PagedKV(
-        bench.device,
+        session.device,
         layers=layers,
         pages=slots * length // PAGE_SIZE,
         page_size=PAGE_SIZE,
-        kv_heads=bench.shape["num_key_value_heads"],
-        head_dim=bench.shape["head_dim"],
+        kv_heads=session.shape["num_key_value_heads"],
+        head_dim=session.shape["head_dim"],
         dtype="bfloat16",
         slots=slots,
         max_pages_per_slot=length // PAGE_SIZE,
     )
-    kv.k = bench.random(kv.k.shape)
-    kv.v = bench.random(kv.v.shape)
+    kv.k = session.random(kv.k.shape)
+    kv.v = session.random(kv.v.shape)
     for slot in range(slots):
         kv.allocate(slot, length)
-        kv.set_table(StreamLane(bench.stream), slot)
+        kv.set_table(StreamLane(session.stream), slot)
     return kv
 
 

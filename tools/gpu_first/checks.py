@@ -13,7 +13,7 @@ that computes it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ from graft.sampling.params import SamplingParams
 from graft.tools.gpu_first.arrays import attention_rows, matrices, random_kv
 from graft.tools.gpu_first.model import random_model
 from graft.tools.gpu_first.sampling import BATCH, ROWS_PER_REQUEST, SamplingSetup
-from graft.tools.gpu_first.session import LIMIT_S, Case, Session
+from graft.tools.gpu_first.session import LIMIT_S, Session
 
 #: Numbers of rows of the checked products. The largest one is the reference of the others.
 ROWS = (1, 4, 8, 16, 17, 32, 33, 64, 256)
@@ -50,28 +50,15 @@ EPS = 1e-5
 
 
 class Checker:
-    """Arrays and comparisons of a section with checks.
+    """Arrays and comparisons of a section with checks."""
 
-    Parameters
-    ----------
-    bench
-        Section.
-
-    Attributes
-    ----------
-    kernels
-        Model kernels in the form that runs on GPUs.
-    rows
-        Numbers of rows to check.
-    """
-
-    def __init__(self, bench: Session) -> None:
-        self.bench = bench
-        self.device = bench.device
-        self.kernels = ModelKernels(bench.device, form="warp")
-        self.rows = SMALL_ROWS if bench.small else ROWS
-        self.lane = StreamLane(bench.stream)
-        self._wrong = bench.device.zeros((1,), "int32")
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.device = session.device
+        self.kernels = ModelKernels(session.device, form="warp")  # the form that runs on GPUs
+        self.rows = SMALL_ROWS if session.small else ROWS
+        self.lane = StreamLane(session.stream)
+        self._wrong = session.device.zeros((1,), "int32")
 
     def output(self, rows: int, columns: int, dtype: str = "float32") -> DeviceArray:
         """Return an array with one row more than the output, filled with NaN."""
@@ -81,7 +68,7 @@ class Checker:
 
     def to_host(self, array: DeviceArray) -> np.ndarray:
         """Synchronize, and return floating-point values as float64."""
-        self.bench.stream.synchronize(LIMIT_S)
+        self.session.stream.synchronize(LIMIT_S)
         return to_float32(array.to_host(), array.dtype).astype(np.float64)
 
     def rows_to_host(self, array: DeviceArray, indices: np.ndarray) -> np.ndarray:
@@ -100,11 +87,11 @@ class Checker:
         words = data.nbytes // 4
         blocks = min(-(-words // 256), 1024)
         args = [data, expected, words, expected.nbytes // 4, self._wrong]
-        lane.kernel(self.bench.kernels["count_different"], blocks, 256, args)
+        lane.kernel(self.session.kernels["count_different"], blocks, 256, args)
 
     def take_count(self) -> int:
         """Return the number of differences since the last call."""
-        self.bench.stream.synchronize(LIMIT_S)
+        self.session.stream.synchronize(LIMIT_S)
         count = int(self._wrong.to_host()[0])
         self.lane.fill(self._wrong)
         return count
@@ -116,7 +103,7 @@ class Checker:
         error = np.abs(found - expected)
         wrong = int((~(error <= SUM_TOLERANCE * magnitude)).sum())
         largest = float(np.nanmax(error / magnitude))
-        self.bench.check(name, wrong, f"largest error {largest:.1e} of the terms")
+        self.session.check(name, wrong, f"largest error {largest:.1e} of the terms")
 
     def check_rounded(
         self, name: str, found: np.ndarray, expected: np.ndarray, layers: int = 1
@@ -124,7 +111,7 @@ class Checker:
         """Check results of one or several layers whose inputs are rounded to bfloat16."""
         error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
         wrong = 0 if error <= ROUNDED_TOLERANCE * layers else 1
-        self.bench.check(name, wrong, f"relative error {error:.1e}")
+        self.session.check(name, wrong, f"relative error {error:.1e}")
 
 
 def checked_columns(columns: int) -> np.ndarray:
@@ -138,35 +125,24 @@ def checked_columns(columns: int) -> np.ndarray:
 
 
 class ProductCheck:
-    """Checks of the product of activation rows with one weight matrix.
-
-    Parameters
-    ----------
-    checker
-        Section.
-    name
-        Name of the matrix.
-    size
-        Output and input features.
-    dtype
-        Dtype of the weights.
-    """
+    """Checks of the product of activation rows with one weight matrix."""
 
     def __init__(self, checker: Checker, name: str, size: tuple[int, int], dtype: str) -> None:
         self.checker = checker
         self.name = f"{name} of {dtype}"
         self.columns, self.inner = size
         self.dtype = dtype
-        bench = checker.bench
-        self.weight = bench.random_weight(size, dtype)
-        self.x = bench.random((max(checker.rows), self.inner))
-        self.residual = bench.random_float32((max(checker.rows), self.columns))
+        session = checker.session
+        self.weight = session.random_weight(size, dtype)
+        self.x = session.random((max(checker.rows), self.inner))
+        self.residual = session.random_float32((max(checker.rows), self.columns))
 
-    def cases(self) -> Iterator[Case]:
-        """Yield the checks."""
-        yield Case(f"{self.name}: values", self.check_values)
-        yield Case(f"{self.name}: bits by number of rows", self.check_row_bits)
-        yield Case(f"{self.name}: bits by column and row", self.check_position_bits)
+    def run(self) -> None:
+        """Run the checks."""
+        session = self.checker.session
+        session.case(f"{self.name}: values", self.check_values)
+        session.case(f"{self.name}: bits by number of rows", self.check_row_bits)
+        session.case(f"{self.name}: bits by column and row", self.check_position_bits)
 
     def multiply(self, rows: int) -> DeviceArray:
         """Return the result for the first rows, followed by a row that must stay NaN."""
@@ -191,7 +167,7 @@ class ProductCheck:
             checker.check_sums(f"{self.name}, {rows} rows", y[:rows, columns], expected, magnitude)
             unwritten = int(np.isnan(y[:rows]).sum())
             beyond = int((~np.isnan(y[rows])).sum())
-            checker.bench.check(f"{self.name}, {rows} rows, writes", unwritten + beyond)
+            checker.session.check(f"{self.name}, {rows} rows, writes", unwritten + beyond)
 
     def check_row_bits(self) -> None:
         """Compare the rows of smaller products with those of the largest one."""
@@ -200,7 +176,7 @@ class ProductCheck:
         for rows in checker.rows[:-1]:
             y = self.multiply(rows)
             checker.count_different(checker.lane, y[:rows], reference[:rows])
-        checker.bench.check(f"{self.name}, bits of rows", checker.take_count())
+        checker.session.check(f"{self.name}, bits of rows", checker.take_count())
 
     def check_position_bits(self) -> None:
         """Multiply equal rows with equal columns. All results must have the same bits."""
@@ -216,15 +192,15 @@ class ProductCheck:
             checker.kernels.products.linear(checker.lane, x[:rows], weight, y[:rows])
             flat = y[:rows].reshape(rows * columns)
             checker.count_different(checker.lane, flat, flat[:1])
-        checker.bench.check(f"{self.name}, bits of columns", checker.take_count())
+        checker.session.check(f"{self.name}, bits of columns", checker.take_count())
 
 
-def check_linears(bench: Session) -> Iterator[Case]:
+def check_linears(session: Session) -> None:
     """Check products of all matrices with weights of 16 and of 8 bits."""
-    checker = Checker(bench)
-    for name, size in matrices(bench.shape).items():
+    checker = Checker(session)
+    for name, size in matrices(session.shape).items():
         for dtype in ("bfloat16", E4M3):
-            yield from ProductCheck(checker, name, size, dtype).cases()
+            ProductCheck(checker, name, size, dtype).run()
 
 
 # Products as the model calls them -----------------------------------------------------------------
@@ -237,24 +213,24 @@ def interleaved_pairs(count: int) -> tuple[np.ndarray, np.ndarray]:
     return first, first + 8
 
 
-def check_epilogues(bench: Session) -> Iterator[Case]:
+def check_epilogues(session: Session) -> None:
     """Check matrix products with the epilogues of a decoder layer.
 
     The epilogues are the gate, the folded norm, and RoPE with KV-cache writes.
     """
-    checker = Checker(bench)
+    checker = Checker(session)
     for rows in checker.rows:
-        yield Case(f"gate, {rows} rows", partial(check_gate, checker, rows))
-        yield Case(f"folded norm, {rows} rows", partial(check_norm, checker, rows))
-        yield Case(f"RoPE, KV write, {rows} rows", partial(check_rope, checker, rows))
+        session.case(f"gate, {rows} rows", check_gate, checker, rows)
+        session.case(f"folded norm, {rows} rows", check_norm, checker, rows)
+        session.case(f"RoPE, KV write, {rows} rows", check_rope, checker, rows)
 
 
 def check_gate(checker: Checker, rows: int) -> None:
     """Check silu(gate) * up."""
-    hidden = checker.bench.shape["hidden_size"]
-    inner = checker.bench.shape["intermediate_size"]
-    weight = checker.bench.random_weight((2 * inner, hidden), "bfloat16")
-    x = checker.bench.random((rows, hidden))
+    hidden = checker.session.shape["hidden_size"]
+    inner = checker.session.shape["intermediate_size"]
+    weight = checker.session.random_weight((2 * inner, hidden), "bfloat16")
+    x = checker.session.random((rows, hidden))
     out = checker.output(rows, inner, "bfloat16")
     checker.kernels.products.gated_linear(checker.lane, x, weight, out[:rows])
     columns = checked_columns(inner)
@@ -266,18 +242,18 @@ def check_gate(checker: Checker, rows: int) -> None:
     found = checker.to_host(out)
     checker.check_rounded(f"gate, {rows} rows", found[:rows, columns], expected)
     unwritten = int(np.isnan(found[:rows]).sum()) + int((~np.isnan(found[rows])).sum())
-    checker.bench.check(f"gate, {rows} rows, writes", unwritten)
+    checker.session.check(f"gate, {rows} rows, writes", unwritten)
 
 
 def check_norm(checker: Checker, rows: int) -> None:
     """Check two products with a residual and a folded RMSNorm between them."""
     device = checker.device
-    hidden = checker.bench.shape["hidden_size"]
+    hidden = checker.session.shape["hidden_size"]
     scale = math.sqrt(3 / hidden)
-    first = checker.bench.random_weight((hidden, hidden), "bfloat16", scale)
-    second = checker.bench.random_weight((256, hidden), "bfloat16", scale)
-    x = checker.bench.random((rows, hidden))
-    residual = checker.bench.random_float32((rows, hidden))
+    first = checker.session.random_weight((hidden, hidden), "bfloat16", scale)
+    second = checker.session.random_weight((256, hidden), "bfloat16", scale)
+    x = checker.session.random((rows, hidden))
+    residual = checker.session.random_float32((rows, hidden))
     weight = np.random.default_rng(0).uniform(0.5, 1.5, hidden).astype(np.float32)
     norm = Norm(
         device.from_host(weight),
@@ -297,16 +273,16 @@ def check_norm(checker: Checker, rows: int) -> None:
 
 def check_rope(checker: Checker, rows: int) -> None:
     """Check the fused QKV product: rotated queries, and the written keys and values."""
-    shape = checker.bench.shape
+    shape = checker.session.shape
     dim = shape["head_dim"]
     heads = shape["num_attention_heads"]
     kv_heads = shape["num_key_value_heads"]
     hidden = shape["hidden_size"]
     width = (heads + 2 * kv_heads) * dim
-    kv = random_kv(checker.bench, 512, layers=1, slots=1)
+    kv = random_kv(checker.session, 512, layers=1, slots=1)
     table = Rope(500000.0).table(kv.positions, dim)
-    weight = checker.bench.random_weight((width, hidden), "bfloat16", math.sqrt(3 / hidden))
-    x = checker.bench.random((rows, hidden))
+    weight = checker.session.random_weight((width, hidden), "bfloat16", math.sqrt(3 / hidden))
+    x = checker.session.random((rows, hidden))
     positions = (512 - rows + np.arange(rows)).astype(np.int32)
     where = Rows(
         checker.device.from_host(positions),
@@ -330,12 +306,9 @@ def check_rope(checker: Checker, rows: int) -> None:
 def rotate(heads: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return heads with and without RoPE, with their elements in the usual order.
 
-    Parameters
-    ----------
-    heads
-        [rows, heads, head_dim], products with the interleaved rows of a fused QKV weight.
-    table
-        float32[rows, head_dim], cosines and sines of each row's position.
+    `heads` has the shape [rows, heads, head_dim] and contains products with the interleaved rows of
+    a fused QKV weight. `table` has the shape [rows, head_dim] and contains the cosines and sines of
+    each row's position.
     """
     first, second = interleaved_pairs(heads.shape[-1] // 2)
     one, two = heads[..., first], heads[..., second]
@@ -353,23 +326,23 @@ def cached(checker: Checker, layer: DeviceArray, kv: PagedKV, slot: int) -> np.n
 # Attention ----------------------------------------------------------------------------------------
 
 
-def check_attention(bench: Session) -> Iterator[Case]:
+def check_attention(session: Session) -> None:
     """Check attention for several context lengths and numbers of rows, and its row invariance."""
-    checker = Checker(bench)
-    for length in (32, 80) if bench.small else (256, 2048, 4096):
-        kv = random_kv(bench, length, layers=1, slots=BATCH)
+    checker = Checker(session)
+    for length in (32, 80) if session.small else (256, 2048, 4096):
+        kv = random_kv(session, length, layers=1, slots=BATCH)
         for rows in (1, 4, 32):
             name = f"{length} positions, {rows} rows"
-            yield Case(name, partial(check_rows, checker, kv, length, rows))
+            session.case(name, check_rows, checker, kv, length, rows)
 
 
 def check_rows(checker: Checker, kv: PagedKV, length: int, count: int) -> None:
     """Check the attention of `count` rows, and the bits of the first row alone."""
-    shape = checker.bench.shape
+    shape = checker.session.shape
     dim = shape["head_dim"]
     heads = shape["num_attention_heads"]
     rows = attention_rows(checker.device, length, count)
-    qkv = checker.bench.random_float32((count, (heads + 2 * kv.kv_heads) * dim), 3.0)
+    qkv = checker.session.random_float32((count, (heads + 2 * kv.kv_heads) * dim), 3.0)
     out = checker.output(count, heads * dim)
     checker.kernels.attention.attend(checker.lane, qkv, rows, kv, 0, heads, out[:count])
     found = checker.to_host(out)
@@ -377,11 +350,11 @@ def check_rows(checker: Checker, kv: PagedKV, length: int, count: int) -> None:
     name = f"{length} positions, {count} rows"
     checker.check_rounded(name, found[:count], expected)
     beyond = int(np.isnan(found[:count]).sum()) + int((~np.isnan(found[count])).sum())
-    checker.bench.check(f"{name}, writes", beyond)
+    checker.session.check(f"{name}, writes", beyond)
     alone = checker.output(1, heads * dim)
     checker.kernels.attention.attend(checker.lane, qkv[:1], rows.first(1), kv, 0, heads, alone[:1])
     checker.count_different(checker.lane, alone[:1], out[:1])
-    checker.bench.check(f"{name}, bits of the first row", checker.take_count())
+    checker.session.check(f"{name}, bits of the first row", checker.take_count())
 
 
 def reference_attention(
@@ -411,16 +384,16 @@ MODEL_LAYERS = 2
 MODEL_ROWS = 8
 
 
-def check_model(bench: Session) -> Iterator[Case]:
+def check_model(session: Session) -> None:
     """Check the logits of a model with few layers, and the bits of rows that run one by one."""
-    checker = Checker(bench)
-    shape = bench.shape | {"num_hidden_layers": MODEL_LAYERS}
-    model = random_model(bench.device, shape, form="warp")
+    checker = Checker(session)
+    shape = session.shape | {"num_hidden_layers": MODEL_LAYERS}
+    model = random_model(session.device, shape, form="warp")
     for slot in range(2):
         model.kv.allocate(slot, MODEL_ROWS)
         model.kv.set_table(checker.lane, slot)
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, MODEL_ROWS, np.int32)
-    yield Case("logits", partial(check_logits, checker, model, tokens))
+    session.case("logits", check_logits, checker, model, tokens)
 
 
 def check_logits(checker: Checker, model: LlamaModel, tokens: np.ndarray) -> None:
@@ -448,7 +421,7 @@ def check_logits(checker: Checker, model: LlamaModel, tokens: np.ndarray) -> Non
     expected = reference_output(checker, model, tokens) @ head.T
     checker.check_rounded("logits", found, expected, MODEL_LAYERS)
     checker.count_different(checker.lane, alone[:MODEL_ROWS], together[:MODEL_ROWS])
-    checker.bench.check("logits, bits of single rows", checker.take_count())
+    checker.session.check("logits, bits of single rows", checker.take_count())
 
 
 def reference_output(checker: Checker, model: LlamaModel, tokens: np.ndarray) -> np.ndarray:
@@ -490,32 +463,31 @@ def reference_output(checker: Checker, model: LlamaModel, tokens: np.ndarray) ->
 # Races --------------------------------------------------------------------------------------------
 
 
-def check_races(bench: Session) -> Iterator[Case]:
+def check_races(session: Session) -> None:
     """Repeat split products and split attention, whose last block adds partial results."""
-    checker = Checker(bench)
-    repetitions = 20 if bench.small else 10_000
-    hidden = bench.shape["hidden_size"]
-    for rows in (33,) if bench.small else (17, 32, 64):
-        x = bench.random((rows, hidden))
-        weight = bench.random_weight((hidden, hidden), "bfloat16")
-        y = bench.device.zeros((rows, hidden), "float32")
-
+    checker = Checker(session)
+    repetitions = 20 if session.small else 10_000
+    hidden = session.shape["hidden_size"]
+    for rows in (33,) if session.small else (17, 32, 64):
+        x = session.random((rows, hidden))
+        weight = session.random_weight((hidden, hidden), "bfloat16")
+        y = session.device.zeros((rows, hidden), "float32")
         multiply = partial(multiply_on, checker, x, weight, y)
         name = f"split product, {rows} rows, {repetitions} times"
-        yield Case(name, partial(repeat, checker, name, multiply, y, repetitions))
-    length = 80 if bench.small else 4096
-    kv = random_kv(bench, length, layers=1, slots=BATCH)
-    heads = bench.shape["num_attention_heads"]
-    dim = bench.shape["head_dim"]
-    qkv = bench.random_float32((4, (heads + 2 * kv.kv_heads) * dim), 3.0)
-    out = bench.device.zeros((4, heads * dim), "float32")
-    rows_of_one = attention_rows(bench.device, length, 4)
+        session.case(name, repeat, checker, name, multiply, y, repetitions)
+    length = 80 if session.small else 4096
+    kv = random_kv(session, length, layers=1, slots=BATCH)
+    heads = session.shape["num_attention_heads"]
+    dim = session.shape["head_dim"]
+    qkv = session.random_float32((4, (heads + 2 * kv.kv_heads) * dim), 3.0)
+    out = session.device.zeros((4, heads * dim), "float32")
+    rows_of_one = attention_rows(session.device, length, 4)
 
     def attend(lane: Any) -> None:
         checker.kernels.attention.attend(lane, qkv, rows_of_one, kv, 0, heads, out)
 
     name = f"split attention, {repetitions} times"
-    yield Case(name, partial(repeat, checker, name, attend, out, repetitions))
+    session.case(name, repeat, checker, name, attend, out, repetitions)
 
 
 def multiply_on(
@@ -530,7 +502,7 @@ def repeat(
 ) -> None:
     """Launch a kernel many times and compare each result with the first one."""
     launch(checker.lane)
-    checker.bench.stream.synchronize(LIMIT_S)
+    checker.session.stream.synchronize(LIMIT_S)
     reference = checker.device.from_host(out.to_host(), out.dtype)
     per_graph = min(repetitions, 100)
     graph = Graph(checker.device, "repeated")
@@ -541,47 +513,47 @@ def repeat(
         checker.count_different(lane, out, reference)
     executable = graph.instantiate()
     for _ in range(repetitions // per_graph):
-        executable.launch(checker.bench.stream)
+        executable.launch(checker.session.stream)
     executable.synchronize(LIMIT_S)
     executable.close()
-    checker.bench.check(name, checker.take_count())
+    checker.session.check(name, checker.take_count())
 
 
-def check_hops(bench: Session) -> Iterator[Case]:
+def check_hops(session: Session) -> None:
     """Check the answers of many host steps, by transport."""
     for transport in ("host", "mailbox", "spinkernel"):
-        yield Case(transport, partial(check_answers, bench, transport))
+        session.case(transport, check_answers, session, transport)
 
 
-def check_answers(bench: Session, transport: str) -> None:
+def check_answers(session: Session, transport: str) -> None:
     """Check that kernels and host steps see each other's writes.
 
     A kernel writes a number, the host step writes an answer that depends on the number, and the
     next kernel checks the answer.
     """
-    per_graph, replays = (4, 5) if bench.small else (100, 100)
-    question = bench.device.pinned((1,), "int32")
-    answer = bench.device.pinned((1,), "int32")
-    wrong = bench.device.zeros((1,), "int32")
+    per_graph, replays = (4, 5) if session.small else (100, 100)
+    question = session.device.pinned((1,), "int32")
+    answer = session.device.pinned((1,), "int32")
+    wrong = session.device.zeros((1,), "int32")
     answer.array[0] = 1
 
     def reply() -> None:
         answer.array[0] = 3 * question.array[0] + 1
 
-    graph = Graph(bench.device, transport)
+    graph = Graph(session.device, transport)
     lane = graph.lane("main")
     for _ in range(per_graph):
-        lane.kernel(bench.kernels["ask"], 1, 1, [question, answer, wrong])
+        lane.kernel(session.kernels["ask"], 1, 1, [question, answer, wrong])
         getattr(lane, transport)(PythonWork(reply))
     executable = graph.instantiate()
     for _ in range(replays):
-        executable.launch(bench.stream)
+        executable.launch(session.stream)
         executable.synchronize(LIMIT_S)
     executable.close()
     steps = per_graph * replays
     lost = steps - int(question.array[0])
     name = f"{transport}, {steps} host steps"
-    bench.check(name, int(wrong.to_host()[0]) + abs(lost))
+    session.check(name, int(wrong.to_host()[0]) + abs(lost))
 
 
 # Sampling -----------------------------------------------------------------------------------------
@@ -594,14 +566,14 @@ FORBIDDEN = 1
 MAX_DEVIATION = 4.75
 
 
-def check_sampling(bench: Session) -> Iterator[Case]:
+def check_sampling(session: Session) -> None:
     """Compare the frequencies of sampled tokens with their probabilities.
 
     The case "rejection sampling" counts the first token that verification commits. Its probability
     must be the target's, although the drafts are always the same tokens.
     """
-    setup = SamplingSetup(bench)
-    vocab = bench.shape["vocab_size"]
+    setup = SamplingSetup(session)
+    vocab = session.shape["vocab_size"]
     tokens = np.linspace(5, vocab - 1, len(LOGITS)).astype(np.int64)
     setup.forbid(int(tokens[FORBIDDEN]))
     plain = SamplingParams(temperature=1.0, verify="coupled")
@@ -613,10 +585,10 @@ def check_sampling(bench: Session) -> Iterator[Case]:
         ("min-p 0.3", replace(plain, min_p=0.3)),
         ("rejection sampling", replace(plain, verify="rejection")),
     ):
-        yield Case(name, partial(check_frequencies, setup, name, params, tokens))
+        session.case(name, check_frequencies, setup, name, params, tokens)
 
 
-def expected_law(params: SamplingParams) -> np.ndarray:
+def expected_probabilities(params: SamplingParams) -> np.ndarray:
     """Return the probabilities of the likely tokens after masking and filtering."""
     p = np.exp(LOGITS / params.temperature)
     p[FORBIDDEN] = 0
@@ -638,11 +610,11 @@ def check_frequencies(
 ) -> None:
     """Sample many tokens with different seeds and apply Pearson's chi-square test."""
     sampled = sample_tokens(setup, params, tokens)
-    law = expected_law(params)
+    probabilities = expected_probabilities(params)
     observed = np.array([(sampled == token).sum() for token in tokens])
-    possible = law > 0
+    possible = probabilities > 0
     impossible = len(sampled) - int(observed[possible].sum())
-    expected = len(sampled) * law[possible]
+    expected = len(sampled) * probabilities[possible]
     chi2 = float(((observed[possible] - expected) ** 2 / expected).sum())
     freedom = int(possible.sum()) - 1
     deviation = 0.0
@@ -650,7 +622,7 @@ def check_frequencies(
         variance = 2 / (9 * freedom)
         deviation = ((chi2 / freedom) ** (1 / 3) - 1 + variance) / math.sqrt(variance)
     note = f"{len(sampled)} samples, {deviation:.1f} standard deviations"
-    setup.bench.check(name, impossible + (deviation > MAX_DEVIATION), note)
+    setup.session.check(name, impossible + (deviation > MAX_DEVIATION), note)
 
 
 def sample_tokens(setup: SamplingSetup, params: SamplingParams, tokens: np.ndarray) -> np.ndarray:
@@ -659,24 +631,24 @@ def sample_tokens(setup: SamplingSetup, params: SamplingParams, tokens: np.ndarr
     With rejection sampling, the result has the first token that verification commits for each
     request, otherwise the token that is sampled for each row.
     """
-    bench = setup.bench
-    values = np.full((BATCH * ROWS_PER_REQUEST, bench.shape["vocab_size"]), -60, np.float32)
+    session = setup.session
+    values = np.full((BATCH * ROWS_PER_REQUEST, session.shape["vocab_size"]), -60, np.float32)
     values[:, tokens] = LOGITS
-    logits = bench.device.from_host(values)
+    logits = session.device.from_host(values)
     slots = setup.join(params)
     slots["drafts"][:, : ROWS_PER_REQUEST - 1] = tokens[0]
     rows = setup.row_map(BATCH, ROWS_PER_REQUEST)
-    graph = Graph(bench.device, "sampling")
+    graph = Graph(session.device, "sampling")
     setup.sampler.target(graph.lane("main"), logits, rows)
     if params.verify == "rejection":
         setup.sampler.verify(graph.lane("main"), rows, setup.ring)
     executable = graph.instantiate()
     rng = np.random.default_rng(1)
     sampled = []
-    for _ in range(20 if bench.small else 300):
+    for _ in range(20 if session.small else 300):
         slots["seed"] = rng.integers(1, 2**62, BATCH)
         setup.state.copy_from(slots)
-        executable.launch(bench.stream)
+        executable.launch(session.stream)
         executable.synchronize(LIMIT_S)
         if params.verify == "rejection":
             sampled.append(setup.first_tokens())

@@ -1,4 +1,4 @@
-"""Measurements, and the list of all sections.
+"""Sections that measure the device, the kernels and an engine.
 
 A product is the multiplication of activation rows by a weight matrix. The bandwidth of a product is
 given as a percentage of the read bandwidth, which is measured with a kernel that only reads memory.
@@ -10,12 +10,9 @@ import ctypes
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,7 +30,6 @@ from graft.models.llm.kernels.loader import SHARED_PERCENT
 from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rows import Rows
 from graft.models.request import Request
-from graft.tools.gpu_first import checks, programs
 from graft.tools.gpu_first.arrays import attention_rows, matrices, random_input, random_kv
 from graft.tools.gpu_first.model import (
     PREFILL_LENGTH,
@@ -42,8 +38,8 @@ from graft.tools.gpu_first.model import (
     random_model,
     round_parts,
 )
-from graft.tools.gpu_first.sampling import BATCH, DRAFTS, SamplingSetup, measure_sampling
-from graft.tools.gpu_first.session import LAUNCHES, LIMIT_S, Case, Session
+from graft.tools.gpu_first.sampling import BATCH, DRAFTS, SamplingSetup
+from graft.tools.gpu_first.session import LAUNCHES, LIMIT_S, Session
 
 CLOCK_KERNELS = Path(__file__).parents[1] / "kernels" / "clock.cu"
 #: Numbers of rows of products and forward passes, the most important ones first.
@@ -82,84 +78,84 @@ CUBLAS_OP_T = 1
 # Compilation --------------------------------------------------------------------------------------
 
 
-def compile_kernels(bench: Session) -> Iterator[Case]:
+def compile_kernels(session: Session) -> None:
     """Compile the kernels of all sections in parallel, so that later processes find them cached."""
-    yield Case("open the device", lambda: bench.add(bench.device.describe(), None, ""))
-    yield Case("kernels", partial(_compile_kernels, bench))
+    session.case("open the device", lambda: session.add(session.device.describe(), None, ""))
+    session.case("kernels", _compile_kernels, session)
 
 
-def _compile_kernels(bench: Session) -> None:
+def _compile_kernels(session: Session) -> None:
     start = time.monotonic()
-    shape = bench.shape | {"num_hidden_layers": COMPILED_LAYERS}
-    model = random_model(bench.device, shape)
+    shape = session.shape | {"num_hidden_layers": COMPILED_LAYERS}
+    model = random_model(session.device, shape)
 
     def build_forward(count: int) -> None:
-        lane = Graph(bench.device, f"{count} rows").lane("main")
-        logits = bench.device.empty((count, model.vocab_size), "float32")
-        rows = attention_rows(bench.device, 256, count, per_slot=max(4, count // BATCH))
+        lane = Graph(session.device, f"{count} rows").lane("main")
+        logits = session.device.empty((count, model.vocab_size), "float32")
+        rows = attention_rows(session.device, 256, count, per_slot=max(4, count // BATCH))
         model.forward(lane, rows, None, logits)
-        hidden = bench.shape["hidden_size"]
-        y = bench.device.empty((count, hidden), "float32")
+        hidden = session.shape["hidden_size"]
+        y = session.device.empty((count, hidden), "float32")
         for dtype in ("bfloat16", E4M3):
-            weight = bench.random_weight((hidden, hidden), dtype)
-            x = random_input(bench, model.kernels, weight, count)
+            weight = session.random_weight((hidden, hidden), dtype)
+            x = random_input(session, model.kernels, weight, count)
             model.kernels.products.linear(lane, x, weight, y)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         forwards = [pool.submit(build_forward, count) for count in ROWS]
         with random_engine(shape, DRAFTS, programmatic=False) as engine:
             engine.generate([Request(tokens=[5] * 8, max_tokens=2)])
-        SamplingSetup(bench)
+        SamplingSetup(session)
         for forward in forwards:
             forward.result()
-    bench.add("compilation", time.monotonic() - start, "s")
+    session.add("compilation", time.monotonic() - start, "s")
 
 
 # Device -------------------------------------------------------------------------------------------
 
 
-def measure_ceilings(bench: Session) -> Iterator[Case]:
+def measure_ceilings(session: Session) -> None:
     """Measure the bandwidths of device memory and of the bus to pinned host memory."""
-    yield Case("read", partial(_measure_read, bench))
-    yield Case("copy", partial(_measure_copy, bench))
-    yield Case("pinned memory", partial(_measure_pinned, bench))
+    session.case("read", _measure_read, session)
+    session.case("copy", _measure_copy, session)
+    session.case("pinned memory", _measure_pinned, session)
 
 
-def _measure_read(bench: Session) -> None:
-    bench.add("read", bench.read_bandwidth() / 1e9, "GB/s", (4300, 4500))
+def _measure_read(session: Session) -> None:
+    session.add("read", session.read_bandwidth() / 1e9, "GB/s", (4300, 4500))
 
 
-def _measure_copy(bench: Session) -> None:
-    elements = 1 << (18 if bench.small else 30)
-    halves = bench.random((2, elements))
-    with bench.timed_graph() as lane:
+def _measure_copy(session: Session) -> None:
+    elements = 1 << (18 if session.small else 30)
+    halves = session.random((2, elements))
+    with session.timed_graph() as lane:
         lane.copy(halves[0], halves[1])
     bandwidth = halves.nbytes / lane.seconds
-    bench.add("copy, bytes read and written", bandwidth / 1e9, "GB/s", (4200, 4400))
+    session.add("copy, bytes read and written", bandwidth / 1e9, "GB/s", (4200, 4400))
 
 
-def _measure_pinned(bench: Session) -> None:
-    nbytes = 1 << (15 if bench.small else 27)
-    pinned = bench.device.pinned((nbytes,), "uint8")
-    with bench.timed_graph() as lane:
-        bench.read(lane, pinned, bench.device.multiprocessor_count * 8)
-    bench.add("pinned memory read by a kernel", pinned.nbytes / lane.seconds / 1e9, "GB/s")
-    masks = bench.device.pinned((128, 4096), "int32")
-    with bench.timed_graph() as lane:
+def _measure_pinned(session: Session) -> None:
+    nbytes = 1 << (15 if session.small else 27)
+    pinned = session.device.pinned((nbytes,), "uint8")
+    with session.timed_graph() as lane:
+        session.read(lane, pinned, session.device.multiprocessor_count * 8)
+    session.add("pinned memory read by a kernel", pinned.nbytes / lane.seconds / 1e9, "GB/s")
+    masks = session.device.pinned((128, 4096), "int32")
+    with session.timed_graph() as lane:
         for _ in range(20):
-            bench.read(lane, masks, 128)
+            session.read(lane, masks, 128)
     name = "128 mask rows of 16 KB in pinned memory"
-    bench.add(name, lane.seconds / 20 * 1e6, "us", (40, 100))
+    session.add(name, lane.seconds / 20 * 1e6, "us", (40, 100))
 
 
-def measure_gaps(bench: Session) -> Iterator[Case]:
+def measure_gaps(session: Session) -> None:
     """Measure the time between two kernel nodes, with full and with programmatic edges."""
     for programmatic in (False, True):
         edges = "programmatic" if programmatic else "full"
-        yield Case(f"empty nodes, {edges} edges", partial(_measure_empty, bench, programmatic))
-        yield Case(f"8-MB nodes, {edges} edges", partial(_measure_reads, bench, programmatic))
+        session.case(f"empty nodes, {edges} edges", _measure_empty, session, programmatic)
+        session.case(f"8-MB nodes, {edges} edges", _measure_reads, session, programmatic)
     for carveout in (None, SHARED_PERCENT):
-        yield Case(f"carve-out {carveout}", partial(_measure_carveout, bench, carveout))
+        session.case(f"carve-out {carveout}", _measure_carveout, session, carveout)
 
 
 def predicted_gap(programmatic: bool) -> tuple[float, float]:
@@ -167,58 +163,58 @@ def predicted_gap(programmatic: bool) -> tuple[float, float]:
     return (0.3, 0.7) if programmatic else (1.0, 1.4)
 
 
-def _measure_empty(bench: Session, programmatic: bool) -> None:
-    count = 50 if bench.small else 1000
-    with bench.timed_graph(programmatic) as lane:
+def _measure_empty(session: Session, programmatic: bool) -> None:
+    count = 50 if session.small else 1000
+    with session.timed_graph(programmatic) as lane:
         for _ in range(count):
-            lane.kernel(bench.kernels["nothing"], 1, 32, [])
+            lane.kernel(session.kernels["nothing"], 1, 32, [])
     edges = "programmatic" if programmatic else "full"
     gap_us = lane.seconds / count * 1e6
-    bench.add(f"empty nodes, {edges} edges", gap_us, "us", predicted_gap(programmatic))
+    session.add(f"empty nodes, {edges} edges", gap_us, "us", predicted_gap(programmatic))
 
 
-def _measure_reads(bench: Session, programmatic: bool) -> None:
+def _measure_reads(session: Session, programmatic: bool) -> None:
     """Time kernels that read 8 MB each, and subtract the time of the read itself."""
-    count = 50 if bench.small else 1000
-    elements = 1 << (12 if bench.small else 22)  # 8 MB of bfloat16 unless the sizes are small
-    data = bench.random((count // 2, elements))
-    bandwidth = bench.read_bandwidth()
-    blocks = bench.device.multiprocessor_count * 8
-    with bench.timed_graph(programmatic) as lane:
+    count = 50 if session.small else 1000
+    elements = 1 << (12 if session.small else 22)  # 8 MB of bfloat16 unless the sizes are small
+    data = session.random((count // 2, elements))
+    bandwidth = session.read_bandwidth()
+    blocks = session.device.multiprocessor_count * 8
+    with session.timed_graph(programmatic) as lane:
         for i in range(count):
-            bench.read(lane, data[i % len(data)], blocks)
+            session.read(lane, data[i % len(data)], blocks)
     gap_us = (lane.seconds / count - 2 * elements / bandwidth) * 1e6
     edges = "programmatic" if programmatic else "full"
     name = f"8-MB nodes beyond the read, {edges} edges"
-    bench.add(name, gap_us, "us", predicted_gap(programmatic))
+    session.add(name, gap_us, "us", predicted_gap(programmatic))
 
 
-def _measure_carveout(bench: Session, carveout: int | None) -> None:
+def _measure_carveout(session: Session, carveout: int | None) -> None:
     """Alternate a kernel without shared memory and a product, with programmatic edges.
 
     Different divisions of the L1 cache into cache and shared memory may keep two kernels from
     running at the same time. The product requests SHARED_PERCENT of shared memory. `carveout` is
     the percentage that the first kernel requests; None for the driver's choice.
     """
-    kernels = ModelKernels(bench.device)
-    hidden = bench.shape["hidden_size"]
-    weight = bench.random_weight((hidden, hidden), "bfloat16")
-    x = random_input(bench, kernels, weight, 32)
-    y = bench.device.zeros((32, hidden), "float32")
-    data = bench.random((1 << 12,))
+    kernels = ModelKernels(session.device)
+    hidden = session.shape["hidden_size"]
+    weight = session.random_weight((hidden, hidden), "bfloat16")
+    x = random_input(session, kernels, weight, 32)
+    y = session.device.zeros((32, hidden), "float32")
+    data = session.random((1 << 12,))
     if carveout is not None:
         attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-        call(cu.cuFuncSetAttribute, bench.kernels["read_words"].function, attribute, carveout)
-    count = 5 if bench.small else 200
-    with bench.timed_graph(programmatic=True) as lane:
+        call(cu.cuFuncSetAttribute, session.kernels["read_words"].function, attribute, carveout)
+    count = 5 if session.small else 200
+    with session.timed_graph(programmatic=True) as lane:
         for _ in range(count):
-            bench.read(lane, data, 8)
+            session.read(lane, data, 8)
             kernels.products.linear(lane, x, weight, y)
     choice = "the driver's carve-out" if carveout is None else f"{carveout} % carve-out"
-    bench.add(f"read and product, {choice}", lane.seconds / count * 1e6, "us")
+    session.add(f"read and product, {choice}", lane.seconds / count * 1e6, "us")
 
 
-def measure_hops(bench: Session) -> Iterator[Case]:
+def measure_hops(session: Session) -> None:
     """Measure the latency of a host step between two kernels, by transport.
 
     The transport is the kind of graph node that runs the host step. The latency is measured alone,
@@ -229,23 +225,22 @@ def measure_hops(bench: Session) -> Iterator[Case]:
             name = f"{transport}, {'during products' if products else 'alone'}"
             if products and priorities:
                 name += ", priorities"
-            run = partial(_measure_hop, bench, name, transport, products, priorities)
-            yield Case(name, run)
+            session.case(name, _measure_hop, session, name, transport, products, priorities)
 
 
 def _measure_hop(
-    bench: Session, name: str, transport: str, products: int, priorities: bool
+    session: Session, name: str, transport: str, products: int, priorities: bool
 ) -> None:
     """Measure one transport while `products` products run on another lane."""
-    kernels = ModelKernels(bench.device)
-    stamp = bench.device.load(CLOCK_KERNELS)["stamp_ns"]
-    width, replays = (128, 3) if bench.small else (8192, 200)
-    weight = bench.random_weight((4 * width, width), "bfloat16")
-    x = random_input(bench, kernels, weight, 32)
-    y = bench.device.zeros((32, 4 * width), "float32")
-    stamps = bench.device.pinned((2,), "uint64")
+    kernels = ModelKernels(session.device)
+    stamp = session.device.load(CLOCK_KERNELS)["stamp_ns"]
+    width, replays = (128, 3) if session.small else (8192, 200)
+    weight = session.random_weight((4 * width, width), "bfloat16")
+    x = random_input(session, kernels, weight, 32)
+    y = session.device.zeros((32, 4 * width), "float32")
+    stamps = session.device.pinned((2,), "uint64")
     free = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p).value or 0
-    graph = Graph(bench.device, name)
+    graph = Graph(session.device, name)
     for _ in range(products):
         kernels.products.linear(graph.lane("model"), x, weight, y)
     lane = graph.lane("grammar")
@@ -256,48 +251,49 @@ def _measure_hop(
     executable = graph.instantiate(priorities=priorities)
     times_ns = []
     for _ in range(replays):
-        executable.launch(bench.stream)
+        executable.launch(session.stream)
         executable.synchronize(LIMIT_S)
         times_ns.append(int(stamps.array[1]) - int(stamps.array[0]))
     executable.close()
     p99_ns = np.quantile(times_ns, 0.99)
-    bench.add(name, statistics.median(times_ns) / 1e3, "us", note=f"p99 {p99_ns / 1e3:.1f}")
+    session.add(name, statistics.median(times_ns) / 1e3, "us", note=f"p99 {p99_ns / 1e3:.1f}")
 
 
 # Forward passes -----------------------------------------------------------------------------------
 
 
-def measure_forward(bench: Session) -> Iterator[Case]:
+def measure_forward(session: Session) -> None:
     """Measure forward passes of the model, and of a prefill chunk.
 
     The products are called as in decoding rounds: with residuals, norms, RoPE and gates.
     """
-    bandwidth = bench.read_bandwidth()
-    model = random_model(bench.device, bench.shape)
-    context = 64 if bench.small else 256
+    bandwidth = session.read_bandwidth()
+    model = random_model(session.device, session.shape)
+    context = 64 if session.small else 256
     for slot in range(BATCH):
         model.kv.allocate(slot, PREFILL_LENGTH)
-        model.kv.set_table(StreamLane(bench.stream), slot)
-    for count in ROWS[:4] if bench.small else ROWS:
+        model.kv.set_table(StreamLane(session.stream), slot)
+    for count in ROWS[:4] if session.small else ROWS:
         for programmatic in (False, True):
             edges = ", programmatic edges" if programmatic else ""
-            rows = attention_rows(bench.device, context, count, max(4, count // BATCH))
+            rows = attention_rows(session.device, context, count, max(4, count // BATCH))
             name = f"{count} rows, {context} positions{edges}"
-            run = partial(_measure_forward, bench, model, rows, name, programmatic, bandwidth)
-            yield Case(name, run)
-    yield Case("prefill chunk", partial(_measure_prefill_chunk, bench, model))
+            session.case(
+                name, _measure_forward, session, model, rows, name, programmatic, bandwidth
+            )
+    session.case("prefill chunk", _measure_prefill_chunk, session, model)
 
 
 def _measure_forward(
-    bench: Session, model: LlamaModel, rows: Rows, name: str, programmatic: bool, bandwidth: float
+    session: Session, model: LlamaModel, rows: Rows, name: str, programmatic: bool, bandwidth: float
 ) -> None:
     """Measure a forward pass of some rows, with full or programmatic edges."""
-    logits = bench.device.empty((rows.count, model.vocab_size), "float32")
-    with bench.timed_graph(programmatic) as lane:
+    logits = session.device.empty((rows.count, model.vocab_size), "float32")
+    with session.timed_graph(programmatic) as lane:
         model.forward(lane, rows, None, logits)
-    nbytes = matrix_bytes(bench.shape, with_head=True)
+    nbytes = matrix_bytes(session.shape, with_head=True)
     share = nbytes / lane.seconds / bandwidth
-    bench.add(
+    session.add(
         name,
         lane.seconds * 1e3,
         "ms",
@@ -306,17 +302,17 @@ def _measure_forward(
     )
 
 
-def _measure_prefill_chunk(bench: Session, model: LlamaModel) -> None:
+def _measure_prefill_chunk(session: Session, model: LlamaModel) -> None:
     """Measure 256 rows of one request at the end of a prompt, without logits."""
-    count = 32 if bench.small else 256
-    length = 64 if bench.small else PREFILL_LENGTH
-    rows = attention_rows(bench.device, length, count, per_slot=count)
-    with bench.timed_graph() as lane:
+    count = 32 if session.small else 256
+    length = 64 if session.small else PREFILL_LENGTH
+    rows = attention_rows(session.device, length, count, per_slot=count)
+    with session.timed_graph() as lane:
         model.forward(lane, rows)
-    flops = matrix_bytes(bench.shape, with_head=False) * count  # 2 per bfloat16 weight and row
+    flops = matrix_bytes(session.shape, with_head=False) * count  # 2 per bfloat16 weight and row
     rate = flops / lane.seconds / 1e12
     name = f"prefill of {count} rows, {length} positions"
-    bench.add(name, rate, "TFLOP/s", (380, 550), f"{lane.seconds * 1e3:.2f} ms")
+    session.add(name, rate, "TFLOP/s", (380, 550), f"{lane.seconds * 1e3:.2f} ms")
 
 
 def matrix_bytes(shape: dict[str, int], with_head: bool) -> int:
@@ -331,7 +327,7 @@ def matrix_bytes(shape: dict[str, int], with_head: bool) -> int:
 
 
 def weight_copies(
-    bench: Session, size: tuple[int, int], dtype: str = "bfloat16"
+    session: Session, size: tuple[int, int], dtype: str = "bfloat16"
 ) -> tuple[list[DeviceArray], int]:
     """Return several copies of a matrix, and the number of products to measure with these copies.
 
@@ -339,53 +335,39 @@ def weight_copies(
     therefore reads each of them from memory.
     """
     nbytes = itemsize(dtype) * size[0] * size[1]
-    num_copies = max(2, bench.cache_bytes // nbytes + 1)
-    weights = [bench.random_weight(size, dtype) for _ in range(num_copies)]
+    num_copies = max(2, session.cache_bytes // nbytes + 1)
+    weights = [session.random_weight(size, dtype) for _ in range(num_copies)]
     count = num_copies
-    if not bench.small:
+    if not session.small:
         count = max(num_copies, int(2e9) // nbytes)
     return weights, count
 
 
-def measure_linears(bench: Session) -> Iterator[Case]:
+def measure_linears(session: Session) -> None:
     """Measure single products with weights of 16 and of 8 bits, and without tensor cores."""
-    bandwidth = bench.read_bandwidth()
-    kernels = ModelKernels(bench.device)
-    for name, size in matrices(bench.shape).items():
+    bandwidth = session.read_bandwidth()
+    kernels = ModelKernels(session.device)
+    for name, size in matrices(session.shape).items():
         for dtype in ("bfloat16", E4M3):
-            weights, count = weight_copies(bench, size, dtype)
-            for rows in ROWS[:2] if bench.small else ROWS:
-                measure = _LinearMeasurement(bench, kernels, name, weights, count, bandwidth)
-                yield Case(f"{name} of {dtype}, {rows} rows", partial(measure.run, rows))
+            weights, count = weight_copies(session, size, dtype)
+            for rows in ROWS[:2] if session.small else ROWS:
+                measure = _LinearMeasurement(session, kernels, name, weights, count, bandwidth)
+                session.case(f"{name} of {dtype}, {rows} rows", measure.run, rows)
                 if dtype != E4M3 and rows in PREDICTED_WARP_LINEAR:
                     label = f"{name} without tensor cores, {rows} rows"
-                    yield Case(label, partial(measure.run, rows, cut=8))
+                    session.case(label, measure.run, rows, 8)
 
 
 @dataclass(frozen=True)
 class _LinearMeasurement:
-    """Measurement of the products with one matrix.
+    """Measurement of the products with one matrix."""
 
-    Attributes
-    ----------
-    bench, kernels
-        Section, and the model's kernels.
-    name
-        Name of the matrix.
-    weights
-        Copies of the matrix.
-    count
-        Number of products.
-    bandwidth
-        Read bandwidth in bytes per second.
-    """
-
-    bench: Session
+    session: Session
     kernels: ModelKernels
     name: str
-    weights: list[DeviceArray]
-    count: int
-    bandwidth: float
+    weights: list[DeviceArray]  #: copies of the matrix
+    count: int  #: number of products
+    bandwidth: float  #: read bandwidth in bytes per second
 
     def run(self, rows: int, cut: int = 0) -> None:
         """Measure products with `rows` rows.
@@ -395,10 +377,10 @@ class _LinearMeasurement:
         """
         columns = self.weights[0].shape[0]
         dtype = str(self.weights[0].dtype)
-        y = self.bench.device.zeros((rows, columns - cut), "float32")
+        y = self.session.device.zeros((rows, columns - cut), "float32")
         weight = self.weights[0][: columns - cut]
-        x = random_input(self.bench, self.kernels, weight, rows)
-        with self.bench.timed_graph() as lane:
+        x = random_input(self.session, self.kernels, weight, rows)
+        with self.session.timed_graph() as lane:
             for i in range(self.count):
                 weight = self.weights[i % len(self.weights)]
                 self.kernels.products.linear(lane, x, weight[: columns - cut], y)
@@ -409,7 +391,7 @@ class _LinearMeasurement:
         elif rows <= 8 and dtype != E4M3:
             predicted = PREDICTED_LINEAR.get(self.name)
         suffix = f" less {cut}" if cut else ""
-        self.bench.add(
+        self.session.add(
             f"{self.name}{suffix} of {dtype}, {rows} rows, {lane.kernels}",
             100 * self.weights[0].nbytes / seconds / self.bandwidth,
             "% of read",
@@ -418,58 +400,57 @@ class _LinearMeasurement:
         )
 
 
-def measure_cublas(bench: Session) -> Iterator[Case]:
+def measure_cublas(session: Session) -> None:
     """Measure the products of `measure_linears` with cuBLAS, called through CuPy.
 
     Inputs are bfloat16 and outputs float32. CuPy cannot capture cuBLAS in a graph. To exclude the
     launch times, a kernel blocks the stream until all products are enqueued.
     """
-    if bench.is_soft:
+    if session.is_soft:
         note = "no CuPy on the soft device"
-        yield Case("cublas.gemmEx", lambda: bench.add("cublas.gemmEx", None, "", note=note))
+        session.case("cublas.gemmEx", lambda: session.add("cublas.gemmEx", None, "", note=note))
         return
-    bandwidth = bench.read_bandwidth()
-    for name, size in matrices(bench.shape).items():
-        weights, count = weight_copies(bench, size)
+    bandwidth = session.read_bandwidth()
+    for name, size in matrices(session.shape).items():
+        weights, count = weight_copies(session, size)
         for rows in ROWS:
             label = f"{name}, {rows} rows, gemmEx"
-            run = partial(_measure_gemm, bench, label, weights, count, rows, bandwidth)
-            yield Case(label, run)
+            session.case(label, _measure_gemm, session, label, weights, count, rows, bandwidth)
 
 
 def _measure_gemm(
-    bench: Session, name: str, weights: list[DeviceArray], count: int, rows: int, bandwidth: float
+    session: Session, name: str, weights: list[DeviceArray], count: int, rows: int, bandwidth: float
 ) -> None:
     """Measure products with `rows` rows."""
     columns, inner = weights[0].shape
-    x = bench.random((rows, inner))
-    y = bench.device.zeros((rows, columns), "float32")
-    seconds = _time_gemm(bench, weights, x, y, count) / count
+    x = session.random((rows, inner))
+    y = session.device.zeros((rows, columns), "float32")
+    seconds = _time_gemm(session, weights, x, y, count) / count
     share = 100 * weights[0].nbytes / seconds / bandwidth
-    bench.add(name, share, "% of read", note=f"{seconds * 1e6:.1f} us")
+    session.add(name, share, "% of read", note=f"{seconds * 1e6:.1f} us")
 
 
 def _time_gemm(
-    bench: Session, weights: list[DeviceArray], x: DeviceArray, y: DeviceArray, count: int
+    session: Session, weights: list[DeviceArray], x: DeviceArray, y: DeviceArray, count: int
 ) -> float:
     """Return the median seconds of `count` products ``y = x @ weight.T`` with cuBLAS."""
     import cupy
 
-    stream = cupy.cuda.ExternalStream(bench.stream.handle)
-    hold = bench.device.load(CLOCK_KERNELS)["hold"]
-    gate = bench.device.pinned((1,), "int32")
-    begin = bench.device.event("begin", timing=True)
-    end = bench.device.event("end", timing=True)
+    stream = cupy.cuda.ExternalStream(session.stream.handle)
+    hold = session.device.load(CLOCK_KERNELS)["hold"]
+    gate = session.device.pinned((1,), "int32")
+    begin = session.device.event("begin", timing=True)
+    end = session.device.event("end", timing=True)
     times: list[float] = []
     for launch in range(1 + LAUNCHES):
         # Do not block the stream for the first call, which loads modules and waits for the device.
         gate.array[0] = launch == 0
-        StreamLane(bench.stream).kernel(hold, 1, 1, [gate, 2_000_000_000])
-        begin.record(bench.stream)
+        StreamLane(session.stream).kernel(hold, 1, 1, [gate, 2_000_000_000])
+        begin.record(session.stream)
         with stream:
             for i in range(count):
                 _enqueue_gemm(weights[i % len(weights)], x, y)
-        end.record(bench.stream)
+        end.record(session.stream)
         gate.array[0] = 1
         end.synchronize(LIMIT_S)
         times.append(end.elapsed_s(begin))
@@ -510,30 +491,38 @@ def _enqueue_gemm(weight: DeviceArray, x: DeviceArray, y: DeviceArray) -> None:
 # Attention ----------------------------------------------------------------------------------------
 
 
-def measure_attention(bench: Session) -> Iterator[Case]:
+def measure_attention(session: Session) -> None:
     """Measure the attention of a layer for several context lengths and numbers of rows."""
-    kernels = ModelKernels(bench.device)
-    bandwidth = bench.read_bandwidth()
-    layers = bench.shape["num_hidden_layers"]
-    for length in (32, 64) if bench.small else (256, 2048, 8192):
-        kv = random_kv(bench, length, layers, BATCH)
+    kernels = ModelKernels(session.device)
+    bandwidth = session.read_bandwidth()
+    layers = session.shape["num_hidden_layers"]
+    for length in (32, 64) if session.small else (256, 2048, 8192):
+        kv = random_kv(session, length, layers, BATCH)
         for rows in (1, 4, 32):
-            run = partial(_measure_attention, bench, kernels, kv, length, rows, bandwidth)
-            yield Case(f"{length} positions, {rows} rows", run)
+            session.case(
+                f"{length} positions, {rows} rows",
+                _measure_attention,
+                session,
+                kernels,
+                kv,
+                length,
+                rows,
+                bandwidth,
+            )
 
 
 def _measure_attention(
-    bench: Session, kernels: ModelKernels, kv: PagedKV, length: int, count: int, bandwidth: float
+    session: Session, kernels: ModelKernels, kv: PagedKV, length: int, count: int, bandwidth: float
 ) -> None:
     """Measure the attention of `count` rows, with up to four rows per request.
 
     The rows of a request have the last positions of its context.
     """
-    heads = bench.shape["num_attention_heads"]
-    rows = attention_rows(bench.device, length, count)
-    qkv = bench.random_float32((count, (heads + 2 * kv.kv_heads) * kv.head_dim))
-    out = bench.device.zeros((count, heads * kv.head_dim), "float32")
-    with bench.timed_graph() as lane:
+    heads = session.shape["num_attention_heads"]
+    rows = attention_rows(session.device, length, count)
+    qkv = session.random_float32((count, (heads + 2 * kv.kv_heads) * kv.head_dim))
+    out = session.device.zeros((count, heads * kv.head_dim), "float32")
+    with session.timed_graph() as lane:
         for layer in range(kv.layers):
             kernels.attention.attend(lane, qkv, rows, kv, layer, heads, out)
     seconds = lane.seconds / kv.layers
@@ -542,13 +531,13 @@ def _measure_attention(
     # Short contexts are bound by latency.
     predicted = (75.0, 95.0) if kv_bytes >= 64 << 20 else None
     name = f"{length} positions, {count} rows, {lane.kernels}"
-    bench.add(name, share, "% of read", predicted, f"{seconds * 1e6:.1f} us")
+    session.add(name, share, "% of read", predicted, f"{seconds * 1e6:.1f} us")
 
 
 # Rounds -------------------------------------------------------------------------------------------
 
 
-def measure_rounds(bench: Session) -> Iterator[Case]:
+def measure_rounds(session: Session) -> None:
     """Measure prefill and decoding rounds of an engine with random weights.
 
     The rounds are measured by number of drafts, kind of graph edges and batch size, without and
@@ -558,94 +547,48 @@ def measure_rounds(bench: Session) -> Iterator[Case]:
         name = f"{drafts} drafts"
         if programmatic:
             name += ", programmatic"
-        yield Case(name, partial(_measure_engine, bench, name, drafts, programmatic))
+        session.case(name, _measure_engine, session, name, drafts, programmatic)
 
 
-def _measure_engine(bench: Session, name: str, drafts: int, programmatic: bool) -> None:
+def _measure_engine(session: Session, name: str, drafts: int, programmatic: bool) -> None:
     """Measure the rounds of an engine, and prefill unless there are drafts."""
-    with random_engine(bench.shape, drafts, programmatic) as engine:
+    with random_engine(session.shape, drafts, programmatic) as engine:
         if not drafts:
-            _measure_prefill(bench, engine)
+            _measure_prefill(session, engine)
         for batch in (1, BATCH):
-            _measure_rounds(bench, engine, f"batch {batch}, {name}", batch)
+            _measure_rounds(session, engine, f"batch {batch}, {name}", batch)
 
 
-def _measure_prefill(bench: Session, engine: Engine) -> None:
+def _measure_prefill(session: Session, engine: Engine) -> None:
     """Measure the time to the first token of a long prompt."""
-    length = 64 if bench.small else PREFILL_LENGTH
+    length = 64 if session.small else PREFILL_LENGTH
     times = []
     for i in range(3):
         start = time.perf_counter()
         engine.generate([Request(tokens=[5 + i] * length, max_tokens=1)])
         times.append(time.perf_counter() - start)
     seconds = min(times[1:])
-    flops = matrix_bytes(bench.shape, with_head=False) * length
+    flops = matrix_bytes(session.shape, with_head=False) * length
     note = f"{flops / seconds / 1e12:.0f} TFLOP/s"
-    bench.add(f"prefill of {length} tokens", seconds * 1e3, "ms", note=note)
+    session.add(f"prefill of {length} tokens", seconds * 1e3, "ms", note=note)
 
 
-def _measure_rounds(bench: Session, engine: Engine, name: str, batch: int) -> None:
+def _measure_rounds(session: Session, engine: Engine, name: str, batch: int) -> None:
     """Measure the rounds of a batch and their parts, without and with a grammar."""
-    tokens = 8 if bench.small else 40
+    tokens = 8 if session.small else 40
     parts = next(iter(engine.round_graphs.values())).parts
     drafts = parts.draft_length if parts.drafter else 0
     plain = round_parts(engine, batch, tokens, with_grammar=False)
     predicted = {"target forward": PREDICTED_FORWARD.get(batch * (drafts + 1))}
     for part, ms in plain.items():
-        bench.add(f"{name}: {part}", ms, "ms", predicted.get(part))
+        session.add(f"{name}: {part}", ms, "ms", predicted.get(part))
     if batch == 1 and not drafts:
-        bench.add(f"{name}: tokens", 1e3 / plain["round"], "tokens/s", (240, 318))
+        session.add(f"{name}: tokens", 1e3 / plain["round"], "tokens/s", (240, 318))
     if not has_grammar_backend():
-        bench.add(f"{name}, grammar", None, "", note="no grammar backend is installed")
+        session.add(f"{name}, grammar", None, "", note="no grammar backend is installed")
         return
     guided = round_parts(engine, batch, tokens, with_grammar=True)
     for part, ms in guided.items():
-        bench.add(f"{name}, grammar: {part}", ms, "ms", predicted.get(part))
+        session.add(f"{name}, grammar: {part}", ms, "ms", predicted.get(part))
     ratio = guided["round"] / plain["round"]
-    bench.add(f"{name}: round with grammar over round without", ratio, "times", (0.99, 1.01))
-
-
-# Sections -----------------------------------------------------------------------------------------
-
-
-class Section(NamedTuple):
-    """A section of the run.
-
-    Attributes
-    ----------
-    cases
-        Function that yields the cases of the section.
-    limit_s
-        Time limit of the section in seconds.
-    case_limit_s
-        Time limit of a case in seconds.
-    """
-
-    cases: Callable[[Session], Iterator[Case]]
-    limit_s: float
-    case_limit_s: float = 30.0
-
-
-#: Sections by name in the order in which they run.
-SECTIONS = {
-    "compile": Section(compile_kernels, 80, 75),
-    "truth_linears": Section(checks.check_linears, 45, 15),
-    "truth_epilogues": Section(checks.check_epilogues, 25, 10),
-    "truth_attention": Section(checks.check_attention, 15, 10),
-    "truth_model": Section(checks.check_model, 15, 12),
-    "truth_races": Section(checks.check_races, 15, 10),
-    "truth_hops": Section(checks.check_hops, 10, 8),
-    "truth_sampling": Section(checks.check_sampling, 20, 10),
-    "sanitizer": Section(programs.check_memory, 40, 38),
-    "ceilings": Section(measure_ceilings, 12),
-    "forward": Section(measure_forward, 25),
-    "linears": Section(measure_linears, 25),
-    "attention": Section(measure_attention, 12),
-    "sampling": Section(measure_sampling, 15),
-    "rounds": Section(measure_rounds, 60),
-    "gaps": Section(measure_gaps, 14),
-    "hops": Section(measure_hops, 15),
-    "cublas": Section(measure_cublas, 15),
-    "ncu": Section(programs.profile, 40, 38),
-    "suite": Section(programs.run_tests, 590, 590),
-}
+    session.add(f"{name}: round with grammar over round without", ratio, "times", (0.99, 1.01))

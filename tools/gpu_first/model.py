@@ -34,7 +34,7 @@ from graft.models.llm import llama
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
 from graft.models.llm.llama import LlamaModel
-from graft.models.llm.weights import Interleave, Weights
+from graft.models.llm.weights import Weights
 from graft.models.request import Request
 from graft.tools.demo_model import demo_model
 from graft.tools.gpu_first.session import SMALL_SHAPE, fill_random
@@ -57,16 +57,11 @@ class RandomWeights(Weights):
         return self.stacked({name: rows}, columns)
 
     def stacked(
-        self,
-        parts: dict[str, int],
-        columns: int,
-        interleave: Interleave | None = None,
-        *,
-        bias: bool = False,
+        self, parts: dict[str, int], columns: int, *args: Any, bias: bool = False
     ) -> DeviceArray:
         """Return one random matrix in place of the named matrices, which an engine stacks by rows.
 
-        `interleave` is ignored because the order of random rows has no effect.
+        The order of random rows has no effect.
         """
         assert not bias, "the measured models are Llamas, which have no biases"
         for name, rows in parts.items():
@@ -87,14 +82,7 @@ class RandomWeights(Weights):
 def layer_shapes(shape: dict[str, int], prefix: str, attention_inputs: int) -> Shapes:
     """Return the shapes of the tensors of a decoder layer by name.
 
-    Parameters
-    ----------
-    shape
-        Config values of the model.
-    prefix
-        Prefix of the tensor names.
-    attention_inputs
-        Input features of the attention projections.
+    `attention_inputs` is the number of input features of the attention projections.
     """
     hidden = shape["hidden_size"]
     inner = shape["intermediate_size"]
@@ -281,16 +269,10 @@ def random_model(device: Any, shape: dict[str, int], form: str | None = None) ->
 
 @contextmanager
 def random_engine(shape: dict[str, int], drafts: int, programmatic: bool) -> Iterator[Engine]:
-    """Open an engine with random weights.
+    """Open an engine with random weights and `drafts` drafts per round by an EAGLE-3 head.
 
-    Parameters
-    ----------
-    shape
-        Config values of the model.
-    drafts
-        Number of drafts per round by an EAGLE-3 head; 0 for decoding without speculation.
-    programmatic
-        Whether the graphs have programmatic edges.
+    Without drafts, it decodes without speculation. `programmatic` says whether its graphs have
+    programmatic edges.
     """
     backend: Any = "auto" if has_grammar_backend() else UnusedBackend
     with tempfile.TemporaryDirectory() as folder, random_weights():
@@ -309,23 +291,9 @@ def random_engine(shape: dict[str, int], drafts: int, programmatic: bool) -> Ite
 
 
 def round_parts(engine: Engine, batch: int, tokens: int, with_grammar: bool) -> dict[str, float]:
-    """Measure the device time of a decoding round and of its parts.
+    """Return the mean milliseconds of a decoding round and of each of its parts by name.
 
-    Parameters
-    ----------
-    engine
-        Engine from `random_engine`.
-    batch
-        Number of requests.
-    tokens
-        Tokens per request.
-    with_grammar
-        Whether the requests have a grammar.
-
-    Returns
-    -------
-    dict
-        Mean milliseconds of the round and of each part, by name.
+    The engine is that of `random_engine`, and `tokens` the number of tokens per request.
     """
     grammar = GrammarSpec.regex("[a-z ]{400,}") if with_grammar else None
     requests = [

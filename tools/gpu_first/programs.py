@@ -8,12 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from graft.tools.gpu_first.session import Case, Session
+from graft.tools.gpu_first.session import Session
 
 #: Time limit of a program in seconds.
 LIMIT_S = 35.0
@@ -31,20 +31,22 @@ def find_program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path=path)
 
 
-def run_program(bench: Session, name: str, command: Sequence[str]) -> str | None:
-    """Run a program for at most `LIMIT_S`, and write its output to ``NAME.txt``.
+def run_tool(session: Session, name: str, tool: str, arguments: Sequence[str]) -> str | None:
+    """Run a short generation under a CUDA tool, and write the output to ``NAME.txt``.
 
-    Returns
-    -------
-    str or None
-        The output, or None if the program exceeded the time limit.
+    Return the output, or None if the tool is not installed or exceeds the time limit.
     """
-    path = bench.folder / f"{name}.txt"
+    program = find_program(tool)
+    if program is None:
+        session.add(name, None, "", note=f"{tool} is not installed")
+        return None
+    path = session.folder / f"{name}.txt"
+    command = [program, *arguments, *generate_command()]
     with path.open("w") as file:
         try:
             subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            bench.add(name, None, "", note=f"timed out after {LIMIT_S:.0f} s")
+            session.add(name, None, "", note=f"timed out after {LIMIT_S:.0f} s")
             return None
     return path.read_text(errors="replace")
 
@@ -55,71 +57,63 @@ def generate_command() -> list[str]:
     return [sys.executable, *GENERATE, *grammar, "--max-tokens", "6"]
 
 
-def check_memory(bench: Session) -> Iterator[Case]:
+def check_memory(session: Session) -> None:
     """Run a few rounds of the demo model under compute-sanitizer."""
-    yield Case("memcheck", partial(_check_memory, bench))
+    session.case("memcheck", _check_memory, session)
 
 
-def _check_memory(bench: Session) -> None:
-    program = find_program("compute-sanitizer")
-    if program is None:
-        bench.add("memcheck", None, "", note="compute-sanitizer is not installed")
-        return
-    command = [program, "--tool", "memcheck", *generate_command()]
-    output = run_program(bench, "memcheck", command)
+def _check_memory(session: Session) -> None:
+    output = run_tool(session, "memcheck", "compute-sanitizer", ["--tool", "memcheck"])
     if output is None:
         return
     summary = re.search(r"ERROR SUMMARY: (\d+)", output)
     if summary is None:
-        bench.fail("memcheck", output.strip()[-200:] or "compute-sanitizer printed no summary")
+        session.fail("memcheck", output.strip()[-200:] or "compute-sanitizer printed no summary")
     else:
-        bench.check("memcheck", int(summary[1]))
+        session.check("memcheck", int(summary[1]))
 
 
-def profile(bench: Session) -> Iterator[Case]:
+def profile(session: Session) -> None:
     """Measure kernels of the demo model's rounds with Nsight Compute."""
-    yield Case("ncu", partial(_profile, bench))
+    session.case("ncu", _profile, session)
 
 
-def _profile(bench: Session) -> None:
-    program = find_program("ncu")
-    if program is None:
-        bench.add("ncu", None, "", note="Nsight Compute (ncu) is not installed")
-        return
-    command = [program, "--set", "basic", "--csv", "--graph-profiling", "node"]
-    command += ["--launch-skip", str(SKIPPED_LAUNCHES), "--launch-count", str(MEASURED_LAUNCHES)]
-    output = run_program(bench, "ncu", [*command, *generate_command()])
+def _profile(session: Session) -> None:
+    arguments = ["--set", "basic", "--csv", "--graph-profiling", "node"]
+    arguments += ["--launch-skip", str(SKIPPED_LAUNCHES), "--launch-count", str(MEASURED_LAUNCHES)]
+    output = run_tool(session, "ncu", "ncu", arguments)
     if output is not None:
         rows = sum(line.startswith('"') for line in output.splitlines())
-        bench.add("rows of ncu.txt", rows, "rows")
+        session.add("rows of ncu.txt", rows, "rows")
 
 
-def run_tests(bench: Session) -> Iterator[Case]:
+def run_tests(session: Session) -> None:
     """Run graft's tests on this device. The result is the number of failures of each file."""
+    session.case("suite", _run_suite, session)
+
+
+def _run_suite(session: Session) -> None:
+    missing = ""
     if importlib.util.find_spec("pytest") is None:
-        yield Case("suite", lambda: bench.add("suite", None, "", note="pytest is not installed"))
-        return
-    if not Path("tests/cudagraph").is_dir():
-        why = "the working directory has no folder tests"
-        yield Case("suite", lambda: bench.add("suite", None, "", note=why))
+        missing = "pytest is not installed"
+    elif not Path("tests/cudagraph").is_dir():
+        missing = "the working directory has no folder tests"
+    if missing:
+        session.add("suite", None, "", note=missing)
         return
     files: list[Path] = []
     for package in ("cudagraph", "sampling", "models", "grammar"):
         files += sorted(Path("tests", package).glob("test_*.py"))
-    if bench.small:
+    if session.small:
         files = [Path("tests/cudagraph/test_lanes.py")]
-    yield Case("suite", partial(_run_test_files, bench, files))
+    with ThreadPoolExecutor(1 if session.small else 6) as pool:
+        list(pool.map(partial(_run_test_file, session), files))
 
 
-def _run_test_files(bench: Session, files: Sequence[Path]) -> None:
-    with ThreadPoolExecutor(1 if bench.small else 6) as pool:
-        list(pool.map(partial(_run_test_file, bench), files))
-
-
-def _run_test_file(bench: Session, path: Path) -> None:
+def _run_test_file(session: Session, path: Path) -> None:
     command = [sys.executable, "-m", "pytest", str(path), "-q", "--tb=line"]
     command += ["-p", "no:cacheprovider", "-o", "faulthandler_timeout=90"]
-    environment = {**os.environ, "GRAFT_DEVICE": bench.device.kind}
+    environment = {**os.environ, "GRAFT_DEVICE": session.device.kind}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = done.stdout.strip().splitlines() or [""]
     failures = sum(int(count) for count in re.findall(r"(\d+) (?:failed|error)", lines[-1]))
@@ -127,4 +121,4 @@ def _run_test_file(bench: Session, path: Path) -> None:
         failures = 1
     failed_tests = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     note = "; ".join([lines[-1], *failed_tests])
-    bench.check(str(path), failures, note[:2000])
+    session.check(str(path), failures, note[:2000])

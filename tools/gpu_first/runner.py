@@ -29,33 +29,17 @@ def run_section(
 ) -> dict[str, Any]:
     """Run a section. After a crash or a case that takes too long, run the remaining cases.
 
-    The output of the processes is appended to a file next to `figures_path` with the suffix
-    ``.log``.
-
-    Parameters
-    ----------
-    command
-        Returns program and arguments of a child process, for the names of the cases to skip.
-    figures_path
-        File to which the child processes append lines of JSON; see `Session`.
-    limit_s
-        Time limit of the section in seconds.
-    case_limit_s
-        Time limit of one case in seconds.
+    `command` returns program and arguments of a child process, given the names of the cases to
+    skip. The child processes append lines of JSON to `figures_path`; see `Session`. Their output is
+    appended to a file next to it with the suffix ``.log``.
 
     Returns
     -------
     dict
-        ``status``
-            "ok", or why the last process failed.
-        ``seconds``
-            Duration.
-        ``processes``
-            Number of child processes.
-        ``figures``
-            Measured values and results of checks; see `session.make_figure`.
-        ``output``
-            End of the processes' output; empty if the status is "ok".
+        ``status`` is "ok", or why the last process failed. ``seconds`` is the duration,
+        ``processes`` the number of child processes. ``figures`` has the measured values and the
+        results of checks (`session.make_figure`). ``output`` is the end of the processes' output;
+        it is empty if the status is "ok".
     """
     start = time.monotonic()
     log_path = figures_path.with_suffix(".log")

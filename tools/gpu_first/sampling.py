@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ from graft.sampling.mode import DraftMode
 from graft.sampling.params import SamplingParams
 from graft.sampling.sampler import ROUND_ROW, RowMap, Sampler, output_ring
 from graft.sampling.state import SlotRequest, SlotState
-from graft.tools.gpu_first.session import LIMIT_S, Case, Session
+from graft.tools.gpu_first.session import LIMIT_S, Session
 
 ROW_READY = NUMBERS["ROW_READY"]
 BATCH = 8
@@ -28,21 +26,14 @@ class SamplingSetup:
     """Sampling state of eight requests with three drafts each, as in a decoding round.
 
     All tokens are legal in the mask rows until `forbid` is called.
-
-    Attributes
-    ----------
-    bench
-        Section.
-    state, sampler, ring
-        Slots, sampler and output ring of the requests.
     """
 
-    def __init__(self, bench: Session):
-        vocab = bench.shape["vocab_size"]
-        self.bench = bench
-        self.state = SlotState(bench.device, BATCH, vocab)
-        self._replay = bench.device.zeros((1,), "int32")
-        self._exchange = Exchange(bench.device, BATCH, vocab, DraftMode.chain(DRAFTS))
+    def __init__(self, session: Session):
+        vocab = session.shape["vocab_size"]
+        self.session = session
+        self.state = SlotState(session.device, BATCH, vocab)
+        self._replay = session.device.zeros((1,), "int32")
+        self._exchange = Exchange(session.device, BATCH, vocab, DraftMode.chain(DRAFTS))
         self._exchange.masks[:] = -1
         self._exchange.stamps["state"] = ROW_READY
         self._exchange.stamps["epoch"] = 1
@@ -51,11 +42,11 @@ class SamplingSetup:
         self.sampler = Sampler(
             self.state, self._exchange, self._replay, token_limit=vocab, max_batch=BATCH
         )
-        self.ring = output_ring(bench.device, 2, BATCH, DRAFTS)
+        self.ring = output_ring(session.device, 2, BATCH, DRAFTS)
 
     def _copy_masks(self) -> None:
-        self._exchange.copy_masks_to_device(StreamLane(self.bench.stream), 0, ROWS_PER_REQUEST)
-        self.bench.stream.synchronize(LIMIT_S)
+        self._exchange.copy_masks_to_device(StreamLane(self.session.stream), 0, ROWS_PER_REQUEST)
+        self.session.stream.synchronize(LIMIT_S)
 
     def forbid(self, token: int) -> None:
         """Make a token illegal for all rows."""
@@ -69,8 +60,8 @@ class SamplingSetup:
         """
         request = SlotRequest(params=params, position=8, last=1, epoch=1, limit=1 << 20)
         for slot in range(BATCH):
-            self.state.join(StreamLane(self.bench.stream), slot, request)
-        self.bench.stream.synchronize(LIMIT_S)
+            self.state.join(StreamLane(self.session.stream), slot, request)
+        self.session.stream.synchronize(LIMIT_S)
         slots = self.state.to_host()
         slots["drafts"][:, :DRAFTS] = 1
         slots["q_kind"][:, :DRAFTS] = 1
@@ -86,7 +77,7 @@ class SamplingSetup:
 
     def row_map(self, requests: int, width: int) -> RowMap:
         """Return the map of the rows of `requests` requests with `width` rows each."""
-        device = self.bench.device
+        device = self.session.device
         batch_rows = np.arange(requests, dtype=np.int32)
         index = np.arange(requests * width, dtype=np.int32)
         return RowMap(
@@ -96,18 +87,24 @@ class SamplingSetup:
         )
 
 
-def measure_sampling(bench: Session) -> Iterator[Case]:
+def measure_sampling(session: Session) -> None:
     """Measure sampling from the target's logits, greedily and with top-k and top-p."""
-    setup = SamplingSetup(bench)
+    setup = SamplingSetup(session)
     filtered = SamplingParams(temperature=0.8, top_k=50, top_p=0.9)
     for name, params, predicted in (
         ("greedy", SamplingParams(), (5, 20)),
         ("top-k 50, top-p 0.9", filtered, PREDICTED_FILTERED_US),
     ):
         for requests, width in ((1, 1), (8, 1), (8, ROWS_PER_REQUEST)):
-            sizes = (requests, width)
-            run = partial(_measure_sampling, setup, name, params, sizes, predicted)
-            yield Case(f"{name}, {requests * width} rows", run)
+            session.case(
+                f"{name}, {requests * width} rows",
+                _measure_sampling,
+                setup,
+                name,
+                params,
+                (requests, width),
+                predicted,
+            )
 
 
 def _measure_sampling(
@@ -121,30 +118,30 @@ def _measure_sampling(
 
     `sizes` are the number of requests and the number of rows per request.
     """
-    bench = setup.bench
+    session = setup.session
     requests, width = sizes
     slots = setup.join(params)
     slots["draft_len"] = width - 1
     setup.state.copy_from(slots)
-    count = 2 if bench.small else 20
+    count = 2 if session.small else 20
     num_rows = requests * width
-    saved = bench.device.from_host(setup.state.array.to_host())
+    saved = session.device.from_host(setup.state.array.to_host())
     rows = setup.row_map(requests, width)
-    logits = bench.random_float32((num_rows, bench.shape["vocab_size"]), 2.0)
-    with bench.timed_graph() as lane:
+    logits = session.random_float32((num_rows, session.shape["vocab_size"]), 2.0)
+    with session.timed_graph() as lane:
         for _ in range(count):
             setup.sampler.target(lane, logits, rows)
     usable = int((setup.sampler.row_ok.to_host()[:num_rows] == 1).sum())
-    bench.add(
+    session.add(
         f"{name}, {num_rows} rows, {lane.kernels}",
         lane.seconds / count * 1e6,
         "us",
         predicted,
         f"{usable} rows usable",
     )
-    with bench.timed_graph() as lane:
+    with session.timed_graph() as lane:
         for _ in range(count):
             lane.copy(setup.state.array, saved)
             setup.sampler.target(lane, logits, rows)
             setup.sampler.verify(lane, rows, setup.ring)
-    bench.add(f"{name}, {num_rows} rows, verified", lane.seconds / count * 1e6, "us")
+    session.add(f"{name}, {num_rows} rows, verified", lane.seconds / count * 1e6, "us")

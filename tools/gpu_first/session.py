@@ -1,4 +1,4 @@
-"""Common parts of the sections: cases, output of values, timed graphs and random arrays."""
+"""What all sections use: cases, output of values, timed graphs and random arrays."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -53,30 +53,11 @@ Range = tuple[float, float] | None
 _seeds = itertools.count(1)
 
 
-class Case(NamedTuple):
-    """A part of a section that can fail without affecting the other parts.
-
-    Attributes
-    ----------
-    name
-        Name, which is unique in the section.
-    run
-        Function that measures or checks values and adds them to the section's `Session`.
-    """
-
-    name: str
-    run: Callable[[], None]
-
-
 class TimedLane:
     """A graph lane that records the names of its kernels and the duration of its graph.
 
-    A lane is an in-order sequence of graph nodes.
-
-    Attributes
-    ----------
-    seconds
-        Median duration of a replay in seconds. `Session.timed_graph` sets it when its block ends.
+    A lane is an in-order sequence of graph nodes. When its block ends, `Session.timed_graph` sets
+    `seconds` to the median duration of a replay.
     """
 
     def __init__(self, lane: Any) -> None:
@@ -101,31 +82,22 @@ class TimedLane:
 class Session:
     """Device and output file of one section.
 
-    Parameters
-    ----------
-    out
-        File to which each value is appended as a line of JSON, and the start and end of each case.
-    small
-        Whether to use sizes that the soft device can run.
-
-    Attributes
-    ----------
-    shape
-        Config values of the model.
-    cache_bytes
-        Minimum total size in bytes of arrays that are read in rotation. With this size, no array is
-        still in the L2 cache when it is read again.
+    Values, and the start and end of each case, are appended to `out` as lines of JSON. With
+    `small`, arrays and models have sizes that the soft device can run. The cases in `skip` do not
+    run.
     """
 
-    def __init__(self, out: Path, small: bool) -> None:
+    def __init__(self, out: Path, small: bool, skip: Collection[str] = ()) -> None:
         self.device = open_device()
         self.small = small
         self.stream = self.device.stream("gpu first")
         self.shape = SMALL_SHAPE if small else FULL_SHAPE
         self.kernels = self.device.load(PROBE_KERNELS)
+        #: If arrays with this total size are read in rotation, none is still in the L2 cache.
         self.cache_bytes = 0 if small else 4 * self.device.attribute("L2_CACHE_SIZE")
         self._sink = self.device.zeros((1,), "uint32")
         self._out = out
+        self._skip = skip
 
     @property
     def folder(self) -> Path:
@@ -137,26 +109,25 @@ class Session:
         """Whether the device is the soft device."""
         return self.device.kind == "soft"
 
-    def run(self, cases: Iterable[Case], skip: Collection[str] = ()) -> None:
-        """Run cases, except those whose names are in `skip`.
+    def case(self, name: str, run: Callable[..., None], *args: Any) -> None:
+        """Call `run(*args)`, a part of the section that may fail without affecting other parts.
 
-        A case that raises an exception counts as failed, and the next case runs. If an option is
-        not supported by the device, the case counts as refused. If the device can no longer be
-        used, the process exits with `DEVICE_LOST_STATUS`.
+        The name of a case is unique in the section. If an option is not supported by the device,
+        the case counts as refused. If the device can no longer be used, the process exits with
+        `DEVICE_LOST_STATUS`.
         """
-        for case in cases:
-            if case.name in skip:
-                continue
-            self._write({"event": "begin", "case": case.name, "time": time.monotonic()})
-            try:
-                case.run()
-            except OptionError as error:
-                self.add(case.name, None, "", note=f"refused: {error}")
-            except Exception as error:
-                self.fail(case.name, f"{type(error).__name__}: {error}")
-                if not self._device_works():
-                    sys.exit(DEVICE_LOST_STATUS)
-            self._write({"event": "end", "case": case.name})
+        if name in self._skip:
+            return
+        self._write({"event": "begin", "case": name, "time": time.monotonic()})
+        try:
+            run(*args)
+        except OptionError as error:
+            self.add(name, None, "", note=f"refused: {error}")
+        except Exception as error:
+            self.fail(name, f"{type(error).__name__}: {error}")
+            if not self._device_works():
+                sys.exit(DEVICE_LOST_STATUS)
+        self._write({"event": "end", "case": name})
 
     def _device_works(self) -> bool:
         try:
@@ -171,20 +142,10 @@ class Session:
     def add(
         self, name: str, measured: float | None, unit: str, predicted: Range = None, note: str = ""
     ) -> None:
-        """Append a measured value to the output file.
+        """Append a measured value to the output file; None if it could not be measured.
 
-        Parameters
-        ----------
-        name
-            Name of the value in the table.
-        measured
-            Measured value; None if it could not be measured.
-        unit
-            Unit of the value and the prediction.
-        predicted
-            Predicted range (low, high). It is ignored for small sizes.
-        note
-            Text of the last column of the table.
+        `predicted` is a range in the same unit, which is ignored for small sizes. `note` is the
+        last column of the table.
         """
         predicted = None if self.small else predicted
         self._write(make_figure(name, measured, unit, predicted, note))
@@ -202,12 +163,8 @@ class Session:
         """Yield a `TimedLane` to which the block adds nodes, and time the graph afterwards.
 
         When the block ends, the graph is replayed several times, and the lane's ``seconds`` are set
-        to the median duration of these replays except the first.
-
-        Parameters
-        ----------
-        programmatic
-            Whether kernels are connected by programmatic edges.
+        to the median duration of these replays except the first. With `programmatic`, kernels are
+        connected by programmatic edges.
         """
         graph = Graph(self.device, "measured", programmatic=programmatic)
         lane = TimedLane(graph.lane("main"))
@@ -282,8 +239,7 @@ def make_figure(
 ) -> dict[str, Any]:
     """Return a line of a section's output file: a measured value, or the result of a check.
 
-    `passed` is None for a value that is not the result of a check. `Session.add` describes the other
-    parameters.
+    `passed` is None for a value that is not the result of a check.
     """
     return {
         "event": "figure",

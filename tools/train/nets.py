@@ -18,20 +18,9 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a model.
+    """Sizes of a model."""
 
-    Attributes
-    ----------
-    hidden, layers, heads, kv_heads, head_dim, inner, vocab
-        Hidden size, layers, attention heads, key-value heads, head size, MLP size, vocabulary size.
-    theta
-        Base of the rotary embedding.
-    eps
-        Epsilon of RMSNorm.
-    positions
-        Maximum number of positions.
-    """
-
+    #: Hidden size, layers, attention heads, key-value heads, head size, MLP size, vocabulary size.
     hidden: int = 192
     layers: int = 4
     heads: int = 6
@@ -39,9 +28,9 @@ class Sizes:
     head_dim: int = 32
     inner: int = 512
     vocab: int = 2048
-    theta: float = 10000.0
-    eps: float = 1e-5
-    positions: int = 1024
+    theta: float = 10000.0  #: base of the rotary embedding
+    eps: float = 1e-5  #: epsilon of RMSNorm
+    positions: int = 1024  #: maximum number of positions
 
     def config(self) -> dict[str, Any]:
         """Return the values of a Hugging Face config that target and drafters share."""

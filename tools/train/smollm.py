@@ -78,27 +78,15 @@ REQUEST_BEGINNINGS = (("explain", "Explain in two sentences why"), ("tips", "Lis
 
 @dataclass
 class Row:
-    """A request and its answer.
+    """A request and its answer."""
 
-    Attributes
-    ----------
-    ids
-        Token ids of prompt and answer.
-    start
-        Index of the first token of the answer.
-    kind
-        Kind of the request.
-    legal
-        Token bitmask of each token of the answer; empty without a grammar.
-    streams
-        Hidden states, namely the outputs of AUX_LAYERS and the normalized last hidden state;
-        float16 [n - 1, 4 hidden].
-    """
-
-    ids: list[int]
-    start: int
-    kind: str
+    ids: list[int]  #: token ids of prompt and answer
+    start: int  #: index of the first token of the answer
+    kind: str  #: kind of the request
+    #: Token bitmask of each token of the answer; empty without a grammar.
     legal: list[np.ndarray] = field(default_factory=list)
+    #: Hidden states, namely the outputs of AUX_LAYERS and the normalized last hidden state; float16
+    #: [n - 1, 4 hidden].
     streams: Tensor = None
 
 

@@ -24,17 +24,22 @@ extern "C" __global__ void read_words(const Words* data, long long count, unsign
   if (sum == 0x9e3779b9u) *sink = sum;
 }
 
+// Returns 32 pseudo-random bits that depend on an index and a seed.
+__device__ __forceinline__ unsigned int random_bits(long long index, unsigned int seed) {
+  unsigned int hash = static_cast<unsigned int>(index) * 0x9e3779b1u + seed * 0x85ebca6bu;
+  hash = (hash ^ (hash >> 15)) * 0x2c1b3c6du;
+  hash = (hash ^ (hash >> 12)) * 0x297a2d39u;
+  return hash ^ (hash >> 15);
+}
+
 // Writes `count` pseudo-random values between -scale and scale.
 extern "C" __global__ void fill_random(bf16_t* out, long long count, float scale,
                                        unsigned int seed) {
   const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
   for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
        i += step) {
-    unsigned int hash = static_cast<unsigned int>(i) * 0x9e3779b1u + seed * 0x85ebca6bu;
-    hash = (hash ^ (hash >> 15)) * 0x2c1b3c6du;
-    hash = (hash ^ (hash >> 12)) * 0x297a2d39u;
-    hash ^= hash >> 15;
-    from_float((static_cast<float>(hash >> 8) * (1.0f / 8388608.0f) - 1.0f) * scale, out + i);
+    const float unit = static_cast<float>(random_bits(i, seed) >> 8) * (1.0f / 8388608.0f);
+    from_float((unit - 1.0f) * scale, out + i);
   }
 }
 
@@ -43,10 +48,7 @@ extern "C" __global__ void fill_random_e4m3(e4m3_t* out, long long count, unsign
   const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
   for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
        i += step) {
-    unsigned int hash = static_cast<unsigned int>(i) * 0x9e3779b1u + seed * 0x85ebca6bu;
-    hash = (hash ^ (hash >> 15)) * 0x2c1b3c6du;
-    hash = (hash ^ (hash >> 12)) * 0x297a2d39u;
-    out[i].bits = static_cast<unsigned char>((hash >> 24) & 0xbfu);
+    out[i].bits = static_cast<unsigned char>((random_bits(i, seed) >> 24) & 0xbfu);
   }
 }
 

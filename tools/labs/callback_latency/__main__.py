@@ -71,35 +71,20 @@ WARNING = "These are times of the soft device, a CPU. They do not apply to a GPU
 
 @dataclass
 class Measurement:
-    """Samples of one graph, measured while Python is idle or busy.
+    """Samples of one graph, measured while Python is idle or busy."""
 
-    Attributes
-    ----------
-    graph
-        Measured graph.
-    python
-        "idle" or "busy".
-    join, hop
-        Latencies in nanoseconds, one array per batch of replays.
-    gil_held
-        Whether each callback began while the busy thread held the GIL; one bool array per batch.
-    """
-
-    graph: TransportGraph
-    python: str
+    graph: TransportGraph  #: measured graph
+    python: str  #: "idle" or "busy"
+    #: Latencies in nanoseconds, one array per batch of replays.
     join: list[np.ndarray] = field(default_factory=list)
     hop: list[np.ndarray] = field(default_factory=list)
+    #: Whether each callback began while the busy thread held the GIL; one bool array per batch.
     gil_held: list[np.ndarray] = field(default_factory=list)
 
     def add(self, samples: Samples, gaps: Sequence[tuple[int, int]]) -> None:
         """Add the samples of a batch.
 
-        Parameters
-        ----------
-        samples
-            Times of the replays.
-        gaps
-            Intervals of CLOCK_MONOTONIC in which the busy thread did not run.
+        `gaps` are the intervals of CLOCK_MONOTONIC in which the busy thread did not run.
         """
         self.join.append(samples.join)
         if samples.hop is not None:
@@ -111,23 +96,14 @@ class Measurement:
 
 
 def gil_was_held(begun: np.ndarray, gaps: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return for each callback whether it began while the busy thread held the GIL.
+    """Return for each callback whether it began while the busy thread held the GIL (bool [n]).
 
     This is the case if the busy thread ran between the end of the previous callback and the start
     of this callback. Only callbacks request the GIL. Once the busy thread has run, it therefore
     holds the GIL until the next callback, even if the operating system preempts it.
 
-    Parameters
-    ----------
-    begun
-        Begin of each callback and end of the previous one; int64 [n, 2]. See `Samples.begun`.
-    gaps
-        Intervals of CLOCK_MONOTONIC in which the busy thread did not run.
-
-    Returns
-    -------
-    np.ndarray
-        bool [n].
+    `begun` has the begin of each callback and the end of the previous one (int64 [n, 2]). `gaps`
+    are the intervals of CLOCK_MONOTONIC in which the busy thread did not run.
     """
     spans = np.array(gaps, np.uint64).astype(np.int64).reshape(-1, 2)
     within_gap = (begun[:, 1:] >= spans[:, 0]) & (begun[:, :1] <= spans[:, 1])
@@ -141,23 +117,11 @@ def measure(
     limit_s: float,
     seed: int = 0,
 ) -> list[Measurement]:
-    """Measure all graphs in all states of Python.
+    """Measure all graphs in all states of Python, in a random order.
 
-    The first batch of replays of each graph is a warm-up and is discarded.
-
-    Parameters
-    ----------
-    graphs
-        Graphs to measure.
-    samples
-        Number of replays per graph and state.
-    python_states
-        States of Python; "idle", "busy" or both.
-    limit_s
-        Time limit per state in seconds. When it is reached, the measurements have fewer samples
-        than requested, but at least one batch.
-    seed
-        Seed of the random order of the graphs.
+    The first batch of replays of each graph is a warm-up and is discarded. `samples` is the number
+    of replays per graph and state. When the time limit of a state is reached, the measurements
+    have fewer samples, but at least one batch.
     """
     rng = random.Random(seed)
     done = []
@@ -191,12 +155,8 @@ def quantiles(nanoseconds: np.ndarray) -> dict[str, float]:
 def summarize(measurement: Measurement, baseline_ns: float) -> dict[str, Any]:
     """Return the results of one measurement.
 
-    Parameters
-    ----------
-    measurement
-        Measurement of a graph in one state of Python.
-    baseline_ns
-        Median join of the graph with empty nodes, which is subtracted from the joins.
+    `baseline_ns` is the median join of the graph with empty nodes. It is subtracted from the
+    joins.
     """
     join = np.concatenate(measurement.join)
     gil_held = np.concatenate(measurement.gil_held).reshape(len(join), -1)

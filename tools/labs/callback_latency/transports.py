@@ -54,23 +54,16 @@ MAX_CALLBACKS = 64
 
 
 class Samples(NamedTuple):
-    """Times of several replays.
+    """Times of several replays."""
 
-    Attributes
-    ----------
-    join
-        Device time from the first kernel to the second, in nanoseconds; int64 [replays].
-    hop
-        Nanoseconds from the entry of the host function to its body, and from the body to the return
-        of the host function; int64 [replays, callbacks, 2]. None if hops are not recorded.
-    begun
-        CLOCK_MONOTONIC in nanoseconds at which a callback began, and at which the previous callback
-        ended; int64 [n, 2]. If hops of Python bodies are recorded, there is one entry per callback.
-        Otherwise there is one entry per replay, and its first time is the time of the launch.
-    """
-
+    #: Device time from the first kernel to the second, in nanoseconds; int64 [replays].
     join: np.ndarray
+    #: Nanoseconds from the entry of the host function to its body, and from the body to the return
+    #: of the host function; int64 [replays, callbacks, 2]. None if hops are not recorded.
     hop: np.ndarray | None
+    #: CLOCK_MONOTONIC in nanoseconds at which a callback began, and at which the previous callback
+    #: ended; int64 [n, 2]. If hops of Python bodies are recorded, there is one entry per callback.
+    #: Otherwise there is one entry per replay, and its first time is the time of the launch.
     begun: np.ndarray
 
 
@@ -226,17 +219,8 @@ class TransportGraph:
     def replay(self, count: int, busy: bool = False) -> Samples:
         """Replay the graph `count` times, one replay after another, without holding the GIL.
 
-        Parameters
-        ----------
-        count
-            Number of replays.
-        busy
-            Whether to wait before each replay until the busy Python thread runs.
-
-        Raises
-        ------
-        DeviceError
-            If the driver rejects a launch or a host step fails.
+        With `busy`, wait before each replay until the busy Python thread runs. Raise DeviceError
+        if the driver rejects a launch or a host step fails.
         """
         self.prepare()
         self.called.clear()
@@ -279,17 +263,9 @@ def _int64(times: list[int]) -> np.ndarray:
 
 
 def _with_previous_end(spans: list[int]) -> np.ndarray:
-    """Pair the start of each span with the end of the previous span.
+    """Pair the start of each span with the end of the previous span (int64 [spans, 2]).
 
-    Parameters
-    ----------
-    spans
-        Alternating start and end times.
-
-    Returns
-    -------
-    np.ndarray
-        int64 [spans, 2]. The first span has a previous end of 0.
+    `spans` has alternating start and end times. The first span has a previous end of 0.
     """
     begin, end = _int64(spans).reshape(-1, 2).T
     previous_end = np.concatenate([[0], end[:-1]])

@@ -85,28 +85,17 @@ SHORT = (
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a case.
+    """Result of a case."""
 
-    Attributes
-    ----------
-    case
-        The case that was run.
-    outcome
-        Outcome as described in the module's docstring; "failed" if the child failed for another
-        reason, or "-" if the case was not run.
-    expected
-        Expected outcome. Empty on CUDA hardware, and if a required package is missing.
-    seconds
-        Duration in seconds.
-    report
-        Error output of the child, the cycle that the lock-order detector found, or the reason why
-        the case was not run.
-    """
-
-    case: Case
+    case: Case  #: the case that was run
+    #: Outcome as described in the module's docstring; "failed" if the child failed for another
+    #: reason, or "-" if the case was not run.
     outcome: str
+    #: Expected outcome. Empty on CUDA hardware, and if a required package is missing.
     expected: str
-    seconds: float
+    seconds: float  #: duration in seconds
+    #: Error output of the child, the cycle that the lock-order detector found, or the reason why
+    #: the case was not run.
     report: str
 
     @property

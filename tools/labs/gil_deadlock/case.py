@@ -85,24 +85,13 @@ STREAM_LIMIT_S = 100.0
 
 @dataclass(frozen=True)
 class Case:
-    """A combination of driver call, callback and lock model.
+    """A combination of driver call, callback and lock model."""
 
-    Attributes
-    ----------
-    pattern
-        Driver call; a key of `PATTERNS`.
-    transport
-        Mechanism that calls the callback; one of `TRANSPORTS`.
-    model
-        Lock model of the soft device; -1 on CUDA hardware.
-    gil_held
-        Whether the driver call is made with the GIL held. The GIL is released only in the control
-        cases, which must complete.
-    """
-
-    pattern: str
-    transport: str
-    model: int
+    pattern: str  #: driver call; a key of `PATTERNS`
+    transport: str  #: mechanism that calls the callback; one of `TRANSPORTS`
+    model: int  #: lock model of the soft device; -1 on CUDA hardware
+    #: Whether the driver call is made with the GIL held. The GIL is released only in the control
+    #: cases, which must complete.
     gil_held: bool = True
 
     @property
@@ -115,10 +104,7 @@ class Case:
     def parse(name: str) -> Case:
         """Return the case with the given name.
 
-        Raises
-        ------
-        ValueError
-            If the name is malformed, or its pattern or transport is unknown.
+        Raise ValueError if the name is malformed, or its pattern or transport is unknown.
         """
         pattern, transport, model, *control = name.split(":")
         if (
@@ -167,12 +153,8 @@ def enqueue_callback(
 ) -> tuple[Callable[[], None], object]:
     """Enqueue the callback on a stream.
 
-    Returns
-    -------
-    check : callable
-        Function that raises the callback's error, if there is one.
-    keep : object
-        Objects that must live until the callback has run.
+    Return a function that raises the callback's error, if there is one, and the objects that must
+    live until the callback has run.
     """
     if transport in ("python", "native", "mailbox", "mailbox-python"):
         return _enqueue_graft(device, transport, stream)
@@ -230,12 +212,8 @@ def _enqueue_cuda_core(device: Device, stream: _Stream) -> tuple[Callable[[], No
 def prepare_call(device: Device, case: Case, stream: _Stream) -> tuple[Callable[[], None], object]:
     """Prepare the driver call of the case's pattern.
 
-    Returns
-    -------
-    make_call : callable
-        Function that makes the driver call.
-    keep : object
-        Objects that must live until the driver call has returned.
+    Return a function that makes the driver call, and the objects that must live until the call has
+    returned.
     """
     # ctypes.PyDLL keeps the GIL during a call, and ctypes.CDLL releases it. There is no other
     # difference.
@@ -346,10 +324,7 @@ def _block_stream(device: Device, stream: _Stream) -> Any:
 def run(case: Case) -> int:
     """Run a case. If the case deadlocks, this function does not return.
 
-    Returns
-    -------
-    int
-        0, or `RELEASED_STATUS` if the mailbox's deadline ended the wait.
+    Return 0, or `RELEASED_STATUS` if the mailbox's deadline ended the wait.
     """
     device = open_device()
     _wait_for_watch(device)
