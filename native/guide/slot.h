@@ -3,8 +3,8 @@
 // Node 0 is the last committed token, nodes 1 .. K are the drafts. They form a tree in which the
 // parent of a node has a smaller number. Mask row j constrains the token after node j.
 //
-// An order is the work that a grammar step has for one slot. A slot is owned by the thread that
-// runs the steps or, while `busy` is set, by the thread that serves the slot's order (worker.h).
+// An order is the work that a grammar step has for one slot. The members of a slot are grouped by
+// the thread that owns them: the thread that runs the steps, or the thread that serves the order.
 #pragma once
 
 #include <array>
@@ -142,102 +142,115 @@ struct Order {
   std::vector<float> share;
 };
 
-struct Slot {
-  void size_for(const Exchange& exchange);
+// Request that uses a slot, as the steps know it from the device's records. The thread that runs
+// the steps owns these members, also while the slot is busy.
+struct Assignment {
+  bool joined = false;           // whether a request has used the slot
+  int32_t epoch = 0;             // number of the request
+  int32_t position = 0;          // position of its last committed token
+  int64_t committed_replay = 0;  // last replay whose commit record was read
+  int64_t drafted_replay = 0;    // replay whose drafts follow the last committed token; 0: none
+  Commit pending;                // commit that arrived while the slot was busy
+  bool outdated = false;         // whether the order that is served is for the state before it
+  std::vector<int32_t> stamped;  // state of each mask row in the device's stamps
+};
 
-  // The thread that runs the steps owns the members of this group.
-  //
-  // The slot is used by the request with number `epoch` (`joined`: by any request). `n` is the
-  // position of its last committed token. `matcher` is borrowed and may be used while a snapshot
-  // refers to the slot or while the slot is busy. `applied` is the last replay whose commit record
-  // was read. `drafts_of` is the replay whose drafts follow the last committed token, or 0.
-  // `pending` is a commit that arrived while the slot was busy; the current order is then
-  // `outdated`. `stamped` is the state of each mask row in the device's stamps.
-  int index = 0;
-  bool joined = false;
-  int32_t epoch = 0;
-  int32_t n = 0;
-  NativeMatcher* matcher = nullptr;
-  int64_t applied = 0;
-  int64_t drafts_of = 0;
-  Commit pending;
-  bool outdated = false;
-  std::vector<int32_t> stamped;
+// Mask rows of a slot. The owner of the slot's work writes `forced[j]` and the mask of row j before
+// it stores `state[j]` with release order. A step may read `state[j]` at any time. After it has
+// read that the row is ready, it may read `forced[j]` and the depth of draft j (Order::depth).
+struct Rows {
+  std::vector<std::atomic<int32_t>> state;  // ROW_*
+  std::vector<int32_t> forced;              // forced token of the row; -1: none
+};
 
-  // While `busy` is set, the thread that serves the order owns the members of this group.
-  //
-  // The matcher is at node `node` of the draft tree and has `accepted` this number of tokens after
-  // node 0. It may have `terminated`. Bit j - 1 of `closed` is set if draft j is illegal, is a stop
-  // id or leads to a dead end. A slot that has `ended` gets no more orders, because its text is
-  // complete, is a dead end, or has failed with `error`.
-  //
-  // `forced` has the forced token of each row, or -1. `tested` is the number of drafts of the last
-  // kFillRows order, which is needed to count accepted forced tokens. `answer` is the
-  // result of a probe if `answered` is true. `legal` has a bitmask of the legal candidates of each
-  // node of a tree probe. The step adds `tally` to the worker's counters.
-  //
+// Answer to the probe of an order.
+struct Probed {
+  bool answered = false;
+  int32_t answer = -1;
+  std::vector<uint32_t> legal;  // tree probe: bitmask of the legal candidates of each node
+};
+
+// Processor time and memory that the matcher of a request uses.
+struct Usage {
   // The order must end before `cpu_limit`, a time in ns on the processor-time clock of the thread
   // that serves it; 0 means no limit. Before `time_limit`, a time of monotonic_ns(), it cannot have
-  // used more processor time than that. `slow_ns` is the processor time of all slow orders of the
-  // request. `memory` is the number of bytes by which the process has grown during its late orders.
+  // used more processor time than that.
+  int64_t cpu_limit = 0;
+  int64_t time_limit = 0;
+  int64_t slow_ns = 0;  // processor time of all slow orders of the request
+  int64_t memory = 0;   // bytes by which the process has grown during the request's late orders
+};
+
+// Order of a slot, and the state of the slot's matcher. The thread that serves the order owns these
+// members while the slot is busy; otherwise, the thread that runs the steps does. `index` and
+// `matcher` do not change while the slot is busy, so a step may read them at any time.
+struct SlotWork {
+  int index = 0;  // number of the slot
+  // Borrowed: may be used while a snapshot refers to the slot or while the slot is busy. Null if
+  // the request is unconstrained.
+  NativeMatcher* matcher = nullptr;
   Order order;
+  // The matcher is at node `node` of the draft tree: it has accepted `accepted` tokens after node
+  // 0. It may have `terminated`. Bit j - 1 of `closed` is set if draft j is illegal, is a stop id
+  // or leads to a dead end.
   int node = 0;
   int accepted = 0;
   bool terminated = false;
   uint64_t closed = 0;
+  // A slot that has ended gets no more orders, because its text is complete, is a dead end, or has
+  // failed with `error`.
   bool ended = false;
   ErrorText error;
-  std::vector<int32_t> forced;
-  int tested = 0;
-  bool answered = false;
-  int32_t answer = -1;
-  std::vector<uint32_t> legal;
-  std::array<int32_t, count::kinds> tally{};
-  int64_t cpu_limit = 0;
-  int64_t time_limit = 0;
-  int64_t slow_ns = 0;
-  int64_t memory = 0;
+  Rows rows;
+  int tested = 0;  // drafts of the last kFillRows order, to count accepted forced tokens
+  Probed probed;
+  std::array<int32_t, count::kinds> tally{};  // counts that the step adds to the worker's counters
+  Usage usage;
+};
 
-  // The thread that serves the order writes the members of this group, and the step may read them
-  // at any time. `made` has the state of each row, which is stored after the row's mask. `clock` is
-  // the processor-time clock of the thread, and `cpu_start` its time when the thread began the
-  // order, or -1 if no thread has begun it.
-  std::vector<std::atomic<int32_t>> made;
+struct Slot {
+  void size_for(const Exchange& exchange);
+
+  Assignment assignment;
+  SlotWork work;
+  // Transfers the ownership of `work`, see invariant 7 of worker.h.
   std::atomic<bool> busy{false};
+  // Processor-time clock of the thread that serves the order, and its time when the thread began
+  // the order; -1 if no thread has begun it. The thread stores `cpu_start` after `clock`.
   int32_t clock = 0;
   std::atomic<int64_t> cpu_start{-1};
 };
 
 // Serves orders. The class has no mutable state, so threads may serve different slots concurrently.
-class SlotWork {
+class OrderServer {
  public:
   // `forced` finds forced tokens; null if forced tokens are not drafted. With `follow_forced`,
   // which is used without a drafter, the commit step accepts forced tokens as drafts and fills the
   // rows after them.
-  SlotWork(const Exchange& exchange, const Forced* forced, bool follow_forced)
+  OrderServer(const Exchange& exchange, const Forced* forced, bool follow_forced)
       : exchange_(exchange), forced_(forced), follow_forced_(follow_forced) {}
 
-  void serve(Slot& slot) const noexcept;
-  void fail(Slot& slot) const noexcept;
+  void serve(SlotWork& work) const noexcept;
+  void fail(SlotWork& work) const noexcept;
   // Fails the slot if its order has reached the limit of processor time. Returns whether it may go
   // on. Call this function on the thread that serves the order.
-  bool check_time(Slot& slot) const noexcept;
-  void forget_rows(Slot& slot) const noexcept;
+  bool check_time(SlotWork& work) const noexcept;
+  void invalidate_rows(SlotWork& work) const noexcept;
 
  private:
-  void commit(Slot& slot) const noexcept;
-  void fill_rows(Slot& slot) const noexcept;
-  bool fill_row(Slot& slot, int j) const noexcept;
-  bool move_to(Slot& slot, int j) const noexcept;
-  bool step_to(Slot& slot, int j) const noexcept;
-  bool accept(Slot& slot, int32_t token) const noexcept;
-  int accept_all(Slot& slot, const int32_t* tokens, int count) const noexcept;
-  void roll_back(Slot& slot, int tokens) const noexcept;
-  void probe_chain(Slot& slot) const noexcept;
-  void probe_tree(Slot& slot) const noexcept;
-  void probe_lattice(Slot& slot) const noexcept;
-  void fill_mask(Slot& slot, int j) const noexcept;
-  void follow_forced(Slot& slot) const noexcept;
+  void commit(SlotWork& work) const noexcept;
+  void fill_rows(SlotWork& work) const noexcept;
+  bool fill_row(SlotWork& work, int j) const noexcept;
+  bool move_to(SlotWork& work, int j) const noexcept;
+  bool step_to(SlotWork& work, int j) const noexcept;
+  bool accept(SlotWork& work, int32_t token) const noexcept;
+  int accept_all(SlotWork& work, const int32_t* tokens, int count) const noexcept;
+  void roll_back(SlotWork& work, int tokens) const noexcept;
+  void probe_chain(SlotWork& work) const noexcept;
+  void probe_tree(SlotWork& work) const noexcept;
+  void probe_lattice(SlotWork& work) const noexcept;
+  void fill_mask(SlotWork& work, int j) const noexcept;
+  void follow_forced(SlotWork& work) const noexcept;
 
   Exchange exchange_;
   const Forced* forced_;

@@ -17,8 +17,8 @@ namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;  // maximum size of memory that a page fault maps
 
-Pace* pace_of(const Slot& slot) {
-  return slot.matcher == nullptr ? nullptr : slot.matcher->pace.get();
+Pace* pace_of(const SlotWork& work) {
+  return work.matcher == nullptr ? nullptr : work.matcher->pace.get();
 }
 
 // Resident memory of the process in bytes, and number of page faults of the calling thread.
@@ -58,16 +58,16 @@ Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& bu
                std::shared_ptr<const Forced> forced, bool follow_forced)
     : exchange_(exchange),
       forced_(std::move(forced)),
-      work_(exchange, forced_.get(), follow_forced),
+      server_(exchange, forced_.get(), follow_forced),
       slots_(at(exchange.layout.slots)),
       snapshots_(at(ring)),
       timeline_(exchange.drafts() + 2),
       threads_(threads),
       budget_(budget),
-      resident_(open("/proc/self/statm", O_RDONLY | O_CLOEXEC)) {
+      statm_(open("/proc/self/statm", O_RDONLY | O_CLOEXEC)) {
   for (int s = 0; s < exchange_.layout.slots; ++s) {
     Slot& slot = slots_[at(s)];
-    slot.index = s;
+    slot.work.index = s;
     slot.size_for(exchange_);
     stamp_all(slot, ROW_NOT_READY);
   }
@@ -85,7 +85,7 @@ Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& bu
 
 Worker::~Worker() {
   pool_.reset();  // its threads read the file
-  close(resident_);
+  close(statm_);
 }
 
 bool Worker::publish(int64_t replay, int64_t previous, const std::vector<Request>& requests,
@@ -176,58 +176,61 @@ void Worker::step(const StepRecord& record) noexcept {
   for (const Request& request : current_->requests) {
     Slot& slot = slots_[at(request.slot)];
     const bool idle = !slot.busy.load();
-    if (idle) take_result(slot);
-    if (idle && record.step == Step::kOpen && !(slot.joined && slot.epoch == request.epoch)) {
+    if (idle) collect_result(slot);
+    if (idle && record.step == Step::kOpen &&
+        !(slot.assignment.joined && slot.assignment.epoch == request.epoch)) {
       join(slot, request);
     }
     // If a pool thread still serves the slot's previous request, the new request joins in the first
     // open step that finds the slot idle.
-    if (slot.epoch != request.epoch) continue;
+    if (slot.assignment.epoch != request.epoch) continue;
     // In lattice modes, the grammar step also chooses the drafts of unconstrained requests.
     const bool lattice = is_lattice_mode(exchange_.layout.mode) && record.step == Step::kDraft;
-    if (slot.matcher == nullptr && !lattice) continue;
-    if (record.step == Step::kOpen) take_commit(slot, idle, replay_ - 1);
-    if (record.step == Step::kCommit) take_commit(slot, idle, replay_);
-    if (idle && !slot.ended && give_order(slot, record)) ordered_.push_back(slot.index);
+    if (slot.work.matcher == nullptr && !lattice) continue;
+    if (record.step == Step::kOpen) read_commit(slot, idle, replay_ - 1);
+    if (record.step == Step::kCommit) read_commit(slot, idle, replay_);
+    if (idle && !slot.work.ended && write_order(slot, record)) ordered_.push_back(slot.work.index);
   }
   serve();
   for (const Request& request : current_->requests) {
     Slot& slot = slots_[at(request.slot)];
     if (!slot.busy.load()) {
-      take_result(slot);
-    } else if (slot.epoch == request.epoch && !slot.outdated) {
+      collect_result(slot);
+    } else if (slot.assignment.epoch == request.epoch && !slot.assignment.outdated) {
       stamp_rows(slot);
     }
     if (record.step == Step::kOpen) count_open(slot, request);
   }
   for (const int index : ordered_) {
     Slot& slot = slots_[at(index)];
-    if (slot.busy.load() || !slot.answered) continue;
+    Probed& probed = slot.work.probed;
+    if (slot.busy.load() || !probed.answered) continue;
     ::Answer* answer = exchange_.answer(index);
-    const Order& order = slot.order;
+    const Order& order = slot.work.order;
     const bool lattice = order.task == Task::kProbeLattice;
-    *answer = {static_cast<int32_t>(replay_), lattice ? 0 : order.j, slot.answer};
+    *answer = {static_cast<int32_t>(replay_), lattice ? 0 : order.j, probed.answer};
     int32_t* ids = Exchange::ids(answer);
-    if (order.task == Task::kProbeTree) std::copy(slot.legal.begin(), slot.legal.end(), ids);
+    if (order.task == Task::kProbeTree) std::copy(probed.legal.begin(), probed.legal.end(), ids);
     if (lattice) {
       std::copy_n(order.draft.begin(), order.drafts, ids);
       std::copy_n(order.parent.begin() + 1, order.drafts, ids + exchange_.layout.drafts);
     }
-    slot.answered = false;
+    probed.answered = false;
   }
 }
 
 // Writes the slot's order for this step. Returns whether there is work to do.
-bool Worker::give_order(Slot& slot, const StepRecord& record) noexcept {
-  Order& order = slot.order;
-  slot.answered = false;
+bool Worker::write_order(Slot& slot, const StepRecord& record) noexcept {
+  Order& order = slot.work.order;
+  slot.work.probed.answered = false;
   order.task = Task::kNone;
   order.j = record.draft;
-  order.commit.given = slot.pending.given;
-  if (slot.pending.given) std::swap(order.commit, slot.pending);
-  slot.pending.given = false;
+  Commit& pending = slot.assignment.pending;
+  order.commit.given = pending.given;
+  if (pending.given) std::swap(order.commit, pending);
+  pending.given = false;
   if (record.step == Step::kOpen) {
-    take_drafts(slot, slot.drafts_of);
+    read_drafts(slot, slot.assignment.drafted_replay);
     order.task = Task::kFillRows;
   } else if (record.step == Step::kCommit) {
     const bool probing = is_probe_mode(exchange_.layout.mode);
@@ -235,33 +238,34 @@ bool Worker::give_order(Slot& slot, const StepRecord& record) noexcept {
   } else {
     order.task = draft_task(slot);
   }
-  return !slot.ended && (order.task != Task::kNone || order.commit.given);
+  return !slot.work.ended && (order.task != Task::kNone || order.commit.given);
 }
 
 // Copies the inputs of a draft step into the order and returns its task; kNone if there is no work.
 Task Worker::draft_task(Slot& slot) noexcept {
-  take_drafts(slot, replay_);
-  if (slot.drafts_of != replay_ && slot.matcher != nullptr) return Task::kNone;
-  const Order& order = slot.order;
+  read_drafts(slot, replay_);
+  if (slot.assignment.drafted_replay != replay_ && slot.work.matcher != nullptr) return Task::kNone;
+  const Order& order = slot.work.order;
   const bool is_next = order.drafts == order.j - 1;
   switch (exchange_.layout.mode) {
     case DRAFT_MODE_CHAIN_PROBE:
-      return is_next && take_candidates(slot) ? Task::kProbeChain : Task::kNone;
+      return is_next && read_candidates(slot.work) ? Task::kProbeChain : Task::kNone;
     case DRAFT_MODE_CHAIN_LATTICE:
-      return is_next && take_candidates(slot) ? Task::kProbeLattice : Task::kNone;
+      return is_next && read_candidates(slot.work) ? Task::kProbeLattice : Task::kNone;
     case DRAFT_MODE_TREE_PROBE:
-      return take_candidates(slot) ? Task::kProbeTree : Task::kNone;
+      return read_candidates(slot.work) ? Task::kProbeTree : Task::kNone;
     case DRAFT_MODE_TREE_LATTICE:
-      return take_candidates(slot) ? Task::kProbeLattice : Task::kNone;
+      return read_candidates(slot.work) ? Task::kProbeLattice : Task::kNone;
     default:
       return order.drafts >= order.j ? Task::kFillDraftRow : Task::kNone;
   }
 }
 
-// Serves the orders of this step: on pool threads, or on this thread if hands_over() is false.
+// Serves the orders of this step: on pool threads, or on this thread if uses_pool() is false.
 void Worker::serve() noexcept {
-  const auto pooled_end = std::partition(ordered_.begin(), ordered_.end(),
-                                         [&](int index) { return hands_over(slots_[at(index)]); });
+  const auto pooled_end = std::partition(ordered_.begin(), ordered_.end(), [&](int index) {
+    return uses_pool(slots_[at(index)].work);
+  });
   const int64_t start = budget_.ns > 0 ? budget_.now() : 0;
   for (auto index = ordered_.begin(); index != pooled_end; ++index) {
     Slot& slot = slots_[at(*index)];
@@ -276,7 +280,8 @@ void Worker::serve() noexcept {
     pool_->wake(std::min(threads_, jobs) - 1);
     for (int job = pool_->claim(); job >= 0; job = pool_->claim()) serve_posted(this, job);
   }
-  for (auto index = pooled_end; index != ordered_.end(); ++index) serve_timed(slots_[at(*index)]);
+  for (auto index = pooled_end; index != ordered_.end(); ++index)
+    serve_timed(slots_[at(*index)].work);
   if (jobs == 0) return;
   auto unfinished = ordered_.begin();
   const auto done = [&] {
@@ -298,45 +303,45 @@ void Worker::serve() noexcept {
       unfinished, pooled_end, [&](int index) { return slots_[at(index)].busy.load(); }));
 }
 
-bool Worker::hands_over(const Slot& slot) const noexcept {
+bool Worker::uses_pool(const SlotWork& work) const noexcept {
   if (pool_ == nullptr) return false;
   if (budget_.ns == 0) return ordered_.size() > 1;
   if (budget_.clock != nullptr) return true;  // the clock of a test does not measure processor time
-  const Pace* pace = pace_of(slot);
+  const Pace* pace = pace_of(work);
   return pace == nullptr || !pace->trusted();
 }
 
 // Serves an order on this thread, records whether it was in time, and enforces the limits of time
 // and memory.
-void Worker::serve_timed(Slot& slot) noexcept {
-  slot.cpu_limit = 0;
-  if (budget_.ns == 0 || budget_.clock != nullptr || slot.matcher == nullptr) {
-    work_.serve(slot);
+void Worker::serve_timed(SlotWork& work) noexcept {
+  work.usage.cpu_limit = 0;
+  if (budget_.ns == 0 || budget_.clock != nullptr || work.matcher == nullptr) {
+    server_.serve(work);
     return;
   }
-  Pace* pace = pace_of(slot);
+  Pace* pace = pace_of(work);
   // An order of a trusted grammar is fast and needs no measurement of memory.
   const bool measured = pace == nullptr || !pace->trusted();
-  const Memory before = measured ? memory_of_thread(resident_) : Memory();
+  const Memory before = measured ? memory_of_thread(statm_) : Memory();
   const int64_t start = monotonic_ns();
   const int64_t cpu_start = recent_cpu_ns(start, budget_.ns / 16);
-  const int64_t limit = std::max(slow_ns(), kMaxSlow * slow_ns() - slot.slow_ns);
-  slot.cpu_limit = cpu_start + limit;
-  slot.time_limit = start + limit;
-  work_.serve(slot);
+  const int64_t limit = std::max(slow_ns(), kMaxSlow * slow_ns() - work.usage.slow_ns);
+  work.usage.cpu_limit = cpu_start + limit;
+  work.usage.time_limit = start + limit;
+  server_.serve(work);
   // The processor time is at most the time that has passed.
   int64_t taken = monotonic_ns() - start;
   if (taken >= budget_.ns) taken = clock_ns(CLOCK_THREAD_CPUTIME_ID) - cpu_start;
   const bool in_time = taken < budget_.ns;
   if (pace != nullptr) pace->note(in_time);
-  if (taken > slow_ns()) slot.slow_ns += taken;
-  if (in_time || slot.ended || !work_.check_time(slot) || !measured) return;
-  const Memory after = memory_of_thread(resident_);
+  if (taken > slow_ns()) work.usage.slow_ns += taken;
+  if (in_time || work.ended || !server_.check_time(work) || !measured) return;
+  const Memory after = memory_of_thread(statm_);
   const int64_t touched = (after.faults - before.faults) * kHugePage;
-  slot.memory += std::max<int64_t>(0, std::min(after.resident - before.resident, touched));
-  if (slot.memory <= kMaxMemory) return;
-  slot.error.keep("the grammar needs too much memory: its state has grown by more than 256 MiB");
-  work_.fail(slot);
+  work.usage.memory += std::max<int64_t>(0, std::min(after.resident - before.resident, touched));
+  if (work.usage.memory <= kMaxMemory) return;
+  work.error.keep("the grammar needs too much memory: its state has grown by more than 256 MiB");
+  server_.fail(work);
 }
 
 // Returns whether the pool thread that serves the slot's order has used more processor time for it
@@ -353,88 +358,92 @@ void Worker::serve_posted(void* worker, int index) {
     pthread_getcpuclockid(pthread_self(), &slot.clock);
     slot.cpu_start.store(clock_ns(slot.clock), std::memory_order_release);
   }
-  self->serve_timed(slot);
+  self->serve_timed(slot.work);
   slot.busy.store(false);
 }
 
 void Worker::join(Slot& slot, const Request& request) noexcept {
-  slot.ended = slot.terminated = false;
+  SlotWork& work = slot.work;
+  work.ended = work.terminated = false;
   stamp_all(slot, ROW_NOT_READY);
-  work_.forget_rows(slot);
+  server_.invalidate_rows(work);
   counters_.of[count::joins].add();
-  slot.joined = true;
-  slot.epoch = request.epoch;
-  slot.n = request.position;
-  slot.matcher = request.matcher;
-  slot.applied = replay_ - 1;  // earlier commits belong to the previous request
-  slot.drafts_of = 0;
-  slot.pending.given = false;
-  slot.error = ErrorText();
-  slot.slow_ns = 0;
-  slot.memory = 0;
-  slot.node = 0;
-  slot.accepted = 0;
-  slot.closed = 0;
-  if (slot.matcher == nullptr) stamp_all(slot, ROW_FREE);
+  Assignment& assignment = slot.assignment;
+  assignment.joined = true;
+  assignment.epoch = request.epoch;
+  assignment.position = request.position;
+  assignment.committed_replay = replay_ - 1;  // earlier commits belong to the previous request
+  assignment.drafted_replay = 0;
+  assignment.pending.given = false;
+  work.matcher = request.matcher;
+  work.error = ErrorText();
+  work.usage = Usage();
+  work.node = 0;
+  work.accepted = 0;
+  work.closed = 0;
+  if (work.matcher == nullptr) stamp_all(slot, ROW_FREE);
 }
 
 // Reads the tokens that the device has committed to this slot since the last call. They belong to
 // replay `latest` or to an earlier replay. A later replay is an internal error, because the worker
 // and the device then disagree about the number of the current replay.
-void Worker::take_commit(Slot& slot, bool idle, int64_t latest) noexcept {
-  Committed* committed = exchange_.committed(slot.index);
+void Worker::read_commit(Slot& slot, bool idle, int64_t latest) noexcept {
+  Assignment& assignment = slot.assignment;
+  Committed* committed = exchange_.committed(slot.work.index);
   const int64_t replay = replay_of(committed->replay);
-  if (replay <= slot.applied) return;
+  if (replay <= assignment.committed_replay) return;
   const int32_t count = committed->count;
   const bool is_valid = replay <= latest;
-  if (idle && slot.ended) {
+  if (idle && slot.work.ended) {
     // The order failed after the device had used the rows that were stamped before. Move the error
     // to the device's position, because the device ignores rows of other positions.
-    if (slot.stamped[0] == ROW_ERROR && is_valid && count > 0) {
-      slot.applied = replay;
-      slot.n += count;
-      stamp(slot, 0, ROW_ERROR, slot.n);
+    if (assignment.stamped[0] == ROW_ERROR && is_valid && count > 0) {
+      assignment.committed_replay = replay;
+      assignment.position += count;
+      stamp(slot, 0, ROW_ERROR, assignment.position);
     }
     return;
   }
-  slot.applied = replay;
+  assignment.committed_replay = replay;
   if (count == 0 && is_valid) return;  // the slot was left out of the round
   stamp_all(slot, ROW_NOT_READY);
   if (idle) {
-    work_.forget_rows(slot);
+    server_.invalidate_rows(slot.work);
   } else {
-    slot.outdated = true;
+    assignment.outdated = true;
   }
-  slot.drafts_of = replay;
+  assignment.drafted_replay = replay;
   // While a commit of the slot is pending, none of the slot's mask rows is ready, and the device
   // commits no tokens. A second commit is therefore an error.
-  slot.pending.wrong =
-      slot.pending.given || !is_valid || count < 0 || count > exchange_.layout.rows;
-  slot.pending.given = true;
-  if (slot.pending.wrong) return;
-  slot.pending.count = count;
-  slot.n += count;
-  std::copy_n(Exchange::ids(committed), count, slot.pending.tokens.begin());
+  assignment.pending.wrong =
+      assignment.pending.given || !is_valid || count < 0 || count > exchange_.layout.rows;
+  assignment.pending.given = true;
+  if (assignment.pending.wrong) return;
+  assignment.pending.count = count;
+  assignment.position += count;
+  std::copy_n(Exchange::ids(committed), count, assignment.pending.tokens.begin());
 }
 
 // Copies the drafts of a replay into the order, provided that these drafts continue the tokens that
 // the slot's matcher has accepted.
-void Worker::take_drafts(Slot& slot, int64_t replay) noexcept {
-  Drafted* drafted = exchange_.drafted(slot.index);
-  Order& order = slot.order;
+void Worker::read_drafts(Slot& slot, int64_t replay) noexcept {
+  Drafted* drafted = exchange_.drafted(slot.work.index);
+  Order& order = slot.work.order;
   order.drafts = 0;
-  if (replay == 0 || slot.drafts_of != replay || replay_of(drafted->replay) != replay) return;
+  if (replay == 0 || slot.assignment.drafted_replay != replay ||
+      replay_of(drafted->replay) != replay)
+    return;
   const int32_t count = drafted->count;
   const bool growing = order.j > 0 && is_growing_tree_mode(exchange_.layout.mode);
   if (count < 0 || count > (growing ? exchange_.layout.drafts : exchange_.drafts())) {
-    work_.fail(slot);
+    server_.fail(slot.work);
     return;
   }
   const int32_t* parents = Exchange::ids(drafted) + exchange_.layout.drafts;
   for (int j = 1; j <= count; ++j) {
     const int32_t parent = parents[j - 1];
     if (parent < 0 || parent >= j) {
-      work_.fail(slot);
+      server_.fail(slot.work);
       return;
     }
     order.parent[at(j)] = parent;
@@ -445,9 +454,9 @@ void Worker::take_drafts(Slot& slot, int64_t replay) noexcept {
 }
 
 // Copies the candidates of this replay into the order. Returns false if there are none.
-bool Worker::take_candidates(Slot& slot) noexcept {
-  Candidates* record = exchange_.candidates(slot.index);
-  Order& order = slot.order;
+bool Worker::read_candidates(SlotWork& work) noexcept {
+  Candidates* record = exchange_.candidates(work.index);
+  Order& order = work.order;
   const int32_t count = record->count;
   const ExchangeLayout& layout = exchange_.layout;
   const bool lattice = is_lattice_mode(layout.mode);
@@ -459,7 +468,7 @@ bool Worker::take_candidates(Slot& slot) noexcept {
   if (lattice) order.j = record->draft;
   if (record->draft != order.j) return false;
   if (count < 0 || count > max_count || order.j > exchange_.drafts()) {
-    work_.fail(slot);
+    server_.fail(work);
     return false;
   }
   order.candidates = count;
@@ -472,30 +481,31 @@ bool Worker::take_candidates(Slot& slot) noexcept {
 
 // Takes over the result of an order that has been served: adds the order's counts to the worker's
 // counters and stamps the rows that the order has filled.
-void Worker::take_result(Slot& slot) noexcept {
+void Worker::collect_result(Slot& slot) noexcept {
   for (int i = 0; i < count::kinds; ++i) {
-    if (slot.tally[at(i)] == 0) continue;
-    counters_.of[i].add(slot.tally[at(i)]);
-    slot.tally[at(i)] = 0;
+    if (slot.work.tally[at(i)] == 0) continue;
+    counters_.of[i].add(slot.work.tally[at(i)]);
+    slot.work.tally[at(i)] = 0;
   }
-  if (slot.outdated) work_.forget_rows(slot);
-  slot.outdated = false;
-  if (slot.matcher != nullptr) stamp_rows(slot);
+  if (slot.assignment.outdated) server_.invalidate_rows(slot.work);
+  slot.assignment.outdated = false;
+  if (slot.work.matcher != nullptr) stamp_rows(slot);
 }
 
 void Worker::count_open(const Slot& slot, const Request& request) noexcept {
-  const bool is_current = slot.epoch == request.epoch;
-  if (is_current && slot.matcher == nullptr)
+  const bool is_current = slot.assignment.epoch == request.epoch;
+  if (is_current && slot.work.matcher == nullptr)
     counters_.of[count::free_rows].add(exchange_.layout.rows);
-  const bool ready = is_current && slot.stamped[0] != ROW_NOT_READY;
+  const bool ready = is_current && slot.assignment.stamped[0] != ROW_NOT_READY;
   if (slot.busy.load() && !ready) counters_.of[count::budget_stalls].add();
 }
 
 // Stamps the rows whose state has changed.
 void Worker::stamp_rows(Slot& slot) noexcept {
   for (int j = 0; j < exchange_.layout.rows; ++j) {
-    const int32_t made = slot.made[at(j)].load(std::memory_order_acquire);
-    if (made != slot.stamped[at(j)]) stamp(slot, j, made, slot.n + slot.order.depth[at(j)]);
+    const int32_t state = slot.work.rows.state[at(j)].load(std::memory_order_acquire);
+    if (state == slot.assignment.stamped[at(j)]) continue;
+    stamp(slot, j, state, slot.assignment.position + slot.work.order.depth[at(j)]);
   }
 }
 
@@ -504,14 +514,14 @@ void Worker::stamp_all(Slot& slot, int32_t state) noexcept {
 }
 
 void Worker::stamp(Slot& slot, int j, int32_t state, int32_t position) noexcept {
-  slot.stamped[at(j)] = state;
-  RowStamp* row = exchange_.stamp(slot.index, j);
+  slot.assignment.stamped[at(j)] = state;
+  RowStamp* row = exchange_.stamp(slot.work.index, j);
   __atomic_store_n(&row->state, ROW_NOT_READY, __ATOMIC_RELEASE);
-  row->epoch = slot.epoch;
+  row->epoch = slot.assignment.epoch;
   row->position = position;
   row->detail = 0;
-  if (state == ROW_FREE && slot.matcher == nullptr) row->detail = 1;
-  if (state == ROW_READY) row->detail = 1 + slot.forced[at(j)];
+  if (state == ROW_FREE && slot.work.matcher == nullptr) row->detail = 1;
+  if (state == ROW_READY) row->detail = 1 + slot.work.rows.forced[at(j)];
   __atomic_store_n(&row->state, state, __ATOMIC_RELEASE);
 }
 

@@ -173,7 +173,8 @@ class Worker {
   static constexpr int64_t kMaxMemory = int64_t{256} << 20;
 
   // `threads` is the number of threads that serve the slots of a step. If there is no budget, this
-  // number includes the thread that runs the step. SlotWork describes `forced` and `follow_forced`.
+  // number includes the thread that runs the step. OrderServer describes `forced` and
+  // `follow_forced`.
   Worker(const Exchange& exchange, int ring, int threads, const Budget& budget,
          std::shared_ptr<const Forced> forced, bool follow_forced);
   ~Worker();
@@ -198,7 +199,7 @@ class Worker {
   const Timeline& timeline() const { return timeline_; }
   // Error message of a failed slot, which may be empty. Valid once the device has reported the
   // failure.
-  std::string error(int slot) const { return slots_[at(slot)].error.text; }
+  std::string error(int slot) const { return slots_[at(slot)].work.error.text; }
   int busy_slots() const;
   // Whether a step is waiting for its slots. A waiting step has posted all of its orders.
   bool waiting() const { return pool_ != nullptr && pool_->waiting(); }
@@ -208,27 +209,27 @@ class Worker {
   const Snapshot* next_snapshot() const noexcept;
   int64_t replay_of(const int32_t& replay) const noexcept;
   void step(const StepRecord& record) noexcept;
-  bool give_order(Slot& slot, const StepRecord& record) noexcept;
+  bool write_order(Slot& slot, const StepRecord& record) noexcept;
   void serve() noexcept;
   void join(Slot& slot, const Request& request) noexcept;
-  void take_commit(Slot& slot, bool idle, int64_t latest) noexcept;
-  void take_drafts(Slot& slot, int64_t replay) noexcept;
-  bool take_candidates(Slot& slot) noexcept;
+  void read_commit(Slot& slot, bool idle, int64_t latest) noexcept;
+  void read_drafts(Slot& slot, int64_t replay) noexcept;
+  bool read_candidates(SlotWork& work) noexcept;
   Task draft_task(Slot& slot) noexcept;
-  void take_result(Slot& slot) noexcept;
+  void collect_result(Slot& slot) noexcept;
   void count_open(const Slot& slot, const Request& request) noexcept;
   void stamp_rows(Slot& slot) noexcept;
   void stamp_all(Slot& slot, int32_t state) noexcept;
   void stamp(Slot& slot, int j, int32_t state, int32_t position) noexcept;
-  bool hands_over(const Slot& slot) const noexcept;
-  void serve_timed(Slot& slot) noexcept;
+  bool uses_pool(const SlotWork& work) const noexcept;
+  void serve_timed(SlotWork& work) noexcept;
   int64_t slow_ns() const noexcept { return std::max(kMinSlowNs, kSlowFactor * budget_.ns); }
   bool over_budget(const Slot& slot, int64_t budget_ns) const noexcept;
   static void serve_posted(void* worker, int slot);
 
   Exchange exchange_;
   std::shared_ptr<const Forced> forced_;
-  SlotWork work_;
+  OrderServer server_;
   std::vector<Slot> slots_;
   std::vector<Snapshot> snapshots_;
   const Snapshot* current_ = nullptr;
@@ -239,7 +240,7 @@ class Worker {
   Timeline timeline_;
   const int threads_;
   const Budget budget_;
-  const int resident_;  // descriptor of /proc/self/statm
+  const int statm_;  // descriptor of /proc/self/statm
   // The last member, because the pool's threads must end before the members that they use are
   // destroyed.
   std::unique_ptr<Pool, Pool::End> pool_;
