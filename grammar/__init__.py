@@ -15,8 +15,8 @@ from graft.grammar.errors import (
 from graft.grammar.grammar_spec import GrammarSpec, StructuralTag
 from graft.grammar.matcher import CompiledGrammar, GrammarBackend, Matcher
 from graft.grammar.resolve import ResolvedGrammar, resolve_spec
+from graft.grammar.schema.reasons import Reason
 from graft.grammar.schema.router import Route, route
-from graft.grammar.schema.terms import Reason
 from graft.grammar.spec import Marker, Spec
 from graft.grammar.validate import check_output
 from graft.grammar.vocabulary import Vocabulary

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from graft.grammar.errors import GrammarError, UnsupportedFormatError
-from graft.grammar.schema.enforcement import BACKENDS, ignored_keywords
+from graft.grammar.schema.documents import word_set
+from graft.grammar.schema.keyword_support import BACKENDS, ignored_keywords
 from graft.grammar.schema.router import refusal, route
-from graft.grammar.schema.terms import word_set
 from graft.grammar.schema.wellformed import check_schema
 from graft.grammar.schema.xgrammar_strings import unsafe_strings, without_unsafe_strings
 from graft.grammar.spec import KeyOrder, Spec, Whitespace, check_spec, json_text, parse_json

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from graft.cudagraph.errors import OptionError
 from graft.grammar.errors import GrammarError
-from graft.grammar.schema.enforcement import BACKENDS
+from graft.grammar.schema.keyword_support import BACKENDS
 
 __all__ = ["require_usable", "unusable_reason", "usable_backends", "warn_if_unusable"]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from graft.grammar.automaton.expression import (
+from graft.grammar.automaton.schema import lower_schema
+from graft.grammar.regular.expression import (
     EMPTY,
     MAX_EXPRESSION,
     Expression,
@@ -12,8 +13,7 @@ from graft.grammar.automaton.expression import (
     text,
     union,
 )
-from graft.grammar.automaton.regex import NotRegular, lower_regex
-from graft.grammar.automaton.schema import lower_schema
+from graft.grammar.regular.regex import NotRegular, lower_regex
 from graft.grammar.resolve import ResolvedGrammar
 from graft.grammar.spec import Whitespace
 from graft.grammar.structural.formats import Format

@@ -11,7 +11,7 @@ import json
 import re
 from typing import Any
 
-from graft.grammar.automaton.expression import (
+from graft.grammar.regular.expression import (
     EMPTY,
     MAX_EXPRESSION,
     Expression,
@@ -25,8 +25,8 @@ from graft.grammar.automaton.expression import (
     text,
     union,
 )
-from graft.grammar.automaton.regex import NotRegular, has_alternatives, lower_regex
-from graft.grammar.schema.enforcement import KEYWORDS
+from graft.grammar.regular.regex import NotRegular, has_alternatives, lower_regex
+from graft.grammar.schema.keyword_support import KEYWORDS
 
 __all__ = ["lower_schema"]
 

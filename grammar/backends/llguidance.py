@@ -18,8 +18,8 @@ from graft.grammar.backends.llguidance_ebnf import lark_grammar
 from graft.grammar.errors import GrammarError, clean_message
 from graft.grammar.matcher import CompiledGrammar, Matcher, NativeBackedMatcher
 from graft.grammar.resolve import ResolvedGrammar, resolve_for_backend
-from graft.grammar.schema.llguidance_errors import explain_assertion, schema_grammar, validate
-from graft.grammar.schema.options import literal
+from graft.grammar.schema.llguidance_check import explain_assertion, schema_grammar, validate
+from graft.grammar.schema.llguidance_options import literal
 from graft.grammar.spec import Spec, check_spec
 from graft.grammar.structural.lark import NO_TOKENS, lark_pattern, lark_text, split_names
 from graft.grammar.vocabulary import Vocabulary

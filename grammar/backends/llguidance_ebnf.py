@@ -21,9 +21,9 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graft.grammar.automaton.expression import MAX_CHARACTER, complement
 from graft.grammar.errors import GrammarError
-from graft.grammar.schema.options import literal
+from graft.grammar.regular.expression import MAX_CHARACTER, complement
+from graft.grammar.schema.llguidance_options import literal
 
 __all__ = ["lark_grammar"]
 

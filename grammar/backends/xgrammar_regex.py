@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from graft.grammar.errors import GrammarError
-from graft.grammar.schema.terms import subschemas
+from graft.grammar.schema.documents import subschemas
 
 __all__ = ["convert_pattern", "convert_patterns"]
 

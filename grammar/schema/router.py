@@ -14,18 +14,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from graft.grammar.schema.any_order.rules import any_order_grammar
-from graft.grammar.schema.causes import find_causes
-from graft.grammar.schema.impossible import endless_definitions, impossible_definitions
-from graft.grammar.schema.llguidance_errors import (
+from graft.grammar.schema.any_order.grammar import any_order_grammar
+from graft.grammar.schema.documents import has_orders, subschemas, word_set
+from graft.grammar.schema.llguidance_check import (
     document_text,
     is_unsatisfiable,
     schema_errors,
     text_error,
 )
-from graft.grammar.schema.names import CONTROL, NO_CONTROL, OneSpelling, with_one_spelling
+from graft.grammar.schema.name_spelling import CONTROL, NO_CONTROL, OneSpelling, with_one_spelling
+from graft.grammar.schema.reasons import Reason
+from graft.grammar.schema.refused_keywords import find_causes
 from graft.grammar.schema.rewrite import Rewritten, rewrite
-from graft.grammar.schema.terms import Reason, has_orders, subschemas, word_set
+from graft.grammar.schema.unsatisfiable_definitions import (
+    endless_definitions,
+    impossible_definitions,
+)
 from graft.grammar.schema.wellformed import check_schema
 from graft.grammar.spec import KeyOrder, Whitespace, check_options
 

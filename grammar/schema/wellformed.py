@@ -7,14 +7,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from graft.grammar.errors import GrammarError
-from graft.grammar.schema.terms import (
-    NoExactForm,
-    References,
-    SchemaObject,
-    required_of,
-    subschemas,
-    word_set,
-)
+from graft.grammar.schema.documents import SchemaObject, required_of, subschemas, word_set
+from graft.grammar.schema.reasons import NoExactForm
+from graft.grammar.schema.references import References
 
 __all__ = ["check_schema", "finite_values"]
 

@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from graft.grammar.schema.terms import Reason, SchemaObject, dialect, subschemas, types_of
+from graft.grammar.schema.documents import SchemaObject, dialect, subschemas, types_of
+from graft.grammar.schema.reasons import Reason
 
 __all__ = ["unsafe_strings", "without_unsafe_strings"]
 

@@ -9,10 +9,10 @@ from types import MappingProxyType
 from typing import Any
 
 from graft.grammar.errors import GrammarError
-from graft.grammar.schema.options import with_options
+from graft.grammar.schema.llguidance_options import with_options
 from graft.grammar.spec import Whitespace
 from graft.grammar.structural.formats import Format, LoweringError
-from graft.grammar.structural.pieces import Joiner, Piece, check_boundary, constant, overlap
+from graft.grammar.structural.lark_pieces import Joiner, Piece, check_boundary, constant, overlap
 
 __all__ = ["NO_TOKENS", "lark_pattern", "lark_text", "split_names"]
 

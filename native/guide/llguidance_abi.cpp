@@ -58,7 +58,7 @@ constexpr char kRelease[] = "llguidance@1.9.";
 // Maximum number of regular expressions that the lexer of a matcher may construct at its start, and
 // in one step. LLGuidance's defaults (1 million and 200,000) are too low for patterns with long
 // length bounds, because a request would fail in the middle of its text.
-// `graft.grammar.schema.llguidance_errors` has the same limits.
+// `graft.grammar.schema.llguidance_check` has the same limits.
 constexpr uint64_t kLexerFuel = 10'000'000;
 // Maximum number of parser items in one row of the parser's chart, and in one step. With
 // LLGuidance's defaults (2,000 and 50,000), a request whose grammar has a large choice would fail

@@ -14,7 +14,7 @@ from guide_util import BYTES, STOP, accepts
 
 from graft.grammar import GrammarSpec, LLGuidanceBackend, Matcher, Route
 from graft.grammar.backends.llguidance import Prepared
-from graft.grammar.schema.llguidance_errors import document_text, schema_grammar
+from graft.grammar.schema.llguidance_check import document_text, schema_grammar
 
 _backend = functools.cache(lambda: LLGuidanceBackend(BYTES))
 

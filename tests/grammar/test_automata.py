@@ -20,8 +20,8 @@ import pytest
 
 from graft.grammar import GrammarError, GrammarSpec, LLGuidanceBackend, Vocabulary, resolve_spec
 from graft.grammar.automaton.lower import MAX_STATES, compile_automaton, lower
-from graft.grammar.automaton.regex import NotRegular
 from graft.grammar.matcher import NativeBackedMatcher
+from graft.grammar.regular.regex import NotRegular
 from graft.native import _native
 
 STOP = 1

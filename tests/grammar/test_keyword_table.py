@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from graft.grammar.schema.enforcement import KEYWORDS
-from graft.grammar.schema.names import with_one_spelling
+from graft.grammar.schema.keyword_support import KEYWORDS
+from graft.grammar.schema.name_spelling import with_one_spelling
 from graft.grammar.schema.router import route
 
 pytest.importorskip("llguidance")

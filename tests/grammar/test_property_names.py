@@ -14,9 +14,9 @@ from schema_fuzz import escaped
 
 from graft.grammar import GrammarError, GrammarSpec, LLGuidanceBackend
 from graft.grammar.backends.llguidance import Prepared
-from graft.grammar.schema.enforcement import ignored_keywords
-from graft.grammar.schema.llguidance_errors import document_text, schema_grammar
-from graft.grammar.schema.names import EVERY_NAME
+from graft.grammar.schema.keyword_support import ignored_keywords
+from graft.grammar.schema.llguidance_check import document_text, schema_grammar
+from graft.grammar.schema.name_spelling import EVERY_NAME
 from graft.grammar.schema.router import route
 
 pytest.importorskip("llguidance")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from graft.grammar import GrammarError, GrammarSpec
+from graft.grammar.schema.references import pointer_steps
 from graft.grammar.schema.router import route
-from graft.grammar.schema.terms import pointer_steps
 
 pytest.importorskip("llguidance")
 

@@ -10,10 +10,11 @@ import jsonschema
 import pytest
 from router_util import Grammar
 
+from graft.grammar.schema.reasons import NoExactForm
+from graft.grammar.schema.references import References
 from graft.grammar.schema.rewrite import rewrite
 from graft.grammar.schema.rewrite.negate import Negation
 from graft.grammar.schema.rewrite.strings import FORMATS, none_of
-from graft.grammar.schema.terms import NoExactForm, References
 
 ATOMS: list[Any] = [None, True, False, 0, 1, -3, 2.5, 12, "", "a", "b", "ab", "abc", "xyz"]
 OBJECTS: list[Any] = [

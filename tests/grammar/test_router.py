@@ -19,8 +19,8 @@ from graft.grammar import (
     resolve_spec,
     usable,
 )
-from graft.grammar.schema.enforcement import KEYWORDS
-from graft.grammar.schema.llguidance_errors import schema_error
+from graft.grammar.schema.keyword_support import KEYWORDS
+from graft.grammar.schema.llguidance_check import schema_error
 from graft.grammar.schema.router import route
 from graft.grammar.schema.wellformed import check_schema
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from graft.grammar.schema.options import literal
-from graft.grammar.schema.terms import NoExactForm
+from graft.grammar.schema.llguidance_options import literal
+from graft.grammar.schema.reasons import NoExactForm
 
 __all__ = [
     "ANY_KEY",

@@ -17,10 +17,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from graft.grammar.schema.rewrite.normal import normalize
+from graft.grammar.schema.documents import dialect
+from graft.grammar.schema.reasons import Reason
+from graft.grammar.schema.rewrite.normalize import normalize
 from graft.grammar.schema.rewrite.rewriter import Rewriter
 from graft.grammar.schema.rewrite.rules import RULES
-from graft.grammar.schema.terms import Reason, dialect
 
 __all__ = ["Rewritten", "rewrite"]
 

@@ -9,12 +9,9 @@ import math
 import re
 from typing import Any
 
-from graft.grammar.schema.llguidance_errors import is_unsatisfiable
-from graft.grammar.schema.terms import (
+from graft.grammar.schema.documents import (
     JSON_TYPES,
     JsonTypes,
-    NoExactForm,
-    References,
     SchemaObject,
     common_types,
     required_of,
@@ -22,6 +19,9 @@ from graft.grammar.schema.terms import (
     types_of,
     values_of,
 )
+from graft.grammar.schema.llguidance_check import is_unsatisfiable
+from graft.grammar.schema.reasons import NoExactForm
+from graft.grammar.schema.references import References
 from graft.grammar.validate import search_pattern
 
 __all__ = ["Disjointness"]

@@ -6,12 +6,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from graft.grammar.schema.rewrite.strings import literals, none_of
-from graft.grammar.schema.terms import (
+from graft.grammar.schema.documents import (
     JSON_TYPES,
     JsonTypes,
-    NoExactForm,
-    References,
     SchemaObject,
     any_of,
     common_types,
@@ -20,6 +17,9 @@ from graft.grammar.schema.terms import (
     types_of,
     word_set,
 )
+from graft.grammar.schema.reasons import NoExactForm
+from graft.grammar.schema.references import References
+from graft.grammar.schema.rewrite.strings import literals, none_of
 from graft.grammar.validate import search_pattern
 
 __all__ = ["Negation"]

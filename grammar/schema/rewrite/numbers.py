@@ -14,7 +14,8 @@ from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from graft.grammar.schema.terms import JsonTypes, NoExactForm, SchemaObject, can_combine, subschemas
+from graft.grammar.schema.documents import JsonTypes, SchemaObject, can_combine, subschemas
+from graft.grammar.schema.reasons import NoExactForm
 
 __all__ = ["BOUNDS", "Numbers", "Restricted", "has_many_digits"]
 

@@ -8,7 +8,8 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from graft.grammar.schema.terms import NoExactForm, SchemaObject, required_of, word_set
+from graft.grammar.schema.documents import SchemaObject, required_of, word_set
+from graft.grammar.schema.reasons import NoExactForm
 from graft.grammar.validate import search_pattern
 
 __all__ = ["contains", "dependencies", "distinct", "property_count", "property_names"]

@@ -6,16 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from graft.grammar.schema.rewrite.disjoint import Disjointness
-from graft.grammar.schema.rewrite.negate import Negation
-from graft.grammar.schema.rewrite.numbers import BOUNDS, Numbers
-from graft.grammar.schema.rewrite.strings import ecma_pattern, literals
-from graft.grammar.schema.terms import (
+from graft.grammar.schema.documents import (
     JSON_TYPES,
     JsonTypes,
-    NoExactForm,
-    Reason,
-    References,
     SchemaObject,
     can_combine,
     common_types,
@@ -25,6 +18,12 @@ from graft.grammar.schema.terms import (
     types_of,
     word_set,
 )
+from graft.grammar.schema.reasons import NoExactForm, Reason
+from graft.grammar.schema.references import References
+from graft.grammar.schema.rewrite.disjoint import Disjointness
+from graft.grammar.schema.rewrite.negate import Negation
+from graft.grammar.schema.rewrite.numbers import BOUNDS, Numbers
+from graft.grammar.schema.rewrite.strings import ecma_pattern, literals
 
 __all__ = ["Rewriter", "Rule", "Site"]
 

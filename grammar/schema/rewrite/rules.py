@@ -9,6 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from graft.grammar.schema.documents import (
+    JSON_TYPES,
+    JsonTypes,
+    SchemaObject,
+    any_of,
+    common_types,
+    required_of,
+    types_of,
+    without_duplicates,
+    word_set,
+)
+from graft.grammar.schema.reasons import NoExactForm, Reason
 from graft.grammar.schema.rewrite.objects import (
     contains,
     dependencies,
@@ -18,19 +30,6 @@ from graft.grammar.schema.rewrite.objects import (
 )
 from graft.grammar.schema.rewrite.rewriter import Rewriter, Rule, Site
 from graft.grammar.schema.rewrite.strings import FORMATS, HOSTNAME, ecma_pattern
-from graft.grammar.schema.terms import (
-    JSON_TYPES,
-    JsonTypes,
-    NoExactForm,
-    Reason,
-    SchemaObject,
-    any_of,
-    common_types,
-    required_of,
-    types_of,
-    without_duplicates,
-    word_set,
-)
 
 __all__ = ["RULES"]
 

@@ -7,9 +7,9 @@ import functools
 import re
 from collections.abc import Iterable
 
-from graft.grammar.automaton.expression import words
-from graft.grammar.automaton.regex import NotRegular, has_alternatives, lower_regex
-from graft.grammar.schema.terms import NoExactForm
+from graft.grammar.regular.expression import words
+from graft.grammar.regular.regex import NotRegular, has_alternatives, lower_regex
+from graft.grammar.schema.reasons import NoExactForm
 
 __all__ = ["FORMATS", "HOSTNAME", "ecma_pattern", "literals", "none_of", "quote"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from graft.grammar.errors import GrammarError
-from graft.grammar.schema.terms import word_set
+from graft.grammar.schema.documents import word_set
 from graft.grammar.schema.wellformed import check_schema
 from graft.sampling.checks import short_repr
 from graft.tools.serve.errors import ApiError

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graft.grammar.schema.terms import subschemas, word_set
+from graft.grammar.schema.documents import subschemas, word_set
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.tool_calls import ToolChoice
 from graft.tools.serve.tool_formats.arguments import (

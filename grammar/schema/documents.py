@@ -1,20 +1,16 @@
-"""Types and functions for JSON schemas that several modules of this package use."""
+"""Queries of JSON schema documents: subschemas, types, values, drafts and names of properties."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
-from urllib.parse import unquote
+from typing import Any
 
 __all__ = [
     "DATA",
     "JSON_TYPES",
     "MAPS",
     "JsonTypes",
-    "NoExactForm",
-    "Reason",
-    "References",
     "SchemaObject",
     "any_of",
     "can_combine",
@@ -23,8 +19,6 @@ __all__ = [
     "dialect",
     "escape",
     "has_orders",
-    "pointer_steps",
-    "replace_references",
     "required_of",
     "subschemas",
     "texts_of_keys",
@@ -49,40 +43,6 @@ def word_set(text: str) -> frozenset[str]:
 JSON_TYPES = word_set("null boolean number string array object")
 _YEARS = {"03": 3, "04": 4, "06": 6, "07": 7, "2019-09": 2019, "2020-12": 2020}
 _DRAFT = re.compile(r"draft[-/](03|04|06|07|2019-09|2020-12)\b")
-_MAX_REFERENCE_CHAIN = 8
-
-
-class Reason(NamedTuple):
-    """The reason why a part of a schema is not enforced as written.
-
-    Attributes
-    ----------
-    pointer
-        JSON pointer of the subschema as a URI fragment, such as ``#/properties/a``.
-    keyword
-        Keyword of the subschema.
-    why
-        Explanation, in one clause.
-    """
-
-    pointer: str
-    keyword: str
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.pointer}: {self.keyword}: {self.why}"
-
-
-class NoExactForm(Exception):
-    """Raised for a keyword that cannot be rewritten into a form which a backend enforces exactly.
-
-    The caller catches it and reports it to the user as a `Reason`.
-    """
-
-    def __init__(self, keyword: str, why: str):
-        super().__init__(f"{keyword}: {why}")
-        self.keyword = keyword
-        self.why = why
 
 
 def dialect(schema: Any, default: int) -> int:
@@ -123,13 +83,6 @@ def texts_of_keys(value: Any, keys: Collection[str]) -> Iterator[str]:
 def escape(name: object) -> str:
     """Return a name in the escaped form that JSON pointers use."""
     return str(name).replace("~", "~0").replace("/", "~1")
-
-
-def pointer_steps(pointer: str) -> list[str]:
-    """Return the unescaped keys and indices of a JSON pointer."""
-    _, *steps = pointer.split("/")
-    steps = [unquote(step) for step in steps]
-    return [step.replace("~1", "/").replace("~0", "~") for step in steps]
 
 
 #: Keywords whose value is an object with a schema per key.
@@ -297,127 +250,3 @@ def _equality_key(value: Any) -> Any:
     if isinstance(value, list):
         return list, tuple(map(_equality_key, value))
     return isinstance(value, bool), value
-
-
-class References:
-    """Local references of one schema document.
-
-    Parameters
-    ----------
-    root
-        The document.
-
-    Attributes
-    ----------
-    nested
-        Whether a subschema has a base URI of its own. If so, no reference of the document is
-        treated as local, because references inside the subschema may be relative to that URI.
-    """
-
-    def __init__(self, root: Any):
-        self._root = root
-        base = root.get("$id", root.get("id")) if isinstance(root, dict) else None
-        self._base = base.rstrip("#") if isinstance(base, str) else ""
-        self.nested = _has_nested_id(root)
-
-    def pointer(self, reference: Any) -> str | None:
-        """Return the JSON pointer of a local reference; None if it is not a local pointer."""
-        if not isinstance(reference, str) or self.nested:
-            return None
-        if self._base and reference.startswith(self._base + "#"):
-            reference = reference[len(self._base) :]
-        if reference == "#" or reference.startswith("#/"):
-            return reference[1:]
-        return None
-
-    def follow(self, schema: Any) -> Any:
-        """Return the target of a schema that is a reference; return other schemas unchanged."""
-        for _ in range(_MAX_REFERENCE_CHAIN):
-            if not isinstance(schema, dict) or "$ref" not in schema:
-                break
-            try:
-                schema = self.resolve(schema["$ref"])
-            except NoExactForm:
-                break
-        return schema
-
-    def resolve(self, reference: Any) -> Any:
-        """Return the target of a reference.
-
-        Raises
-        ------
-        NoExactForm
-            The reference is not a local pointer, or its target does not exist.
-        """
-        pointer = self.pointer(reference)
-        if pointer is None:
-            why = f"{reference!r} is not a plain pointer into this schema"
-            if self.nested and isinstance(reference, str) and reference.startswith("#"):
-                why = f"{reference!r} may be relative to the $id of a subschema"
-            raise NoExactForm("$ref", why)
-        found = self._root
-        for key in pointer_steps(pointer):
-            try:
-                found = found[int(key)] if isinstance(found, list) else found[key]
-            except (KeyError, ValueError, IndexError, TypeError):
-                raise NoExactForm("$ref", f"'#{pointer}' points to nothing") from None
-        return found
-
-
-def replace_references(
-    part: Any,
-    pointers: frozenset[str],
-    references: References,
-    replacement: bool,
-    *,
-    is_map: bool = False,
-) -> Any:
-    """Return a copy of a part of a document in which some references are replaced.
-
-    Parameters
-    ----------
-    part
-        A schema, a list of schemas, or a map of schemas.
-    pointers
-        JSON pointers of the targets of these references.
-    references
-        References of the document.
-    replacement
-        Schema that replaces each subschema with such a reference.
-    is_map
-        Whether `part` is a map of schemas. The keys of a map are names and not keywords.
-    """
-    if isinstance(part, list):
-        return [replace_references(item, pointers, references, replacement) for item in part]
-    if not isinstance(part, dict):
-        return part
-    if not is_map and references.pointer(part.get("$ref")) in pointers:
-        return replacement
-    copy = {}
-    for key, value in part.items():
-        if key in DATA and not is_map:
-            copy[key] = value
-        else:
-            copy[key] = replace_references(
-                value, pointers, references, replacement, is_map=key in MAPS and not is_map
-            )
-    return copy
-
-
-def _has_nested_id(root: Any) -> bool:
-    """Return whether a subschema seems to have a base URI of its own.
-
-    A property with the name ``id`` is not mistaken for a base URI, because the value of a base URI
-    is a string and the value of a property is a schema.
-    """
-    pending = list(root.values()) if isinstance(root, dict) else []
-    while pending:
-        part = pending.pop()
-        if isinstance(part, list):
-            pending += part
-        elif isinstance(part, dict):
-            for key in ("$id", "id"):
-                if isinstance(part.get(key), str) and not part[key].startswith("#"):
-                    return True
-            pending += part.values()
-    return False

@@ -12,9 +12,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from graft.grammar.schema.rewrite.numbers import BOUNDS, has_many_digits
-from graft.grammar.schema.terms import (
-    Reason,
+from graft.grammar.schema.documents import (
     SchemaObject,
     common_types,
     required_of,
@@ -23,6 +21,8 @@ from graft.grammar.schema.terms import (
     values_of,
     word_set,
 )
+from graft.grammar.schema.reasons import Reason
+from graft.grammar.schema.rewrite.numbers import BOUNDS, has_many_digits
 from graft.grammar.validate import search_pattern
 
 __all__ = ["BACKENDS", "KEYWORDS", "ignored_keywords"]

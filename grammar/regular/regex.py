@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from graft.grammar.automaton.expression import (
+from graft.grammar.regular.expression import (
     EMPTY,
     Expression,
     Ranges,

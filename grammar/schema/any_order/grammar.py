@@ -9,7 +9,7 @@ property occurs twice. For example::
     more::_: "" %if is_ones([0:1]) | COMMA pairs::_
 
 Parts of the schema that contain no object with several key orders remain ``%json`` expressions.
-They are called leaves (see `leaves.py`).
+They are called JSON parts (see `json_parts.py`).
 """
 
 from __future__ import annotations
@@ -17,26 +17,25 @@ from __future__ import annotations
 from typing import Any
 
 from graft.grammar.schema.any_order import lark
-from graft.grammar.schema.any_order.leaves import KNOWN, Leaves
-from graft.grammar.schema.any_order.shape import (
+from graft.grammar.schema.any_order.json_parts import KNOWN, JsonParts
+from graft.grammar.schema.any_order.merged_constraints import (
     ArrayShape,
     Conjuncts,
     ObjectShape,
     merge_arrays,
     merge_objects,
 )
-from graft.grammar.schema.llguidance_errors import lark_error
-from graft.grammar.schema.options import json_options, literal
-from graft.grammar.schema.terms import (
+from graft.grammar.schema.documents import (
     JSON_TYPES,
-    NoExactForm,
-    Reason,
     SchemaObject,
     common_types,
     has_orders,
     subschemas,
     types_of,
 )
+from graft.grammar.schema.llguidance_check import lark_error
+from graft.grammar.schema.llguidance_options import json_options, literal
+from graft.grammar.schema.reasons import NoExactForm, Reason
 from graft.grammar.spec import Whitespace
 
 __all__ = ["any_order_grammar"]
@@ -74,17 +73,17 @@ def any_order_grammar(schema: Any, whitespace: Whitespace) -> tuple[str, Reasons
     """
     error = NoExactForm("schema", "the schema is nested too deeply")
     try:
-        # Checking the satisfiability of each leaf takes time, and few schemas have unsatisfiable
-        # leaves. The leaves are therefore checked only if LLGuidance refuses the first grammar
-        # because a leaf is unsatisfiable.
+        # Checking the satisfiability of each JSON part takes time, and few schemas have
+        # unsatisfiable JSON parts. The JSON parts are therefore checked only if LLGuidance refuses
+        # the first grammar because a JSON part is unsatisfiable.
         for check_satisfiable in (False, True):
-            leaves = Leaves(schema, whitespace, check_satisfiable)
-            builder = _RuleBuilder(leaves)
+            json_parts = JsonParts(schema, whitespace, check_satisfiable)
+            builder = _RuleBuilder(json_parts)
             rules = builder.grammar(schema, whitespace)
             message = lark_error(rules) if rules else ""
             if not message:
                 ordered = _locate(schema, builder.ordered, _KEPT_ORDER)
-                excluded = _locate(schema, builder.excluded + leaves.excluded, "")
+                excluded = _locate(schema, builder.excluded + json_parts.excluded, "")
                 return rules, ordered, excluded
             error = NoExactForm("schema", message)
             if "Unsatisfiable" not in message:
@@ -146,8 +145,8 @@ class _RuleBuilder:
 
     Parameters
     ----------
-    leaves
-        Leaves of the document.
+    json_parts
+        JSON parts of the document.
 
     Attributes
     ----------
@@ -155,10 +154,10 @@ class _RuleBuilder:
         Errors that `any_order_grammar` converts to its return values ``ordered`` and ``excluded``.
     """
 
-    def __init__(self, leaves: Leaves):
+    def __init__(self, json_parts: JsonParts):
         self.ordered: list[NoExactForm] = []
         self.excluded: list[NoExactForm] = []
-        self._leaves = leaves
+        self._json_parts = json_parts
         # Name of each conjunction's rule, by the object ids of the schemas; None if the conjunction
         # is unsatisfiable.
         self._names: dict[tuple[int, ...], str | None] = {}
@@ -173,7 +172,7 @@ class _RuleBuilder:
 
     def grammar(self, root: Any, whitespace: Whitespace) -> str:
         """Return the text of the grammar; empty if a single ``%json`` allows the same outputs."""
-        if not self._leaves.has_orders(root):
+        if not self._json_parts.has_orders(root):
             return ""
         start = self._rule((root,))
         if start is None:
@@ -190,11 +189,11 @@ class _RuleBuilder:
 
     def _rule(self, parts: Conjuncts) -> str | None:
         """Return the name of a conjunction's rule; None if the conjunction is unsatisfiable."""
-        conjuncts = self._leaves.conjuncts(parts)
+        conjuncts = self._json_parts.conjuncts(parts)
         if conjuncts is None:
             return None
         if len(conjuncts) == 1 and conjuncts[0].keys() == {"$ref"}:
-            target = self._leaves.resolve(conjuncts[0]["$ref"])
+            target = self._json_parts.resolve(conjuncts[0]["$ref"])
             return self._rule((target,))
         ids = {id(part) for part in conjuncts}
         key = tuple(sorted(ids))
@@ -263,16 +262,16 @@ class _RuleBuilder:
 
     def _body(self, parts: tuple[SchemaObject, ...]) -> str | None:
         """Return the body of a conjunction's rule; None if the conjunction is unsatisfiable."""
-        if not any(self._leaves.has_orders(part) for part in parts):
-            return self._leaves.leaf(parts)
+        if not any(self._json_parts.has_orders(part) for part in parts):
+            return self._json_parts.json_part(parts)
         for index, part in enumerate(parts):
             others = parts[:index] + parts[index + 1 :]
             if "$ref" in part:
-                target = self._leaves.resolve(part["$ref"])
-                rest = self._leaves.without(part, "$ref")
+                target = self._json_parts.resolve(part["$ref"])
+                rest = self._json_parts.without(part, "$ref")
                 return self._rule((target, rest, *others))
             if "anyOf" in part:
-                rest = self._leaves.without(part, "anyOf")
+                rest = self._json_parts.without(part, "anyOf")
                 return self._union(part["anyOf"], (rest, *others))
         return self._plain(parts)
 
@@ -291,13 +290,13 @@ class _RuleBuilder:
         """
         if len(options) > _MAX_OPTIONS:
             raise NoExactForm("anyOf", f"more than {_MAX_OPTIONS} options ({len(options)})")
-        conjuncts = self._leaves.conjuncts(rest)
+        conjuncts = self._json_parts.conjuncts(rest)
         if conjuncts is None:
             return None
         leaf_options = []
         names = []
         for option in options:
-            if any(map(self._leaves.has_orders, (option, *conjuncts))):
+            if any(map(self._json_parts.has_orders, (option, *conjuncts))):
                 names.append(self._rule((option, *conjuncts)))
             else:
                 leaf_options.append(option)
@@ -317,7 +316,7 @@ class _RuleBuilder:
                 if has_orders(part):
                     keyword = "enum" if "enum" in part else "const"
                     self.ordered.append(NoExactForm(keyword, "the listed values contain objects"))
-                return self._leaves.leaf(parts)
+                return self._json_parts.json_part(parts)
         types = JSON_TYPES
         for part in parts:
             types = common_types(types, types_of(part))
@@ -327,13 +326,13 @@ class _RuleBuilder:
                 names.append(self._object_or_array(json_type, parts))
         scalar_types = types - {"object", "array"}
         if scalar_types:
-            names.append(self._leaf_rule(parts, scalar_types))
+            names.append(self._json_rule(parts, scalar_types))
         return " | ".join(filter(None, names)) or None
 
     def _object_or_array(self, json_type: str, parts: tuple[SchemaObject, ...]) -> str | None:
         """Return the rule of the objects or the arrays that satisfy a conjunction.
 
-        If no rule with keys in any order is known, the rule is a leaf, in which keys have the
+        If no rule with keys in any order is known, the rule is a JSON part, in which keys have the
         schema's order.
         """
         try:
@@ -344,17 +343,17 @@ class _RuleBuilder:
             if error.keyword == _WHOLE:
                 raise
             self.ordered.append(error)
-            return self._leaf_rule(parts, frozenset((json_type,)))
+            return self._json_rule(parts, frozenset((json_type,)))
 
-    def _leaf_rule(self, parts: Conjuncts, types: frozenset[str]) -> str | None:
-        """Return the rule of a leaf for a conjunction; None if the conjunction is unsatisfiable."""
-        body = self._leaves.leaf(parts, types)
+    def _json_rule(self, parts: Conjuncts, types: frozenset[str]) -> str | None:
+        """Return the rule of a conjunction as a JSON part; None if it is unsatisfiable."""
+        body = self._json_parts.json_part(parts, types)
         return None if body is None else self._shared_rule(body)
 
     def _array(self, shape: ArrayShape, parts: Conjuncts) -> str | None:
         """Return the rule of the arrays that satisfy a conjunction; None if there are none."""
-        if not any(map(self._leaves.has_orders, shape.items)):
-            return self._leaf_rule(parts, frozenset(("array",)))
+        if not any(map(self._json_parts.has_orders, shape.items)):
+            return self._json_rule(parts, frozenset(("array",)))
         item = None if shape.high == 0 else self._rule(shape.items)
         high = 0 if item is None else shape.high
         if high is not None and shape.low > high:

@@ -6,9 +6,10 @@ import json
 import re
 from typing import Any
 
-from graft.grammar.schema.names import with_one_spelling
-from graft.grammar.schema.options import OPTIONS, with_options
-from graft.grammar.schema.terms import Reason, SchemaObject, subschemas
+from graft.grammar.schema.documents import SchemaObject, subschemas
+from graft.grammar.schema.llguidance_options import OPTIONS, with_options
+from graft.grammar.schema.name_spelling import with_one_spelling
+from graft.grammar.schema.reasons import Reason
 from graft.grammar.spec import Whitespace, json_text
 
 __all__ = [

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from graft.grammar.errors import GrammarError
-from graft.grammar.schema.terms import NoExactForm, SchemaObject, required_of, word_set
+from graft.grammar.schema.documents import SchemaObject, required_of, word_set
+from graft.grammar.schema.reasons import NoExactForm
 from graft.grammar.validate import search_pattern
 
 __all__ = [

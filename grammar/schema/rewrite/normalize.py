@@ -11,19 +11,17 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from graft.grammar.schema.terms import (
+from graft.grammar.schema.documents import (
     DATA,
     MAPS,
-    NoExactForm,
-    References,
     SchemaObject,
     any_of,
-    pointer_steps,
-    replace_references,
     subschemas,
     texts_of_keys,
     word_set,
 )
+from graft.grammar.schema.reasons import NoExactForm
+from graft.grammar.schema.references import References, pointer_steps, replace_references
 
 __all__ = ["normalize"]
 

@@ -12,15 +12,15 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
-from graft.grammar.schema.options import OPTIONS, PLAIN_ESCAPES
-from graft.grammar.schema.terms import (
-    Reason,
+from graft.grammar.schema.documents import (
     SchemaObject,
     copy_json,
     required_of,
     subschemas,
     types_of,
 )
+from graft.grammar.schema.llguidance_options import OPTIONS, PLAIN_ESCAPES
+from graft.grammar.schema.reasons import Reason
 
 __all__ = ["CONTROL", "EVERY_NAME", "NO_CONTROL", "OneSpelling", "with_one_spelling"]
 

@@ -9,14 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from graft.grammar.schema.llguidance_errors import schema_error
-from graft.grammar.schema.terms import (
-    NoExactForm,
-    References,
-    SchemaObject,
-    replace_references,
-    subschemas,
-)
+from graft.grammar.schema.documents import SchemaObject, subschemas
+from graft.grammar.schema.llguidance_check import schema_error
+from graft.grammar.schema.reasons import NoExactForm
+from graft.grammar.schema.references import References, replace_references
 from graft.grammar.schema.wellformed import finite_values
 
 __all__ = ["endless_definitions", "impossible_definitions"]

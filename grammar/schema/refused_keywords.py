@@ -15,17 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from graft.grammar.schema.llguidance_errors import keyword_of, schema_error
-from graft.grammar.schema.names import with_one_spelling
+from graft.grammar.schema.documents import SchemaObject, subschemas, word_set
+from graft.grammar.schema.llguidance_check import keyword_of, schema_error
+from graft.grammar.schema.name_spelling import with_one_spelling
+from graft.grammar.schema.reasons import NoExactForm, Reason
+from graft.grammar.schema.references import References
 from graft.grammar.schema.rewrite import Rewritten
-from graft.grammar.schema.terms import (
-    NoExactForm,
-    Reason,
-    References,
-    SchemaObject,
-    subschemas,
-    word_set,
-)
 
 __all__ = ["find_causes"]
 

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from graft.grammar.schema.options import literal
+from graft.grammar.schema.llguidance_options import literal
 from graft.grammar.structural.formats import LoweringError
 
 __all__ = ["Joiner", "Piece", "check_boundary", "constant", "overlap"]

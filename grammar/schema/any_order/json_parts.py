@@ -1,8 +1,9 @@
-"""Leaves of an any-order grammar.
+"""JSON parts of an any-order grammar.
 
-An any-order grammar is a Lark grammar in which objects accept their keys in any order. A leaf is a
-part of the schema document that needs no such rules. LLGuidance compiles a leaf with its own schema
-compiler (``%json``). Usually, a leaf contains no object with several possible key orders.
+An any-order grammar is a Lark grammar in which objects accept their keys in any order. A JSON part
+is a part of the schema document that needs no such rules. LLGuidance compiles a JSON part with its
+own schema compiler (``%json``). Usually, a JSON part contains no object with several possible key
+orders.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from graft.grammar.schema.any_order.shape import ARRAYS, OBJECTS, Conjuncts
-from graft.grammar.schema.llguidance_errors import schema_error
-from graft.grammar.schema.names import with_one_spelling
-from graft.grammar.schema.options import with_options
-from graft.grammar.schema.terms import NoExactForm, References, SchemaObject, has_orders, word_set
+from graft.grammar.schema.any_order.merged_constraints import ARRAYS, OBJECTS, Conjuncts
+from graft.grammar.schema.documents import SchemaObject, has_orders, word_set
+from graft.grammar.schema.llguidance_check import schema_error
+from graft.grammar.schema.llguidance_options import with_options
+from graft.grammar.schema.name_spelling import with_one_spelling
+from graft.grammar.schema.reasons import NoExactForm
+from graft.grammar.schema.references import References
 from graft.grammar.spec import Whitespace
 
-__all__ = ["KNOWN", "Leaves"]
+__all__ = ["KNOWN", "JsonParts"]
 
-#: Keywords that a leaf may have, besides ``$ref``, ``anyOf``, ``allOf`` and ``oneOf``.
+#: Keywords that a JSON part may have, besides ``$ref``, ``anyOf``, ``allOf`` and ``oneOf``.
 KNOWN = (
     OBJECTS
     | ARRAYS
@@ -37,8 +40,8 @@ _SINGLE = ("additionalProperties", "additionalItems", "items")
 _StripKey = tuple[int, tuple[str, ...]]  # id of a schema object, removed keywords
 
 
-class Leaves:
-    """Leaves of one schema document.
+class JsonParts:
+    """JSON parts of one schema document.
 
     Parameters
     ----------
@@ -47,13 +50,13 @@ class Leaves:
     whitespace
         As in `Spec`.
     check_satisfiable
-        Whether the method `leaf` checks with LLGuidance that each leaf is satisfiable. The checks
-        take time.
+        Whether the method `json_part` checks with LLGuidance that each JSON part is satisfiable.
+        The checks take time.
 
     Attributes
     ----------
     excluded
-        Errors that name the valid values that the leaves exclude.
+        Errors that name the valid values that the JSON parts exclude.
     """
 
     def __init__(self, root: Any, whitespace: Whitespace, check_satisfiable: bool):
@@ -66,7 +69,7 @@ class Leaves:
         #: Results of `without`. Each is stored with its original schema, so that the original's id
         #: stays valid.
         self._stripped: dict[_StripKey, tuple[SchemaObject, Any]] = {}
-        self._definitions: dict[str, str] = {}  # names of definitions in leaves, by pointer
+        self._definitions: dict[str, str] = {}  # names of definitions in JSON parts, by pointer
         self._parts: dict[int, SchemaObject] = {}  # reachable schemas, by id
         self._with_orders: set[int] = set()  # ids of reachable schemas with several key orders
         self._find_parts()
@@ -125,7 +128,7 @@ class Leaves:
             return id(part) in self._with_orders
         return has_orders(part) or any(map(self.has_orders, self._inner(part)))
 
-    def leaf(self, parts: Conjuncts, types: frozenset[str] | None = None) -> str | None:
+    def json_part(self, parts: Conjuncts, types: frozenset[str] | None = None) -> str | None:
         """Return a conjunction of schemas as a ``%json`` expression.
 
         Parameters
@@ -210,7 +213,7 @@ class Leaves:
     def _copy(self, part: Any, reached: dict[str, None]) -> Any:
         """Return a copy of a schema without annotations.
 
-        The references in the copy refer to the definitions of the leaf.
+        The references in the copy refer to the definitions of the JSON part.
 
         Parameters
         ----------

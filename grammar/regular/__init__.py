@@ -1,0 +1,1 @@
+"""Regular languages over characters: expressions, and regular expressions as expressions."""

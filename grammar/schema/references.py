@@ -1,0 +1,144 @@
+"""References within a JSON schema document."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import unquote
+
+from graft.grammar.schema.documents import DATA, MAPS
+from graft.grammar.schema.reasons import NoExactForm
+
+__all__ = ["References", "pointer_steps", "replace_references"]
+
+_MAX_REFERENCE_CHAIN = 8
+
+
+def pointer_steps(pointer: str) -> list[str]:
+    """Return the unescaped keys and indices of a JSON pointer."""
+    _, *steps = pointer.split("/")
+    steps = [unquote(step) for step in steps]
+    return [step.replace("~1", "/").replace("~0", "~") for step in steps]
+
+
+class References:
+    """Local references of one schema document.
+
+    Parameters
+    ----------
+    root
+        The document.
+
+    Attributes
+    ----------
+    nested
+        Whether a subschema has a base URI of its own. If so, no reference of the document is
+        treated as local, because references inside the subschema may be relative to that URI.
+    """
+
+    def __init__(self, root: Any):
+        self._root = root
+        base = root.get("$id", root.get("id")) if isinstance(root, dict) else None
+        self._base = base.rstrip("#") if isinstance(base, str) else ""
+        self.nested = _has_nested_id(root)
+
+    def pointer(self, reference: Any) -> str | None:
+        """Return the JSON pointer of a local reference; None if it is not a local pointer."""
+        if not isinstance(reference, str) or self.nested:
+            return None
+        if self._base and reference.startswith(self._base + "#"):
+            reference = reference[len(self._base) :]
+        if reference == "#" or reference.startswith("#/"):
+            return reference[1:]
+        return None
+
+    def follow(self, schema: Any) -> Any:
+        """Return the target of a schema that is a reference; return other schemas unchanged."""
+        for _ in range(_MAX_REFERENCE_CHAIN):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                break
+            try:
+                schema = self.resolve(schema["$ref"])
+            except NoExactForm:
+                break
+        return schema
+
+    def resolve(self, reference: Any) -> Any:
+        """Return the target of a reference.
+
+        Raises
+        ------
+        NoExactForm
+            The reference is not a local pointer, or its target does not exist.
+        """
+        pointer = self.pointer(reference)
+        if pointer is None:
+            why = f"{reference!r} is not a plain pointer into this schema"
+            if self.nested and isinstance(reference, str) and reference.startswith("#"):
+                why = f"{reference!r} may be relative to the $id of a subschema"
+            raise NoExactForm("$ref", why)
+        found = self._root
+        for key in pointer_steps(pointer):
+            try:
+                found = found[int(key)] if isinstance(found, list) else found[key]
+            except (KeyError, ValueError, IndexError, TypeError):
+                raise NoExactForm("$ref", f"'#{pointer}' points to nothing") from None
+        return found
+
+
+def replace_references(
+    part: Any,
+    pointers: frozenset[str],
+    references: References,
+    replacement: bool,
+    *,
+    is_map: bool = False,
+) -> Any:
+    """Return a copy of a part of a document in which some references are replaced.
+
+    Parameters
+    ----------
+    part
+        A schema, a list of schemas, or a map of schemas.
+    pointers
+        JSON pointers of the targets of these references.
+    references
+        References of the document.
+    replacement
+        Schema that replaces each subschema with such a reference.
+    is_map
+        Whether `part` is a map of schemas. The keys of a map are names and not keywords.
+    """
+    if isinstance(part, list):
+        return [replace_references(item, pointers, references, replacement) for item in part]
+    if not isinstance(part, dict):
+        return part
+    if not is_map and references.pointer(part.get("$ref")) in pointers:
+        return replacement
+    copy = {}
+    for key, value in part.items():
+        if key in DATA and not is_map:
+            copy[key] = value
+        else:
+            copy[key] = replace_references(
+                value, pointers, references, replacement, is_map=key in MAPS and not is_map
+            )
+    return copy
+
+
+def _has_nested_id(root: Any) -> bool:
+    """Return whether a subschema seems to have a base URI of its own.
+
+    A property with the name ``id`` is not mistaken for a base URI, because the value of a base URI
+    is a string and the value of a property is a schema.
+    """
+    pending = list(root.values()) if isinstance(root, dict) else []
+    while pending:
+        part = pending.pop()
+        if isinstance(part, list):
+            pending += part
+        elif isinstance(part, dict):
+            for key in ("$id", "id"):
+                if isinstance(part.get(key), str) and not part[key].startswith("#"):
+                    return True
+            pending += part.values()
+    return False
