@@ -684,20 +684,20 @@ bool AutomatonMatcher::is_stop(int32_t token) const noexcept {
   return std::find(stop_ids_.begin(), stop_ids_.end(), token) != stop_ids_.end();
 }
 
-Answer AutomatonMatcher::accept(int32_t token, ErrorText*) noexcept {
-  if (terminated_) return Answer::kNo;
+Outcome AutomatonMatcher::accept(int32_t token, ErrorText*) noexcept {
+  if (terminated_) return Outcome::kNo;
   const int16_t state = path_.back();
   if (is_stop(token)) {
-    if (!grammar_->automaton().accepting(state)) return Answer::kNo;
+    if (!grammar_->automaton().accepting(state)) return Outcome::kNo;
     terminated_ = true;
-    return Answer::kYes;
+    return Outcome::kYes;
   }
   const TokenTrie& trie = grammar_->trie();
-  if (token < 0 || token >= trie.num_tokens() || trie.length(token) == 0) return Answer::kNo;
+  if (token < 0 || token >= trie.num_tokens() || trie.length(token) == 0) return Outcome::kNo;
   const int16_t next = grammar_->automaton().walk(state, trie.text(token), trie.length(token));
-  if (next == Automaton::kDead) return Answer::kNo;
+  if (next == Automaton::kDead) return Outcome::kNo;
   path_.push_back(next);
-  return Answer::kYes;
+  return Outcome::kYes;
 }
 
 Filled AutomatonMatcher::fill(int32_t* row, int64_t words, ErrorText* error) noexcept {
@@ -713,18 +713,18 @@ Filled AutomatonMatcher::fill(int32_t* row, int64_t words, ErrorText* error) noe
   return Filled::kMask;
 }
 
-Answer AutomatonMatcher::rollback(int32_t tokens, ErrorText* error) noexcept {
+Outcome AutomatonMatcher::rollback(int32_t tokens, ErrorText* error) noexcept {
   const auto accepted = static_cast<int32_t>(path_.size()) - 1 + (terminated_ ? 1 : 0);
   if (tokens < 0 || tokens > accepted) {
     error->keep("rollback: more tokens than were accepted");
-    return Answer::kFailed;
+    return Outcome::kFailed;
   }
   if (tokens > 0 && terminated_) {
     terminated_ = false;
     --tokens;
   }
   path_.resize(path_.size() - at(tokens));
-  return Answer::kYes;
+  return Outcome::kYes;
 }
 
 void bind_automaton(nb::module_& guide) {

@@ -172,11 +172,11 @@ class AutomatonMatcher final : public NativeMatcher {
  public:
   AutomatonMatcher(std::shared_ptr<const AutomatonGrammar> grammar, std::vector<int32_t> stop_ids);
 
-  Answer accept(int32_t token, ErrorText* error) noexcept override;
+  Outcome accept(int32_t token, ErrorText* error) noexcept override;
   Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override;
-  Answer rollback(int32_t tokens, ErrorText* error) noexcept override;
-  Answer is_terminated(ErrorText*) noexcept override {
-    return terminated_ ? Answer::kYes : Answer::kNo;
+  Outcome rollback(int32_t tokens, ErrorText* error) noexcept override;
+  Outcome is_terminated(ErrorText*) noexcept override {
+    return terminated_ ? Outcome::kYes : Outcome::kNo;
   }
 
   const std::shared_ptr<const AutomatonGrammar>& grammar() const { return grammar_; }

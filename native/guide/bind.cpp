@@ -66,9 +66,9 @@ std::vector<std::tuple<int64_t, int, int64_t, int64_t>> timeline(const Worker& w
 
 [[noreturn]] void fail(const ErrorText& error) { throw std::runtime_error(error.text); }
 
-bool yes(Answer answer, const ErrorText& error) {
-  if (answer == Answer::kFailed) fail(error);
-  return answer == Answer::kYes;
+bool yes(Outcome outcome, const ErrorText& error) {
+  if (outcome == Outcome::kFailed) fail(error);
+  return outcome == Outcome::kYes;
 }
 
 using Row = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;

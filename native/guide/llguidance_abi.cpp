@@ -303,28 +303,28 @@ class LLGuidanceMatcher final : public NativeMatcher {
     }
   }
 
-  Answer accept(int32_t token, ErrorText* error) noexcept override {
-    if (terminated_ || dead_ || token < 0 || token >= tokenizer_.vocab_size()) return Answer::kNo;
+  Outcome accept(int32_t token, ErrorText* error) noexcept override {
+    if (terminated_ || dead_ || token < 0 || token >= tokenizer_.vocab_size()) return Outcome::kNo;
     const uint32_t id = static_cast<uint32_t>(token);
     if (contains(stop_ids_, id)) {
-      if (move(size_, error) == Answer::kFailed) return Answer::kFailed;
+      if (move(size_, error) == Outcome::kFailed) return Outcome::kFailed;
       terminated_ = api.is_accepting(live_.get());
-      if (terminated_) return Answer::kYes;
-      const Answer legal = is_legal(id, error);
-      if (legal != Answer::kYes) return legal;
+      if (terminated_) return Outcome::kYes;
+      const Outcome legal = is_legal(id, error);
+      if (legal != Outcome::kYes) return legal;
       terminated_ = ends_with(id);
-      return terminated_ ? Answer::kYes : Answer::kNo;
+      return terminated_ ? Outcome::kYes : Outcome::kNo;
     }
     // If the token is the next undone token of the path, it is known to be legal.
     if (size_ == path_.size() || path_[size_] != id) {
-      if (move(size_, error) == Answer::kFailed) return Answer::kFailed;
-      const Answer legal = is_legal(id, error);
-      if (legal != Answer::kYes) return legal;
+      if (move(size_, error) == Outcome::kFailed) return Outcome::kFailed;
+      const Outcome legal = is_legal(id, error);
+      if (legal != Outcome::kYes) return legal;
       leave_path();
       path_.push_back(id);
     }
     ++size_;
-    return live_size_ < size_ ? move(size_, error) : Answer::kYes;
+    return live_size_ < size_ ? move(size_, error) : Outcome::kYes;
   }
 
   int accept_all(const int32_t* tokens, int count, ErrorText* error) noexcept override {
@@ -332,9 +332,9 @@ class LLGuidanceMatcher final : public NativeMatcher {
     // Tokens that accept_text() has refused are tested again. For a few grammars, LLGuidance
     // validates several tokens differently from one after the other.
     while (accepted >= 0 && accepted < count) {
-      const Answer answer = accept(tokens[accepted], error);
-      if (answer == Answer::kNo) break;
-      accepted = answer == Answer::kYes ? accepted + 1 : -1;
+      const Outcome outcome = accept(tokens[accepted], error);
+      if (outcome == Outcome::kNo) break;
+      accepted = outcome == Outcome::kYes ? accepted + 1 : -1;
     }
     return accepted;
   }
@@ -344,7 +344,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
       error->keep("the mask row does not have the size of the matcher's vocabulary");
       return Filled::kFailed;
     }
-    if (!dead_ && (move(size_, error) == Answer::kFailed || compute(error) == Answer::kFailed)) {
+    if (!dead_ && (move(size_, error) == Outcome::kFailed || compute(error) == Outcome::kFailed)) {
       return Filled::kFailed;
     }
     if (dead_) {
@@ -367,24 +367,24 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return Filled::kMask;
   }
 
-  Answer rollback(int32_t tokens, ErrorText* error) noexcept override {
-    if (tokens <= 0) return Answer::kYes;
+  Outcome rollback(int32_t tokens, ErrorText* error) noexcept override {
+    if (tokens <= 0) return Outcome::kYes;
     size_t undone = static_cast<size_t>(tokens);
     if (undone > size_ + (terminated_ ? 1 : 0)) {
       error->keep("rollback of more tokens than were accepted");
-      return Answer::kFailed;
+      return Outcome::kFailed;
     }
     if (terminated_) --undone;
     terminated_ = false;
     size_ -= undone;
-    if (!dead_) return Answer::kYes;
+    if (!dead_) return Outcome::kYes;
     dead_ = false;
     start_again();
     return move(size_, error);
   }
 
-  Answer is_terminated(ErrorText*) noexcept override {
-    return terminated_ ? Answer::kYes : Answer::kNo;
+  Outcome is_terminated(ErrorText*) noexcept override {
+    return terminated_ ? Outcome::kYes : Outcome::kNo;
   }
 
  private:
@@ -422,10 +422,10 @@ class LLGuidanceMatcher final : public NativeMatcher {
   // Maximum number of earlier states whose masks replace_kept() computes.
   static constexpr size_t kSearch = 24;
 
-  Answer failed(ErrorText* error) noexcept {
+  Outcome failed(ErrorText* error) noexcept {
     const char* message = api.get_error(live_.get());
     error->keep(message != nullptr ? message : "LLGuidance failed without a reason");
-    return Answer::kFailed;
+    return Outcome::kFailed;
   }
 
   // Makes `live_` a new copy of the start state.
@@ -448,7 +448,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
     if (valid <= 0) return valid == 0 ? 0 : (failed(error), -1);
     if (api.consume_all(live_.get(), ids, static_cast<size_t>(valid)) != 0) {
       start_again();
-      return move(size_, error) == Answer::kFailed ? -1 : 0;
+      return move(size_, error) == Outcome::kFailed ? -1 : 0;
     }
     path_.insert(path_.end(), ids, ids + valid);
     size_ = live_size_ = path_.size();
@@ -469,14 +469,14 @@ class LLGuidanceMatcher final : public NativeMatcher {
 
   // Returns whether a token is legal (invariant 4). Reads the bit of the token if LLGuidance has
   // the mask of this state; otherwise LLGuidance validates the token.
-  Answer is_legal(uint32_t id, ErrorText* error) noexcept {
+  Outcome is_legal(uint32_t id, ErrorText* error) noexcept {
     const uint32_t* mask = api.get_mask(live_.get());
     if (mask != nullptr) {
-      return (mask[id >> 5] >> (id & 31) & 1u) != 0 ? Answer::kYes : Answer::kNo;
+      return (mask[id >> 5] >> (id & 31) & 1u) != 0 ? Outcome::kYes : Outcome::kNo;
     }
     const int32_t valid = api.validate(live_.get(), &id, 1);
     if (valid < 0) return failed(error);
-    return valid == 0 ? Answer::kNo : Answer::kYes;
+    return valid == 0 ? Outcome::kNo : Outcome::kYes;
   }
 
   // Whether the message of LLGuidance's error begins with `text`.
@@ -486,7 +486,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
   }
 
   // Moves `live_` to the state after the first `size` tokens of the path.
-  Answer move(size_t size, ErrorText* error) noexcept {
+  Outcome move(size_t size, ErrorText* error) noexcept {
     if (live_size_ > size && api.rollback(live_.get(), live_size_ - size) == 0) {
       live_size_ = size;
     } else if (live_size_ > size) {
@@ -496,7 +496,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
     for (; live_size_ < size; ++live_size_) {
       if (api.consume(live_.get(), path_[live_size_]) != 0) return failed(error);
     }
-    return Answer::kYes;
+    return Outcome::kYes;
   }
 
   // Removes the undone tokens from the path, because a different token follows the accepted tokens.
@@ -508,36 +508,36 @@ class LLGuidanceMatcher final : public NativeMatcher {
   }
 
   // Computes the correct mask of the state, or detects that no token is legal.
-  Answer compute(ErrorText* error) noexcept {
+  Outcome compute(ErrorText* error) noexcept {
     Seen seen;
-    if (!compute_once(&seen)) return dead_ ? Answer::kYes : failed(error);
+    if (!compute_once(&seen)) return dead_ ? Outcome::kYes : failed(error);
     if (kept_.fork < size_ && kept_.may_equal(seen)) {  // invariant 5
-      if (replace_kept(kept_.fork, error) == Answer::kFailed ||
-          move(size_, error) == Answer::kFailed) {
-        return Answer::kFailed;
+      if (replace_kept(kept_.fork, error) == Outcome::kFailed ||
+          move(size_, error) == Outcome::kFailed) {
+        return Outcome::kFailed;
       }
       if (!compute_once(&seen)) return failed(error);
     }
     kept_.note(seen, size_);
-    return Answer::kYes;
+    return Outcome::kYes;
   }
 
   // Makes LLGuidance replace its cached mask (invariant 5). Computes the masks of earlier states of
   // the path, beginning with the state after `back` tokens, until one of them certainly replaces
   // the cached mask. If kSearch masks do not, the matcher becomes a new copy of the start state.
-  Answer replace_kept(size_t back, ErrorText* error) noexcept {
+  Outcome replace_kept(size_t back, ErrorText* error) noexcept {
     for (size_t tries = kSearch; tries-- > 0;) {
       Seen seen;
-      if (move(back, error) == Answer::kFailed) return Answer::kFailed;
+      if (move(back, error) == Outcome::kFailed) return Outcome::kFailed;
       if (!compute_once(&seen)) return failed(error);
       if (seen.sure) {
         kept_.note(seen, back);
-        return Answer::kYes;
+        return Outcome::kYes;
       }
       if (back-- == 0) break;
     }
     start_again();  // a new copy caches only the mask of the start state
-    return Answer::kYes;
+    return Outcome::kYes;
   }
 
   // Computes the mask at the state of `live_`. LLGuidance may return a cached mask that is wrong.
@@ -589,11 +589,11 @@ void check_behaviour() {
       return matcher.fill(&word, 1, &error) == Filled::kMask ? word : -1;
     };
     require(row() == 0b0101, "mask of the start state");
-    require(matcher.accept(1, &error) == Answer::kNo, "an illegal token");
-    require(matcher.accept(0, &error) == Answer::kYes && row() == 0b0010, "mask after a token");
-    require(matcher.accept(1, &error) == Answer::kYes && row() == 0b1000, "mask of a final state");
-    require(matcher.accept(3, &error) == Answer::kYes, "a stop token");
-    require(matcher.rollback(3, &error) == Answer::kYes && row() == 0b0101, "rollback");
+    require(matcher.accept(1, &error) == Outcome::kNo, "an illegal token");
+    require(matcher.accept(0, &error) == Outcome::kYes && row() == 0b0010, "mask after a token");
+    require(matcher.accept(1, &error) == Outcome::kYes && row() == 0b1000, "mask of a final state");
+    require(matcher.accept(3, &error) == Outcome::kYes, "a stop token");
+    require(matcher.rollback(3, &error) == Outcome::kYes && row() == 0b0101, "rollback");
     const int32_t tokens[] = {0, 1};
     require(matcher.accept_all(tokens, 2, &error) == 2 && row() == 0b1000, "several tokens");
   }

@@ -284,26 +284,26 @@ class MarkedMatcher final : public NativeMatcher {
     }
   }
 
-  Answer accept(int32_t token, ErrorText* error) noexcept override {
+  Outcome accept(int32_t token, ErrorText* error) noexcept override {
     if (opening_) return accept_first(token, error);
     if (started_) {
-      const Answer answer = inner_->accept(token, error);
-      if (answer == Answer::kYes) ++inside_;
-      return answer;
+      const Outcome outcome = inner_->accept(token, error);
+      if (outcome == Outcome::kYes) ++inside_;
+      return outcome;
     }
-    if (stopped_ || token < 0 || token >= marker_->vocab_size()) return Answer::kNo;
+    if (stopped_ || token < 0 || token >= marker_->vocab_size()) return Outcome::kNo;
     if (is_stop(token)) {
-      if (marker_->required()) return Answer::kNo;
+      if (marker_->required()) return Outcome::kNo;
       push();
       stopped_ = true;
-      return Answer::kYes;
+      return Outcome::kYes;
     }
     const Marker::Step step = marker_->step(state_, token);
-    if (!step.legal) return Answer::kNo;
+    if (!step.legal) return Outcome::kNo;
     push();
     state_ = step.state;
     started_ = step.found;
-    return Answer::kYes;
+    return Outcome::kYes;
   }
 
   int accept_all(const int32_t* tokens, int count, ErrorText* error) noexcept override {
@@ -331,24 +331,24 @@ class MarkedMatcher final : public NativeMatcher {
     return Filled::kMask;
   }
 
-  Answer rollback(int32_t tokens, ErrorText* error) noexcept override {
-    if (tokens <= 0) return Answer::kYes;
+  Outcome rollback(int32_t tokens, ErrorText* error) noexcept override {
+    if (tokens <= 0) return Outcome::kYes;
     const int64_t inside = std::min<int64_t>(tokens, inside_);
     const int64_t free = std::min(tokens - inside, scanned_);
     const int64_t first = tokens - inside - free;
     if (free > std::min(scanned_ - undone_to_, kHistory) ||
         first > static_cast<int64_t>(first_.size())) {
       error->keep("rollback of more tokens of free text than the history has");
-      return Answer::kFailed;
+      return Outcome::kFailed;
     }
     if (inside > 0) {
-      const Answer answer = inner_->rollback(static_cast<int32_t>(inside), error);
-      if (answer == Answer::kFailed) return answer;
+      const Outcome outcome = inner_->rollback(static_cast<int32_t>(inside), error);
+      if (outcome == Outcome::kFailed) return outcome;
       inside_ -= inside;
     }
     // Without the opening, the grammar follows the first tokens directly.
     const bool in_first = inside_ == 0 && marker_->has_opening() && !opened_;
-    if (inside == tokens && !in_first) return Answer::kYes;
+    if (inside == tokens && !in_first) return Outcome::kYes;
     started_ = stopped_ = false;
     if (free > 0) {
       // The tokens that this call undoes have overwritten older states in the ring. A later call
@@ -358,48 +358,48 @@ class MarkedMatcher final : public NativeMatcher {
       state_ = history_[static_cast<size_t>(scanned_ % kHistory)];
     }
     const bool changes = first > 0 || in_first;
-    return changes ? roll_back_first(static_cast<size_t>(first), error) : Answer::kYes;
+    return changes ? roll_back_first(static_cast<size_t>(first), error) : Outcome::kYes;
   }
 
-  Answer is_terminated(ErrorText* error) noexcept override {
-    if (opening_) return Answer::kNo;
+  Outcome is_terminated(ErrorText* error) noexcept override {
+    if (opening_) return Outcome::kNo;
     if (started_) return inner_->is_terminated(error);
-    return stopped_ ? Answer::kYes : Answer::kNo;
+    return stopped_ ? Outcome::kYes : Outcome::kNo;
   }
 
  private:
   static constexpr int64_t kHistory = 64;
 
   // Accepts a token while the tokens so far can become the opening (invariant 5).
-  Answer accept_first(int32_t token, ErrorText* error) noexcept {
-    if (token < 0 || token >= marker_->vocab_size()) return Answer::kNo;
+  Outcome accept_first(int32_t token, ErrorText* error) noexcept {
+    if (token < 0 || token >= marker_->vocab_size()) return Outcome::kNo;
     Marker::FirstStep step{Marker::First::kOther, 0, false};
     if (!is_stop(token)) step = marker_->first_step(state_, token);
-    if (step.first == Marker::First::kIllegal) return Answer::kNo;
+    if (step.first == Marker::First::kIllegal) return Outcome::kNo;
     if (step.first == Marker::First::kOpened) {
-      const Answer answer = inner_->rollback(static_cast<int32_t>(in_grammar_), error);
-      if (answer == Answer::kFailed) return answer;
+      const Outcome outcome = inner_->rollback(static_cast<int32_t>(in_grammar_), error);
+      if (outcome == Outcome::kFailed) return outcome;
       first_.push_back(token);
       begin_free_text(step);
-      return Answer::kYes;
+      return Outcome::kYes;
     }
     bool in_grammar = in_grammar_ == first_.size();
     if (in_grammar) {
-      const Answer answer = inner_->accept(token, error);
-      if (answer == Answer::kFailed) return answer;
-      in_grammar = answer == Answer::kYes;
+      const Outcome outcome = inner_->accept(token, error);
+      if (outcome == Outcome::kFailed) return outcome;
+      in_grammar = outcome == Outcome::kYes;
     }
     if (step.first == Marker::First::kOther) {
-      if (!in_grammar) return Answer::kNo;
+      if (!in_grammar) return Outcome::kNo;
       opening_ = false;
       started_ = true;
       inside_ = 1;
-      return Answer::kYes;
+      return Outcome::kYes;
     }
     first_.push_back(token);
     in_grammar_ += in_grammar;
     state_ = step.state;
-    return Answer::kYes;
+    return Outcome::kYes;
   }
 
   void begin_free_text(const Marker::FirstStep& step) noexcept {
@@ -430,18 +430,19 @@ class MarkedMatcher final : public NativeMatcher {
   }
 
   // Undoes the last `count` tokens of `first_`, which must be the last tokens of the output.
-  Answer roll_back_first(size_t count, ErrorText* error) noexcept {
+  Outcome roll_back_first(size_t count, ErrorText* error) noexcept {
     const size_t left = first_.size() - count;
     const size_t in_grammar = std::min(in_grammar_, left);
     if (opened_) {  // the matcher of the grammar is at its start
       const int accepted = inner_->accept_all(first_.data(), static_cast<int>(in_grammar), error);
       if (accepted != static_cast<int>(in_grammar)) {
         error->keep("the grammar refuses tokens that it has accepted");
-        return Answer::kFailed;
+        return Outcome::kFailed;
       }
     } else if (in_grammar < in_grammar_) {
-      const Answer answer = inner_->rollback(static_cast<int32_t>(in_grammar_ - in_grammar), error);
-      if (answer == Answer::kFailed) return answer;
+      const Outcome outcome =
+          inner_->rollback(static_cast<int32_t>(in_grammar_ - in_grammar), error);
+      if (outcome == Outcome::kFailed) return outcome;
     }
     first_.resize(left);
     in_grammar_ = in_grammar;
@@ -449,7 +450,7 @@ class MarkedMatcher final : public NativeMatcher {
     opened_ = false;
     state_ = 0;
     for (const int32_t token : first_) state_ = marker_->first_step(state_, token).state;
-    return Answer::kYes;
+    return Outcome::kYes;
   }
 
   bool has_size(int64_t words, ErrorText* error) const noexcept {

@@ -22,7 +22,7 @@
 namespace graft::guide {
 
 // Result of a call that may fail inside the backend.
-enum class Answer { kNo = 0, kYes = 1, kFailed = -1 };
+enum class Outcome { kNo = 0, kYes = 1, kFailed = -1 };
 
 // Result of fill(). kFree: every token is legal, and the row was not written.
 enum class Filled { kMask, kFree, kFailed };
@@ -77,19 +77,19 @@ class NativeMatcher {
   NativeMatcher& operator=(const NativeMatcher&) = delete;
   virtual ~NativeMatcher() = default;
 
-  virtual Answer accept(int32_t token, ErrorText* error) noexcept = 0;
+  virtual Outcome accept(int32_t token, ErrorText* error) noexcept = 0;
   // Accepts tokens one after the other until one is illegal. Returns the number of accepted tokens,
   // or -1 for an internal error. Backends override it if one call for all tokens is faster.
   virtual int accept_all(const int32_t* tokens, int count, ErrorText* error) noexcept {
     for (int i = 0; i < count; ++i) {
-      const Answer answer = accept(tokens[i], error);
-      if (answer != Answer::kYes) return answer == Answer::kFailed ? -1 : i;
+      const Outcome outcome = accept(tokens[i], error);
+      if (outcome != Outcome::kYes) return outcome == Outcome::kFailed ? -1 : i;
     }
     return count;
   }
   virtual Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept = 0;
-  virtual Answer rollback(int32_t tokens, ErrorText* error) noexcept = 0;
-  virtual Answer is_terminated(ErrorText* error) noexcept = 0;
+  virtual Outcome rollback(int32_t tokens, ErrorText* error) noexcept = 0;
+  virtual Outcome is_terminated(ErrorText* error) noexcept = 0;
 
   std::shared_ptr<Pace> pace;  // shared by all matchers of the grammar; null: never trusted
 };

@@ -40,7 +40,7 @@ class PythonMatcher final : public NativeMatcher {
     }
   }
 
-  Answer accept(int32_t token, ErrorText* error) noexcept override {
+  Outcome accept(int32_t token, ErrorText* error) noexcept override {
     return ask(error, "accept", "i", token);
   }
   Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override {
@@ -48,17 +48,17 @@ class PythonMatcher final : public NativeMatcher {
       error->keep("the mask row does not have the size of the matcher's vocabulary");
       return Filled::kFailed;
     }
-    const Answer filled = ask(error, "fill", "O", row_.ptr());
-    if (filled != Answer::kYes) return filled == Answer::kNo ? Filled::kFree : Filled::kFailed;
+    const Outcome filled = ask(error, "fill", "O", row_.ptr());
+    if (filled != Outcome::kYes) return filled == Outcome::kNo ? Filled::kFree : Filled::kFailed;
     std::copy(bits_.data(), bits_.data() + words, row);
     row[words - 1] &= last_word_;
     return Filled::kMask;
   }
-  Answer rollback(int32_t tokens, ErrorText* error) noexcept override {
-    const Answer answer = ask(error, "rollback", "i", tokens);
-    return answer == Answer::kFailed ? answer : Answer::kYes;
+  Outcome rollback(int32_t tokens, ErrorText* error) noexcept override {
+    const Outcome outcome = ask(error, "rollback", "i", tokens);
+    return outcome == Outcome::kFailed ? outcome : Outcome::kYes;
   }
-  Answer is_terminated(ErrorText* error) noexcept override {
+  Outcome is_terminated(ErrorText* error) noexcept override {
     return ask(error, "is_terminated", nullptr);
   }
 
@@ -66,12 +66,12 @@ class PythonMatcher final : public NativeMatcher {
   int64_t words() const { return static_cast<int64_t>(bits_.shape(0)); }
 
   template <typename... Arguments>
-  Answer ask(ErrorText* error, const char* method, const char* format,
-             Arguments... arguments) noexcept {
+  Outcome ask(ErrorText* error, const char* method, const char* format,
+              Arguments... arguments) noexcept {
     const hostwork::PythonEntry python;
     if (!python) {
       error->keep("the interpreter is shutting down");
-      return Answer::kFailed;
+      return Outcome::kFailed;
     }
     try {
       PyObject* matcher = PyObject_CallNoArgs(matcher_.ptr());  // None if it has been destroyed
@@ -90,8 +90,8 @@ class PythonMatcher final : public NativeMatcher {
       }
       Py_XDECREF(result);
       Py_XDECREF(matcher);
-      if (truth < 0) return Answer::kFailed;
-      return truth != 0 ? Answer::kYes : Answer::kNo;
+      if (truth < 0) return Outcome::kFailed;
+      return truth != 0 ? Outcome::kYes : Outcome::kNo;
     } catch (abi::__forced_unwind&) {
       hostwork::park_forever();
     }

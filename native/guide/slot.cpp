@@ -202,7 +202,7 @@ bool OrderServer::move_to(SlotWork& work, int j) const noexcept {
 void OrderServer::roll_back(SlotWork& work, int tokens) const noexcept {
   if (tokens == 0 || work.matcher == nullptr) return;
   work.tally[count::rollbacks] += 1;
-  if (work.matcher->rollback(tokens, &work.error) == Answer::kFailed) fail(work);
+  if (work.matcher->rollback(tokens, &work.error) == Outcome::kFailed) fail(work);
   work.accepted -= tokens;
   work.terminated = false;
 }
@@ -270,7 +270,7 @@ void OrderServer::probe_tree(SlotWork& work) const noexcept {
       if (!accept(work, ids[i])) continue;
       ++found;
       work.probed.legal[at(f)] |= uint32_t{1} << i;
-      if (work.matcher->rollback(1, &work.error) == Answer::kFailed) fail(work);
+      if (work.matcher->rollback(1, &work.error) == Outcome::kFailed) fail(work);
       work.accepted -= 1;
       work.terminated = false;
     }
@@ -379,13 +379,13 @@ int OrderServer::accept_all(SlotWork& work, const int32_t* tokens, int count) co
   const int accepted = work.matcher->accept_all(tokens, size, &work.error);
   work.tally[count::accepts] += std::max(accepted, 0) + (accepted < size ? 1 : 0);
   if (accepted == 0) return 0;
-  Answer terminated = Answer::kFailed;
+  Outcome terminated = Outcome::kFailed;
   if (accepted > 0) {
     work.accepted += accepted;
     terminated = work.matcher->is_terminated(&work.error);
   }
-  work.terminated = terminated == Answer::kYes;
-  if (terminated != Answer::kFailed) return accepted;
+  work.terminated = terminated == Outcome::kYes;
+  if (terminated != Outcome::kFailed) return accepted;
   fail(work);
   return 0;
 }

@@ -36,7 +36,7 @@ struct Exchange {
   Committed* committed(int slot) const { return record<Committed>(slot, layout.committed); }
   Drafted* drafted(int slot) const { return record<Drafted>(slot, layout.drafted); }
   Candidates* candidates(int slot) const { return record<Candidates>(slot, layout.candidate_ids); }
-  ::Answer* answer(int slot) const { return record<::Answer>(slot, layout.answer); }
+  Answer* answer(int slot) const { return record<Answer>(slot, layout.answer); }
 
   // Ids that follow a record.
   template <class Record>

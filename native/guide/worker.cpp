@@ -205,7 +205,7 @@ void Worker::step(const StepRecord& record) noexcept {
     Slot& slot = slots_[at(index)];
     Probed& probed = slot.work.probed;
     if (slot.busy.load() || !probed.answered) continue;
-    ::Answer* answer = exchange_.answer(index);
+    Answer* answer = exchange_.answer(index);
     const Order& order = slot.work.order;
     const bool lattice = order.task == Task::kProbeLattice;
     *answer = {static_cast<int32_t>(replay_), lattice ? 0 : order.j, probed.answer};

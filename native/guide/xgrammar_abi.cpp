@@ -103,14 +103,14 @@ void keep_message(ErrorText* error) {
   api.dec_ref(raised);
 }
 
-Answer call(void* function, Any* arguments, int32_t count, ErrorText* error) {
+Outcome call(void* function, Any* arguments, int32_t count, ErrorText* error) {
   Any result{};  // TVM-FFI requires None on entry
   if (api.call(function, arguments, count, &result) != 0) {
     keep_message(error);
-    return Answer::kFailed;
+    return Outcome::kFailed;
   }
   // rollback returns None, all other methods a bool
-  return result.type_index == kNone || result.integer != 0 ? Answer::kYes : Answer::kNo;
+  return result.type_index == kNone || result.integer != 0 ? Outcome::kYes : Outcome::kNo;
 }
 
 void load(const char* tvm_ffi_library) {
@@ -183,25 +183,25 @@ class XGrammarMatcher final : public NativeMatcher {
     after_lead_.reserve(1024);
   }
 
-  Answer accept(int32_t token, ErrorText* error) noexcept override {
+  Outcome accept(int32_t token, ErrorText* error) noexcept override {
     // XGrammar would print a warning for these.
-    if (token < 0 || token >= vocab_size_) return Answer::kNo;
-    if (!has(acceptable_, token)) return Answer::kNo;
+    if (token < 0 || token >= vocab_size_) return Outcome::kNo;
+    if (!has(acceptable_, token)) return Outcome::kNo;
     if (const uint32_t* follows = following(); follows != nullptr && !has(follows, token)) {
-      return Answer::kNo;
+      return Outcome::kNo;
     }
-    const Answer terminated = is_terminated(error);
-    if (terminated != Answer::kNo) {
-      return terminated == Answer::kYes ? Answer::kNo : Answer::kFailed;
+    const Outcome terminated = is_terminated(error);
+    if (terminated != Outcome::kNo) {
+      return terminated == Outcome::kYes ? Outcome::kNo : Outcome::kFailed;
     }
     Any arguments[3] = {self(handle_), integer(token), integer(0, kBool)};
-    const Answer accepted = call(api.accept, arguments, 3, error);
-    if (accepted != Answer::kYes) return accepted;
+    const Outcome accepted = call(api.accept, arguments, 3, error);
+    if (accepted != Outcome::kYes) return accepted;
     ++size_;
     for (int32_t lead = 0; lead < leads_; ++lead) {
       if (has(ends_with_ + lead * words_, token)) after_lead_.push_back({size_, lead});
     }
-    return Answer::kYes;
+    return Outcome::kYes;
   }
 
   Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override {
@@ -217,7 +217,7 @@ class XGrammarMatcher final : public NativeMatcher {
     any.type_index = kDLTensorPtr;
     any.pointer = &tensor;
     Any arguments[4] = {self(handle_), any, integer(0), integer(0, kBool)};
-    if (call(api.fill, arguments, 4, error) == Answer::kFailed) return Filled::kFailed;
+    if (call(api.fill, arguments, 4, error) == Outcome::kFailed) return Filled::kFailed;
     // XGrammar also sets bits beyond the vocabulary and the bits of stop ids of other requests.
     // These bits are cleared here.
     for (const int32_t w : partial_) row[w] &= static_cast<int32_t>(acceptable_[w]);
@@ -227,16 +227,16 @@ class XGrammarMatcher final : public NativeMatcher {
     return Filled::kMask;
   }
 
-  Answer rollback(int32_t tokens, ErrorText* error) noexcept override {
+  Outcome rollback(int32_t tokens, ErrorText* error) noexcept override {
     Any arguments[2] = {self(handle_), integer(tokens)};
-    const Answer answer = call(api.rollback, arguments, 2, error);
-    if (answer == Answer::kFailed) return answer;
+    const Outcome outcome = call(api.rollback, arguments, 2, error);
+    if (outcome == Outcome::kFailed) return outcome;
     size_ -= tokens;
     while (!after_lead_.empty() && after_lead_.back().size > size_) after_lead_.pop_back();
-    return answer;
+    return outcome;
   }
 
-  Answer is_terminated(ErrorText* error) noexcept override {
+  Outcome is_terminated(ErrorText* error) noexcept override {
     Any arguments[1] = {self(handle_)};
     return call(api.is_terminated, arguments, 1, error);
   }

@@ -59,14 +59,14 @@ class HashMatcher final : public guided::NativeMatcher {
  public:
   HashMatcher(uint32_t seed, bool slow) : path_{seed}, random_(seed), slow_(slow) {}
 
-  guided::Answer accept(int32_t token, guided::ErrorText*) noexcept override {
+  guided::Outcome accept(int32_t token, guided::ErrorText*) noexcept override {
     const SingleUse use(&in_use_);
     WANT(token >= 0 && token < kVocab);
     pause(40);
-    if (stopped_ || !may_follow(path_, token)) return guided::Answer::kNo;
+    if (stopped_ || !may_follow(path_, token)) return guided::Outcome::kNo;
     stopped_ = token == kStop;
     path_ = extended(std::move(path_), token);
-    return guided::Answer::kYes;
+    return guided::Outcome::kYes;
   }
   guided::Filled fill(int32_t* row, int64_t words, guided::ErrorText*) noexcept override {
     const SingleUse use(&in_use_);
@@ -78,15 +78,15 @@ class HashMatcher final : public guided::NativeMatcher {
     }
     return guided::Filled::kMask;
   }
-  guided::Answer rollback(int32_t tokens, guided::ErrorText*) noexcept override {
+  guided::Outcome rollback(int32_t tokens, guided::ErrorText*) noexcept override {
     const SingleUse use(&in_use_);
     WANT(tokens > 0 && static_cast<size_t>(tokens) < path_.size());
     path_.resize(path_.size() - static_cast<size_t>(tokens));
     stopped_ = false;
-    return guided::Answer::kYes;
+    return guided::Outcome::kYes;
   }
-  guided::Answer is_terminated(guided::ErrorText*) noexcept override {
-    return stopped_ ? guided::Answer::kYes : guided::Answer::kNo;
+  guided::Outcome is_terminated(guided::ErrorText*) noexcept override {
+    return stopped_ ? guided::Outcome::kYes : guided::Outcome::kNo;
   }
 
  private:
