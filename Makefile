@@ -38,46 +38,76 @@ PARALLEL = $(if $(shell $(PY) -c "import xdist" 2>&1),, \
   -n $(shell expr $(CORES) + 1) --maxprocesses 9 --dist loadfile --no-loadscope-reorder)
 RUN_TESTS = $(PY) -m pytest $(TESTS)
 
-BOOTSTRAP = @python=$$(sh tools/find_python.sh $(PYTHON)) && "$$python" tools/bootstrap.py $(VENV)
-
-.PHONY: help setup packages native demo demo-llm docs test test-full test-sanitize soak test-cuda \
-  gpu lint clean test-ptx
+.PHONY: help setup tree demo demo-llm docs test test-full test-sanitize soak test-cuda gpu \
+  lint clean test-ptx
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
-setup: ## create .venv, install the pinned packages and build the C++ part, where out of date
+setup: install-test ## create .venv, build the C++ part and install what the tests need
+
+# The targets install-* install graft itself (install-graft) or an extra of pyproject.toml.
 ifeq ($(VENV),none)
-	@$(PY) tools/tree.py --build
+
+install-%: tree
+	@cmake -S native -B build/cuda $(if $(shell command -v ninja),-G Ninja) --log-level=WARNING \
+	  -DPython_EXECUTABLE=$(shell $(PY) -c "import sys; print(sys.executable)") -DCMAKE_BUILD_TYPE=Release
+	@cmake --build build/cuda --parallel $(CORES)
+	@cmake --install build/cuda --prefix build/tree > build/cuda/install.log
+
 else
-	$(BOOTSTRAP)
+
+# Each step creates a file after it has succeeded, and is repeated when a file that it depends on is
+# newer. Concurrent runs of make wait for each other.
+install-%:
+	@mkdir -p build && flock build/setup.lock $(MAKE) --silent $(VENV)/.$@
+
+# $(call pip,ARGUMENTS) runs `pip install`, and prints the end of its output if it fails.
+pip = @$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(1) \
+  > build/pip.log 2>&1 || { tail -n 40 build/pip.log >&2; \
+  echo "graft: pip failed (without network access, set VENV=none)" >&2; exit 1; }
+NATIVE_SOURCES := $(shell find native -name "*.cpp" -o -name "*.h" -o -name "*.hpp" -o -name "*.S" \
+  -o -name "*.txt" -o -name "*.cmake" -o -name "*.in")
+
+$(VENV)/.create:
+	@python=$$(sh tools/check_requirements.sh $(PYTHON)) && "$$python" -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.install-graft: pyproject.toml constraints.txt $(NATIVE_SOURCES) | $(VENV)/.create
+	@echo "[graft] installing graft and building its C++ part (takes minutes the first time)"
+	$(call pip,cmake ninja nanobind scikit-build-core)
+	$(call pip,--no-build-isolation --editable .)
+	@touch $@
+
+# XGrammar is installed without its dependencies, because its wheel depends on torch, transformers and
+# triton, which graft does not use.
+$(VENV)/.install-%: pyproject.toml constraints.txt | $(VENV)/.install-graft
+	@echo "[graft] installing the packages of the extra '$*'"
+	$(call pip,"graft-cuda[$*]")
+	$(if $(filter test,$*),$(call pip,--no-deps xgrammar))
+	@touch $@
+
 endif
 
-packages: # create the virtual environment without building the C++ part
-ifneq ($(VENV),none)
-	$(BOOTSTRAP) --packages-only
-endif
+tree: # link the packages in build/tree, where they have the names that they have after an installation
+	@mkdir -p build/tree/graft/native && find build/tree -xtype l -delete
+	@ln -sfn $(addprefix ../../../,cudagraph sampling grammar models tools) build/tree/graft
+	@ln -sfn $(addprefix ../../../../,$(filter-out %/__pycache__,$(patsubst %/,%,$(wildcard native/*/ \
+	  native/*.py)))) build/tree/graft/native
 
-native: ## rebuild the C++ part in place, even if nothing changed
-ifeq ($(VENV),none)
-	@$(PY) tools/tree.py --build
-else
-	$(BOOTSTRAP) --force-native
-endif
-
-demo: setup ## generate ten outputs in one batch, each with a different grammar, and verify them
+demo: install-graft ## generate ten outputs in one batch, each with a different grammar, and verify them
 	@$(if $(GRAFT_DEVICE),GRAFT_DEVICE=$(GRAFT_DEVICE)) $(PY) -m graft.tools.cli demo
 
-demo-llm: setup ## run the demo with SmolLM2-135M-Instruct (downloads 93 MB once)
+demo-llm: install-graft ## run the demo with SmolLM2-135M-Instruct (downloads 93 MB once)
 	@$(if $(GRAFT_DEVICE),GRAFT_DEVICE=$(GRAFT_DEVICE)) $(PY) -m graft.tools.cli demo --llm
 
-docs: setup ## write the API reference as HTML to build/docs
+docs: install-docs ## write the API reference as HTML to build/docs
 	@GRAFT_DEVICE=soft $(PY) -m graft.tools.docs
 
 test: setup ## run the tests of at most a minute each, on the soft device; 7 minutes on 2 cores, 10 the first time
 	@GRAFT_DEVICE=soft $(RUN_TESTS) $(PARALLEL) $(PYTEST)
 
-test-full: setup ## run all tests but the endurance tests, on the soft device
+test-full: setup install-kernels install-docs install-charts ## run all tests but the endurance tests, on the soft device
 	@GRAFT_DEVICE=soft $(RUN_TESTS) --full -o faulthandler_timeout=3600 $(PYTEST)
 
 soak: setup ## run the endurance tests, on the soft device
@@ -93,13 +123,15 @@ PTX_TESTS = $(addprefix tests/models/test_, kernel_library.py attention.py fp8.p
   $(addprefix tests/sampling/test_, mask_apply.py adjust.py draft.py target.py verify.py tree.py \
   parts.py) $(addprefix tests/cudagraph/test_, mailbox.py conditional.py) \
   tests/grammar/test_device_automata.py
-# Tests that need not run for each architecture: incorrect kernels, bits, other compilers, engines.
-PTX_ONCE = $(wildcard tests/softcuda/test_ptx*.py) tests/models/test_engine_ptx.py
+# Tests that need not run for each architecture: incorrect kernels, bits, other compilers, engines,
+# and the machine code of the kernels.
+PTX_ONCE = $(wildcard tests/softcuda/test_ptx*.py) tests/models/test_engine_ptx.py \
+  tests/cudagraph/test_nvrtc.py tests/models/test_machine_code.py
 PTX_ARCHITECTURES ?= 80 90 100
 PTX_OPTIONS = --ptx -o faulthandler_timeout=900 \
   -k "not (any_blocks_per_row and (128256 or 49152))" $(PARALLEL) $(PYTEST)
 
-test-ptx: setup ## run the tests of kernels on the PTX that NVRTC generates, on the soft device
+test-ptx: setup install-kernels ## compile the kernels with NVRTC, and run their tests as PTX on the soft device
 	@for arch in $(PTX_ARCHITECTURES); do \
 	  echo "compute_$$arch"; \
 	  GRAFT_DEVICE=soft GRAFT_CODE=ptx GRAFT_PTX_ARCH=$$arch SOFTCUDA_PTX_SEED=1 \
@@ -113,10 +145,9 @@ test-cuda: setup ## run the tests on a GPU (on a machine without network: VENV=n
 gpu: setup ## check and measure a GPU in at most 8.3 minutes; GPU="--sections suite" runs the tests instead
 	@GRAFT_DEVICE=$(or $(GRAFT_DEVICE),cuda) $(PY) -m graft.tools.gpu_first $(GPU)
 
-lint: packages ## check the code with ruff, mypy and clang-format
+lint: install-lint tree ## check the code with ruff, mypy and clang-format
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
-	@$(PY) tools/tree.py
 	@MYPYPATH=build/tree $(PY) -m mypy build/tree/graft
 	@git ls-files '*.cpp' '*.h' '*.cu' '*.cuh' | xargs -r $(CLANG_FORMAT) --dry-run --Werror
 

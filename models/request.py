@@ -334,13 +334,15 @@ def check_token_ids(name: str, ids: Iterable[object], vocab_size: int) -> None:
         raise RequestError(str(error), param=error.param) from error
 
 
-def check_size(name: str, value: object, limit: str, limits: Limits) -> None:
+def check_size(
+    name: str, value: object, limit: str, limits: Limits, *, param: str | None = None
+) -> None:
     """Check the size of a text, or of all texts in nested lists and mappings.
 
     Parameters
     ----------
     name
-        Name of the field that has the value.
+        Name of the value for the error message.
     value
         Text, or nested lists and mappings. An object that contains itself does not cause an endless
         loop.
@@ -348,6 +350,8 @@ def check_size(name: str, value: object, limit: str, limits: Limits) -> None:
         Name of the field of `limits` that has the maximum number of UTF-8 bytes.
     limits
         Limits of the engine.
+    param
+        Field of the request that has the value; None for `name`.
 
     Raises
     ------
@@ -370,7 +374,9 @@ def check_size(name: str, value: object, limit: str, limits: Limits) -> None:
         elif isinstance(item, (list, tuple)):
             pending += item
     if size > max_size:
-        raise RequestError(f"{name} is longer than {max_size} bytes (Limits.{limit})", param=name)
+        raise RequestError(
+            f"{name} is longer than {max_size} bytes (Limits.{limit})", param=param or name
+        )
 
 
 def check_timeout(timeout_s: object) -> None:

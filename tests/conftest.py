@@ -1,8 +1,8 @@
 """Fixtures of all tests, and selection of the tests to run.
 
-Tests marked ``full`` need ``--full``, and tests marked ``ptx`` need ``--ptx``. With ``--soak`` only
-tests marked ``soak`` run. Tests marked ``cuda`` need ``GRAFT_DEVICE=cuda``. All other tests always
-run, on the selected device.
+Tests marked ``full`` need ``--full``, tests marked ``ptx`` need ``--ptx``, and tests marked
+``nvrtc`` need either. With ``--soak`` only tests marked ``soak`` run. Tests marked ``cuda`` need
+``GRAFT_DEVICE=cuda``. All other tests always run, on the selected device.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if soak or item.get_closest_marker("soak"):
             return bool(soak and item.get_closest_marker("soak"))
         if item.get_closest_marker("ptx") and not ptx:
+            return False
+        if item.get_closest_marker("nvrtc") and not (ptx or full):
             return False
         return bool(full or not item.get_closest_marker("full"))
 

@@ -14,16 +14,13 @@ import pkgutil
 import re
 import shutil
 import sys
-import time
 import warnings
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import get_type_hints
 
-import pdoc.doc
-import pdoc.render
+import pdoc
 
 from graft.cudagraph.errors import OptionError
 from graft.tools.console import program
@@ -38,93 +35,46 @@ _EXCLUDED = re.compile(r"^graft\.tools\.train$|\._")
 #: Warnings about annotations of other packages, such as those of a base class from uvicorn.
 _FOREIGN_ANNOTATION = re.compile(r" annotation.* for (?!graft\.)[\w.]+[:.]")
 
-_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+
+def find_modules(name: str) -> Iterator[ModuleType]:
+    """Import a module and, recursively, all its public submodules, and yield them."""
+    module = importlib.import_module(name)
+    yield module
+    for found in pkgutil.iter_modules(getattr(module, "__path__", ()), f"{name}."):
+        if not _EXCLUDED.search(found.name):
+            yield from find_modules(found.name)
 
 
-class PackageModule(pdoc.doc.Module):
-    """A module of which pdoc lists all public submodules in the navigation.
+def prepare(module: ModuleType, submodules: Sequence[str]) -> None:
+    """Change a module so that pdoc documents all of it.
 
-    By default, pdoc lists the submodules that ``__all__`` contains. In graft's packages,
-    ``__all__`` contains classes and functions, so pdoc would list no submodules.
+    pdoc lists the submodules that ``__all__`` contains. In graft's packages, ``__all__`` contains
+    classes and functions, so the names of the submodules are added. pdoc cannot evaluate the
+    annotations of named tuples, because the generated ``__new__`` method does not refer to the
+    module that defines the names in the annotations.
     """
-
-    @cached_property
-    def submodules(self) -> list[pdoc.doc.Module]:
-        return [PackageModule.from_name(name) for name in submodule_names(self.obj)]
-
-
-def submodule_names(module: ModuleType) -> list[str]:
-    """Return the names of a package's public submodules. A module has none."""
-    found = pkgutil.iter_modules(getattr(module, "__path__", ()), f"{module.__name__}.")
-    names = [info.name for info in found]
-    return [name for name in names if not _EXCLUDED.search(name)]
-
-
-def find_modules(name: str) -> dict[str, pdoc.doc.Module]:
-    """Return a module and, recursively, all its public submodules, by name."""
-    module = PackageModule.from_name(name)
-    found: dict[str, pdoc.doc.Module] = {name: module}
-    for submodule in submodule_names(module.obj):
-        found |= find_modules(submodule)
-    return found
-
-
-def resolve_named_tuples(module: ModuleType) -> None:
-    """Evaluate the annotations of the named tuples of a module.
-
-    pdoc cannot evaluate these annotations itself, because the generated ``__new__`` method of a
-    named tuple does not refer to the module that defines the names in the annotations.
-    """
+    if submodules:
+        module.__all__ = [*getattr(module, "__all__", ()), *submodules]
     for value in vars(module).values():
         if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):
             value.__new__.__annotations__ = get_type_hints(value)
 
 
-def add_readme(package: str, output: Path) -> None:
+def add_readme(package: str) -> None:
     """Append the README.md of a package to the package's docstring.
 
-    A link to the README.md of another package becomes a link to the HTML page of that package.
-    Images are copied to the output folder. Any other link into the repository is replaced by the
-    link text.
-
-    Parameters
-    ----------
-    package
-        Name of the package without ``graft.``. The empty name stands for ``graft``; its page is the
-        README.md of the repository.
-    output
-        Folder of the HTML pages.
+    A link to the README.md of another package becomes a link to the HTML page of that package. Any
+    other link into the repository is replaced by the link text.
     """
     page = ROOT / package / "README.md"
     if not page.is_file():
         return
-
-    def replace_link(match: re.Match[str]) -> str:
-        is_image, text, target = match.groups()
-        path, _, anchor = target.partition("#")
-        if not path or ":" in path:  # keep external links and links within the page
-            return match[0]
-        file = (page.parent / path).resolve()
-        if is_image:
-            folder = output / ("graft" if package else "")
-            folder.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, folder)
-            return f"![{text}]({file.name})"
-        other = file.parent.name
-        is_readme = file.name == "README.md" and file.parent.parent == ROOT
-        if not is_readme or other not in PACKAGES:
-            return text
-        suffix = f"#{anchor}" if anchor else ""
-        page_of_other = f"{other}.html" if package else f"graft/{other}.html"
-        return f"[{text}]({page_of_other}{suffix})"
-
-    text = page.read_text(encoding="utf-8")
     # Remove the title, because pdoc shows the name of the package as the title.
-    text = re.sub(r"\A# .*\n", "", text)
-    text = _LINK.sub(replace_link, text)
-    module = importlib.import_module(f"graft.{package}".rstrip("."))
-    docstring = module.__doc__ or ""
-    module.__doc__ = f"{docstring}\n\n{text}"
+    text = re.sub(r"\A# .*\n", "", page.read_text(encoding="utf-8"))
+    text = re.sub(r"\]\(\.\./(\w+)/README\.md", r"](\1.html", text)
+    text = re.sub(r"(?<!!)\[([^\]]*)\]\((?![#\w]+\.html|#|\w+:)[^)\s]+\)", r"\1", text)
+    module = importlib.import_module(f"graft.{package}")
+    module.__doc__ = f"{module.__doc__ or ''}\n\n{text}"
 
 
 def write_docs(packages: Sequence[str], output: Path) -> list[str]:
@@ -151,55 +101,22 @@ def write_docs(packages: Sequence[str], output: Path) -> list[str]:
         path = ROOT / package.replace(".", "/")
         if not path.is_dir() and not path.with_suffix(".py").is_file():
             raise OptionError(f"there is no package graft.{package}")
-    if (output / "search.js").is_file():  # the folder contains pages of an earlier run
-        shutil.rmtree(output / "graft", ignore_errors=True)
+    shutil.rmtree(output / "graft", ignore_errors=True)
     pdoc.render.configure(
         docformat="numpy", footer_text="graft API reference", include_undocumented=False
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        modules: dict[str, pdoc.doc.Module] = {}
+        names = [f"graft.{package}" for package in packages]
+        modules = {module.__name__: module for name in names for module in find_modules(name)}
+        paths = [name.rpartition(".") for name in modules]
+        for name, module in modules.items():
+            prepare(module, [child for parent, _, child in paths if parent == name])
         for package in packages:
-            modules |= _import_package(package, output)
-        # The index page leads to the page of ``graft``, because it contains all other modules.
-        add_readme("", output)
-        modules["graft"] = PackageModule.from_name("graft")
-        _write_pages(modules, output)
+            add_readme(package)
+        pdoc.pdoc(*names, output_directory=output)
     texts = [f"{warning.category.__name__}: {warning.message}" for warning in caught]
     return [text for text in texts if not _FOREIGN_ANNOTATION.search(text)]
-
-
-def _import_package(package: str, output: Path) -> dict[str, pdoc.doc.Module]:
-    """Import a package with all its modules, append its README.md, and return the modules."""
-    started = time.monotonic()
-    print(f"[docs] importing graft.{package} ...", end="", flush=True)
-    modules = find_modules(f"graft.{package}")
-    for module in modules.values():
-        resolve_named_tuples(module.obj)
-    add_readme(package, output)
-    seconds = time.monotonic() - started
-    print(f" {len(modules)} modules, {seconds:.1f} s", flush=True)
-    return modules
-
-
-def _write_pages(modules: dict[str, pdoc.doc.Module], output: Path) -> None:
-    """Write the HTML pages of all modules, the index page and the search index."""
-    started = time.monotonic()
-    print("[docs] writing pages", end="", flush=True)
-    for count, (name, module) in enumerate(modules.items(), 1):
-        path = name.replace(".", "/")
-        page = output / f"{path}.html"
-        page.parent.mkdir(parents=True, exist_ok=True)
-        html = pdoc.render.html_module(module, modules)
-        page.write_text(html, encoding="utf-8")
-        if count % 20 == 0:
-            print(" .", end="", flush=True)
-    index = pdoc.render.html_index(modules)
-    (output / "index.html").write_text(index, encoding="utf-8")
-    search_index = pdoc.render.search_index(modules)
-    (output / "search.js").write_text(search_index, encoding="utf-8")
-    seconds = time.monotonic() - started
-    print(f" {len(modules)} in {seconds:.1f} s", flush=True)
 
 
 @program

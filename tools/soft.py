@@ -70,7 +70,7 @@ def soft_environment(
     """
     library = soft_library()
     if not library.is_file():
-        raise DeviceError(f"the soft device is not built: {library} does not exist (make native)")
+        raise DeviceError(f"the soft device is not built: {library} does not exist (make setup)")
     variables = {**os.environ, "GRAFT_DEVICE": "soft"}
     preloaded = [str(library)]
     if code:

@@ -117,7 +117,7 @@ def preload_soft() -> Path:
     """
     path = soft_library()
     if not path.is_file():
-        raise DeviceError(f"the soft device is not built: {path} does not exist (make native)")
+        raise DeviceError(f"the soft device is not built: {path} does not exist (make setup)")
     _check_no_other_driver(path)
     try:
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graft.cudagraph.driver.cstruct import read_numbers, read_struct
-from graft.cudagraph.driver.memory import DeviceArray, PinnedArray
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
 from graft.grammar.matcher import Matcher
@@ -90,7 +90,7 @@ class DeviceAutomata:
     state
         State of all slots. The kernels run on its device.
     exchange
-        Records and mask rows of the same number of slots.
+        Records and mask rows of the same number of slots. Its draft mode must not probe.
     sampler
         Sampler of the rounds, for the results of verification.
     replay
@@ -114,6 +114,11 @@ class DeviceAutomata:
     ----------
     slots : DeviceArray
         uint8 [S, AUTOMATON_SLOT.itemsize]; the type of the kernels' argument is ``AutomatonSlot*``.
+
+    Raises
+    ------
+    OptionError
+        The draft mode of `exchange` probes candidates.
     """
 
     def __init__(
@@ -130,6 +135,8 @@ class DeviceAutomata:
         block: int | None = None,
         parts: int | None = None,
     ):
+        if exchange.mode.probes:
+            raise OptionError("automata on the device cannot test the candidates of drafts")
         device = state.device
         on_gpu = device.runs_gpu_code
         self._device = device
@@ -345,11 +352,7 @@ class DeviceAutomata:
             Whether the host's mask rows have been copied to the device before.
         """
         self._add_kernel(lane, "open", row_slot, [num_rows, int(copied)])
-        batch = row_slot.shape[0]
-        if self._is_fused(batch):
-            return
-        num_items = batch * num_rows
-        self._add_fill(lane, "open", num_items, self._exchange.device_masks)
+        self._add_fill(lane, "open", row_slot, num_rows)
 
     def add_commit(self, lane: Lane, row_slot: DeviceArray, *, fill: bool) -> None:
         """Add the kernels that advance states by the committed tokens.
@@ -364,25 +367,13 @@ class DeviceAutomata:
             Whether to fill mask row 0.
         """
         self._add_kernel(lane, "commit", row_slot, [int(fill), *self._results])
-        if fill and not self._is_fused(row_slot.shape[0]):
-            self._add_fill(lane, "commit", row_slot.shape[0], self._exchange.device_masks)
+        if fill:
+            self._add_fill(lane, "commit", row_slot)
 
     def add_draft(self, lane: Lane, row_slot: DeviceArray, j: int) -> None:
-        """Add the kernels of draft step `j`, see `graft.grammar.decoder.GuidedDecoder.draft_work`.
-
-        Mask rows that a probe needs are written to host memory, where `Sampler.draft` reads them.
-        """
-        exchange = self._exchange
-        batch = row_slot.shape[0]
-        args = [j, *self._results]
-        if not exchange.mode.probes:
-            self._add_kernel(lane, "draft", row_slot, args)
-            if not self._is_fused(batch):
-                self._add_fill(lane, "draft", batch, exchange.device_masks)
-            return
-        self._add_kernel(lane, "probe", row_slot, args, blocks=batch)
-        if exchange.mode.kind == "chain":
-            self._add_fill(lane, "probe", batch, exchange.host_masks)
+        """Add the kernels that advance states by draft `j` of a chain, and fill mask row `j`."""
+        self._add_kernel(lane, "draft", row_slot, [j, *self._results])
+        self._add_fill(lane, "draft", row_slot)
 
     @property
     def _results(self) -> tuple[object, ...]:
@@ -393,7 +384,7 @@ class DeviceAutomata:
         return self._memory, self._offsets, self._bytes, self._num_tokens
 
     def _add_kernel(
-        self, lane: Lane, step: str, row_slot: DeviceArray, args: Sequence[object], blocks: int = 1
+        self, lane: Lane, step: str, row_slot: DeviceArray, args: Sequence[object]
     ) -> None:
         """Add the kernel that advances states in a step."""
         exchange = self._exchange
@@ -418,7 +409,7 @@ class DeviceAutomata:
         ]
         lane.kernel(
             self._kernels[f"automaton_{step}"],
-            blocks,
+            1,
             self._block,
             [*common, *args],
             name=f"{step}: automaton states",
@@ -428,14 +419,18 @@ class DeviceAutomata:
         """Return whether the kernel that advances states also fills rows in device memory."""
         return self._parts == 1 and batch <= _FUSED_BATCH
 
-    def _add_fill(
-        self, lane: Lane, step: str, num_items: int, masks: DeviceArray | PinnedArray
-    ) -> None:
-        """Add the kernel that fills the mask rows that a step has requested."""
+    def _add_fill(self, lane: Lane, step: str, row_slot: DeviceArray, num_rows: int = 1) -> None:
+        """Add the kernel that fills the requested mask rows, unless the step's kernel fills them.
+
+        `num_rows` is the maximum number of rows that the step requests for a batch row.
+        """
+        batch = row_slot.shape[0]
+        if self._is_fused(batch):
+            return
         args = [
             self._items,
             self.slots,
-            masks,
+            self._exchange.device_masks,
             self._exchange.memory,
             self._exchange.layout,
             *self._tables_args,
@@ -444,7 +439,7 @@ class DeviceAutomata:
         ]
         lane.kernel(
             self._kernels["automaton_fill"],
-            (num_items, self._parts, 1),
+            (batch * num_rows, self._parts, 1),
             self._block,
             args,
             name=f"{step}: automaton rows",

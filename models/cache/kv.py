@@ -41,10 +41,6 @@ class PagedKV:
 
     Parameters
     ----------
-    device
-        Device of the arrays.
-    layers, kv_heads, head_dim
-        Attention shape of the model.
     pages
         Number of pages for all slots together. One more page, the scratch page, is added. Unused
         entries of the page table refer to the scratch page, which is never written.
@@ -61,8 +57,7 @@ class PagedKV:
     k, v
         Arrays of shape [layers, pages + 1, page_size, kv_heads, head_dim].
     page_table
-        int32 array of shape [slots, max_pages_per_slot]. Unallocated entries refer to the scratch
-        page.
+        int32[slots, max_pages_per_slot]. Unallocated entries refer to the scratch page.
     scratch_page
         Index of the scratch page. It equals the parameter `pages`.
     free
@@ -71,11 +66,6 @@ class PagedKV:
         Idle pages as the keys of an ordered dictionary, least recently used first.
     idle_version
         Number that changes whenever the set of idle pages changes.
-
-    Raises
-    ------
-    OptionError
-        If a size or the dtype is invalid.
     """
 
     def __init__(
@@ -150,25 +140,11 @@ class PagedKV:
         return tuple(self._owned[self._checked(slot)])
 
     def allocate(self, slot: int, positions: int, shared: Sequence[int] = ()) -> bool:
-        """Allocate pages for the first `positions` positions of a slot.
+        """Allocate pages for the first `positions` positions of a slot, in addition to its own.
 
-        Pages that the slot already has are kept.
-
-        Parameters
-        ----------
-        slot
-            Slot to extend.
-        positions
-            Number of positions that the slot must have.
-        shared
-            Retained pages to use for the slot's first positions. Allowed only if the slot has no
-            pages yet.
-
-        Returns
-        -------
-        bool
-            True if the slot now has enough pages. False if there are too few free pages or the
-            slot's row of the page table is too short; nothing is changed in this case.
+        A slot without pages may use the retained pages `shared` for its first positions. Return
+        False, with nothing changed, if there are too few free pages or the slot's row of the page
+        table is too short.
         """
         owned = self._owned[self._checked(slot)]
         total = -(-positions // self.page_size)

@@ -39,24 +39,11 @@ PageGroup = tuple[int, ...]
 
 
 def page_keys(tokens: Sequence[int], page_size: int, lookahead: int = 0) -> list[bytes]:
-    """Return the keys of the full pages of a token sequence.
+    """Return a key of 32 bytes for each full page of a token sequence.
 
-    A page that contains the last token is excluded, because a request must process at least one
-    token to get the logits of the next one.
-
-    Parameters
-    ----------
-    tokens
-        Token ids.
-    page_size
-        Positions per page.
-    lookahead
-        Number of tokens after a page that affect the page's KV-cache entries.
-
-    Returns
-    -------
-    list of bytes
-        One key of 32 bytes per page. Each key depends on all tokens up to the end of its page.
+    A key depends on all tokens up to the end of its page and on `lookahead` tokens after it, which
+    also affect the page's KV-cache entries. A page that contains the last token is excluded,
+    because a request must process at least one token to get the logits of the next one.
     """
     array = np.asarray(tokens, np.int32)
     last_end = len(array) - max(lookahead, 1)
@@ -74,25 +61,12 @@ def page_keys(tokens: Sequence[int], page_size: int, lookahead: int = 0) -> list
 class PrefixCache:
     """Maps token prefixes to pages of several paged KV caches.
 
-    A cached page is a `PageGroup`: one page in each of the caches, for the same positions.
+    A cached page is a `PageGroup`: one page in each of the caches, for the same positions. The
+    caches of target and drafter have the same page size. At most `max_pages` pages are cached; 0
+    disables the prefix cache. `lookahead` is as in `page_keys`.
 
-    Parameters
-    ----------
-    caches
-        Paged KV caches of target and drafter, with the same page size.
-    lookahead
-        Number of tokens after a page that affect the page's KV-cache entries.
-    max_pages
-        Maximum number of cached pages; 0 disables the prefix cache.
-
-    Attributes
-    ----------
-    max_pages
-        Parameter of the same name.
-    hit_tokens
-        Number of tokens that were not prefilled because their pages were cached.
-    evictions
-        Number of pages evicted.
+    `hit_tokens` counts the tokens that were not prefilled because their pages were cached, and
+    `evictions` the evicted pages.
     """
 
     def __init__(self, caches: Sequence[PagedKV], lookahead: int, max_pages: int) -> None:
@@ -140,15 +114,10 @@ class PrefixCache:
         return [self._cached[key] for key in found]
 
     def insert(self, slot: int, tokens: Sequence[int]) -> None:
-        """Cache the full pages of a slot.
+        """Cache the full pages of a slot, which has these tokens.
 
-        Parameters
-        ----------
-        slot
-            Slot that owns the pages.
-        tokens
-            Tokens of the slot. The writes of their keys and values in all caches, except for the
-            last token, must have been enqueued.
+        The writes of the keys and values of all tokens except the last must have been enqueued in
+        all caches.
         """
         if self.max_pages == 0:
             return
@@ -161,19 +130,14 @@ class PrefixCache:
     def insert_migrated(
         self, keys: Sequence[bytes], write: Callable[[list[PageGroup], list[int]], object]
     ) -> None:
-        """Cache pages of another engine.
+        """Cache pages of another engine, given by their keys.
 
         Unused pages are evicted to make free pages for them. If there are still too few free pages,
         only the first of the migrated pages are cached.
 
-        Parameters
-        ----------
-        keys
-            Keys of the migrated pages.
-        write
-            Function that enqueues the writes of the page contents. Its arguments are a list of free
-            pages and a list of equal length with indices into `keys`. The contents that belong to
-            each key must be written into the corresponding page.
+        `write` enqueues the writes of the page contents. Its arguments are a list of free pages and
+        a list of equal length with indices into `keys`. The contents that belong to each key must
+        be written into the corresponding page.
         """
         found = self.match(keys)
         num_missing = len(keys) - len(found)
@@ -202,16 +166,10 @@ class PrefixCache:
         return list(zip(*pages_by_cache, strict=True))
 
     def evict_until_free(self, pages: int, keep: Collection[PageGroup]) -> None:
-        """Evict unused pages, least recently used first, until `pages` pages are free.
+        """Evict unused pages, least recently used first, until each cache has `pages` free pages.
 
-        If evicting all unused pages would not suffice, no page is evicted.
-
-        Parameters
-        ----------
-        pages
-            Number of pages that must be free in each cache.
-        keep
-            Pages that must not be evicted.
+        Pages in `keep` are not evicted. If evicting all other unused pages would not suffice, no
+        page is evicted.
         """
         num_free = min(len(cache.free) for cache in self._caches)
         num_evictions = pages - num_free

@@ -62,13 +62,8 @@ class TreeShape:
     def by_level(drafts: int, tree: TreePlan | None = None) -> TreeShape:
         """Return the shape for a drafter that makes its drafts level by level.
 
-        Parameters
-        ----------
-        drafts
-            Number of drafts of a chain or of a tree that grows by score. Not used for a tree of
-            fixed shape, whose paths determine the number of drafts.
-        tree
-            Tree to grow; None for a chain.
+        `drafts` is the number of drafts of a chain (`tree` is None) or of a tree that grows by
+        score. It is not used for a tree of fixed shape, whose paths determine the number of drafts.
         """
         plan = tree or TreePlan(1, drafts)
         if plan.paths:
@@ -79,18 +74,10 @@ class TreeShape:
         return TreeShape(nodes, levels, plan.branch, plan.paths)
 
     def check(self, max_drafts: int) -> None:
-        """Check that a round can be built for this shape.
+        """Raise OptionError unless a round can be built for this shape.
 
-        Parameters
-        ----------
-        max_drafts
-            Maximum number of drafts per round.
-
-        Raises
-        ------
-        OptionError
-            If the shape has too many drafts, or is neither a chain nor a tree that a round can
-            verify.
+        It is refused if it has more than `max_drafts` drafts, or is neither a chain nor a tree that
+        a round can verify.
         """
         if not 1 <= self.nodes <= max_drafts:
             raise OptionError(f"{self.nodes} drafts per round, expected 1 to {max_drafts}")
@@ -121,8 +108,6 @@ class Drafter:
 
     Attributes
     ----------
-    shape
-        Shape of the drafts.
     feature_layers
         Ids of the target layers, ascending, whose output residual streams the drafter reads.
     vocab
@@ -174,8 +159,6 @@ class Drafter:
 
         Parameters
         ----------
-        lane
-            Lane that the work is added to.
         rows
             Tokens of the chunk at their positions. The last chunk includes the last prompt token.
         next_rows
@@ -198,33 +181,17 @@ class Drafter:
         If ``feed.width`` is 1, the next round verifies no drafts, and the engine does not read the
         returned logits.
 
-        Returns
-        -------
-        DeviceArray or None
-            Logits of level 0, float32[B, Vd], with Vd columns of the draft vocabulary. The sampler
-            changes them in place for requests with logit adjustments. None from a drafter that
-            writes all drafts to ``feed.proposal``.
+        Return the logits of level 0, float32[B, Vd], with Vd columns of the draft vocabulary. The
+        sampler changes them in place for requests with logit adjustments. A drafter that writes all
+        drafts to ``feed.proposal`` returns None.
         """
         raise DrafterError(f"{type(self).__name__} does not define start")
 
     def step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
-        """Process the drafts chosen at a level and return the logits of their children.
+        """Process the drafts at depth `level`, from 1, and return the logits of their children.
 
-        The engine calls this method only for a drafter that drafts level by level.
-
-        Parameters
-        ----------
-        lane
-            Lane that the kernels are added to.
-        feed
-            Inputs and output buffers of the round.
-        level
-            Depth of the processed drafts, from 1.
-
-        Returns
-        -------
-        DeviceArray
-            float32[B * branch, Vd]. The sampler may change the logits in place.
+        The engine calls this method only for a drafter that drafts level by level. The logits are
+        float32[B * branch, Vd]; the sampler may change them in place.
         """
         raise DrafterError(f"{type(self).__name__} drafts level by level but does not define step")
 
@@ -240,13 +207,8 @@ class Drafter:
     def failure(self, slot: int, epoch: int) -> DrafterError | None:
         """Return the error with which the drafter terminated a request, or None if it did not.
 
-        Parameters
-        ----------
-        slot
-            Slot of the request.
-        epoch
-            Counter of the requests that have used the slot. It distinguishes the request from
-            earlier requests of the same slot.
+        `epoch` counts the requests that have used the slot. It distinguishes the request from
+        earlier requests of the same slot.
         """
         return None
 
@@ -257,12 +219,6 @@ class DrafterContext:
 
     Attributes
     ----------
-    device
-        Device of the engine.
-    target
-        Target model.
-    tokenizer
-        Tokenizer of the target.
     max_drafts
         Maximum number of drafts per round.
     tree
@@ -291,20 +247,7 @@ class DrafterContext:
 
 
 def check_target(target: LlamaModel, **expected: int) -> None:
-    """Check that the target has the config that a drafter was trained for.
-
-    Parameters
-    ----------
-    target
-        Target model.
-    **expected
-        Expected values by field of the target's config.
-
-    Raises
-    ------
-    ConfigError
-        If a field of the target's config has another value.
-    """
+    """Raise ConfigError unless the target's config has the values a drafter was trained for."""
     for name, value in expected.items():
         actual = getattr(target.config, name)
         if actual != value:

@@ -17,14 +17,8 @@ __all__ = ["CascadeDrafter"]
 class CascadeDrafter(Drafter):
     """Drafter that uses the proposals of `first` and drafts the levels after them with `then`.
 
-    Parameters
-    ----------
-    context
-        Arguments from the engine, passed on to both drafters.
-    first
-        Drafter that makes all drafts at once, such as `NGram`.
-    then
-        Drafter that drafts level by level, such as a draft model.
+    `first` makes all drafts at once, such as `NGram`; `then` drafts level by level, such as a draft
+    model.
 
     Raises
     ------

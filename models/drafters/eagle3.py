@@ -39,25 +39,13 @@ _TRAINING = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_e
 class Eagle3Head:
     """An EAGLE-3 head of a Llama target, with its own KV cache.
 
-    All calls use the same activation buffers, so the work of one head must run in order.
+    All calls use the same activation buffers, so the work of one head must run in order. A call has
+    at most `max_rows` rows.
 
-    Parameters
-    ----------
-    device
-        Device of the target.
-    config
-        Shape of the head.
-    checkpoint
-        Tensors with the official names (``midlayer.*``) or with the names of converted
-        checkpoints (``layers.0.*``).
-    target
-        Target model. Its embedding and LM head are used if the checkpoint has none. If the draft
-        vocabulary is smaller than the target's, only the rows of the LM head whose ids are in
-        ``d2t`` are used.
-    kv
-        KV cache with the layers and heads of the draft head.
-    max_rows
-        Maximum number of rows of a call.
+    The tensors have the official names (``midlayer.*``) or the names of converted checkpoints
+    (``layers.0.*``). The embedding and the LM head of the target are used if the checkpoint has
+    none. If the draft vocabulary is smaller than the target's, only the rows of the LM head whose
+    ids are in ``d2t`` are used.
 
     Attributes
     ----------
@@ -165,8 +153,6 @@ class Eagle3Head:
 
         Parameters
         ----------
-        lane
-            Lane that the kernels are added to.
         rows
             Entries of the head. ``pos`` is the position i of an entry and ``token`` is the NEXT
             token, t_{i+1}.
@@ -190,24 +176,10 @@ class Eagle3Head:
     ) -> DeviceArray:
         """Run the head on drafts, for which no features of the target exist yet.
 
-        The head's own outputs for the previous tokens take the place of the features.
-
-        Parameters
-        ----------
-        lane
-            Lane that the kernels are added to.
-        rows
-            Entries of the head, as in `entries`.
-        hidden
-            float32[B, hidden], features; may be the result of an earlier call.
-        logits
-            float32[B, draft_vocab], receives the logits, which equal the result of `head` up to
-            rounding. If None, no logits are computed.
-
-        Returns
-        -------
-        DeviceArray
-            float32[B, hidden], output before the final norm; a view that the next call overwrites.
+        The head's own outputs for the previous tokens, `hidden` float32[B, hidden], take the place
+        of the features; they may be the result of an earlier call. Rows and result are as in
+        `entries`. If given, `logits` float32[B, draft_vocab] receives the logits, which equal the
+        result of `head` up to rounding.
         """
         count = rows.check(self.max_rows)
         expect("hidden", hidden, "float32", B=count, width=self.config.hidden_size)
@@ -221,23 +193,10 @@ class Eagle3Head:
     def head(
         self, lane: Lane, out: DeviceArray, logits: DeviceArray, index: DeviceArray | None = None
     ) -> DeviceArray:
-        """Apply the final norm and the LM head.
+        """Apply the final norm and the LM head to rows of `out`, the result of `entries` or `step`.
 
-        Parameters
-        ----------
-        lane
-            Lane that the kernels are added to.
-        out
-            float32[R, hidden], the result of `entries` or `step`.
-        logits
-            float32[B, draft_vocab], receives the result.
-        index
-            int32[B], rows of `out` to use; None for all rows.
-
-        Returns
-        -------
-        DeviceArray
-            The rows of `out` whose logits were computed.
+        `index` int32[B] selects the rows; None selects all. The logits are float32[B, draft_vocab].
+        Return the rows whose logits were computed.
         """
         final = self._final_norm(logits.shape[0])
         if index is None:
@@ -260,26 +219,11 @@ class Eagle3Head:
         again: bool = False,
         norm: Norm | None = None,
     ) -> DeviceArray:
-        """Gather rows of `out`.
+        """Gather rows of the output `out`, float32[R, hidden], and compute a norm if requested.
 
-        Parameters
-        ----------
-        lane
-            Lane that the kernel is added to.
-        out
-            float32[R, hidden].
-        index
-            int32[B], rows of `out`.
-        again
-            Whether `out` may be the result of an earlier `gather`. The rows are then written to a
-            second buffer, which `entries` overwrites.
-        norm
-            Norm to compute from the gathered rows; None to compute no norm.
-
-        Returns
-        -------
-        DeviceArray
-            float32[B, hidden], a view that the next gather overwrites.
+        `index` int32[B] selects the rows. If `again` is set, `out` may be the result of an earlier
+        `gather`. The rows are then written to a second buffer, which `entries` overwrites. The
+        result, float32[B, hidden], is a view that the next gather overwrites.
         """
         buffer = self._fused if again else self._gathered
         gathered_rows = buffer[: index.shape[0]]
@@ -382,13 +326,6 @@ def read_vocab_map(
 
     The tensor ``d2t`` of the checkpoint stores differences, so the target id of a draft id is
     ``draft id + d2t[draft id]``.
-
-    Parameters
-    ----------
-    checkpoint
-        Checkpoint of the head.
-    draft_vocab, vocab
-        Sizes of the two vocabularies.
 
     Returns
     -------

@@ -24,25 +24,12 @@ _KERNELS = Path(__file__).parent / "kernels" / "feed.cu"
 class RoundScratch:
     """Row-indexed arrays for the largest batch bucket.
 
-    Smaller buckets use views of the arrays. The replays of all buckets run one after another on
-    one stream, so they can share the arrays.
+    Smaller buckets use views of the arrays. The replays of all buckets run one after another on one
+    stream, so they can share the arrays.
 
-    Parameters
-    ----------
-    device
-        Device of the arrays.
-    max_batch
-        Maximum number of requests per replay.
-    width
-        Maximum number of target rows per request.
-    vocab
-        Vocabulary size of the target.
-    branch
-        Maximum number of draft nodes per level and request.
-    features
-        Number of columns of the features; 0 if no drafter reads features.
-    draft_vocab
-        Number of columns of the draft logits.
+    A replay has at most `max_batch` requests, each with at most `width` target rows and `branch`
+    draft nodes per level. The features have `features` columns (0 if no drafter reads features),
+    and the draft logits have `draft_vocab` columns.
     """
 
     def __init__(

@@ -81,12 +81,9 @@ class SmallModel(Drafter):
 
 
 def check_tokenizer(folder: Path, target: Tokenizer) -> None:
-    """Check that the tokenizers of drafter and target assign the same id to every token.
+    """Raise OptionError unless the tokenizers of drafter and target assign equal ids to all tokens.
 
-    Raises
-    ------
-    OptionError
-        If an id differs. The message names the first such token in the order of ids.
+    The message names the first token, in the order of ids, with different ids.
     """
     draft_ids = Tokenizer(folder).backend.get_vocab(with_added_tokens=True)
     target_ids = target.backend.get_vocab(with_added_tokens=True)

@@ -37,13 +37,8 @@ _EXPECTED = (
 def make_drafter(choice: DrafterChoice, context: DrafterContext) -> Drafter:
     """Create a drafter.
 
-    Parameters
-    ----------
-    choice
-        A callable that takes the context and returns a drafter, the import name
-        ``module:attribute`` of such a callable, or a checkpoint folder.
-    context
-        Arguments from the engine.
+    `choice` is a callable that takes the context and returns a drafter, the import name
+    ``module:attribute`` of such a callable, or a checkpoint folder.
 
     Raises
     ------

@@ -45,8 +45,6 @@ class PromptLookup(Drafter):
 
     Parameters
     ----------
-    context
-        Arguments from the engine.
     longest, shortest
         Maximum and minimum number of tokens of a suffix that is searched for.
     drafts

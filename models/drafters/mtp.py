@@ -64,8 +64,6 @@ class Mtp(Drafter):
         after the target's layers. Each module has a decoder layer, ``enorm``, ``hnorm``,
         ``eh_proj`` and ``shared_head.norm``. It has ``embed_tokens`` and ``shared_head.head`` only
         if they differ from the target's. Tensors of the target may be present and are ignored.
-    context
-        Arguments from the engine.
     norm_hidden
         Whether a module passes its hidden state on after ``shared_head.norm``. The default is used
         if the engine loads the folder. To change it, pass
@@ -174,20 +172,11 @@ class Mtp(Drafter):
     def _process_committed(
         self, lane: Lane, rows: Rows, features: DeviceArray | None, last: DeviceArray | None = None
     ) -> None:
-        """Run committed tokens through all modules.
+        """Run committed tokens through all modules. Row r is entry ``rows.pos[r] - j`` of module j.
 
-        Row r is entry ``rows.pos[r] - j`` of module j.
-
-        Parameters
-        ----------
-        lane
-            Lane that the kernels are added to.
-        rows
-            Rows in which token i + 1 has position i.
-        features
-            float32[R, hidden], output of the target's last layer.
-        last
-            int32[B], row of the last token of each request; None during prefill.
+        Token i + 1 has position i in `rows`. `features` float32[R, hidden] is the output of the
+        target's last layer. `last` int32[B] is the row of the last token of each request; None
+        during prefill.
         """
         if features is None:
             raise DrafterError(
@@ -219,18 +208,9 @@ class Mtp(Drafter):
         return Rows(rows.token, rows.slot, earlier, rows_per_slot=rows.rows_per_slot)
 
     def _run(self, lane: Lane, j: int, rows: Rows, hidden: DeviceArray) -> None:
-        """Run module j and replace `hidden` in place by the module's output.
+        """Run module j on entries and replace `hidden` in place by the module's output.
 
-        Parameters
-        ----------
-        lane
-            Lane that the kernels are added to.
-        j
-            Number of the module.
-        rows
-            Tokens and positions of the module's entries.
-        hidden
-            float32[R, hidden]: h of the previous module before the call, h of module j after it.
+        `hidden` float32[R, hidden] contains h of the previous module before the call.
         """
         count = rows.count
         module = self._modules[j]

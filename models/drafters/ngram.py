@@ -14,21 +14,9 @@ _VOTES = {"longest": "NONE", "all": "ALL"}
 class NGram(PromptLookup):
     """Drafter that proposes the tokens after an earlier occurrence of the request's last tokens.
 
-    Parameters
-    ----------
-    context
-        Arguments from the engine.
-    longest, shortest, drafts, public, kept, oldest
-        As in `PromptLookup`.
-    match
-        "longest" proposes the continuation of the occurrence that matches the most tokens. "all"
-        searches for every suffix of `shortest` to `longest` tokens and proposes the most frequent
-        continuations.
-
-    Raises
-    ------
-    OptionError
-        If an option is out of range.
+    With `match` "longest" it proposes the continuation of the occurrence that matches the most
+    tokens. "all" searches for every suffix of `shortest` to `longest` tokens and proposes the most
+    frequent continuations. The other options are those of `PromptLookup`.
     """
 
     def __init__(

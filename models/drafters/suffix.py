@@ -16,8 +16,6 @@ class Suffix(PromptLookup):
 
     Parameters
     ----------
-    context
-        Arguments from the engine.
     longest, shortest, drafts, public, kept
         As in `PromptLookup`.
     factor
@@ -26,11 +24,6 @@ class Suffix(PromptLookup):
         Minimum estimated probability, 0 to 1, that all drafts on a path are right. A draft whose
         path has a lower probability is not proposed. The probability of one draft is estimated as
         the fraction of the found continuations that contain it.
-
-    Raises
-    ------
-    OptionError
-        If an option is out of range.
     """
 
     def __init__(

@@ -45,16 +45,10 @@ _Proposal = tuple[list[int], list[int]]
 class _Query:
     """The calls of the user's function for one round, one call per request.
 
-    Attributes
-    ----------
-    histories
-        Tokens of each request, which are the arguments of the calls.
-    proposals
-        Results in the same order. The drafter's thread appends a result when a call returns.
-    done
-        Event that is set after the last call.
-    is_abandoned
-        Whether the deadline has passed. No round then waits for the results any more.
+    The arguments of the calls are `histories`, the tokens of each request. The drafter's thread
+    appends a result to `proposals` when a call returns, and sets `done` after the last call.
+    `is_abandoned` is set when the deadline has passed; no round then waits for the results any
+    more.
     """
 
     histories: list[list[int]]
@@ -66,10 +60,10 @@ class _Query:
 class UserDrafter(Drafter):
     """Drafter that proposes the tokens that a Python function returns.
 
-    The function runs on a thread of the drafter and is called for one request after another.
-    While the function runs, the graph of the round waits in a host node between the commit and the
-    next forward pass of the target. The function must not call the device driver, and must not wait
-    for a thread that does.
+    The function runs on a thread of the drafter and is called for one request after another. While
+    the function runs, the graph of the round waits in a host node between the commit and the next
+    forward pass of the target. The function must not call the device driver, and must not wait for
+    a thread that does.
 
     If the function raises for a request or returns an invalid proposal, that request finishes with
     the reason "error" and a `DrafterError`, whose message contains the name of the function and the
@@ -78,8 +72,6 @@ class UserDrafter(Drafter):
 
     Parameters
     ----------
-    context
-        Arguments from the engine.
     propose
         Function that takes the list of all tokens of a request, prompt and output. It returns the
         ids of the proposed tokens, at most as many as a round drafts. With `tree` it returns ids
@@ -188,12 +180,8 @@ class UserDrafter(Drafter):
     def _record(self, rows: NDArray) -> None:
         """Store tokens in the histories and truncate each history after the stored token.
 
-        Tokens at later positions belong to an earlier request of the slot.
-
-        Parameters
-        ----------
-        rows
-            int32[R, 4]: slot (-1 for padding), epoch, position and token of each row.
+        Tokens at later positions belong to an earlier request of the slot. `rows` is int32[R, 4]:
+        slot (-1 for padding), epoch, position and token of each row.
         """
         for slot, _, position, token in rows.tolist():
             if slot >= 0:
@@ -202,14 +190,8 @@ class UserDrafter(Drafter):
     def _draft(self, rows: NDArray, first: NDArray, *outputs: NDArray) -> None:
         """Request drafts for every active request with committed tokens, and wait for them.
 
-        Parameters
-        ----------
-        rows
-            int32[R, 4], as in `_record`.
-        first
-            int32[B], index in `rows` of each request's first row.
-        *outputs
-            int32[B, max_drafts]: proposed ids and, in a tree, their parents.
+        `rows` is as in `_record`; `first` int32[B] is the index in `rows` of each request's first
+        row. The outputs, int32[B, max_drafts], are the proposed ids and, in a tree, their parents.
         """
         self._record(rows)
         for array in outputs:
@@ -268,23 +250,9 @@ def _serve(
 
 
 def _read_proposal(proposal: Any, vocab_size: int, max_drafts: int, tree: bool) -> _Proposal:
-    """Check a returned proposal and return its ids and parents.
+    """Check the value that the user's function returned and return its ids and parents.
 
-    Parameters
-    ----------
-    proposal
-        Value that the user's function returned.
-    vocab_size
-        Vocabulary size of the target.
-    max_drafts
-        Maximum number of ids.
-    tree
-        Whether the value consists of ids and parents, not of ids only.
-
-    Raises
-    ------
-    DrafterError
-        If the proposal is invalid. The caller puts "drafter NAME" before the message.
+    An invalid proposal is a DrafterError. The caller puts "drafter NAME" before the message.
     """
     try:
         if tree:

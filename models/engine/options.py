@@ -120,8 +120,9 @@ class Options:
     device_automata
         Whether mask rows are filled on the device for requests whose grammar has an automaton, see
         `DeviceAutomata`. A round whose requests all have an automaton or no grammar then needs no
-        grammar step on the host. Outputs do not change. With `forced_drafts`, a drafter of chains
-        and ``draft_masking="auto"`` are required.
+        grammar step on the host. Outputs do not change. Where drafts are probed (`draft_masking`),
+        the option has no effect, and a warning is logged. With `forced_drafts`, a drafter is
+        required.
     automaton_bytes
         With `device_automata`, device memory for automata, in bytes. Requests whose automaton does
         not fit stay on the host.

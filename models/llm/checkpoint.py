@@ -50,17 +50,9 @@ class _Entry:
 class Checkpoint:
     """Tensors of a model folder or of one safetensors file, by name.
 
-    Parameters
-    ----------
-    path
-        A folder with ``model.safetensors.index.json`` and the shards that it lists, or without an
-        index and with ``model.safetensors``; or one safetensors file.
-
-    Raises
-    ------
-    CheckpointError
-        If files are missing, truncated or inconsistent. The constructor reads and checks every
-        header, so a damaged checkpoint is rejected before any tensor is read.
+    A folder has ``model.safetensors.index.json`` and the shards that it lists, or no index and
+    ``model.safetensors``. The constructor reads and checks every header, so a damaged checkpoint
+    (files missing, truncated or inconsistent) raises CheckpointError before any tensor is read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -100,29 +92,11 @@ class Checkpoint:
     def get(
         self, name: str, shape: tuple[int, ...] | None = None, dtypes: tuple[str, ...] = FLOATS
     ) -> tuple[np.ndarray, str]:
-        """Return a tensor as stored.
+        """Return a tensor as stored, and the name of its dtype.
 
-        Parameters
-        ----------
-        name
-            Name in the checkpoint.
-        shape
-            Expected shape; None allows any.
-        dtypes
-            Allowed dtypes.
-
-        Returns
-        -------
-        array : np.ndarray
-            Read-only view of the mapped file. bfloat16 is returned as uint16 bit patterns, E4M3
-            and booleans as uint8.
-        dtype : str
-            Name of the dtype.
-
-        Raises
-        ------
-        CheckpointError
-            If the tensor is missing or has another shape or dtype.
+        The array is a read-only view of the mapped file. bfloat16 is returned as uint16 bit
+        patterns, E4M3 and booleans as uint8. CheckpointError is raised if the tensor is missing or
+        does not have the shape (None allows any) or one of the dtypes.
         """
         entry = self._entry(name)
         if entry.dtype not in _DTYPES:

@@ -137,18 +137,10 @@ _QUANTIZED_WEIGHTS: dict[str, tuple[Any, ...] | None] = {
 class LlamaConfig:
     """Shape of a Llama decoder, or of an architecture in `TARGETS` that differs from Llama.
 
+    The number of query heads is a multiple of the number of KV heads, and `head_dim` is even.
+
     Attributes
     ----------
-    vocab_size, hidden_size, intermediate_size, num_hidden_layers
-        Sizes of the model.
-    num_attention_heads, num_key_value_heads
-        Number of query heads and number of KV heads. The first is a multiple of the second.
-    head_dim
-        Number of elements of a head, an even number.
-    rms_norm_eps
-        Constant that RMSNorm adds to the mean square.
-    rope
-        Parameters of the rotary position embedding.
     max_position_embeddings
         Maximum sequence length of the model before YaRN or dynamic scaling extends it.
     tie_word_embeddings
@@ -190,10 +182,7 @@ class LlamaConfig:
     def from_dir(cls, path: str | Path) -> Self:
         """Read ``config.json`` of a folder.
 
-        Raises
-        ------
-        ConfigError
-            If a field is missing, invalid or not implemented.
+        A field that is missing, invalid or not implemented is a ConfigError.
         """
         return cls.from_fields(Fields.from_file(Path(path) / "config.json"))
 
@@ -215,12 +204,8 @@ class LlamaConfig:
     def for_length(self, length: int, where: str | Path) -> Self:
         """Return the config for sequences with at most `length` tokens.
 
-        Some kinds of RoPE scaling depend on this length.
-
-        Raises
-        ------
-        ConfigError
-            If `length` exceeds the sliding window. The message begins with `where`.
+        Some kinds of RoPE scaling depend on this length. A length that exceeds the sliding window
+        is a ConfigError, whose message begins with `where`.
         """
         window = self.sliding_window
         if window is not None and window < length:
@@ -298,18 +283,9 @@ class Eagle3Config(LlamaConfig):
         """Return the ids of the target layers, ascending, whose outputs are the features.
 
         The default features are the inputs of layers 2, n//2 and n-3, that is, the outputs of
-        layers 1, n//2 - 1 and n - 4. In a target with fewer than seven layers, these layers are not
-        three different layers, so the config has to name the layers.
-
-        Parameters
-        ----------
-        target_layers
-            Number n of decoder layers of the target.
-
-        Raises
-        ------
-        ConfigError
-            If there is no default, or the target has too few layers.
+        layers 1, n//2 - 1 and n - 4, where n is the number of layers of the target. In a target
+        with fewer than seven layers, these layers are not three different layers, so the config has
+        to name the layers. ConfigError is raised if it does not, or the target has too few layers.
         """
         ids = self.feature_layers
         if ids is None:

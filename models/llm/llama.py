@@ -20,15 +20,13 @@ from graft.sampling.checks import expect
 class LlamaModel:
     """A Llama, or a model of another architecture in `config.TARGETS`.
 
-    All calls use the same activation buffers, so the work of one model must run in order: on
-    one lane, or on several lanes with dependencies between them. The forward pass is row invariant:
-    the bits of a row's output depend only on the row and on the earlier positions of its slot, not
-    on the other rows of the batch.
+    All calls use the same activation buffers, so the work of one model must run in order: on one
+    lane, or on several lanes with dependencies between them. The forward pass is row invariant: the
+    bits of a row's output depend only on the row and on the earlier positions of its slot, not on
+    the other rows of the batch.
 
     Parameters
     ----------
-    device
-        Device of the model.
     config
         Shape of the whole model. With tensor parallelism, this is not the shape of rank 0's shard.
     checkpoint
@@ -50,8 +48,6 @@ class LlamaModel:
     ----------
     kernels
         Kernel library, shared with the drafters.
-    stack
-        Decoder layers.
     embedding, lm_head
         [vocab, hidden] in the stored dtype; the same array if the embeddings are tied.
     final_norm
@@ -129,16 +125,8 @@ class LlamaModel:
     def set_feature_layers(self, ids: tuple[int, ...]) -> None:
         """Select the layers whose outputs `forward` copies to its `features` argument.
 
-        Parameters
-        ----------
-        ids
-            Ascending layer ids. The output of a layer is the residual stream after it. The output
-            of the last layer is the residual stream before the final norm.
-
-        Raises
-        ------
-        OptionError
-            If the ids are not ascending ids of layers.
+        The ids must be ascending. The output of a layer is the residual stream after it. The output
+        of the last layer is the residual stream before the final norm.
         """
         n = self.config.num_hidden_layers
         is_ascending = list(ids) == sorted(set(ids))
@@ -160,10 +148,6 @@ class LlamaModel:
 
         Parameters
         ----------
-        lane
-            Lane that the kernels are added to.
-        rows
-            Tokens, slots and positions.
         features
             float32[R, layers * hidden], receives the outputs of the layers that
             `set_feature_layers` selected. If None, no features are copied.
@@ -227,18 +211,9 @@ class LlamaModel:
     def head(
         self, lane: Lane, hidden: DeviceArray, logits: DeviceArray, index: DeviceArray
     ) -> None:
-        """Apply the final norm and the LM head to selected rows.
+        """Apply the final norm and the LM head to the rows `index` of a residual stream.
 
-        Parameters
-        ----------
-        lane
-            Lane that the kernels are added to.
-        hidden
-            float32[R, hidden], a residual stream.
-        logits
-            float32[B, vocab], receives the result.
-        index
-            int32[B], rows of `hidden`.
+        `hidden` is float32[R, hidden], `index` int32[B] and `logits` float32[B, vocab].
         """
         buffers = self.stack.buffers
         norm = buffers.norm(logits.shape[0], self.final_norm, self.lm_head)

@@ -27,12 +27,7 @@ _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetune
 class _Model(NamedTuple):
     """Properties of a model on which the parameters of scaling depend.
 
-    Attributes
-    ----------
-    max_positions
-        `max_position_embeddings` of the config.
-    original
-        Maximum number of positions before scaling extends it.
+    `original` is the maximum number of positions before scaling extends it.
     """
 
     head_dim: int
@@ -51,14 +46,8 @@ def _unscaled(theta: float, head_dim: int) -> np.ndarray:
 class Scaling(ABC):
     """Scaling of RoPE for sequences longer than those that the model was first trained on.
 
-    Attributes
-    ----------
-    kind
-        `rope_type` in configs.
-    fields
-        Names of the kind's config fields.
-    attention_factor
-        Factor by which cosines and sines are multiplied.
+    `kind` is `rope_type` in configs, and `fields` names the kind's config fields. Cosines and sines
+    are multiplied by `attention_factor`.
     """
 
     kind: ClassVar[str]
@@ -340,13 +329,7 @@ class Rope:
     """RoPE parameters of a model.
 
     Dimension i of a head is rotated together with dimension i + head_dim / 2 (half-split layout).
-
-    Attributes
-    ----------
-    theta
-        Base of the frequencies, ``theta ** (-2 i / head_dim)``.
-    scaling
-        Scaling of the frequencies, or None.
+    The frequencies are ``theta ** (-2 i / head_dim)``.
     """
 
     theta: float = 10000.0
@@ -360,21 +343,8 @@ class Rope:
 
         The fields are ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` in older configs.
         If a config has both forms, they must agree, because some libraries read the first form and
-        others read the second.
-
-        Parameters
-        ----------
-        fields
-            Fields of the config.
-        head_dim, max_positions
-            Size of a head, and `max_position_embeddings`.
-        default_theta
-            Base if the config has none.
-
-        Raises
-        ------
-        ConfigError
-            If the fields are invalid, disagree or are not implemented.
+        others read the second. Fields that are invalid, disagree or are not implemented are a
+        ConfigError.
         """
         sections = []
         for name in _SECTIONS:

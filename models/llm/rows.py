@@ -56,10 +56,7 @@ class Rows:
     def check(self, limit: int) -> int:
         """Check shapes and dtypes and return R.
 
-        Raises
-        ------
-        ShapeError
-            If an array has the wrong shape or dtype, or R is not in 1..limit.
+        A wrong shape or dtype, and R outside 1..limit, are a ShapeError.
         """
         for name in ("token", "slot", "pos"):
             expect(f"rows.{name}", getattr(self, name), "int32", R=self.count)

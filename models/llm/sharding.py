@@ -40,20 +40,10 @@ from graft.models.llm.weights import Interleave, Matrix, ScaledMatrix, Weights
 class Command(IntEnum):
     """Commands from rank 0 to the worker ranks; the first word of a message header is a command.
 
-    A message consists of a header and, for some commands, a payload.
-
-    Attributes
-    ----------
-    CLOSE
-        Stop the worker. No payload.
-    UNLOAD
-        Release the shard. No payload.
-    LOAD
-        Load a shard in place of the current one. The payload is JSON.
-    FORWARD
-        Run the layers of the shard. The payload is the contents of device arrays.
-    COMPACT
-        Compact the KV cache of the shard. The payload is the contents of device arrays.
+    A message consists of a header and, for some commands, a payload: JSON for LOAD, which loads a
+    shard in place of the current one; the contents of device arrays for FORWARD, which runs the
+    layers of the shard, and for COMPACT, which compacts its KV cache. CLOSE stops the worker, and
+    UNLOAD releases the shard.
     """
 
     CLOSE = 0
@@ -77,14 +67,8 @@ _ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
 class Shard:
     """The part of every decoder layer that one rank holds.
 
-    Attributes
-    ----------
-    config
-        Shape of the whole model.
-    kv_heads
-        Range [begin, end) of KV heads. The query heads that share a KV head belong to its rank.
-    mlp_columns
-        Range [begin, end) of columns of the MLP.
+    `config` is the shape of the whole model. The ranges `kv_heads` and `mlp_columns` are [begin,
+    end). The query heads that share a KV head belong to its rank.
     """
 
     config: LlamaConfig
@@ -95,17 +79,7 @@ class Shard:
     def of(config: LlamaConfig, rank: int, size: int) -> Shard:
         """Return the shard of a rank.
 
-        Parameters
-        ----------
-        config
-            Shape of the whole model.
-        rank, size
-            Rank whose shard is returned, and number of ranks.
-
-        Raises
-        ------
-        OptionError
-            If there are more ranks than KV heads or MLP columns.
+        More ranks than KV heads or MLP columns are an OptionError.
         """
         kv_heads = config.num_key_value_heads
         columns = config.intermediate_size
@@ -175,14 +149,7 @@ def _split_evenly(count: int, rank: int, size: int) -> tuple[int, int]:
 class ShardedWeights(Weights):
     """Uploads the rank's shard of every decoder layer matrix, and all other tensors completely.
 
-    Parameters
-    ----------
-    device, checkpoint, weights
-        As in `Weights`.
-    shard
-        Shard of this rank.
-    all_gather
-        Collective that gathers the partial products of row-parallel projections.
+    The collective `all_gather` gathers the partial products of row-parallel projections.
     """
 
     def __init__(
@@ -225,26 +192,16 @@ class ShardedWeights(Weights):
 def make_all_gather(device: Device, ranks: RankGroup, max_elements: int) -> AllGather:
     """Create the collective that gathers partial products of at most `max_elements` elements.
 
-    The collective uses NCCL on CUDA devices and MPI on the soft device.
-
-    Raises
-    ------
-    OptionError
-        If the device is a CUDA device and nccl4py is not installed.
+    The collective uses NCCL on CUDA devices, which requires nccl4py, and MPI on the soft device.
     """
     kind = NcclAllGather if device.kind == "cuda" else MpiAllGather
     return kind(device, ranks, max_elements)
 
 
 def split_payload(words: PinnedArray, arrays: Sequence[DeviceArray]) -> list[PinnedArray]:
-    """Split the payload of a message into one view per array.
+    """Split the payload of a message, int32, into one view per device array.
 
-    Parameters
-    ----------
-    words
-        Payload, int32.
-    arrays
-        Device arrays whose contents the payload holds, in this order.
+    The payload holds the contents of the arrays in this order.
     """
     views = []
     begin = 0
@@ -258,20 +215,9 @@ def split_payload(words: PinnedArray, arrays: Sequence[DeviceArray]) -> list[Pin
 class TensorParallelLeader:
     """Rank 0 of a tensor-parallel group, for one engine.
 
-    Attributes
-    ----------
-    ranks
-        The tensor-parallel group.
-    shard
-        Shard of rank 0.
-    all_gather
-        Collective that gathers the partial products of row-parallel projections.
-
-    Raises
-    ------
-    OptionError
-        If the model has fewer KV heads or MLP columns than the group has ranks, or if this process
-        is not rank 0.
+    The collective `all_gather` gathers the partial products of row-parallel projections.
+    OptionError is raised if the model has fewer KV heads or MLP columns than the group has ranks,
+    or if this process is not rank 0.
     """
 
     def __init__(
@@ -292,14 +238,8 @@ class TensorParallelLeader:
     def load_workers(self, model: Path, kv: PagedKV, **options: Any) -> None:
         """Send the command to load a shard to every worker rank, without waiting for the result.
 
-        Parameters
-        ----------
-        model
-            Folder of the target, at the same path on every rank.
-        kv
-            KV cache of rank 0.
-        **options
-            Further arguments of `TensorParallelWorker`.
+        `model` is the folder of the target, at the same path on every rank, and `kv` the KV cache
+        of rank 0. The options are further arguments of `TensorParallelWorker`.
         """
         kv_shape = {
             "layers": kv.layers,
@@ -325,10 +265,7 @@ class TensorParallelLeader:
     def wait_for_workers(self) -> None:
         """Wait until every worker rank has loaded its shard.
 
-        Raises
-        ------
-        EngineError
-            If a worker failed to load its shard. The message has the rank and the worker's error.
+        If a worker fails to load its shard, EngineError has the rank and the worker's error.
         """
         for rank in self.ranks.peers:
             reply = np.zeros(REPLY_BYTES, np.uint8)
@@ -342,17 +279,8 @@ class TensorParallelLeader:
         """Send the rows of a forward pass to the worker ranks, which run their layers over them.
 
         This method must be called before the kernels of rank 0's first layer are added to the lane.
-
-        Parameters
-        ----------
-        lane
-            Lane of the forward pass.
-        rows
-            Rows of the forward pass.
-        embeddings
-            float32[R, hidden], embeddings of the rows' tokens.
-        kv
-            KV cache of rank 0. The workers receive a copy of its page table.
+        `embeddings` float32[R, hidden] are those of the rows' tokens. The workers receive a copy of
+        the page table of `kv`, the KV cache of rank 0.
         """
         ancestors = () if rows.ancestors is None else (rows.ancestors,)
         header = (Command.FORWARD, rows.count, rows.rows_per_slot, len(ancestors))

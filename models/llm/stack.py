@@ -30,22 +30,8 @@ from graft.models.llm.weights import Matrix, Weights
 class DecoderLayer:
     """Weights of one decoder layer. Matrices with the same input are stacked into one.
 
-    Attributes
-    ----------
-    input_norm, post_norm
-        Norm weights before attention and before the MLP, float32[hidden].
-    qkv
-        Stacked query, key and value projections, with biases in Qwen2. The rows of each head are
-        interleaved if the product applies RoPE.
-    out
-        Output projection of attention.
-    gate_up
-        Stacked gate and up projections. Their rows are interleaved if the product applies the
-        gate.
-    down
-        Down projection of the MLP.
-    head_norms
-        Norms of queries and keys (Qwen3), or None.
+    The rows of each head of `qkv` are interleaved if the product applies RoPE; the rows of
+    `gate_up` are interleaved if the product applies the gate. Norm weights are float32[hidden].
     """
 
     input_norm: DeviceArray
@@ -62,19 +48,9 @@ class DecoderLayer:
     ) -> DecoderLayer:
         """Upload one layer in the layout that the kernels read.
 
-        Parameters
-        ----------
-        weights
-            Source of the tensors.
-        prefix
-            Prefix of the tensor names, without the last dot.
-        config
-            Shape of the whole layer. With tensor parallelism, `weights` uploads only the part of
-            each matrix that belongs to this rank.
-        input_width
-            Input width of the QKV projection.
-        kernels
-            Kernels that will run the layer.
+        The names of its tensors begin with `prefix`. `config` is the shape of the whole layer. With
+        tensor parallelism, `weights` uploads only the part of each matrix that belongs to this
+        rank. `input_width` is the input width of the QKV projection.
         """
         hidden = config.hidden_size
         inner = config.intermediate_size
@@ -171,21 +147,11 @@ class ActivationBuffers:
     def norm(
         self, count: int, weight: DeviceArray, consumer: Matrix, producer: Matrix | None = None
     ) -> Norm:
-        """Return the `Norm` between two products.
+        """Return the `Norm`, for `count` rows, between two products with these weights.
 
-        All norms whose outputs have the same width and dtype share one output buffer.
-
-        Parameters
-        ----------
-        count
-            Number of rows.
-        weight
-            Norm weight.
-        consumer
-            Weight of the product that reads the normed rows.
-        producer
-            Weight of the product that writes the rows. If the kernels support it, the norm is
-            folded into the two products. None selects a norm with its own kernel.
+        The product `consumer` reads the normed rows. If `producer` writes the rows and the kernels
+        support it, the norm is folded into the two products; None selects a norm with its own
+        kernel. All norms whose outputs have the same width and dtype share one output buffer.
         """
         out = self.input_of(consumer, "normed")[:count]
         square_sums = None
@@ -201,14 +167,10 @@ class DecoderStack:
 
     Parameters
     ----------
-    kernels
-        Kernel library.
     config
         Shape of the layers on this rank.
     layers
         Weights, one per layer of `kv`.
-    kv
-        KV cache of the layers.
     max_rows
         Maximum number of rows of a call.
     attention_width
@@ -216,12 +178,8 @@ class DecoderStack:
 
     Attributes
     ----------
-    kernels, config, layers, kv
-        The arguments of the constructor.
     rope_table
         float32[positions, head_dim], cosines and sines of all positions (`Rope.table`).
-    buffers
-        Activation buffers.
     """
 
     def __init__(
@@ -254,16 +212,10 @@ class DecoderStack:
         self.kernels.attention.reserve(max_rows, self.config.num_attention_heads, self.kv)
 
     def input_norm(self, count: int, layer: int = 0, producer: Matrix | None = None) -> Norm:
-        """Return the norm before the attention of a layer.
+        """Return the norm of `count` rows before the attention of a layer.
 
-        Parameters
-        ----------
-        count
-            Number of rows.
-        layer
-            Layer whose attention reads the norm.
-        producer
-            Weight of the product that writes the rows, as in `ActivationBuffers.norm`.
+        `producer` is the weight of the product that writes the rows, as in
+        `ActivationBuffers.norm`.
         """
         weights = self.layers[layer]
         return self.buffers.norm(count, weights.input_norm, weights.qkv, producer)
@@ -283,10 +235,6 @@ class DecoderStack:
 
         Parameters
         ----------
-        lane
-            Lane that the kernels are added to.
-        rows
-            Rows of the forward pass.
         x
             Normed input of the first layer's attention, or the norm that computes this input.
         layers
@@ -398,13 +346,7 @@ class DecoderStack:
 
 
 def check_cache(config: LlamaConfig, kv: PagedKV, layers: int) -> None:
-    """Check that a KV cache has the shape of a model.
-
-    Raises
-    ------
-    ShapeError
-        If the number of layers, the number of KV heads or the head size differs.
-    """
+    """Raise ShapeError if layers, KV heads or head size of a KV cache do not fit a model."""
     expected = (layers, config.num_key_value_heads, config.head_dim)
     actual = (kv.layers, kv.kv_heads, kv.head_dim)
     if expected != actual:

@@ -66,15 +66,8 @@ Matrix = DeviceArray | ScaledMatrix
 class Weights:
     """Uploads the tensors of one checkpoint and records which ones were used.
 
-    Parameters
-    ----------
-    device
-        Device that receives the tensors.
-    checkpoint
-        Source of the tensors.
-    weights
-        Storage of stacked matrices on the device, one of `WEIGHTS`. "fp8" quantises the matrices to
-        E4M3. Each row gets a scale that maps its largest magnitude to the largest E4M3 value.
+    Stacked matrices are stored as `weights` says, one of `WEIGHTS`. "fp8" quantises them to E4M3;
+    each row gets a scale that maps its largest magnitude to the largest E4M3 value.
     """
 
     def __init__(self, device: Device, checkpoint: Checkpoint, weights: str = "checkpoint") -> None:
@@ -112,24 +105,13 @@ class Weights:
     ) -> Matrix:
         """Upload matrices [rows, columns] of one dtype, concatenated along the rows.
 
-        Parameters
-        ----------
-        parts
-            Number of rows of each tensor, by name.
-        columns
-            Number of columns of all tensors.
-        interleave
-            Function that returns the group size for the dtype and shape of the result. The two
-            halves of every group are then interleaved in blocks of 8 rows, as the fused kernels
-            read them. None, or a group size of 0, keeps the order.
-        bias
-            Whether each matrix ``*.weight`` has a bias ``*.bias``.
+        `parts` gives the number of rows of each tensor by name. With `bias`, each matrix
+        ``*.weight`` has a bias ``*.bias``. The result is a `ScaledMatrix` if there are biases or
+        row scales (dtype E4M3); otherwise it is a plain array.
 
-        Returns
-        -------
-        Matrix
-            A `ScaledMatrix` if there are biases, or row scales (dtype E4M3); otherwise a plain
-            array.
+        If `interleave` returns a group size for the dtype and shape of the result, the two halves
+        of every group are interleaved in blocks of 8 rows, as the fused kernels read them. None, or
+        a group size of 0, keeps the order.
         """
         arrays = []
         scales = []
@@ -212,21 +194,12 @@ class Weights:
         return self.device.from_host(to_float32(np.ascontiguousarray(array), dtype))
 
     def finish(self, ignored: tuple[str, ...] = ()) -> None:
-        """Check that all tensors of the checkpoint were used.
+        """Raise CheckpointError unless all tensors of the checkpoint were used.
 
         An unused tensor, such as a bias or another layer, means that the checkpoint does not match
         its config. The output would be wrong without any error. Scales of statically quantised
-        inputs may be unused, because graft does not quantise inputs.
-
-        Parameters
-        ----------
-        ignored
-            Prefixes and suffixes of the names of tensors that may be unused.
-
-        Raises
-        ------
-        CheckpointError
-            If a tensor is unused.
+        inputs may be unused, because graft does not quantise inputs; so may tensors whose names
+        begin or end with a string in `ignored`.
         """
         ignored += (".input_scale",)
         unused = []

@@ -44,17 +44,9 @@ from graft.models.llm.stack import DecoderLayer, DecoderStack
 def run_worker(ranks: RankGroup) -> None:
     """Serve the engines of rank 0, one after another, until rank 0 closes the group.
 
-    Raises
-    ------
-    DeadlineError, HostWorkError
-        If another rank did not answer in time or has exited.
-    DeviceError
-        If the device of this rank failed.
-
-    Notes
-    -----
-    After any error, the exit of this process aborts the group, which terminates the processes of
-    all ranks.
+    DeadlineError or HostWorkError is raised if another rank did not answer in time or has exited,
+    and DeviceError if the device of this rank failed. After any error, the exit of this process
+    aborts the group, which terminates the processes of all ranks.
     """
     header = np.zeros(HEADER_WORDS, np.int64)
     worker = None
@@ -78,12 +70,7 @@ def run_worker(ranks: RankGroup) -> None:
 def _load(ranks: RankGroup, size: int) -> TensorParallelWorker | None:
     """Load the shard that rank 0 requests, and send the reply. Return None on failure.
 
-    Parameters
-    ----------
-    ranks
-        The tensor-parallel group.
-    size
-        Size of the payload in bytes: the JSON arguments of `TensorParallelWorker`.
+    The payload, of `size` bytes, contains the JSON arguments of `TensorParallelWorker`.
     """
     text = np.zeros(size, np.uint8)
     reply = np.zeros(REPLY_BYTES, np.uint8)
@@ -105,14 +92,7 @@ def _load(ranks: RankGroup, size: int) -> TensorParallelWorker | None:
 class _Task:
     """Work that a worker does for one message from rank 0.
 
-    A message consists of a header and a payload, the contents of some device arrays.
-
-    Attributes
-    ----------
-    arrays
-        Device arrays that the payload is copied to.
-    launch
-        Function that adds the work to a lane.
+    The payload of the message is copied to `arrays`; `launch` adds the work to a lane.
     """
 
     arrays: list[DeviceArray]
@@ -135,8 +115,6 @@ class TensorParallelWorker:
 
     Parameters
     ----------
-    ranks
-        The tensor-parallel group.
     model
         Folder of the target, at the same path on every rank.
     config
@@ -230,13 +208,7 @@ class TensorParallelWorker:
         self._finish(self._stream)
 
     def _finish(self, work: GraphExec | Stream) -> None:
-        """Wait for the forward pass.
-
-        Raises
-        ------
-        DeadlineError
-            If the pass does not finish within the limit of the all-gather.
-        """
+        """Wait for the forward pass, at most until the limit of the all-gather (DeadlineError)."""
         limit_s = self.all_gather.forward_limit_s
         try:
             work.synchronize(limit_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,6 +26,8 @@ from graft.models.round.round import RoundParts
 from graft.sampling.exchange import Exchange
 
 __all__ = ["ModeParts", "make_mode_parts", "num_output_entries"]
+
+LOG = logging.getLogger("graft")
 
 
 @dataclass(frozen=True)
@@ -111,14 +114,18 @@ def _make_grammar_steps(
 def _make_automata(
     options: Options, parts: RoundParts, vocabulary: Vocabulary
 ) -> DeviceAutomata | None:
-    """Return the device's automata if the option asks for them."""
+    """Return the device's automata if the option asks for them and drafts are not probed."""
     if not options.device_automata:
         return None
-    if options.forced_drafts and parts.mode.masking != "fill":
-        raise OptionError(
-            "device_automata and forced_drafts can be combined only with a drafter whose shape is "
-            "a chain, and draft_masking='auto'"
+    if parts.mode.probes:
+        LOG.warning(
+            "device_automata has no effect: drafts are probed (draft_masking=%r), so the grammar "
+            "steps of all requests run on the host",
+            options.draft_masking,
         )
+        return None
+    if options.forced_drafts and parts.mode.masking != "fill":
+        raise OptionError("device_automata and forced_drafts can be combined only with a drafter")
     return DeviceAutomata(
         parts.state,
         parts.exchange,

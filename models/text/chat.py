@@ -43,19 +43,10 @@ def _parse(source: str) -> None:
 
 
 class ChatTemplate:
-    """The chat template of a model.
+    """The chat template of a model, in Jinja.
 
-    Parameters
-    ----------
-    source
-        Jinja template.
-    where
-        Path of the template or its checkpoint, for error messages.
-
-    Raises
-    ------
-    TokenizerError
-        If the template is not valid Jinja.
+    `where` is the path of the template or its checkpoint, for error messages. A template that is
+    not valid Jinja is a TokenizerError.
     """
 
     def __init__(self, source: str, where: str):
@@ -68,12 +59,7 @@ class ChatTemplate:
         _CHILD.start()
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Return the text of a conversation.
-
-        Parameters
-        ----------
-        variables
-            Variables of the template, convertible to JSON.
+        """Return the text of a conversation, given the variables of the template.
 
         Raises
         ------
@@ -99,15 +85,7 @@ class ChatTemplate:
 
 
 def render_json(source: str, variables: str) -> str:
-    """Return the rendered template. Runs in the child process.
-
-    Parameters
-    ----------
-    source
-        Jinja template.
-    variables
-        JSON object with the variables of the template.
-    """
+    """Return the rendered template. Runs in the child process. The variables are a JSON object."""
     try:
         template = _compile(source)
         return template.render(**json.loads(variables))

@@ -9,15 +9,10 @@ __all__ = ["StopFinder"]
 
 
 class StopFinder:
-    """Finds the first stop string in a text that arrives in pieces.
+    """Finds the first of several non-empty stop strings in a text that arrives in pieces.
 
     The search uses an Aho-Corasick automaton. Its cost per character depends neither on the stop
     strings nor on the length of the text so far.
-
-    Parameters
-    ----------
-    strings
-        Stop strings, none of them empty.
     """
 
     def __init__(self, strings: Iterable[str]):
@@ -43,14 +38,10 @@ class StopFinder:
         return self._prefix_length[self._state]
 
     def feed(self, text: str) -> int | None:
-        """Search the next piece of the text.
+        """Search the next piece of the text; return the offset in the whole text of a stop string.
 
-        Returns
-        -------
-        int or None
-            Offset in the whole text at which a stop string begins; None if no stop string ends in
-            this piece. If several stop strings end in this piece, the offset of the one that begins
-            first.
+        The result is None if no stop string ends in this piece. If several stop strings end in this
+        piece, it is the offset of the one that begins first.
         """
         first_begin = None
         for char in text:

@@ -24,11 +24,6 @@ def call_tokenizer(work: Callable[[], T]) -> T:
 
     A panic of this Rust library arrives in Python as an exception that derives from BaseException
     and not from Exception.
-
-    Raises
-    ------
-    TokenizerError
-        If the library raises or panics.
     """
     try:
         return work()
@@ -56,14 +51,8 @@ class Detokenizer:
     these tokens depends on the token before it only in two respects: whether there is one, because
     a leading space is stripped at the beginning of a text, and how that token ends.
 
-    Parameters
-    ----------
-    backend
-        Tokenizer of the model.
-    size
-        Exclusive upper bound of the ids.
-    where
-        Path of the tokenizer, for error messages.
+    All ids are less than `size`. A decoder that combines ByteLevel with steps that change the text
+    is a TokenizerError.
 
     Attributes
     ----------
@@ -71,13 +60,6 @@ class Detokenizer:
         Name of the error handler for bytes that are not valid UTF-8. The handlers yield the same
         number of U+FFFD as the library: for a byte-level tokenizer, one for each maximal incomplete
         character; for a byte-fallback tokenizer, one for each invalid byte.
-    special_ids
-        Ids of special tokens.
-
-    Raises
-    ------
-    TokenizerError
-        If the tokenizer's decoder combines ByteLevel with steps that change the text.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, size: int, where: str) -> None:
@@ -100,12 +82,8 @@ class Detokenizer:
     def token_bytes(self, token: int) -> bytes | None:
         """Return the bytes that an id represents; None if the library converts the id.
 
-        The result is empty for an id without a token.
-
-        Raises
-        ------
-        TokenizerError
-            If the id is out of range.
+        The result is empty for an id without a token. An id that is out of range is a
+        TokenizerError.
         """
         if token not in self._bytes:
             if not 0 <= token < self._size:
@@ -144,14 +122,7 @@ class IncrementalDecoder:
     the strings returned so far concatenate to the longest text that no later id can change. If the
     ids end inside a UTF-8 character, the bytes of this character are held back.
 
-    Parameters
-    ----------
-    detokenizer
-        Decoding rules of the model's tokenizer.
-    special
-        Whether to include special tokens.
-    shown
-        Special ids that are included even if `special` is false.
+    Special tokens are included if `special` is set or their ids are in `shown`.
     """
 
     def __init__(
@@ -166,10 +137,7 @@ class IncrementalDecoder:
     def push(self, ids: Iterable[int]) -> str:
         """Append ids and return the text that became complete, possibly empty.
 
-        Raises
-        ------
-        TokenizerError
-            If an id is out of range or the library fails.
+        TokenizerError is raised if an id is out of range or the library fails.
         """
         pieces = []
         run: list[int] = []  # consecutive ids that the library converts

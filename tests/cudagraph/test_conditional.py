@@ -154,6 +154,7 @@ except DeviceError as error:
     assert done.returncode == 0
 
 
+@pytest.mark.nvrtc
 def test_conditional_header_compiles_with_nvrtc() -> None:
     """NVRTC compiles conditional.cuh without CUDA headers and leaves the function undefined."""
     from graft.cudagraph.kernels.compiler import nvrtc_options

@@ -121,6 +121,7 @@ EXPECTED_USAGE = {
 }
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(("variant", "arch"), make_cases())
 def test_nvrtc_compiles_kernel_within_resource_limits(variant, arch):
     """Every kernel is in the machine code, fits into a multiprocessor and uses no local memory.
@@ -169,6 +170,7 @@ def check_tensor_core_usage(usage: Usage, defines: dict[str, str]) -> None:
     assert [usage.loop[name] for name in ("mma", "load", "shared load", "copy")] == loop
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(("variant", "arch"), contraction_cases())
 def test_nvrtc_options_prevent_contraction(variant, arch):
     """NVRTC contracts no product and sum, and its options change no other kernel.
@@ -220,6 +222,7 @@ def test_variants_reject_macro_without_values(tmp_path):
         machine_code.file_variants(path)
 
 
+@pytest.mark.nvrtc
 def test_compile_variant_raises_nvrtc_log_on_compile_error(tmp_path):
     path = tmp_path / "wrong.cu"
     path.write_text('extern "C" __global__ void wrong(float* x) { x[0] = nothing; }\n')

@@ -313,6 +313,7 @@ def test_attention_nan_key_gives_nan(device, stream, dim):
     assert np.isfinite(got[:4]).all() and np.isnan(got[4:]).all()
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize(
     "arch", [90, *(pytest.param(arch, marks=pytest.mark.full) for arch in (80, 100, 120))]
 )

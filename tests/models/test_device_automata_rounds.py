@@ -29,7 +29,7 @@ OPTIONS = {
     "chain": {"max_batch_size": 4},
     "unmasked tree": {"max_batch_size": 3, **UNMASKED_TREE},
     "few pages": {"max_batch_size": 5, "pages": 40, "page_size": 16, "max_length": 400},
-    "unmasked chain": {"max_batch_size": 2, "draft_masking": "none"},
+    "unmasked chain": {"max_batch_size": 4, "draft_masking": "none"},
     "no drafter": {"max_batch_size": 4, "speculation": False},
     "mailbox": {"max_batch_size": 3, "grammar_transport": "mailbox"},
     "late": {"max_batch_size": 4, "grammar_threads": 2, "grammar_budget_us": 1.0},
@@ -40,10 +40,8 @@ OPTIONS = {
     "block drafter, tree": {"max_batch_size": 3, "drafter": DFLASH, **UNMASKED_TREE},
     "automatic length": {"max_batch_size": 3, "draft_length": "auto"},
     "one launch at a time": {"max_batch_size": 5, "overlap": False},
-    "probe": {"max_batch_size": 3, "draft_masking": "probe"},
     "loops": {"max_batch_size": 3, "generation": "graph"},
-    "loops, tree": {"max_batch_size": 3, "generation": "graph", **GROWN_TREE},
-    "loops, lattice": {"max_batch_size": 3, "generation": "graph", "drafter": DFLASH, **GROWN_TREE},
+    "loops, tree": {"max_batch_size": 3, "generation": "graph", **UNMASKED_TREE},
 }
 #: Names of the options of the quick suite.
 QUICK = ("chain", "loops")
@@ -74,17 +72,10 @@ def test_device_automata_do_not_change_outputs(expected_answers, name):
 #: Engine options for each draft mode; the first `NUM_QUICK_MODES` run in the quick suite.
 DRAFT_MODES = {
     "chain, fill": {},
-    "tree, probe": GROWN_TREE,
-    "chain, lattice": {"drafter": DFLASH, "draft_length": 6, "draft_masking": "probe"},
-    "chain, probe": {"draft_masking": "probe"},
-    "tree, lattice": {"drafter": DFLASH, **GROWN_TREE},
     "tree": UNMASKED_TREE,
-    "wide tree, probe": {"draft_length": 20, "draft_tree": (4, 5)},
-    "fixed tree, probe": {"draft_length": 9, "draft_tree": TREE_PATHS},
-    "block, fixed tree": {"drafter": DFLASH, "draft_length": 9, "draft_tree": TREE_PATHS},
-    "chain, probe, 64 threads": {"draft_masking": "probe"},
-    "wide tree, probe, 64 threads": {"draft_length": 20, "draft_tree": (4, 5)},
-    "tree, lattice, 64 threads": {"drafter": DFLASH, **GROWN_TREE},
+    "fixed tree": {**UNMASKED_TREE, "draft_length": 9, "draft_tree": TREE_PATHS},
+    "chain, fill, 64 threads": {},
+    "tree, 64 threads": UNMASKED_TREE,
 }
 NUM_QUICK_MODES = 1
 SAMPLING = {**MODES, "rejection": {"temperature": 0.9, "verify": "rejection"}}
@@ -154,11 +145,30 @@ def test_device_rounds_have_no_host_steps():
 
 
 @pytest.mark.parametrize(
-    "options", [{"speculation": False}, {"draft_masking": "probe"}, GROWN_TREE]
+    "options",
+    [
+        {"draft_masking": "probe"},
+        *(
+            pytest.param(options, marks=pytest.mark.full)
+            for options in (GROWN_TREE, {"drafter": DFLASH, **GROWN_TREE})
+        ),
+    ],
 )
-def test_device_automata_refuse_some_forced_drafts(options):
-    with pytest.raises(OptionError, match="forced_drafts"):
-        demo_engine(device_automata=True, forced_drafts=True, **options)
+def test_device_automata_have_no_effect_where_drafts_are_probed(caplog, options):
+    requests = automaton_requests()
+    with settled(demo_engine(max_batch_size=4, **options)) as engine:
+        expected = answers(engine.generate(requests))
+    with settled(demo_engine(max_batch_size=4, device_automata=True, **options)) as engine:
+        compile_automata(engine, requests)
+        assert answers(engine.generate(requests)) == expected
+        assert engine.counters()["automata"] == {}
+        assert engine.counters()["grammar"]["probes"] > 0
+    assert "device_automata has no effect" in caplog.text
+
+
+def test_device_automata_refuse_forced_drafts_without_drafter():
+    with pytest.raises(OptionError, match="only with a drafter"):
+        demo_engine(device_automata=True, forced_drafts=True, speculation=False)
 
 
 def forced_requests(**options):

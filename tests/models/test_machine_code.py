@@ -13,6 +13,7 @@ from machine_code import Variant, compile_variant
 from graft.models.llm.kernels.loader import FOLDER
 from graft.models.llm.kernels.tensor_cores import MULTIPROCESSORS, mma_shape
 
+pytestmark = pytest.mark.nvrtc
 FULL = pytest.mark.full
 #: Architectures with programmatic dependent launch. The short run compiles only for the first one.
 ARCHITECTURES = [90, *(pytest.param(arch, marks=FULL) for arch in (100, 120))]

@@ -8,6 +8,8 @@ from machine_code import ARCHITECTURES, Variant
 
 from graft.sampling.loading import KERNELS
 
+pytestmark = pytest.mark.nvrtc
+
 
 def load_runs(instructions: list[str]) -> list[tuple[int, str]]:
     """Return the number of global loads before each shared atomic, store or barrier."""

@@ -17,14 +17,17 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import graft.tools
-from graft.tools import bootstrap, tree
+from graft.grammar.backends.xgrammar import RELEASES
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = ("native", "cudagraph", "sampling", "grammar", "models", "tools")
 TABLE = PROJECT["project"]
-NO_DEPS = PROJECT["tool"]["graft"]["no-deps"]
-REQUIRED = [*TABLE["dependencies"], *NO_DEPS]
+EXTRAS = TABLE["optional-dependencies"]
+#: The extras that the targets of the Makefile install, and the extras that they contain.
+MAKE_EXTRAS = ("test", "lint", "docs", "kernels", "charts", "serve", "gguf", "parallel", "ptx")
+#: Packages that the Makefile names.
+MAKE_PACKAGES = ("cmake", "ninja", "nanobind", "scikit-build-core", "xgrammar")
 PINS = dict(
     line.split("==")
     for line in (ROOT / "constraints.txt").read_text().splitlines()
@@ -35,29 +38,28 @@ PINS = dict(
 def test_requirements_have_bounds_that_contain_the_pins():
     """Each requirement has a lower bound, an upper bound and a pinned version between the bounds.
 
-    The upper bound is the next major or minor release after the lower bound, or a later patch
-    release of a library whose interface graft checks by release.
+    The upper bound is the next major or minor release after the lower bound.
     """
-    for text in (*REQUIRED, *PROJECT["build-system"]["requires"]):
+    for text in (*TABLE["dependencies"], *PROJECT["build-system"]["requires"]):
         wanted = Requirement(text)
         ends = {s.operator: s.version for s in wanted.specifier}
         assert set(ends) == {">=", "<"}, text
         assert wanted.specifier.contains(PINS[wanted.name]), text
         low = Version(ends[">="])
         high = Version(ends["<"])
-        ends_of_range = [(low.major + 1, 0), (low.major, low.minor + 1)]
-        if text in NO_DEPS:
-            ends_of_range.append((low.major, low.minor))
-        assert (high.major, high.minor) in ends_of_range, text
-    names = {
-        Requirement(text).name
-        for text in (
-            *REQUIRED,
-            *PROJECT["build-system"]["requires"],
-            *TABLE["optional-dependencies"]["dev"],
-        )
-    }
-    assert names == set(PINS)
+        next_releases = [(low.major + 1, 0), (low.major, low.minor + 1)]
+        assert (high.major, high.minor) in next_releases, text
+    assert PINS["xgrammar"] in RELEASES
+
+
+def test_pins_are_the_packages_that_make_installs():
+    texts = [*TABLE["dependencies"], *PROJECT["build-system"]["requires"]]
+    texts += [text for extra in MAKE_EXTRAS for text in EXTRAS[extra]]
+    wanted = [Requirement(text) for text in texts]
+    assert {e for text in wanted for e in text.extras} <= set(MAKE_EXTRAS)
+    names = {text.name for text in wanted if not text.extras}
+    assert names | set(MAKE_PACKAGES) == set(PINS)
+    assert all(text.specifier.contains(PINS[text.name]) for text in wanted if not text.extras)
     assert all(re.fullmatch(r"[0-9][0-9a-z.]*", pin) for pin in PINS.values())
 
 
@@ -72,6 +74,20 @@ def test_installed_graft_is_this_working_tree():
     assert Path(graft.tools.__file__).resolve() == ROOT / "tools" / "__init__.py"
 
 
+def check_requirements(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run the script that checks what ``make`` cannot install."""
+    script = ROOT / "tools" / "check_requirements.sh"
+    env = {"PATH": os.environ["PATH"], **env}
+    command = ["sh", str(script), *arguments]
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, env=env)
+
+
+def write_script(path: Path, script: str) -> None:
+    """Write an executable shell script."""
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
 @pytest.mark.parametrize(
     ("name", "script", "words"),
     [
@@ -84,74 +100,50 @@ def test_installed_graft_is_this_working_tree():
         ("python3.12", "echo 'it is Python 3.9' >&2; exit 1", "it is Python 3.9"),
     ],
 )
-def test_find_python_reports_why_candidates_are_unusable(tmp_path, name, script, words):
+def test_setup_reports_why_python_interpreters_are_unusable(tmp_path, name, script, words):
     """If no suitable Python is found, a one-sentence error says what to install.
 
     Interpreters that do not run or are too old are skipped. The error contains the reason.
     """
-    for tool in ("sh", "tail"):
+    for tool in ("sh", "head", "uname", "git", "flock"):
         found = shutil.which(tool)
         assert found
         (tmp_path / tool).symlink_to(found)
+    write_script(tmp_path / "c++", "while read line; do :; done")
     if name:
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    done = subprocess.run(
-        ["sh", str(ROOT / "tools" / "find_python.sh")],
-        text=True,
-        capture_output=True,
-        env={"PATH": str(tmp_path)},
-    )
+        write_script(tmp_path / name, script)
+    done = check_requirements(PATH=str(tmp_path))
     assert done.returncode == 1
     assert (f"{name}: {words}" if name else words) in done.stderr
-    assert name or done.stderr.count("\n") == 1
+    assert done.stderr.count("\n") == 1
 
 
-def test_find_python_prints_usable_interpreter():
+def test_setup_uses_named_python():
     base = getattr(sys, "_base_executable", sys.executable)
-    done = subprocess.run(
-        ["sh", str(ROOT / "tools" / "find_python.sh"), base],
-        text=True,
-        capture_output=True,
-        check=True,
-    )
-    version = subprocess.run(
-        [done.stdout.strip(), "-c", "import sys; print(sys.version_info[:2])"],
-        text=True,
-        capture_output=True,
-        check=True,
-    )
+    done = check_requirements(base)
+    assert done.returncode == 0, done.stderr
+    command = [done.stdout.strip(), "-c", "import sys; print(sys.version_info[:2])"]
+    version = subprocess.run(command, text=True, capture_output=True, check=True)
     assert version.stdout.strip() == str(sys.version_info[:2])
 
 
 @pytest.mark.parametrize(
-    ("script", "message"),
+    ("script", "reason"),
     [
-        (
-            "",
-            "graft needs a C++17 compiler and found none (CXX={}); Debian and Ubuntu: apt install "
-            "g++\n",
-        ),
-        (
-            "echo 'unrecognized option -std=c++17' >&2; exit 1",
-            "CXX={} does not compile C++17: unrecognized option -std=c++17\n",
-        ),
+        ("", "not found"),
+        ("echo 'unrecognized option -std=c++17' >&2; exit 1", "unrecognized option -std=c++17"),
     ],
 )
-def test_bootstrap_rejects_missing_or_old_compiler(tmp_path, script, message):
-    """An unsuitable compiler is reported before the virtual environment is created."""
+def test_setup_rejects_missing_or_old_compiler(tmp_path, script, reason):
     fake = tmp_path / "c++"
     if script:
-        fake.write_text(f"#!/bin/sh\n{script}\n")
-        fake.chmod(0o755)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools" / "bootstrap.py"), str(tmp_path / "venv")],
-        text=True,
-        capture_output=True,
-        env={**os.environ, "CXX": str(fake)},
+        write_script(fake, script)
+    done = check_requirements(CXX=str(fake))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"graft: graft needs a C++17 compiler and found none ({fake}: {reason}). "
+        "Debian and Ubuntu: apt install g++\n"
     )
-    assert (done.returncode, done.stderr) == (1, "graft: " + message.format(fake))
-    assert not (tmp_path / "venv").exists()
 
 
 def repository_files() -> list[Path]:
@@ -232,9 +224,7 @@ def test_wheel_contains_runtime_files_only(tmp_path):
             "demo/llm_prompts.jsonl",
         )
     } <= names
-    assert not names & {
-        Path("graft/tools", name) for name in ("bootstrap.py", "docs.py", "tree.py")
-    }
+    assert not names & {Path("graft/tools", name) for name in ("check_requirements.sh", "docs.py")}
 
 
 @pytest.fixture(scope="module")
@@ -286,88 +276,81 @@ def test_wheel_runs_in_empty_environment(tmp_path, wheel, which):
 
 
 @pytest.fixture
-def commands(monkeypatch):
-    """Return a list to which the bootstrap appends its commands instead of running them."""
-    recorded: list[list[str]] = []
+def project(tmp_path) -> Path:
+    """Return a folder with the Makefile, one C++ source and a virtual environment.
 
-    def record(command, doing, **env):
-        recorded.append(list(command))
-
-    monkeypatch.setattr(bootstrap, "run", record)
-    return recorded
-
-
-def test_bootstrap_installs_pins_again_only_after_changes(tmp_path, commands, monkeypatch):
-    """The package xgrammar is installed without its dependencies."""
-    project = bootstrap.read_project()
-    for _ in range(2):
-        bootstrap.install_pins(tmp_path, Path("python"), project)
-    assert len(commands) == 2
-    [without_dependencies] = [command for command in commands if "--no-deps" in command]
-    assert [pin for pin in without_dependencies if pin.startswith("xgrammar")]
-    assert not [pin for pin in commands[0] if "xgrammar" in pin]
-    assert all(str(ROOT / "constraints.txt") in command for command in commands)
-    project["project"]["dependencies"][0] += ",!=13.4"
-    bootstrap.install_pins(tmp_path, Path("python"), project)
-    assert len(commands) == 4
-    monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
-    (tmp_path / "constraints.txt").write_text("numpy==2.4.5\n")
-    bootstrap.install_pins(tmp_path, Path("python"), project)
-    assert len(commands) == 6
-
-
-def test_bootstrap_repeats_failed_installation(tmp_path, monkeypatch):
-
-    def fail(command, doing, **env):
-        raise bootstrap.BootstrapError("no network")
-
-    monkeypatch.setattr(bootstrap, "run", fail)
-    for _ in range(2):
-        with pytest.raises(bootstrap.BootstrapError):
-            bootstrap.install_pins(tmp_path, Path("python"), bootstrap.read_project())
-
-
-@pytest.mark.parametrize("name", ["worker.cpp", "worker.h", "CMakeLists.txt"])
-def test_bootstrap_rebuilds_after_source_changes(tmp_path, commands, monkeypatch, name):
-    """A changed C++ source, header or CMake file causes a rebuild. A Python file does not."""
-    monkeypatch.setattr(bootstrap, "ROOT", tmp_path)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    source = tmp_path / "native" / "guide" / name
-    source.parent.mkdir(parents=True)
-    for path, text, force, built in (
-        (source, "one", False, 1),
-        (source, "one", False, 1),
-        (source.parent / "guide.py", "two", False, 1),
-        (source, "two", False, 2),
-        (source, "two", True, 3),
-    ):
-        path.write_text(text)
-        bootstrap.build_native(tmp_path, Path("python"), force=force)
-        assert len(commands) == built
-
-
-def test_bootstrap_error_contains_output_of_failed_command():
-    bootstrap.run([sys.executable, "-c", "print('fine')"], "trying")
-    with pytest.raises(bootstrap.BootstrapError, match=r"trying failed.*\n.*the reason"):
-        bootstrap.run([sys.executable, "-c", "raise SystemExit('the reason')"], "trying")
-
-
-def test_tree_links_packages_and_removes_stale_links(tmp_path, monkeypatch):
-    """`make_tree` links all packages and removes links to deleted files.
-
-    It keeps the built libraries, which are in the same folder as the links.
+    The Python of the environment writes its arguments to the file ``log`` and fails if the file
+    ``fail`` exists.
     """
-    monkeypatch.setattr(tree, "TREE", tmp_path / "tree")
-    made = tree.make_tree() / "graft"
-    native = made / "native"
-    (native / "gone.py").symlink_to("nowhere.py")
-    (native / "_native.so").write_text("built")
-    tree.make_tree()
-    for package in tree.PACKAGES:
-        assert (made / package / "__init__.py").samefile(ROOT / package / "__init__.py")
-    assert (native / "__init__.py").samefile(ROOT / "native" / "__init__.py")
-    assert not (native / "gone.py").is_symlink()
-    assert (native / "_native.so").read_text() == "built"
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    for name in ("native/guide", ".venv/bin"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("worker.cpp", "worker.h", "CMakeLists.txt", "guide.py"):
+        (tmp_path / "native" / "guide" / name).touch()
+    write_script(tmp_path / ".venv" / "bin" / "python", 'echo "$@" >> log; test ! -e fail')
+    (tmp_path / ".venv" / ".create").touch()
+    return tmp_path
+
+
+def run_make(project: Path, *arguments: str) -> tuple[int, list[str]]:
+    """Run make, and return its exit status and the pip commands that it ran."""
+    log = project / "log"
+    log.write_text("")
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL")}
+    status = subprocess.run(["make", "-C", str(project), *arguments], env=env).returncode
+    commands = [line for line in log.read_text().splitlines() if "pip install" in line]
+    return status, [command.partition("constraints.txt ")[2] for command in commands]
+
+
+BUILD = ["cmake ninja nanobind scikit-build-core", "--no-build-isolation --editable ."]
+TEST = ["graft-cuda[test]", "--no-deps xgrammar"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "commands"),
+    [
+        ("native/guide/worker.cpp", BUILD),
+        ("native/guide/worker.h", BUILD),
+        ("native/guide/CMakeLists.txt", BUILD),
+        ("native/guide/guide.py", []),
+        ("constraints.txt", BUILD + TEST),
+        ("pyproject.toml", BUILD + TEST),
+    ],
+)
+def test_make_installs_again_only_after_changes(project, changed, commands):
+    """A changed C++ source, header or CMake file causes a rebuild. A Python file does not."""
+    assert run_make(project, "install-graft") == (0, BUILD)
+    assert run_make(project, "setup") == (0, TEST)
+    assert run_make(project, "setup") == (0, [])
+    (project / changed).write_text("changed")
+    assert run_make(project, "setup") == (0, commands)
+    assert run_make(project, "setup") == (0, [])
+
+
+def test_make_repeats_failed_installation(project):
+    (project / "fail").touch()
+    for _ in range(2):
+        assert run_make(project, "setup") == (2, BUILD[:1])
+    (project / "fail").unlink()
+    assert run_make(project, "setup") == (0, BUILD + TEST)
+
+
+def test_make_tree_links_packages_and_removes_stale_links(project):
+    """`make tree` keeps the built libraries, which are in the same folder as the links."""
+    packages = [name for name in PACKAGES if name != "native"]
+    for name in packages:
+        (project / name).mkdir()
+    (project / "native" / "__init__.py").touch()
+    assert run_make(project, "tree", "VENV=none")[0] == 0
+    made = project / "build" / "tree" / "graft"
+    (made / "native" / "gone.py").symlink_to("nowhere.py")
+    (made / "native" / "_native.so").write_text("built")
+    assert run_make(project, "tree", "VENV=none")[0] == 0
+    for name in (*packages, "native/guide", "native/__init__.py"):
+        assert (made / name).is_symlink() and (made / name).samefile(project / name)
+    assert not (made / "native" / "gone.py").is_symlink()
+    assert (made / "native" / "_native.so").read_text() == "built"
 
 
 @pytest.mark.full
@@ -392,12 +375,13 @@ def test_make_test_cuda_runs_without_installation():
         capture_output=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    tree = ROOT / "build" / "tree"
     code = "import graft.native._native as n, graft.tools as t; print(n.__file__, t.__file__)"
     paths = subprocess.run(
         [str(python), "-c", code],
         text=True,
         capture_output=True,
         check=True,
-        env={**env, "PYTHONPATH": f"{tree.TREE}:{env['PYTHONPATH']}"},
+        env={**env, "PYTHONPATH": f"{tree}:{env['PYTHONPATH']}"},
     ).stdout
-    assert all(Path(path).is_relative_to(tree.TREE) for path in paths.split())
+    assert all(Path(path).is_relative_to(tree) for path in paths.split())

@@ -1,8 +1,7 @@
 // Grammar steps of requests whose grammar is an automaton on the device. A step is a kernel of one
 // block that advances states, one thread per batch row, followed by `automaton_fill`, which fills
 // the mask rows that the step needs. With `fills`, the first kernel fills them, which takes less
-// time for a few rows on the soft device. A step that tests candidates is `automaton_probe`, one
-// block per batch row.
+// time for a few rows on the soft device.
 //
 // BLOCK, the number of threads per block, is set when the kernels are compiled: large on a GPU, 1
 // on the soft device, where a barrier costs more than the work that it separates. Results do not
@@ -17,7 +16,6 @@
 #define BLOCK 128
 #endif
 
-constexpr int MAX_LATTICE = 64 * 64;  // levels and candidates per level, see sampling/mode.py
 constexpr int LANES = BLOCK < 32 ? BLOCK : 32;  // threads per mask word
 static_assert(BLOCK == 1 || BLOCK % 32 == 0, "BLOCK is 1 or a multiple of 32");
 
@@ -99,10 +97,11 @@ __device__ __forceinline__ void enter(const Advance& a, const Slot& slot, Automa
   own.state[j] = before < 0 ? NODE_ILLEGAL : automaton.walk(before, slot.drafts[j - 1]);
 }
 
-// Describes the work for row j, which is not illegal.
-__device__ __forceinline__ void describe_row(const Slot& slot, const AutomatonSlot& own, int index,
-                                             int j, FillItem* item) {
+// Requests row j if it is not illegal, and marks it as filled.
+__device__ __forceinline__ void request_row(const Slot& slot, AutomatonSlot& own, int index, int j,
+                                            FillItem* item) {
   const int state = own.state[j];
+  if (state == NODE_ILLEGAL) return;
   item->action = state >= 0 ? FILL_ROW : FILL_STAMP;
   item->stamp = state == NODE_ERROR ? ROW_ERROR : ROW_DEAD_END;
   item->table = own.table;
@@ -111,13 +110,6 @@ __device__ __forceinline__ void describe_row(const Slot& slot, const AutomatonSl
   item->state = state;
   item->position = slot.n + depth_of(slot, j);
   item->source = item->store = -1;
-}
-
-// Requests row j if it is not illegal, and marks it as filled.
-__device__ __forceinline__ void request_row(const Slot& slot, AutomatonSlot& own, int index, int j,
-                                            FillItem* item) {
-  if (own.state[j] == NODE_ILLEGAL) return;
-  describe_row(slot, own, index, j, item);
   own.filled[j] = 1;
 }
 
@@ -445,199 +437,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   use_cache(a, batch);
   if (fills)
     fill_items({states, masks, exchange, layout, a.tables, cached_words, forced}, items, batch);
-}
-
-// Arrays that the threads of a probe share. `following` is the state after each candidate, or
-// NODE_ILLEGAL. A lattice has up to 64 levels of 64 candidates and needs no such array.
-struct Probe {
-  Candidates head;
-  int ids[MAX_LATTICE];
-  union {
-    int following[MAX_LATTICE];
-    float shares[MAX_LATTICE];
-  };
-};
-
-// Returns the state after a candidate that follows a state: NODE_ILLEGAL if the candidate is
-// illegal, NODE_ENDED if it ends the text.
-__device__ __forceinline__ int follow(const Advance& a, const AutomatonSlot& own, int state,
-                                      int token) {
-  if (state < 0) return NODE_ILLEGAL;
-  const Automaton automaton(a.tables, own.table);
-  if (!is_ending(own, token)) return automaton.walk(state, token);
-  return automaton.accepting[state] != 0 ? NODE_ENDED : NODE_ILLEGAL;
-}
-
-// Writes the answer to a chain probe: the first legal candidate for draft j. If there is none, the
-// draft is sampled under row j - 1, which is requested.
-__device__ inline void probe_chain(const Advance& a, const Slot& slot, AutomatonSlot& own,
-                                   int index, int j, Probe& probe, FillItem* item) {
-  if (threadIdx.x == 0 && j > 1) enter(a, slot, own, j - 1);
-  block_sync();
-  const int state = own.state[j - 1];
-  if (slot.draft_len != j - 1 || state < 0) return;
-  for (int i = static_cast<int>(threadIdx.x); i < probe.head.count; i += BLOCK) {
-    probe.following[i] = follow(a, own, state, probe.ids[i]);
-  }
-  block_sync();
-  if (threadIdx.x != 0) return;
-  int id = -1;
-  for (int i = 0; i < probe.head.count && id < 0; ++i) {
-    if (probe.following[i] != NODE_ILLEGAL) id = probe.ids[i];
-  }
-  if (id < 0) {
-    describe_row(slot, own, index, j - 1, item);
-    item->source = Automaton(a.tables, own.table).rows[state];  // no row is assigned meanwhile
-  }
-  *reinterpret_cast<Answer*>(record_of(a.exchange, a.layout, index, a.layout.answer)) = {a.replay,
-                                                                                         j, id};
-}
-
-// Writes the answer to a tree probe: the legal candidates of each node of level j, as bits, at most
-// `branch` per node.
-__device__ inline void probe_tree(const Advance& a, const Slot& slot, AutomatonSlot& own, int index,
-                                  int j, Probe& probe) {
-  const int branch = a.layout.branch;
-  const int size = a.layout.candidates;
-  const int first = j == 1 ? 0 : (j - 2) * branch + 1;  // row of node 0 of the level
-  for (int f = static_cast<int>(threadIdx.x); j > 1 && f < branch; f += BLOCK) {
-    enter(a, slot, own, first + f);
-  }
-  block_sync();
-  for (int i = static_cast<int>(threadIdx.x); i < probe.head.count * size; i += BLOCK) {
-    probe.following[i] = follow(a, own, own.state[first + i / size], probe.ids[i]);
-  }
-  block_sync();
-  Answer* answer =
-      reinterpret_cast<Answer*>(record_of(a.exchange, a.layout, index, a.layout.answer));
-  for (int f = static_cast<int>(threadIdx.x); f < branch; f += BLOCK) {
-    unsigned int legal = 0;
-    int found = 0;
-    for (int i = 0; f < probe.head.count && i < size && found < branch; ++i) {
-      if (probe.ids[f * size + i] < 0) break;
-      if (probe.following[f * size + i] == NODE_ILLEGAL) continue;
-      legal |= 1u << i;
-      ++found;
-    }
-    reinterpret_cast<unsigned int*>(answer + 1)[f] = legal;
-  }
-  if (threadIdx.x == 0) *answer = {a.replay, j, probe.head.count};
-}
-
-// A node of the tree that a lattice probe builds, see SlotWork::probe_lattice.
-struct LatticeNode {
-  double score;
-  double left;
-  double next_score;
-  int next;
-  int children;
-  int depth;
-};
-
-// Writes the answer to a lattice probe: the most likely legal drafts, as SlotWork::probe_lattice
-// finds them, with the same arithmetic. One thread.
-__device__ inline void probe_lattice(const Advance& a, AutomatonSlot& own, int index,
-                                     const Probe& probe, LatticeNode* nodes) {
-  const ExchangeLayout& layout = a.layout;
-  const int size = layout.candidates;
-  const int max_drafts = probe.head.draft;
-  Answer* answer = reinterpret_cast<Answer*>(record_of(a.exchange, layout, index, layout.answer));
-  int* drafts = reinterpret_cast<int*>(answer + 1);
-  const auto find_next = [&](int j) {
-    LatticeNode& node = nodes[j];
-    node.next_score = -1.0;
-    if (own.kind == AUTOMATON_BOUND && own.state[j] < 0) return;
-    if (node.depth >= probe.head.count) return;
-    if (node.next == size || node.children == layout.branch) return;
-    const int c = node.depth * size + node.next;
-    if (probe.ids[c] < 0) return;
-    const double share = probe.shares[c];
-    node.next_score = share < node.left ? node.score * (share / node.left) : node.score;
-  };
-  nodes[0] = {1.0, 1.0, -1.0, 0, 0, 0};
-  find_next(0);
-  int count = 0;
-  int tests = 4 * max_drafts + size;
-  while (count < max_drafts && tests-- > 0) {
-    int best = 0;
-    for (int j = 1; j <= count; ++j) {
-      if (nodes[j].next_score > nodes[best].next_score) best = j;
-    }
-    LatticeNode& under = nodes[best];
-    if (under.next_score < 0.0) break;
-    const int c = under.depth * size + under.next++;
-    const int token = probe.ids[c];
-    const int state = own.kind == AUTOMATON_FREE ? 0 : follow(a, own, own.state[best], token);
-    if (state != NODE_ILLEGAL) {
-      drafts[count] = token;
-      drafts[layout.drafts + count] = best;
-      const int j = ++count;
-      under.children += 1;
-      own.state[j] = state;
-      nodes[j] = {under.next_score, 1.0, -1.0, 0, 0, under.depth + 1};
-      find_next(j);
-    } else {
-      under.left -= probe.shares[c];
-    }
-    find_next(best);
-  }
-  *answer = {a.replay, 0, count};
-}
-
-// Draft step of the modes that test candidates: answers the slot's Candidates record. One block per
-// batch row.
-extern "C" __global__ void __launch_bounds__(BLOCK, 1)
-    automaton_probe(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
-                    int* exchange, const ExchangeLayout layout, unsigned char* memory,
-                    const int* offsets, const unsigned char* bytes, int num_tokens,
-                    const int* replay, FillItem* items, RowCache* cache, CachedRow* cached,
-                    int num_cached, int* masks, unsigned int* cached_words, int forced, int fills,
-                    int j, const RoundRow* rows, int row_words) {
-  __shared__ Probe probe;
-  __shared__ LatticeNode nodes[AUTOMATON_NODES];
-  const Advance a = {row_slot,
-                     slots,
-                     states,
-                     exchange,
-                     layout,
-                     {memory, offsets, bytes, num_tokens},
-                     *replay,
-                     items,
-                     cache,
-                     cached,
-                     static_cast<unsigned int>(num_cached)};
-  const int b = static_cast<int>(blockIdx.x);
-  if (b >= batch) return;
-  const bool leader = threadIdx.x == 0;
-  const bool lattice = is_lattice_mode(layout.mode);
-  FillItem* item = items + b;
-  if (leader) item->action = FILL_NOTHING;
-  AutomatonSlot* own = state_of(a, b);
-  if (own == nullptr || (own->kind == AUTOMATON_FREE && !lattice)) return;
-  const bool bound = own->kind == AUTOMATON_BOUND;
-  if (bound && (round_row(rows, row_words, b)->count <= 0 || own->state[0] < 0)) return;
-  const int index = row_slot[b];
-  const Candidates* head =
-      reinterpret_cast<Candidates*>(record_of(exchange, layout, index, layout.candidate_ids));
-  if (leader) probe.head = *head;
-  block_sync();
-  const int count = probe.head.count;
-  if (probe.head.replay != a.replay || (!lattice && probe.head.draft != j)) return;
-  const int* ids = reinterpret_cast<const int*>(head + 1);
-  const float* shares = reinterpret_cast<const float*>(ids + layout.levels * layout.candidates);
-  const int num_ids = layout.mode == DRAFT_MODE_CHAIN_PROBE ? count : count * layout.candidates;
-  for (int i = static_cast<int>(threadIdx.x); i < num_ids; i += BLOCK) {
-    probe.ids[i] = ids[i];
-    if (lattice) probe.shares[i] = shares[i];
-  }
-  block_sync();
-  if (layout.mode == DRAFT_MODE_CHAIN_PROBE) {
-    probe_chain(a, slots[index], *own, index, j, probe, item);
-  } else if (layout.mode == DRAFT_MODE_TREE_PROBE) {
-    probe_tree(a, slots[index], *own, index, j, probe);
-  } else if (leader && (layout.mode == DRAFT_MODE_TREE_LATTICE || slots[index].draft_len == 0)) {
-    probe_lattice(a, *own, index, probe, nodes);
-  }
 }
 
 // Fills the mask rows of the items that the previous kernel has written, and stamps them. Block
