@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,9 +22,6 @@ from graft.models.engine.migrate import MigratedRequest
 from graft.models.errors import MigrationError
 
 __all__ = ["Mooncake", "SharedMemory", "Ticket", "Transfer"]
-
-#: The size of the data is a multiple of this number of bytes.
-_ALIGNMENT = 8
 
 
 class Ticket(NamedTuple):
@@ -38,7 +36,7 @@ class Ticket(NamedTuple):
     nbytes
         Size of the data in bytes.
     checksum
-        Sum of the data, read as 64-bit integers, to detect memory that was freed or reused.
+        CRC-32 of the data, to detect memory that was freed or reused.
     """
 
     sender: str
@@ -66,10 +64,6 @@ class SendBuffer(NamedTuple):
     resource: Any
 
 
-def _checksum(data: np.ndarray) -> int:
-    return int(np.add.reduce(data.view(np.uint64)))
-
-
 class Transfer(ABC):
     """A transport to other processes. A subclass defines `allocate`, `fetch` and `release_buffer`.
 
@@ -90,17 +84,10 @@ class Transfer(ABC):
         MigrationError
             If there is not enough memory.
         """
-        buffers = migrated.buffers()
-        total = sum(map(len, buffers))
-        nbytes = -(-total // _ALIGNMENT) * _ALIGNMENT
-        sender, address, data, resource = self.allocate(nbytes)
-        data[-_ALIGNMENT:] = 0
-        begin = 0
-        for buffer in buffers:
-            end = begin + len(buffer)
-            data[begin:end] = np.frombuffer(buffer, np.uint8)
-            begin = end
-        ticket = Ticket(sender, address, len(data), _checksum(data))
+        content = migrated.to_bytes()
+        sender, address, data, resource = self.allocate(len(content))
+        data[:] = np.frombuffer(content, np.uint8)
+        ticket = Ticket(sender, address, len(content), zlib.crc32(content))
         self.sent[ticket] = resource
         return ticket
 
@@ -114,8 +101,8 @@ class Transfer(ABC):
             format.
         """
         ticket = Ticket(*ticket)
-        data = self.fetch(ticket)
-        if len(data) != ticket.nbytes or _checksum(data) != ticket.checksum:
+        data = self.fetch(ticket).tobytes()
+        if len(data) != ticket.nbytes or zlib.crc32(data) != ticket.checksum:
             raise MigrationError(
                 f"{ticket}: the {len(data)} bytes received differ from the data that was sent; "
                 "the sender may have freed the data"
@@ -253,8 +240,8 @@ class Mooncake(Transfer):
 
     def release_buffer(self, address: int, resource: Any) -> None:
         # If a receiver is still reading this memory, the checksum tells it that the memory has been
-        # freed.
-        resource[:_ALIGNMENT] = 0
+        # freed. The first eight bytes of safetensors are never zero.
+        resource[:8] = 0
         self._engine.unregister_memory(address)
 
     def _check(self, code: int, message: str) -> None:

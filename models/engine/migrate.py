@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from graft.cudagraph.device import Device
 from graft.cudagraph.driver.memory import PinnedArray
@@ -44,10 +45,7 @@ from graft.sampling.params import Relaxed
 __all__ = ["MigratedRequest", "Migrator"]
 
 #: Version of the format. Increment it when the data or its meaning changes.
-FORMAT = 1
-_HEADER = struct.Struct("<6sHQ")  # magic, format, bytes of the description
-_MAGIC = b"graft\0"
-_ALIGNMENT = 8
+FORMAT = 2
 
 #: `checkpoint_digest` reads samples of this many bytes at this many offsets of a file.
 _SAMPLE_BYTES = 1 << 16
@@ -102,53 +100,37 @@ class MigratedRequest:
             return 0
         return self.pages[0].shape[1]
 
-    def buffers(self) -> list[memoryview]:
-        """Return the serialized request as a sequence of buffers."""
-        shapes = [array.shape for array in self.pages]
-        described = {**self.description, "shapes": shapes}
-        text = json.dumps(described, default=list).encode()
-        padding = bytes(-len(text) % _ALIGNMENT)
-        header = _HEADER.pack(_MAGIC, FORMAT, len(text))
-        buffers = [memoryview(header + text + padding)]
-        for array in self.pages:
-            flat = array.reshape(-1)
-            buffers.append(flat.data.cast("B"))
-        return buffers
+    def to_bytes(self) -> bytes:
+        """Return the request as safetensors: the description as JSON text, and the pages."""
+        text = json.dumps({"format": FORMAT, **self.description}, default=list)
+        tensors = {"description": np.frombuffer(text.encode(), np.uint8)}
+        for i, array in enumerate(self.pages):
+            tensors[f"pages.{i}"] = array
+        return save(tensors)
 
     @classmethod
-    def from_bytes(cls, data: np.ndarray) -> MigratedRequest:
-        """Return the request that was serialized by `buffers`.
-
-        Parameters
-        ----------
-        data
-            The concatenated buffers, uint8. The returned pages are views of this array.
+    def from_bytes(cls, data: bytes) -> MigratedRequest:
+        """Return the request that was serialized by `to_bytes`.
 
         Raises
         ------
         MigrationError
-            If the data has another format.
+            If the data is no safetensors, or has another format.
         """
-        header = bytes(data[: _HEADER.size]).ljust(_HEADER.size)
-        magic, format_version, size = _HEADER.unpack(header)
-        if magic != _MAGIC or format_version != FORMAT:
+        try:
+            tensors = load(data)
+            description = json.loads(tensors.pop("description").tobytes())
+            found = description.pop("format")
+            pages = tuple(tensors[f"pages.{i}"] for i in range(len(tensors)))
+        except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise MigrationError(
-                f"data beginning with {bytes(data[:8])!r} is not a migrated request of format "
-                f"{FORMAT}, the only format this version reads"
+                f"{len(data)} bytes beginning with {data[:8]!r} are not a migrated request: {error}"
+            ) from error
+        if found != FORMAT:
+            raise MigrationError(
+                f"the migrated request has format {found}; this version reads format {FORMAT} only"
             )
-        end = _HEADER.size + size
-        text = bytes(data[_HEADER.size : end])
-        description = json.loads(text)
-        pages = []
-        padding = -size % _ALIGNMENT
-        begin = end + padding
-        for shape in description.pop("shapes"):
-            num_words = int(np.prod(shape))
-            end = begin + 4 * num_words
-            words = data[begin:end].view(np.int32)
-            pages.append(words.reshape(shape))
-            begin = end
-        return cls(description, tuple(pages))
+        return cls(description, pages)
 
 
 def describe_request(state: RequestState, verify: str) -> dict[str, Any]:

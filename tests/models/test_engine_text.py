@@ -5,7 +5,6 @@ from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from bigram_model import Script, make_bigram_model
 from engine_cases import settled
@@ -125,8 +124,7 @@ class Recorder:
 
 def copy(migrated):
     """Return a migrated request after serialization."""
-    data = b"".join(bytes(buffer) for buffer in migrated.buffers())
-    return MigratedRequest.from_bytes(np.frombuffer(data, np.uint8))
+    return MigratedRequest.from_bytes(migrated.to_bytes())
 
 
 def disturb(engines, rng):

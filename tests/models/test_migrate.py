@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from engine_cases import MODES, answers, settled, workload
 from engine_util import DEMO, demo_engine, drain
+from safetensors.numpy import save
 
 from graft.cudagraph.errors import OptionError
 from graft.models import Request, RequestError
 from graft.models.drafters import NGram
-from graft.models.engine import migrate
 from graft.models.engine.migrate import MigratedRequest
 from graft.models.errors import MigrationError
 from graft.models.transfer import Mooncake, SharedMemory
@@ -254,11 +254,16 @@ def test_kv_transfer_rejects_damaged_data(damage):
     assert not transfer.sent
 
 
-def test_migrated_request_rejects_other_formats(monkeypatch):
-    buffers = make_migrated_request().buffers()
-    data = np.frombuffer(b"".join(buffers), np.uint8)
+def test_migrated_request_rejects_other_formats():
+    """Data of another version or size, and other safetensors, are refused before they are used."""
+    data = make_migrated_request().to_bytes()
     assert is_equal(MigratedRequest.from_bytes(data), make_migrated_request())
-    monkeypatch.setattr(migrate, "FORMAT", 2)
-    for other in (data, data[:0], np.zeros(99, np.uint8)):
-        with pytest.raises(MigrationError, match="not a migrated request of format 2"):
+    other_version = data.replace(b'"format": 2', b'"format": 3')
+    with pytest.raises(MigrationError, match="has format 3; this version reads format 2 only"):
+        MigratedRequest.from_bytes(other_version)
+    weights = save({"weight": np.zeros(3, np.float32)})
+    text = save({"description": np.frombuffer(b"[2]", np.uint8)})
+    renamed = data.replace(b"pages.1", b"pages.7")
+    for other in (b"", data[:-1], data + b"\0", bytes(99), weights, text, renamed):
+        with pytest.raises(MigrationError, match="are not a migrated request"):
             MigratedRequest.from_bytes(other)
