@@ -117,9 +117,8 @@ class GuidedDecoder:
     Parameters
     ----------
     exchange
-        Memory shared with the device: drafted and committed tokens, mask rows, candidates.
-    masked_drafts
-        Whether the graph has draft steps. If so, every draft is legal.
+        Memory shared with the device: drafted and committed tokens, mask rows, candidates. A graph
+        has draft steps if the draft mode of `exchange` masks drafts.
     forced
         Object that determines the forced token of each filled mask row: the token that the device
         drafts where the grammar allows only one text. None to draft no forced tokens. If the graph
@@ -152,7 +151,6 @@ class GuidedDecoder:
         self,
         exchange: Exchange,
         *,
-        masked_drafts: bool,
         forced: ForcedTokens | None = None,
         transport: str = "native",
         deadline_s: float = 10.0,
@@ -172,13 +170,6 @@ class GuidedDecoder:
         self.slots = exchange.slots
         self.draft_length = exchange.drafts
         self.vocab_size = exchange.vocab_size
-        self.probing = exchange.mode.probes
-        if self.probing and not masked_drafts:
-            raise OptionError(
-                "guided decoder: masked_drafts must be True, because the exchange's draft mode "
-                "probes candidates"
-            )
-        self.masked_drafts = masked_drafts
         self.transport = transport
         self.max_in_flight = max_in_flight
         self.threads = threads
@@ -202,7 +193,7 @@ class GuidedDecoder:
             exchange.layout.tobytes(),
             vocab_size=self.vocab_size,
             forced=None if forced is None else forced.native,
-            follow_forced=forced is not None and not masked_drafts,
+            follow_forced=forced is not None and not exchange.mode.masked,
             ring=max_in_flight,
             threads=threads,
             budget_ns=0 if budget_us is None else int(budget_us * 1000),
@@ -357,13 +348,14 @@ class GuidedDecoder:
         Raises
         ------
         OptionError
-            The decoder was created without `masked_drafts`, or `j` is out of range.
+            The draft mode of the exchange does not mask drafts, or `j` is out of range.
         """
-        if not self.masked_drafts:
-            raise OptionError("guided decoder: draft steps need masked_drafts=True")
-        if self._exchange.mode.is_lattice:
+        mode = self._exchange.mode
+        if not mode.masked:
+            raise OptionError("guided decoder: the draft mode does not mask drafts")
+        if mode.is_lattice:
             end = 2
-        elif self.probing:
+        elif mode.probes:
             end = self.draft_length + 1
         else:
             end = self.draft_length

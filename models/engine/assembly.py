@@ -439,7 +439,6 @@ def _make_decoder(
         forced = ForcedTokens(vocabulary, unique_only=not isinstance(drafter, Forced))
     return GuidedDecoder(
         exchange,
-        masked_drafts=exchange.mode.masked or drafter is None,
         forced=forced,
         threads=options.grammar_threads or default_threads(options.max_batch_size),
         budget_us=options.grammar_budget_us,

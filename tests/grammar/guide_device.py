@@ -167,9 +167,12 @@ class Device:
         self.size = backend.vocabulary.size
         self.wrong = wrong
         self.kinds = kinds
-        mode = DraftMode.chain(draft_length, "probe", 4) if probe else DraftMode.chain(draft_length)
+        if probe:
+            mode = DraftMode.chain(draft_length, "probe", 4)
+        else:
+            mode = DraftMode.chain(draft_length, "fill" if masked else "none")
         self.exchanges = [exchange_for(slots, self.size, mode) for _ in kinds]
-        options = {"masked_drafts": masked, "forced": forced, "max_in_flight": 4, **(options or {})}
+        options = {"forced": forced, "max_in_flight": 4, **(options or {})}
         self.decoders = [GuidedDecoder(exchange, **options) for exchange in self.exchanges]
         self.slots: list[Any] = [None] * slots
         self.simulator = RoundSimulator(self.exchanges, self.slots, RandomDecision(self))

@@ -211,7 +211,7 @@ class Rig:
         self.clock = np.zeros(1, np.int64)
         self.gate = np.zeros(16, np.int32)
         self.exchange = exchange_for(slots, backend.vocabulary.size, mode)
-        options = {"masked_drafts": True, "max_in_flight": 4, "threads": 1, "forced": forced}
+        options = {"max_in_flight": 4, "threads": 1, "forced": forced}
         with simulated_clock(self.clock) if held else contextlib.nullcontext():
             budget = BUDGET_NS / 1000 if held else None
             self.decoder = GuidedDecoder(self.exchange, budget_us=budget, **options)

@@ -224,7 +224,7 @@ def test_guide_step_keeps_decoder_alive(backend):
 
 def make(**changes) -> GuidedDecoder:
     exchange = exchange_for(2, SIZE, changes.pop("mode", DraftMode.chain(3)))
-    return GuidedDecoder(exchange, **{"masked_drafts": True, "max_in_flight": 3, **changes})
+    return GuidedDecoder(exchange, **{"max_in_flight": 3, **changes})
 
 
 @pytest.fixture
@@ -333,10 +333,6 @@ def test_guide_close(decoder, backend, repeats):
         ({"threads": 0}, "threads is 0"),
         ({"budget_us": 0.5}, "budget_us is 0.5"),
         ({"budget_us": float("nan")}, "budget_us is nan"),
-        (
-            {"mode": DraftMode.chain(3, "probe", 4), "masked_drafts": False},
-            "masked_drafts must be True",
-        ),
     ],
 )
 def test_guide_rejects_invalid_options(changes, message):
@@ -350,5 +346,5 @@ def test_guide_draft_work_range():
     for j in (0, 3, 4):
         with pytest.raises(OptionError, match=f"draft step {j}"):
             decoder.draft_work(j)
-    with pytest.raises(OptionError, match="masked_drafts"):
-        make(masked_drafts=False).draft_work(1)
+    with pytest.raises(OptionError, match="does not mask drafts"):
+        make(mode=DraftMode.chain(3, "none")).draft_work(1)

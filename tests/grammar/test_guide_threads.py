@@ -146,7 +146,7 @@ def play_by_processor_time(
     """
     size = backend.vocabulary.size
     exchange = exchange_for(slots, size, DraftMode.chain(0))
-    decoder = GuidedDecoder(exchange, masked_drafts=False, threads=1, budget_us=budget_us)
+    decoder = GuidedDecoder(exchange, threads=1, budget_us=budget_us)
     compiled = backend.compile(SPECS["regex"])
     requests = [GuidedRequest(s, 1, compiled.matcher(), 0) for s in range(slots)]
     work = decoder.open_work()
@@ -220,7 +220,7 @@ def test_guide_fails_runaway_matcher(xgrammar, slots, seconds, nbytes, message):
     """The request fails with an error. Steps do not wait for it, and its neighbor is unaffected."""
     compiled = xgrammar.compile(SPECS["regex"])
     exchange = exchange_for(slots, xgrammar.vocabulary.size, DraftMode.chain(0))
-    decoder = GuidedDecoder(exchange, masked_drafts=False, threads=2, budget_us=5000)
+    decoder = GuidedDecoder(exchange, threads=2, budget_us=5000)
     matchers = [compiled.matcher() for _ in range(slots)]
     matchers[0] = RunawayMatcher(matchers[0], seconds, nbytes)
     requests = [GuidedRequest(slot, 1, matcher, 0) for slot, matcher in enumerate(matchers)]
@@ -297,7 +297,7 @@ sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
 from guide_util import exchange_for, run_work
 from graft.grammar import GuidedDecoder
 from graft.sampling.mode import DraftMode
-decoder = GuidedDecoder(exchange_for(4, 270, DraftMode.chain(1)), masked_drafts=True, threads=3)
+decoder = GuidedDecoder(exchange_for(4, 270, DraftMode.chain(1)), threads=3)
 work = decoder.open_work()
 run_work(work)
 child = os.fork()

@@ -82,7 +82,7 @@ class Interleaving:
         if self.k > 1 and branches and not masked:
             self.k += 3
             slack = self.k
-        exchange = exchange_for(slots, VOCAB, DraftMode.chain(self.k))
+        exchange = exchange_for(slots, VOCAB, DraftMode.chain(self.k, "fill" if masked else "none"))
         self.toy = SteppingDevice(rng, exchange, slots, self.k, masked, slack > 0)
         self.toy.max_prompt_rows = rng.choice((1, 2, 4, 100))
         length = MAX_LENGTH + slack
@@ -126,9 +126,7 @@ class Interleaving:
             SteppingRing(device, entries, {"ns": ("int64", (1,))}),
         ]
         toy.inputs, toy.outputs, timeline = self.rings
-        toy.decoder = SteppingDecoder(
-            toy.exchange, masked_drafts=toy.masked, max_in_flight=max(entries, 2), threads=1
-        )
+        toy.decoder = SteppingDecoder(toy.exchange, max_in_flight=max(entries, 2), threads=1)
         for part in (*self.rings, toy.decoder):
             part.toy = toy
         return SimpleNamespace(

@@ -131,7 +131,7 @@ def test_engine_output_is_unchanged_by_join_cancel_and_preemption(
         has_drafts = options.get("speculation", True) or options.get("forced_drafts", False)
         assert (engine.stats.speculated_rounds > 0) == has_drafts
         probes = engine.counters()["grammar"]["probes"]
-        assert (probes > 0) == engine._parts.decoder.probing
+        assert (probes > 0) == engine._parts.mode.probes
 
 
 @functools.cache
