@@ -107,18 +107,10 @@ COUNTED_INSTRUCTIONS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel file with the macros it is compiled with.
+    """A kernel file with the macros it is compiled with."""
 
-    Attributes
-    ----------
-    path
-        Kernel file.
-    defines
-        Names and values of the macros.
-    """
-
-    path: Path
-    defines: Macros = ()
+    path: Path  #: kernel file
+    defines: Macros = ()  #: names and values of the macros
 
     @property
     def title(self) -> str:
@@ -130,36 +122,18 @@ class Variant:
 
 @dataclass(frozen=True)
 class Usage:
-    """Resource usage of a kernel as reported by ptxas.
+    """Resource usage of a kernel as reported by ptxas."""
 
-    Attributes
-    ----------
-    variant
-        Title of the variant.
-    kernel
-        Name of the kernel.
-    arch
-        Architecture, such as "sm_90".
-    registers
-        Registers per thread.
-    shared_bytes
-        Static shared memory per block.
-    spilled_bytes
-        Bytes of spill stores and spill loads per thread.
-    stack_bytes
-        Size of the stack frame per thread. The frame holds spilled registers, and arrays with
-        indices that are known only at run time.
-    loop
-        Instruction counts of the main loop, by the keys of `COUNTED_INSTRUCTIONS`.
-    """
-
-    variant: str
-    kernel: str
-    arch: str
-    registers: int
-    shared_bytes: int
-    spilled_bytes: int
+    variant: str  #: title of the variant
+    kernel: str  #: name of the kernel
+    arch: str  #: architecture, such as "sm_90"
+    registers: int  #: registers per thread
+    shared_bytes: int  #: static shared memory per block
+    spilled_bytes: int  #: bytes of spill stores and spill loads per thread
+    #: Size of the stack frame per thread. The frame holds spilled registers, and arrays with
+    #: indices that are known only at run time.
     stack_bytes: int = 0
+    #: Instruction counts of the main loop, by the keys of `COUNTED_INSTRUCTIONS`.
     loop: Counter[str] = field(default_factory=Counter)
 
 
@@ -199,10 +173,7 @@ def file_variants(path: Path) -> list[Variant]:
     there is a variant that changes only this macro. A file that uses one of the `ROW_MACROS` also
     has one variant per entry of `ROW_MACRO_COMBINATIONS`.
 
-    Raises
-    ------
-    CompileError
-        If `MACRO_VALUES` does not contain a macro of the file.
+    Raise CompileError if `MACRO_VALUES` does not contain a macro of the file.
     """
     variants = [Variant(path)]
     for name, default in sorted(macro_defaults(path).items()):
@@ -344,10 +315,7 @@ def _text_with_includes(path: Path) -> bytes:
 def parse_log(title: str, arch: str, log: str) -> list[Usage]:
     """Parse the log of ``--ptxas-options=-v``.
 
-    Raises
-    ------
-    CompileError
-        If the log does not contain the resource usage of a kernel.
+    Raise CompileError if the log does not contain the resource usage of a kernel.
     """
     usages = []
     for part in log.split("ptxas info    : Compiling entry function ")[1:]:

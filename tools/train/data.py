@@ -42,18 +42,11 @@ def prompt(task: Task) -> str:
 
 
 def train_tokenizer(texts: Iterator[str], size: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer.
+    """Train a byte-level BPE tokenizer with `size` tokens.
 
     A token contains letters, one digit, or other characters, but never a mixture. A word therefore
     has the same tokens in every context, so that the model can copy the word by repeating its
     tokens. Separators of JSON (`": "`, `", "`) become single tokens.
-
-    Parameters
-    ----------
-    texts
-        Training texts.
-    size
-        Size of the vocabulary.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -109,16 +102,7 @@ def batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield padded batches of sequences of similar length, in random order.
 
-    Parameters
-    ----------
-    tokenizer, tasks
-        Tokenizer and tasks.
-    tokens
-        Approximate number of tokens per batch.
-    max_length
-        Maximum length of a sequence; longer ones are dropped.
-    rng
-        Random generator of the order.
+    A batch has about `tokens` tokens. Sequences longer than `max_length` are dropped.
     """
     while True:
         rows = encode(tokenizer, list(itertools.islice(tasks, TASKS_PER_CHUNK)))

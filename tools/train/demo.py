@@ -256,18 +256,7 @@ def train(
 ) -> None:
     """Train a model until its time budget is spent, starting from its checkpoint if there is one.
 
-    Parameters
-    ----------
-    run, stage
-        Training run and name of the stage.
-    module
-        Model to train.
-    minutes
-        Time budget.
-    losses
-        Yields the losses of the steps.
-    metrics
-        Returns metrics for the log.
+    `losses` yields the losses of the steps, and `metrics` returns metrics for the log.
     """
     optimizers = Optimizers(module, minutes)
     path = run.work / f"{stage}.pt"
@@ -336,16 +325,7 @@ def distillation_loss(
 ) -> Tensor:
     """Return the cross-entropy with the target's distribution over the draft vocabulary.
 
-    Step j has the weight 0.8^j.
-
-    Parameters
-    ----------
-    head, target
-        Drafter and target.
-    ids, is_answer
-        Batch; see `data.pad`.
-    steps
-        Number of unrolled draft steps.
+    Step j of `steps` unrolled draft steps has the weight 0.8^j. `data.pad` describes the batch.
     """
     is_target = is_answer[:, 2:]
     # Begin `steps` entries before the answer, because these entries are the context of drafts.
@@ -396,18 +376,8 @@ def block_loss(
 ) -> Tensor:
     """Return the cross-entropy with the target's distribution, for blocks at random positions.
 
-    Draft j of a block has the weight 0.8^j.
-
-    Parameters
-    ----------
-    drafter, target
-        Drafter and target.
-    ids, is_answer
-        Batch; see `data.pad`.
-    width
-        Rows per block.
-    mask
-        Id of the mask token.
+    Draft j of a block of `width` rows has the weight 0.8^j. `mask` is the id of the mask token,
+    and `data.pad` describes the batch.
     """
     is_target = is_answer[:, 1:]
     with torch.no_grad():

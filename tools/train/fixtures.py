@@ -262,18 +262,7 @@ FREQUENCY_CASES: dict[str, tuple[int, dict[str, Any]]] = {
 def make_llama(folder: Path, seed: int, dtype: str, shard: str, changes: dict[str, Any]) -> None:
     """Write a random Llama and the outputs of transformers.
 
-    Parameters
-    ----------
-    folder
-        Output folder.
-    seed
-        Seed of the weights.
-    dtype
-        Stored dtype.
-    shard
-        Maximum shard size.
-    changes
-        Config values that differ from SMALL.
+    `changes` has the config values that differ from SMALL, and `shard` is the maximum shard size.
     """
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(**{"model_type": "llama", **SMALL, **changes})
@@ -536,16 +525,7 @@ def dflash_config(is_dflash2: bool) -> Any:
 def make_dflash(folder: Path, target: Path, seed: int, is_dflash2: bool = False) -> None:
     """Write a block drafter and the outputs of its published code at several positions.
 
-    Parameters
-    ----------
-    folder
-        Output folder.
-    target
-        Folder of the target, with its expected outputs.
-    seed
-        Seed of the weights.
-    is_dflash2
-        Whether to use DFlash2, which has a selector.
+    `target` is the folder of the target, with its expected outputs. DFlash2 has a selector.
     """
     from dflash.model import DFlash2DraftModel, DFlashDraftModel, _raw_input_embeddings
 

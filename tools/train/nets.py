@@ -78,14 +78,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 class Attention(nn.Module):
     """Projections of attention, with rotary embedding.
 
-    Parameters
-    ----------
-    s
-        Sizes of the model.
-    width
-        Input features.
-    head_norm
-        Whether queries and keys are normalized.
+    `width` is the number of input features. With `head_norm`, queries and keys are normalized.
     """
 
     def __init__(self, s: Sizes, width: int, head_norm: bool = False) -> None:

@@ -192,13 +192,7 @@ def unpack_bits(bitmask: np.ndarray) -> np.ndarray:
 
 
 class _KVCache:
-    """Keys and values of all layers for a batch of sequences.
-
-    Parameters
-    ----------
-    batch, length
-        Number of sequences and their maximum length.
-    """
+    """Keys and values of all layers for a batch of sequences with at most `length` tokens."""
 
     def __init__(self, batch: int, length: int) -> None:
         s = SIZES
@@ -279,20 +273,8 @@ def generate(
 ) -> None:
     """Generate the answers of rows as one batch, and store their hidden states in the rows.
 
-    Parameters
-    ----------
-    model
-        Target.
-    rows
-        Rows with their prompts.
-    matchers
-        Grammar matcher of each row, or None.
-    max_tokens
-        Maximum tokens per answer.
-    end
-        Id of the end token.
-    temperature
-        Sampling temperature; 0 for greedy decoding.
+    `matchers` has the grammar matcher of each row, or None. `end` is the id of the end token. With
+    temperature 0, decoding is greedy.
     """
     cache = _KVCache(len(rows), max(len(row.ids) for row in rows) + max_tokens)
     last = torch.tensor([row.start - 1 for row in rows])
@@ -464,18 +446,8 @@ class Data:
 class Batch:
     """Batch of padded rows with the positions from which to draft.
 
-    The head's output at position t predicts token t + 2.
-
-    Parameters
-    ----------
-    rows
-        Rows of the batch.
-    positions
-        Positions of each row from which to draft.
-    scale
-        Scale of the features.
-    kept
-        Ids of the draft vocabulary.
+    The head's output at position t predicts token t + 2. `positions` has the positions of each row,
+    `scale` the scale of the features, and `kept` the ids of the draft vocabulary.
 
     Attributes
     ----------
@@ -521,13 +493,7 @@ class Batch:
 
 
 class Trainer:
-    """Training of an EAGLE-3 head whose LM head is copied from rows of the target's LM head.
-
-    Parameters
-    ----------
-    args
-        Command line options.
-    """
+    """Training of an EAGLE-3 head whose LM head is copied from rows of the target's LM head."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args

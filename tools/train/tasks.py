@@ -54,12 +54,7 @@ MINIMAL_STRINGS = {
 def minimal(rng: random.Random, depth: int) -> tuple[Schema, Json]:
     """Return a random schema and its minimal answer, for tasks without data.
 
-    Parameters
-    ----------
-    rng
-        Generator of the schema.
-    depth
-        Maximum nesting depth.
+    `depth` is the maximum nesting depth.
     """
     form = rng.randrange(11 if depth else 8)
     if form <= 2:
@@ -115,14 +110,9 @@ def fill_task(rng: random.Random) -> Task:
 
 
 def training_tasks(start: int = 0, extra: float = 0.2) -> Iterator[Task]:
-    """Yield training tasks forever.
+    """Yield training tasks forever, from the one with number `start`.
 
-    Parameters
-    ----------
-    start
-        Number of the first task.
-    extra
-        Fraction of the tasks that are made by `fill_task` or `repeat_task`.
+    The fraction `extra` of them is made by `fill_task` or `repeat_task`.
     """
     for n in itertools.count(start):
         rng = random.Random(f"train-{n}")
@@ -209,14 +199,8 @@ def corpus_task(rng: random.Random, value: Any) -> Task:
 def mixture(documents: list[Any], copying: float, start: int) -> Iterator[Task]:
     """Yield training tasks forever. About one task in eight is made from a real document.
 
-    Parameters
-    ----------
-    documents
-        Objects of `corpus_documents`.
-    copying
-        Fraction of copying tasks among the tasks that are not made from a document.
-    start
-        Number of the first task.
+    `documents` are objects of `corpus_documents`. `copying` is the fraction of copying tasks among
+    the other tasks, and `start` the number of the first task.
     """
     tasks = training_tasks(start, 0.12)
     for n in itertools.count(start):
