@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -351,53 +351,50 @@ def measure_linears(session: Session) -> None:
         for dtype in ("bfloat16", E4M3):
             weights, count = weight_copies(session, size, dtype)
             for rows in ROWS[:2] if session.small else ROWS:
-                measure = _LinearMeasurement(session, kernels, name, weights, count, bandwidth)
-                session.case(f"{name} of {dtype}, {rows} rows", measure.run, rows)
+                measure = partial(
+                    _measure_product, session, kernels, name, weights, count, bandwidth, rows
+                )
+                session.case(f"{name} of {dtype}, {rows} rows", measure)
                 if dtype != E4M3 and rows in PREDICTED_WARP_LINEAR:
-                    label = f"{name} without tensor cores, {rows} rows"
-                    session.case(label, measure.run, rows, 8)
+                    session.case(f"{name} without tensor cores, {rows} rows", measure, 8)
 
 
-@dataclass(frozen=True)
-class _LinearMeasurement:
-    """Measurement of the products with one matrix."""
+def _measure_product(
+    session: Session,
+    kernels: ModelKernels,
+    name: str,
+    weights: list[DeviceArray],
+    count: int,
+    bandwidth: float,
+    rows: int,
+    cut: int = 0,
+) -> None:
+    """Measure `count` products of `rows` rows with copies of one matrix.
 
-    session: Session
-    kernels: ModelKernels
-    name: str
-    weights: list[DeviceArray]  #: copies of the matrix
-    count: int  #: number of products
-    bandwidth: float  #: read bandwidth in bytes per second
-
-    def run(self, rows: int, cut: int = 0) -> None:
-        """Measure products with `rows` rows.
-
-        Without the last `cut` output features, the number of output features is not a multiple that
-        the tensor-core kernels support, so that the kernel without tensor cores is measured.
-        """
-        columns = self.weights[0].shape[0]
-        dtype = str(self.weights[0].dtype)
-        y = self.session.device.zeros((rows, columns - cut), "float32")
-        weight = self.weights[0][: columns - cut]
-        x = random_input(self.session, self.kernels, weight, rows)
-        with self.session.timed_graph() as lane:
-            for i in range(self.count):
-                weight = self.weights[i % len(self.weights)]
-                self.kernels.products.linear(lane, x, weight[: columns - cut], y)
-        seconds = lane.seconds / self.count
-        predicted = None
-        if lane.kernels == "linear_warp":
-            predicted = PREDICTED_WARP_LINEAR.get(rows)
-        elif rows <= 8 and dtype != E4M3:
-            predicted = PREDICTED_LINEAR.get(self.name)
-        suffix = f" less {cut}" if cut else ""
-        self.session.add(
-            f"{self.name}{suffix} of {dtype}, {rows} rows, {lane.kernels}",
-            100 * self.weights[0].nbytes / seconds / self.bandwidth,
-            "% of read",
-            predicted,
-            f"{seconds * 1e6:.1f} us",
-        )
+    Without the last `cut` output features, the number of output features is not a multiple that the
+    tensor-core kernels support, so that the kernel without tensor cores is measured.
+    """
+    columns = weights[0].shape[0] - cut
+    dtype = str(weights[0].dtype)
+    y = session.device.zeros((rows, columns), "float32")
+    x = random_input(session, kernels, weights[0][:columns], rows)
+    with session.timed_graph() as lane:
+        for i in range(count):
+            kernels.products.linear(lane, x, weights[i % len(weights)][:columns], y)
+    seconds = lane.seconds / count
+    predicted = None
+    if lane.kernels == "linear_warp":
+        predicted = PREDICTED_WARP_LINEAR.get(rows)
+    elif rows <= 8 and dtype != E4M3:
+        predicted = PREDICTED_LINEAR.get(name)
+    suffix = f" less {cut}" if cut else ""
+    session.add(
+        f"{name}{suffix} of {dtype}, {rows} rows, {lane.kernels}",
+        100 * weights[0].nbytes / seconds / bandwidth,
+        "% of read",
+        predicted,
+        f"{seconds * 1e6:.1f} us",
+    )
 
 
 def measure_cublas(session: Session) -> None:
