@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 from guide_util import BYTES
+from request_util import chat_request
 
 from graft.grammar import GrammarService
 from graft.models.request import Limits
@@ -104,7 +105,7 @@ def test_request_grammar_needs_one_child_call(monkeypatch, fields, choice, conve
         counters = Counters(monkeypatch)
         for most_conversions, calls in ((conversions, 1), (1, 0)):
             counters.conversions = counters.calls = counters.pickles = 0
-            [found] = find_grammars(fields, Limits(), TOOL_FORMATS["hermes"])
+            [found] = find_grammars(chat_request(**fields), Limits(), TOOL_FORMATS["hermes"])
             compiled = service.submit(make_grammar_spec(found)).result(60)
             assert counters.calls == calls
             assert 0 < counters.conversions <= most_conversions

@@ -12,6 +12,8 @@ import re
 import jsonschema
 import pytest
 
+pytest.importorskip("pydantic", reason="the extra serve is not installed")
+
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.grammar.xgrammar_api import structural_tag_spec
 from graft.models.request import Event, Output, Request
@@ -28,6 +30,8 @@ openai = pytest.importorskip("openai", reason="the package openai is not install
 pytest.importorskip("httpx", reason="the package httpx is not installed")
 
 from serving_util import PERSON, PROMPT, chat, response_format, wait_for  # noqa: E402
+
+from graft.tools.serve.requests import CompletionRequest  # noqa: E402
 
 #: Pairs of API fields and the equivalent arguments of `Request`.
 EQUAL_REQUESTS = [
@@ -642,8 +646,8 @@ def test_completions_limit_number_of_prompts_times_samples(client):
 
 def test_api_priority_is_inverted_for_the_engine(server):
     """In the API, as in vLLM, the lowest value runs first; in the engine, the highest value."""
-    fields = {"prompt": "a", "priority": -7}
-    [request] = server.service.parser.parse(fields, False, None).requests
+    body = CompletionRequest(prompt="a", priority=-7)
+    [request] = server.service.parser.parse(body, None).requests
     assert request.priority == 7
 
 

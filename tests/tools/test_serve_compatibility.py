@@ -13,6 +13,8 @@ import re
 
 import pytest
 
+pytest.importorskip("pydantic", reason="the extra serve is not installed")
+
 from graft.models.request import Output, Request
 from graft.tools.serve.errors import ApiError, check_output
 from graft.tools.serve.messages import read_messages
@@ -473,18 +475,24 @@ def test_content_that_is_no_text_is_rejected(content):
         ({"role": "robot", "content": "x"}, "user, assistant, tool, function, got 'robot'"),
         ({"role": "", "content": "x"}, "got ''"),
         ({"role": "user", "content": "x", "colour": "red"}, "has the key 'colour'"),
-        ({"role": "user", "content": "x", "name": 1}, "name of a message must be a string, got 1"),
-        ({"role": "tool", "content": "x", "tool_call_id": []}, "tool_call_id of a message must be"),
+        ({"role": "user", "content": "x", "name": 1}, "messages[0].name must be a string, got 1"),
+        (
+            {"role": "tool", "content": "x", "tool_call_id": []},
+            "messages[0].tool_call_id must be a string, got []",
+        ),
         ({"role": "assistant", "function_call": {"name": "f"}}, "has the key 'function_call'"),
         ({"role": "assistant", "tool_calls": {"a": 1}}, "tool_calls must be a list"),
-        ({"role": "assistant", "tool_calls": [1]}, "must have a function with a name, got 1"),
+        (
+            {"role": "assistant", "tool_calls": [1]},
+            "messages[0].tool_calls[0] must be an object, got 1",
+        ),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f"}, "kind": 1}]},
-            "a tool call has the key 'kind'",
+            "messages[0].tool_calls[0] has the key 'kind'",
         ),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "code": "x"}}]},
-            "the function of a tool call has the key 'code'",
+            "tool_calls[0].function has the key 'code'",
         ),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},

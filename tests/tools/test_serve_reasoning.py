@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("pydantic", reason="the extra serve is not installed")
+
 from graft.grammar import GrammarSpec, Vocabulary, make_backend
 from graft.models.request import Limits
 from graft.tools.serve.protocol import RequestParser
@@ -13,6 +15,7 @@ for package in ("starlette", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="the extra serve is not installed")
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
 
+from request_util import chat_request  # noqa: E402
 from serving_util import PERSON, chat, response_format, run_server  # noqa: E402
 
 
@@ -89,12 +92,11 @@ def test_continued_message_determines_whether_output_starts_in_reasoning(
         {"role": "assistant", "content": content},
     ]
     grammar = GrammarSpec.regex("[0-9]")
-    fields = {"messages": messages, "continue_final_message": True}
-    request = parser.parse(fields, True, grammar)
+    request = parser.parse(chat_request(messages=messages, continue_final_message=True), grammar)
     assert request.reasoning == [starts]
     [one] = request.requests
     assert (one.grammar == grammar) == (starts is None)
-    plain = parser.parse({"messages": messages[:1]}, True, grammar)
+    plain = parser.parse(chat_request(messages=messages[:1]), grammar)
     assert plain.reasoning == [name == "deepseek_r1"]
 
 
@@ -152,7 +154,7 @@ def test_bad_words_of_several_tokens_apply_after_reasoning(engine):
     tokenizer = engine.tokenizer
     parser = RequestParser(tokenizer, Limits(), "demo", 512, "deepseek_r1")
     fields = {"messages": [{"role": "user", "content": "hi"}], "bad_words": ["Olga Novak"]}
-    [request] = parser.parse(fields, True, None).requests
+    [request] = parser.parse(chat_request(**fields), None).requests
     vocabulary = Vocabulary.from_tokenizer(
         tokenizer.backend, tokenizer.vocab_size, tokenizer.stop_ids
     )

@@ -17,14 +17,15 @@ openai = pytest.importorskip("openai", reason="the package openai is not install
 pydantic = pytest.importorskip("pydantic", reason="the package pydantic is not installed")
 
 from openai.types.responses import Response, ResponseStreamEvent  # noqa: E402
+from request_util import chosen_tools  # noqa: E402
 from scripted_model import Script, write_scripted_model  # noqa: E402
 from serving_util import PERSON, PROMPT, chat, response_format, run_server  # noqa: E402
 
 from graft.tools.serve.errors import ApiError  # noqa: E402
 from graft.tools.serve.protocol import ApiRequest  # noqa: E402
 from graft.tools.serve.responses import ResponseChoice  # noqa: E402
-from graft.tools.serve.responses_api import ResponsesWriter, chat_fields  # noqa: E402
-from graft.tools.serve.tool_calls import ToolChoice, read_tool_choice  # noqa: E402
+from graft.tools.serve.responses_api import ResponsesWriter, to_chat  # noqa: E402
+from graft.tools.serve.tool_calls import ToolChoice  # noqa: E402
 
 
 class Person(pydantic.BaseModel):
@@ -277,7 +278,7 @@ def test_log_probabilities_equal_those_of_chat_completions(client):
 
 
 def test_input_items_become_messages():
-    fields = chat_fields(
+    request = to_chat(
         {
             "instructions": "Be brief.",
             "input": [
@@ -307,13 +308,14 @@ def test_input_items_become_messages():
                 {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
                 {"type": "function_call", "call_id": "3", "name": "f", "arguments": "{}"},
             ],
-        }
+        },
+        "demo",
     )
     calls = [
         {"id": str(number), "type": "function", "function": {"name": name, "arguments": "{}"}}
         for number, name in enumerate("fgf", 1)
     ]
-    assert fields["messages"] == [
+    assert request.messages == [
         {"role": "system", "content": "Be brief."},
         {"role": "developer", "content": "Use tools."},
         {"role": "user", "content": "hi"},
@@ -344,7 +346,7 @@ def test_input_items_become_messages():
         ({"instructions": [1]}, "instructions", "instructions must be a string"),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be"),
         ({"max_output_tokens": 5000}, "max_output_tokens", "max_output_tokens 5000, but"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "tools can only be functions"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tools[0].type must be function, got"),
         ({"tool_choice": "required"}, "tool_choice", "requires tools"),
         (
             {"tools": [PERSON_TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto"}},
@@ -363,7 +365,11 @@ def test_input_items_become_messages():
             "must be a type of JSON",
         ),
         ({"text": {"verbosity": "loud"}}, "text", "verbosity must be low, medium, high"),
-        ({"reasoning": {"level": 1}}, "reasoning", "reasoning must be an object with effort"),
+        (
+            {"reasoning": {"level": 1}},
+            "reasoning",
+            "reasoning has the key 'level', which is unknown",
+        ),
         ({"reasoning": {"effort": 1}}, "reasoning", "effort"),
         ({"include": ["file_search_call.results"]}, "include", "file_search_call.results"),
         ({"top_logprobs": 50}, "top_logprobs", "logprobs"),
@@ -423,7 +429,7 @@ def test_allowed_tools_limit_the_functions(mode):
     tools = [{"type": "function", "function": {"name": name}} for name in names]
     allowed = {"mode": mode, "tools": [tools[2], tools[0]]}
     fields = {"tools": tools, "tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
-    choice = read_tool_choice(fields)
+    choice = chosen_tools(fields)
     assert [function["name"] for function in choice.functions] == ["f", "h"]
     assert choice.required == (mode == "required")
 

@@ -7,9 +7,13 @@ import json
 import jsonschema
 import pytest
 
+pytest.importorskip("pydantic", reason="the extra serve is not installed")
+
+from request_util import chat_request, chosen_tools
+
 from graft.grammar import GrammarSpec, Vocabulary, make_backend
 from graft.tools.serve.errors import ApiError
-from graft.tools.serve.tool_calls import read_tool_choice, template_tools
+from graft.tools.serve.tool_calls import template_tools
 from graft.tools.serve.tool_formats import TOOL_FORMATS
 
 STOP = 256
@@ -27,7 +31,7 @@ def tool(name, parameters=None, **fields):
 
 def accepts(backend, tools, text, **fields):
     """Return whether the grammar of a request with tools allows a text."""
-    form = TOOL_FORMATS["hermes"].output(read_tool_choice({"tools": tools, **fields}))
+    form = TOOL_FORMATS["hermes"].output(chosen_tools({"tools": tools, **fields}))
     matcher = backend.compile(GrammarSpec.structural_format(form)).matcher()
     return all(map(matcher.accept, text.encode())) and matcher.accept(STOP)
 
@@ -170,7 +174,7 @@ def test_prompt_has_only_name_description_and_parameters_of_tools():
         },
         tool("g", None, description=None, strict=None),
     ]
-    assert template_tools(tools) == [
+    assert template_tools(chat_request(tools=tools).functions_of_tools) == [
         {
             "type": "function",
             "function": {"name": "f", "description": "d", "parameters": {"type": "object"}},
@@ -182,12 +186,12 @@ def test_prompt_has_only_name_description_and_parameters_of_tools():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"strict": 1}, "function 'f': strict must be true or false, got 1"),
-        ({"strict": "true"}, "function 'f': strict must be true or false, got 'true'"),
-        ({"description": 1}, "function 'f': description must be a string, got 1"),
-        ({"parameters": [1]}, r"function 'f': parameters must be a JSON schema.*got \[1\]"),
+        ({"strict": 1}, r"tools\[0\].function.strict must be true or false, got 1"),
+        ({"strict": "true"}, r"tools\[0\].function.strict must be true or false, got 'true'"),
+        ({"description": 1}, r"tools\[0\].function.description must be a string, got 1"),
+        ({"parameters": [1]}, r"tools\[0\].function.parameters must be an object, got \[1\]"),
     ],
 )
 def test_function_with_invalid_field_is_refused(fields, message):
     with pytest.raises(ApiError, match=message):
-        read_tool_choice({"tools": [tool("f", **fields)]})
+        chosen_tools({"tools": [tool("f", **fields)]})

@@ -9,11 +9,14 @@ import random
 import jsonschema
 import pytest
 
+pytest.importorskip("pydantic", reason="the extra serve is not installed")
+
+from request_util import chat_request, chosen_tools
+
 from graft.grammar import GrammarError, GrammarSpec, Vocabulary, make_backend
 from graft.models.request import Limits
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.grammars import find_grammars
-from graft.tools.serve.tool_calls import read_tool_choice
 from graft.tools.serve.tool_formats import TOOL_FORMATS, find_tool_format
 from graft.tools.serve.tool_formats.arguments import arguments_schema
 from graft.tools.serve.tool_formats.parser import ToolCallParser
@@ -148,7 +151,7 @@ def backend(request):
 
 def accepter(backend, form, **fields):
     """Return a function that returns whether the grammar of a request allows a text."""
-    output = TOOL_FORMATS[form].output(read_tool_choice({"tools": TOOLS, **fields}))
+    output = TOOL_FORMATS[form].output(chosen_tools({"tools": TOOLS, **fields}))
     compiled = backend.compile(GrammarSpec.structural_format(output))
 
     def accepts(text):
@@ -160,7 +163,7 @@ def accepter(backend, form, **fields):
 
 def parse(form, text, size=10_000, **fields):
     """Return the content and the calls of a text that arrives in pieces of some size."""
-    parser = ToolCallParser(read_tool_choice({"tools": TOOLS, **fields}), TOOL_FORMATS[form])
+    parser = ToolCallParser(chosen_tools({"tools": TOOLS, **fields}), TOOL_FORMATS[form])
     pieces = [text[at : at + size] for at in range(0, len(text), size)] or [""]
     content = ""
     streamed = {}
@@ -219,9 +222,7 @@ def test_special_tokens_are_legal_instead_of_their_names_in_calls(notation):
     backend = make_backend("llguidance", Vocabulary(tokens, len(tokens), [STOP], names))
     choices = ["auto"] if notation in ONLY_AUTO or form == "hermes" else ["auto", "required"]
     for choice in choices:
-        output = TOOL_FORMATS[form].output(
-            read_tool_choice({"tools": TOOLS, "tool_choice": choice})
-        )
+        output = TOOL_FORMATS[form].output(chosen_tools({"tools": TOOLS, "tool_choice": choice}))
         compiled = backend.compile(GrammarSpec.structural_format(output))
 
         def accepts(ids, compiled=compiled):
@@ -279,7 +280,7 @@ def test_parser_returns_the_calls_that_were_written(notation, size):
 
 def cut(form, text, **fields):
     """Return the content, the calls and the text of the last call of an output that was cut."""
-    parser = ToolCallParser(read_tool_choice({"tools": TOOLS, **fields}), TOOL_FORMATS[form])
+    parser = ToolCallParser(chosen_tools({"tools": TOOLS, **fields}), TOOL_FORMATS[form])
     contents = [parser.feed(char, False)[0] for char in text]
     contents.append(parser.feed("", True)[0])
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in parser.calls]
@@ -339,9 +340,9 @@ def test_pythonic_string_in_single_quotes_is_read():
 def test_schema_that_a_notation_cannot_express_is_refused(form, schema, message):
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     with pytest.raises(ApiError) as error:
-        TOOL_FORMATS[form].output(read_tool_choice({"tools": tools}))
+        TOOL_FORMATS[form].output(chosen_tools({"tools": tools}))
     assert f"function 'f': parameters: {message}" in str(error.value)
-    TOOL_FORMATS["hermes"].output(read_tool_choice({"tools": tools}))
+    TOOL_FORMATS["hermes"].output(chosen_tools({"tools": tools}))
 
 
 @pytest.mark.parametrize("form", TOOL_FORMATS)
@@ -349,7 +350,7 @@ def test_function_whose_arguments_cannot_be_an_object_is_refused(form):
     for types in ("array", ["string", "null"]):
         tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": types}}}]
         with pytest.raises(ApiError, match="'f': parameters must be the schema of an obj") as error:
-            TOOL_FORMATS[form].output(read_tool_choice({"tools": tools}))
+            TOOL_FORMATS[form].output(chosen_tools({"tools": tools}))
         assert error.value.param == "tools"
 
 
@@ -372,7 +373,7 @@ def test_function_whose_arguments_cannot_be_an_object_is_refused(form):
 def test_parameters_that_are_no_schema_are_refused(form, schema, message):
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     with pytest.raises(ApiError) as error:
-        TOOL_FORMATS[form].output(read_tool_choice({"tools": tools}))
+        TOOL_FORMATS[form].output(chosen_tools({"tools": tools}))
     assert "function 'f': parameters: JSON schema: #" in str(error.value)
     assert message in str(error.value) and error.value.param == "tools"
 
@@ -456,7 +457,7 @@ def test_values_of_an_enumeration_are_written_as_in_python_or_json(backend, sche
 def test_function_name_that_a_notation_cannot_express_is_refused(form):
     tools = [{"type": "function", "function": {"name": "f (x)"}}]
     with pytest.raises(ApiError, match=f"{form} cannot express the function name 'f .x.'"):
-        TOOL_FORMATS[form].output(read_tool_choice({"tools": tools}))
+        TOOL_FORMATS[form].output(chosen_tools({"tools": tools}))
 
 
 @pytest.mark.parametrize(
@@ -523,7 +524,7 @@ def test_optional_parameters_can_be_combined_in_any_way(form, count):
         }
         tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
         for choice in ("auto", "required"):
-            tool_choice = read_tool_choice({"tools": tools, "tool_choice": choice})
+            tool_choice = chosen_tools({"tools": tools, "tool_choice": choice})
             spec = GrammarSpec.structural_format(TOOL_FORMATS[form].output(tool_choice))
             compiled = backend.compile(spec)
             for _ in range(4):
@@ -538,9 +539,7 @@ def test_optional_parameters_can_be_combined_in_any_way(form, count):
 def test_error_names_the_function_whose_schema_cannot_be_enforced(form):
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     tools = [*TOOLS, {"type": "function", "function": {"name": "f", "parameters": schema}}]
-    spec = GrammarSpec.structural_format(
-        TOOL_FORMATS[form].output(read_tool_choice({"tools": tools}))
-    )
+    spec = GrammarSpec.structural_format(TOOL_FORMATS[form].output(chosen_tools({"tools": tools})))
     place = "parameter 'a': JSON schema: cannot be enforced: #: uniqueItems"
     if form not in ("qwen3_coder", "pythonic"):
         place = "parameters: JSON schema: cannot be enforced: #/properties/a: uniqueItems"
@@ -559,7 +558,7 @@ def test_output_consists_of_calls_or_satisfies_response_format(notation, paralle
         "parallel_tool_calls": parallel,
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
     }
-    [found] = find_grammars(fields, Limits(), TOOL_FORMATS[form])
+    [found] = find_grammars(chat_request(**fields), Limits(), TOOL_FORMATS[form])
     spec = GrammarSpec.structural_format(found.value["format"])
     compiled = make_backend("llguidance", BYTES).compile(spec)
 

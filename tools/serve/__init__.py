@@ -2,9 +2,11 @@
 
 ``app``
     The ASGI application with its endpoints, authentication, admission control and streaming.
-``protocol``, ``fields``, ``grammars``, ``messages``
-    Conversion of requests from OpenAI's format to requests of the engine.
-``responses``, ``reasoning``, ``errors``
+``fields``, ``requests``, ``messages``
+    Pydantic models of requests in OpenAI's format, and the messages of their errors.
+``protocol``, ``grammars``
+    Conversion of requests to requests of the engine.
+``responses``, ``responses_api``, ``reasoning``, ``errors``
     Conversion of outputs and errors to OpenAI's format.
 ``tool_calls``, ``tool_formats``
     The functions that a model may call, and the notations of calls: grammars and parsers.

@@ -7,7 +7,7 @@ import hmac
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -22,21 +22,22 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from graft.cudagraph.errors import GraftError
+from graft.cudagraph.errors import GraftError, OptionError
 from graft.models.request import Event, Output
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.checks import short_repr
 from graft.tools.serve.engine_driver import EngineDriver
-from graft.tools.serve.errors import ApiError, check_output, to_api_error
-from graft.tools.serve.fields import check_fields, find_param, use_api_names
+from graft.tools.serve.errors import ApiError, check_output, to_api_error, use_api_fields
+from graft.tools.serve.fields import read_fields
 from graft.tools.serve.grammars import find_grammars, make_grammar_spec, shown_schema
 from graft.tools.serve.metrics import Metrics
 from graft.tools.serve.prompt_logprobs import score_prompts
 from graft.tools.serve.protocol import ApiRequest, RequestParser
 from graft.tools.serve.replicas import Replicas
 from graft.tools.serve.request_stream import RequestStream
+from graft.tools.serve.requests import ChatRequest, CompletionRequest
 from graft.tools.serve.responses import CompletionWriter, ResponseChoice, without_output
-from graft.tools.serve.responses_api import ResponsesWriter, chat_fields, rename_error
+from graft.tools.serve.responses_api import ResponsesWriter, rename_error, to_chat
 from graft.tools.serve.tokenization import detokenize, tokenize
 from graft.tools.version import version
 
@@ -284,22 +285,26 @@ class Service:
             raise ApiError(f"the body is longer than {max_bytes} bytes", 413)
         return bytes(body)
 
-    async def parse(self, fields: dict[str, Any], chat: bool) -> ApiRequest:
-        """Convert the fields of a request to requests of the engine.
+    async def parse(self, body: ChatRequest | CompletionRequest) -> ApiRequest:
+        """Convert an API request to requests of the engine.
 
         Raises
         ------
         ApiError, GraftError
             If a field is invalid.
         """
-        fields = check_fields(fields, chat, self.settings.name)
-        found = find_grammars(fields, self.parser.limits, self.parser.tool_format)
-        grammars = [
-            await _run_in(self._grammar_threads, make_grammar_spec, grammar) for grammar in found
-        ]
+        found = find_grammars(body, self.parser.limits, self.parser.tool_format)
+        try:
+            grammars = [
+                await _run_in(self._grammar_threads, make_grammar_spec, grammar)
+                for grammar in found
+            ]
+        except OptionError as error:
+            error.param = "grammar"
+            raise
         grammar = grammars[0] if grammars else None
         schema = shown_schema(found[0]) if found else None
-        return await _run_in(self._parser_thread, self.parser.parse, fields, chat, grammar, schema)
+        return await _run_in(self._parser_thread, self.parser.parse, body, grammar, schema)
 
     # Other endpoints ----------------------------------------------------------------------------
 
@@ -327,9 +332,10 @@ class Service:
         self.check_key(request)
         fields = await self.read_body(request)
         try:
-            api_request = await self.parse(chat_fields(fields), True)
+            api_request = await self.parse(to_chat(fields, self.settings.name))
         except GraftError as error:
-            raise rename_error(to_api_error(error)) from error
+            api_error = use_api_fields(to_api_error(error), ("messages",))
+            raise rename_error(api_error) from error
         [prompt] = api_request.prompts
         return _json_response({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
@@ -339,16 +345,24 @@ class Service:
 
     async def _tokenize(self, request: HttpRequest) -> Response:
         self.check_key(request)
-        fields = await self.read_body(request)
-        max_length = self.driver.info.max_length
-        return _json_response(
-            await _run_in(self._parser_thread, tokenize, self.parser, fields, max_length)
-        )
+        return await self._call_parser(request, tokenize)
 
     async def _detokenize(self, request: HttpRequest) -> Response:
         self.check_key(request)
+        return await self._call_parser(request, detokenize)
+
+    async def _call_parser(
+        self,
+        request: HttpRequest,
+        function: Callable[[RequestParser, dict[str, Any]], dict[str, Any]],
+    ) -> Response:
+        """Return the result of a function of the parser and the fields of a request."""
         fields = await self.read_body(request)
-        return _json_response(await _run_in(self._parser_thread, detokenize, self.parser, fields))
+        try:
+            body = await _run_in(self._parser_thread, function, self.parser, fields)
+        except GraftError as error:
+            raise use_api_fields(to_api_error(error), fields) from error
+        return _json_response(body)
 
     async def _version(self, _request: HttpRequest) -> Response:
         return _json_response({"version": version()})
@@ -426,7 +440,7 @@ class _GenerateEndpoint:
         service.check_key(request)
         service.check_capacity()
         is_counted = False
-        fields: dict[str, Any] = {}
+        fields: Collection[str] = ()
         try:
             given = await service.read_body(request)
             # The capacity is checked after the body has arrived. Clients that do not send their
@@ -437,8 +451,9 @@ class _GenerateEndpoint:
             header = request.headers.get("x-request-id")
             if header and given.get("request_id") is None:
                 given["request_id"] = header
-            fields = self._convert(given)
-            api_request = await self._parse(fields, given)
+            body = self._read(given)
+            fields = body.model_fields_set
+            api_request = await self._parse(body, given)
             stream = RequestStream(service.driver, api_request.requests)
             respond = self._stream if api_request.stream else self._respond
             response = asyncio.ensure_future(respond(api_request, stream, send))
@@ -460,24 +475,25 @@ class _GenerateEndpoint:
         finally:
             service.api_requests -= is_counted
 
-    def _convert(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Convert the fields of a request to those of a completion."""
-        return fields
+    def _read(self, given: dict[str, Any]) -> ChatRequest | CompletionRequest:
+        """Validate the fields of a request."""
+        is_chat = "messages" in given if self._chat is None else self._chat
+        name = self._service.settings.name
+        if is_chat:
+            return read_fields(ChatRequest, given, name)
+        return read_fields(CompletionRequest, given, name)
 
-    async def _parse(self, fields: dict[str, Any], _given: dict[str, Any]) -> ApiRequest:
-        """Convert the fields of a completion to an API request."""
-        chat = "messages" in fields if self._chat is None else self._chat
-        return await self._service.parse(fields, chat)
+    async def _parse(
+        self, body: ChatRequest | CompletionRequest, _given: dict[str, Any]
+    ) -> ApiRequest:
+        return await self._service.parse(body)
 
     def _make_writer(self, api_request: ApiRequest, choices: list[ResponseChoice]) -> _Writer:
         return CompletionWriter(api_request, self._service.parser.name, choices)
 
-    def _locate(self, error: ApiError, fields: Mapping[str, Any]) -> ApiError:
-        """Return an error with the name of the field that caused it."""
-        param = error.param
-        if param is None and error.status < 500:
-            param = find_param(str(error), fields)
-        return ApiError(use_api_names(str(error)), error.status, param=param, code=error.code)
+    def _locate(self, error: ApiError, fields: Collection[str]) -> ApiError:
+        """Return an error with the name of the API's field that caused it."""
+        return use_api_fields(error, fields)
 
     async def _respond(
         self, api_request: ApiRequest, stream: RequestStream, _send: Send
@@ -539,11 +555,13 @@ class _ResponsesEndpoint(_GenerateEndpoint):
     def __init__(self, service: Service):
         super().__init__(service, chat=True)
 
-    def _convert(self, fields: dict[str, Any]) -> dict[str, Any]:
-        return chat_fields(fields)
+    def _read(self, given: dict[str, Any]) -> ChatRequest | CompletionRequest:
+        return to_chat(given, self._service.settings.name)
 
-    async def _parse(self, fields: dict[str, Any], given: dict[str, Any]) -> ApiRequest:
-        api_request = await super()._parse(fields, given)
+    async def _parse(
+        self, body: ChatRequest | CompletionRequest, given: dict[str, Any]
+    ) -> ApiRequest:
+        api_request = await super()._parse(body, given)
         has_logprobs = api_request.requests[0].logprobs is not None
         if has_logprobs and (api_request.tools.functions or api_request.reasoning[0] is not None):
             raise ApiError(
@@ -556,7 +574,7 @@ class _ResponsesEndpoint(_GenerateEndpoint):
         [choice] = choices
         return ResponsesWriter(api_request, self._service.parser.name, choice)
 
-    def _locate(self, error: ApiError, fields: Mapping[str, Any]) -> ApiError:
+    def _locate(self, error: ApiError, fields: Collection[str]) -> ApiError:
         return rename_error(super()._locate(error, fields))
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 API_KEY_VARIABLE = "GRAFT_API_KEY"
 #: Modules of the packages that the extra ``serve`` installs.
-EXTRA_MODULES = ("starlette", "uvicorn", "prometheus_client")
+EXTRA_MODULES = ("starlette", "uvicorn", "prometheus_client", "pydantic")
 DEFAULT_NAME = "graft-demo"
 
 
@@ -214,7 +214,8 @@ def run(options: argparse.Namespace) -> int:
         if module not in EXTRA_MODULES:
             raise
         raise OptionError(
-            f"serving needs the module {module}: pip install starlette uvicorn prometheus-client"
+            f"serving needs the module {module}: pip install starlette uvicorn prometheus-client "
+            "pydantic"
         ) from error
     name = options.name
     if not name:

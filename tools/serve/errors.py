@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from graft.cudagraph.errors import GraftError
@@ -25,6 +26,34 @@ _MESSAGES = {
     "dead_end": "no token is left that grammar, logit bias and token bounds allow",
     "cancelled": "the server is shutting down",
 }
+#: Fields of the API by the field of `Request` that they set. The first one takes precedence.
+_API_FIELDS: dict[str, tuple[str, ...]] = {
+    "prompt": ("prompt", "messages"),
+    "tokens": ("prompt", "messages", "tokens"),
+    "messages": ("messages", "prompt"),
+    "max_tokens": ("max_completion_tokens", "max_tokens"),
+    "logprobs": ("top_logprobs", "logprobs"),
+    "stop_ids": ("stop_token_ids",),
+    "allowed_ids": ("allowed_token_ids",),
+    "banned_ids": ("bad_words",),
+    "stop_after": ("min_tokens",),
+    "grammar": (
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_json_object",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+        "regex",
+        "ebnf",
+        "json_schema",
+        "tools",
+        "bad_words",
+    ),
+}
+#: Fields of `Request` whose names in messages are replaced by those of the API.
+_RENAMED_FIELDS = ("stop_ids", "allowed_ids", "max_tokens", "stop_after")
 #: Finish reasons of complete responses.
 _COMPLETE = ("stop", "stop_string", "length", "timeout")
 
@@ -42,15 +71,25 @@ class ApiError(GraftError):
         Name of the request field that caused the error; None if the error has no single field.
     code
         OpenAI's error code; None if there is none.
+    engine_param
+        Name of the field of `graft.models.request.Request` that caused the error; None if `param`
+        is known or there is none. `use_api_fields` finds the field of the API request.
     """
 
     def __init__(
-        self, message: str, status: int = 400, *, param: str | None = None, code: str | None = None
+        self,
+        message: str,
+        status: int = 400,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        engine_param: str | None = None,
     ):
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.engine_param = engine_param
 
     @property
     def type(self) -> str:
@@ -82,7 +121,7 @@ def to_api_error(error: Exception) -> ApiError:
         return ApiError("the body is nested too deeply")
     if isinstance(error, GraftError):
         status = _STATUS.get(type(error).__name__, 400)
-        return ApiError(without_partial_hint(str(error)), status)
+        return ApiError(without_partial_hint(str(error)), status, engine_param=error.param)
     return ApiError(f"{type(error).__name__}: {error}", 500)
 
 
@@ -94,4 +133,20 @@ def check_output(output: Output) -> None:
     if status is None:
         status = _STATUS.get(output.reason, 500)
     message = output.error or _MESSAGES.get(output.reason, output.reason)
-    raise ApiError(without_partial_hint(message), status)
+    raise ApiError(without_partial_hint(message), status, engine_param=output.error_param)
+
+
+def use_api_fields(error: ApiError, given: Collection[str]) -> ApiError:
+    """Return an error about a field of `Request` as an error about the field of the API.
+
+    `given` contains the names of the API request's fields. Other errors are returned unchanged.
+    """
+    field = error.engine_param
+    if field is None or error.status >= 500:
+        return error
+    names = _API_FIELDS.get(field, (field,))
+    param = next((name for name in names if name in given), names[0])
+    message = str(error)
+    if field in _RENAMED_FIELDS:
+        message = message.replace(field, param)
+    return ApiError(message, error.status, param=param, code=error.code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from graft.grammar.grammar_spec import GrammarSpec
@@ -12,8 +11,7 @@ from graft.models.request import Limits, check_size
 from graft.sampling.checks import short_repr
 from graft.tools.grammar_options import make_grammar
 from graft.tools.serve.errors import ApiError
-from graft.tools.serve.fields import GRAMMAR_FIELDS
-from graft.tools.serve.tool_calls import read_tool_choice
+from graft.tools.serve.requests import GRAMMAR_FIELDS, ChatRequest, CompletionRequest
 from graft.tools.serve.tool_formats import ToolFormat
 from graft.tools.serve.tool_formats.base import one_of
 
@@ -48,9 +46,13 @@ class FoundGrammar(NamedTuple):
     key: str
     value: Any
 
+    def check_size(self, limits: Limits) -> None:
+        """Raise RequestError if the grammar is larger than `Limits.grammar_bytes`."""
+        check_size(self.name, self.value, "grammar_bytes", limits, param="grammar")
+
 
 def find_grammars(
-    fields: Mapping[str, Any], limits: Limits, tool_format: ToolFormat
+    body: ChatRequest | CompletionRequest, limits: Limits, tool_format: ToolFormat
 ) -> list[FoundGrammar]:
     """Return the grammars that response_format, structured_outputs or tools define.
 
@@ -60,8 +62,8 @@ def find_grammars(
 
     Parameters
     ----------
-    fields
-        Fields of the request without nulls.
+    body
+        The request.
     limits
         Maximum sizes of requests.
     tool_format
@@ -78,14 +80,14 @@ def find_grammars(
     ApiError, RequestError
         If the request has more than one grammar, or the grammar is too large.
     """
-    found = [*_response_format(fields), *_structured_outputs(fields)]
+    found = [*_response_format(body), *_structured_outputs(body)]
     unused: list[FoundGrammar] = []
-    tools = read_tool_choice(fields)
+    tools = body.chosen_tools
     if tools.functions:
         check_size("tools", tools.functions, "grammar_bytes", limits)
         form = tool_format.output(tools)
         if len(found) == 1 and not tools.required:
-            check_size(found[0].name, found[0].value, "grammar_bytes", limits)
+            found[0].check_size(limits)
             form = one_of([tool_format.calls(tools), _as_format(found[0])])
             found = []
         elif tools.required and [grammar.name for grammar in found] == ["response_format"]:
@@ -95,26 +97,28 @@ def find_grammars(
     if len(found) > 1:
         names = " and ".join(grammar.name for grammar in found)
         second = found[1].name
-        param = second if second in fields else "structured_outputs"
+        param = second if second in body.model_fields_set else "structured_outputs"
         raise ApiError(f"give at most one grammar, got {names}", param=param)
     for grammar in found + unused:
-        check_size(grammar.name, grammar.value, "grammar_bytes", limits)
+        grammar.check_size(limits)
     return found + unused
 
 
-def requires_answer(fields: Mapping[str, Any]) -> bool:
+def requires_answer(body: ChatRequest | CompletionRequest) -> bool:
     """Return whether the output of a request with a grammar must contain text of the grammar.
 
     This is not the case if the grammar only constrains calls that the model may make, or only
     excludes bad words.
     """
-    has_grammar = bool(_response_format(fields) or _structured_outputs(fields))
-    return has_grammar or read_tool_choice(fields).required
+    has_grammar = bool(_response_format(body) or _structured_outputs(body))
+    return has_grammar or body.chosen_tools.required
 
 
-def _response_format(fields: Mapping[str, Any]) -> list[FoundGrammar]:
+def _response_format(body: ChatRequest | CompletionRequest) -> list[FoundGrammar]:
     """Return the grammar of response_format as a list of at most one grammar."""
-    response_format = fields.get("response_format", {"type": "text"})
+    response_format = body.response_format
+    if response_format is None:
+        return []
     kind = response_format.get("type") if isinstance(response_format, dict) else None
     if kind == "text":
         return []
@@ -133,17 +137,17 @@ def _response_format(fields: Mapping[str, Any]) -> list[FoundGrammar]:
     )
 
 
-def _structured_outputs(fields: Mapping[str, Any]) -> list[FoundGrammar]:
+def _structured_outputs(body: ChatRequest | CompletionRequest) -> list[FoundGrammar]:
     """Return the grammars of structured_outputs and of the fields in `GRAMMAR_FIELDS`."""
-    structured = fields.get("structured_outputs")
+    structured = body.structured_outputs
     found = []
     if structured is not None:
         # Error messages name the key (such as "regex"), not the field structured_outputs.
         for key, value in _read_structured_outputs(structured).items():
             found.append(FoundGrammar(key.removeprefix("strict_"), key, value))
     for name, key in GRAMMAR_FIELDS.items():
-        if name in fields:
-            found.append(FoundGrammar(name, key, fields[name]))
+        if name in body.model_fields_set:
+            found.append(FoundGrammar(name, key, getattr(body, name)))
     return [grammar for grammar in found if _is_enabled(grammar)]
 
 

@@ -4,19 +4,70 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, StrictStr
 
 from graft.sampling.checks import short_repr
 from graft.tools.serve.errors import ApiError
+from graft.tools.serve.fields import Fields, read_fields
 
 _ROLES = ("developer", "system", "user", "assistant", "tool", "function")
-_TEXT_KEYS = ("name", "tool_call_id", "reasoning", "reasoning_content", "refusal")
-#: Keys that have no meaning in a prompt. Clients send the server's messages back with these keys.
-_IGNORED_KEYS = ("annotations", "parsed")
-_KEYS = ("role", "content", "tool_calls", *_TEXT_KEYS, *_IGNORED_KEYS)
-_CALL_KEYS = ("id", "type", "function", "index")
-_FUNCTION_KEYS = ("name", "arguments", "parsed_arguments")
+
+
+class _CalledFunction(Fields):
+    name: StrictStr
+    arguments: Any = None
+    parsed_arguments: Any = None
+
+
+class _ToolCall(Fields):
+    id: Any = None
+    type: Any = None
+    index: Any = None
+    function: _CalledFunction
+
+    def converted(self) -> dict[str, Any]:
+        """Return the call with its arguments parsed from JSON; empty ones and null become ``{}``.
+
+        Arguments that are an object instead of JSON text are not changed, as in vLLM.
+        """
+        arguments = self.function.arguments
+        if not isinstance(arguments, dict):
+            try:
+                arguments = json.loads(arguments or "{}")
+                arguments = {} if arguments is None else arguments
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ApiError(
+                    f"the arguments of the tool call {self.function.name!r} are not JSON: {error}",
+                    param="messages",
+                ) from error
+        call = {"function": {"name": self.function.name, "arguments": arguments}}
+        return {key: value for key, value in self if key in ("id", "type") and value} | call
+
+
+class _Message(Fields):
+    """A message. The keys ``annotations`` and ``parsed`` have no meaning in a prompt."""
+
+    model_config = ConfigDict(extra="allow")  # keys of the template, see `read_messages`
+
+    role: StrictStr
+    content: Any = None
+    tool_calls: Annotated[
+        list[_ToolCall], FailFast(), BeforeValidator(lambda calls: calls or [])
+    ] = Field(default_factory=list)
+    name: StrictStr | None = None
+    tool_call_id: StrictStr | None = None
+    reasoning: StrictStr | None = None
+    reasoning_content: StrictStr | None = None
+    refusal: StrictStr | None = None
+    annotations: Any = None
+    parsed: Any = None
+
+
+class _Messages(Fields):
+    messages: Annotated[list[_Message], FailFast()]
 
 
 def read_messages(messages: Any, template: str | None = None) -> list[dict[str, Any]]:
@@ -41,16 +92,12 @@ def read_messages(messages: Any, template: str | None = None) -> list[dict[str, 
     """
     if not isinstance(messages, list) or not messages:
         raise ApiError("messages must be a list of at least one message", param="messages")
-    return [_read_message(message, template or "") for message in messages]
+    read = read_fields(_Messages, {"messages": messages}).messages
+    return [_convert(message, template or "") for message in read]
 
 
-def _read_message(message: Any, template: str) -> dict[str, Any]:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ApiError(
-            f"a message must be an object with a role, got {short_repr(message)}", param="messages"
-        )
-    given = {key: value for key, value in message.items() if value is not None}
-    role = given["role"]
+def _convert(message: _Message, template: str) -> dict[str, Any]:
+    role = message.role
     if role not in _ROLES and not _has_role(template, role):
         raise ApiError(
             f"the role of a message must be one of {', '.join(_ROLES)}, got {short_repr(role)}",
@@ -58,27 +105,24 @@ def _read_message(message: Any, template: str) -> dict[str, Any]:
         )
     if role == "developer" and not _has_role(template, role):
         role = "system"
-    unknown = [key for key in given if key not in _KEYS and not _has_key(template, key)]
-    _refuse_unknown("a message", unknown)
-    for key in _TEXT_KEYS:
-        if not isinstance(given.get(key, ""), str):
+    for key in message.model_extra or ():
+        if re.search(rf"\b{re.escape(key)}\b", template) is None:
             raise ApiError(
-                f"{key} of a message must be a string, got {short_repr(given[key])}",
+                f"a message has the key {short_repr(key)}, which is unknown, or not supported",
                 param="messages",
             )
+    given = {key: value for key, value in message if value is not None}
     refusal = given.pop("refusal", "")
-    calls = given.pop("tool_calls", None)
-    converted = {key: value for key, value in given.items() if key not in _IGNORED_KEYS}
-    converted["role"] = role
-    converted["content"] = _read_content(given.get("content", refusal))
+    converted: dict[str, Any] = {"role": role, "content": _read_content(given, refusal)}
+    for key, value in given.items():
+        if key not in ("role", "content", "tool_calls", "annotations", "parsed"):
+            converted[key] = value
     # The API has two names for reasoning, and templates use either one.
     reasoning = given.get("reasoning_content", given.get("reasoning"))
     if reasoning is not None:
         converted |= {"reasoning": reasoning, "reasoning_content": reasoning}
-    if calls:
-        if not isinstance(calls, list):
-            raise ApiError(f"tool_calls must be a list, got {short_repr(calls)}", param="messages")
-        converted["tool_calls"] = [_read_tool_call(call) for call in calls]
+    if message.tool_calls:
+        converted["tool_calls"] = [call.converted() for call in message.tool_calls]
     return converted
 
 
@@ -86,60 +130,15 @@ def _has_role(template: str, role: str) -> bool:
     return f"'{role}'" in template or f'"{role}"' in template
 
 
-def _has_key(template: str, key: str) -> bool:
-    return re.search(rf"\b{re.escape(key)}\b", template) is not None
-
-
-def _refuse_unknown(where: str, keys: Collection[Any]) -> None:
-    if keys:
-        raise ApiError(
-            f"{where} has the key {short_repr(next(iter(keys)))}, which is unknown, or not "
-            "supported",
-            param="messages",
-        )
-
-
-def _read_content(content: Any) -> str:
+def _read_content(message: Mapping[str, Any], refusal: str) -> str:
     """Return the content of a message, which may be a list of parts, as one text."""
-    if isinstance(content, list):
-        texts = []
-        for part in content:
-            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-                raise ApiError(f"content must be text, got {short_repr(part)}", param="messages")
-            texts.append(part["text"])
-        return "".join(texts)
-    if not isinstance(content, str):
-        raise ApiError(f"content must be text, got {short_repr(content)}", param="messages")
-    return content
-
-
-def _read_tool_call(call: Any) -> dict[str, Any]:
-    """Return a tool call with its arguments parsed from JSON; empty ones and null become ``{}``.
-
-    Arguments that are an object instead of JSON text are not changed, as in vLLM.
-    """
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ApiError(
-            f"a tool call must have a function with a name, got {short_repr(call)}",
-            param="messages",
-        )
-    _refuse_unknown("a tool call", _unknown_keys(call, _CALL_KEYS))
-    _refuse_unknown("the function of a tool call", _unknown_keys(function, _FUNCTION_KEYS))
-    arguments = function.get("arguments")
-    if not isinstance(arguments, dict):
-        try:
-            arguments = json.loads(arguments or "{}")
-            arguments = {} if arguments is None else arguments
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ApiError(
-                f"the arguments of the tool call {function['name']!r} are not JSON: {error}",
-                param="messages",
-            ) from error
-    converted = {key: call[key] for key in ("id", "type") if call.get(key) is not None}
-    return converted | {"function": {"name": function["name"], "arguments": arguments}}
-
-
-def _unknown_keys(value: Mapping[str, Any], known: Collection[str]) -> list[str]:
-    """Return the keys of an object that are unknown and not null."""
-    return [key for key in value if key not in known and value[key] is not None]
+    content = message.get("content", refusal)
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            got = part if isinstance(content, list) else content
+            raise ApiError(f"content must be text, got {short_repr(got)}", param="messages")
+        texts.append(text)
+    return "".join(texts)

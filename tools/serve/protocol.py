@@ -15,27 +15,23 @@ from typing import Any, NamedTuple
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.grammar.vocabulary import Vocabulary
 from graft.models.errors import TemplateUnavailableError, TokenizerError
-from graft.models.request import (
-    MAX_SAMPLES,
-    Limits,
-    Request,
-    check_size,
-    check_timeout,
-    check_token_ids,
-)
-from graft.models.tokenizer import RESERVED_VARIABLES, Tokenizer
+from graft.models.request import MAX_SAMPLES, Limits, Request, check_size, check_token_ids
+from graft.models.tokenizer import Tokenizer
 from graft.sampling.checks import short_repr
-from graft.sampling.params import MAX_LOGPROBS
 from graft.tools.serve import reasoning
 from graft.tools.serve.errors import ApiError
-from graft.tools.serve.fields import PLAIN_FIELDS, read_bool, read_integer
 from graft.tools.serve.grammars import requires_answer
 from graft.tools.serve.messages import read_messages
-from graft.tools.serve.tool_calls import ToolChoice, read_tool_choice, shown_schema, template_tools
+from graft.tools.serve.requests import (
+    ENGINE_FIELDS,
+    ChatRequest,
+    CompletionRequest,
+    PromptFields,
+    StreamOptions,
+)
+from graft.tools.serve.tool_calls import ToolChoice, shown_schema, template_tools
 from graft.tools.serve.tool_formats import TOOL_FORMATS, find_tool_format
 
-_MAX_PRIORITY = 2**31 - 1
-_STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}
 #: Maximum number of bad_words, and of their characters in total. The single thread of the parser
 #: encodes them.
 _MAX_BAD_WORDS = 1024
@@ -194,7 +190,7 @@ class RequestParser:
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def parse(
-        self, fields: Mapping[str, Any], chat: bool, grammar: GrammarSpec | None, schema: Any = None
+        self, body: ChatRequest | CompletionRequest, grammar: GrammarSpec | None, schema: Any = None
     ) -> ApiRequest:
         """Convert an API request to requests of the engine.
 
@@ -202,10 +198,8 @@ class RequestParser:
 
         Parameters
         ----------
-        fields
-            Result of `check_fields`.
-        chat
-            Whether this is a chat completion.
+        body
+            The request.
         grammar
             Grammar of the output; None for free text.
         schema
@@ -216,16 +210,22 @@ class RequestParser:
         ApiError, GraftError
             If a field is invalid.
         """
-        _check_best_of(fields)
-        whole_prompts = [self.chat_prompt(fields, schema)] if chat else self._prompts(fields)
-        bad_words = self._read_bad_words(fields)
-        options = self._options(fields, chat, grammar, bad_words.ids)
-        prompts = self._truncate(fields, whole_prompts, options["max_tokens"])
-        self._check_lengths(fields, prompts, options["max_tokens"])
+        last_message: dict[str, Any] = {}
+        if isinstance(body, ChatRequest):
+            messages = self._read_messages(body)
+            last_message = messages[-1]
+            whole_prompts = [self._render(body, messages, schema)]
+        else:
+            whole_prompts = self._prompts(body)
+        bad_words = self._read_bad_words(body.bad_words)
+        options = self._options(body, grammar, bad_words.ids)
+        prompts = self._truncate(body, whole_prompts, options["max_tokens"])
+        self._check_lengths(body, prompts, options["max_tokens"])
         reasoning_starts: list[bool | None] = [None] * len(prompts)
-        if chat:
-            reasoning_starts = [self._reasoning_start(fields, prompt) for prompt in prompts]
-        prefix = "chatcmpl" if chat else "cmpl"
+        if isinstance(body, ChatRequest):
+            continued = last_message["content"] if body.continue_final_message else ""
+            reasoning_starts = [self._reasoning_start(prompts[0], continued)]
+        prefix = "chatcmpl" if isinstance(body, ChatRequest) else "cmpl"
         suffix = secrets.token_hex(12)
         output_grammar = _without_bad_words(bad_words.texts, grammar)
         request = Request(grammar=output_grammar, **options)
@@ -234,60 +234,62 @@ class RequestParser:
             one = replace(request, tokens=tokens, id=f"{prefix}-{suffix}/{i}")
             start = reasoning_starts[i]
             if start is not None:
-                one = self._with_reasoning(one, start, required=requires_answer(fields))
+                one = self._with_reasoning(one, start, required=requires_answer(body))
             requests += one.samples()
-        stream_options = _read_stream_options(fields)
+        prompt_logprobs = body.prompt_logprobs
+        echo = None
+        if isinstance(body, ChatRequest):
+            if body.echo:
+                echo = [last_message["content"] if last_message["role"] == _role(body) else ""]
+        elif body.echo:
+            echo = self._echo(body.prompt, prompts, whole_prompts)
+            prompt_logprobs = body.logprobs if prompt_logprobs is None else prompt_logprobs
+        stream_options = body.stream_options or StreamOptions()
         return ApiRequest(
-            id=f"{prefix}-{_read_request_id(fields) or suffix}",
-            chat=chat,
+            id=f"{prefix}-{body.request_id or suffix}",
+            chat=isinstance(body, ChatRequest),
             requests=requests,
             prompts=prompts,
-            stream=read_bool(fields, "stream"),
-            include_usage=read_bool(stream_options, "include_usage"),
-            continuous_usage=read_bool(stream_options, "continuous_usage_stats"),
-            role=_response_role(fields) if chat else "assistant",
-            echo=self._echo(fields, chat, prompts, whole_prompts),
-            prompt_logprobs=_read_prompt_logprobs(fields, chat),
-            include_stop=read_bool(fields, "include_stop_str_in_output"),
-            return_token_ids=read_bool(fields, "return_token_ids"),
-            ids_as_names=read_bool(fields, "return_tokens_as_token_ids"),
-            prompt_only=_is_prompt_only(fields, chat),
-            tools=read_tool_choice(fields),
+            stream=body.stream,
+            include_usage=stream_options.include_usage,
+            continuous_usage=stream_options.continuous_usage_stats,
+            role=_role(body) if isinstance(body, ChatRequest) else "assistant",
+            echo=echo,
+            prompt_logprobs=prompt_logprobs,
+            include_stop=body.include_stop_str_in_output,
+            return_token_ids=body.return_token_ids,
+            ids_as_names=body.return_tokens_as_token_ids,
+            prompt_only=_is_prompt_only(body),
+            tools=body.chosen_tools,
             reasoning=reasoning_starts,
-            include_reasoning=read_bool(fields, "include_reasoning", True),
-            separate_reasoning=read_bool(fields, "separate_reasoning", True),
+            include_reasoning=body.include_reasoning,
+            separate_reasoning=body.separate_reasoning,
         )
 
     def _truncate(
-        self, fields: Mapping[str, Any], prompts: list[list[int]], max_tokens: Any
+        self,
+        body: ChatRequest | CompletionRequest,
+        prompts: list[list[int]],
+        max_tokens: int | None,
     ) -> list[list[int]]:
         """Truncate prompts to ``truncate_prompt_tokens``.
 
         The value -1 means the context length minus the maximum length of the output.
         """
-        side = fields.get("truncation_side", "left")
-        if side not in ("left", "right"):
-            raise ApiError(
-                f"truncation_side must be left or right, got {short_repr(side)}",
-                param="truncation_side",
-            )
-        length = read_integer(fields, "truncate_prompt_tokens", -1, 2**63 - 1)
+        length = body.truncate_prompt_tokens
         if length is None:
             return prompts
-        if length == 0:
-            raise ApiError(
-                "truncate_prompt_tokens must be -1 or positive, got 0",
-                param="truncate_prompt_tokens",
-            )
         if length < 0:
-            output_length = max_tokens if type(max_tokens) is int else 1
-            length = max(1, self.max_length - output_length)
-        if side == "right":
+            length = max(1, self.max_length - (1 if max_tokens is None else max_tokens))
+        if body.truncation_side == "right":
             return [tokens[:length] for tokens in prompts]
         return [tokens[-length:] for tokens in prompts]
 
     def _check_lengths(
-        self, fields: Mapping[str, Any], prompts: Sequence[list[int]], max_tokens: Any
+        self,
+        body: ChatRequest | CompletionRequest,
+        prompts: Sequence[list[int]],
+        max_tokens: int | None,
     ) -> None:
         """Check that prompt and output fit into the context, with the messages of vLLM and SGLang.
 
@@ -299,11 +301,11 @@ class RequestParser:
             raise ApiError(
                 f"the prompt has {length} tokens and is longer than the model's context length: "
                 f"{limit}, including the output",
-                param="messages" if "messages" in fields else "prompt",
+                param="messages" if isinstance(body, ChatRequest) else "prompt",
             )
-        if type(max_tokens) is int and length + max_tokens > self.max_length:
+        if max_tokens is not None and length + max_tokens > self.max_length:
             name = "max_tokens"
-            if "max_completion_tokens" in fields:
+            if "max_completion_tokens" in body.model_fields_set:
                 name = "max_completion_tokens"
             raise ApiError(
                 "Requested token count exceeds the model's maximum context length: "
@@ -311,10 +313,8 @@ class RequestParser:
                 param=name,
             )
 
-    def chat_prompt(self, fields: Mapping[str, Any], schema: Any = None) -> list[int]:
-        """Apply the chat template to the messages and return the tokens of the prompt.
-
-        `schema` is the JSON schema of the output, which the template may show.
+    def chat_prompt(self, body: PromptFields) -> list[int]:
+        """Apply the chat template to the messages of a request, and return the prompt's tokens.
 
         Raises
         ------
@@ -323,22 +323,31 @@ class RequestParser:
         TemplateUnavailableError
             If no child process could render the template.
         """
+        return self._render(body, self._read_messages(body), None)
+
+    def _read_messages(self, body: PromptFields) -> list[dict[str, Any]]:
         if not self.tokenizer.has_chat_template:
             raise ApiError("the model has no chat template: use /v1/completions")
-        messages = read_messages(fields.get("messages"), self.tokenizer.tool_template)
-        check_size("the prompt", messages, "prompt_bytes", self.limits)
-        options = self._template_variables(fields)
-        continues = read_bool(fields, "continue_final_message")
-        adds_prompt = read_bool(fields, "add_generation_prompt", not continues)
+        messages = read_messages(body.messages, self.tokenizer.tool_template)
+        check_size("prompt", messages, "prompt_bytes", self.limits)
+        return messages
+
+    def _render(self, body: PromptFields, messages: list[dict[str, Any]], schema: Any) -> list[int]:
+        """Apply the chat template to messages and return the tokens of the prompt.
+
+        `schema` is the JSON schema of the output, which the template may show; None if there is
+        none.
+        """
+        continues = body.continue_final_message
+        adds_prompt = _adds_generation_prompt(body)
         if continues and adds_prompt:
             raise ApiError(
                 "continue_final_message requires add_generation_prompt: false",
                 param="continue_final_message",
             )
-        options = {"add_generation_prompt": adds_prompt} | options
-        tools = read_tool_choice(fields)
-        if tools.required:
-            schema = shown_schema(tools)
+        options = {"add_generation_prompt": adds_prompt} | self._template_variables(body)
+        if body.chosen_tools.required:
+            schema = shown_schema(body.chosen_tools)
         try:
             tokens = self.tokenizer.chat(
                 messages,
@@ -354,72 +363,50 @@ class RequestParser:
             if isinstance(error, TemplateUnavailableError):
                 raise type(error)(message) from error
             raise ApiError(message, param="messages") from error
-        if read_bool(fields, "add_special_tokens"):
+        if body.add_special_tokens:
             tokens = self.tokenizer.encode("", special=True) + tokens
         return tokens
 
-    def _template_variables(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _template_variables(self, body: PromptFields) -> dict[str, Any]:
         """Return the variables of the chat template that the request defines."""
-        variables = fields.get("chat_template_kwargs", {})
-        reserved = RESERVED_VARIABLES | {"schema", "tools"}
-        if not isinstance(variables, dict) or reserved & set(variables):
-            raise ApiError(
-                f"chat_template_kwargs must be an object, without {', '.join(sorted(reserved))}",
-                param="chat_template_kwargs",
-            )
-        documents = fields.get("documents")
-        if documents is not None:
-            if not isinstance(documents, list) or not all(isinstance(d, dict) for d in documents):
-                raise ApiError(
-                    f"documents must be a list of objects, got {short_repr(documents)}",
-                    param="documents",
-                )
-            check_size("documents", documents, "prompt_bytes", self.limits)
-            variables = {"documents": documents} | variables
-        effort = fields.get("reasoning_effort")
-        if effort is not None:
-            if not isinstance(effort, str):
-                raise ApiError(
-                    f"reasoning_effort must be a string, got {short_repr(effort)}",
-                    param="reasoning_effort",
-                )
-            variables = {"reasoning_effort": effort} | variables
-        if fields.get("tools") and fields.get("tool_choice") != "none":
-            variables = variables | {"tools": template_tools(fields["tools"])}
+        variables = body.chat_template_kwargs
+        if body.documents is not None:
+            check_size("documents", body.documents, "prompt_bytes", self.limits)
+            variables = {"documents": body.documents} | variables
+        if body.reasoning_effort is not None:
+            variables = {"reasoning_effort": body.reasoning_effort} | variables
+        if body.tools and body.tool_choice != "none":
+            variables = variables | {"tools": template_tools(body.functions_of_tools)}
         return variables
 
-    def _prompts(self, fields: Mapping[str, Any]) -> list[list[int]]:
+    def _prompts(self, body: CompletionRequest) -> list[list[int]]:
         """Return the token ids of each prompt of a completion request."""
-        prompt: Any = fields.get("prompt")
-        check_size("the prompt", prompt, "prompt_bytes", self.limits)
+        prompt = body.prompt
+        check_size("prompt", prompt, "prompt_bytes", self.limits)
         has_several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
         prompts: list[Any] = prompt if has_several else [prompt]
         if len(prompts) > MAX_SAMPLES:
             raise ApiError(f"at most {MAX_SAMPLES} prompts, got {len(prompts)}", param="prompt")
-        _check_num_choices(fields, len(prompts))
+        num_choices = body.n * len(prompts)
+        if num_choices > MAX_SAMPLES:
+            raise ApiError(f"at most {MAX_SAMPLES} choices, got {num_choices}", param="n")
         for one in prompts:
             if not isinstance(one, (str, list)):
                 raise ApiError(
                     f"a prompt must be text or token ids, got {short_repr(one)}", param="prompt"
                 )
-        special = read_bool(fields, "add_special_tokens", True)
         tokens = []
         for one in prompts:
             if isinstance(one, str):
-                one = self.tokenizer.encode(one, special=special)
+                one = self.tokenizer.encode(one, special=body.add_special_tokens)
             tokens.append(one)
         return tokens
 
-    def _reasoning_start(self, fields: Mapping[str, Any], prompt: Sequence[int]) -> bool | None:
+    def _reasoning_start(self, prompt: Sequence[int], continued: str) -> bool | None:
         """Return whether the output starts within a reasoning section; None if it has none."""
         if self._reasoning_parser is None:
             return None
         text = self.tokenizer.decode(prompt[-64:], special=True)
-        continued = ""
-        if read_bool(fields, "continue_final_message"):
-            continued = read_messages(fields["messages"], self.tokenizer.tool_template)[-1][
-                "content"
-            ]
         if not reasoning.has_reasoning(text, continued):
             return None
         return reasoning.starts_in_reasoning(self._reasoning_parser, text, continued)
@@ -434,23 +421,9 @@ class RequestParser:
         return replace(request, grammar=grammar)
 
     def _echo(
-        self,
-        fields: Mapping[str, Any],
-        chat: bool,
-        prompts: Sequence[list[int]],
-        whole_prompts: Sequence[list[int]],
-    ) -> list[str] | None:
-        """Return the value of `ApiRequest.echo`.
-
-        For a completion, this is the text of the truncated prompt. For a chat, it is the content of
-        the last message, if this message has the same role as the response.
-        """
-        if not read_bool(fields, "echo"):
-            return None
-        if chat:
-            last = read_messages(fields["messages"], self.tokenizer.tool_template)[-1]
-            return [last["content"] if last["role"] == _response_role(fields) else ""]
-        given = fields["prompt"]
+        self, given: Any, prompts: Sequence[list[int]], whole_prompts: Sequence[list[int]]
+    ) -> list[str]:
+        """Return the text of each truncated prompt of a completion."""
         texts = []
         for i, tokens in enumerate(prompts):
             text = given[i] if isinstance(given, list) and len(given) == len(prompts) else given
@@ -462,56 +435,47 @@ class RequestParser:
 
     def _options(
         self,
-        fields: Mapping[str, Any],
-        chat: bool,
+        body: ChatRequest | CompletionRequest,
         grammar: GrammarSpec | None,
         bad_word_ids: set[int],
     ) -> dict[str, Any]:
         """Return the fields of `Request` except for prompt, grammar and id."""
-        options: dict[str, Any] = {"temperature": 1.0, "max_tokens": None if chat else 16}
-        for name, request_field in PLAIN_FIELDS.items():
-            if name in fields:
-                options[request_field] = fields[name]
-        # Replicas subtract the elapsed time from timeout_s before an engine checks it.
-        check_timeout(fields.get("timeout_s"))
-        # In the API, as in vLLM, requests with a lower value run first. In the engine, requests
-        # with a higher value run first.
-        priority = read_integer(fields, "priority", -_MAX_PRIORITY, _MAX_PRIORITY)
-        options["priority"] = -(priority or 0)
-        if "seed" in fields:
+        is_chat = isinstance(body, ChatRequest)
+        options: dict[str, Any] = {"temperature": 1.0, "max_tokens": None if is_chat else 16}
+        for name, request_field in ENGINE_FIELDS.items():
+            if name in body.model_fields_set:
+                options[request_field] = getattr(body, name)
+        options["priority"] = -body.priority
+        if body.seed is not None:
             # In mode "coupled", the output depends only on the request and its seed, and not on
             # the other requests in the batch or on the draft length.
-            seed = read_integer(fields, "seed", -(2**63), 2**63 - 1)
-            options["seed"] = None if seed is None else seed % 2**64
+            options["seed"] = body.seed % 2**64
             options["verify"] = "coupled"
-        if "top_k" in fields:
-            options["top_k"] = 0 if fields["top_k"] == -1 else fields["top_k"]
-        if "max_completion_tokens" in fields:
-            options["max_tokens"] = fields["max_completion_tokens"]
-        if _is_prompt_only(fields, chat):
+        if body.top_k is not None:
+            options["top_k"] = 0 if body.top_k == -1 else body.top_k
+        if isinstance(body, ChatRequest):
+            if body.max_completion_tokens is not None:
+                options["max_tokens"] = body.max_completion_tokens
+            if body.logprobs:
+                options["logprobs"] = 0 if body.top_logprobs is None else body.top_logprobs
+        else:
+            options["logprobs"] = body.logprobs
+        if _is_prompt_only(body):
             options["max_tokens"] = 1  # the generated token is not a part of the response
-        if "stop" in fields:
-            stop = fields["stop"]
-            options["stop"] = [stop] if isinstance(stop, str) else stop
-        if "logit_bias" in fields:
-            options["logit_bias"] = _read_logit_bias(fields["logit_bias"])
-        options["logprobs"] = _read_logprobs(fields, chat)
-        if read_tool_choice(fields).functions:
+        if body.stop is not None:
+            options["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
+        options["logit_bias"] = body.logit_bias
+        if body.chosen_tools.functions:
             options["shown_tokens"] = self.tool_format.markers
-        if read_bool(fields, "ignore_eos"):
-            options |= self._ignore_stop_ids(fields, grammar, options["max_tokens"])
+        if body.ignore_eos:
+            options |= self._ignore_stop_ids(options, has_grammar=grammar is not None)
         banned = {*options.get("banned_ids", ()), *bad_word_ids}
         if banned:
             options["banned_ids"] = sorted(banned)
         return options
 
-    def _read_bad_words(self, fields: Mapping[str, Any]) -> _BadWords:
+    def _read_bad_words(self, words: list[str]) -> _BadWords:
         """Return bad_words, without white space at their beginning, by their number of tokens."""
-        words = fields.get("bad_words", [])
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            raise ApiError(
-                f"bad_words must be a list of strings, got {short_repr(words)}", param="bad_words"
-            )
         num_characters = sum(map(len, words))
         if len(words) > _MAX_BAD_WORDS or num_characters > _MAX_BAD_WORD_CHARACTERS:
             raise ApiError(
@@ -538,22 +502,20 @@ class RequestParser:
     def _word_ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, special=False, parse_special=False)
 
-    def _ignore_stop_ids(
-        self, fields: Mapping[str, Any], grammar: GrammarSpec | None, max_tokens: Any
-    ) -> dict[str, Any]:
+    def _ignore_stop_ids(self, options: Mapping[str, Any], has_grammar: bool) -> dict[str, Any]:
         """Return the fields of `Request` that prevent stop ids of the model.
 
         With a grammar, a stop id is still generated where the grammar allows nothing else.
         """
-        if grammar is not None:
+        if has_grammar:
             # This `min_tokens` is for stop ids. Stop strings are delayed as the request says.
-            stop_after = read_integer(fields, "min_tokens", 0, 2**31 - 1) or 0
-            return {"min_tokens": max_tokens or 2**31 - 1, "stop_after": stop_after}
-        stop_ids = fields.get("stop_token_ids", [])
+            return {
+                "min_tokens": options["max_tokens"] or 2**31 - 1,
+                "stop_after": options.get("min_tokens", 0),
+            }
+        stop_ids = options.get("stop_ids", [])
         if not isinstance(stop_ids, list):
-            raise ApiError(
-                f"stop_token_ids must be a list, got {short_repr(stop_ids)}", param="stop_token_ids"
-            )
+            return {}  # the engine reports the error
         return {"banned_ids": [token for token in self.tokenizer.stop_ids if token not in stop_ids]}
 
 
@@ -570,100 +532,21 @@ def _without_bad_words(texts: list[str], grammar: GrammarSpec | None) -> Grammar
     return GrammarSpec.structural_format({"type": "any_text", "excludes": texts})
 
 
-def _is_prompt_only(fields: Mapping[str, Any], chat: bool) -> bool:
+def _is_prompt_only(body: ChatRequest | CompletionRequest) -> bool:
     """Return whether the response has the echoed prompt and no generated text, as in vLLM."""
-    max_tokens = fields.get("max_tokens")
-    return not chat and type(max_tokens) is int and max_tokens == 0 and read_bool(fields, "echo")
+    return isinstance(body, CompletionRequest) and body.max_tokens == 0 and body.echo
 
 
-def _check_best_of(fields: Mapping[str, Any]) -> None:
-    n = fields.get("n", 1)
-    best_of = fields.get("best_of", n)
-    if best_of != n or isinstance(best_of, bool):
-        raise ApiError(
-            f"best_of must be equal to n, which is {short_repr(n)}, got {short_repr(best_of)}",
-            param="best_of",
-        )
+def _adds_generation_prompt(body: PromptFields) -> bool:
+    """Return whether the prompt begins a new message."""
+    if body.add_generation_prompt is None:
+        return not body.continue_final_message
+    return body.add_generation_prompt
 
 
-def _check_num_choices(fields: Mapping[str, Any], num_prompts: int) -> None:
-    """Limit the number of choices. If `n` itself is invalid, the engine reports the error."""
-    n = fields.get("n", 1)
-    num_choices = n * num_prompts if type(n) is int and n <= MAX_SAMPLES else 0
-    if num_choices > MAX_SAMPLES:
-        raise ApiError(f"at most {MAX_SAMPLES} choices, got {num_choices}", param="n")
-
-
-def _read_request_id(fields: Mapping[str, Any]) -> str | None:
-    request_id = fields.get("request_id")
-    if request_id is not None and not isinstance(request_id, str):
-        raise ApiError(
-            f"request_id must be a string, got {short_repr(request_id)}", param="request_id"
-        )
-    return request_id
-
-
-def _read_stream_options(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of stream_options that are not null."""
-    options = fields.get("stream_options", {})
-    if not isinstance(options, dict) or set(options) - _STREAM_OPTIONS:
-        raise ApiError(
-            f"stream_options must be an object with {' or '.join(sorted(_STREAM_OPTIONS))}, "
-            f"got {short_repr(options)}",
-            param="stream_options",
-        )
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _response_role(fields: Mapping[str, Any]) -> str:
+def _role(body: ChatRequest) -> str:
     """Return the role of the generated message, as vLLM defines it.
 
     It is the role of the last message if the prompt does not begin a new message.
     """
-    continues = read_bool(fields, "continue_final_message")
-    if read_bool(fields, "add_generation_prompt", not continues):
-        return "assistant"
-    return str(fields["messages"][-1]["role"])
-
-
-def _read_logprobs(fields: Mapping[str, Any], chat: bool) -> Any:
-    """Return the value of `Request.logprobs`."""
-    if not chat:
-        return fields.get("logprobs")
-    if read_bool(fields, "logprobs"):
-        return fields.get("top_logprobs", 0)
-    if fields.get("top_logprobs"):
-        raise ApiError("top_logprobs requires logprobs", param="top_logprobs")
-    return None
-
-
-def _read_prompt_logprobs(fields: Mapping[str, Any], chat: bool) -> int | None:
-    """Return the value of `ApiRequest.prompt_logprobs`."""
-    count = read_integer(fields, "prompt_logprobs", 0, MAX_LOGPROBS)
-    stream = read_bool(fields, "stream")
-    if count is not None and stream:
-        raise ApiError("prompt_logprobs requires stream: false", param="prompt_logprobs")
-    if count is None and not chat and read_bool(fields, "echo") and "logprobs" in fields:
-        count = read_integer(fields, "logprobs", 0, MAX_LOGPROBS)
-    return count
-
-
-def _read_logit_bias(bias: Any) -> dict[int, Any]:
-    """Return a logit bias by token id. Keys of JSON objects are strings and are converted."""
-    if not isinstance(bias, dict):
-        raise ApiError(
-            f"logit_bias must map token ids to numbers, got {short_repr(bias)}", param="logit_bias"
-        )
-    converted = {}
-    invalid = []
-    for key, value in bias.items():
-        try:
-            converted[int(key)] = value
-        except ValueError:
-            invalid.append(key)
-    if invalid:
-        raise ApiError(
-            f"logit_bias must map token ids to numbers, got the keys {short_repr(invalid)}",
-            param="logit_bias",
-        )
-    return converted
+    return "assistant" if _adds_generation_prompt(body) else str(body.messages[-1]["role"])

@@ -8,66 +8,24 @@ response and to the events of its stream. The server stores no responses.
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, FailFast, Field, StrictBool, StrictInt, StrictStr
 
 from graft.models.request import Event, Output
 from graft.sampling.checks import short_repr
 from graft.tools.serve.errors import ApiError
-from graft.tools.serve.fields import GRAMMAR_FIELDS, PLAIN_FIELDS, read_bool, read_integer
+from graft.tools.serve.fields import Fields, only, read_fields, rule_error
 from graft.tools.serve.protocol import ApiRequest
+from graft.tools.serve.requests import ChatRequest, GenerationFields, TemplateFields
 from graft.tools.serve.responses import ResponseChoice, output_event, token_usage
 
-#: Fields that a request shares with chat completions. Their names and meanings are the same.
-_SHARED_FIELDS = {
-    "model",
-    "stream",
-    *(set(PLAIN_FIELDS) - {"n", "max_tokens"}),
-    *GRAMMAR_FIELDS,
-    "structured_outputs",
-    "seed",
-    "top_k",
-    "logit_bias",
-    "stop",
-    "ignore_eos",
-    "bad_words",
-    "priority",
-    "request_id",
-    "parallel_tool_calls",
-    "chat_template_kwargs",
-    "documents",
-    "truncate_prompt_tokens",
-    "truncation_side",
-    "user",
-    "metadata",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-}
-_CONVERTED_FIELDS = {
-    "input",
-    "instructions",
-    "max_output_tokens",
-    "text",
-    "tools",
-    "tool_choice",
-    "reasoning",
-    "include",
-    "top_logprobs",
-    "stream_options",
-}
-#: Fields of which only one value is supported, with this value.
-_CONSTANT_FIELDS = {"background": False, "store": False, "truncation": "disabled"}
-#: Fields that refer to stored responses or prompts.
-_STORAGE_FIELDS = ("previous_response_id", "conversation", "prompt")
 _INCLUDE_LOGPROBS = "message.output_text.logprobs"
-#: Allowed values of `include`. Reasoning is always plain text, so encrypted reasoning is ignored.
-_INCLUDE = (_INCLUDE_LOGPROBS, "reasoning.encrypted_content")
+#: Reasoning is always plain text, so encrypted reasoning is ignored.
+_Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 _FIELD_NAMES = {
     "messages": "input",
@@ -83,112 +41,117 @@ _NAMES_IN_MESSAGES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-_RENAMED = re.compile(rf"\b({'|'.join(_NAMES_IN_MESSAGES)})\b")
 
 
-def chat_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the fields of a request to the fields of a chat completion.
+class _TextOptions(Fields):
+    format: Any = None
+    verbosity: Any = None
+
+
+class _ReasoningOptions(Fields):
+    effort: Any = None
+    summary: Any = None
+    generate_summary: Any = None
+
+
+class _StreamOptions(Fields):
+    include_obfuscation: StrictBool = False  # has no effect
+
+
+class _FunctionTool(Fields):
+    model_config = ConfigDict(extra="allow")  # keys of a function in a chat completion
+
+    type: Literal["function"]
+
+
+def _not_stored(_value: Any) -> None:
+    raise rule_error(
+        "is not supported, because the server stores no responses; send the whole conversation in "
+        "input"
+    )
+
+
+class ResponsesRequest(GenerationFields, TemplateFields):
+    """A request of ``/v1/responses``. Values of type ``Any`` are checked as those of a chat."""
+
+    input: Any = None
+    instructions: StrictStr | None = None
+    max_output_tokens: Any = None
+    text: _TextOptions = _TextOptions()
+    tools: Annotated[list[_FunctionTool] | None, FailFast()] = None
+    tool_choice: Any = None
+    reasoning: _ReasoningOptions = _ReasoningOptions()
+    include: Annotated[list[_Included], FailFast()] = Field(default_factory=list)
+    top_logprobs: Any = None
+    stream_options: _StreamOptions | None = None
+    #: Limits calls of OpenAI's built-in tools only.
+    max_tool_calls: StrictInt | None = Field(None, ge=0, le=2**63 - 1)
+    background: Annotated[Any, only(False)] = False
+    store: Annotated[Any, only(False)] = False
+    truncation: Annotated[Any, only("disabled")] = "disabled"
+    previous_response_id: Annotated[Any, BeforeValidator(_not_stored)] = None
+    conversation: Annotated[Any, BeforeValidator(_not_stored)] = None
+    prompt: Annotated[Any, BeforeValidator(_not_stored)] = None
+
+
+_SHARED_FIELDS = GenerationFields.model_fields.keys() | TemplateFields.model_fields.keys()
+
+
+def to_chat(fields: Mapping[str, Any], served: str) -> ChatRequest:
+    """Convert the fields of a request to a chat completion.
+
+    Parameters
+    ----------
+    fields
+        Fields of the request.
+    served
+        Name of the language model.
 
     Raises
     ------
     ApiError
         If a field is unknown, not supported or has an invalid value.
     """
-    given = {name: value for name, value in fields.items() if value is not None}
-    for name, expected in _CONSTANT_FIELDS.items():
-        value = given.pop(name, expected)
-        if value != expected or type(value) is not type(expected):
-            raise ApiError(f"{name} can only be {expected!r}, got {short_repr(value)}", param=name)
-    for name in given:
-        if name in _STORAGE_FIELDS:
-            raise ApiError(
-                f"{name} is not supported, because the server stores no responses; send the whole "
-                "conversation in input",
-                param=name,
-            )
-    read_integer(
-        given, "max_tool_calls", 0, 2**63 - 1
-    )  # limits calls of OpenAI's built-in tools only
-    given.pop("max_tool_calls", None)
-    for name in given:
-        if name not in _SHARED_FIELDS and name not in _CONVERTED_FIELDS:
-            raise ApiError(f"the field {short_repr(name)} is unknown, or not supported", param=name)
-    chat = {name: value for name, value in given.items() if name in _SHARED_FIELDS}
-    chat["messages"] = _read_input(given.get("input"), given.get("instructions"))
-    if "max_output_tokens" in given:
-        chat["max_completion_tokens"] = given["max_output_tokens"]
-    chat |= _read_text(given.get("text", {}))
-    if "tools" in given:
-        chat["tools"] = [_read_tool(tool) for tool in _as_list(given, "tools")]
-    if "tool_choice" in given:
-        chat["tool_choice"] = _read_tool_choice(given["tool_choice"])
-    effort = _read_object(given, "reasoning", {"effort", "summary", "generate_summary"})
-    if "effort" in effort:
-        chat["reasoning_effort"] = effort["effort"]
-    options = _read_object(given, "stream_options", {"include_obfuscation"})
-    read_bool(options, "include_obfuscation")
-    included = _as_list(given, "include")
-    for value in included:
-        if value not in _INCLUDE:
-            raise ApiError(
-                f"include can have {' and '.join(_INCLUDE)}, got {short_repr(value)}",
-                param="include",
-            )
-    if _INCLUDE_LOGPROBS in included or given.get("top_logprobs"):
-        chat |= {"logprobs": True, "top_logprobs": given.get("top_logprobs", 0)}
-    return chat
+    given = read_fields(ResponsesRequest, fields, served)
+    chat = {name: fields[name] for name in _SHARED_FIELDS & given.model_fields_set}
+    chat["messages"] = _read_input(given.input, given.instructions)
+    chat["max_completion_tokens"] = given.max_output_tokens
+    if given.text.format is not None:
+        chat["response_format"] = _response_format(given.text.format)
+    chat["verbosity"] = given.text.verbosity
+    if given.tools is not None:
+        tools = []
+        for tool in given.tools:
+            tools.append({"type": "function", "function": tool.model_extra})
+        chat["tools"] = tools
+    chat["tool_choice"] = _read_tool_choice(given.tool_choice)
+    chat["reasoning_effort"] = given.reasoning.effort
+    if _INCLUDE_LOGPROBS in given.include or given.top_logprobs:
+        chat |= {"logprobs": True, "top_logprobs": given.top_logprobs}
+    return read_fields(ChatRequest, chat, served)
 
 
 def rename_error(error: ApiError) -> ApiError:
     """Return an error about chat fields with the names that these fields have in this API."""
-    message = _RENAMED.sub(lambda match: _NAMES_IN_MESSAGES[match[0]], str(error))
+    message = str(error)
+    for name, name_here in _NAMES_IN_MESSAGES.items():
+        message = message.replace(name, name_here)
     param = None if error.param is None else _FIELD_NAMES.get(error.param, error.param)
     return ApiError(message, error.status, param=param, code=error.code)
 
 
-def _as_list(fields: Mapping[str, Any], name: str) -> list[Any]:
-    value = fields.get(name, [])
-    if not isinstance(value, list):
-        raise ApiError(f"{name} must be a list, got {short_repr(value)}", param=name)
-    return value
-
-
-def _read_object(fields: Mapping[str, Any], name: str, keys: set[str]) -> dict[str, Any]:
-    """Return the values of a field that is an object with certain keys, without nulls."""
-    value = fields.get(name, {})
-    if not isinstance(value, dict) or set(value) - keys:
-        raise ApiError(
-            f"{name} must be an object with {' or '.join(sorted(keys))}, got {short_repr(value)}",
-            param=name,
-        )
-    return {key: part for key, part in value.items() if part is not None}
-
-
-def _read_text(text: Any) -> dict[str, Any]:
-    """Convert the field ``text`` to ``response_format`` and ``verbosity``."""
-    text = _read_object({"text": text}, "text", {"format", "verbosity"})
-    chat = {}
-    if "verbosity" in text:
-        chat["verbosity"] = text["verbosity"]
-    form = text.get("format", {"type": "text"})
+def _response_format(form: Any) -> dict[str, Any]:
+    """Convert ``text.format`` to ``response_format``."""
     kind = form.get("type") if isinstance(form, dict) else None
     if kind == "json_schema":
         definition = {key: value for key, value in form.items() if key != "type"}
-        chat["response_format"] = {"type": kind, "json_schema": definition}
-    elif kind in ("text", "json_object"):
-        chat["response_format"] = {"type": kind}
-    else:
-        raise ApiError(
-            f"text.format must be text, json_object or json_schema, got {short_repr(form)}",
-            param="text",
-        )
-    return chat
-
-
-def _read_tool(tool: Any) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        raise ApiError(f"tools can only be functions, got {short_repr(tool)}", param="tools")
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+        return {"type": kind, "json_schema": definition}
+    if kind in ("text", "json_object"):
+        return {"type": kind}
+    raise ApiError(
+        f"text.format must be text, json_object or json_schema, got {short_repr(form)}",
+        param="text",
+    )
 
 
 def _read_tool_choice(choice: Any) -> Any:
@@ -238,10 +201,13 @@ def _read_input(items: Any, instructions: Any) -> list[dict[str, Any]]:
         if kind == "function_call":
             _append_call(messages, item, reasoning)
         elif kind == "function_call_output":
+            if item.get("call_id") is not None:
+                _check_strings(item, "call_id")
             output = _read_texts(item.get("output"))
             tool = {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
             messages.append(tool)
         elif kind == "message":
+            _check_strings(item, "role")
             message = {"role": item.get("role"), "content": _read_texts(item.get("content"))}
             if item.get("role") == "assistant" and reasoning:
                 message["reasoning_content"] = reasoning
@@ -256,14 +222,18 @@ def _read_input(items: Any, instructions: Any) -> list[dict[str, Any]]:
     return messages
 
 
+def _check_strings(item: Mapping[str, Any], *keys: str) -> None:
+    for key in keys:
+        if not isinstance(item.get(key), str):
+            kind = item.get("type", "message")
+            raise ApiError(
+                f"a {kind} must have the string {key}, got {short_repr(dict(item))}", param="input"
+            )
+
+
 def _append_call(messages: list[dict[str, Any]], item: Mapping[str, Any], reasoning: str) -> None:
     """Add a function call to the message of the assistant that precedes it, or to a new message."""
-    for key in ("call_id", "name", "arguments"):
-        if not isinstance(item.get(key), str):
-            raise ApiError(
-                f"a function_call must have the string {key}, got {short_repr(dict(item))}",
-                param="input",
-            )
+    _check_strings(item, "call_id", "name", "arguments")
     if reasoning or not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
         if reasoning:
