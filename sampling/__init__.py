@@ -1,8 +1,11 @@
 """Token masks, sampling, and verification of drafts on the device."""
 
+from graft.sampling.arrays import SamplingArrays
 from graft.sampling.mask import MaskApply
 from graft.sampling.params import VERIFY_MODES, Relaxed, SamplingParams
-from graft.sampling.sampler import DraftVocab, RowMap, Sampler, output_ring
+from graft.sampling.results import output_ring
+from graft.sampling.rows import DraftVocab, RowMap
+from graft.sampling.sampler import Sampler
 from graft.sampling.state import SlotRequest, SlotState
 
 __all__ = [
@@ -11,6 +14,7 @@ __all__ = [
     "Relaxed",
     "RowMap",
     "Sampler",
+    "SamplingArrays",
     "SamplingParams",
     "SlotRequest",
     "SlotState",

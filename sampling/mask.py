@@ -7,7 +7,7 @@ from graft.cudagraph.driver.memory import DeviceArray, PinnedArray
 from graft.cudagraph.errors import ShapeError
 from graft.cudagraph.lanes import Lane
 from graft.sampling.checks import check_range, expect
-from graft.sampling.loading import load
+from graft.sampling.kernels.loader import load
 
 __all__ = ["MaskApply"]
 

@@ -14,7 +14,7 @@ from graft.cudagraph.driver.cstruct import read_numbers, read_struct
 from graft.cudagraph.driver.memory import PinnedArray
 from graft.cudagraph.lanes import Lane
 from graft.sampling.checks import check_range
-from graft.sampling.loading import KERNELS, load
+from graft.sampling.kernels.loader import KERNELS, load
 from graft.sampling.params import VERIFY_MODES, SamplingParams
 
 __all__ = ["LOGPROBS", "MAX_DRAFTS", "SLOT", "SlotRequest", "SlotState"]

@@ -13,9 +13,9 @@ from graft.cudagraph.driver.cstruct import read_struct
 from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
+from graft.sampling.arrays import SamplingArrays
 from graft.sampling.checks import check_range, expect, short_repr
-from graft.sampling.loading import KERNELS, load
-from graft.sampling.sampler import Sampler
+from graft.sampling.kernels.loader import KERNELS, load
 from graft.sampling.state import MAX_DRAFTS
 
 __all__ = ["TreePlan", "TreeSampler"]
@@ -126,7 +126,7 @@ def _is_path(path: Any) -> bool:
 
 
 class TreeSampler:
-    """Grows draft trees level by level, as a `Sampler` samples the drafts of a chain.
+    """Grows draft trees level by level, as a `ChainSampler` samples the drafts of a chain.
 
     For each level, call `candidates` if the grammar tests candidates, then `draft`. Level 1 reads
     one row of logits per request, later levels read `branch` rows.
@@ -145,26 +145,18 @@ class TreeSampler:
     candidate has probability 1. A node without a legal token among its candidates has no
     children, so a request may have fewer than K drafts.
 
-    Parameters
-    ----------
-    sampler
-        Sampler of the round. Its mode must be a growing tree.
-
-    Raises
-    ------
-    OptionError
-        If the mode is not a growing tree.
+    OptionError is raised if the draft mode is not a growing tree.
     """
 
-    def __init__(self, sampler: Sampler) -> None:
-        mode = sampler.mode
+    def __init__(self, arrays: SamplingArrays) -> None:
+        mode = arrays.mode
         if not mode.grows_tree:
             raise OptionError(
                 f"TreeSampler requires a tree that grows level by level, got {mode.kind} drafts "
                 f"with masking {mode.masking!r}"
             )
         branch = mode.branch
-        self._sampler = sampler
+        self._arrays = arrays
         self._branch = branch
         self._levels = mode.levels
         self._probes = mode.probes
@@ -174,12 +166,12 @@ class TreeSampler:
         shape["levels"] = mode.levels
         shape["children"] = num_children
         shape["candidates"] = mode.candidates if mode.probes else branch
-        shape["drafts"] = sampler.draft_length
+        shape["drafts"] = arrays.draft_length
         self._shape: Any = shape[()]
         plan = TreePlan(branch, mode.levels, mode.paths)
-        self._plan = sampler.device.from_host(plan.table()) if mode.paths else None
+        self._plan = arrays.device.from_host(plan.table()) if mode.paths else None
         self._allocate(num_children, int(shape["candidates"]))
-        kernels = load(sampler.device, "tree", sampler.block)
+        kernels = load(arrays.device, "tree", arrays.block)
         self._candidates = kernels["tree_candidates"]
         self._grow = kernels["tree_grow"]
 
@@ -193,10 +185,10 @@ class TreeSampler:
         candidates
             Maximum number of candidates per node.
         """
-        device = self._sampler.device
-        batch = self._sampler.max_batch
+        device = self._arrays.device
+        batch = self._arrays.max_batch
         nodes = batch * self._branch
-        self._work = device.zeros((nodes, self._sampler.draft_vocab.size), "float32")
+        self._work = device.zeros((nodes, self._arrays.draft_vocab.size), "float32")
         self._candidate_arrays = (
             device.zeros((nodes, candidates), "int32"),
             device.zeros((nodes, candidates), "float32"),
@@ -215,7 +207,7 @@ class TreeSampler:
 
         Its number of levels is at most `drafts`, too.
         """
-        check_range("drafts", drafts, 1, self._sampler.draft_length)
+        check_range("drafts", drafts, 1, self._arrays.draft_length)
         smaller = copy(self)
         smaller._levels = min(self._levels, drafts)
         smaller._shape = self._shape.copy()
@@ -254,48 +246,45 @@ class TreeSampler:
         """
         if not self._probes:
             self._rank(lane, logits, row_slot, level)
-        sampler = self._sampler
+        arrays = self._arrays
         args = [
             row_slot,
             level,
             self._shape,
-            sampler.state.array,
-            sampler.rows,
-            sampler.row_words,
+            arrays.state.array,
+            arrays.rows,
+            arrays.row_words,
             *self._candidate_arrays,
             *self._child_arrays,
             self._plan,
-            *sampler.shared,
+            *arrays.exchange_args,
         ]
         name = f"tree level {level}"
-        lane.kernel(self._grow, row_slot.shape[0], sampler.block, args, name=name)
+        lane.kernel(self._grow, row_slot.shape[0], arrays.block, args, name=name)
 
     def _rank(self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int) -> None:
         """Add the kernel that finds the most likely candidates of each node."""
-        sampler = self._sampler
+        arrays = self._arrays
         check_range("level", level, 1, self._levels)
         rows = row_slot.shape[0]
         if level > 1:
             rows *= self._branch
-        expect("logits", logits, "float32", R=rows, Vd=sampler.draft_vocab.size)
+        expect("logits", logits, "float32", R=rows, Vd=arrays.draft_vocab.size)
         args = [
             logits,
-            sampler.draft_vocab.size,
-            sampler.token_limit,
-            sampler.draft_vocab.d2t,
-            sampler.draft_vocab.t2d,
+            *arrays.draft_vocab_args,
             row_slot,
             level,
             self._shape,
-            sampler.state.tables,
-            sampler.vocab_size,
-            sampler.cross_block,
-            sampler.state.array,
-            sampler.rows,
-            sampler.row_words,
+            arrays.state.tables,
+            arrays.vocab_size,
+            arrays.cross_block,
+            arrays.state.array,
+            arrays.rows,
+            arrays.row_words,
             self._work,
             *self._candidate_arrays,
-            *sampler.shared,
+            *arrays.exchange_args,
         ]
-        grid = (rows, sampler.draft_parts, 1)
-        lane.kernel(self._candidates, grid, sampler.block, args, name=f"candidates {level}")
+        grid = (rows, arrays.draft_parts, 1)
+        lane.kernel(self._candidates, grid, arrays.block, args, name=f"candidates {level}")

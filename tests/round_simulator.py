@@ -21,7 +21,7 @@ from reference_round import FREE, NOT_READY, READY
 
 from graft.cudagraph.driver.pinned import Ring
 from graft.sampling.exchange import Exchange
-from graft.sampling.sampler import ROUND_ROW
+from graft.sampling.results import ROUND_ROW
 
 _HEADER_WORDS = ROUND_ROW.itemsize // 4
 

@@ -151,7 +151,7 @@ class DeviceAutomata:
         self._memory = device.empty((table_bytes,), "uint8")
         self._allocate_cache(row_bytes)
         self._upload_tokens(vocabulary)
-        max_rows = sampler.max_batch * (exchange.drafts + 1)
+        max_rows = sampler.arrays.max_batch * (exchange.drafts + 1)
         self._items = device.zeros((max_rows, _ITEM.itemsize), "uint8")
         self._kernels = device.load(KERNELS / "automaton.cu", {"BLOCK": str(self._block)})
         # By native grammar, least recently used first.
@@ -377,7 +377,7 @@ class DeviceAutomata:
 
     @property
     def _results(self) -> tuple[object, ...]:
-        return self._sampler.rows, self._sampler.row_words
+        return self._sampler.arrays.rows, self._sampler.arrays.row_words
 
     @property
     def _tables_args(self) -> tuple[object, ...]:

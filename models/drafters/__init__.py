@@ -28,7 +28,7 @@ from graft.models.drafters.mtp import Mtp
 from graft.models.drafters.ngram import NGram
 from graft.models.drafters.suffix import Suffix
 from graft.models.drafters.user import UserDrafter
-from graft.sampling.sampler import DraftVocab
+from graft.sampling.rows import DraftVocab
 
 __all__ = [
     "CascadeDrafter",

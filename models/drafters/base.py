@@ -27,7 +27,7 @@ from graft.models.errors import ConfigError, DrafterError
 from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rows import Rows
 from graft.models.tokenizer import Tokenizer
-from graft.sampling.sampler import DraftVocab
+from graft.sampling.rows import DraftVocab
 from graft.sampling.state import MAX_DRAFTS
 from graft.sampling.tree import TreePlan
 

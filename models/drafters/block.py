@@ -29,7 +29,7 @@ from graft.models.llm.kernels.operands import KVWrite, Norm
 from graft.models.llm.rows import Rows
 from graft.models.llm.stack import DecoderLayer, DecoderStack
 from graft.models.llm.weights import Weights
-from graft.sampling.sampler import DraftVocab
+from graft.sampling.rows import DraftVocab
 
 __all__ = ["BlockDrafter"]
 
@@ -172,8 +172,8 @@ class BlockDrafter(Drafter):
         args = [
             feed.row_slot,
             feed.state.array,
-            feed.sampler.rows,
-            feed.sampler.row_words,
+            feed.sampler.arrays.rows,
+            feed.sampler.arrays.row_words,
             feed.batch,
             width,
             config.mask_token_id,

@@ -31,7 +31,7 @@ from graft.models.llm.kernels.library import ModelKernels
 from graft.models.llm.rows import Rows
 from graft.models.llm.stack import DecoderStack
 from graft.models.llm.weights import Weights
-from graft.sampling.loading import load, row_block
+from graft.sampling.kernels.loader import load, row_block
 
 __all__ = ["DFlash2"]
 

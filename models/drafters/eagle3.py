@@ -30,7 +30,7 @@ from graft.models.llm.rows import Rows
 from graft.models.llm.stack import DecoderLayer, DecoderStack, check_cache
 from graft.models.llm.weights import Matrix, Weights
 from graft.sampling.checks import expect
-from graft.sampling.sampler import DraftVocab
+from graft.sampling.rows import DraftVocab
 
 # Tensors of a checkpoint that only training uses.
 _TRAINING = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")

@@ -12,7 +12,8 @@ from graft.cudagraph.device import Device
 from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.lanes import Lane
 from graft.models.llm.rows import Rows
-from graft.sampling.sampler import RowMap, Sampler
+from graft.sampling.rows import RowMap
+from graft.sampling.sampler import Sampler
 from graft.sampling.state import SlotState
 
 __all__ = ["Feed", "RoundScratch"]
@@ -213,7 +214,7 @@ class Feed:
     def _round_args(self) -> list[object]:
         """Arguments that all layout kernels have in common."""
         sampler = self.sampler
-        return [self.row_slot, self.state.array, sampler.rows, sampler.row_words]
+        return [self.row_slot, self.state.array, sampler.arrays.rows, sampler.arrays.row_words]
 
     def _launch(self, lane: Lane, kernel: str, args: list[object], name: str) -> None:
         lane.kernel(self.device.load(_KERNELS)[kernel], 1, _THREADS, args, name=name)

@@ -24,4 +24,4 @@ class Forced(Drafter):
         self.shape = TreeShape(max_drafts)
 
     def start(self, lane: Lane, feed: Feed) -> None:
-        feed.sampler.forced(lane, feed.row_slot, feed.proposal)
+        feed.sampler.proposals.forced(lane, feed.row_slot, feed.proposal)

@@ -14,7 +14,7 @@ from graft.models.llm.config import LlamaConfig
 from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rows import Rows
 from graft.models.tokenizer import Tokenizer
-from graft.sampling.sampler import DraftVocab
+from graft.sampling.rows import DraftVocab
 
 __all__ = ["SmallModel"]
 

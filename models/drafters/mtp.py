@@ -28,7 +28,7 @@ from graft.models.llm.llama import LlamaModel
 from graft.models.llm.rows import Rows
 from graft.models.llm.stack import DecoderLayer, DecoderStack
 from graft.models.llm.weights import Weights
-from graft.sampling.sampler import DraftVocab
+from graft.sampling.rows import DraftVocab
 
 __all__ = ["Mtp"]
 

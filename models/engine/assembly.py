@@ -36,9 +36,11 @@ from graft.models.round.round import RoundGraph, RoundParts
 from graft.models.round.split import SplitRound
 from graft.models.round.timing import make_timeline
 from graft.models.tokenizer import Tokenizer
+from graft.sampling.arrays import SamplingArrays
 from graft.sampling.exchange import Exchange
 from graft.sampling.mode import MAX_CANDIDATES, TREE_CANDIDATES, DraftMode
-from graft.sampling.sampler import Sampler, output_ring
+from graft.sampling.results import output_ring
+from graft.sampling.sampler import Sampler
 from graft.sampling.state import SlotState
 from graft.sampling.tree import TreeSampler
 
@@ -387,7 +389,7 @@ def _round_parts(
     exchange = Exchange(device, options.slots, vocab_size, mode)
     state = SlotState(device, options.slots, vocab_size)
     replay = device.zeros((1,), "int32")
-    sampler = Sampler(
+    arrays = SamplingArrays(
         state,
         exchange,
         replay,
@@ -395,6 +397,7 @@ def _round_parts(
         max_batch=batch,
         draft_vocab=drafter.vocab if drafter else None,
     )
+    sampler = Sampler(arrays)
     max_depth = mode.levels or mode.drafts
     if options.tree and not mode.levels:
         max_depth = options.tree.levels
@@ -411,7 +414,7 @@ def _round_parts(
         masking=MASKING_CLASSES[mode.masking],
         make_grammar_steps=lambda _place, _row_slot: GrammarSteps(decoder, exchange),
         sampler=sampler,
-        tree=TreeSampler(sampler) if mode.grows_tree else None,
+        tree=TreeSampler(arrays) if mode.grows_tree else None,
         state=state,
         decoder=decoder,
         exchange=exchange,

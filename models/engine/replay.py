@@ -33,7 +33,7 @@ from graft.models.request import Logprob
 from graft.models.round.budget import DraftBudget
 from graft.models.round.ema import Ema
 from graft.models.round.round import RoundGraph, RoundParts
-from graft.sampling.sampler import ROUND_ROW
+from graft.sampling.results import ROUND_ROW
 from graft.sampling.state import LOGPROBS
 
 __all__ = ["ReplayInFlight", "Replays", "RowAssignment", "RowResult"]

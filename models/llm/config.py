@@ -14,7 +14,7 @@ from typing import Any, Self
 from graft.models.errors import ConfigError
 from graft.models.json_fields import Fields
 from graft.models.llm.rope import MAX_POSITIONS, Rope
-from graft.sampling.loading import MAX_SELECTED
+from graft.sampling.kernels.loader import MAX_SELECTED
 
 MAX_WIDTH = 1 << 20
 MAX_VOCAB = 1 << 22

@@ -41,7 +41,7 @@ from graft.models.drafters.base import Drafter
 from graft.models.drafters.feed import Feed
 from graft.models.round.grammar_steps import GrammarSteps
 from graft.models.round.timing import Stamps
-from graft.sampling.sampler import Sampler
+from graft.sampling.chain import ChainSampler
 from graft.sampling.tree import TreeSampler
 
 __all__ = [
@@ -70,7 +70,7 @@ class DraftMasking:
     feed
         Row arrays of the batch bucket.
     draft_sampler
-        Samples the drafts: a `Sampler` for a chain, a `TreeSampler` for a tree.
+        Samples the drafts: a `ChainSampler` for a chain, a `TreeSampler` for a tree.
     levels
         Number of draft levels in this round.
 
@@ -97,7 +97,7 @@ class DraftMasking:
         wait: Callable[[GraphMark], None],
         stamps: Stamps,
         feed: Feed,
-        draft_sampler: Sampler | TreeSampler,
+        draft_sampler: ChainSampler | TreeSampler,
         levels: int,
     ):
         self._steps = steps
@@ -229,11 +229,11 @@ class LatticeProbeMasking(DraftMasking):
         feed = self._feed
         sampler = feed.sampler
         logits = drafter.all_levels(feed)[: self._levels * feed.batch]
-        sampler.candidates(self._model_lane, logits, feed.row_slot, max_drafts)
+        sampler.chain.candidates(self._model_lane, logits, feed.row_slot, max_drafts)
         self._stamps.end("drafter extend")
         self._add_draft_step(1, "lattice probe")
         self._wait_for_step("wait for drafts", "lattice probe")
-        sampler.place(self._model_lane, None, feed.row_slot, max_drafts=max_drafts)
+        sampler.proposals.place(self._model_lane, None, feed.row_slot, max_drafts=max_drafts)
         return 0 if feed.branch > 1 else self._levels
 
 

@@ -34,6 +34,7 @@ from graft.models.llm.llama import LlamaModel
 from graft.models.round.grammar_steps import GrammarSteps
 from graft.models.round.masking import DraftMasking
 from graft.models.round.timing import Part, Stamps, timeline_args
+from graft.sampling.chain import ChainSampler
 from graft.sampling.exchange import Exchange
 from graft.sampling.mode import DraftMode
 from graft.sampling.sampler import Sampler
@@ -332,13 +333,17 @@ class RoundGraph:
         """Add sampling, verification and, for trees, the compaction of the KV cache."""
         parts = self.parts
         sampler = parts.sampler
-        sampler.target(self._model, feed.scratch.logits[: feed.count], feed.rows)
-        sampler.verify(
+        sampler.target.sample(self._model, feed.scratch.logits[: feed.count], feed.rows)
+        sampler.verifier.verify(
             self._model, feed.rows, parts.outputs, before_publishing=self._before_publishing
         )
         if parts.branch > 1 and feed.count > self.batch + 1:
             parts.target.compact(
-                self._model, feed.row_slot, sampler.rows[: self.batch], feed.features, feed.first
+                self._model,
+                feed.row_slot,
+                sampler.arrays.rows[: self.batch],
+                feed.features,
+                feed.first,
             )
         self._stamps.end("verify", last=parts.drafter is None)
 
@@ -347,7 +352,7 @@ class RoundGraph:
         parts = self.parts
         model = self._model
         levels = min(parts.mode.levels, self.made)
-        draft_sampler: Sampler | TreeSampler = parts.sampler
+        draft_sampler: ChainSampler | TreeSampler = parts.sampler.chain
         if parts.tree is not None and levels > 0:
             draft_sampler = parts.tree.of(self.made)
         self._start_drafting()
@@ -366,7 +371,9 @@ class RoundGraph:
             masking.wait_for_commit()
         logits = drafter.start(model, feed)
         if drafter.proposes and self.made:
-            parts.sampler.place(model, feed.proposal, feed.row_slot, feed.parents, self.made)
+            parts.sampler.proposals.place(
+                model, feed.proposal, feed.row_slot, feed.parents, self.made
+            )
         remaining_levels = masking.add_all_levels(drafter, self.made)
         for level in range(1, remaining_levels + 1):
             if level > 1:

@@ -11,10 +11,12 @@ from graft.cudagraph.driver.cstruct import read_struct
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar import Matcher, Vocabulary
 from graft.grammar.automaton.device import KERNELS, DeviceAutomata
+from graft.sampling.arrays import SamplingArrays
 from graft.sampling.exchange import NUMBERS, Exchange
 from graft.sampling.mode import DraftMode
 from graft.sampling.params import SamplingParams
-from graft.sampling.sampler import ROUND_ROW, Sampler
+from graft.sampling.results import ROUND_ROW
+from graft.sampling.sampler import Sampler
 from graft.sampling.state import SlotRequest, SlotState
 
 READY = NUMBERS["ROW_READY"]
@@ -55,9 +57,10 @@ class AutomatonRig:
         self.exchange = Exchange(device, slots, vocabulary.size, mode)
         self.state = SlotState(device, slots, vocabulary.size)
         self.replay = device.zeros((1,), "int32")
-        self.sampler = Sampler(
+        arrays = SamplingArrays(
             self.state, self.exchange, self.replay, token_limit=vocabulary.size, max_batch=slots
         )
+        self.sampler = Sampler(arrays)
         self.row_slot = device.from_host(np.arange(slots, dtype=np.int32))
         self.automata = DeviceAutomata(
             self.state, self.exchange, self.sampler, self.replay, vocabulary, **options
@@ -105,13 +108,13 @@ class AutomatonRig:
         committed = self.exchange.committed[slot]
         committed[:2] = replay, len(ids)
         committed[2 : 2 + len(ids)] = ids
-        rows = self.sampler.rows.to_host().copy()
+        rows = self.sampler.arrays.rows.to_host().copy()
         header = rows[slot][: ROUND_ROW.itemsize // 4].view(ROUND_ROW)
         header["slot"] = slot
         header["count"] = len(ids)
         first = ROUND_ROW.itemsize // 4
         rows[slot][first : first + len(ids)] = ids
-        self.sampler.rows.copy_from(rows)
+        self.sampler.arrays.rows.copy_from(rows)
 
     def check_cache(self) -> None:
         """Check that the tables in use and the row cache agree (invariant 4 of RowCache)."""

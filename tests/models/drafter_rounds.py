@@ -12,7 +12,7 @@ from round_simulator import pack_even_rows, result_row, write_draft_tree
 from graft.cudagraph.lanes import StreamLane
 from graft.models.drafters.feed import Feed, RoundScratch
 from graft.models.drafters.load import make_drafter
-from graft.sampling.sampler import row_words
+from graft.sampling.results import row_words
 from graft.sampling.state import SLOT, SlotState
 from graft.sampling.tree import TreePlan
 

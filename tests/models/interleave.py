@@ -45,7 +45,7 @@ from graft.models.modes.promotion import Promotion
 from graft.models.request import Output, Request
 from graft.models.round.prefill import PrefillScheduler
 from graft.sampling.mode import DraftMode
-from graft.sampling.sampler import row_words
+from graft.sampling.results import row_words
 
 MAX_ACTIONS = 4000
 MAX_LENGTH = 56  # positions of a request

@@ -267,7 +267,7 @@ def test_probe_masking_drafts_equal_fill_masking(mode: str) -> None:
             outputs = engine.generate(requests)
             assert {o.reason for o in outputs} <= {"stop", "length"}
             rounds[masking] = [(answer(o), o.accepted, o.rounds) for o in outputs]
-            assert not engine._parts.sampler.faults.to_host().any()
+            assert not engine._parts.sampler.arrays.faults.to_host().any()
             grammar = engine.counters()["grammar"]
         assert sum(accepted for _, accepted, _ in rounds[masking]) > 0
     if mode != "rejection":

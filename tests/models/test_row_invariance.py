@@ -23,7 +23,7 @@ from tiny_models import QWEN2, SMOLLM3, llama_config, make_tiny_eagle3, make_tin
 
 from graft.cudagraph.graph.graph import Graph
 from graft.cudagraph.lanes import StreamLane
-from graft.sampling.sampler import row_words
+from graft.sampling.results import row_words
 
 LENGTH = 35  # past one attention tile of 32
 SHAPE = {"vocab_size": 72, "intermediate_size": 40, "num_attention_heads": 4}

@@ -26,10 +26,13 @@ from graft.cudagraph.driver.pinned import Ring
 from graft.cudagraph.lanes import StreamLane
 from graft.models.round.round import ROUND_KERNELS
 from graft.models.round.timing import make_timeline, timeline_args
+from graft.sampling.arrays import SamplingArrays
 from graft.sampling.exchange import Exchange
 from graft.sampling.mode import DraftMode
 from graft.sampling.params import VERIFY_MODES, SamplingParams
-from graft.sampling.sampler import DraftVocab, RowMap, Sampler, output_ring
+from graft.sampling.results import output_ring
+from graft.sampling.rows import DraftVocab, RowMap
+from graft.sampling.sampler import Sampler
 from graft.sampling.state import SlotRequest, SlotState
 
 
@@ -127,7 +130,7 @@ class TableRound:
         if parts is None:
             # With several threads, several blocks share each row.
             parts = 1 if block in (None, 1) else 3
-        self.sampler = Sampler(
+        arrays = SamplingArrays(
             self.state,
             self.exchange,
             self.replay_ptr,
@@ -137,6 +140,7 @@ class TableRound:
             block=block,
             parts=parts,
         )
+        self.sampler = Sampler(arrays)
         self.replay = 0
         self.places = places
         self.inputs = Ring(device, 2, {"slot": ("int32", (slots,))})
@@ -197,7 +201,7 @@ class TableRound:
             inside = (columns >= 0) & (columns < self.vocab)
             table = np.zeros(self.draft_vocab, np.float32)
             table[inside] = s.q[j][columns[inside]]
-            self.sampler.q[slot][j : j + 1].copy_from(table[None])
+            self.sampler.arrays.draft_probs[slot][j : j + 1].copy_from(table[None])
         state["active"][slot] = s.active
         self.state.copy_from(state)
 
@@ -227,7 +231,7 @@ class TableRound:
         chosen = logits[b.ravel(), np.minimum(j, width - 1).ravel()]
         self.exchange.copy_masks_to_device(self.lane, 0, width)
         self.sample(self.upload(chosen), placed)
-        self.sampler.verify(self.lane, placed, self.ring)
+        self.sampler.verifier.verify(self.lane, placed, self.ring)
         if self.waits_for_kernels:
             self.stream.synchronize()  # reports a kernel's fault, for which the ring would wait
         self.ring.synchronize(self.replay, 30.0)
@@ -237,7 +241,7 @@ class TableRound:
 
     def sample(self, logits: DeviceArray, rows: RowMap) -> None:
         """Sample the token of each row."""
-        self.sampler.target(self.lane, logits, rows)
+        self.sampler.target.sample(self.lane, logits, rows)
 
     def _begin(self, count: int) -> RowMap:
         """Begin a round of all slots with `count` rows."""
@@ -323,17 +327,19 @@ class TableRound:
     def draft(self, j: int, logits: np.ndarray | DeviceArray) -> None:
         """Sample draft j from logits [B, Vd]. After `candidates`, pass the same device array."""
         self.exchange.copy_masks_to_device(self.lane, j - 1, j)
-        self.sampler.draft(self.lane, self.upload(logits), self.row_slot, j)
+        self.sampler.chain.draft(self.lane, self.upload(logits), self.row_slot, j)
         self.stream.synchronize()
 
     def candidates(self, j: int, logits: np.ndarray | DeviceArray) -> None:
         """Write the candidates for draft j from logits [B, Vd]."""
-        self.sampler.candidates(self.lane, self.upload(logits), self.row_slot, j)
+        self.sampler.chain.candidates(self.lane, self.upload(logits), self.row_slot, j)
         self.stream.synchronize()
 
     def place(self, proposal: np.ndarray) -> None:
         """Place proposed drafts [B, K]."""
-        self.sampler.place(self.lane, self.device.from_host(proposal, "int32"), self.row_slot)
+        self.sampler.proposals.place(
+            self.lane, self.device.from_host(proposal, "int32"), self.row_slot
+        )
         self.stream.synchronize()
 
     def upload(self, logits: np.ndarray | DeviceArray) -> DeviceArray:

@@ -179,7 +179,7 @@ def _mode(case: Case) -> DraftMode:
 def generate(r: TableRound, table: Table, case: Case, first_seed: int) -> np.ndarray:
     """Run one request per slot from the prompt to its end; return the tokens [slots, length]."""
     every = np.arange(r.slots)
-    tree = TreeSampler(r.sampler) if case.tree else None
+    tree = TreeSampler(r.sampler.arrays) if case.tree else None
     _join_all(r, case, first_seed)
     # Two tokens of the prompt, then the output.
     history = np.full((r.slots, case.length + 2 + r.width), END)

@@ -170,7 +170,7 @@ def test_logit_adjustments_are_exact_and_change_no_other_row(make_round, block) 
             r.write_mask(i, j, ref.MaskRow(ref.READY, slot.epoch, slot.n + j, everything))
     given = r.device.from_host(logits.reshape(-1, VOCAB), "float32")
     r.exchange.copy_masks_to_device(r.lane, 0, r.width)
-    r.sampler.target(r.lane, given, even_rows(r.device, r.row_slot, r.width))
+    r.sampler.target.sample(r.lane, given, even_rows(r.device, r.row_slot, r.width))
     got = given.to_host().reshape(logits.shape)
     wanted = logits.copy()
     for i, slot in enumerate(slots):
@@ -178,7 +178,7 @@ def test_logit_adjustments_are_exact_and_change_no_other_row(make_round, block) 
             wanted[i, j] = ref.adjusted(slot, j, logits[i, j], everything)
     np.testing.assert_array_equal(got.view(np.int32), wanted.view(np.int32))
     for drafted in range(len(slots[3].tree.token)):
-        assert r.sampler.row_ok.to_host()[3 * r.width + drafted] == 1
+        assert r.sampler.arrays.row_status.to_host()[3 * r.width + drafted] == 1
 
 
 def test_published_results_are_complete_when_host_sees_stamp(make_round) -> None:

@@ -155,7 +155,7 @@ def test_draft_chain_matches_reference(make_round, block, mapped, how):
             r.draft(j, uploaded)
         r.compare(slots)
         drafted = r.exchange.drafted
-        tables = r.sampler.q.to_host()
+        tables = r.sampler.arrays.draft_probs.to_host()
         for i, s in enumerate(slots):
             count = len(s.drafts)
             if moved[i]:

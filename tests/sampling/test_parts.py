@@ -98,11 +98,12 @@ def run_rounds(make_round, vocab: int, kinds: int, block: int, parts: int) -> li
             for i in range(kinds):
                 r.write_mask(i, j - 1, ref.MaskRow(ref.READY, 1, state["n"][i] + j - 1, legal[i]))
             r.draft(j, rng.normal(0, 2.5, (kinds, r.draft_vocab)).astype(np.float32))
-        s = r.sampler
-        arrays = (s.probs, s.raw, s.target_tok, s.row_ok, s.rows, s.q, s.faults, r.state.array)
+        s = r.sampler.arrays
+        results = (s.target_tokens, s.row_status, s.rows, s.faults)
+        arrays = (s.probs, s.raw_logits, s.draft_probs, *results, r.state.array)
         found.append(logprobs)
         found += [array.to_host().tobytes() for array in arrays]
-    assert not r.sampler.cross_block.to_host().any(), "scratch is not reset"
+    assert not r.sampler.arrays.cross_block.to_host().any(), "scratch is not reset"
     return found
 
 

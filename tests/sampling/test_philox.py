@@ -7,7 +7,7 @@ import pytest
 import reference_round as ref
 
 from graft.cudagraph.lanes import StreamLane
-from graft.sampling.loading import KERNELS
+from graft.sampling.kernels.loader import KERNELS
 
 PROBE = """
 #include "{headers}/philox.cuh"

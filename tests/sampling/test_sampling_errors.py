@@ -9,11 +9,13 @@ import pytest
 from sampling_round import TableRound, even_rows
 
 from graft.cudagraph.errors import OptionError, ShapeError
+from graft.sampling.arrays import SamplingArrays
 from graft.sampling.exchange import Exchange
 from graft.sampling.mask import MaskApply
 from graft.sampling.mode import DraftMode
 from graft.sampling.params import SamplingParams
-from graft.sampling.sampler import DraftVocab, Sampler, output_ring
+from graft.sampling.results import output_ring
+from graft.sampling.rows import DraftVocab
 from graft.sampling.state import SlotRequest
 from graft.sampling.tree import TreeSampler
 
@@ -48,10 +50,10 @@ def mode(**values: object) -> Callable[[TableRound], DraftMode]:
 
 def target(r: TableRound, array, width: int, row_slot=None, **changes: object) -> None:
     rows = even_rows(r.device, r.row_slot if row_slot is None else row_slot, width)
-    r.sampler.target(r.lane, array, replace(rows, **changes))
+    r.sampler.target.sample(r.lane, array, replace(rows, **changes))
 
 
-def sampler(r: TableRound, **changes: object) -> Sampler:
+def arrays(r: TableRound, **changes: object) -> SamplingArrays:
     values = {
         "state": r.state,
         "exchange": r.exchange,
@@ -60,7 +62,7 @@ def sampler(r: TableRound, **changes: object) -> Sampler:
         "draft_vocab": DraftVocab(40),
         "max_batch": 4,
     }
-    return Sampler(**{**values, **changes})
+    return SamplingArrays(**{**values, **changes})
 
 
 def exchange(r: TableRound, slots: int = 4, vocab_size: int = 40) -> Exchange:
@@ -69,7 +71,7 @@ def exchange(r: TableRound, slots: int = 4, vocab_size: int = 40) -> Exchange:
 
 def verify(r: TableRound, slots: int, drafts: int) -> None:
     ring = output_ring(r.device, 2, slots, drafts)
-    r.sampler.verify(r.lane, even_rows(r.device, r.row_slot, 1), ring)
+    r.sampler.verifier.verify(r.lane, even_rows(r.device, r.row_slot, 1), ring)
 
 
 def apply_mask(r: TableRound, **changes: object) -> None:
@@ -159,49 +161,49 @@ REFUSALS = {
         "map",
     ),
     "draft-number": (
-        lambda r: r.sampler.draft(r.lane, logits(r), r.row_slot, 3),
+        lambda r: r.sampler.chain.draft(r.lane, logits(r), r.row_slot, 3),
         OptionError,
         "j must be",
     ),
     "draft-rows": (
-        lambda r: r.sampler.draft(r.lane, logits(r, 3), r.row_slot, 1),
+        lambda r: r.sampler.chain.draft(r.lane, logits(r, 3), r.row_slot, 1),
         ShapeError,
         "draft_logits",
     ),
     "candidates-mode": (
-        lambda r: r.sampler.candidates(r.lane, logits(r), r.row_slot, 1),
+        lambda r: r.sampler.chain.candidates(r.lane, logits(r), r.row_slot, 1),
         OptionError,
         "requires a probe mode",
     ),
     "verify-ring-drafts": (lambda r: verify(r, 4, 1), OptionError, "words of an output row"),
     "verify-ring-slots": (lambda r: verify(r, 3, 2), OptionError, "output rows"),
-    "sampler-token-limit": (lambda r: sampler(r, token_limit=41), OptionError, "token_limit"),
-    "sampler-max-batch": (lambda r: sampler(r, max_batch=5), OptionError, "max_batch"),
-    "sampler-replay": (lambda r: sampler(r, replay=zeros(r, 2)), ShapeError, "replay"),
+    "sampler-token-limit": (lambda r: arrays(r, token_limit=41), OptionError, "token_limit"),
+    "sampler-max-batch": (lambda r: arrays(r, max_batch=5), OptionError, "max_batch"),
+    "sampler-replay": (lambda r: arrays(r, replay=zeros(r, 2)), ShapeError, "replay"),
     "sampler-exchange": (
-        lambda r: sampler(r, exchange=exchange(r, slots=3)),
+        lambda r: arrays(r, exchange=exchange(r, slots=3)),
         OptionError,
         "exchange slots",
     ),
     "sampler-t2d-missing": (
-        lambda r: sampler(r, draft_vocab=DraftVocab(40, zeros(r, 40))),
+        lambda r: arrays(r, draft_vocab=DraftVocab(40, zeros(r, 40))),
         OptionError,
         "t2d",
     ),
     "sampler-t2d-size": (
-        lambda r: sampler(r, draft_vocab=DraftVocab(40, zeros(r, 40), zeros(r, 39))),
+        lambda r: arrays(r, draft_vocab=DraftVocab(40, zeros(r, 40), zeros(r, 39))),
         ShapeError,
         "t2d",
     ),
     "sampler-draft-vocab": (
-        lambda r: sampler(r, draft_vocab=DraftVocab(41)),
+        lambda r: arrays(r, draft_vocab=DraftVocab(41)),
         OptionError,
         "draft vocabulary",
     ),
     "exchange-slots": (lambda r: exchange(r, slots=0), OptionError, "slots"),
     "exchange-vocab-size": (lambda r: exchange(r, vocab_size=0), OptionError, "vocab_size"),
     "tree-of-chain": (
-        lambda r: TreeSampler(r.sampler),
+        lambda r: TreeSampler(r.sampler.arrays),
         OptionError,
         "requires a tree that grows level by level",
     ),

@@ -6,7 +6,7 @@ import machine_code
 import pytest
 from machine_code import ARCHITECTURES, Variant
 
-from graft.sampling.loading import KERNELS
+from graft.sampling.kernels.loader import KERNELS
 
 pytestmark = pytest.mark.nvrtc
 

@@ -37,7 +37,7 @@ def run_rows(r: TableRound, logits: np.ndarray, slots: list[ref.Slot], legal: np
     for s, legal_ids in zip(slots, legal, strict=True):
         masks.append([ref.MaskRow(ref.READY, s.epoch, s.n, legal_ids)])
     out = r.play(slots, logits[:, None, :], masks)
-    return out, r.sampler.probs.to_host()[: len(slots)]
+    return out, r.sampler.arrays.probs.to_host()[: len(slots)]
 
 
 @pytest.mark.parametrize("vocab", [8, 70, 500, 4097])
@@ -99,7 +99,7 @@ def test_unused_rows_are_not_processed(make_round, block):
     vocab = 40
     width = 3
     r = make_round(slots=5, draft_length=2, vocab=vocab, block=block)
-    marker = np.full(r.sampler.probs.shape, 7.0, np.float32)
+    marker = np.full(r.sampler.arrays.probs.shape, 7.0, np.float32)
     slots = [simple(ref.Filter(1.0)) for _ in range(5)]
     slots[1].active = False
     everything = np.ones(vocab, bool)
@@ -112,17 +112,17 @@ def test_unused_rows_are_not_processed(make_round, block):
     for _ in range(3):  # every entry of the ring has been used
         r.verify(np.zeros((5, width, vocab), np.float32))
         r.state.copy_from(before)
-    r.sampler.probs.copy_from(marker)
+    r.sampler.arrays.probs.copy_from(marker)
     r.rows([0, 1, 2, -1])
     out = r.verify(np.zeros((4, width, vocab), np.float32))
     np.testing.assert_array_equal(out["slot"], [0, 1, 2, -1, -1])
     np.testing.assert_array_equal(out["count"][:4], [1, 0, 0, 0])
     np.testing.assert_array_equal(r.state.to_host()["n"] - before["n"], [1, 0, 0, 0, 0])
-    np.testing.assert_array_equal(r.sampler.rows.to_host()[:4, 1], [1, 0, 0, 0])
-    probs = r.sampler.probs.to_host().reshape(5, width, vocab)
+    np.testing.assert_array_equal(r.sampler.arrays.rows.to_host()[:4, 1], [1, 0, 0, 0])
+    probs = r.sampler.arrays.probs.to_host().reshape(5, width, vocab)
     assert (probs[0, 0] != 7).all()
     probs[0, 0] = 7
     np.testing.assert_array_equal(probs, 7)
-    ok = r.sampler.row_ok.to_host()[: 4 * width].reshape(4, width)
+    ok = r.sampler.arrays.row_status.to_host()[: 4 * width].reshape(4, width)
     assert ok[0, 0] == 1
     assert ok.sum() == 1

@@ -231,7 +231,7 @@ def test_draft_tree_matches_reference(make_round, block, probed, pruned, ranks):
         d2t=d2t,
         block=block,
     )
-    whole = TreeSampler(r.sampler)
+    whole = TreeSampler(r.sampler.arrays)
     seen = Counter()
     sizes = [DRAFTS if ranks else 2, DRAFTS, DRAFTS]
     if block == 1:
@@ -274,7 +274,7 @@ def test_draft_tree_matches_reference(make_round, block, probed, pruned, ranks):
 def test_draft_tree_prefers_earlier_of_equal_nodes(make_round, block):
     """With equal logits, nodes with a smaller index are fed to the drafter and drafted first."""
     r = make_round(slots=1, mode=tree_mode(), vocab=8, block=block)
-    tree = TreeSampler(r.sampler)
+    tree = TreeSampler(r.sampler.arrays)
     slot = ref.Slot(n=4, tree=ref.chain(1), limit=50)
     slot.filter = ref.Filter(0.0)
     r.play([slot], np.zeros((1, 1, 8), np.float32), [[ref.MaskRow(ref.FREE, 1, 4, detail=1)]])
@@ -291,7 +291,7 @@ def test_draft_tree_without_answer_is_empty(make_round):
     """If the grammar has not answered for this replay and level, no candidate counts as legal."""
     mode = tree_mode(drafts=3, branch=2, levels=2, masking="probe")
     r = make_round(slots=1, mode=mode, vocab=V)
-    tree = TreeSampler(r.sampler)
+    tree = TreeSampler(r.sampler.arrays)
     slot = ref.Slot(n=4, tree=ref.chain(1), limit=50)
     slot.filter = ref.Filter(0.0)
     r.play([slot], np.zeros((1, 1, V), np.float32), [[ref.MaskRow(ref.FREE, 1, 4)]])
@@ -361,7 +361,7 @@ def test_place_drafts_matches_reference(make_round, kind):
                 r.exchange.answer[i] = (r.replay - outdated[i], 0, DRAFTS)
                 r.exchange.legal[i] = words.view(np.uint32).ravel()
         max_drafts = int(rng.integers(DRAFTS + 1))
-        r.sampler.place(
+        r.sampler.proposals.place(
             r.lane,
             None if answered else r.device.from_host(tokens.astype(np.int32), "int32"),
             r.row_slot,

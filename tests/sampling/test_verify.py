@@ -358,10 +358,10 @@ def test_verification_counts_impossible_drafts_as_faults(small):
     """
     p = ref.distribution(EYE[0], ALL, SAMPLED).astype(np.float32).astype(np.float64)
     for drafts, q in (((30,), np.maximum(p, 0.5)), ((30, 11, 12), np.zeros(V))):
-        assert small.sampler.faults.to_host()[0] == 0
+        assert small.sampler.arrays.faults.to_host()[0] == 0
         slot = slot_of(SAMPLED, drafts, ref.DENSE, q=q)
         assert one(small, slot, rows_of(slot)) == ([10], 0, 0)
-    assert small.sampler.faults.to_host()[0] == 3
+    assert small.sampler.arrays.faults.to_host()[0] == 3
 
 
 #: Ids 10 .. 13 have the probabilities .5, .3, .15 and .05. Acceptance criterion, an illegal id, the

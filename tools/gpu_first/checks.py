@@ -639,9 +639,9 @@ def sample_tokens(setup: SamplingSetup, params: SamplingParams, tokens: np.ndarr
     slots["drafts"][:, : ROWS_PER_REQUEST - 1] = tokens[0]
     rows = setup.row_map(BATCH, ROWS_PER_REQUEST)
     graph = Graph(session.device, "sampling")
-    setup.sampler.target(graph.lane("main"), logits, rows)
+    setup.sampler.target.sample(graph.lane("main"), logits, rows)
     if params.verify == "rejection":
-        setup.sampler.verify(graph.lane("main"), rows, setup.ring)
+        setup.sampler.verifier.verify(graph.lane("main"), rows, setup.ring)
     executable = graph.instantiate()
     rng = np.random.default_rng(1)
     sampled = []
@@ -653,6 +653,6 @@ def sample_tokens(setup: SamplingSetup, params: SamplingParams, tokens: np.ndarr
         if params.verify == "rejection":
             sampled.append(setup.first_tokens())
         else:
-            sampled.append(setup.sampler.target_tok.to_host())
+            sampled.append(setup.sampler.arrays.target_tokens.to_host())
     executable.close()
     return np.concatenate(sampled)

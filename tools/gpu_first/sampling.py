@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 
 from graft.cudagraph.lanes import StreamLane
+from graft.sampling.arrays import SamplingArrays
 from graft.sampling.exchange import NUMBERS, Exchange
 from graft.sampling.mode import DraftMode
 from graft.sampling.params import SamplingParams
-from graft.sampling.sampler import ROUND_ROW, RowMap, Sampler, output_ring
+from graft.sampling.results import ROUND_ROW, output_ring
+from graft.sampling.rows import RowMap
+from graft.sampling.sampler import Sampler
 from graft.sampling.state import SlotRequest, SlotState
 from graft.tools.gpu_first.session import LIMIT_S, Session
 
@@ -39,9 +42,10 @@ class SamplingSetup:
         self._exchange.stamps["epoch"] = 1
         self._exchange.stamps["position"] = 8 + np.arange(ROWS_PER_REQUEST)
         self._copy_masks()
-        self.sampler = Sampler(
+        arrays = SamplingArrays(
             self.state, self._exchange, self._replay, token_limit=vocab, max_batch=BATCH
         )
+        self.sampler = Sampler(arrays)
         self.ring = output_ring(session.device, 2, BATCH, DRAFTS)
 
     def _copy_masks(self) -> None:
@@ -130,8 +134,8 @@ def _measure_sampling(
     logits = session.random_float32((num_rows, session.shape["vocab_size"]), 2.0)
     with session.timed_graph() as lane:
         for _ in range(count):
-            setup.sampler.target(lane, logits, rows)
-    usable = int((setup.sampler.row_ok.to_host()[:num_rows] == 1).sum())
+            setup.sampler.target.sample(lane, logits, rows)
+    usable = int((setup.sampler.arrays.row_status.to_host()[:num_rows] == 1).sum())
     session.add(
         f"{name}, {num_rows} rows, {lane.kernels}",
         lane.seconds / count * 1e6,
@@ -142,6 +146,6 @@ def _measure_sampling(
     with session.timed_graph() as lane:
         for _ in range(count):
             lane.copy(setup.state.array, saved)
-            setup.sampler.target(lane, logits, rows)
-            setup.sampler.verify(lane, rows, setup.ring)
+            setup.sampler.target.sample(lane, logits, rows)
+            setup.sampler.verifier.verify(lane, rows, setup.ring)
     session.add(f"{name}, {num_rows} rows, verified", lane.seconds / count * 1e6, "us")

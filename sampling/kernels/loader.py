@@ -10,9 +10,9 @@ from graft.cudagraph.driver.cstruct import read_numbers
 
 __all__ = ["KERNELS", "MAX_SELECTED", "load", "row_block", "row_parts"]
 
-KERNELS = Path(__file__).parent / "kernels"
+KERNELS = Path(__file__).resolve().parent
 
-#: Maximum number of candidates per row of the draft selector (kernels/selector.cu).
+#: Maximum number of candidates per row of the draft selector (selector.cu).
 MAX_SELECTED: int = read_numbers(KERNELS / "selector.cu")["MAX_SELECTED"]
 
 #: Threads per row block, a thread block that processes one row of logits or a part of it. Results
@@ -36,6 +36,6 @@ def row_parts(device: Device, columns: int) -> int:
 
 
 def load(device: Device, name: str, block: int) -> Any:
-    """Load ``kernels/<name>.cu`` for blocks of ``block`` threads (1 or a multiple of 32)."""
+    """Load ``<name>.cu`` for blocks of ``block`` threads (1 or a multiple of 32)."""
     path = KERNELS / f"{name}.cu"
     return device.load(path, defines={"SAMPLE_BLOCK": str(block)})

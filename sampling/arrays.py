@@ -1,0 +1,161 @@
+"""Device arrays that the sampling kernels of a round share."""
+
+from __future__ import annotations
+
+from graft.cudagraph.driver.cstruct import read_struct
+from graft.cudagraph.driver.memory import DeviceArray
+from graft.sampling.checks import check_range, expect
+from graft.sampling.exchange import Exchange
+from graft.sampling.kernels.loader import KERNELS, row_block, row_parts
+from graft.sampling.results import row_words
+from graft.sampling.rows import DraftVocab, RowMap
+from graft.sampling.state import MAX_DRAFTS, SlotState
+
+__all__ = ["SamplingArrays"]
+
+
+class SamplingArrays:
+    """Arrays and sizes of the sampling kernels, with the checks that all of them need.
+
+    Parameters
+    ----------
+    state
+        State of all slots. The kernels run on its device.
+    exchange
+        Exchanged records of the same number of slots. It determines the draft mode, the maximum
+        number of drafts K, and the number of target ids V, which must be less than 2**24.
+    replay
+        int32 [1], number of the replay.
+    token_limit
+        Upper bound of legal ids (exclusive). It also applies to requests without a grammar.
+    max_batch
+        Maximum number of batch rows.
+    draft_vocab
+        Vocabulary of the drafter's logits; None if the drafter computes no logits.
+    block
+        Threads per row: 1 or a multiple of 32, at most 1024. Default: by device. Results do not
+        depend on it.
+    parts
+        Blocks per row, at most 32. Default: by device. Results do not depend on it.
+
+    Attributes
+    ----------
+    probs
+        float32 [max_batch * (K+1), V], filtered distribution of each row whose token was sampled
+        last. Rows of greedy requests (temperature < 1e-5) are undefined.
+    raw_logits
+        float32 [max_batch * (K+1), V], logits of the rows of requests with log probabilities, as
+        the model computed them or, with ``logprobs_masked``, adjusted and masked.
+    target_tokens
+        int32 [max_batch * (K+1)], token of each row; -1 if a test of the `Verifier` determines it.
+    row_status
+        int32 [max_batch * (K+1)], 1: usable, 0: not ready, 2: no legal token, 3: error, 4: usable,
+        and relaxed acceptance has replaced the sampled token.
+    rows
+        int32 [max_batch, row words], result of each batch row, see `row_words`.
+    draft_probs
+        float32 [S, mode.tables, max(Vd, 1)], distribution that each draft was sampled from.
+    test_weights, test_results
+        float32 and int32 [max_batch * (K+1)], results of the tests of the drafts.
+    mask_states
+        int32 [max_batch * (K+1)], state of the mask row of each row.
+    faults
+        int32 [1], number of drafts with probability 0 in their own table; 0 unless there is a bug.
+    cross_block
+        Scratch of the blocks that share a row; zero between rounds.
+    """
+
+    def __init__(
+        self,
+        state: SlotState,
+        exchange: Exchange,
+        replay: DeviceArray,
+        *,
+        token_limit: int,
+        max_batch: int,
+        draft_vocab: DraftVocab | None = None,
+        block: int | None = None,
+        parts: int | None = None,
+    ) -> None:
+        self.device = state.device
+        self.state = state
+        self.exchange = exchange
+        self.mode = exchange.mode
+        self.vocab_size = exchange.vocab_size
+        self.token_limit = token_limit
+        self.draft_length = exchange.drafts
+        self.draft_vocab = DraftVocab(0) if draft_vocab is None else draft_vocab
+        self.max_batch = max_batch
+        self.replay = replay
+        check_range("parts", 1 if parts is None else parts, 1, 32)
+        self._check_sizes()
+        self.block = row_block(self.device) if block is None else block
+        self.parts = parts or row_parts(self.device, self.vocab_size)
+        self.draft_parts = parts or row_parts(self.device, self.draft_vocab.size)
+        self._allocate()
+
+    def _check_sizes(self) -> None:
+        state = self.state
+        vocab_size = self.vocab_size
+        check_range("vocab_size", vocab_size, 1, (1 << 24) - 1)
+        check_range("token_limit", self.token_limit, 1, vocab_size)
+        # `RowMap.map` stores the batch row in the upper half of an int32.
+        max_batch_limit = min(state.slots, (1 << 15) - 1)
+        check_range("max_batch", self.max_batch, 1, max_batch_limit)
+        check_range("draft_length", self.draft_length, 0, MAX_DRAFTS)
+        check_range("exchange slots", self.exchange.slots, state.slots, state.slots)
+        check_range("vocab_size of the state", state.vocab_size, vocab_size, vocab_size)
+        expect("replay", self.replay, "int32", N=1)
+        self.draft_vocab.check(vocab_size)
+
+    def _allocate(self) -> None:
+        device = self.device
+        rows = self.max_batch * (self.draft_length + 1)
+        self.probs = device.zeros((rows, self.vocab_size), "float32")
+        self.raw_logits = device.zeros((rows, self.vocab_size), "float32")
+        self.target_tokens = device.zeros((rows,), "int32")
+        self.row_status = device.zeros((rows,), "int32")
+        self.row_words = row_words(self.draft_length)
+        self.rows = device.zeros((self.max_batch, self.row_words), "int32")
+        table_shape = (self.state.slots, self.mode.tables, max(self.draft_vocab.size, 1))
+        self.draft_probs = device.zeros(table_shape, "float32")
+        self.faults = device.zeros((1,), "int32")
+        self.test_weights = device.zeros((rows,), "float32")
+        self.test_results = device.zeros((rows,), "int32")
+        self.mask_states = device.zeros((rows,), "int32")
+        scratch_bytes = read_struct(KERNELS / "row.cuh", "CrossBlockScratch").itemsize
+        scratch_rows = self.max_batch * self.mode.rows_per_request
+        self.cross_block = device.zeros((scratch_rows, scratch_bytes), "uint8")
+
+    @property
+    def exchange_args(self) -> tuple[object, ...]:
+        """Kernel arguments: exchanged records, their layout and the number of the replay."""
+        return (self.exchange.memory, self.exchange.layout, self.replay)
+
+    @property
+    def draft_vocab_args(self) -> tuple[object, ...]:
+        """Kernel arguments: the columns of draft logits and the ids that they belong to."""
+        vocab = self.draft_vocab
+        return (vocab.size, self.token_limit, vocab.d2t, vocab.t2d)
+
+    @property
+    def drafting_args(self) -> tuple[object, ...]:
+        """Kernel arguments: scratch, slots, results, and distributions of drafts."""
+        results = (self.rows, self.row_words)
+        tables = (self.draft_probs, self.draft_probs.shape[1])
+        return (self.cross_block, self.state.array, *results, *tables)
+
+    def check_slots(self, row_slot: DeviceArray) -> int:
+        """Check the slots of the batch rows and return their number."""
+        batch = row_slot.shape[0] if len(row_slot.shape) == 1 else -1
+        expect("row_slot", row_slot, "int32", B=batch)
+        check_range("batch rows B", batch, 1, self.max_batch)
+        return int(batch)
+
+    def check_rows(self, rows: RowMap) -> int:
+        """Check the map of the forward rows and return the number of batch rows."""
+        batch = self.check_slots(rows.slot)
+        expect("first", rows.first, "int32", B=batch)
+        check_range("rows R", rows.count, batch, batch * (self.draft_length + 1))
+        expect("map", rows.map, "int32", R=rows.count)
+        return batch

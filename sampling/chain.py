@@ -1,0 +1,111 @@
+"""Sampling of draft chains."""
+
+from __future__ import annotations
+
+from graft.cudagraph.driver.memory import DeviceArray
+from graft.cudagraph.errors import OptionError
+from graft.cudagraph.lanes import Lane
+from graft.sampling.arrays import SamplingArrays
+from graft.sampling.checks import check_range, expect
+from graft.sampling.kernels.loader import load
+
+__all__ = ["ChainSampler"]
+
+
+class ChainSampler:
+    """Samples the drafts of a chain one after another.
+
+    If the grammar tests candidates, call `candidates` before `draft`.
+    """
+
+    def __init__(self, arrays: SamplingArrays) -> None:
+        self._arrays = arrays
+        self._draft = load(arrays.device, "sample", arrays.block)["sample_draft"]
+        self._candidates = load(arrays.device, "candidates", arrays.block)["draft_candidates"]
+
+    def draft(self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int) -> None:
+        """Sample draft `j` of every slot that committed tokens in this replay and still drafts.
+
+        With masking "fill", the draft is sampled under mask row ``j - 1`` of the slot. With the
+        probing modes, the draft is the candidate that the grammar accepted. If no candidate was
+        legal, the draft is sampled under the mask row instead. Without masking, drafts may be
+        illegal, and verification rejects them.
+
+        Parameters
+        ----------
+        draft_logits
+            float32 [B, Vd]; changed in place for requests with logit adjustments.
+        row_slot
+            int32 [B], slot of each batch row; -1: padding.
+        j
+            Number of the draft, from 1 to K.
+        """
+        arrays = self._arrays
+        batch = self._check(draft_logits, row_slot, j)
+        # The mask row is needed only if the grammar rejected all candidates. This is rare, so the
+        # kernel reads the row from host memory and no copy to the device is added.
+        exchange = arrays.exchange
+        masks = exchange.host_masks if arrays.mode.probes else exchange.device_masks
+        args = [
+            draft_logits,
+            *arrays.draft_vocab_args,
+            row_slot,
+            j,
+            masks,
+            arrays.state.tables,
+            arrays.vocab_size,
+            *arrays.drafting_args,
+            *arrays.exchange_args,
+        ]
+        grid = (batch, arrays.draft_parts, 1)
+        lane.kernel(self._draft, grid, arrays.block, args, name=f"draft {j}")
+
+    def candidates(
+        self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int
+    ) -> None:
+        """Write the candidates that the grammar tests.
+
+        Parameters
+        ----------
+        draft_logits
+            float32 [B, Vd]; for a lattice [levels * B, Vd], level by level, for up to the mode's
+            number of levels. Changed in place for requests with logit adjustments, so `draft` must
+            get the same array.
+        row_slot
+            int32 [B], slot of each batch row; -1: padding.
+        j
+            Number of the draft, from 1 to K; for a lattice, the maximum number of drafts.
+        """
+        arrays = self._arrays
+        mode = arrays.mode
+        if not mode.probes:
+            raise OptionError(f"candidates requires a probe mode, masking is {mode.masking!r}")
+        batch = arrays.check_slots(row_slot)
+        levels = 1
+        if mode.is_lattice:
+            levels = min(max(draft_logits.shape[0] // batch, 1), mode.levels)
+        self._check(draft_logits, row_slot, j, levels)
+        args = [
+            draft_logits,
+            *arrays.draft_vocab_args,
+            row_slot,
+            batch,
+            j,
+            arrays.state.tables,
+            arrays.vocab_size,
+            *arrays.drafting_args,
+            *arrays.exchange_args,
+        ]
+        grid = (levels * batch, arrays.draft_parts, 1)
+        lane.kernel(self._candidates, grid, arrays.block, args, name=f"candidates {j}")
+
+    def _check(
+        self, draft_logits: DeviceArray, row_slot: DeviceArray, j: int, levels: int = 1
+    ) -> int:
+        arrays = self._arrays
+        batch = arrays.check_slots(row_slot)
+        check_range("j", j, 1, arrays.draft_length)
+        rows = "B" if levels == 1 else "levels*B"
+        sizes = {rows: levels * batch, "Vd": arrays.draft_vocab.size}
+        expect("draft_logits", draft_logits, "float32", **sizes)
+        return batch

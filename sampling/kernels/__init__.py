@@ -1,0 +1,1 @@
+"""CUDA sources of the sampling kernels, and their loading."""

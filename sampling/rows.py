@@ -1,0 +1,73 @@
+"""Rows of the target forward pass, and columns of a drafter's logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graft.cudagraph.driver.memory import DeviceArray
+from graft.cudagraph.errors import OptionError
+from graft.sampling.checks import check_range, expect
+
+__all__ = ["DraftVocab", "RowMap"]
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """Maps each row of the target forward pass to its batch row and draft index.
+
+    The device writes it in every round. Row j of batch row b is fed draft j, or the last token if
+    j = 0, and has the index ``first[b] + j``. Excess rows, and the rows of slot -1, are padding.
+
+    Attributes
+    ----------
+    slot : DeviceArray
+        int32 [B], slot of each batch row; -1: padding.
+    first : DeviceArray
+        int32 [B], index of the first forward row of each batch row.
+    map : DeviceArray
+        int32 [R], ``b << 16 | j`` of each forward row, R >= B.
+    """
+
+    slot: DeviceArray
+    first: DeviceArray
+    map: DeviceArray
+
+    @property
+    def count(self) -> int:
+        """Number of forward rows R."""
+        return self.map.shape[0]
+
+
+@dataclass(frozen=True)
+class DraftVocab:
+    """Mapping between the columns of a drafter's logits and the token ids of the target.
+
+    Attributes
+    ----------
+    size : int
+        Number of columns Vd of the logits; 0 if the drafter computes no logits.
+    d2t : DeviceArray or None
+        int32 [Vd], target id of each column. None if column i belongs to token id i.
+    t2d : DeviceArray or None
+        int32 [V], column of each target id, or -1 if it has none. None exactly if `d2t` is None.
+    """
+
+    size: int
+    d2t: DeviceArray | None = None
+    t2d: DeviceArray | None = None
+
+    def check(self, vocab_size: int) -> None:
+        """Check the sizes against the target's vocabulary of `vocab_size` ids.
+
+        Raises
+        ------
+        OptionError, ShapeError
+            If a size or an array does not fit, with its name.
+        """
+        if (self.d2t is None) != (self.t2d is None):
+            raise OptionError("d2t and t2d must be given together")
+        if self.d2t is not None and self.t2d is not None:
+            expect("d2t", self.d2t, "int32", Vd=self.size)
+            expect("t2d", self.t2d, "int32", V=vocab_size)
+        else:
+            check_range("size of the draft vocabulary", self.size, 0, vocab_size)
