@@ -11,23 +11,10 @@ __all__ = ["check_ids", "check_integer", "check_range", "check_real", "expect", 
 
 
 def expect(name: str, array: Any, dtype: str | tuple[str, ...], **dims: int) -> None:
-    """Check dtype and shape of an array.
+    """Raise ShapeError, which names the array, unless it has a dtype and the given dimensions.
 
-    Parameters
-    ----------
-    name
-        Name of the array in the error message.
-    array
-        Array with the attributes ``dtype`` and ``shape``.
-    dtype
-        Allowed dtype or dtypes.
-    **dims
-        Expected size of each dimension, in order, by the name of the dimension.
-
-    Raises
-    ------
-    ShapeError
-        If dtype or shape differs.
+    `dtype` is the allowed dtype or a tuple of them; `dims` gives the expected sizes in order, by
+    the name of the dimension.
     """
     dtypes = (dtype,) if isinstance(dtype, str) else dtype
     sizes = tuple(dims.values())

@@ -31,44 +31,31 @@ _LINE_WORDS = 16  # 32-bit words of a cache line
 class Exchange:
     """Records of all slots at fixed addresses, and the mask rows.
 
-    Parameters
-    ----------
-    context
-        Device that accesses the memory.
-    slots
-        Number of slots S.
-    vocab_size
-        Number of token ids V that a mask row covers.
-    mode
-        Draft mode. It determines which records exist and their sizes.
+    A mask row covers the `vocab_size` token ids V. The draft mode determines which records exist
+    and their sizes. S is the number of slots.
 
     Attributes
     ----------
-    layout : numpy.void
+    layout
         ``ExchangeLayout``, passed to kernels by value.
-    memory : PinnedArray
+    memory
         int32: the records, [S, layout.stride], followed by the mask rows.
-    stamps : numpy.ndarray
+    stamps
         RowStamp [S, rows]: stamp of each mask row.
-    masks : numpy.ndarray
+    masks
         int32 [S, rows, words]: view of `host_masks`, indexed by slot first.
-    host_masks : PinnedArray
+    host_masks
         int32 [rows, S, words]: mask rows as the grammar worker writes them.
-    device_masks : DeviceArray
+    device_masks
         int32 [rows, S, words]: copy in device memory that kernels read; `copy_masks_to_device`
         updates it.
-    committed, drafted, candidates : numpy.ndarray
+    committed, drafted, candidates
         int32 [S, ...]: the fields of ``Committed``, ``Drafted`` and ``Candidates``, followed by
         the ids.
-    answer : numpy.ndarray
+    answer
         Answer [S].
-    legal : numpy.ndarray
+    legal
         uint32 [S, ...]: the words that follow each answer.
-
-    Raises
-    ------
-    OptionError
-        If a size is out of range.
     """
 
     def __init__(self, context: Context, slots: int, vocab_size: int, mode: DraftMode) -> None:
@@ -108,18 +95,12 @@ class Exchange:
         self.legal = answers[:, answer_words:].view(np.uint32)
 
     def renew_records(self, slot: int, replay: int) -> None:
-        """Empty the records of a slot and set their replay number to `replay`.
+        """Empty the records of a slot that a request joins and set their replay number to `replay`.
 
+        `replay` is the number of the last replay before the first one that refers to the request.
         Records contain the lower 32 bits of replay numbers. A record that has not been written for
         2**31 replays would seem to be later than the current replay. The caller must ensure that no
         launched replay refers to the slot.
-
-        Parameters
-        ----------
-        slot
-            Slot that a request joins.
-        replay
-            Number of the last replay before the first one that refers to the request.
         """
         word = replay_word(replay)
         for records in (self.committed, self.drafted, self.candidates):

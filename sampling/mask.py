@@ -17,12 +17,8 @@ _THREADS = {"soft": 1, "cuda": 256}
 class MaskApply:
     """Sets the logits of illegal tokens to -inf, in place.
 
-    Parameters
-    ----------
-    device
-        Device of the logits.
-    block
-        Threads per block: 1 or a multiple of 32. Default: by device.
+    `block` is the number of threads per block: 1 or a multiple of 32; by default it depends on the
+    device.
     """
 
     def __init__(self, device: Device, *, block: int | None = None) -> None:
@@ -46,8 +42,6 @@ class MaskApply:
 
         Parameters
         ----------
-        lane
-            Lane that the kernel is added to.
         logits
             float32, float16 or bfloat16 [R, C]; changed in place.
         mask
@@ -60,11 +54,6 @@ class MaskApply:
             ``0 <= id < token_limit`` are illegal. Default: the column is the id.
         token_limit
             Ids at or above it are illegal. Default: ``min(32 W, C)``, or 32 W with `d2t`.
-
-        Raises
-        ------
-        ShapeError, OptionError
-            If an array or value does not fit, with its name.
         """
         if len(logits.shape) != 2 or len(mask.shape) != 2:
             raise ShapeError(

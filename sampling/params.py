@@ -147,14 +147,8 @@ class SamplingParams:
 
     @classmethod
     def from_fields(cls, source: object, **changes: Any) -> SamplingParams:
-        """Copy each parameter from the attribute of `source` that has its name.
-
-        Parameters
-        ----------
-        source
-            Object with an attribute for each parameter, such as a request.
-        **changes
-            Values that replace those of `source`.
+        """Copy parameters that are not in `changes` from the attributes of `source` with their
+        names.
         """
         names = [f.name for f in fields(SamplingParams)]
         values = {name: getattr(source, name) for name in names}
@@ -172,17 +166,9 @@ class SamplingParams:
         return penalties != (0.0, 0.0, 1.0)
 
     def check(self, vocab_size: int) -> None:
-        """Check all parameters.
+        """Check all parameters for a target with `vocab_size` token ids.
 
-        Parameters
-        ----------
-        vocab_size
-            Number of token ids of the target.
-
-        Raises
-        ------
-        OptionError
-            If a parameter has the wrong type or is out of range; with its name and value.
+        A parameter of the wrong type or out of range is an OptionError with its name and value.
         """
         for name, (low, high) in _INTEGERS.items():
             check_integer(name, getattr(self, name), low, high)
@@ -256,13 +242,9 @@ class SamplingParams:
     ) -> None:
         """Write bias and token counts in the layout of kernels/adjust.cuh.
 
-        Parameters
-        ----------
-        table
-            int32 [2, V], overwritten. Row 0 has the bits of each token's float32 bias. Row 1 has
-            twice the token's count in `output`, plus 1 if it occurs in `prompt`.
-        prompt, output
-            Token ids of the prompt and of the output so far.
+        `table` int32 [2, V] is overwritten. Row 0 has the bits of each token's float32 bias. Row 1
+        has twice the token's count in `output`, plus 1 if it occurs in `prompt`; both are token
+        ids.
         """
         bias = table[0].view(np.float32)
         counts = table[1]

@@ -29,24 +29,11 @@ def row_words(draft_length: int) -> int:
 
 
 def output_ring(device: Device, entries: int, max_batch: int, draft_length: int) -> Ring:
-    """Create the ring through which rounds return their results.
+    """Create the ring through which rounds of at most `max_batch` rows B return their results.
 
-    Parameters
-    ----------
-    device
-        Device of the rounds.
-    entries
-        Number of entries; replay ``r`` uses entry ``r % entries``.
-    max_batch
-        Maximum number of batch rows B.
-    draft_length
-        Maximum number of drafts K.
-
-    Returns
-    -------
-    Ring
-        Fields ``rows``, int32 [B, row words], and ``logprobs``, int32 [B, (K + 1) words of
-        LOGPROBS], which is written only for requests that ask for log probabilities.
+    Replay ``r`` uses entry ``r % entries``. The field ``rows`` is int32 [B, row words]. The field
+    ``logprobs``, int32 [B, (K + 1) words of LOGPROBS], is written only for requests that ask for
+    log probabilities. K is `draft_length`, the maximum number of drafts.
     """
     logprobs_words = (draft_length + 1) * (LOGPROBS.itemsize // 4)
     return Ring(

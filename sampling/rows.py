@@ -15,16 +15,16 @@ __all__ = ["DraftVocab", "RowMap"]
 class RowMap:
     """Maps each row of the target forward pass to its batch row and draft index.
 
-    The device writes it in every round. Row j of batch row b is fed draft j, or the last token if
-    j = 0, and has the index ``first[b] + j``. Excess rows, and the rows of slot -1, are padding.
+    The device writes it in every round. Row j of batch row b is fed draft j, or the last token if j
+    = 0, and has the index ``first[b] + j``. Excess rows, and the rows of slot -1, are padding.
 
     Attributes
     ----------
-    slot : DeviceArray
+    slot
         int32 [B], slot of each batch row; -1: padding.
-    first : DeviceArray
+    first
         int32 [B], index of the first forward row of each batch row.
-    map : DeviceArray
+    map
         int32 [R], ``b << 16 | j`` of each forward row, R >= B.
     """
 
@@ -44,11 +44,11 @@ class DraftVocab:
 
     Attributes
     ----------
-    size : int
+    size
         Number of columns Vd of the logits; 0 if the drafter computes no logits.
-    d2t : DeviceArray or None
+    d2t
         int32 [Vd], target id of each column. None if column i belongs to token id i.
-    t2d : DeviceArray or None
+    t2d
         int32 [V], column of each target id, or -1 if it has none. None exactly if `d2t` is None.
     """
 
@@ -57,13 +57,7 @@ class DraftVocab:
     t2d: DeviceArray | None = None
 
     def check(self, vocab_size: int) -> None:
-        """Check the sizes against the target's vocabulary of `vocab_size` ids.
-
-        Raises
-        ------
-        OptionError, ShapeError
-            If a size or an array does not fit, with its name.
-        """
+        """Check the sizes against the target's vocabulary of `vocab_size` ids."""
         if (self.d2t is None) != (self.t2d is None):
             raise OptionError("d2t and t2d must be given together")
         if self.d2t is not None and self.t2d is not None:

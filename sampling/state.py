@@ -34,21 +34,19 @@ class SlotRequest:
 
     Attributes
     ----------
-    params : SamplingParams
-        Sampling parameters.
-    position : int
+    position
         Position of the last known token, which is the last one of `prompt` and `output`.
-    last : int
+    last
         Id of that token.
-    epoch : int
+    epoch
         Number of the slot assignment. Stamps of mask rows contain it, so that kernels ignore the
         rows of the slot's previous request.
-    limit : int
+    limit
         Exclusive upper bound of the request's positions.
-    capacity : int or None
+    capacity
         Exclusive upper bound of the positions with KV-cache pages. Drafts of a tree may need more
         positions than `limit`, which is the default.
-    prompt, output : sequence of int
+    prompt, output
         Token ids of the prompt and of the output so far, for penalties and `min_tokens`.
     """
 
@@ -62,13 +60,7 @@ class SlotRequest:
     output: Sequence[int] = ()
 
     def check(self) -> None:
-        """Check positions. The sampling parameters were checked at admission.
-
-        Raises
-        ------
-        OptionError
-            If a value is out of range, with its name.
-        """
+        """Check positions. The sampling parameters were checked at admission."""
         check_range("position", self.position, 0, 2**31 - 2)
         check_range("limit", self.limit, self.position + 2, 2**31 - 1)
         if self.capacity is not None:
@@ -91,15 +83,6 @@ class SlotRequest:
 
 class SlotState:
     """Device array with one ``struct Slot`` per request slot.
-
-    Parameters
-    ----------
-    device
-        Device that holds the state.
-    slots
-        Number of slots S.
-    vocab_size
-        Number of token ids V of the target.
 
     Attributes
     ----------
@@ -143,20 +126,6 @@ class SlotState:
         The exception is the table of logit bias and token counts, which is copied from pinned
         memory that belongs to the slot. Do not call `join` again for a slot before the previous
         `join` of the slot has completed on the device.
-
-        Parameters
-        ----------
-        lane
-            Lane that the kernel is added to.
-        slot
-            Index of the slot.
-        request
-            The request.
-
-        Raises
-        ------
-        OptionError
-            If a value is out of range, with its name.
         """
         check_range("slot", slot, 0, self.slots - 1)
         request.check()
@@ -170,13 +139,7 @@ class SlotState:
         lane.kernel(self._join, 1, 1, args, name=f"join slot {slot}")
 
     def leave(self, lane: Lane, slot: int) -> None:
-        """Deactivate a slot, so that later rounds neither read nor write it.
-
-        Raises
-        ------
-        OptionError
-            If `slot` is out of range.
-        """
+        """Deactivate a slot, so that later rounds neither read nor write it."""
         check_range("slot", slot, 0, self.slots - 1)
         lane.kernel(self._leave, 1, 1, [self.array, slot], name=f"leave slot {slot}")
 

@@ -46,10 +46,7 @@ class TreePlan(NamedTuple):
     def of(cls, tree: Any) -> TreePlan:
         """Parse the option ``draft_tree``: (branch, levels), or paths in any order.
 
-        Raises
-        ------
-        OptionError
-            If `tree` is neither.
+        Anything else is an OptionError.
         """
         plan = cls._parse(tree)
         if plan is None or not 2 <= plan.branch <= _MAX_PLAN_BRANCH or plan.levels < 1:
@@ -84,12 +81,10 @@ class TreePlan(NamedTuple):
     def table(self) -> NDArray:
         """Return the ``plan`` argument of the kernel ``tree_grow`` for a fixed tree.
 
-        Returns
-        -------
-        numpy.ndarray
-            int32, one entry per possible child of the tree, in the order of ``struct TreeSize`` in
-            kernels/tree.cu. If the child is fed to the drafter, its index among the nodes of the
-            next level. If the child is a draft that is not fed, `branch`. Otherwise -1.
+        It has one int32 entry per possible child of the tree, in the order of ``struct TreeSize``
+        in kernels/tree.cu. If the child is fed to the drafter, the entry is its index among the
+        nodes of the next level. If the child is a draft that is not fed, it is `branch`. Otherwise
+        it is -1.
         """
         branch = self.branch
         children_per_level = branch**2  # of levels 2 and above; level 1 has `branch` children
@@ -178,12 +173,8 @@ class TreeSampler:
     def _allocate(self, num_children: int, candidates: int) -> None:
         """Allocate the arrays of the kernels.
 
-        Parameters
-        ----------
-        num_children
-            Number of children of all levels per batch row.
-        candidates
-            Maximum number of candidates per node.
+        A batch row has `num_children` children, over all levels, and a node at most `candidates`
+        candidates.
         """
         device = self._arrays.device
         batch = self._arrays.max_batch
@@ -220,30 +211,16 @@ class TreeSampler:
     ) -> None:
         """Write the candidates for the children of a level's nodes, for the grammar to test.
 
-        Parameters
-        ----------
-        lane
-            Lane that the kernel is added to.
-        logits
-            float32 [B, Vd] at level 1, [B * branch, Vd] at later levels; changed in place for
-            requests with logit adjustments.
-        row_slot
-            int32 [B], slot of each batch row; -1: padding.
-        level
-            Draft level, from 1.
+        Levels are counted from 1. `logits` is float32 [B, Vd] at level 1 and [B * branch, Vd] at
+        later levels; it is changed in place for requests with logit adjustments. `row_slot` int32
+        [B] is the slot of each batch row; -1: padding.
         """
         if not self._probes:
             raise OptionError("candidates requires masking 'probe', it is 'none'")
         self._rank(lane, logits, row_slot, level)
 
     def draft(self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int) -> None:
-        """Choose the nodes of a level, or at the last level the drafts.
-
-        Parameters
-        ----------
-        lane, logits, row_slot, level
-            As in `candidates`.
-        """
+        """Choose the nodes of a level, or at the last level the drafts, as in `candidates`."""
         if not self._probes:
             self._rank(lane, logits, row_slot, level)
         arrays = self._arrays
