@@ -177,10 +177,8 @@ class GuidedDecoder:
         self._exchange = exchange  # steps write to its memory, so it must stay alive
         self._last_published = 0  # or skipped
         self._last_with_steps = 0
-        # Replays in flight without steps, or whose launch runs another replay.
+        # Replays in flight without steps.
         self._skipped: set[int] = set()
-        # First replay of a launch, by the last replay of the launch.
-        self._firsts: dict[int, int] = {}
         self._late: list[GuidedRequest] = []  # retired requests whose matcher a thread still uses
         self._in_flight: dict[int, tuple[GuidedRequest, ...]] = {}  # requests by replay number
         self._owners: dict[int, GuidedRequest] = {}  # latest request of each slot
@@ -199,9 +197,7 @@ class GuidedDecoder:
             budget_ns=0 if budget_us is None else int(budget_us * 1000),
         )
 
-    def publish(
-        self, replay: int, requests: Sequence[GuidedRequest], *, repeats: bool = False
-    ) -> None:
+    def publish(self, replay: int, requests: Sequence[GuidedRequest]) -> None:
         """Declare the requests of a replay. Call this method before the replay is launched.
 
         The decoder keeps the matchers of the requests until the replay is retired.
@@ -214,8 +210,6 @@ class GuidedDecoder:
         requests
             Requests in the order of their batch rows. With an empty list, the steps of the replay
             do nothing; warm-up replays use this.
-        repeats
-            Whether the launch may run more replays with the same requests, see `repeat`.
 
         Raises
         ------
@@ -238,29 +232,9 @@ class GuidedDecoder:
             replay,
             [_native_request(request) for request in snapshot],
             previous=self._last_with_steps,
-            repeats=repeats,
         )
         self._owners.update(new_owners)
         self._in_flight[replay] = snapshot
-        self._last_published = self._last_with_steps = replay
-
-    def repeat(self, replay: int) -> None:
-        """Declare another replay of the launch that was published last, with the same requests.
-
-        The launch must have been published with `repeats`. Unlike a launch, such a replay may have
-        run its steps already. The matchers are kept until the last replay is retired.
-
-        Raises
-        ------
-        GuideError
-            Replays are not published, skipped or repeated in order.
-        """
-        self._require_next(replay)
-        previous = self._last_with_steps
-        if previous != self._last_published:
-            raise GuideError(f"replay {replay} cannot repeat replay {self._last_published}")
-        self._skipped.add(previous)
-        self._firsts[replay] = self._firsts.pop(previous, previous)
         self._last_published = self._last_with_steps = replay
 
     def skip(self, replay: int) -> None:
@@ -280,7 +254,6 @@ class GuidedDecoder:
         if replay in self._skipped:
             self._skipped.remove(replay)
             return
-        replay = self._firsts.pop(replay, replay)
         if replay not in self._in_flight:
             raise GuideError(f"replay {replay} is not in flight")
         self._worker.retire(replay)
@@ -291,8 +264,7 @@ class GuidedDecoder:
     def add(self, lane: GraphLane, work: NativeWork, *, name: str) -> None:
         """Append a step to a graph lane, implemented as the decoder's `transport` selects.
 
-        Work that is appended to the lane later starts after the step has completed. In the body of
-        a conditional, the step is a spinning kernel with any transport.
+        Work that is appended to the lane later starts after the step has completed.
 
         Parameters
         ----------
@@ -303,14 +275,12 @@ class GuidedDecoder:
         name
             Name of the graph node.
         """
-        in_body = lane.graph is not lane.graph.root
-        if self.transport == "native" and not in_body:
+        if self.transport == "native":
             lane.host(work, name=name)
             return
         if self._mailbox_worker is None:
             self._mailbox_worker = MailboxWorker(name="grammar")
-        # The driver allows only spinning kernels in the bodies of conditionals.
-        add = lane.mailbox if self.transport == "mailbox" and not in_body else lane.spinkernel
+        add = lane.mailbox if self.transport == "mailbox" else lane.spinkernel
         add(work, worker=self._mailbox_worker, deadline_s=self._deadline_s, name=name)
 
     def open_work(self) -> NativeWork:

@@ -107,6 +107,22 @@ class Exchange:
             records[slot, :2] = word, 0
         self.answer[slot] = (word, -1, -1)
 
+    def free_rows(self, slot: int, epoch: int) -> None:
+        """Stamp the mask rows of a request without a grammar: they allow every id.
+
+        Parameters
+        ----------
+        slot
+            Slot of the request. No launched replay may refer to it.
+        epoch
+            Number of the slot assignment.
+        """
+        stamps = self.stamps[slot]
+        stamps["epoch"] = epoch
+        stamps["position"] = 0
+        stamps["detail"] = 1
+        stamps["state"] = NUMBERS["ROW_FREE"]
+
     @property
     def host_ptr(self) -> int:
         """Host address of the first word of slot 0."""

@@ -139,6 +139,11 @@ class DraftMode:
         return self.masking == "lattice-probe"
 
     @property
+    def is_lattice_tree(self) -> bool:
+        """Whether a grammar step on the host chooses the trees of all requests."""
+        return self.is_lattice and self.branch > 1
+
+    @property
     def grows_tree(self) -> bool:
         """Whether drafts are a tree that grows level by level, see `TreeSampler`."""
         return self.kind == "tree" and not self.is_lattice

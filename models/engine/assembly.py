@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from graft.cudagraph.device import Device, Stream
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.driver.pinned import Ring
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph.graph import supports_programmatic_edges
 from graft.cudagraph.ranks.ranks import RankGroup
+from graft.grammar.automaton.device import DeviceAutomata
 from graft.grammar.compile.service import GrammarService
 from graft.grammar.decoder import CANDIDATES, GuidedDecoder, default_threads
 from graft.grammar.forced import ForcedTokens
@@ -27,9 +30,8 @@ from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
 from graft.models.llm.llama import LlamaModel
 from graft.models.llm.sharding import TensorParallelLeader
-from graft.models.modes.parts import ModeParts, make_mode_parts, num_output_entries
 from graft.models.round.budget import DraftBudget, draft_lengths
-from graft.models.round.grammar_steps import GrammarSteps
+from graft.models.round.loop import LOOP_ENTRIES, LoopControl
 from graft.models.round.masking import MASKING_CLASSES
 from graft.models.round.prefill import CHUNK, Prefill
 from graft.models.round.round import RoundGraph, RoundParts
@@ -46,6 +48,8 @@ from graft.sampling.tree import TreeSampler
 
 __all__ = ["Assembly", "assemble"]
 
+LOG = logging.getLogger("graft")
+
 #: Number of entries of the input and output rings: two for replays whose results the host has not
 #: read, one for a replay that is still drafting, and one spare.
 RING_ENTRIES = 4
@@ -59,8 +63,10 @@ class Assembly:
     ----------
     stream
         Stream of the rounds and of prefill.
-    mode_parts
-        Parts of the graphs of all modes.
+    parts
+        Parts that all graphs share.
+    loop_control
+        State that the host shares with generation loops; None without loops.
     round_class
         Class of the graphs: `RoundGraph`, or `SplitRound` for ``composition="two"``.
     budget
@@ -78,7 +84,8 @@ class Assembly:
     """
 
     stream: Stream
-    mode_parts: ModeParts
+    parts: RoundParts
+    loop_control: LoopControl | None
     round_class: type[RoundGraph]
     budget: DraftBudget
     prefill: Prefill
@@ -86,11 +93,6 @@ class Assembly:
     prefixes: PrefixCache
     compiler: GrammarService
     resources: ExitStack
-
-    @property
-    def parts(self) -> RoundParts:
-        """Parts that the graphs of all rounds share."""
-        return self.mode_parts.round
 
     def close(self) -> None:
         """Close all parts, even if closing one of them raises an error."""
@@ -154,8 +156,9 @@ def assemble(
         parts = _round_parts(device, options, target, drafter, mode, tokenizer, vocabulary)
         for part in (parts.inputs, parts.outputs, parts.timeline, parts.exchange, parts.decoder):
             resources.callback(part.close)
-        mode_parts = make_mode_parts(device, options, ranks, parts, vocabulary)
-        resources.callback(mode_parts.close)
+        loop_control = _make_loop_control(device, options, ranks)
+        if loop_control is not None:
+            resources.callback(loop_control.close)
         shield.check()
         prefill = Prefill(
             device,
@@ -169,7 +172,8 @@ def assemble(
         caches = (target.kv, *(drafter.caches if drafter else ()))
         return Assembly(
             stream,
-            mode_parts,
+            parts,
+            loop_control,
             SplitRound if options.composition == "two" else RoundGraph,
             _draft_budget(options, mode),
             prefill,
@@ -404,21 +408,21 @@ def _round_parts(
     programmatic = options.programmatic
     if programmatic is None:
         programmatic = supports_programmatic_edges(device)
-    entries = num_output_entries(options, RING_ENTRIES)
-    decoder = _make_decoder(options, exchange, drafter, vocabulary)
+    entries = RING_ENTRIES if options.generation == "rounds" else LOOP_ENTRIES
+    inputs = {name: ("int32", (batch,)) for name in ("slot", "reserved")}
     return RoundParts(
         device=device,
         target=target,
         drafter=drafter,
         mode=mode,
         masking=MASKING_CLASSES[mode.masking],
-        make_grammar_steps=lambda _place, _row_slot: GrammarSteps(decoder, exchange),
         sampler=sampler,
         tree=TreeSampler(arrays) if mode.grows_tree else None,
         state=state,
-        decoder=decoder,
+        decoder=_make_decoder(options, exchange, drafter, vocabulary),
+        automata=_make_automata(options, state, exchange, sampler, replay, vocabulary),
         exchange=exchange,
-        inputs=Ring(device, RING_ENTRIES, {"slot": ("int32", (batch,))}),
+        inputs=Ring(device, RING_ENTRIES, {**inputs, "max_rounds": ("int32", (1,))}),
         outputs=output_ring(device, entries, batch, mode.drafts),
         timeline=make_timeline(device, entries, mode.drafts),
         replay=replay,
@@ -426,6 +430,49 @@ def _round_parts(
         programmatic=programmatic,
         every_part=options.timeline,
     )
+
+
+def _make_automata(
+    options: Options,
+    state: SlotState,
+    exchange: Exchange,
+    sampler: Sampler,
+    replay: DeviceArray,
+    vocabulary: Vocabulary,
+) -> DeviceAutomata | None:
+    """Return the device's automata if the option asks for them and drafts are not probed."""
+    if not options.device_automata:
+        return None
+    if exchange.mode.probes:
+        LOG.warning(
+            "device_automata has no effect: drafts are probed (draft_masking=%r), so the grammar "
+            "steps of all requests run on the host",
+            options.draft_masking,
+        )
+        return None
+    if options.forced_drafts and exchange.mode.masking != "fill":
+        raise OptionError("device_automata and forced_drafts can be combined only with a drafter")
+    return DeviceAutomata(
+        state,
+        exchange,
+        sampler,
+        replay,
+        vocabulary,
+        table_bytes=options.automaton_bytes,
+        row_bytes=options.mask_row_bytes,
+        finds_forced=options.forced_drafts,
+    )
+
+
+def _make_loop_control(
+    device: Device, options: Options, ranks: RankGroup | None
+) -> LoopControl | None:
+    """Create the state of generation loops, if the option asks for them."""
+    if options.generation == "rounds":
+        return None
+    if ranks is not None:
+        raise OptionError("generation='graph' cannot be combined with tensor parallelism")
+    return LoopControl(device, options.max_batch_size, options.slack, LOOP_ENTRIES)
 
 
 def _make_decoder(

@@ -35,7 +35,9 @@ from graft.models.drafters import DrafterChoice
 from graft.models.drafters.load import is_block_drafter
 from graft.models.engine.admission import Admission
 from graft.models.engine.assembly import assemble
+from graft.models.engine.graphs import build_graphs, kind_without_host
 from graft.models.engine.interrupt import ReentrancyGuard, Shield
+from graft.models.engine.loop_replays import LoopReplays
 from graft.models.engine.migrate import (
     MigratedRequest,
     Migrator,
@@ -44,12 +46,14 @@ from graft.models.engine.migrate import (
     restore_output,
 )
 from graft.models.engine.options import Options
+from graft.models.engine.promotion import Promotion
+from graft.models.engine.replay import Replays
 from graft.models.engine.scheduler import Scheduler
+from graft.models.engine.selection import GraphKey, GraphSelector
 from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
 from graft.models.errors import EngineError, EngineUseError, RequestError
 from graft.models.llm.config import LlamaConfig
-from graft.models.modes.build import EngineModes
 from graft.models.request import Event, Output, Request
 from graft.models.round.prefill import PrefillScheduler
 from graft.models.round.round import RoundGraph
@@ -60,6 +64,10 @@ __all__ = ["Engine"]
 
 LOG = logging.getLogger("graft")
 LOG.addHandler(logging.NullHandler())
+
+#: Maximum number of rounds of a generation loop with ``draft_length="auto"``. The draft length is
+#: chosen for each loop.
+ROUNDS_PER_LENGTH = 32
 
 #: `Engine.close` stops waiting when no device resource has been freed for this many seconds.
 RELEASE_POLL_S = 0.25
@@ -110,8 +118,8 @@ class Engine:
         Tokenizer of the model.
     stats : EngineStats
         Counters since the start or the last `reset_stats`.
-    round_graphs : dict
-        Graph of a round for each (batch size, number of drafts per batch row).
+    graphs : dict
+        Graphs by `GraphKey`; empty after `close`.
     failure : str or None
         Message of the error that stopped the engine permanently; None while the engine works.
 
@@ -165,11 +173,10 @@ class Engine:
         """Create the parts that run rounds, and build the graphs; on an error, close all parts."""
         built = self._built
         self._parts = built.parts
-        self._modes = EngineModes(
-            built.mode_parts, self.options, built.stream, built.budget, built.round_class
-        )
-        self._replays = self._modes.replays
-        self.round_graphs = self._modes.round_graphs
+        self._replays = Replays(built.parts, built.stream, built.budget)
+        if built.loop_control is not None:
+            self._replays = LoopReplays(built.parts, built.stream, built.budget, built.loop_control)
+        self.graphs: dict[GraphKey, RoundGraph] = {}
         self.stats = EngineStats(draft_length=built.parts.depth)
         self._forced_tokens_at_reset = 0
         try:
@@ -179,7 +186,6 @@ class Engine:
             self._build_rounds(shield)
         except BaseException:
             self._close_parts()
-            self._modes.close()
             raise
         self._closed = False
 
@@ -205,6 +211,15 @@ class Engine:
         max_in_flight = 2 if overlap else 1
         prefill_rows = options.prefill_rows
         lane = StreamLane(built.stream)
+        promotion = Promotion(built.parts.exchange, built.parts.automata, lane)
+        mode = built.parts.mode
+        selector = GraphSelector(
+            self.graphs,
+            promotion,
+            kind_without_host=kind_without_host(built),
+            max_loop_rounds=None if len(built.budget.lengths) == 1 else ROUNDS_PER_LENGTH,
+            serves_all=mode.is_lattice_tree,
+        )
         slots = SlotManager(
             options.slots,
             options.max_batch_size,
@@ -216,14 +231,14 @@ class Engine:
             prefill_scheduler=PrefillScheduler(
                 None if prefill_rows == "auto" else int(prefill_rows)
             ),
+            promotion=promotion,
             positions_ahead=(max_in_flight + 1) * built.parts.width,
             slack_positions=options.slack,
-            observer=self._modes.observer,
         )
         self._scheduler = Scheduler(
             self._replays,
             slots,
-            self._modes,
+            selector,
             self.stats,
             built.budget,
             max_in_flight=max_in_flight,
@@ -232,7 +247,7 @@ class Engine:
         )
 
     def _build_rounds(self, shield: Shield) -> None:
-        """Build the graphs of all modes, and run replays without requests.
+        """Build all graphs, and run replays without requests.
 
         The first replay of a graph makes the driver load its kernels, so that no request has to
         wait for this. The times of the other replays tell the draft budget the cost of each draft
@@ -249,19 +264,14 @@ class Engine:
                 self._replays.wait(stats, shield)
                 self._replays.finish()
 
-        self._modes.build(self._scheduler.slots, run_empty)
+        for key, graph in build_graphs(self._built, self.options):
+            self.graphs[key] = graph
+            run_empty(graph)
         chunks = self._built.prefill.warm(StreamLane(self._built.stream))
         self._replays.wait_idle(stats)
         shield.check()
         for chunk in chunks:
             self._scheduler.slots.prefill_scheduler.record_time(chunk.rows, chunk.elapsed_s())
-
-    @property
-    def graphs(self) -> list[RoundGraph]:
-        """Graphs of all modes, `round_graphs` first; empty after `close`."""
-        if not hasattr(self, "_modes"):
-            return []
-        return [*self.round_graphs.values(), *self._modes.graphs.values()]
 
     # Requests ---------------------------------------------------------------------------------
 
@@ -305,7 +315,7 @@ class Engine:
                 raise RequestError(f"this engine has no unfinished request {request_id!r}")
             if state.slot in self._scheduler.slots.running:
                 self._built.prefixes.insert(state.slot, state.tokens)
-            self._modes.leave_loop()  # copying pages waits for the device
+            self._replays.leave_loop()  # copying pages waits for the device
             migrated = self._migrator.pack(state, self.options.verify)
             self._scheduler.end(state, "moved")
             return migrated
@@ -594,7 +604,18 @@ class Engine:
 
     def _count_forced_tokens(self, counters: dict[str, int]) -> int:
         """Return the number of accepted forced drafts, given the counters of the decoder."""
-        return counters["forced_tokens"] + self._modes.count_forced_tokens()
+        count = counters["forced_tokens"]
+        if self.options.forced_drafts:
+            count += self._automata_counters().get("forced_tokens", 0)
+        return count
+
+    def _automata_counters(self) -> dict[str, int]:
+        """Return the counters of automata on the device. Waits for the device if there are any."""
+        automata = self._parts.automata
+        if automata is None:
+            return {}
+        self._replays.leave_loop()
+        return automata.counters()
 
     def counters(self) -> dict[str, Any]:
         """Return the counters of engine, grammar, compiler, device and prefix cache.
@@ -617,7 +638,7 @@ class Engine:
         return {
             "engine": self.stats.as_dict(),
             "grammar": grammar,
-            "automata": self._modes.device_counters(),
+            "automata": self._automata_counters(),
             "compile": self._built.compiler.counters(),
             "device": self.device.stats(),
             "prefixes": {
@@ -677,9 +698,8 @@ class Engine:
                 # The frames of a traceback may keep the scheduler alive after this call. Drop the
                 # scheduler's references to device objects, so that they are freed nevertheless.
                 self._scheduler.close()
-                self._modes.close()
                 del self._built, self._parts, self._admission, self._replays, self._scheduler
-                del self._migrator, self._modes
+                del self._migrator
                 # Free device memory now that objects in reference cycles own.
                 gc.collect()
                 # The work of a failed device never completes, so its resources are never freed.
@@ -703,10 +723,9 @@ class Engine:
     def _close_parts(self) -> None:
         """Wait for the device, and close the round graphs and the parts of the assembly."""
         with ExitStack() as stack:
-            stack.callback(self.round_graphs.clear)
-            stack.callback(self._modes.graphs.clear)
+            stack.callback(self.graphs.clear)
             stack.callback(self._built.close)
-            for graph in self.graphs:
+            for graph in self.graphs.values():
                 stack.callback(graph.close)
             stack.callback(self._replays.drain)
 

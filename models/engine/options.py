@@ -168,12 +168,12 @@ class Options:
         has completed. Rounds do not overlap in this mode. It exists to measure the benefit of a
         single graph.
     generation
-        "rounds": each round is one launch. "graph": one launch runs many rounds of a batch, until
-        its requests have ended, a request joins or is removed by the host, a request needs pages,
-        or the host has not read the last 63 rounds. With ``draft_length="auto"``, a launch runs at
-        most 32 rounds. While a prompt is being prefilled, rounds are launched one by one. Grammar
-        steps on the host run through spinning kernels. Requires ``composition="one"`` and a drafter
-        that runs on the device.
+        "rounds": each round is one launch. "graph": a batch that needs no grammar steps on the host
+        runs in a generation loop: one launch runs many rounds, until the requests have ended, a
+        request joins or is removed by the host, a request needs pages, or the host has not read the
+        last 63 rounds. With ``draft_length="auto"``, a launch runs at most 32 rounds. While a
+        prompt is being prefilled, rounds are launched one by one. Requires ``composition="one"``
+        and a drafter that runs on the device.
     activations
         Precision of the activations that are multiplied with 16-bit weights on GPUs. "rounded":
         rounded to the type of the weights, as in training and serving; sums and everything else are

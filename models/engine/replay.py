@@ -82,12 +82,15 @@ class ReplayInFlight:
         number.
     rows
         Requests of the batch rows, without padding rows.
+    repeats
+        Whether the replay belongs to a loop of several replays.
     """
 
     number: int
     graph: RoundGraph
     graph_number: int
     rows: tuple[RowAssignment, ...]
+    repeats: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,9 @@ class Replays:
         Number of the last replay known to be complete.
     unread
         Launched replays whose results have not been read, oldest first.
+    looping
+        Whether a loop is running, which may run more replays than the host knows of. Nothing may be
+        launched meanwhile.
     on_parts
         Function to call for each complete replay, or None. Its arguments are the replay and the
         replay's time stamps in order, in device nanoseconds.
@@ -164,6 +170,7 @@ class Replays:
         self.retired = 0
         self._round_s = Ema(ROUND_SHARE, max_ratio=2.0)
         self.unread: deque[ReplayInFlight] = deque()
+        self.looping = False
         # Replays whose results have been read, but which may still be running.
         self._unretired: deque[ReplayInFlight] = deque()
         # Number of launches of each graph, by `id` of the graph.
@@ -181,7 +188,11 @@ class Replays:
         return self._round_s.value or 0.0
 
     def launch(
-        self, graph: RoundGraph, states: Sequence[RequestState], served: Sequence[GuidedRequest]
+        self,
+        graph: RoundGraph,
+        states: Sequence[RequestState],
+        served: Sequence[GuidedRequest],
+        max_rounds: int = 1,
     ) -> None:
         """Publish the slot of each batch row and launch one replay.
 
@@ -198,19 +209,24 @@ class Replays:
             Requests of the batch rows.
         served
             Requests among them that the grammar worker serves if the graph has host steps.
+        max_rounds
+            Maximum number of rounds that the launch runs.
         """
         parts = self._parts
         number = self.launched + 1
         parts.outputs.reserve(number)
         parts.inputs.reserve(number)
         slots = parts.inputs.row("slot", number)
+        reserved = parts.inputs.row("reserved", number)
         timeline = parts.timeline
         timeline["ns"].array[number % timeline.slots] = 0
         slots[:] = -1
         for row, state in enumerate(states):
             slots[row] = state.slot
+            reserved[row] = state.reserved_positions
+        parts.inputs.row("max_rounds", number)[:] = max_rounds
         if graph.has_host_steps:
-            parts.decoder.publish(number, served, repeats=graph.repeats)
+            parts.decoder.publish(number, served)
         else:
             parts.decoder.skip(number)
         parts.inputs.publish(number)
@@ -218,10 +234,13 @@ class Replays:
         rows = tuple(RowAssignment(state, state.slot, state.epoch) for state in states)
         graph_id = id(graph)
         self._launches[graph_id] += 1
-        flight = ReplayInFlight(number, graph, self._launches[graph_id], rows)
+        flight = ReplayInFlight(number, graph, self._launches[graph_id], rows, max_rounds > 1)
         self.unread.append(flight)
         with self._engine_numbers(flight):
             graph.launch(self._stream)
+
+    def leave_loop(self) -> None:
+        """Ask the loop that is running, if any, to end."""
 
     def wait(
         self, stats: EngineStats, shield: Shield, count_progress: Callable[[], int] = lambda: 0

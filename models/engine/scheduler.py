@@ -30,10 +30,10 @@ from graft.grammar.matcher import CompiledGrammar
 from graft.models.engine.interrupt import Shield
 from graft.models.engine.replay import Replays, RowResult
 from graft.models.engine.request_state import RequestState
+from graft.models.engine.selection import GraphSelector
 from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
 from graft.models.errors import RequestTimeoutError, TokenizerError
-from graft.models.modes.launch import LaunchModes
 from graft.models.request import DEVICE_REASONS, Event, Output
 from graft.models.round.budget import DraftBudget
 from graft.models.round.round import RoundGraph
@@ -145,8 +145,8 @@ class Scheduler:
         Launches rounds and reads their results.
     slots
         Assigns request slots and KV-cache pages.
-    modes
-        Selects the graph of each launch, and ends generation loops.
+    selector
+        Selects the graph of each launch.
     stats
         Counters to update. `Engine.reset_stats` replaces this attribute by a new object.
     budget
@@ -172,7 +172,7 @@ class Scheduler:
         self,
         replays: Replays,
         slots: SlotManager,
-        modes: LaunchModes,
+        selector: GraphSelector,
         stats: EngineStats,
         budget: DraftBudget,
         *,
@@ -182,7 +182,7 @@ class Scheduler:
     ):
         self.replays = replays
         self.slots = slots
-        self.modes = modes
+        self.selector = selector
         self.stats = stats
         self.budget = budget
         self.max_in_flight = max_in_flight
@@ -245,7 +245,7 @@ class Scheduler:
         posted = self.outbox.posted
         self._expire()
         # While a loop is running, `launch` launches nothing but may ask the loop to end.
-        while self.modes.looping or len(self.replays.unread) < self.max_in_flight:
+        while self.replays.looping or len(self.replays.unread) < self.max_in_flight:
             self.admit()
             if not self.launch():
                 break
@@ -380,11 +380,9 @@ class Scheduler:
             Whether a round was launched.
         """
         running = self.slots.running
-        if self.modes.looping:
-            # The slots and pages of requests that have left are free only after the loop.
-            waits = self.slots.num_prefilling or (self._ready and self.slots.num_leaving)
-            if waits or self.modes.should_leave_loop(running.values()):
-                self.modes.leave_loop()
+        if self.replays.looping:
+            if self._should_leave_loop():
+                self.replays.leave_loop()
             return False
         short = self._allocate_pages()
         while short and len(short) == len(running):
@@ -400,13 +398,28 @@ class Scheduler:
         states = [state for state in running.values() if state not in short]
         if not states:
             return False
-        batch = self.modes.batch_bucket(len(states))
+        batch = self.selector.batch_bucket(len(states))
         drafts = self.budget.choose(batch, states)
-        graph, served = self.modes.select(batch, drafts, states, may_loop=not short)
+        may_loop = not short and not self.slots.num_prefilling
+        graph, served, max_rounds = self.selector.select(batch, drafts, states, may_loop=may_loop)
+        if max_rounds > 1:
+            self.slots.reserve_ahead(states)
         self.stats.launches += 1
         self.stats.count_round(graph)
-        self.replays.launch(graph, states, served)
+        self.replays.launch(graph, states, served, max_rounds)
         return True
+
+    def _should_leave_loop(self) -> bool:
+        """Return whether the running loop should end, because a request can join or leave.
+
+        The slots and pages of requests that have left are free only after the loop. If many have
+        left, a graph with fewer batch rows can run the others.
+        """
+        if self.slots.num_prefilling or (self._ready and self.slots.num_leaving):
+            return True
+        num_running = len(self.slots.running)
+        batch = self.replays.unread[0].graph.batch
+        return num_running > 0 and self.selector.batch_bucket(num_running) < batch
 
     def _allocate_pages(self) -> list[RequestState]:
         """Allocate KV-cache pages for the next round; preempt a request if pages have run out.
@@ -456,7 +469,7 @@ class Scheduler:
                     )
                 self.end(assignment.state, "error", error, ended_on_device=True)
         self.replays.finish()
-        if self.modes.looping and flight.graph.repeats:  # another replay of the loop follows
+        if self.replays.looping and flight.repeats:  # another replay of the loop follows
             self.stats.count_round(flight.graph)
 
     def _process_row(self, state: RequestState, row: RowResult, graph: RoundGraph) -> None:
@@ -530,7 +543,7 @@ class Scheduler:
             num_known=num_known,
             accepted=row.accepted,
         )
-        state.draft_capacity = graph.made
+        state.draft_capacity = graph.max_new_drafts
         output = state.output
         if output.first_token_s is None:
             output.first_token_s = state.age_s
@@ -564,7 +577,7 @@ class Scheduler:
             return GraftError(invalid_logits)
         grammar_error = self.replays.grammar_error(state)
         # The worker's error of a promoted request is that of an earlier request of the slot.
-        if grammar_error and not self.modes.is_promoted(state):
+        if grammar_error and self.selector.is_served(state):
             found = MatcherError(grammar_error)
             found.__cause__ = state.matcher.failure
             return found
@@ -572,7 +585,7 @@ class Scheduler:
 
     def wait_idle(self, shield: Shield) -> None:
         """Read all rounds in flight, wait for the device, and free the slots of ended requests."""
-        self.modes.leave_loop()
+        self.replays.leave_loop()
         while self.replays.unread:
             self.read(shield)
         self.replays.wait_idle(self.stats)
@@ -582,7 +595,7 @@ class Scheduler:
         """Drop the references to device objects. Call this method after `Replays.drain`."""
         self.slots.close()
         self.replays.close()
-        del self.replays, self.slots, self.modes
+        del self.replays, self.slots, self.selector
 
     # Leaving a slot -----------------------------------------------------------------------------
 
@@ -600,7 +613,7 @@ class Scheduler:
         to_front
             Whether the request goes to the front of the queue of its priority instead of the end.
         """
-        self.modes.leave_loop()
+        self.replays.leave_loop()
         self.slots.leave(state, self.replays.launched, ended_on_device=False)
         state.output.preempted += 1
         self.stats.preemptions += 1
@@ -638,7 +651,7 @@ class Scheduler:
         state.grammar = None
         if state.slot >= 0:
             if not ended_on_device:
-                self.modes.leave_loop()
+                self.replays.leave_loop()
             self.slots.leave(state, self.replays.launched, ended_on_device=ended_on_device)
         self.deliver(state.submission, output, error, state.take_new_tokens(), text, state.age_s)
 

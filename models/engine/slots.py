@@ -34,18 +34,22 @@ from graft.cudagraph.errors import GraftError
 from graft.cudagraph.lanes import StreamLane
 from graft.models.cache.kv import PagedKV
 from graft.models.cache.prefix import PageGroup, PrefixCache
+from graft.models.engine.promotion import Promotion
 from graft.models.engine.request_state import RequestState
 from graft.models.round.prefill import Prefill, PrefillChunk, PrefillScheduler
 from graft.sampling.params import SamplingParams
 from graft.sampling.state import SlotRequest, SlotState
 
-__all__ = ["SlotManager", "SlotObserver"]
+__all__ = ["SlotManager"]
 
 #: Greatest epoch. The next epoch is 1. By then, no round with the first epoch 1 is in flight.
 MAX_EPOCH = 2**31 - 1
 
 #: Number of free pages that are allocated in advance, so that few rounds have to allocate.
 PAGES_AHEAD = 4
+
+#: Maximum number of pages that a request gets for the rounds of a loop after the first one.
+LOOP_PAGES_AHEAD = 16
 
 
 @dataclass(frozen=True)
@@ -65,22 +69,6 @@ class _PrefillingRequest:
     state: RequestState
     chunks: Iterator[PrefillChunk]
     last_token: int
-
-
-class SlotObserver:
-    """Receives a call when the use of a slot changes. The methods of this class do nothing."""
-
-    def start(self, state: RequestState) -> None:
-        """Called when a request starts to take part in rounds, after its prefill."""
-
-    def leave(self, state: RequestState) -> None:
-        """Called when a request has left its slot, which replays in flight may still use.
-
-        `start` has not been called for a request that leaves while it is prefilled.
-        """
-
-    def release(self, slot: int) -> None:
-        """Called when a slot is free, which no replay in flight uses."""
 
 
 class SlotManager:
@@ -112,8 +100,8 @@ class SlotManager:
     slack_positions
         Number of additional positions that draft trees use. They get pages even after the last
         position that the request may generate.
-    observer
-        Receives a call when the use of a slot changes.
+    promotion
+        Promotes requests when they start to take part in rounds.
 
     Attributes
     ----------
@@ -135,9 +123,9 @@ class SlotManager:
         slot_state: SlotState,
         lane: StreamLane,
         prefill_scheduler: PrefillScheduler,
+        promotion: Promotion,
         positions_ahead: int,
         slack_positions: int = 0,
-        observer: SlotObserver | None = None,
     ):
         self._max_batch_size = max_batch_size
         self._caches = caches
@@ -148,7 +136,7 @@ class SlotManager:
         self.prefill_scheduler = prefill_scheduler
         self._positions_ahead = positions_ahead
         self._slack_positions = slack_positions
-        self._observer = observer or SlotObserver()
+        self._promotion = promotion
         self.running: dict[int, RequestState] = {}
         self._prefilling: dict[int, _PrefillingRequest] = {}
         self._free = list(range(num_slots))
@@ -305,8 +293,8 @@ class SlotManager:
             cache.set_table(self._lane, state.slot)
         return True
 
-    def reserve_ahead(self, states: Sequence[RequestState], max_pages: int) -> None:
-        """Allocate pages for rounds after the next one.
+    def reserve_ahead(self, states: Sequence[RequestState]) -> None:
+        """Allocate pages for the rounds of a loop after the first one.
 
         The free pages are divided among the requests. If a request gets fewer than `PAGES_AHEAD` of
         them, idle pages of the prefix cache are evicted until it has this many. No more pages are
@@ -316,15 +304,13 @@ class SlotManager:
         ----------
         states
             Running requests.
-        max_pages
-            Maximum number of pages that a request has in addition to those of the next round.
         """
         page_size = self._caches[0].page_size
         for index, state in enumerate(states):
             limit = -(-(state.position_limit + self._slack_positions) // page_size)
             needed = -(-self._required_positions(state) // page_size)
             present = state.reserved_positions // page_size
-            num_wanted = min(limit, needed + max_pages) - present
+            num_wanted = min(limit, needed + LOOP_PAGES_AHEAD) - present
             num_shared = self.num_free_pages // (len(states) - index)
             num_ahead = needed + PAGES_AHEAD - present
             pages = min(num_wanted, max(num_shared, num_ahead))
@@ -382,7 +368,7 @@ class SlotManager:
         self._prefix_cache.insert(state.slot, state.tokens)
         del self._prefilling[state.slot]
         self.running[state.slot] = state
-        self._observer.start(state)
+        self._promotion.start(state)
         self._slot_state.join(
             self._lane,
             state.slot,
@@ -424,7 +410,7 @@ class SlotManager:
         self._leaving[slot] = last_replay
         state.slot = -1
         state.matcher = None
-        self._observer.leave(state)
+        self._promotion.leave(state)
         state.reserved_positions = 0
 
     def reclaim(self, retired: int) -> None:
@@ -437,7 +423,7 @@ class SlotManager:
             del self._leaving[slot]
             for cache in self._caches:
                 cache.release(slot)
-            self._observer.release(slot)
+            self._promotion.release(slot)
             self._free.append(slot)
 
     def reclaim_all(self) -> None:
@@ -452,7 +438,7 @@ class SlotManager:
         """
         self._prefilling.clear()
         del self._caches, self._prefix_cache, self._prefill, self._slot_state, self._lane
-        del self._observer
+        del self._promotion
 
     def _required_positions(self, state: RequestState) -> int:
         """Return the number of positions that need pages when the next round is launched."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from graft.models.modes.stats import ModeStats
+from graft.models.round.round import RoundGraph
 
 __all__ = ["EngineStats"]
 
 
 @dataclass(kw_only=True)
-class EngineStats(ModeStats):
+class EngineStats:
     """Counters since the engine was created or `Engine.reset_stats` was called.
-
-    The counters of modes are described in `ModeStats`.
 
     A *row round* is the part of a request in one round. A round with four requests counts as four
     row rounds.
@@ -26,6 +25,14 @@ class EngineStats(ModeStats):
 
     Attributes
     ----------
+    rounds
+        Number of rounds with at least one request.
+    rounds_by_length
+        Number of rounds for each number of drafts per batch row.
+    rounds_by_kind
+        Number of rounds for each kind of graph, see `GraphKey.kind`.
+    launches
+        Number of launches of graphs for these rounds. Without generation loops, it equals `rounds`.
     joins
         Number of times a request got a slot.
     row_rounds
@@ -57,6 +64,10 @@ class EngineStats(ModeStats):
     """
 
     draft_length: int = 0
+    rounds: int = 0
+    rounds_by_length: Counter[int] = field(default_factory=Counter)
+    rounds_by_kind: Counter[str] = field(default_factory=Counter)
+    launches: int = 0
     joins: int = 0
     row_rounds: int = 0
     stalls: int = 0
@@ -75,6 +86,12 @@ class EngineStats(ModeStats):
     def __post_init__(self) -> None:
         self.tested = [0] * self.draft_length
         self.accepted = [0] * self.draft_length
+
+    def count_round(self, graph: RoundGraph) -> None:
+        """Count a round of a graph."""
+        self.rounds += 1
+        self.rounds_by_length[graph.drafts] += 1
+        self.rounds_by_kind[graph.kind] += 1
 
     def count_row(self, count: int, tested: int, accepted: int) -> None:
         """Count a row round.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.graph.graph import GraphLane, GraphMark
-from graft.cudagraph.host.hostwork import NativeWork
+from graft.grammar.automaton.device import DeviceAutomata
 from graft.grammar.decoder import GuidedDecoder
 from graft.sampling.exchange import Exchange
 
@@ -13,27 +14,33 @@ __all__ = ["GrammarSteps"]
 class GrammarSteps:
     """Adds the steps of the grammar to the grammar lane of a round.
 
-    A step is host work of the guided decoder, followed by a copy of the mask rows that it fills to
-    the device.
+    A step on the host is work of the guided decoder, followed by a copy of the mask rows that it
+    fills to the device. The kernels of promoted requests follow it, because the copy overwrites the
+    mask rows of all slots.
 
     Parameters
     ----------
     decoder
-        Creates the host work.
+        Creates the host work; None: no steps run on the host.
     exchange
         Memory that contains the mask rows.
-
-    Attributes
-    ----------
-    has_host_steps
-        Whether steps need host work. If not, the decoder skips the replays of the graph.
+    automata
+        Adds the kernels; None: no request is promoted.
+    row_slot
+        int32 [B], slot of each batch row.
     """
 
-    has_host_steps = True
-
-    def __init__(self, decoder: GuidedDecoder, exchange: Exchange):
+    def __init__(
+        self,
+        decoder: GuidedDecoder | None,
+        exchange: Exchange,
+        automata: DeviceAutomata | None,
+        row_slot: DeviceArray,
+    ):
         self._decoder = decoder
         self._exchange = exchange
+        self._automata = automata
+        self._row_slot = row_slot
 
     def add_open(self, lane: GraphLane, num_rows: int, begun: GraphMark, *, name: str) -> None:
         """Add the step that fills the mask rows of the drafts to be verified.
@@ -50,7 +57,13 @@ class GrammarSteps:
         name
             Node name of the step.
         """
-        self._add(lane, self._decoder.open_work(), 0, num_rows, name)
+        if self._decoder is not None:
+            self._decoder.add(lane, self._decoder.open_work(), name=name)
+            self._exchange.copy_masks_to_device(lane, 0, num_rows)
+        if self._automata is not None:
+            lane.wait(begun)
+            copied = self._decoder is not None
+            self._automata.add_open(lane, self._row_slot, num_rows, copied=copied)
 
     def add_commit(self, lane: GraphLane, row: int | None, *, name: str) -> None:
         """Add the step that advances the grammar by the committed tokens.
@@ -64,7 +77,11 @@ class GrammarSteps:
         name
             Node name of the step.
         """
-        self._add_row(lane, self._decoder.commit_work(), row, name)
+        if self._decoder is not None:
+            self._decoder.add(lane, self._decoder.commit_work(), name=name)
+            self._copy_row(lane, row)
+        if self._automata is not None:
+            self._automata.add_commit(lane, self._row_slot, fill=row is not None)
 
     def add_draft(self, lane: GraphLane, j: int, row: int | None, *, name: str) -> None:
         """Add draft step `j`, see `graft.grammar.decoder.GuidedDecoder.draft_work`.
@@ -80,14 +97,12 @@ class GrammarSteps:
         name
             Node name of the step.
         """
-        self._add_row(lane, self._decoder.draft_work(j), row, name)
+        if self._decoder is not None:
+            self._decoder.add(lane, self._decoder.draft_work(j), name=name)
+            self._copy_row(lane, row)
+        if self._automata is not None:
+            self._automata.add_draft(lane, self._row_slot, j)
 
-    def _add_row(self, lane: GraphLane, work: NativeWork, row: int | None, name: str) -> None:
-        first, end = (0, 0) if row is None else (row, row + 1)
-        self._add(lane, work, first, end, name)
-
-    def _add(self, lane: GraphLane, work: NativeWork, first: int, end: int, name: str) -> None:
-        """Add host work and the copy of the mask rows `first` to `end` (exclusive)."""
-        self._decoder.add(lane, work, name=name)
-        if first < end:
-            self._exchange.copy_masks_to_device(lane, first, end)
+    def _copy_row(self, lane: GraphLane, row: int | None) -> None:
+        if row is not None:
+            self._exchange.copy_masks_to_device(lane, row, row + 1)

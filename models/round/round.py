@@ -26,6 +26,7 @@ from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.driver.pinned import PinnedSlots, Ring
 from graft.cudagraph.graph.graph import Graph, GraphExec, GraphLane, GraphMark
+from graft.grammar.automaton.device import DeviceAutomata
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.drafters.base import Drafter
 from graft.models.drafters.feed import Feed, RoundScratch
@@ -63,9 +64,6 @@ class RoundParts:
         Draft mode.
     masking
         Class that decides where the grammar steps of the mode are.
-    make_grammar_steps
-        Returns the object that adds the grammar steps of a graph. The arguments are the place of
-        the steps and the slots of the batch rows.
     sampler
         Samples and verifies tokens, and samples the drafts of a chain.
     tree
@@ -74,6 +72,8 @@ class RoundParts:
         State of all slots.
     decoder
         Creates the grammar steps that run on the host.
+    automata
+        Adds the grammar steps that kernels run; None: all grammar steps run on the host.
     exchange
         Memory shared by kernels, grammar worker and host.
     inputs, outputs
@@ -96,11 +96,11 @@ class RoundParts:
     drafter: Drafter | None
     mode: DraftMode
     masking: type[DraftMasking]
-    make_grammar_steps: Callable[[str, DeviceArray], GrammarSteps]
     sampler: Sampler
     tree: TreeSampler | None
     state: SlotState
     decoder: GuidedDecoder
+    automata: DeviceAutomata | None
     exchange: Exchange
     inputs: Ring
     outputs: Ring
@@ -161,11 +161,11 @@ class RoundGraph:
     drafts
         Number of forward rows for drafts, per batch row. If it is less than the maximum number of
         drafts, the rows are assigned to the drafts that are most likely to be accepted.
-    made
+    max_new_drafts
         Maximum number of drafts per request that this round generates for the next round. With 0,
         the drafter only processes the committed tokens.
-    grammar
-        Where the grammar steps run: "host", or a place that `RoundParts.make_grammar_steps` knows.
+    has_host_steps
+        Whether grammar steps run on the host.
 
     Attributes
     ----------
@@ -175,11 +175,7 @@ class RoundGraph:
         Executables of the definitions.
     timed : tuple of Part
         Timed parts in order; part ``i`` is between stamps ``i`` and ``i + 1``.
-    repeats
-        Whether a launch may run more than one replay.
     """
-
-    repeats = False
 
     def __init__(
         self,
@@ -187,14 +183,15 @@ class RoundGraph:
         scratch: RoundScratch,
         batch: int,
         drafts: int,
-        made: int,
-        grammar: str = "host",
+        max_new_drafts: int,
+        *,
+        has_host_steps: bool = True,
     ):
         self.parts = parts
         self.batch = batch
         self.drafts = drafts
-        self.made = made
-        self.grammar = grammar
+        self.max_new_drafts = max_new_drafts
+        self.has_host_steps = has_host_steps
         self.graphs: list[Graph] = []
         self._add_graph()
         self._model, self._grammar = self._make_lanes()
@@ -203,9 +200,17 @@ class RoundGraph:
         )
         rows = batch * (drafts + 1)
         feed = Feed(
-            parts.device, batch, rows, made + 1, parts.branch, parts.state, parts.sampler, scratch
+            parts.device,
+            batch,
+            rows,
+            max_new_drafts + 1,
+            parts.branch,
+            parts.state,
+            parts.sampler,
+            scratch,
         )
-        self._grammar_steps = parts.make_grammar_steps(grammar, feed.row_slot)
+        decoder = parts.decoder if has_host_steps else None
+        self._grammar_steps = GrammarSteps(decoder, parts.exchange, parts.automata, feed.row_slot)
         self._add_target_forward(feed)
         self._add_verification(feed)
         if parts.drafter is not None:
@@ -216,14 +221,9 @@ class RoundGraph:
         )
 
     @property
-    def has_host_steps(self) -> bool:
-        """Whether grammar steps run on the host."""
-        return self._grammar_steps.has_host_steps
-
-    @property
-    def mode(self) -> str:
-        """Name of the mode."""
-        return "round"
+    def kind(self) -> str:
+        """Kind of the graph: "host" if grammar steps run on the host, otherwise "device"."""
+        return "host" if self.has_host_steps else "device"
 
     # Replays ------------------------------------------------------------------------------------
 
@@ -259,7 +259,7 @@ class RoundGraph:
 
     def _add_graph(self) -> None:
         """Create a graph definition; the first one is the graph of the round."""
-        name = f"{self.mode} of {self.batch}, {self.drafts} drafts, grammar: {self.grammar}"
+        name = f"{self.kind} graph of {self.batch} rows, {self.drafts} drafts"
         if self.graphs:
             name = f"{name} ({len(self.graphs)})"
         self.graphs.append(Graph(self.parts.device, name, programmatic=self.parts.programmatic))
@@ -351,10 +351,10 @@ class RoundGraph:
         """Add the processing of the committed tokens and the drafts of the next round."""
         parts = self.parts
         model = self._model
-        levels = min(parts.mode.levels, self.made)
+        levels = min(parts.mode.levels, self.max_new_drafts)
         draft_sampler: ChainSampler | TreeSampler = parts.sampler.chain
         if parts.tree is not None and levels > 0:
-            draft_sampler = parts.tree.of(self.made)
+            draft_sampler = parts.tree.of(self.max_new_drafts)
         self._start_drafting()
         masking = parts.masking(
             self._grammar_steps,
@@ -367,14 +367,14 @@ class RoundGraph:
             levels,
         )
         masking.add_commit()
-        if drafter.reads_mask_rows and self.made:
+        if drafter.reads_mask_rows and self.max_new_drafts:
             masking.wait_for_commit()
         logits = drafter.start(model, feed)
-        if drafter.proposes and self.made:
+        if drafter.proposes and self.max_new_drafts:
             parts.sampler.proposals.place(
-                model, feed.proposal, feed.row_slot, feed.parents, self.made
+                model, feed.proposal, feed.row_slot, feed.parents, self.max_new_drafts
             )
-        remaining_levels = masking.add_all_levels(drafter, self.made)
+        remaining_levels = masking.add_all_levels(drafter, self.max_new_drafts)
         for level in range(1, remaining_levels + 1):
             if level > 1:
                 logits = drafter.step(model, feed, level - 1)

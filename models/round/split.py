@@ -28,10 +28,13 @@ class SplitRound(RoundGraph):
         scratch: RoundScratch,
         batch: int,
         drafts: int,
-        made: int,
-        grammar: str = "host",
+        max_new_drafts: int,
+        *,
+        has_host_steps: bool = True,
     ):
-        super().__init__(parts, scratch, batch, drafts, made, grammar)
+        super().__init__(
+            parts, scratch, batch, drafts, max_new_drafts, has_host_steps=has_host_steps
+        )
         self._pending: deque[GraphExec] = deque()  # graphs of the current round to be launched
 
     def launch(self, stream: Stream) -> None:

@@ -30,7 +30,7 @@ Exchange exchange_of(uintptr_t address, const nb::bytes& layout, int vocab_size)
 }
 
 bool publish(Worker& worker, int64_t replay, const std::vector<RequestTuple>& tuples,
-             int64_t previous, bool repeats) {
+             int64_t previous) {
   std::vector<Request> requests;
   requests.reserve(tuples.size());
   for (const auto& [slot, epoch, position, matcher] : tuples) {
@@ -38,7 +38,7 @@ bool publish(Worker& worker, int64_t replay, const std::vector<RequestTuple>& tu
       throw std::out_of_range("slot is out of range");
     requests.push_back({slot, epoch, position, matcher});
   }
-  return worker.publish(replay, previous < 0 ? replay - 1 : previous, requests, repeats);
+  return worker.publish(replay, previous < 0 ? replay - 1 : previous, requests);
 }
 
 nb::dict counters(const Worker& worker) {
@@ -173,8 +173,7 @@ void bind_guide(nb::module_& module) {
       .def("busy_slots", &Worker::busy_slots)
       .def("waiting", &Worker::waiting)
       .def("wait_idle", &Worker::wait_idle, nb::call_guard<graft::hostwork::GilRelease>())
-      .def("publish", &publish, nb::arg("replay"), nb::arg("requests"), nb::arg("previous") = -1,
-           nb::arg("repeats") = false)
+      .def("publish", &publish, nb::arg("replay"), nb::arg("requests"), nb::arg("previous") = -1)
       .def("retire", &Worker::retire, nb::arg("replay"))
       .def(
           "record",

@@ -88,12 +88,10 @@ Worker::~Worker() {
   close(statm_);
 }
 
-bool Worker::publish(int64_t replay, int64_t previous, const std::vector<Request>& requests,
-                     bool repeats) {
+bool Worker::publish(int64_t replay, int64_t previous, const std::vector<Request>& requests) {
   Snapshot* entry = find_snapshot(0);
   if (entry == nullptr) return false;
   entry->previous = previous;
-  entry->repeats = repeats;
   entry->requests.assign(requests.begin(), requests.end());
   entry->replay.store(replay, std::memory_order_release);
   return true;
@@ -148,17 +146,8 @@ void Worker::wait_idle() const {
 void Worker::run(const StepRecord& record) noexcept {
   const int64_t start = monotonic_ns();
   if (record.step == Step::kOpen) {
-    const Snapshot* next = next_snapshot();
-    if (next != nullptr) {
-      current_ = next;
-      replay_ = next->replay.load(std::memory_order_relaxed);
-    } else {
-      // The matchers of a retired snapshot may have been freed.
-      if (current_ != nullptr && (!current_->repeats || current_->replay.load() == 0)) {
-        current_ = nullptr;
-      }
-      ++replay_;
-    }
+    current_ = next_snapshot();
+    replay_ = current_ != nullptr ? current_->replay.load(std::memory_order_relaxed) : replay_ + 1;
     counters_.of[count::replays].add();
     if (current_ == nullptr) counters_.of[count::missing_snapshots].add();
   }

@@ -45,8 +45,8 @@
 //    more. busy(slot) and wait_idle() tell the host when the matcher is free.
 // 10. The snapshot of a replay belongs to the publishing thread until `replay` is stored with
 //    release order, and then to the worker until retire(). publish() fails if no
-//    snapshot is free. A snapshot that repeats is retired after the last replay that uses it. The
-//    matchers are borrowed: the publisher keeps their Python objects alive until retire().
+//    snapshot is free. The matchers are borrowed: the publisher keeps their Python objects alive
+//    until retire().
 #pragma once
 
 #include <algorithm>
@@ -72,12 +72,10 @@ struct Request {
 };
 
 // Requests of one replay. The host publishes them before it launches the replay. `previous` is the
-// last replay before it whose graph has grammar steps. If `repeats` is true, the snapshot is also
-// used for later replays until another snapshot is published.
+// last replay before it whose graph has grammar steps.
 struct Snapshot {
   std::atomic<int64_t> replay{0};  // 0: empty; replays count from 1
   int64_t previous = 0;
-  bool repeats = false;
   std::vector<Request> requests;
 };
 
@@ -184,8 +182,7 @@ class Worker {
   // publish() and retire() are called by the thread that launches the rounds. publish() returns
   // false if all snapshots belong to replays that have not been retired. Replays without grammar
   // steps are not published: `previous` is the last replay before this one that has grammar steps.
-  bool publish(int64_t replay, int64_t previous, const std::vector<Request>& requests,
-               bool repeats = false);
+  bool publish(int64_t replay, int64_t previous, const std::vector<Request>& requests);
   void retire(int64_t replay);
   StepRecord* record(Step step, int draft);
   bool busy(int slot) const;

@@ -249,39 +249,6 @@ def test_guide_publish_requires_order_and_retired_replays(decoder):
         decoder.retire(1)
 
 
-def test_guide_repeated_replays_use_requests_of_launch(backend):
-    """Steps may run before the host has declared the replay. Later launches continue normally."""
-    rig = Rig(backend)
-    request = rig.request()
-    rig.decoder.publish(1, [request], repeats=True)
-    for replay, token in enumerate(b"abc", 1):
-        rig.run(rig.open)
-        rig.verify(replay, token)
-        rig.expect_row(b"abc"[:replay])
-    rig.decoder.repeat(2)
-    rig.decoder.retire(1)
-    rig.decoder.repeat(3)
-    rig.decoder.retire(2)
-    rig.decoder.skip(4)
-    rig.start(5, [request])
-    rig.decoder.retire(3)
-    rig.decoder.retire(4)
-    rig.verify(5, ord("c"))
-    rig.expect_row(b"abcc")
-    rig.decoder.retire(5)
-    assert rig.decoder.counters()["missing_snapshots"] == 0
-    rig.decoder.close()
-
-
-def test_guide_repeat_requires_order(decoder):
-    decoder.publish(1, [], repeats=True)
-    with pytest.raises(GuideError, match="replay 3 published after replay 1"):
-        decoder.repeat(3)
-    decoder.skip(2)
-    with pytest.raises(GuideError, match="replay 3 cannot repeat replay 2"):
-        decoder.repeat(3)
-
-
 def test_guide_publish_rejects_invalid_requests(decoder, backend):
     """If one request of a replay is rejected, no request of the replay is published."""
     foreign = matcher(XGrammarBackend(byte_vocabulary(300)))
@@ -306,13 +273,10 @@ def test_guide_publish_rejects_invalid_requests(decoder, backend):
     decoder.publish(2, [GuidedRequest(0, 1, shared, 0)])
 
 
-@pytest.mark.parametrize("repeats", [False, True])
-def test_guide_close(decoder, backend, repeats):
+def test_guide_close(decoder, backend):
     """close() raises while replays are in flight. After close(), steps do nothing."""
     work = decoder.open_work()
-    decoder.publish(1, [GuidedRequest(0, 1, matcher(backend), 0)], repeats=repeats)
-    if repeats:
-        run_work(work)
+    decoder.publish(1, [GuidedRequest(0, 1, matcher(backend), 0)])
     with pytest.raises(GuideError, match=r"replays \[1\] have not been retired"):
         decoder.close()
     decoder.retire(1)

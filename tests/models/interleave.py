@@ -19,6 +19,7 @@ from engine_util import FixedDraftLengths
 from guide_util import exchange_for
 from interleave_device import (
     PAGE,
+    SteppingAutomata,
     SteppingCache,
     SteppingControl,
     SteppingDecoder,
@@ -32,16 +33,14 @@ from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar
 from graft.models.cache.prefix import PrefixCache
 from graft.models.engine import migrate
+from graft.models.engine.loop_replays import LoopReplays
+from graft.models.engine.promotion import Promotion
 from graft.models.engine.replay import Replays
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.scheduler import Scheduler
+from graft.models.engine.selection import GraphKey, GraphSelector
 from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
-from graft.models.modes.automaton_steps import GRAMMAR_STEPS
-from graft.models.modes.launch import GraphKey, LaunchModes
-from graft.models.modes.loop.batches import Loops
-from graft.models.modes.loop.replays import LoopReplays
-from graft.models.modes.promotion import Promotion
 from graft.models.request import Output, Request
 from graft.models.round.prefill import PrefillScheduler
 from graft.sampling.mode import DraftMode
@@ -84,6 +83,8 @@ class Interleaving:
             slack = self.k
         exchange = exchange_for(slots, VOCAB, DraftMode.chain(self.k, "fill" if masked else "none"))
         self.toy = SteppingDevice(rng, exchange, slots, self.k, masked, slack > 0)
+        if automata:
+            self.toy.automata = SteppingAutomata(self.toy)
         self.toy.max_prompt_rows = rng.choice((1, 2, 4, 100))
         length = MAX_LENGTH + slack
         spare_pages = 3 if self.scarce else self.rows * length // PAGE
@@ -121,7 +122,15 @@ class Interleaving:
         if self.has_loops:
             entries += self.rng.choice((1, 3, 9))
         self.rings = [
-            SteppingRing(device, entries, {"slot": ("int32", (self.rows,))}),
+            SteppingRing(
+                device,
+                entries,
+                {
+                    "slot": ("int32", (self.rows,)),
+                    "reserved": ("int32", (self.rows,)),
+                    "max_rounds": ("int32", (1,)),
+                },
+            ),
             SteppingRing(device, entries, {"rows": ("int32", (self.rows, row_words(self.k)))}),
             SteppingRing(device, entries, {"ns": ("int64", (1,))}),
         ]
@@ -144,14 +153,19 @@ class Interleaving:
         budget: Any = FixedDraftLengths(lengths)
         toy: Any = self.toy
         lane: Any = None
+        kind_without_host = "host"
+        if self.has_loops:
+            kind_without_host = "loop"
+        elif self.has_automata:
+            kind_without_host = "device"
         graphs = {
-            (rows, drafts): self._graph(rows, drafts)
+            GraphKey(rows, drafts, kind): self._graph(rows, drafts, kind)
             for rows in {1, self.rows}
             for drafts in range(k + 1)
+            for kind in {"host", kind_without_host}
         }
-        modes = LaunchModes(graphs)
-        if self.has_automata:
-            modes.promotion = Promotion(toy.automata, lane)
+        promotion = Promotion(toy.exchange, toy.automata, lane)
+        selector = GraphSelector(graphs, promotion, kind_without_host=kind_without_host)
         manager = SlotManager(
             slots,
             self.rows,
@@ -161,46 +175,33 @@ class Interleaving:
             slot_state=toy,
             lane=lane,
             prefill_scheduler=PrefillScheduler(toy.max_prompt_rows),
+            promotion=promotion,
             positions_ahead=(self.max_in_flight + 1) * (k + 1),
             slack_positions=slack,
-            observer=modes.promotion,
         )
         replays = Replays(parts, toy, budget)
         if self.has_loops:
             replays = LoopReplays(parts, toy, budget, toy.control)
-            modes.loops = Loops(
-                replays, manager, DraftMode.chain(k), has_automata=self.has_automata
-            )
-        for key in graphs:
-            for place in modes.loops.grammar_places if modes.loops else ():
-                # The simulated device needs the host's mask rows of requests without a grammar.
-                grammar = "host" if place == "none" else place
-                graph = self._graph(*key, repeats=True, grammar=grammar)
-                modes.graphs[GraphKey(*key, place, True)] = graph
-            for place in GRAMMAR_STEPS[1:] if self.has_automata else ():
-                modes.graphs[GraphKey(*key, place)] = self._graph(*key, grammar=place)
         return Scheduler(
             replays,
             manager,
-            modes,
+            selector,
             EngineStats(draft_length=k),
             budget,
             max_in_flight=self.max_in_flight,
         )
 
-    def _graph(self, rows: int, k: int, *, repeats: bool = False, grammar: str = "host") -> Any:
+    def _graph(self, rows: int, k: int, kind: str) -> Any:
         return SimpleNamespace(
-            launch=lambda stream: self.toy.launch(rows, k, repeats=repeats, grammar=grammar),
+            launch=lambda stream: self.toy.launch(rows, k, kind),
             finish=lambda stream, wait_for: None,
             check=lambda: None,
             timed=(),
             batch=rows,
             drafts=k,
-            made=k,
-            grammar=grammar,
-            mode="loop" if repeats else "round",
-            repeats=repeats,
-            has_host_steps=grammar != "device",
+            max_new_drafts=k,
+            kind=kind,
+            has_host_steps=kind == "host",
         )
 
     def _submit_request(self, number: int) -> None:

@@ -37,7 +37,7 @@ from round_simulator import (
 from graft.cudagraph.driver.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.cache.kv import PagedKV
-from graft.models.modes.loop.control import LoopControl
+from graft.models.round.loop import LoopControl
 from graft.models.round.prefill import PrefillChunk
 from graft.sampling.exchange import Exchange
 from graft.sampling.state import SlotRequest
@@ -64,10 +64,13 @@ class Replay:
         Maximum number of drafts to verify, and to generate, per batch row.
     slots_named
         Slots that the host assigned to the batch rows.
+    kind
+        Kind of the graph, see `GraphKey`.
     first
         First replay of the generation loop that the replay belongs to; 0: none.
-    assigned
-        Slots of the batch rows of a loop.
+    assigned, reserved, max_rounds
+        Slots of the batch rows of a loop, their numbers of positions with pages, and the maximum
+        number of replays of the loop.
     goes_on
         Whether the loop runs another replay.
     done
@@ -78,8 +81,6 @@ class Replay:
         Slots that the device has read from the input ring.
     counts
         Number of committed tokens by batch row.
-    grammar
-        Where the grammar steps run, one of `GRAMMAR_STEPS`.
     prologue
         Work that the stream runs after the previous replay and before this one.
     """
@@ -88,14 +89,16 @@ class Replay:
     rows: int
     k: int
     slots_named: frozenset[int]
+    kind: str
     first: int = 0
     assigned: list[int] = field(default_factory=list)
+    reserved: list[int] = field(default_factory=list)
+    max_rounds: int = 1
     goes_on: bool = False
     done: set[str] = field(default_factory=set)
     number: int = 0
     slots: list[int] = field(default_factory=list)
     counts: dict[int, int] = field(default_factory=dict)
-    grammar: str = "host"
     prologue: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -249,7 +252,7 @@ class SteppingDevice:
         self.eager = rng.choice((0.0, 0.3, 1.0, 4.0))
         self.decision = LanguageDecision(rng, stall, agreement=rng.choice((30, 70, 95)))
         self.simulator = RoundSimulator([exchange], self.slots, self.decision)
-        self.automata = SteppingAutomata(self)
+        self.automata: SteppingAutomata | None = None
         self.prologue: list[Callable[[], None]] = []  # of the next replay
 
     # What the host sees -------------------------------------------------------------------------
@@ -269,8 +272,8 @@ class SteppingDevice:
         self.side_enqueued += 1
         self.tick()
 
-    def launch(self, rows: int, k: int, *, repeats: bool = False, grammar: str = "host") -> None:
-        """Launch a replay or, if `repeats` is true, a generation loop.
+    def launch(self, rows: int, k: int, kind: str) -> None:
+        """Launch a replay or a generation loop.
 
         Assert that no request of the previous replay was delayed by too many prompt rows.
         """
@@ -286,8 +289,8 @@ class SteppingDevice:
         self.rows_since = 0
         self.previous_slots = slots
         self.joined.clear()
-        first = self.launched if repeats else 0
-        replay = Replay(self.side_enqueued, rows, k, slots, first, grammar=grammar)
+        first = self.launched if kind == "loop" else 0
+        replay = Replay(self.side_enqueued, rows, k, slots, kind, first)
         replay.prologue, self.prologue = self.prologue, []
         self.queue.append(replay)
         self.tick()
@@ -381,9 +384,7 @@ class SteppingDevice:
     def _graph(self, replay: Replay) -> dict[str, tuple[str, ...]]:
         """Return the steps of a replay and the predecessors of each."""
         graph = self._host_graph(replay.k)
-        if replay.grammar == "host":
-            return graph
-        if replay.grammar == "device":
+        if replay.kind != "host":
             kernels = {name: f"kernel_{name}" for name in graph if name.split()[0] in HOST_STEPS}
             renamed = {}
             for name, predecessors in graph.items():
@@ -391,6 +392,8 @@ class SteppingDevice:
                 renamed[kernels.get(name, name)] = names
             renamed["kernel_open"] = ("begin",)
             return renamed
+        if self.automata is None:
+            return graph
         for name in [name for name in graph if name.split()[0] in HOST_STEPS]:
             for following, predecessors in graph.items():
                 names = (f"kernel_{name}" if before == name else before for before in predecessors)
@@ -454,9 +457,11 @@ class SteppingDevice:
             replay.rows,
             replay.k,
             replay.slots_named,
+            replay.kind,
             replay.first,
             replay.assigned,
-            grammar=replay.grammar,
+            replay.reserved,
+            replay.max_rounds,
         )
         self.queue.appendleft(following)
 
@@ -466,25 +471,29 @@ class SteppingDevice:
         entry = replay.number % self.inputs.entries
         published = int(self.inputs.stamp.array[entry, 0]) == replay.number
         slots = self.inputs["slot"].array[entry].tolist()
-        if replay.first:
-            published = published or bool(replay.assigned)
-            slots = replay.assigned = replay.assigned or slots
+        if replay.first == replay.number:
+            replay.assigned = slots
+            replay.reserved = self.inputs["reserved"].array[entry].tolist()
+            replay.max_rounds = int(self.inputs["max_rounds"].array[entry, 0])
+        elif replay.first:
+            published = True
+            slots = replay.assigned
         for slot in slots[: replay.rows]:
             is_active = published and slot >= 0 and self.slots[slot].active
             replay.slots.append(slot if is_active else -1)
 
     def _kernel_open(self, replay: Replay) -> None:
-        for slot in replay.slots:
+        for slot in replay.slots if self.automata else ():
             self.automata.open(slot)
 
     def _kernel_commit(self, replay: Replay) -> None:
-        for slot in replay.slots:
+        for slot in replay.slots if self.automata else ():
             self.automata.commit(slot)
             if self.masked:
                 self.automata.fill(slot, 0)
 
     def _kernel_fill(self, replay: Replay, j: int) -> None:
-        for slot in replay.slots:
+        for slot in replay.slots if self.automata else ():
             self.automata.fill(slot, j)
 
     def _forward(self, replay: Replay) -> None:
@@ -537,8 +546,8 @@ class SteppingDevice:
         words = self.control.words
         released = int(words["released"].array[0, 0])
         end_loop = int(words["end_loop"].array[0, 0])
-        reserved = self.control.inputs["reserved"].array[0]
         ends = replay.number + 1 - released >= self.outputs.entries or end_loop >= replay.first
+        ends = ends or replay.number + 1 - replay.first >= replay.max_rounds
         num_active = 0
         for b, slot in enumerate(replay.assigned[: replay.rows]):
             if slot < 0 or not self.slots[slot].active:
@@ -546,7 +555,7 @@ class SteppingDevice:
             num_active += 1
             s = self.slots[slot]
             end = min(s.n + 1 + 2 * (self.k + 1), s.limit)
-            ends = ends or end + self.control.slack > reserved[b]
+            ends = ends or end + self.control.slack > replay.reserved[b]
         replay.goes_on = num_active > 0 and not ends
         last = self.control.rows["last"]
         last.array[replay.number % last.slots, 0] = not replay.goes_on
@@ -606,7 +615,7 @@ class SteppingAutomata:
     # Host ---------------------------------------------------------------------------------------
 
     def join(self, lane: Any, slot: int, epoch: int, matcher: Any) -> bool:
-        promoted = matcher is None or bool(matcher.is_automaton)
+        promoted = bool(matcher.is_automaton)
 
         def join() -> None:
             self._slots.pop(slot, None)
@@ -638,7 +647,7 @@ class SteppingAutomata:
     def commit(self, slot: int) -> None:
         """Apply the tokens of the latest replay that committed any, unless they are known."""
         own = self._find(slot)
-        if own is None or own.matcher is None:
+        if own is None:
             return
         replay, tokens = read_committed(self._toy.exchange, slot)
         if replay <= own.applied or not tokens:
@@ -654,17 +663,16 @@ class SteppingAutomata:
             return
         path = s.tree.path(j)
         position = s.n + len(path)
-        row = ref.MaskRow(ref.FREE, own.epoch, position, detail=int(own.matcher is None))
-        if own.matcher is not None:
-            accepted = list(itertools.takewhile(own.matcher.accept, path))
-            legal = () if own.matcher.is_terminated() else tuple(own.matcher.legal().tolist())
-            own.matcher.rollback(len(accepted))
-            if len(accepted) < len(path):
-                return
-            if not legal:
-                row = replace(row, state=ref.DEAD_END)
-            elif legal != ALL_IDS:
-                row = replace(row, state=ref.READY, legal=np.isin(ALL_IDS, legal))
+        row = ref.MaskRow(ref.FREE, own.epoch, position)
+        accepted = list(itertools.takewhile(own.matcher.accept, path))
+        legal = () if own.matcher.is_terminated() else tuple(own.matcher.legal().tolist())
+        own.matcher.rollback(len(accepted))
+        if len(accepted) < len(path):
+            return
+        if not legal:
+            row = replace(row, state=ref.DEAD_END)
+        elif legal != ALL_IDS:
+            row = replace(row, state=ref.READY, legal=np.isin(ALL_IDS, legal))
         write_mask_row(self._toy.exchange, slot, j, row)
 
 
@@ -701,10 +709,6 @@ class SteppingControl(LoopControl):
 
     toy: SteppingDevice
 
-    def prepare(self, states: Any) -> None:
-        self.toy.tick()
-        super().prepare(states)
-
     def end(self, first: int) -> None:
         super().end(first)
         self.toy.tick()
@@ -722,16 +726,11 @@ class SteppingDecoder(GuidedDecoder):
     # published requests alive.
     kept: list[Any] | None = None
 
-    def publish(self, replay: int, requests: Any, **options: bool) -> None:
+    def publish(self, replay: int, requests: Any) -> None:
         self.toy.tick()
         if self.kept is not None:
             self.kept.extend(requests)
-        super().publish(replay, requests, **options)
-        self.toy.tick()
-
-    def repeat(self, replay: int) -> None:
-        self.toy.tick()
-        super().repeat(replay)
+        super().publish(replay, requests)
         self.toy.tick()
 
     def retire(self, replay: int) -> None:

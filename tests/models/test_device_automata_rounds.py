@@ -64,8 +64,8 @@ def test_device_automata_do_not_change_outputs(expected_answers, name):
     with settled(demo_engine(device_automata=True, **OPTIONS[name])) as engine:
         compile_automata(engine, workload(**MODES[mode]))
         check_disturbed(engine, expected_answers, mode, seed=len(name))
-        rounds = engine.stats.rounds_by_grammar
-        assert rounds["mixed"] > 0 and rounds["device"] > 0
+        rounds = engine.stats.rounds_by_kind
+        assert rounds["host"] > 0 and rounds["device"] + rounds["loop"] > 0
         assert sum(rounds.values()) == engine.stats.rounds
 
 
@@ -104,7 +104,7 @@ def test_device_automata_do_not_change_drafts(monkeypatch, name):
             )
         ) as engine:
             found.append([answers_and_drafts(engine.generate(workload(**o))) for o in sampling])
-            assert (engine.stats.rounds_by_grammar["mixed"] > 0) == device_automata
+            assert (engine.counters()["automata"].get("misses", 0) > 0) == device_automata
     assert found[0] == found[1]
 
 
@@ -131,17 +131,17 @@ def test_device_rounds_have_no_host_steps():
         before = engine.counters()["grammar"]
         assert answers(engine.generate(requests)) == expected
         after = engine.counters()["grammar"]
-        assert engine.stats.rounds_by_grammar == {"device": engine.stats.rounds}
+        assert engine.stats.rounds_by_kind == {"device": engine.stats.rounds}
         rows = engine.counters()["automata"]
         assert answers(engine.generate(requests)) == expected
         again = engine.counters()["automata"]
         assert again["misses"] == rows["misses"] > 0  # all rows are in the cache
         assert again["hits"] > rows["hits"]
         assert {name for name in before if before[name] != after[name]} == set()
-        for key, graph in engine._modes.graphs.items():
+        for key, graph in engine.graphs.items():
             kinds = {node.kind for node in graph.graphs[0].nodes}
-            assert ("host" in kinds) == (key.grammar == "mixed")
-            assert ("copy" in kinds) == (key.grammar == "mixed"), kinds
+            assert ("host" in kinds) == (key.kind == "host")
+            assert ("copy" in kinds) == (key.kind == "host"), kinds
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_device_automata_draft_forced_tokens(monkeypatch, composition, block):
                 answers_and_drafts(engine.generate(forced_requests(**mode)))
                 for mode in SAMPLING.values()
             ]
-            assert (engine.stats.rounds_by_grammar["device"] > 0) == device_automata
+            assert (engine.stats.rounds_by_kind["device"] > 0) == device_automata
             engine.synchronize()
             engine.counters()  # updates the number of forced tokens
             found.append((results, engine.stats.forced_tokens))

@@ -10,8 +10,8 @@ from test_device_automata_rounds import automaton_requests, compile_automata
 
 from graft.cudagraph.driver.pinned import replay_word
 from graft.cudagraph.lanes import StreamLane
+from graft.models.engine.loop_replays import LoopReplays
 from graft.models.engine.slots import MAX_EPOCH
-from graft.models.modes.loop.replays import LoopReplays
 
 #: Replay numbers at which a run begins. During the run, the lower 32 bits become negative, or are
 #: negative from the first use of a slot on, or begin to repeat.

@@ -230,7 +230,7 @@ def test_engine_closed_twice_cancels_streams_and_rejects_calls():
     assert [output.reason for output in outputs(stream).values()] == ["cancelled"]
     assert not engine.busy and not engine.cancel("a")
     engine.wake()
-    assert engine.graphs == [] and engine.round_graphs == {}
+    assert engine.graphs == {}
     for call in (
         engine.counters,
         engine.step,
@@ -354,10 +354,11 @@ LOAD_PHASES = [
     (assembly, "GrammarService"),
     (assembly, "_load_drafter"),
     (assembly, "_round_parts"),
-    (assembly, "make_mode_parts"),
+    (assembly, "_make_loop_control"),
     (assembly, "Prefill"),
-    (engine_module, "EngineModes"),
+    (engine_module, "Replays"),
     (engine_module, "Migrator"),
+    (engine_module, "Promotion"),
     (engine_module, "Scheduler"),
     (assembly.RoundGraph, "_add_drafting"),
     (replay.Replays, "launch"),

@@ -25,9 +25,7 @@ def test_overlap_and_composition_do_not_change_rejection_sampling() -> None:
     for graphs, options in ((1, {}), (1, {"overlap": False}), (5, {"composition": "two"})):
         with settled(demo_engine(max_batch_size=4, **options)) as engine:
             outputs.append(answers(engine.generate(requests)))
-            assert {len(round_graph.graphs) for round_graph in engine.round_graphs.values()} == {
-                graphs
-            }
+            assert {len(round_graph.graphs) for round_graph in engine.graphs.values()} == {graphs}
     assert outputs[0] == outputs[1] == outputs[2]
 
 

@@ -30,7 +30,7 @@ def test_grammar_transport_uses_no_host_nodes(device, transport):
     kernels = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
     _, first = call(cu.cuCtxGetStreamPriorityRange)
     with demo_engine(max_batch_size=2, grammar_transport=transport) as engine:
-        for round_graph in engine.round_graphs.values():
+        for round_graph in engine.graphs.values():
             graph = round_graph.graphs[0]
             flags = int(call(cu.cuGraphExecGetFlags, round_graph.execs[0].handle))
             assert flags == use_priority
@@ -94,11 +94,10 @@ def test_grammar_transport_probe_reports_missing_features(monkeypatch):
     probe_transport.cache_clear()
 
 
-@pytest.mark.parametrize("generation", ["rounds", "graph"])
-def test_mailbox_deadline_fails_engine_with_name_of_late_step(monkeypatch, generation):
+def test_mailbox_deadline_fails_engine_with_name_of_late_step(monkeypatch):
     """If a grammar step never completes, the engine fails after the deadline.
 
-    The error contains the name of the step. A generation loop ends when the engine is closed.
+    The error contains the name of the step.
     """
     block = threading.Event()
     resume = threading.Event()
@@ -121,7 +120,7 @@ def test_mailbox_deadline_fails_engine_with_name_of_late_step(monkeypatch, gener
         "__kwdefaults__",
         {**GuidedDecoder.__init__.__kwdefaults__, "deadline_s": 0.3},
     )
-    engine = demo_engine(max_batch_size=1, grammar_transport="mailbox", generation=generation)
+    engine = demo_engine(max_batch_size=1, grammar_transport="mailbox")
     try:
         block.set()
         with pytest.raises(HostWorkError, match=r"no answer within 0\.3 s") as failed:

@@ -25,13 +25,11 @@ from test_device_automata_rounds import automaton_requests, compile_automata
 from test_engine_equality import check_disturbed, expected_answers
 
 from graft.cudagraph.errors import DeviceError, OptionError
-from graft.grammar import GrammarSpec
 from graft.models.drafters import Suffix
-from graft.models.engine import replay
-from graft.models.modes import parts as mode_parts
-from graft.models.modes.loop.batches import MAX_PAGES_AHEAD
-from graft.models.modes.loop.control import LOOP_ENTRIES, LoopControl
+from graft.models.engine import assembly, replay
+from graft.models.engine.slots import LOOP_PAGES_AHEAD
 from graft.models.request import Request
+from graft.models.round.loop import LOOP_ENTRIES, LoopControl
 
 __all__ = ["expected_answers"]  # a fixture
 
@@ -51,16 +49,12 @@ GUIDED_OPTIONS = {
     "device": {"device_automata": True},
     "tree": GROWN_TREE,
     "device, tree": {"device_automata": True, **UNMASKED_TREE},
-    "lattice tree": {"drafter": DFLASH, **GROWN_TREE},
-    "probe": {"draft_masking": "probe"},
-    "mailbox": {"grammar_transport": "mailbox"},
-    "spinkernel": {"grammar_transport": "spinkernel"},
     "late": {"grammar_threads": 2, "grammar_budget_us": 1.0},
     "automatic length": {"draft_length": "auto"},
     "few pages": {"pages": 40, "page_size": 16, "max_length": 400},
 }
 QUICK_GUIDED = ("host", "device")
-LOOP_KERNELS = "models/modes/loop/kernels/loop.cu"
+LOOP_KERNELS = "models/round/kernels/loop.cu"
 #: Modes of the tests with disturbances; the last one runs in the quick suite.
 QUICK_LAST = [pytest.param("greedy", marks=pytest.mark.full), "coupled"]
 LOOP_MODES = {**MODES, "rejection": {"temperature": 0.9, "verify": "rejection"}}
@@ -88,18 +82,16 @@ def loop_engine(**options):
     ],
 )
 def test_loop_outputs_equal_outputs_of_rounds(drafter):
-    """Tokens, log probabilities and counts of drafts are those of rounds, also when sampling.
-
-    Half of the requests have grammars. No row is late, so rejection sampling is reproducible.
-    """
+    """Tokens, log probabilities and counts of drafts are those of rounds, also when sampling."""
     options = {"max_batch_size": 3, "grammar_budget_us": None, **ALL_OPTIONS[drafter]}
     modes = LOOP_MODES.values()
     with demo_engine(**options) as engine:
-        expected = [answers_and_drafts(engine.generate(workload(**mode))) for mode in modes]
+        expected = [answers_and_drafts(engine.generate(free_requests(**mode))) for mode in modes]
     with settled(loop_engine(**options)) as engine:
         for mode, answers_of_mode in zip(modes, expected, strict=True):
-            assert answers_and_drafts(engine.generate(workload(**mode))) == answers_of_mode
-        assert engine.stats.launches < engine.stats.rounds
+            assert answers_and_drafts(engine.generate(free_requests(**mode))) == answers_of_mode
+        has_loops = not engine._parts.mode.is_lattice_tree
+        assert (engine.stats.launches < engine.stats.rounds) == has_loops
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -113,8 +105,7 @@ def test_loops_are_launched_once_per_batch_size_if_nothing_joins(batch):
         assert 1 <= engine._replays.loops <= batch.bit_length()
         assert rounds_before < batch
         assert engine.stats.rounds > 5 + rounds_before
-        in_loop = engine.stats.rounds - rounds_before
-        assert engine.stats.rounds_by_grammar["none"] == in_loop
+        assert engine.stats.rounds_by_kind == {"loop": engine.stats.rounds}
 
 
 @pytest.mark.parametrize(
@@ -130,7 +121,7 @@ def test_loop_runs_requests_with_automata_on_device(options):
         before = engine.counters()["grammar"]
         assert answers(engine.generate(requests)) == expected
         assert engine.counters()["grammar"] == before
-        assert engine.stats.rounds_by_grammar == {"device": engine.stats.rounds}
+        assert engine.stats.rounds_by_kind == {"loop": engine.stats.rounds}
         assert engine._replays.loops > 0
         assert engine.stats.launches < engine.stats.rounds / 2
 
@@ -170,15 +161,12 @@ def test_loops_do_not_change_outputs(free_answers, monkeypatch, options, mode):
 )
 @pytest.mark.parametrize("mode", QUICK_LAST)
 def test_loops_with_grammars_do_not_change_outputs(expected_answers, options, mode):
-    """Loops run the grammar steps of their batch on the host, on the device or on both."""
+    """Batches with grammar steps on the host run in rounds, and others in loops."""
     with settled(loop_engine(max_batch_size=4, **options)) as engine:
         check_disturbed(engine, expected_answers, mode, seed=1)
-        assert engine._replays.loops > 0
-        places = {place for place, rounds in engine.stats.rounds_by_grammar.items() if rounds}
+        assert engine.stats.rounds_by_kind["host"] > 0
         if "device_automata" in options:
-            assert places & {"device", "mixed"}
-        else:
-            assert "host" in places
+            assert engine._replays.loops > 0
 
 
 def published(engine):
@@ -256,7 +244,7 @@ def check_loop_ends(engine, end, request=LONG):
 @pytest.fixture
 def long_ring(monkeypatch):
     """Make the output ring so long that loops do not end because the host reads too slowly."""
-    monkeypatch.setattr(mode_parts, "LOOP_ENTRIES", 2048)
+    monkeypatch.setattr(assembly, "LOOP_ENTRIES", 2048)
 
 
 @pytest.fixture(scope="module")
@@ -270,14 +258,6 @@ def test_loop_ends_within_two_rounds(end, long_ring, long_answer):
     with settled(loop_engine()) as engine:
         check_loop_ends(engine, end)
         assert answer(engine.generate([LONG])[0]) == long_answer
-
-
-@pytest.mark.parametrize("end", ENDS[1:])
-def test_loop_with_grammar_steps_ends_within_two_rounds(end, long_ring):
-    request = replace(LONG, grammar=GrammarSpec.regex("[a-z]{300,2000}"))
-    with settled(loop_engine()) as engine:
-        check_loop_ends(engine, end, request)
-        assert engine.stats.rounds_by_grammar["host"] > 0
 
 
 def test_counters_end_loop_before_they_wait_for_device(long_ring):
@@ -384,22 +364,18 @@ def test_loops_do_not_accumulate_reserved_pages():
                 excess.append(state.reserved_positions - state.num_tokens)
         assert engine._replays.loops > loops + 5
         # A loop that is read now was launched with fewer tokens; a round commits at most four.
-        assert max(excess) <= 4 * (MAX_PAGES_AHEAD + 1) + 3 * 4 + 4
+        assert max(excess) <= 4 * (LOOP_PAGES_AHEAD + 1) + 3 * 4 + 4
 
 
 def test_loop_is_replaced_when_a_smaller_graph_suffices():
-    """A request that outlives the others of its loop continues in a graph for one request.
-
-    The graph has no grammar steps, because only the other requests had a grammar.
-    """
-    guided = Request(tokens=[300], max_tokens=9, grammar=GrammarSpec.regex("[a-z]{9}"))
-    requests = [LONG, *(replace(guided, tokens=[310 + i]) for i in range(3))]
+    """A request that outlives the others of its loop continues in a graph for one request."""
+    requests = [LONG, *(replace(FREE, tokens=[310 + i], max_tokens=9) for i in range(3))]
     graphs = []
     with settled(loop_engine(speculation=False, max_batch_size=4)) as engine:
         engine._replays.on_row = lambda *_: graphs.append(engine._replays.unread[0].graph)
         outputs = engine.generate(requests)
     # The device may run replays of the larger loop before the host has read that the others ended.
-    small = [graph for graph in graphs if (graph.batch, graph.grammar) == (1, "none")]
+    small = [graph for graph in graphs if (graph.batch, graph.kind) == (1, "loop")]
     length = len(outputs[0].tokens)
     assert length > 5 * LOOP_ENTRIES
     assert len(small) > length - 9 - 2 * LOOP_ENTRIES

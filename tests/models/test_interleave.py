@@ -17,14 +17,14 @@ from graft.grammar.decoder import GuidedDecoder
 from graft.models.cache import prefix
 from graft.models.cache.kv import PagedKV
 from graft.models.engine import migrate
+from graft.models.engine.loop_replays import LoopReplays
+from graft.models.engine.promotion import Promotion
 from graft.models.engine.replay import Replays, RowAssignment
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.scheduler import Scheduler
+from graft.models.engine.selection import GraphSelector
 from graft.models.engine.slots import SlotManager
-from graft.models.modes.launch import LaunchModes
-from graft.models.modes.loop.control import LoopControl
-from graft.models.modes.loop.replays import LoopReplays
-from graft.models.modes.promotion import Promotion
+from graft.models.round.loop import LoopControl
 
 
 def first_failure(device, seeds, **options):
@@ -252,31 +252,19 @@ LOOP_MUTANTS = {
         "replay_word(replay)",
         "replay_word(replay + 4)",
     ),
-    "slot reused while a loop runs": (LoopReplays, "_hold_back", "if self.looping", "if False"),
+    "slot reused while a loop runs": (LoopReplays, "_retire", "if self.looping", "if False"),
     "loop writes to pages that it does not have": (
-        LoopControl,
-        "prepare",
+        Replays,
+        "launch",
         "state.reserved_positions",
         "state.reserved_positions + 8",
     ),
-    "round launched during a loop": (Scheduler, "launch", "if self.modes.looping:", "if False:"),
+    "round launched during a loop": (Scheduler, "launch", "if self.replays.looping:", "if False:"),
     "end of a loop not noticed": (
         LoopControl,
         "is_last",
         "return bool(",
         "return replay % 3 == 0 and bool(",
-    ),
-    "snapshot retired during a loop": (
-        GuidedDecoder,
-        "repeat",
-        "self._skipped.add(previous)",
-        "pass",
-    ),
-    "snapshot not used for later replays": (
-        GuidedDecoder,
-        "publish",
-        "repeats=repeats",
-        "repeats=False",
     ),
     "pages of a loop not in the page table": (
         SlotManager,
@@ -299,10 +287,10 @@ def test_interleaving_detects_fault_of_generation_loops(device, monkeypatch, mut
 PROMOTION_MUTANTS = {
     "wrong epoch": (Promotion, "start", "state.epoch,", "state.epoch - 1,"),
     "promoted request served by the host": (
-        LaunchModes,
-        "_served_by_worker",
-        "if not self.is_promoted(state):",
-        "if True:",
+        GraphSelector,
+        "is_served",
+        "return ",
+        "return state.matcher is not None or ",
     ),
     "host steps expected in device rounds": (
         Replays,

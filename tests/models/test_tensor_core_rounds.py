@@ -64,7 +64,7 @@ def test_tensor_core_round_has_five_launches_per_layer(engine, monkeypatch):
                 continue
             names = [
                 node.name
-                for graph in one.round_graphs[1, 3].graphs
+                for graph in one.graphs[1, 3, "host"].graphs
                 for node in graph.nodes
                 if node.kind == "kernel"
             ]

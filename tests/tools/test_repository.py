@@ -101,10 +101,6 @@ def test_modules_import_without_cycles():
     assert [name for name in cudagraph if "cudagraph.device" in imports(name)] == []
 
 
-#: Folders that still import each other.
-CIRCULAR_FOLDERS = {("models", "modes"), ("models", "engine")}
-
-
 def test_folders_import_without_cycles():
     """The folders inside each package do not import each other in a cycle.
 
@@ -116,11 +112,11 @@ def test_folders_import_without_cycles():
 
     graph: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
     for name in MODULES:
-        if len(unit(name)) == 2 and unit(name) not in CIRCULAR_FOLDERS:
+        if len(unit(name)) == 2:
             imported = {unit(other) for other in imports(name)}
-            graph.setdefault(unit(name), set()).update(imported - {unit(name)} - CIRCULAR_FOLDERS)
+            graph.setdefault(unit(name), set()).update(imported - {unit(name)})
     folders = {unit(name) for name in MODULES if name.count(".") == 2}
-    assert folders - CIRCULAR_FOLDERS <= graph.keys()
+    assert folders <= graph.keys()
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

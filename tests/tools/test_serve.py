@@ -683,6 +683,5 @@ def test_server_authentication_models_health_and_metrics(engine, server, client,
     assert len(descriptions) > 15
     assert all(text.endswith(".") and " " in text for _, text in descriptions)
     assert 'graft_drafts_accepted_total{position="0",replica="0"}' in page
-    assert 'graft_rounds_by_mode_total{mode="round",replica="0"}' in page
-    assert 'graft_rounds_by_grammar_total{place="host",replica="0"}' in page
+    assert 'graft_rounds_by_kind_total{kind="host",replica="0"}' in page
     assert 'graft_requests_total{reason="refused"}' in page

@@ -26,13 +26,13 @@ from graft.cudagraph.device import Device, open_device
 from graft.cudagraph.errors import GraftError
 from graft.models.cache.kv import PagedKV
 from graft.models.cache.prefix import PrefixCache
+from graft.models.engine.promotion import Promotion
 from graft.models.engine.replay import RowAssignment, RowResult
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.scheduler import Scheduler
+from graft.models.engine.selection import GraphKey, GraphSelector
 from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
-from graft.models.modes.launch import LaunchModes
-from graft.models.modes.loop.batches import MAX_PAGES_AHEAD
 from graft.models.request import Output, Request
 from graft.models.round.prefill import PrefillScheduler
 from graft.tools.bench.harness import finish, make_parser, number_from
@@ -67,6 +67,7 @@ class Measurement(NamedTuple):
 class _Replays:
     """Replaces `Replays`: each round completes at once and commits one token per request."""
 
+    looping = False
     round_s = 0.0
 
     def __init__(self) -> None:
@@ -135,6 +136,8 @@ class HostRounds:
             run=lambda *_: iter(()), join=lambda *_: None, leave=lambda *_: None
         )
         lane: Any = SimpleNamespace(copy=lambda *_, **__: None)
+        exchange: Any = SimpleNamespace(free_rows=lambda *_: None)
+        promotion = Promotion(exchange, None, lane)
         self.slots = SlotManager(
             2 * batch,
             batch + has_free_row,
@@ -144,22 +147,18 @@ class HostRounds:
             slot_state=nothing,
             lane=lane,
             prefill_scheduler=PrefillScheduler(_PROMPT),
+            promotion=promotion,
             positions_ahead=2,
         )
         graph: Any = SimpleNamespace(
-            batch=batch + has_free_row,
-            drafts=0,
-            made=0,
-            mode="round",
-            grammar="host",
-            repeats=False,
+            batch=batch + has_free_row, drafts=0, max_new_drafts=0, kind="host"
         )
         replays: Any = _Replays()
         budget: Any = SimpleNamespace(choose=lambda *_: 0, record_acceptance=lambda *_, **__: None)
         self.scheduler = Scheduler(
             replays,
             self.slots,
-            LaunchModes({(graph.batch, 0): graph}),
+            GraphSelector({GraphKey(graph.batch, 0): graph}, promotion),
             EngineStats(),
             budget,
             max_in_flight=1,
@@ -188,7 +187,7 @@ class HostRounds:
     def step(self) -> None:
         """Run a step of the scheduler and fetch its events."""
         if self._case == "loop launch":
-            self.slots.reserve_ahead(list(self.slots.running.values()), MAX_PAGES_AHEAD)
+            self.slots.reserve_ahead(list(self.slots.running.values()))
         self.scheduler.step(None)  # type: ignore[arg-type]
         self.scheduler.outbox.fetch_rest()
 

@@ -283,7 +283,7 @@ def masking_of(engine: Engine) -> str | None:
 
     The result is None if the engine has no drafter that samples from logits.
     """
-    parts = next(iter(engine.round_graphs.values())).parts
+    parts = next(iter(engine.graphs.values())).parts
     if parts.drafter is None or not parts.drafter.shape.levels:
         return None
     return parts.masking.name
@@ -322,7 +322,7 @@ def measure(
 
     `drafter` is the name of the drafter in the results.
     """
-    parts = next(iter(engine.round_graphs.values())).parts
+    parts = next(iter(engine.graphs.values())).parts
     tree = f"{parts.branch}x{parts.depth}" if parts.branch > 1 else None
     length = "auto" if engine.options.draft_length == "auto" else parts.draft_length
     base_requests = [prompt.row.for_engine(engine) for prompt in prompts]

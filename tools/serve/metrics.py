@@ -51,8 +51,7 @@ _SERVER_GAUGES = {
 }
 #: Counters of rounds, as tuples of key, label and description.
 _ROUND_COUNTERS = (
-    ("rounds_by_mode", "mode", "Decoding rounds by mode: round or loop."),
-    ("rounds_by_grammar", "place", "Decoding rounds by place of the grammar steps."),
+    ("rounds_by_kind", "kind", "Decoding rounds by kind of graph: host, device or loop."),
 )
 _DRAFT_COUNTERS = (
     ("tested", "Verified drafts by position."),

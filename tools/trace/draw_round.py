@@ -23,6 +23,7 @@ from pathlib import Path
 from graft.cudagraph.graph.drawing import COLOURS, OTHER_COLOURS, dot
 from graft.cudagraph.graph.graph import Graph, Node
 from graft.models.engine.engine import Engine
+from graft.models.engine.selection import GraphKey
 from graft.tools.console import program
 from graft.tools.demo_model import demo_model
 from graft.tools.trace import svg
@@ -202,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with Engine(
         target, drafter, max_batch_size=1, draft_length=3, grammar_transport="native", timeline=True
     ) as engine:
-        graph = engine.round_graphs[1, 3].graphs[0]
+        graph = engine.graphs[GraphKey(1, 3)].graphs[0]
         nodes = graph.nodes
         edges = graph.edges
         if options.fold:

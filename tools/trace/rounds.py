@@ -65,7 +65,7 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
     engine.synchronize()  # exclude rounds that were launched before the block
     if engine.device.kind == "soft":
         watched: dict[GraphExec, Graph] = {}
-        for round_graph in engine.graphs:
+        for round_graph in engine.graphs.values():
             watched.update(zip(round_graph.execs, round_graph.graphs, strict=True))
         with record(engine.device, watched) as trace:
             yield trace
@@ -91,7 +91,7 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
     for flight, stamps in stamped:
         _add_parts(trace, flight, stamps, flight.number - launched_before, offset_ns)
     names = {flight.number: flight.graph.graphs[0].name for flight, _ in stamped}
-    for span in engine.graphs[0].parts.decoder.timeline():
+    for span in engine._parts.decoder.timeline():
         if span.replay in names:
             times = (span.replay - launched_before, span.start_ns, span.end_ns)
             name = names[span.replay]

@@ -10,8 +10,8 @@ from graft.grammar.decoder import GuidedRequest
 from graft.models.engine.replay import ReplayInFlight, Replays
 from graft.models.engine.request_state import RequestState
 from graft.models.engine.stats import EngineStats
-from graft.models.modes.loop.control import LoopControl
 from graft.models.round.budget import DraftBudget
+from graft.models.round.loop import LoopControl
 from graft.models.round.round import RoundGraph, RoundParts
 
 __all__ = ["LoopReplays"]
@@ -32,15 +32,12 @@ class LoopReplays(Replays):
     parts, stream, budget
         As in `Replays`.
     control
-        Words that host and device share.
+        State that host and device share.
 
     Attributes
     ----------
     loops
         Number of loops launched with requests.
-    looping
-        Whether a loop is running, which may run more replays than the host knows of. Nothing may be
-        launched meanwhile.
     """
 
     def __init__(
@@ -49,19 +46,21 @@ class LoopReplays(Replays):
         super().__init__(parts, stream, budget)
         self._control = control
         self.loops = 0
-        self.looping = False
         self._first = 0  # first replay of the loop that was launched last
 
     def launch(
-        self, graph: RoundGraph, states: Sequence[RequestState], served: Sequence[GuidedRequest]
+        self,
+        graph: RoundGraph,
+        states: Sequence[RequestState],
+        served: Sequence[GuidedRequest],
+        max_rounds: int = 1,
     ) -> None:
         """Launch a round or a loop; see `Replays.launch`."""
-        if graph.repeats:
-            self._control.prepare(states)
+        if max_rounds > 1:
             self._first = self.launched + 1
             self.looping = True
-            self.loops += bool(states)
-        super().launch(graph, states, served)
+            self.loops += 1
+        super().launch(graph, states, served, max_rounds)
 
     def leave_loop(self) -> None:
         """Ask the loop that is running, if any, to end.
@@ -75,22 +74,19 @@ class LoopReplays(Replays):
     def finish(self) -> None:
         """Release the entries of the oldest unread replay; add the next replay of its loop."""
         flight = self.unread[0]
-        ends = flight.graph.repeats and self._control.is_last(flight.number)
+        ends = flight.repeats and self._control.is_last(flight.number)
         super().finish()
         self._control.release(flight.number)
         if ends:
             self.looping = False
-        elif flight.graph.repeats:
+        elif flight.repeats:
             self._continue(flight)
 
     def _continue(self, flight: ReplayInFlight) -> None:
         """Add the replay that follows a replay of the running loop."""
         number = self.launched + 1
         self._parts.outputs.reserve(number)
-        if flight.graph.has_host_steps:
-            self._parts.decoder.repeat(number)
-        else:
-            self._parts.decoder.skip(number)
+        self._parts.decoder.skip(number)
         self.launched = number
         self.unread.append(replace(flight, number=number))
 
@@ -107,9 +103,5 @@ class LoopReplays(Replays):
 
     def _retire(self, number: int, stats: EngineStats) -> None:
         super()._retire(number, stats)
-        self._hold_back()
-
-    def _hold_back(self) -> None:
-        """While a loop is running, set `retired` back to the last replay before the loop."""
         if self.looping:
             self.retired = min(self.retired, self._first - 1)

@@ -11,32 +11,33 @@
 #include "conditional.cuh"
 #include "sampling/kernels/slot.cuh"
 
-// Replay numbers of the running loop, in device memory. The rounds of a loop read them as an input
-// ring with one entry. The stamp of this entry is `next`.
+// The running loop, in device memory. The rounds of a loop read their slots from an input ring with
+// one entry. The stamp of this entry is `next`.
 struct Loop {
-  int first;  // first replay of the loop
-  int next;   // replay that the body runs next, if the host has published its entry; else another
+  int first;       // first replay of the loop
+  int next;        // replay that the body runs next, if the host has published its entry
+  int max_rounds;  // maximum number of replays
 };
 
-// Begins a loop at replay `*replay + 1`: copies the slots of the batch rows from the input ring,
-// whose next entry the host has published. The mask rows of unguided requests are marked as free,
-// because a loop may run without the host step that marks them. If the entry was not published, all
-// rows of the loop's first replay are padding. One block.
+// Begins a loop at replay `*replay + 1`: copies the next entry of the input ring, which the host
+// has published, to `loop`, `row_slot` and `reserved`. If the entry was not published, all rows of
+// the loop's only replay are padding. One block.
 extern "C" __global__ void loop_begin(const int* replay, const int* ring_rows, int ring_rows_stride,
                                       const int* ring_stamp, int ring_stamp_stride,
-                                      int ring_entries, int batch, const int* unguided,
-                                      const Slot* slots, int slot_count, int* exchange,
-                                      const ExchangeLayout layout, Loop* loop, int* row_slot) {
+                                      int ring_entries, const int* ring_reserved,
+                                      int ring_reserved_stride, const int* ring_max_rounds,
+                                      int ring_max_rounds_stride, int batch, Loop* loop,
+                                      int* row_slot, int* reserved) {
   const int first = replay_after(*replay);
   const int entry = static_cast<int>(static_cast<unsigned int>(first) % ring_entries);
   const bool published = load_acquire_system(ring_stamp + entry * ring_stamp_stride) == first;
-  if (threadIdx.x == 0) *loop = {first, published ? first : *replay};
+  if (threadIdx.x == 0) {
+    const int max_rounds = published ? ring_max_rounds[entry * ring_max_rounds_stride] : 1;
+    *loop = {first, published ? first : *replay, max_rounds};
+  }
   for (int b = static_cast<int>(threadIdx.x); b < batch; b += static_cast<int>(blockDim.x)) {
-    const int s = published ? ring_rows[entry * ring_rows_stride + b] : -1;
-    row_slot[b] = s;
-    if (s < 0 || s >= slot_count || unguided[b] == 0) continue;
-    RowStamp* stamps = reinterpret_cast<RowStamp*>(record_of(exchange, layout, s, layout.stamps));
-    for (int j = 0; j < layout.rows; ++j) stamps[j] = {ROW_FREE, slots[s].epoch, 0, 1};
+    row_slot[b] = published ? ring_rows[entry * ring_rows_stride + b] : -1;
+    reserved[b] = published ? ring_reserved[entry * ring_reserved_stride + b] : 0;
   }
 }
 
@@ -52,7 +53,7 @@ extern "C" __global__ void loop_begin(const int* replay, const int* ring_rows, i
 // The decision is stored in `last` before the results of the replay are published. One block.
 extern "C" __global__ void loop_decide(const int* replay, const int* row_slot, int batch,
                                        const Slot* slots, int slot_count, const int* reserved,
-                                       int ahead, int slack, int max_rounds, const int* end_loop,
+                                       int ahead, int slack, const int* end_loop,
                                        const int* released, int* last, int last_stride,
                                        int ring_entries, Loop* loop, unsigned long long condition) {
   __shared__ int active, unable;
@@ -73,7 +74,7 @@ extern "C" __global__ void loop_decide(const int* replay, const int* row_slot, i
   const int next = replay_after(now);
   const bool has_entry = replays_since(next, load_acquire_system(released)) < ring_entries;
   const bool wanted =
-      load_acquire_system(end_loop) != first && replays_since(next, first) < max_rounds;
+      load_acquire_system(end_loop) != first && replays_since(next, first) < loop->max_rounds;
   const bool goes_on = active != 0 && unable == 0 && has_entry && wanted;
   loop->next = goes_on ? next : now;
   last[static_cast<unsigned int>(now) % ring_entries * last_stride] = goes_on ? 0 : 1;

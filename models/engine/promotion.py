@@ -1,0 +1,67 @@
+"""Promotion of requests: kernels do their grammar steps instead of the host."""
+
+from __future__ import annotations
+
+import logging
+
+from graft.cudagraph.errors import DeviceError
+from graft.cudagraph.lanes import StreamLane
+from graft.grammar.automaton.device import DeviceAutomata
+from graft.models.engine.request_state import RequestState
+from graft.sampling.exchange import Exchange
+
+__all__ = ["Promotion"]
+
+LOG = logging.getLogger("graft")
+
+
+class Promotion:
+    """Decides for each request whether its grammar steps run on the host.
+
+    The decision is made when a request starts to take part in rounds, and holds until the request
+    leaves its slot. A request without a grammar has no grammar steps: the stamps of its mask rows
+    are written once. A request whose grammar has an automaton is *promoted*: kernels do its steps.
+
+    Parameters
+    ----------
+    exchange
+        Memory that contains the stamps.
+    automata
+        Automata on the device; None: no request is promoted.
+    lane
+        In-order work queue of the replays.
+    """
+
+    def __init__(self, exchange: Exchange, automata: DeviceAutomata | None, lane: StreamLane):
+        self._exchange = exchange
+        self._automata = automata
+        self._lane = lane
+        self._promoted: set[RequestState] = set()
+
+    def needs_host(self, state: RequestState) -> bool:
+        """Return whether the grammar steps of a request run on the host."""
+        return state.matcher is not None and state not in self._promoted
+
+    def start(self, state: RequestState) -> None:
+        """Promote a request if possible. No replay that uses its slot may be in flight."""
+        if state.matcher is None:
+            self._exchange.free_rows(state.slot, state.epoch)
+            return
+        if self._automata is None:
+            return
+        try:
+            promoted = self._automata.join(self._lane, state.slot, state.epoch, state.matcher)
+        except DeviceError as error:  # for example, no pinned memory is left
+            LOG.warning("request %s stays on the host: %s", state.id, error)
+            return
+        if promoted:
+            self._promoted.add(state)
+
+    def leave(self, state: RequestState) -> None:
+        """Forget the promotion of a request that leaves its slot."""
+        self._promoted.discard(state)
+
+    def release(self, slot: int) -> None:
+        """Release the automaton of a slot. No replay that uses the slot may be in flight."""
+        if self._automata is not None:
+            self._automata.release(slot)

@@ -1,1 +1,0 @@
-"""Generation loops: many rounds in one launch of a graph."""
