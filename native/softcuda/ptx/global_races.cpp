@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "../runtime.h"
 #include "races.h"
+#include "src/runtime.h"
 
 namespace softcuda {
 namespace ptx {

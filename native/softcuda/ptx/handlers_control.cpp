@@ -3,8 +3,8 @@
 
 #include <cstdio>
 
-#include "../conditionals.h"
 #include "lanes.h"
+#include "src/conditionals.h"
 
 namespace softcuda {
 namespace ptx {

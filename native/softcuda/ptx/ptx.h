@@ -1,7 +1,7 @@
 // Interface of the PTX front end to the rest of the soft device.
 #pragma once
 
-#include "../modules.h"
+#include "src/modules.h"
 
 namespace softcuda {
 namespace ptx {

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "../memory.h"
-#include "../modules.h"
+#include "src/memory.h"
+#include "src/modules.h"
 #include "syntax.h"
 
 namespace softcuda {
