@@ -56,6 +56,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if is_selected(item)]
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Build the PTX library before the first test that needs it."""
+    if item.get_closest_marker("ptx"):
+        from graft.cudagraph.kernels.compiler import cache_folder
+        from graft.cudagraph.kernels.ptx import provide_ptx_library
+
+        provide_ptx_library(cache_folder() / "soft")
+
+
 def pytest_collection_finish() -> None:
     """Exempt all objects created so far from garbage collection, which makes it faster."""
     gc.freeze()

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from graft.cudagraph.driver.chooser import soft_library
 from graft.cudagraph.errors import DeviceError, OptionError
-from graft.cudagraph.kernels.ptx import CODES, missing_compiler, nvrtc_library
+from graft.cudagraph.kernels.compiler import cache_folder
+from graft.cudagraph.kernels.ptx import CODES, missing_compiler, nvrtc_library, provide_ptx_library
 
 
 def resolve_command(program: list[str]) -> list[str]:
@@ -76,6 +77,8 @@ def soft_environment(
     if code:
         variables["GRAFT_CODE"] = code
     if code == "ptx":
+        provide_ptx_library(cache_folder() / "soft")
+        variables["SOFTCUDA_PTX_LIBRARY"] = os.environ["SOFTCUDA_PTX_LIBRARY"]
         variables["SOFTCUDA_NVRTC"] = str(nvrtc_library())
         preloaded += _nvrtc_wrapper(library.parent, nvrtc_library())
     if os.environ.get("LD_PRELOAD"):

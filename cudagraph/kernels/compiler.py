@@ -22,7 +22,7 @@ from graft.cudagraph.driver.context import Context
 from graft.cudagraph.driver.driver import call, cu
 from graft.cudagraph.errors import KernelError
 from graft.cudagraph.kernels.progress import compile_progress
-from graft.cudagraph.kernels.ptx import compile_ptx, soft_device_runs_ptx
+from graft.cudagraph.kernels.ptx import compile_ptx, provide_ptx_library, soft_device_runs_ptx
 from graft.native import _native
 from graft.native.softcuda.compile import KernelCompileError, compile_cpu, included_files
 
@@ -111,9 +111,12 @@ def compile_source(context: Context, source: KernelSource) -> LoadedModule:
 
     KernelError is raised if the source does not compile, or CuPy is missing on CUDA.
     """
+    runs_ptx = context.kind == "soft" and soft_device_runs_ptx()
+    if runs_ptx:
+        provide_ptx_library(cache_folder() / "soft")
     with compile_progress(source.name):
         if context.kind == "soft":
-            return _compile_to_ptx(source) if soft_device_runs_ptx() else _compile_soft(source)
+            return _compile_to_ptx(source) if runs_ptx else _compile_soft(source)
         return _compile_cuda(context, source)
 
 

@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from graft.cudagraph.errors import DeviceError, KernelError
+from graft.cudagraph.kernels.progress import compile_progress
+from graft.native.softcuda.compile import KernelCompileError
+from graft.native.softcuda.ptx_library import build_ptx_library
 
 #: Values of ``GRAFT_CODE``: the code that the soft device runs.
 CODES = ("host", "ptx")
@@ -78,6 +81,32 @@ def nvrtc_library() -> Path:
         if path.name.startswith("libnvrtc.so.") and path.parent.name != "soft":
             return path
     raise KernelError("NVRTC is loaded, but its file is unknown")
+
+
+def provide_ptx_library(cache: Path) -> None:
+    """Make the PTX library known to the soft device, in this process and its child processes.
+
+    The library, which interprets PTX, is compiled when a machine first needs it, in about a minute
+    of processor time. If ``SOFTCUDA_PTX_LIBRARY`` is set, the library at this path is used.
+
+    Parameters
+    ----------
+    cache
+        Folder for the compiled library.
+
+    Raises
+    ------
+    KernelError
+        No C++ compiler is found, or the library does not compile.
+    """
+    if os.environ.get("SOFTCUDA_PTX_LIBRARY"):
+        return
+    try:
+        with compile_progress("the PTX library of the soft device"):
+            library = build_ptx_library(cache)
+    except KernelCompileError as error:
+        raise KernelError(str(error)) from error
+    os.environ["SOFTCUDA_PTX_LIBRARY"] = str(library)
 
 
 def compile_ptx(text: str, name: str, options: Sequence[str], cache: Path, key: str = "") -> bytes:

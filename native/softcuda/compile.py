@@ -100,28 +100,35 @@ def compiler() -> tuple[str, ...]:
 
 
 @functools.cache
+def compiler_version() -> str:
+    """Return the output of the C++ compiler's option ``--version``."""
+    return subprocess.run(
+        [*compiler(), "--version"], capture_output=True, text=True, check=False
+    ).stdout
+
+
+@functools.cache
 def _toolchain() -> tuple[tuple[str, ...], str]:
     """Return the flags of the target processor and a digest of all that compilation depends on.
 
     The digest covers the compiler's version, the processor, the flags, the shim and this file.
     """
-    version = subprocess.run(
-        [*compiler(), "--version"], capture_output=True, text=True, check=False
-    ).stdout
+    version = compiler_version()
     flags: tuple[str, ...] = () if "clang" in version else GCC_ONLY
     flags += ("-march=native",) if platform.machine() == "x86_64" else ("-mcpu=native",)
-    identity = [version, platform.machine(), _cpu_flags(), *FLAGS, *flags]
+    identity = [version, platform.machine(), processor_flags(), *FLAGS, *flags]
     for header in sorted(INCLUDE.glob("*.h")):
         identity += [header.name, header.read_text()]
     identity.append(Path(__file__).read_text())
-    return flags, _digest(identity)
+    return flags, digest(identity)
 
 
-def _digest(parts: Sequence[str]) -> str:
+def digest(parts: Sequence[str]) -> str:
+    """Return a SHA-256 digest of texts in hexadecimal."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _cpu_flags() -> str:
+def processor_flags() -> str:
     """Return the lines of /proc/cpuinfo that describe the processor's instruction set."""
     try:
         info = Path("/proc/cpuinfo").read_text()
@@ -210,7 +217,7 @@ def compile_cpu(
     parts = [identity, name, source, *flags, *macros]
     for path, text in sorted(included_files(source, folders).items()):
         parts += [path, text]
-    cached = Path(cache_dir) / f"{_digest(parts)[:40]}.so"
+    cached = Path(cache_dir) / f"{digest(parts)[:40]}.so"
     image = _read_cached(cached)
     if image is None:
         with scratch_folder("softcuda-build-") as scratch:
@@ -280,7 +287,7 @@ def _build(
     source_path = scratch / "source.cu"
     source_path.write_text(f'#line 1 "{name}"\n{source}')
     preprocess = ["-E", "-std=c++17", *flags, *macros, *search, "-x", "c++", str(source_path)]
-    expanded = _run(name, preprocess)
+    expanded = run_compiler(name, preprocess)
     unit_path = scratch / "unit.cc"
     unit_path.write_text(rewrite(expanded, name))
     image_path = scratch / "image.so"
@@ -288,7 +295,7 @@ def _build(
         flags = [*QUICK, *flags]
     shim = ["-D__SOFTCUDA__=1", f"-I{INCLUDE}", "-include", str(INCLUDE / "softcuda_shim.h")]
     files = ["-x", "c++", str(unit_path), "-o", str(image_path), "-lm"]
-    _run(name, [*FLAGS, *flags, *shim, *files])
+    run_compiler(name, [*FLAGS, *flags, *shim, *files])
     _check_image(name, image_path.read_bytes())
     return image_path
 
@@ -312,7 +319,7 @@ def _check_image(name: str, image: bytes) -> None:
             )
 
 
-def _run(name: str, arguments: Sequence[str]) -> str:
+def run_compiler(name: str, arguments: Sequence[str]) -> str:
     """Run the compiler and return its standard output; raise KernelCompileError if it fails."""
     done = subprocess.run([*compiler(), *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:

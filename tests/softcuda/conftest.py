@@ -6,6 +6,12 @@ import pytest
 import softcuda_util as util
 
 
+@pytest.fixture(scope="session")
+def ptx_stub(tmp_path_factory):
+    """Path of a stand-in for the PTX library, see ptx_stub.cpp."""
+    return util.build_ptx_stub(tmp_path_factory.mktemp("stub") / "libgraft_ptx.so")
+
+
 @pytest.fixture
 def soft():
     """The soft device of this process, with helper methods.

@@ -26,7 +26,7 @@ import pytest
 
 from graft.cudagraph.driver import chooser, softstats
 from graft.cudagraph.errors import DeviceError
-from graft.native.softcuda.compile import compile_cpu
+from graft.native.softcuda.compile import compile_cpu, compiler
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parents[1] / "native" / "softcuda"
@@ -36,6 +36,15 @@ CACHE = Path(tempfile.gettempdir()) / f"softcuda-test-kernels-{os.getuid()}"
 def compile_kernel(source: str, name: str = "test.cu", **options: Any) -> bytes:
     """Compile a kernel source for the soft device."""
     return compile_cpu(source, name, cache_dir=CACHE, **options)
+
+
+def build_ptx_stub(path: Path, *options: str) -> Path:
+    """Compile the stand-in for the PTX library with additional compiler options."""
+    folders = [f"-I{SOURCE}", f"-I{SOURCE / 'include'}"]
+    flags = ["-std=c++17", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
+    files = [str(HERE / "ptx_stub.cpp"), "-o", str(path)]
+    subprocess.run([*compiler(), *flags, *folders, *options, *files], check=True)
+    return path
 
 
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

@@ -12,7 +12,10 @@ import pytest
 
 from graft.cudagraph.kernels.ptx import missing_compiler
 
-pytestmark = pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler() or "unused")
+pytestmark = [
+    pytest.mark.ptx,
+    pytest.mark.skipif(bool(missing_compiler()), reason=missing_compiler() or "unused"),
+]
 
 #: Compiles a kernel for sm_90 to a cubin, loads it, launches it and prints what happened.
 BINDINGS_PROGRAM = """

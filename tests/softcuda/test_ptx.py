@@ -13,6 +13,8 @@ from ptx_util import HEADER, elementwise, module
 from graft.cudagraph.errors import DeviceError
 from graft.cudagraph.kernels import ptx
 
+pytestmark = pytest.mark.ptx
+
 RNG = np.random.default_rng(1)
 DTYPES = {
     "u8": np.uint8, "s8": np.int8, "b16": np.uint16, "u16": np.uint16, "s16": np.int16,

@@ -7,6 +7,8 @@ import pytest
 from ptx_util import module
 from test_ptx import STORE, elementwise, outcome, run_body, run_elementwise
 
+pytestmark = pytest.mark.ptx
+
 PAIRS = {
     "add.rn.f32x2 {d}, {a}, {b};": lambda a, b, c: a + b,
     "sub.rn.f32x2 {d}, {a}, {b};": lambda a, b, c: a - b,

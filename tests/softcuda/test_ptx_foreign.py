@@ -13,6 +13,9 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import pytest
+
+pytestmark = pytest.mark.ptx
 
 SCRIPT = Path(__file__).resolve().parent / "foreign_kernels.py"
 STORED = SCRIPT.with_suffix("")

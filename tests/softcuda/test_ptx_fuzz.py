@@ -10,6 +10,8 @@ import softcuda_util as util
 from ptx_fuzz import MODULES, mutants
 from ptx_util import HEADER, module
 
+pytestmark = pytest.mark.ptx
+
 TYPED = {"CUDA_SUCCESS", "CUDA_ERROR_INVALID_PTX", "CUDA_ERROR_NOT_SUPPORTED"}
 
 

@@ -11,6 +11,8 @@ import pytest
 import softcuda_util as util
 from ptx_util import module
 
+pytestmark = pytest.mark.ptx
+
 
 @dataclass(frozen=True)
 class Kind:

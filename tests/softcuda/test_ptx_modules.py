@@ -9,6 +9,8 @@ import pytest
 from ptx_util import HEADER, module
 from test_ptx import STORE, outcome, run_body
 
+pytestmark = pytest.mark.ptx
+
 #: Device functions with register parameters, called through addresses too.
 FUNCTIONS = """
 .func (.reg .b32 %out) triple (.reg .b32 %in)
@@ -267,3 +269,20 @@ def test_link_refuses_other_inputs(soft, tmp_path):
     assert soft.d.cuLinkComplete(state)[0].name == "CUDA_SUCCESS"
     soft.cuLinkDestroy(state)
     assert soft.d.cuLinkDestroy(state)[0].name == "CUDA_ERROR_INVALID_HANDLE"
+
+
+def test_function_attribute_static_shared_memory_is_known_for_ptx(soft):
+    """The attribute is the size of the kernel's shared variables."""
+    text = b""".version 8.0
+.target sm_90
+.address_size 64
+.visible .entry idle() {
+  .shared .align 4 .b8 buffer[100];
+  ret;
+}
+"""
+    module = soft.cuModuleLoadData(text)
+    function = soft.cuModuleGetFunction(module, b"idle")
+    attribute = soft.d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+    assert soft.cuFuncGetAttribute(attribute, function) == 100
+    soft.cuModuleUnload(module)

@@ -8,22 +8,17 @@ from ptx_mutation import HOST, PTX, Mutant, changed_sources, run_test
 
 from graft.cudagraph.kernels import ptx
 
-pytestmark = pytest.mark.skipif(ptx.missing_compiler() != "", reason="NVRTC is not installed")
-#: Mutants that every run tests, because their kernels compile fast.
-QUICK = ("linear_few: no barrier", "attention_split: no barrier after the queries")
+pytestmark = [
+    pytest.mark.ptx,
+    pytest.mark.skipif(ptx.missing_compiler() != "", reason="NVRTC is not installed"),
+]
 
 
 def name_of(mutant: Mutant) -> str:
     return mutant.name
 
 
-def marks_of(mutant: Mutant) -> tuple:
-    return () if mutant.name.startswith(QUICK) else (pytest.mark.ptx,)
-
-
-@pytest.mark.parametrize(
-    "mutant", [pytest.param(mutant, marks=marks_of(mutant)) for mutant in MUTANTS], ids=name_of
-)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=name_of)
 def test_ptx_finds_mutant(mutant):
     folder = changed_sources(*mutant.changes)
     found, text = run_test(mutant.test, folder, limit=120, **PTX)
@@ -32,14 +27,12 @@ def test_ptx_finds_mutant(mutant):
     assert found == mutant.ptx, text[-2000:]
 
 
-@pytest.mark.ptx
 @pytest.mark.parametrize("test", sorted({mutant.test for mutant in MUTANTS}))
 def test_unchanged_kernels_pass_tests_of_mutants(test):
     found, text = run_test(test, limit=120, **PTX)
     assert found == "", text[-2000:]
 
 
-@pytest.mark.ptx
 @pytest.mark.full
 @pytest.mark.parametrize("mutant", MUTANTS, ids=name_of)
 def test_host_form_finds_mutant_as_documented(mutant):

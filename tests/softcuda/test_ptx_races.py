@@ -7,6 +7,8 @@ import softcuda_util as util
 from ptx_util import module
 from test_ptx import outcome
 
+pytestmark = pytest.mark.ptx
+
 #: Thread 0 of each block writes a part, and the last block to arrive at the counter %rd1 adds the
 #: parts up. {release}, {atomic}, {acquire} and {barrier} order the parts before the sum.
 LAST_BLOCK = """

@@ -9,6 +9,8 @@ import sys
 import pytest
 from ptx_util import module
 
+pytestmark = pytest.mark.ptx
+
 RACE = module("st.global.u32 [%rd0], %r1;", 1)
 #: Two blocks store to one word. The program ignores the error code.
 PROGRAM = """

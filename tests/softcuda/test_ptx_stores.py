@@ -9,6 +9,8 @@ import softcuda_util as util
 from ptx_util import module
 from test_ptx import outcome
 
+pytestmark = pytest.mark.ptx
+
 #: Words of host memory: data at 0 and 64, a flag at 128, and the host's answer at 192. The host
 #: answers each flag and counts flags whose data it did not see. k_1 is device memory.
 HOST = """

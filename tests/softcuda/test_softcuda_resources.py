@@ -83,20 +83,3 @@ def test_green_context_has_streams_and_resources(soft):
     soft.cuStreamDestroy(stream)
     soft.cuGreenCtxDestroy(green)
     assert code(soft.d.cuCtxSetCurrent(context)) == "INVALID_CONTEXT"
-
-
-def test_function_attribute_static_shared_memory_is_known_for_ptx(soft):
-    """The attribute is the size of the kernel's shared variables."""
-    text = b""".version 8.0
-.target sm_90
-.address_size 64
-.visible .entry idle() {
-  .shared .align 4 .b8 buffer[100];
-  ret;
-}
-"""
-    module = soft.cuModuleLoadData(text)
-    function = soft.cuModuleGetFunction(module, b"idle")
-    attribute = soft.d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
-    assert soft.cuFuncGetAttribute(attribute, function) == 100
-    soft.cuModuleUnload(module)

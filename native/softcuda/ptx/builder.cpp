@@ -20,6 +20,11 @@ constexpr size_t kMaxParamBytes = 32764;
 constexpr unsigned kMaxDepth = 32;
 constexpr unsigned kMaxInlined = 20000;
 
+Decoder* const kDecoders[] = {decode_integer, decode_float,   decode_half,   decode_move,
+                              decode_compare, decode_convert, decode_memory, decode_atomic,
+                              decode_warp,    decode_mma,     decode_async,  decode_mbarrier,
+                              decode_wmma,    decode_control};
+
 uint64_t round_up(uint64_t n, uint64_t to) { return (n + to - 1) / to * to; }
 
 struct SpecialName {
@@ -451,7 +456,7 @@ void Builder::set_guard(Instr* in, const Statement& s) {
   in->guard = pred_src(o);
   if (in->guarded == nullptr) {
     in->guarded = in->run;
-    in->run = handlers().guard;
+    in->run = run_guarded;
   }
 }
 
@@ -496,7 +501,7 @@ void Builder::emit(Instance& instance, const Statement& s, unsigned depth) {
   }
   if (op.base == "bra") {
     op.take("uni");
-    in.run = in.guarded = handlers().jump;
+    in.run = in.guarded = jump;
     branch_to(kernel_->code.size(), label_of(instance, operand(0).name));
     if (!op.finished()) unsupported(s.line, s.opcode);
     finish(op, in, s);
@@ -508,12 +513,12 @@ void Builder::emit(Instance& instance, const Statement& s, unsigned depth) {
   }
   if ((op.base == "ret" && instance.end >= 0)) {
     op.take("uni");
-    in.run = in.guarded = handlers().jump;
+    in.run = in.guarded = jump;
     branch_to(kernel_->code.size(), instance.end);
     finish(op, in, s);
     return;
   }
-  for (Decoder decoder : handlers().decoders) {
+  for (Decoder* decoder : kDecoders) {
     if (!decoder(*this, op, in)) continue;
     if (!op.finished()) {
       unsupported(s.line, "'" + s.opcode + "' (the modifier '" + op.rest() + "')");
@@ -536,7 +541,7 @@ void Builder::emit_indexed_branch(Instance& instance, const Statement& s, Opcode
   for (const std::string& name : list->second) table.push_back(label_of(instance, name));
   in.imm = static_cast<int64_t>(pool_operands(std::vector<int32_t>(table.size())));
   op.base = "brx.idx";
-  for (Decoder decoder : handlers().decoders) {
+  for (Decoder* decoder : kDecoders) {
     if (decoder(*this, op, in)) break;
   }
   for (size_t i = 0; i < table.size(); ++i) {
@@ -549,7 +554,7 @@ void Builder::emit_indexed_branch(Instance& instance, const Statement& s, Opcode
 
 void Builder::emit_jump(int label, const Statement& s) {
   Instr in;
-  in.run = in.guarded = handlers().jump;
+  in.run = in.guarded = jump;
   branch_to(kernel_->code.size(), label);
   finish(Opcode(s.opcode, s.line), in, s);
 }
@@ -615,9 +620,7 @@ void Builder::emit_copies(Instance& instance, Instance& inner, const Call& call,
                                  [&](const Register& r) { return r.name == formal.name; });
     formal.index = static_cast<int>(at - registers.begin());
     Instr in;
-    in.run = in.guarded = bytes == 2   ? handlers().move16
-                          : bytes == 4 ? handlers().move32
-                                       : handlers().move64;
+    in.run = in.guarded = bytes == 2 ? move_b16 : bytes == 4 ? move_b32 : move_b64;
     instance_ = &instance;
     if (results) {
       in.op[0] = dst(actuals[i], bytes);
@@ -668,7 +671,7 @@ void Builder::emit_body(Instance& instance, const Call& call, const Function& f,
   statement_ = &call.statement;
   if (inner.recursive) {
     Instr in;
-    in.run = in.guarded = handlers().recursive_return;
+    in.run = in.guarded = recursive_return;
     in.imm = inner.number;
     finish(Opcode("ret", call.statement.line), in, call.statement);
   }
@@ -721,7 +724,7 @@ void Builder::emit_recursive_call(Instance& instance, const Call& call, size_t o
   pool.insert(pool.end(), ranges.begin(), ranges.end());
   called.recursive = kernel_->recursive = true;
   Instr in;
-  in.run = in.guarded = handlers().recursive_call;
+  in.run = in.guarded = recursive_call;
   const size_t at = pool_operands(pool);
   in.imm = static_cast<int64_t>(at);
   pool_jumps_.push_back({kernel_->code.size(), at, called.begin});
@@ -754,7 +757,7 @@ void Builder::emit_indirect_call(Instance& instance, const Call& call, unsigned 
     }
   }
   Instr in;
-  in.run = in.guarded = handlers().indirect_call;
+  in.run = in.guarded = indirect_call;
   in.op[0] = src(call.callee, Type::u64);
   in.count = static_cast<uint16_t>(std::min<size_t>(candidates.size(), 65535));
   const size_t pool = pool_operands(std::vector<int32_t>(2 * candidates.size()));
@@ -805,7 +808,7 @@ bool Builder::emit_special_call(Instance& instance, const Call& call) {
   }
   places.push_back(place);
   in.imm = static_cast<int64_t>(pool_operands(places));
-  in.run = handlers().special_call;
+  in.run = special_call;
   finish(Opcode(call.statement.opcode, call.statement.line), in, call.statement);
   return true;
 }
@@ -951,7 +954,7 @@ std::shared_ptr<Kernel> Builder::build(const Function& entry, bool linked) {
   end.line = entry.body.empty() ? entry.line : entry.body.back().line;
   end.opcode = "exit";
   Instr in;
-  in.run = in.guarded = handlers().exit;
+  in.run = in.guarded = exit_lanes;
   statement_ = &end;
   finish(Opcode("exit", end.line), in, end);
   resolve_jumps();

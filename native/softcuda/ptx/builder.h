@@ -148,22 +148,15 @@ class Builder {
 
 // Decoders of the instruction families. Each returns false if the opcode is not of its family, and
 // throws Error for an instruction of its family that is not supported.
-#define SC_PTX_DECODERS(declare)                                                                \
-  declare(decode_integer) declare(decode_float) declare(decode_half) declare(decode_move)       \
-      declare(decode_compare) declare(decode_convert) declare(decode_memory)                    \
-          declare(decode_atomic) declare(decode_warp) declare(decode_mma) declare(decode_async) \
-              declare(decode_mbarrier) declare(decode_wmma) declare(decode_control)
+using Decoder = bool(Builder& b, Opcode& op, Instr& in);
+Decoder decode_integer, decode_float, decode_half, decode_move, decode_compare, decode_convert,
+    decode_memory, decode_atomic, decode_warp, decode_mma, decode_async, decode_mbarrier,
+    decode_wmma, decode_control;
 
-using Decoder = bool (*)(Builder& b, Opcode& op, Instr& in);
-struct HandlerSet {
-  std::vector<Decoder> decoders;
-  Handler guard;
-  // Handlers that the builder emits itself.
-  Handler move16, move32, move64, jump, exit, special_call, indirect_call, recursive_call,
-      recursive_return;
-};
-// The handlers for the processor that runs this process.
-const HandlerSet& handlers();
+// Handlers that the builder emits itself. run_guarded calls Instr::guarded for the lanes whose
+// guard predicate is true.
+HandlerFunction run_guarded, move_b16, move_b32, move_b64, jump, exit_lanes, special_call,
+    indirect_call, recursive_call, recursive_return;
 
 // Calls of functions that the device provides, in Instr::kind.
 enum SpecialCall : uint16_t { kVprintf, kAssertFail, kSetConditional, kTrapCall };

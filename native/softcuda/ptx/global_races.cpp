@@ -4,7 +4,6 @@
 #include <cstdio>
 
 #include "races.h"
-#include "src/runtime.h"
 
 namespace softcuda {
 namespace ptx {

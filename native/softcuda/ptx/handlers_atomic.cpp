@@ -5,7 +5,6 @@
 
 namespace softcuda {
 namespace ptx {
-namespace SC_PTX_ISA {
 namespace {
 
 // Replaces *p by f(*p) atomically and returns the old value.
@@ -264,6 +263,5 @@ bool decode_atomic(Builder& b, Opcode& op, Instr& in) {
   return true;
 }
 
-}  // namespace SC_PTX_ISA
 }  // namespace ptx
 }  // namespace softcuda

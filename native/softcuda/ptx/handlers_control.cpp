@@ -4,11 +4,10 @@
 #include <cstdio>
 
 #include "lanes.h"
-#include "src/conditionals.h"
+#include "softcuda_conditional.h"
 
 namespace softcuda {
 namespace ptx {
-namespace SC_PTX_ISA {
 
 // Splits the running group: `lanes` continue at `to`, the others at `from`. The group with the
 // lower address runs first, so that the groups meet again (invariant P8).
@@ -22,6 +21,16 @@ static const Instr* split(Warp& w, uint32_t lanes, const Instr* to, const Instr*
   w.mask = to_first ? lanes : w.mask & ~lanes;
   if (w.stop != nullptr && other.pc < w.stop) w.stop = other.pc;
   return to_first ? to : from;
+}
+
+const Instr* run_guarded(Warp& w, const Instr* in) {
+  const uint32_t lanes = w.mask & pred_of(w, in->guard);
+  if (lanes == 0) return in + 1;
+  const uint32_t saved = w.mask;
+  w.mask = lanes;
+  const Instr* next = in->guarded(w, in);
+  w.mask = saved;
+  return next;
 }
 
 const Instr* jump(Warp& w, const Instr* in) {
@@ -188,7 +197,7 @@ bool call_one(Warp& w, const Instr* in, unsigned lane) {
     default: {
       const uint64_t handle = argument(w, in, lane, 0);
       auto* cell = reinterpret_cast<softcuda_condition*>(handle);
-      if (!is_condition(cell)) {
+      if (device().is_condition(handle) == 0) {
         w.block->fail(CUDA_ERROR_LAUNCH_FAILED, &w, thread, in,
                       "cudaGraphSetConditional: the value is not a conditional handle");
         return false;
@@ -526,6 +535,5 @@ bool decode_control(Builder& b, Opcode& op, Instr& in) {
   return false;
 }
 
-}  // namespace SC_PTX_ISA
 }  // namespace ptx
 }  // namespace softcuda

@@ -5,7 +5,6 @@
 
 namespace softcuda {
 namespace ptx {
-namespace SC_PTX_ISA {
 namespace {
 
 // ---- small formats --------------------------------------------------------------------------
@@ -593,6 +592,5 @@ bool decode_convert(Builder& b, Opcode& op, Instr& in) {
   return true;
 }
 
-}  // namespace SC_PTX_ISA
 }  // namespace ptx
 }  // namespace softcuda

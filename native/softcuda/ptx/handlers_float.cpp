@@ -3,7 +3,6 @@
 
 namespace softcuda {
 namespace ptx {
-namespace SC_PTX_ISA {
 namespace {
 
 // Instr::aux of floating-point instructions.
@@ -281,6 +280,5 @@ bool decode_float(Builder& b, Opcode& op, Instr& in) {
   return single ? decode_type<float>(b, op, in, type) : decode_type<double>(b, op, in, type);
 }
 
-}  // namespace SC_PTX_ISA
 }  // namespace ptx
 }  // namespace softcuda

@@ -4,7 +4,6 @@
 
 namespace softcuda {
 namespace ptx {
-namespace SC_PTX_ISA {
 namespace {
 
 constexpr uint32_t kFlush = 1;
@@ -234,6 +233,5 @@ bool decode_half(Builder& b, Opcode& op, Instr& in) {
   return false;
 }
 
-}  // namespace SC_PTX_ISA
 }  // namespace ptx
 }  // namespace softcuda

@@ -3,7 +3,6 @@
 
 namespace softcuda {
 namespace ptx {
-namespace SC_PTX_ISA {
 namespace {
 
 template <class T>
@@ -946,6 +945,5 @@ bool decode_integer(Builder& b, Opcode& op, Instr& in) {
   return decode_simple(b, op, in, type);
 }
 
-}  // namespace SC_PTX_ISA
 }  // namespace ptx
 }  // namespace softcuda

@@ -6,7 +6,6 @@
 
 namespace softcuda {
 namespace ptx {
-namespace SC_PTX_ISA {
 namespace {
 
 // The 64 bits of an object. The upper bits mark initialized objects.
@@ -194,6 +193,5 @@ bool decode_mbarrier(Builder& b, Opcode& op, Instr& in) {
   return true;
 }
 
-}  // namespace SC_PTX_ISA
 }  // namespace ptx
 }  // namespace softcuda

@@ -3,7 +3,6 @@
 
 namespace softcuda {
 namespace ptx {
-namespace SC_PTX_ISA {
 namespace {
 
 inline uint64_t lane_address(const Warp& w, const Instr* in, unsigned operand, unsigned lane) {
@@ -396,6 +395,5 @@ char* resolve_address(Warp& w, const Instr* in, Space space, unsigned lane, uint
   return resolve_lane(w, in, space, lane, address, bytes, write);
 }
 
-}  // namespace SC_PTX_ISA
 }  // namespace ptx
 }  // namespace softcuda

@@ -6,7 +6,6 @@
 
 namespace softcuda {
 namespace ptx {
-namespace SC_PTX_ISA {
 namespace {}  // namespace
 
 unsigned bits_of(unsigned element) {
@@ -526,6 +525,5 @@ bool decode_mma(Builder& b, Opcode& op, Instr& in) {
   return false;
 }
 
-}  // namespace SC_PTX_ISA
 }  // namespace ptx
 }  // namespace softcuda

@@ -5,7 +5,6 @@
 
 namespace softcuda {
 namespace ptx {
-namespace SC_PTX_ISA {
 namespace {
 
 template <class T>
@@ -534,6 +533,5 @@ bool decode_compare(Builder& b, Opcode& op, Instr& in) {
   return true;
 }
 
-}  // namespace SC_PTX_ISA
 }  // namespace ptx
 }  // namespace softcuda

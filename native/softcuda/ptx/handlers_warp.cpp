@@ -4,7 +4,6 @@
 
 namespace softcuda {
 namespace ptx {
-namespace SC_PTX_ISA {
 namespace {
 
 // Calls body(lanes) for each set of active lanes that has the same member mask. Returns the next
@@ -327,6 +326,5 @@ bool decode_warp(Builder& b, Opcode& op, Instr& in) {
   return false;
 }
 
-}  // namespace SC_PTX_ISA
 }  // namespace ptx
 }  // namespace softcuda

@@ -7,7 +7,6 @@
 
 namespace softcuda {
 namespace ptx {
-namespace SC_PTX_ISA {
 namespace {
 
 enum Role : uint16_t { kA, kB, kC };
@@ -312,6 +311,5 @@ bool decode_wmma(Builder& b, Opcode& op, Instr& in) {
   return (loads || stores) && decode_matrix(b, op, in, stores);
 }
 
-}  // namespace SC_PTX_ISA
 }  // namespace ptx
 }  // namespace softcuda

@@ -1,6 +1,4 @@
-// Loops over the lanes of a warp, for handlers. The handlers are compiled once for every processor
-// and once for processors with AVX2 and FMA, in the namespaces `baseline` and `avx2` (invariant
-// P5). Everything here is in that namespace, so that the linker never mixes the two.
+// Loops over the lanes of a warp, for handlers (invariant P5).
 #pragma once
 
 #include <cmath>
@@ -14,16 +12,11 @@
 
 #include "builder.h"
 
-#ifndef SC_PTX_ISA
-#define SC_PTX_ISA baseline
-#endif
-
 // Vectorizes the loop: lanes of different operands are the same memory or do not overlap.
 #define SC_LANES _Pragma("GCC ivdep") for (unsigned i = 0; i < kLanes; ++i)
 
 namespace softcuda {
 namespace ptx {
-namespace SC_PTX_ISA {
 
 template <class T>
 inline T* dst_lanes(Warp& w, int32_t o) {
@@ -176,24 +169,9 @@ inline double fma_odd(double a, double b, double c) {
   return bit_cast<double>((error > 0) == (sum > 0) ? bits + 1 : bits - 1);
 }
 
-#define SC_DECLARE_DECODER(name) bool name(Builder& b, Opcode& op, Instr& in);
-SC_PTX_DECODERS(SC_DECLARE_DECODER)
-#undef SC_DECLARE_DECODER
-
 // Resolves the address of one lane's access in a state space. Returns null after a fault.
 char* resolve_address(Warp& w, const Instr* in, Space space, unsigned lane, uint64_t address,
                       unsigned bytes, bool write);
 
-const Instr* jump(Warp& w, const Instr* in);
-const Instr* exit_lanes(Warp& w, const Instr* in);
-const Instr* special_call(Warp& w, const Instr* in);
-const Instr* indirect_call(Warp& w, const Instr* in);
-const Instr* recursive_call(Warp& w, const Instr* in);
-const Instr* recursive_return(Warp& w, const Instr* in);
-const Instr* move_b16(Warp& w, const Instr* in);
-const Instr* move_b32(Warp& w, const Instr* in);
-const Instr* move_b64(Warp& w, const Instr* in);
-
-}  // namespace SC_PTX_ISA
 }  // namespace ptx
 }  // namespace softcuda

@@ -17,7 +17,7 @@ class GlobalRaces;
 struct PendingStores;
 
 // The words of global memory that a launch has read and written.
-class AccessLog {
+class AccessLog : public softcuda_ptx_log {
  public:
   explicit AccessLog(std::string kernel) : kernel_(std::move(kernel)) {}
   void add(const char* storage, unsigned bytes, bool write);
@@ -26,7 +26,6 @@ class AccessLog {
   bool writes(const char* storage, unsigned bytes) const;
   bool accesses(const char* storage, unsigned bytes) const;
   const std::string& kernel() const { return kernel_; }
-  std::atomic<bool> known{false};  // see is_known()
 
  private:
   // Accesses to 2 KiB of memory, one bit per word. Pages are found by storage address / 2048.
@@ -42,14 +41,14 @@ class AccessLog {
   std::unordered_map<uint64_t, Page> pages_;
 };
 
-struct LaunchState {
+struct LaunchState : softcuda_ptx_launch {
   LaunchState();
   ~LaunchState();
   // Null unless a kernel follows over a programmatic edge.
-  std::shared_ptr<AccessLog> log;
+  AccessLog* log = nullptr;
   // The accesses of the kernels that precede this one over programmatic edges. These kernels may
   // still run before griddepcontrol.wait.
-  std::vector<std::shared_ptr<const AccessLog>> unordered;
+  std::vector<const AccessLog*> unordered;
   std::unique_ptr<GlobalRaces> races;      // null: race detection is off
   std::unique_ptr<PendingStores> pending;  // null: there is no seed
 };

@@ -1,28 +1,19 @@
-// Loading of PTX modules: recognition, linking of several texts, module variables, and the entries
-// of the module's function table.
+// Loading of PTX modules: linking of several texts, module variables, and the kernels that the
+// device sees.
 #include <algorithm>
-#include <cctype>
-#include <cstdlib>
 #include <cstring>
+#include <new>
 #include <set>
 
 #include "builder.h"
-#include "ptx.h"
+#include "library.h"
 
 namespace softcuda {
 namespace ptx {
 
 namespace {
 
-// Number of bytes of comments before .version that are searched.
-constexpr size_t kMaxHeader = 1 << 16;
 constexpr size_t kMaxText = size_t{256} << 20;
-
-// What the rest of the device reads about a kernel, as in compiled images.
-struct EntryTable {
-  softcuda_entry entry{};
-  std::shared_ptr<Kernel> kernel;
-};
 
 std::string error_text(const Error& e, size_t text, size_t count) {
   std::string where = "PTX line " + std::to_string(e.line);
@@ -33,7 +24,8 @@ std::string error_text(const Error& e, size_t text, size_t count) {
 // Links modules: gives each function the names that it sees, and places the variables.
 class Linker {
  public:
-  Linker(const std::vector<std::string>& texts, Module* module) : texts_(texts), target_(module) {}
+  Linker(const std::vector<std::string>& texts, LoadedModule* module)
+      : texts_(texts), target_(module) {}
 
   void run() {
     for (current_ = 0; current_ < texts_.size(); ++current_) {
@@ -133,25 +125,22 @@ class Linker {
 
   void allocate_variables() {
     if (placed_.empty()) return;
-    memory_ = std::make_shared<ModuleMemory>();
-    memory_->allocation = allocate_for_module(bytes_);
-    const Allocation& a = *memory_->allocation;
-    std::memset(a.storage, 0, bytes_);
+    memory_ = std::make_shared<ModuleMemory>(bytes_);
+    std::memset(memory_->storage, 0, bytes_);
     for (Symbols& own : symbols_) {
-      for (auto& item : own.addresses) item.second += a.alias;
+      for (auto& item : own.addresses) item.second += memory_->address;
     }
     for (const Placed& item : placed_) {
       current_ = item.module;
-      initialize(*item.variable, a.storage + item.offset);
+      initialize(*item.variable, memory_->storage + item.offset);
     }
   }
 
   // Makes the variables known to cuModuleGetGlobal, the ones that all modules see with priority.
   void name_variables() {
     const auto add = [&](const Placed& item) {
-      target_->variables.emplace(
-          item.variable->name,
-          std::make_pair(memory_->allocation->alias + item.offset, item.variable->bytes));
+      target_->addresses.emplace(item.variable->name, std::make_pair(memory_->address + item.offset,
+                                                                     size_t{item.variable->bytes}));
     };
     for (const auto& item : variables_) add(item.second);
     for (const Placed& item : placed_) add(item);
@@ -203,34 +192,27 @@ class Linker {
   void add_kernel(const Function& f) {
     current_ = f.symbols->number;
     Builder builder(called_);
-    auto table = std::make_shared<EntryTable>();
     try {
-      table->kernel = builder.build(f, modules_.size() > 1);
+      target_->owned_kernels.push_back(builder.build(f, modules_.size() > 1));
     } catch (const Error&) {
       current_ = builder.text_number();
       throw;
     }
-    Kernel& k = *table->kernel;
+    Kernel& k = *target_->owned_kernels.back();
     for (size_t i = 0; i < modules_.size(); ++i) {
       for (const auto& file : modules_[i].files) {
         k.files[{static_cast<unsigned>(i), file.first}] = file.second;
       }
     }
     k.memory = memory_;
-    softcuda_entry& entry = table->entry;
-    entry.name = k.name.c_str();
-    entry.run = nullptr;
-    entry.nparams = static_cast<unsigned>(k.param_sizes.size());
-    entry.max_threads = k.max_threads;
-    entry.sizes = k.param_sizes.data();
-    entry.offsets = k.param_offsets.data();
-    entry.is_pointer = k.param_pointers.data();
-    auto function = std::make_shared<softcuda::Function>();
-    function->name = k.name;
-    function->copies.assign(settings().workers, &entry);
-    // The function shares the ownership of the table.
-    function->ptx = std::shared_ptr<const Kernel>(table, table->kernel.get());
-    target_->functions.push_back(std::move(function));
+    k.waits_for_grid = k.target >= 90;
+    k.entry.name = k.name.c_str();
+    k.entry.run = nullptr;
+    k.entry.nparams = static_cast<unsigned>(k.param_sizes.size());
+    k.entry.max_threads = k.max_threads;
+    k.entry.sizes = k.param_sizes.data();
+    k.entry.offsets = k.param_offsets.data();
+    k.entry.is_pointer = k.param_pointers.data();
   }
 
   // A variable with its offset in the memory of the linked module.
@@ -241,7 +223,7 @@ class Linker {
   };
 
   const std::vector<std::string>& texts_;
-  Module* target_;
+  LoadedModule* target_;
   std::vector<ModuleText> modules_;
   std::vector<Symbols> symbols_;
   // Definitions that all modules see.
@@ -257,77 +239,21 @@ class Linker {
 
 }  // namespace
 
-ModuleMemory::~ModuleMemory() {
-  if (allocation) free_for_module(allocation);
+ModuleMemory::ModuleMemory(size_t bytes) : softcuda_memory{} {
+  if (device().allocate_variables(bytes, this) != CUDA_SUCCESS) throw std::bad_alloc();
 }
 
-bool is_ptx(const void* image) {
-  const char* p = static_cast<const char*>(image);
-  const char* const end = p + kMaxHeader;
-  while (p < end) {
-    if (*p != 0 && std::isspace(static_cast<unsigned char>(*p))) {
-      ++p;
-    } else if (p[0] == '/' && p[1] == '/') {
-      while (p < end && *p != 0 && *p != '\n') ++p;
-    } else if (p[0] == '/' && p[1] == '*') {
-      for (p += 2; p < end && *p != 0 && !(p[0] == '*' && p[1] == '/'); ++p) {
-      }
-      if (*p == 0) return false;
-      p += 2;
-    } else {
-      return std::strncmp(p, ".version", 8) == 0;
-    }
-  }
-  return false;
-}
-
-namespace {
-constexpr char kPackHeader[] = "// PTX texts linked by the soft device, with their sizes:";
-}
-
-std::string pack_texts(const std::vector<std::string>& texts) {
-  std::string image = kPackHeader;
-  for (const std::string& text : texts) image += " " + std::to_string(text.size());
-  image += "\n.version\n";  // the beginning of every PTX image
-  for (const std::string& text : texts) image += text;
-  image += '\0';
-  return image;
-}
-
-std::vector<std::string> unpack_texts(const char* image) {
-  const size_t header = sizeof kPackHeader - 1;
-  if (std::strncmp(image, kPackHeader, header) != 0) return {image};
-  constexpr char kSecondLine[] = "\n.version\n";
-  const size_t second = sizeof kSecondLine - 1;
-  const char* end = std::strchr(image, '\n');
-  if (end == nullptr || std::strncmp(end, kSecondLine, second) != 0) return {image};
-  const char* text = end + second;
-  std::vector<std::string> texts;
-  for (const char* p = image + header; p < end && *p == ' ';) {
-    char* next = nullptr;
-    const size_t size = std::strtoull(p, &next, 10);
-    if (next == p || next > end) break;
-    // A text contains no zeros, so that a damaged size does not lead out of the image.
-    const size_t length = strnlen(text, std::min(size, kMaxText));
-    texts.emplace_back(text, length);
-    text += length;
-    p = next;
-  }
-  return texts.empty() ? std::vector<std::string>{image} : texts;
-}
-
-bool check_syntax(const std::string& text, std::string* log) {
+void check_syntax(const std::string& text, LoadedModule* module) {
   try {
     if (text.size() > kMaxText) syntax_error(1, "the module is longer than 256 MiB");
     parse(text);
-    return true;
   } catch (const Error& e) {
-    *log = error_text(e, 0, 1);
-    return false;
+    module->error = CUDA_ERROR_INVALID_PTX;
+    module->error_text = error_text(e, 0, 1);
   }
 }
 
-void load(const std::vector<std::string>& texts, Module* module, std::string* log) {
+void load(const std::vector<std::string>& texts, LoadedModule* module) {
   Linker linker(texts, module);
   try {
     for (const std::string& text : texts) {
@@ -335,9 +261,9 @@ void load(const std::vector<std::string>& texts, Module* module, std::string* lo
     }
     linker.run();
   } catch (const Error& e) {
-    module->functions.clear();
-    *log = error_text(e, linker.current(), texts.size());
-    refuse(e.unsupported ? CUDA_ERROR_NOT_SUPPORTED : CUDA_ERROR_INVALID_PTX, *log);
+    *module = LoadedModule();
+    module->error = e.unsupported ? CUDA_ERROR_NOT_SUPPORTED : CUDA_ERROR_INVALID_PTX;
+    module->error_text = error_text(e, linker.current(), texts.size());
   }
 }
 

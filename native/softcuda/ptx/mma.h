@@ -5,7 +5,6 @@
 
 namespace softcuda {
 namespace ptx {
-namespace SC_PTX_ISA {
 
 // The size of a product. Larger ones are computed in parts.
 constexpr unsigned kRows = 16;
@@ -25,6 +24,5 @@ void accumulate_integer(const float (*a)[32], const float (*b)[kColumns], unsign
 // Checks that all lanes of the warp are at the instruction. Sets `next` if they are not.
 bool all_lanes(Warp& w, const Instr* in, const Instr** next);
 
-}  // namespace SC_PTX_ISA
 }  // namespace ptx
 }  // namespace softcuda

@@ -10,8 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "src/memory.h"
-#include "src/modules.h"
+#include "interface.h"
 #include "syntax.h"
 
 namespace softcuda {
@@ -24,11 +23,25 @@ struct LaunchState;
 struct Races;
 struct Warp;
 
+// The soft device that has loaded this library.
+const softcuda_ptx_device& device();
+std::string hex(unsigned long long value);
+
+// An allocation of the soft device that device code has accessed.
+struct Memory : softcuda_memory {
+  explicit Memory(const softcuda_memory& memory) : softcuda_memory(memory) {}
+  ~Memory() { device().release(reference); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  bool live() const { return device().is_live(reference) != 0; }
+};
+
 constexpr unsigned kLanes = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Executes an instruction for the active lanes of a warp and returns the next instruction.
-using Handler = const Instr* (*)(Warp& w, const Instr* in);
+using HandlerFunction = const Instr*(Warp& w, const Instr* in);
+using Handler = HandlerFunction*;
 
 // A decoded instruction. The meaning of the fields depends on the handler.
 struct Instr {
@@ -119,13 +132,17 @@ struct Options {
 const Options& options();
 
 // Memory of a module: its .global and .const variables.
-struct ModuleMemory {
-  ~ModuleMemory();
-  std::shared_ptr<Allocation> allocation;
+struct ModuleMemory : softcuda_memory {
+  // Throws std::bad_alloc if the device has not enough memory.
+  explicit ModuleMemory(size_t bytes);
+  ~ModuleMemory() { device().free_variables(reference); }
+  ModuleMemory(const ModuleMemory&) = delete;
+  ModuleMemory& operator=(const ModuleMemory&) = delete;
 };
 
 // A kernel in executable form.
-struct Kernel {
+struct Kernel : softcuda_ptx_kernel {
+  Kernel() : softcuda_ptx_kernel{} {}
   std::string name;
   unsigned target = 0;
   std::vector<Instr> code;
@@ -144,8 +161,7 @@ struct Kernel {
   size_t constant_bytes = 0;
   size_t register_bytes = 0;
   std::vector<std::pair<Special, int32_t>> specials;
-  unsigned shared_bytes = 0;  // static shared memory
-  unsigned local_bytes = 0;   // local memory per thread
+  unsigned local_bytes = 0;  // local memory per thread
   unsigned param_bytes = 0;
   unsigned sites = 0;
   unsigned max_threads = 0;
@@ -198,7 +214,6 @@ struct Site {
   uint64_t from = 1;
   uint64_t span = 0;
   int64_t delta = 0;  // storage address minus device address
-  const Allocation* allocation = nullptr;
 };
 
 struct Barrier {
@@ -228,7 +243,7 @@ struct Frame {
 // State of a block, which one worker executes.
 struct Block {
   const Kernel* kernel = nullptr;
-  const KernelWork* work = nullptr;
+  const softcuda_ptx_work* work = nullptr;
   softcuda_dim3 index{};
   softcuda_dim3 size{};
   unsigned threads = 0;
@@ -240,7 +255,7 @@ struct Block {
   const char* params = nullptr;
   std::vector<Site> sites;
   // Owners of the allocations in `sites`, because memory may be freed while a kernel runs (M5).
-  std::vector<std::shared_ptr<Allocation>> owners;
+  std::vector<std::shared_ptr<Memory>> owners;
   Barrier barriers[16];
   std::vector<Warp> warps;
   std::vector<std::vector<AsyncCopy>> copies;  // by warp

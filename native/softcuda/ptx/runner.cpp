@@ -6,33 +6,12 @@
 #include <cstring>
 
 #include "builder.h"
-#include "ptx.h"
+#include "library.h"
 #include "races.h"
 #include "stores.h"
 
 namespace softcuda {
 namespace ptx {
-
-namespace baseline {
-HandlerSet make_handlers();
-}
-#if defined(__x86_64__) && defined(SOFTCUDA_PTX_AVX2)
-namespace avx2 {
-HandlerSet make_handlers();
-}
-#endif
-
-const HandlerSet& handlers() {
-  static const HandlerSet& set = *new HandlerSet([] {
-#if defined(__x86_64__) && defined(SOFTCUDA_PTX_AVX2)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-      return avx2::make_handlers();
-    }
-#endif
-    return baseline::make_handlers();
-  }());
-  return set;
-}
 
 const Options& options() {
   static const Options& result = *new Options([] {
@@ -87,7 +66,7 @@ void Block::fail(CUresult code, const Warp* w, int lane, const Instr* in, const 
     }
     message += ": " + text;
     if (in != nullptr) message += ", at " + kernel->where(in);
-    fault(code, message);
+    device().fault(code, message.c_str());
   }
   failed = true;
   for (Warp& other : warps) {
@@ -144,48 +123,30 @@ char* resolve_global(Warp& w, const Instr* in, unsigned lane, uint64_t address, 
     char* storage = reinterpret_cast<char*>(address + static_cast<uint64_t>(site.delta));
     return check_access(w, in, lane, address, storage, bytes, write) ? storage : nullptr;
   }
-  Target target;
-  std::string why;
-  bool found = resolve_for_device(address, bytes, &target, &why) && target.owner != nullptr;
-  if (found && !target.live()) {
-    found = false;
-    why = target.owner->describe();
+  softcuda_memory found{};
+  if (device().find_memory(address, bytes, &found) != 0) {
+    auto memory = std::make_shared<Memory>(found);
+    const auto same = [&](const auto& owner) { return owner->storage == found.storage; };
+    if (std::none_of(b.owners.begin(), b.owners.end(), same)) b.owners.push_back(memory);
+    site.from = found.address;
+    site.span = found.size;
+    site.delta = static_cast<int64_t>(reinterpret_cast<uint64_t>(found.storage) - found.address);
+    char* storage = reinterpret_cast<char*>(address + static_cast<uint64_t>(site.delta));
+    return check_access(w, in, lane, address, storage, bytes, write) ? storage : nullptr;
   }
-  if (found) {
-    const Allocation& a = *target.owner;
-    if (std::find(b.owners.begin(), b.owners.end(), target.owner) == b.owners.end()) {
-      b.owners.push_back(target.owner);
-    }
-    const bool alias = is_alias(address);
-    site.from = alias ? a.alias : reinterpret_cast<uint64_t>(a.storage);
-    site.span = a.size;
-    site.delta = static_cast<int64_t>(reinterpret_cast<uint64_t>(a.storage) - site.from);
-    return check_access(w, in, lane, address, target.address, bytes, write) ? target.address
-                                                                            : nullptr;
-  }
-  if (address == 0) why = "a null pointer";
-  std::string text = std::string("illegal ") + (write ? "write" : "read") + " at " + hex(address);
-  const std::shared_ptr<Allocation> nearest = find_for_fault(address);
-  if (nearest != nullptr && nearest->live && address >= nearest->alias) {
-    const uint64_t offset = address - nearest->alias;
-    if (offset >= nearest->size) {
-      text += ", " + std::to_string(offset - nearest->size) + " bytes past the end of " +
-              nearest->describe();
-    } else {
-      text += ", across the end of " + nearest->describe();
-    }
-    // Name the parameter that points into the allocation.
-    const auto& offsets = b.kernel->param_offsets;
-    for (size_t i = 0; i < offsets.size(); ++i) {
-      if (b.kernel->param_sizes[i] != 8) continue;
-      uint64_t value = 0;
-      std::memcpy(&value, b.params + offsets[i], sizeof value);
-      if (value < nearest->alias || value >= nearest->alias + nearest->size) continue;
-      text += ", parameter " + std::to_string(i);
-      break;
-    }
-  } else {
-    text += ": " + why;
+  char why[1024];
+  device().explain(address, bytes, &found, why, sizeof why);
+  std::string text =
+      std::string("illegal ") + (write ? "write" : "read") + " at " + hex(address) + why;
+  // Name the parameter that points into the allocation.
+  const auto& offsets = b.kernel->param_offsets;
+  for (size_t i = 0; i < offsets.size() && found.size != 0; ++i) {
+    if (b.kernel->param_sizes[i] != 8) continue;
+    uint64_t value = 0;
+    std::memcpy(&value, b.params + offsets[i], sizeof value);
+    if (value < found.address || value >= found.address + found.size) continue;
+    text += ", parameter " + std::to_string(i);
+    break;
   }
   b.fail(CUDA_ERROR_ILLEGAL_ADDRESS, &w, static_cast<int>(lane), in, text);
   return nullptr;
@@ -219,7 +180,7 @@ const Instr* wait_for_lanes(Warp& w, const Instr* in) {
 
 namespace {
 
-void write_results(Block& b, const Barrier& barrier, Warp& w, const Group& group) {
+void write_results(const Barrier& barrier, Warp& w, const Group& group) {
   const Instr* in = group.pc - 1;
   if (in->kind == kBarrier || in->op[3] == kNoRegister) return;
   char* to = w.regs + in->op[3];
@@ -233,7 +194,6 @@ void write_results(Block& b, const Barrier& barrier, Warp& w, const Group& group
       in->kind == kBarrierAnd ? barrier.count == barrier.arrived : barrier.count != 0;
   uint32_t* p = reinterpret_cast<uint32_t*>(to);
   *p = result ? *p | group.mask : *p & ~group.mask;
-  (void)b;
 }
 
 // Releases the groups at a barrier if all threads have arrived.
@@ -249,7 +209,7 @@ void check_barrier(Block& b, unsigned number) {
     for (unsigned g = 0; g < w.group_count; ++g) {
       Group& group = w.groups[g];
       if (group.state != Group::at_barrier || group.barrier != number) continue;
-      write_results(b, barrier, w, group);
+      write_results(barrier, w, group);
       w.waited_for_grid = waited_for_grid;
       group.state = Group::ready;
     }
@@ -583,7 +543,7 @@ void set_special(const Block& b, Warp& w, Special special, char* to) {
       fill<uint32_t>(to, b.worker);
       break;
     case Special::nsmid:
-      fill<uint32_t>(to, settings().workers);
+      fill<uint32_t>(to, device().workers);
       break;
     case Special::gridid:
       fill<uint64_t>(to, 1);
@@ -610,8 +570,8 @@ char* aligned(std::vector<char>* memory, size_t bytes) {
 }
 
 // Prepares the state that all blocks of a launch share.
-void prepare_launch(Block& b, const KernelWork& work, unsigned worker) {
-  const Kernel& k = *work.function->ptx;
+void prepare_launch(Block& b, const softcuda_ptx_work& work, unsigned worker) {
+  const Kernel& k = static_cast<const Kernel&>(*work.kernel);
   b.kernel = &k;
   b.work = &work;
   b.worker = worker;
@@ -620,7 +580,7 @@ void prepare_launch(Block& b, const KernelWork& work, unsigned worker) {
   b.dynamic_bytes = work.shared_bytes;
   b.shared_end = kSharedBase + k.shared_bytes + work.shared_bytes;
   b.shared = aligned(&b.shared_memory, b.shared_end);
-  b.params = work.original.data();
+  b.params = work.parameters;
   b.sites.assign(k.sites, Site());
   b.adversarial = options().adversarial;
   b.racecheck = options().racecheck;
@@ -630,7 +590,7 @@ void prepare_launch(Block& b, const KernelWork& work, unsigned worker) {
   b.warps.assign(warps, Warp());
   b.copies.resize(warps);
   b.commits.assign(warps, 0);
-  if (k.recursive) b.stack_limit = stack_limit();
+  if (k.recursive) b.stack_limit = device().stack_limit();
   const size_t register_bytes = (k.register_bytes + 63) / 64 * 64;
   char* registers = aligned(&b.registers, register_bytes * warps);
   b.local = aligned(&b.local_memory, size_t{k.local_bytes} * warps * kLanes);
@@ -724,10 +684,8 @@ bool run_block(Block& b) {
 
 }  // namespace
 
-static std::atomic<uint64_t> g_steps{0};
-
-bool run_blocks(const KernelWork& work, LaunchState* launch, unsigned worker, uint64_t first,
-                uint64_t last, std::atomic<const char*>* running) {
+bool run_blocks(const softcuda_ptx_work& work, LaunchState* launch, unsigned worker, uint64_t first,
+                uint64_t last) {
   // Each worker has one block, whose buffers are reused.
   static thread_local Block& block = *new Block;
   Block& b = block;
@@ -735,26 +693,16 @@ bool run_blocks(const KernelWork& work, LaunchState* launch, unsigned worker, ui
   b.launch = launch;
   b.checks_accesses = launch->log != nullptr || launch->races != nullptr ||
                       !launch->unordered.empty() || b.adversarial;
-  running->store(work.function->name.c_str(), std::memory_order_relaxed);
-  uint64_t steps = 0;
   bool good = true;
   for (uint64_t index = first; index < last && good; ++index) {
     b.index = {static_cast<unsigned>(index % work.grid.x),
                static_cast<unsigned>(index / work.grid.x % work.grid.y),
                static_cast<unsigned>(index / work.grid.x / work.grid.y)};
     good = run_block(b);
-    for (const Warp& w : b.warps) steps += w.steps;
   }
-  g_steps.fetch_add(steps, std::memory_order_relaxed);
   b.owners.clear();
-  running->store(nullptr, std::memory_order_relaxed);
   return good;
 }
 
 }  // namespace ptx
 }  // namespace softcuda
-
-// Returns the number of instructions that warps have executed in this process.
-SC_EXPORT unsigned long long softcuda_ptx_steps() {
-  return softcuda::ptx::g_steps.load(std::memory_order_relaxed);
-}

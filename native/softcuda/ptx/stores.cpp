@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <utility>
 
@@ -44,7 +45,7 @@ class WriteLock {
 struct DeviceStores {
   std::mutex mutex;
   StoreBuffer words;
-  std::vector<std::shared_ptr<Allocation>> owners;
+  std::vector<std::shared_ptr<Memory>> owners;
   std::atomic<bool> used{false};  // whether there may be words
 };
 DeviceStores& device_stores() {
@@ -52,7 +53,7 @@ DeviceStores& device_stores() {
   return stores;
 }
 
-bool host_can_read(const Allocation* a) { return a->host || a->unified(); }
+bool host_can_read(const Memory* memory) { return memory->host_readable != 0; }
 
 uint64_t word_at(const char* storage) { return reinterpret_cast<uint64_t>(storage) / 8; }
 
@@ -65,7 +66,7 @@ void write_part(char* to, const StoredWord& w, unsigned offset) {
 
 // Writes the bytes of a word to memory, in parts as large as possible.
 void write_word(uint64_t word, const StoredWord& w) {
-  if (!w.owner->live.load(std::memory_order_acquire)) return;
+  if (!w.owner->live()) return;
   char* to = reinterpret_cast<char*>(word * 8);
   if (w.mask == 0xff) return write_part<uint64_t>(to, w, 0);
   for (unsigned i = 0; i < 8;) {
@@ -83,8 +84,8 @@ void write_word(uint64_t word, const StoredWord& w) {
   }
 }
 
-void keep_owners(const std::vector<std::shared_ptr<Allocation>>& from,
-                 std::vector<std::shared_ptr<Allocation>>* to) {
+void keep_owners(const std::vector<std::shared_ptr<Memory>>& from,
+                 std::vector<std::shared_ptr<Memory>>* to) {
   for (const auto& owner : from) {
     if (std::find(to->begin(), to->end(), owner) == to->end()) to->push_back(owner);
   }
@@ -149,7 +150,7 @@ bool host_words_wait(Warp& w) {
          device_stores().used.load(std::memory_order_acquire);
 }
 
-const Allocation* owner_of(const Block& b, const char* storage) {
+const Memory* owner_of(const Block& b, const char* storage) {
   for (const auto& owner : b.owners) {
     if (storage >= owner->storage && storage < owner->storage + owner->size) return owner.get();
   }
@@ -282,7 +283,7 @@ void order_stores(Warp& w, const Instr* in, char* storage, unsigned bytes, bool 
     flush_word(w, word);
   }
   if (!write || (in->aux & kStrong) == 0) return;
-  const Allocation* owner = owner_of(*w.block, storage);
+  const Memory* owner = owner_of(*w.block, storage);
   if (owner == nullptr || !host_can_read(owner) || !host_words_wait(w)) return;
   // The host may see this store before the earlier ones: give it time to do so.
   w.block->stores->delay = true;
@@ -348,7 +349,7 @@ void end_stores(Warp& w, unsigned bytes) {
   for (unsigned lane = 0; lane < kLanes; ++lane) {
     const char* to = stores.targets[lane];
     if (to == nullptr) continue;
-    const Allocation* owner = owner_of(b, to);
+    const Memory* owner = owner_of(b, to);
     for (unsigned done = 0; done < bytes;) {
       const auto offset = static_cast<unsigned>(reinterpret_cast<uint64_t>(to + done) % 8);
       const unsigned part = std::min(8 - offset, bytes - done);

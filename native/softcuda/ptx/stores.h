@@ -17,7 +17,7 @@ namespace ptx {
 struct StoredWord {
   uint64_t value = 0;
   uint8_t mask = 0;
-  const Allocation* owner = nullptr;
+  const Memory* owner = nullptr;
 };
 
 // Words by storage address divided by 8.
@@ -58,7 +58,7 @@ struct BlockStores {
 struct PendingStores {
   std::mutex mutex;
   StoreBuffer words;
-  std::vector<std::shared_ptr<Allocation>> owners;
+  std::vector<std::shared_ptr<Memory>> owners;
 };
 
 // Prepares the buffers for a block, if there is a seed.

@@ -5,9 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../include/softcuda_errors.h"
+
 extern "C" {
 
-using CUresult = int;
 using CUdevice = int;
 using CUdeviceptr = unsigned long long;
 using CUcontext = struct CUctx_opaque*;
@@ -21,12 +22,6 @@ using CUgraphNode = struct CUnode_opaque*;
 using CUgraphExec = struct CUexec_opaque*;
 using CUuserObject = struct CUobject_opaque*;
 using CUhostFn = void (*)(void*);
-
-enum : CUresult {
-#define E(code, name) name = code,
-#include "cuda_errors.inc"
-#undef E
-};
 
 enum : unsigned {
   CU_STREAM_NON_BLOCKING = 1,

@@ -28,7 +28,7 @@ ErrorName error_name(CUresult code, const char* name) {
 
 const auto& errors = *new std::vector<ErrorName>{
 #define E(code, name) error_name(code, #name),
-#include "cuda_errors.inc"
+#include "softcuda_errors.inc"
 #undef E
 };
 

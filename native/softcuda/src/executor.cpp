@@ -9,7 +9,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "ptx/ptx.h"
+#include "ptx_library.h"
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
@@ -89,11 +89,11 @@ bool Executor::run_blocks(const Op& op, uint64_t first, uint64_t last) {
   if (function.ptx != nullptr) {
     // Memory that another operation unmaps while the kernel runs is a fault, not a crash.
     bool succeeded = false;
-    const bool returned = guarded("kernel '" + function.name + "'", [&] {
-      succeeded =
-          ptx::run_blocks(work, op.launch_state.get(), worker_, first, last, &running_kernel_);
-    });
-    if (!returned) ptx::unlock_stores();
+    running_kernel_.store(function.name.c_str(), std::memory_order_relaxed);
+    const bool returned = guarded("kernel '" + function.name + "'",
+                                  [&] { succeeded = ptx::run_blocks(op, worker_, first, last); });
+    running_kernel_.store(nullptr, std::memory_order_relaxed);
+    if (!returned) ptx::recover();
     return returned && succeeded;
   }
   const softcuda_image& image = *function.images[worker_];

@@ -6,7 +6,6 @@
 #include <iterator>
 
 #include "modules.h"
-#include "ptx/program.h"
 
 using namespace softcuda;
 

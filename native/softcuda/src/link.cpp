@@ -3,8 +3,7 @@
 #include <fstream>
 #include <iterator>
 
-#include "modules.h"
-#include "ptx/ptx.h"
+#include "ptx_library.h"
 
 using namespace softcuda;
 
@@ -51,9 +50,11 @@ void add(CUlinkState handle, int type, std::string text) {
   }
   text.resize(text.find_last_not_of('\0') + 1);
   std::string log;
-  if (!ptx::check_syntax(text, &log)) {
+  try {
+    ptx::check_syntax(text, &log);
+  } catch (const Refused&) {
     state->report(log);
-    refuse(CUDA_ERROR_INVALID_PTX, log);
+    throw;
   }
   state->texts.push_back(std::move(text));
 }

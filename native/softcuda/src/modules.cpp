@@ -10,7 +10,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "ptx/ptx.h"
+#include "ptx_library.h"
 
 namespace softcuda {
 

@@ -1,14 +1,12 @@
 // Modules: loaded kernel images and the functions in them.
 #pragma once
 
+#include "ptx/interface.h"
 #include "scheduler.h"
 
 namespace softcuda {
 
 struct Module;
-namespace ptx {
-struct Kernel;
-}
 // Value of CU_LIMIT_STACK_SIZE: bytes per thread for recursive calls of PTX kernels.
 size_t stack_limit();
 
@@ -33,8 +31,8 @@ struct Function {
   // measurement. The device uses it to decide whether several workers share a launch (S8).
   std::atomic<float> ns_per_thread{0};
   const softcuda_entry& entry() const { return *copies[0]; }
-  // The kernel in executable form if it was loaded from PTX; null otherwise.
-  std::shared_ptr<const ptx::Kernel> ptx;
+  // The kernel of the PTX library if it was loaded from PTX; null otherwise. The module owns it.
+  const softcuda_ptx_kernel* ptx = nullptr;
   std::shared_ptr<Module> module;  // keeps the image loaded while a launch or graph refers to it
 };
 
@@ -43,6 +41,8 @@ struct Module {
   void* handle = nullptr;
   std::atomic<bool> live{true};  // false after the module was unloaded
   std::vector<void*> libraries;  // dlopen handles, one per worker
+  // The module of the PTX library if this one was loaded from PTX; null otherwise.
+  std::shared_ptr<const softcuda_ptx_module> ptx;
   std::vector<std::shared_ptr<Function>> functions;
   // Addresses and sizes of the variables of a module that was loaded from PTX.
   std::map<std::string, std::pair<CUdeviceptr, size_t>> variables;

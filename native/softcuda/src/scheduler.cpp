@@ -10,7 +10,7 @@
 #include "conditionals.h"
 #include "memops.h"
 #include "memory_pools.h"
-#include "ptx/ptx.h"
+#include "ptx_library.h"
 
 namespace softcuda {
 namespace {
@@ -41,8 +41,8 @@ void add_dependency(Op* op, const OpRef& dependency) {
 
 // Notes that the host knows that an operation is complete.
 void know_complete(const Op& op) {
-  if (op.log) ptx::set_known(*op.log);
-  if (op.event_log) ptx::set_known(*op.event_log);
+  if (op.log) op.log->known.store(true, std::memory_order_relaxed);
+  if (op.event_log) op.event_log->known.store(true, std::memory_order_relaxed);
 }
 
 }  // namespace
@@ -102,7 +102,8 @@ static void note_programmatic_order(Op* op, const OpRef& tail, const OpRef& afte
   if (!tail || between > tail.get()->number) return;
   const bool direct = op->work.programmatic && tail.get()->log != nullptr;
   const auto& preceding = direct ? tail.get()->log : tail.get()->event_log;
-  if (preceding && !ptx::is_known(*preceding)) op->unordered.push_back(preceding);
+  const bool known = !preceding || preceding->known.load(std::memory_order_relaxed);
+  if (!known) op->unordered.push_back(preceding);
 }
 
 OpRef enqueue(Stream& stream, Work work, const OpRef& after, OpRef* serial) {

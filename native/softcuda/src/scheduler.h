@@ -21,8 +21,8 @@ struct MemopWork;
 struct ConditionalWork;
 struct MemoryWork;
 namespace ptx {
-struct LaunchState;
-class AccessLog;
+struct Launch;
+struct AccessLog;
 }  // namespace ptx
 
 size_t total_memory();
@@ -153,7 +153,7 @@ struct Op {
   std::atomic<uint64_t> next_block{0};  // index of the next block to run
   std::atomic<int> users{0};            // number of workers that run blocks of the kernel
   // Kernels loaded from PTX only: the state of the running launch, which its workers share.
-  std::shared_ptr<ptx::LaunchState> launch_state;
+  std::shared_ptr<ptx::Launch> launch_state;
   // Kernel nodes from which programmatic edges lead to this one (G9).
   std::vector<const Op*> primaries;
   bool precedes_programmatically = false;  // a programmatic edge leads from this node

@@ -13,7 +13,7 @@
 #endif
 
 #include "executor.h"
-#include "ptx/ptx.h"
+#include "ptx_library.h"
 #include "time_slice.h"
 #include "trace.h"
 
