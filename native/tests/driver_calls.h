@@ -1,9 +1,7 @@
-// Declarations of the driver functions that the stress test calls, and macros that check results.
+// Declarations of the driver functions that the stress test calls, and a macro that checks results.
 #pragma once
 
-#include <cstdio>
-#include <cstdlib>
-
+#include "check.h"
 #include "softcuda/src/cuda_api.h"
 
 extern "C" {
@@ -69,18 +67,14 @@ size_t softcuda_last_refusal(char* text, size_t size);
 
 namespace stress {
 
-[[noreturn]] inline void fail(const char* expression, const char* file, int line) {
+[[noreturn]] inline void fail_call(const char* expression, const char* file, int line) {
   char reason[512] = "";
   softcuda_last_refusal(reason, sizeof reason);
-  std::fprintf(stderr, "stress: %s:%d: %s\n%s\n", file, line, expression, reason);
-  std::exit(1);
+  fail(expression, file, line, reason);
 }
 
-// Ends the program with an error message if the condition is false.
-#define WANT(condition) \
-  if (!(condition)) stress::fail(#condition, __FILE__, __LINE__)
 // Ends the program with an error message if a driver call does not return CUDA_SUCCESS.
 #define CALL(expression) \
-  if ((expression) != CUDA_SUCCESS) stress::fail(#expression, __FILE__, __LINE__)
+  if ((expression) != CUDA_SUCCESS) stress::fail_call(#expression, __FILE__, __LINE__)
 
 }  // namespace stress

@@ -19,7 +19,7 @@
 #include <thread>
 #include <vector>
 
-#include "driver_calls.h"
+#include "check.h"
 #include "guide/worker.h"
 
 namespace stress {

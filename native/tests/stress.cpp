@@ -3,7 +3,6 @@
 //   stress graphs IMAGE SEED GRAPHS THREADS   run random graphs and compare them with a model
 //   stress plans IMAGE TIMES                  change a kernel node right after it has run
 //   stress faults IMAGE                       run a kernel that writes out of bounds
-//   stress guide SEED CASES                   run the guide worker with random settings
 //   stress broken                             run code with a data race and a use after free
 //
 // IMAGE is kernels.cu compiled by softcuda/compile.py. If a check fails, the program prints the
@@ -17,7 +16,6 @@
 #include <thread>
 
 #include "graph_case.h"
-#include "guide_case.h"
 
 namespace stress {
 namespace {
@@ -184,7 +182,7 @@ int broken() {
 }
 
 int usage() {
-  std::fprintf(stderr, "usage: stress graphs|plans|faults|guide|broken ...; see stress.cpp\n");
+  std::fprintf(stderr, "usage: stress graphs|plans|faults|broken ...; see stress.cpp\n");
   return 2;
 }
 
@@ -196,9 +194,6 @@ int run(int count, char** arguments) {
   }
   if (what == "plans" && count == 4) return plans(arguments[2], std::atoi(arguments[3]));
   if (what == "faults" && count == 3) return faults(arguments[2]);
-  if (what == "guide" && count == 4) {
-    return guide(static_cast<unsigned>(std::atoi(arguments[2])), std::atoi(arguments[3]));
-  }
   if (what == "broken") return broken();
   return usage();
 }

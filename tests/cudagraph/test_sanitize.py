@@ -1,7 +1,7 @@
 """Stress tests of the native code under sanitizers: random graphs, faults and the guide worker.
 
-``make test`` runs a short version (AddressSanitizer, 150 graphs). ``make test-sanitize`` adds
-UndefinedBehaviorSanitizer and ThreadSanitizer, more graphs and other settings.
+``make test`` runs only the guide worker under AddressSanitizer. All other tests also compile the
+soft device with a sanitizer, which takes minutes; ``make test-sanitize`` runs them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def has_sanitizer(kind: str) -> bool:
 
 
 @functools.cache
-def stress(kind: str) -> Path:
-    """Return the stress program built with a sanitizer; skip if the compiler does not have it."""
+def program(name: str, kind: str) -> Path:
+    """Return a stress program built with a sanitizer; skip if the compiler does not have it."""
     if not has_sanitizer(kind):
         pytest.skip(f"{' '.join(compiler())} has no {kind} sanitizer")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -56,14 +56,11 @@ def stress(kind: str) -> Path:
             str(folder),
             *ninja,
             f"-DGRAFT_SANITIZE={kind}",
-            # The PTX handlers take most of the time: compile them once, without optimization.
-            "-DSOFTCUDA_PTX_AVX2=OFF",
-            "-DSOFTCUDA_PTX_OPTIMIZATION=-O0",
             "-DCMAKE_UNITY_BUILD=ON",
             "-DCMAKE_UNITY_BUILD_BATCH_SIZE=30",
             f"-DPython_EXECUTABLE={sys.executable}",
         ],
-        ["cmake", "--build", str(folder), "--parallel", "2"],
+        ["cmake", "--build", str(folder), "--parallel", "2", "--target", name],
     ):
         done = subprocess.run(
             ["nice", *command],
@@ -77,7 +74,7 @@ def stress(kind: str) -> Path:
             pytest.skip("libpython, which the stress program is linked with, is not installed")
         if done.returncode != 0:
             pytest.fail(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
-    return folder / "stress"
+    return folder / name
 
 
 @functools.cache
@@ -97,8 +94,12 @@ def image() -> Path:
 
 def run(kind: str, *arguments: object, timeout_s: float = 60, **settings: str) -> str:
     """Run the stress program and return its output; fail the test on any finding."""
-    command = [str(stress(kind)), *map(str, arguments)]
-    done = execute(command, timeout_s, settings)
+    return run_program(program("stress", kind), *arguments, timeout_s=timeout_s, **settings)
+
+
+def run_program(path: Path, *arguments: object, timeout_s: float, **settings: str) -> str:
+    """Run a program and return its output; fail the test on any finding."""
+    done = execute([str(path), *map(str, arguments)], timeout_s, settings)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr[:8000]}"
     return done.stdout
 
@@ -130,15 +131,14 @@ def graphs(
     assert re.match(rf"{count} graphs on {threads} threads; ", output)
 
 
-@pytest.mark.parametrize(
-    "kind, first, count",
-    [("address", 1, 150), pytest.param("undefined", 1, 400, marks=pytest.mark.full)],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind, first, count", [("address", 1, 150), ("undefined", 1, 400)])
 def test_random_graphs_match_sequential_model(kind, first, count):
     """Random graphs with forks, joins, host steps and failures agree with the sequential model."""
     graphs(kind, first, count, 3, SOFTCUDA_WORKERS="3")
 
 
+@pytest.mark.full
 def test_device_fault_is_named_under_sanitizer():
     """The error names a kernel that writes out of bounds, and the sanitizer reports nothing."""
     assert "stray_cell" in run("address", "faults", image())
@@ -153,14 +153,8 @@ def test_guide_worker_rows_are_correct_under_sanitizer():
     guide("address", 1, 6)
 
 
-@pytest.mark.parametrize(
-    "kind, count",
-    [
-        ("address", 0),
-        pytest.param("undefined", 300, marks=pytest.mark.full),
-        pytest.param("thread", 40, marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("kind, count", [("address", 0), ("undefined", 300), ("thread", 40)])
 @pytest.mark.parametrize("setting", ["", "SOFTCUDA_PTX_SEED", "SOFTCUDA_RACECHECK"])
 def test_ptx_modules_run_under_sanitizer(kind, count, setting, tmp_path, monkeypatch):
     """PTX modules run, and `count` mutants of them run or fault, without a sanitizer's finding."""
@@ -172,7 +166,9 @@ def test_ptx_modules_run_under_sanitizer(kind, count, setting, tmp_path, monkeyp
     settings = {"SOFTCUDA_PTX_STEPS": "5000", "SOFTCUDA_WORKERS": "2"}
     if setting:
         settings[setting] = "1"
-    command = [str(stress(kind).parent / "ptx_run"), str(path), "60"]
+    # The soft device loads the PTX library from the folder in which it lies itself.
+    program("graft_ptx", kind)
+    command = [str(program("ptx_run", kind)), str(path), "60"]
     done = execute(command, 60 + 4 * count, settings)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     lines = done.stdout.splitlines()
@@ -193,22 +189,23 @@ def test_guide_worker_has_no_data_race():
 
 def guide(kind: str, seed: int, cases: int, timeout_s: float = 120) -> None:
     """Run the guide worker between a host thread and a device thread; 40 requests per case."""
-    output = run(kind, "guide", seed, cases, timeout_s=timeout_s)
+    output = run_program(program("stress_guide", kind), seed, cases, timeout_s=timeout_s)
     numbers = re.match(r"(\d+) requests, (\d+) late, (\d+) probes, (\d+) forced", output)
     assert numbers and int(numbers[1]) == 40 * cases
     assert all(int(number) > 0 for number in numbers.groups())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind, finding",
     [
         ("address", "AddressSanitizer: heap-use-after-free"),
-        pytest.param("thread", "ThreadSanitizer: data race", marks=pytest.mark.full),
+        ("thread", "ThreadSanitizer: data race"),
     ],
 )
 def test_sanitizers_report_planted_errors(kind, finding):
     """A data race and a use after free in a host step are reported and fail the run."""
-    done = execute([str(stress(kind)), "broken"], 60, {})
+    done = execute([str(program("stress", kind)), "broken"], 60, {})
     assert done.returncode != 0
     assert finding in done.stderr
 
