@@ -77,8 +77,8 @@ class PythonMatcher final : public NativeMatcher {
       PyObject* matcher = PyObject_CallNoArgs(matcher_.ptr());  // None if it has been destroyed
       PyObject* result =
           matcher == nullptr ? nullptr : PyObject_CallMethod(matcher, method, format, arguments...);
-      const int truth = result == nullptr ? -1 : PyObject_IsTrue(result);
-      if (truth < 0) {
+      const int is_true = result == nullptr ? -1 : PyObject_IsTrue(result);
+      if (is_true < 0) {
         PyObject* const raised = hostwork::take_exception();
         const std::string message = hostwork::describe_exception(raised);
         error->keep(message.data(), message.size());
@@ -90,8 +90,8 @@ class PythonMatcher final : public NativeMatcher {
       }
       Py_XDECREF(result);
       Py_XDECREF(matcher);
-      if (truth < 0) return Outcome::kFailed;
-      return truth != 0 ? Outcome::kYes : Outcome::kNo;
+      if (is_true < 0) return Outcome::kFailed;
+      return is_true != 0 ? Outcome::kYes : Outcome::kNo;
     } catch (abi::__forced_unwind&) {
       hostwork::park_forever();
     }

@@ -27,8 +27,8 @@ bool gil_watched();
 
 // Redirection of calls between the libraries of this process. A library calls the functions of
 // other libraries through its global offset table (GOT). Replacing an entry of this table redirects
-// the calls (got.cpp). `Callers` selects whose calls are redirected: `inside` means the library
-// that contains the address `code`, and `outside` means all other libraries.
+// the calls (call_redirection.cpp). `Callers` selects whose calls are redirected: `inside` means
+// the library that contains the address `code`, and `outside` means all other libraries.
 enum class Callers { inside, outside };
 // Redirects the calls of the function `symbol` to `replacement` in the selected libraries. Calls
 // that do not go through a GOT, such as most calls inside one library, are not redirected.
