@@ -5,11 +5,11 @@
 #include <cstring>
 #include <memory>
 
-#include "driver_calls.h"
 #include "hostwork/exec.h"
 #include "hostwork/hostfunc.h"
 #include "hostwork/mailbox.h"
 #include "model.h"
+#include "softcuda/tests/driver_calls.h"
 
 namespace stress {
 

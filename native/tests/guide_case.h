@@ -19,8 +19,8 @@
 #include <thread>
 #include <vector>
 
-#include "check.h"
 #include "guide/worker.h"
+#include "softcuda/tests/check.h"
 
 namespace stress {
 

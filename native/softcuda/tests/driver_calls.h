@@ -1,8 +1,8 @@
 // Declarations of the driver functions that the stress test calls, and a macro that checks results.
 #pragma once
 
+#include "../src/cuda_api.h"
 #include "check.h"
-#include "softcuda/src/cuda_api.h"
 
 extern "C" {
 CUresult cuInit(unsigned);
@@ -18,6 +18,7 @@ CUresult cuModuleUnload(CUmodule);
 CUresult cuModuleGetFunction(CUfunction*, CUmodule, const char*);
 CUresult cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                         unsigned, CUstream, void**, void**);
+CUresult cuLaunchHostFunc(CUstream, CUhostFn, void*);
 CUresult cuStreamCreate(CUstream*, unsigned);
 CUresult cuStreamDestroy_v2(CUstream);
 CUresult cuStreamSynchronize(CUstream);

@@ -1,4 +1,4 @@
-// Checks of the stress programs.
+// Checks of the test programs.
 #pragma once
 
 #include <cstdio>
@@ -8,7 +8,7 @@ namespace stress {
 
 [[noreturn]] inline void fail(const char* expression, const char* file, int line,
                               const char* reason = "") {
-  std::fprintf(stderr, "stress: %s:%d: %s\n%s\n", file, line, expression, reason);
+  std::fprintf(stderr, "%s:%d: %s\n%s\n", file, line, expression, reason);
   std::exit(1);
 }
 
