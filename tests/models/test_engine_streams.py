@@ -109,9 +109,11 @@ def test_engine_ids_can_be_used_again_before_events_are_fetched(engine):
     assert [token for event in found for token in event.tokens] == expected
 
 
-def test_deferred_cancel_does_not_end_later_request_with_same_id(engine, monkeypatch):
-    """If `cancel` is called during a step, the next step ends the request if it is unfinished."""
-    expected = engine.generate([FREE])[0].tokens
+def end_request_while_cancelling(engine, monkeypatch):
+    """Step until a request ends, and cancel request "a" just before that.
+
+    Return the outputs by id, and the results of the calls of `cancel`.
+    """
     original_end = Scheduler.end
     cancelled = []
 
@@ -119,12 +121,19 @@ def test_deferred_cancel_does_not_end_later_request_with_same_id(engine, monkeyp
         cancelled.append(engine.cancel("a"))
         original_end(self, *args, **options)
 
-    engine.submit(replace(FREE, id="a", max_tokens=1))
     with monkeypatch.context() as patch:
         patch.setattr(Scheduler, "end", cancelling_end)
         found = {}
         while not found:
             found |= outputs(engine.step())
+    return found, cancelled
+
+
+def test_deferred_cancel_does_not_end_later_request_with_same_id(engine, monkeypatch):
+    """If `cancel` is called during a step, the next step ends the request if it is unfinished."""
+    expected = engine.generate([FREE])[0].tokens
+    engine.submit(replace(FREE, id="a", max_tokens=1))
+    found, cancelled = end_request_while_cancelling(engine, monkeypatch)
     assert cancelled == [True] and found["a"].reason == "length"
     engine.submit(replace(FREE, id="a"))
     assert drain(engine)["a"].tokens == expected
@@ -133,19 +142,9 @@ def test_deferred_cancel_does_not_end_later_request_with_same_id(engine, monkeyp
 def test_id_of_cancelled_request_can_be_used_at_once(engine, monkeypatch):
     """If a request is cancelled during a step, its id can be used again after the step."""
     expected = engine.generate([FREE])[0].tokens
-    original_end = Scheduler.end
-
-    def cancelling_end(self, *args, **options):
-        engine.cancel("a")
-        original_end(self, *args, **options)
-
     engine.submit(replace(LONG, id="a"))
     engine.submit(replace(FREE, id="b", max_tokens=1))
-    with monkeypatch.context() as patch:
-        patch.setattr(Scheduler, "end", cancelling_end)
-        found = {}
-        while not found:
-            found |= outputs(engine.step())
+    found, _ = end_request_while_cancelling(engine, monkeypatch)
     assert found.keys() == {"b"}
     assert not engine.preempt("a")
     engine.submit(replace(FREE, id="a"))

@@ -22,6 +22,7 @@ from graft.models.llm.rope import Rope
 from graft.models.llm.weights import ScaledMatrix
 
 DTYPES = ("float32", "float16", "bfloat16")
+NO_SOFT_DEVICE = SimpleNamespace(kind="cuda", runs_gpu_code=True)
 CHOOSE_SPLITS = "graft.models.llm.kernels.tensor_cores._choose_splits"
 CHOOSE_BLOCK = "graft.models.llm.kernels.tensor_cores._choose_block"
 
@@ -686,37 +687,62 @@ def test_eagle_input_concatenates_normed_embedding_and_feature(
     np.testing.assert_allclose(stream_out.to_host(), residual, atol=2e-6)
 
 
-def test_model_kernels_reject_wrong_operands(kernels, lane, device):
+class Operands:
+    """Arrays for calls with one wrong operand."""
+
+    def __init__(self, device, lane):
+        self.device = device
+        self.lane = lane
+        self.x = self.zeros(4, 32)
+        self.w = self.zeros(8, 32)
+        self.out = self.zeros(4, 8)
+
+    def zeros(self, *shape, dtype="float32"):
+        return self.device.zeros(shape, dtype)
+
+    def write(self, skipped_positions=0):
+        kv = make_kv(self.device, 2, 8)
+        rows = make_rows(self.device, [0] * 4, 0, range(4))
+        return KVWrite(self.zeros(kv.positions, 8)[skipped_positions:], rows, kv, 0, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        ("columns=8", lambda k, o: k.products.linear(o.lane, o.x, o.w, o.zeros(4, 9))),
+        ("inner=32", lambda k, o: k.products.linear(o.lane, o.x, o.zeros(8, 31), o.out)),
+        (
+            "int32",
+            lambda k, o: k.products.linear(o.lane, o.x, o.zeros(8, 32, dtype="int32"), o.out),
+        ),
+        (
+            "copy_to",
+            lambda k, o: k.products.linear(o.lane, o.x, o.w, o.out, copy_to=(o.zeros(4, 12), 5)),
+        ),
+        ("B=4", lambda k, o: k.elementwise.gather(o.lane, o.w, o.zeros(3, dtype="int32"), o.x)),
+        ("width=32", lambda k, o: k.norms.rms_norm(o.lane, o.x, o.zeros(31), 1e-5, o.x)),
+        ("heads=64", lambda k, o: k.attention.rope_and_store(o.lane, o.x, o.write())),
+        (
+            r"rope: table is .*, expected float32\[positions=",
+            lambda k, o: k.attention.rope_and_store(o.lane, o.zeros(4, 64), o.write(1)),
+        ),
+    ],
+)
+def test_model_kernels_reject_wrong_operands(kernels, lane, device, words, call):
     """A kernel method with a wrong operand raises an error that names the wrong dimension."""
-    x = device.zeros((4, 32), "float32")
-    w = device.zeros((8, 32), "float32")
-    good = device.zeros((4, 8), "float32")
-    bad = device.zeros((4, 9), "float32")
-    with pytest.raises(ShapeError, match="columns=8"):
-        kernels.products.linear(lane, x, w, bad)
-    with pytest.raises(ShapeError, match="inner=32"):
-        kernels.products.linear(lane, x, device.zeros((8, 31), "float32"), good)
-    with pytest.raises(ShapeError, match="int32"):
-        kernels.products.linear(lane, x, device.zeros((8, 32), "int32"), good)
-    with pytest.raises(ShapeError, match="copy_to"):
-        kernels.products.linear(lane, x, w, good, copy_to=(device.zeros((4, 12), "float32"), 5))
-    with pytest.raises(ShapeError, match="B=4"):
-        kernels.elementwise.gather(lane, w, device.zeros((3,), "int32"), x)
-    with pytest.raises(ShapeError, match="width=32"):
-        kernels.norms.rms_norm(lane, x, device.zeros((31,), "float32"), 1e-5, x)
-    kv = make_kv(device, 2, 8)
-    rows = make_rows(device, [0] * 4, 0, range(4))
-    rope_table = device.zeros((kv.positions, 8), "float32")
-    with pytest.raises(ShapeError, match="heads=64"):
-        kernels.attention.rope_and_store(lane, x, KVWrite(rope_table, rows, kv, 0, 4))
-    with pytest.raises(ShapeError, match=f"positions={kv.positions}"):
-        kernels.attention.rope_and_store(
-            lane, device.zeros((4, 64), "float32"), KVWrite(rope_table[1:], rows, kv, 0, 4)
-        )
-    with pytest.raises(OptionError, match="block"):
-        ModelKernels(device, "block")
-    with pytest.raises(OptionError, match="on a cuda device"):
-        ModelKernels(SimpleNamespace(kind="cuda", runs_gpu_code=True), "thread")
-    with pytest.raises(OptionError, match="activations 'half'"):
-        ModelKernels(device, "warp", "half")
-    assert issubclass(OptionError, GraftError)
+    with pytest.raises(ShapeError, match=words):
+        call(kernels, Operands(device, lane))
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("kernel form 'block'", {"form": "block"}),
+        ("on a cuda device", {"device": NO_SOFT_DEVICE, "form": "thread"}),
+        ("activations 'half'", {"form": "warp", "activations": "half"}),
+    ],
+)
+def test_model_kernels_reject_unknown_options(device, words, options):
+    with pytest.raises(OptionError, match=words) as error:
+        ModelKernels(**{"device": device, **options})
+    assert isinstance(error.value, GraftError)

@@ -24,6 +24,19 @@ from graft.models.round.prefill import CHUNK, CHUNK_SIZES, MAX_ROWS, PrefillSche
 
 RUNNING = Request(tokens=[300, 301, 302], max_tokens=120, min_tokens=120, id="running")
 
+#: Options that draft in other ways than the default, a chain of an EAGLE-3 head.
+DRAFTERS = [
+    {"draft_length": 6, "draft_tree": (2, 3)},
+    {"drafter": NGram},
+    {"drafter": TARGET},
+    {"drafter": DFLASH},
+]
+
+
+def full_only(cases):
+    """Return parameters that only the full run uses."""
+    return [pytest.param(case, marks=pytest.mark.full) for case in cases]
+
 
 def record_launches(engine):
     """Return a list to which the engine's launches are appended.
@@ -156,21 +169,7 @@ def test_prefill_scheduler_counts_short_chunks_by_their_time(fixed, each):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        *(
-            pytest.param(options, marks=pytest.mark.full)
-            for options in (
-                {"draft_length": 6, "draft_tree": (2, 3)},
-                {"drafter": NGram},
-                {"drafter": TARGET},
-                {"drafter": DFLASH},
-                {"speculation": False},
-            )
-        ),
-    ],
-    ids=str,
+    "options", [{}, *full_only(DRAFTERS), *full_only([{"speculation": False}])], ids=str
 )
 def test_chunked_prefill_size_does_not_change_outputs(options):
     """The chunk size changes neither tokens nor drafts of greedy and coupled requests."""
@@ -292,19 +291,15 @@ def test_scheduler_admits_requests_that_fit_before_those_that_do_not():
     [
         {},
         {"speculation": False, "overlap": False},
-        *(
-            pytest.param(options, marks=pytest.mark.full)
-            for options in (
-                {"draft_length": 6, "draft_tree": (2, 3)},
-                {"drafter": NGram},
-                {"drafter": TARGET},
-                {"drafter": DFLASH},
+        *full_only(DRAFTERS),
+        *full_only(
+            [
                 {"prefix_cache_bytes": 0},
                 {"draft_length": "auto"},
                 {"drafter": DFLASH, "draft_length": 6, "draft_tree": (2, 3)},
                 {"composition": "two"},
                 {"draft_masking": "probe"},
-            )
+            ]
         ),
     ],
     ids=str,
