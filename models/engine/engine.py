@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from graft.models.drafters.load import is_block_drafter
 from graft.models.engine.admission import Admission
 from graft.models.engine.assembly import assemble
 from graft.models.engine.graphs import build_graphs, kind_without_host
-from graft.models.engine.interrupt import ReentrancyGuard, Shield
+from graft.models.engine.interrupt import CallGuard, Shield, exclusive
 from graft.models.engine.loop_replays import LoopReplays
 from graft.models.engine.migrate import (
     MigratedRequest,
@@ -149,7 +150,7 @@ class Engine:
         requested = requested.sized(config.max_length, feeds_blocks=is_block_drafter(drafter))
         config = config.for_length(requested.sizes[0], folder)
         self._ids = itertools.count()
-        self._guard = ReentrancyGuard()
+        self._guard = CallGuard()
         self._submissions = itertools.count()
         # Work for `_end_abandoned`. `cancel` and each stream that ends append an entry: the
         # requests whose events the stream no longer claims, and the requests to cancel.
@@ -275,6 +276,7 @@ class Engine:
 
     # Requests ---------------------------------------------------------------------------------
 
+    @exclusive
     def submit(self, request: Request) -> str:
         """Submit a request and return its id.
 
@@ -287,12 +289,12 @@ class Engine:
         RequestError
             If an unfinished request has the same id.
         """
-        with self._guard:
-            self._begin_call()
-            if _has_id(request) and request.id in self._scheduler.unfinished:
-                raise RequestError(f"a request with id {request.id!r} is already running")
-            return self._submit(request, ()).id
+        self._begin_call()
+        if _has_id(request) and request.id in self._scheduler.unfinished:
+            raise RequestError(f"a request with id {request.id!r} is already running")
+        return self._submit(request, ()).id
 
+    @exclusive
     def migrate_out(self, request_id: str) -> MigratedRequest:
         """Remove an unfinished request so that another engine can continue it (`migrate_in`).
 
@@ -308,18 +310,18 @@ class Engine:
         RequestError
             If no unfinished request has this id.
         """
-        with self._guard:
-            self._begin_call()
-            state = self._scheduler.unfinished.get(request_id)
-            if state is None:
-                raise RequestError(f"this engine has no unfinished request {request_id!r}")
-            if state.slot in self._scheduler.slots.running:
-                self._built.prefixes.insert(state.slot, state.tokens)
-            self._replays.leave_loop()  # copying pages waits for the device
-            migrated = self._migrator.pack(state, self.options.verify)
-            self._scheduler.end(state, "moved")
-            return migrated
+        self._begin_call()
+        state = self._scheduler.unfinished.get(request_id)
+        if state is None:
+            raise RequestError(f"this engine has no unfinished request {request_id!r}")
+        if state.slot in self._scheduler.slots.running:
+            self._built.prefixes.insert(state.slot, state.tokens)
+        self._replays.leave_loop()  # copying pages waits for the device
+        migrated = self._migrator.pack(state, self.options.verify)
+        self._scheduler.end(state, "moved")
+        return migrated
 
+    @exclusive
     def migrate_in(self, migrated: MigratedRequest) -> str:
         """Continue a request of another engine and return its id.
 
@@ -335,13 +337,12 @@ class Engine:
         RequestError
             If an unfinished request has the same id.
         """
-        with self._guard:
-            self._begin_call()
-            self._migrator.check(migrated)
-            request = read_request(migrated.description)
-            if request.id in self._scheduler.unfinished:
-                raise RequestError(f"a request with id {request.id!r} is already running")
-            return self._submit(request, (), migrated).id
+        self._begin_call()
+        self._migrator.check(migrated)
+        request = read_request(migrated.description)
+        if request.id in self._scheduler.unfinished:
+            raise RequestError(f"a request with id {request.id!r} is already running")
+        return self._submit(request, (), migrated).id
 
     def _submit(
         self,
@@ -397,6 +398,7 @@ class Engine:
         if not self._closed:
             self._scheduler.wake()
 
+    @exclusive
     def preempt(self, request_id: str) -> bool:
         """Preempt a request: take its slot and KV-cache pages, and put it back into the queue.
 
@@ -410,13 +412,12 @@ class Engine:
         bool
             False if the request is unknown or has no slot.
         """
-        with self._guard:
-            self._begin_call()
-            state = self._scheduler.unfinished.get(request_id)
-            if state is None or state.slot < 0:
-                return False
-            self._scheduler.preempt(state)
-            return True
+        self._begin_call()
+        state = self._scheduler.unfinished.get(request_id)
+        if state is None or state.slot < 0:
+            return False
+        self._scheduler.preempt(state)
+        return True
 
     # Rounds -----------------------------------------------------------------------------------
 
@@ -444,18 +445,22 @@ class Engine:
         return self._scheduler.outbox.fetch_rest()
 
     def _advance(self) -> None:
-        with Shield() as shield, self._guard:
-            self._require_working()
-            try:
-                self._end_abandoned()
-                self._scheduler.step(shield)
-            except Exception as failure:
-                # Only the text is stored. A stored exception would refer to its traceback, and
-                # thereby keep alive the resources that close() frees.
-                self.failure = str(failure)
-                self._device_failed = isinstance(failure, DeviceError)
-                LOG.error("the engine has failed: %s", self.failure)
-                raise
+        with Shield() as shield:
+            self._run_step(shield)
+
+    @exclusive
+    def _run_step(self, shield: Shield) -> None:
+        self._require_working()
+        try:
+            self._end_abandoned()
+            self._scheduler.step(shield)
+        except Exception as failure:
+            # Only the text is stored. A stored exception would refer to its traceback, and
+            # thereby keep alive the resources that close() frees.
+            self.failure = str(failure)
+            self._device_failed = isinstance(failure, DeviceError)
+            LOG.error("the engine has failed: %s", self.failure)
+            raise
 
     def _require_working(self) -> None:
         if self._closed:
@@ -493,16 +498,8 @@ class Engine:
         claimed: list[_Submission] = []
         unfinished: dict[int, _Submission] = {}
         try:
-            with self._guard:
-                self._begin_call()
-                outbox = self._scheduler.outbox
-                explicit_ids = _explicit_ids(requests, self._scheduler.unfinished)
-                for request in requests:
-                    submission = self._submit(request, explicit_ids)
-                    ids.append(submission.id)
-                    claimed.append(submission)
-                    unfinished[submission.number] = submission
-                    outbox.claim(submission.number)
+            self._submit_claimed(requests, ids, claimed, unfinished)
+            outbox = self._scheduler.outbox
             while unfinished:
                 events = outbox.fetch(unfinished)
                 if not events:
@@ -515,6 +512,28 @@ class Engine:
         finally:
             self._abandoned.append((claimed, unfinished.values()))
             self._try_end_abandoned()
+
+    @exclusive
+    def _submit_claimed(
+        self,
+        requests: list[Request],
+        ids: list[str],
+        claimed: list[_Submission],
+        unfinished: dict[int, _Submission],
+    ) -> None:
+        """Submit the requests of a stream, which alone gets their events.
+
+        Each request is added to `ids`, `claimed` and `unfinished` at once, so that an interrupted
+        call leaves none behind that the stream would not cancel.
+        """
+        self._begin_call()
+        explicit_ids = _explicit_ids(requests, self._scheduler.unfinished)
+        for request in requests:
+            submission = self._submit(request, explicit_ids)
+            ids.append(submission.id)
+            claimed.append(submission)
+            unfinished[submission.number] = submission
+            self._scheduler.outbox.claim(submission.number)
 
     def _require_scheduled(self, submissions: Iterable[_Submission]) -> None:
         """Raise an error if all requests of a stream that has no events left have ended.
@@ -532,8 +551,12 @@ class Engine:
 
     def _try_end_abandoned(self) -> None:
         """End cancelled and abandoned requests now, or in the next step if another call runs."""
-        with suppress(EngineUseError), self._guard.brief:
-            self._end_abandoned()
+        with suppress(EngineUseError):
+            self._end_abandoned_alone()
+
+    @partial(exclusive, brief=True)
+    def _end_abandoned_alone(self) -> None:
+        self._end_abandoned()
 
     def _end_abandoned(self) -> None:
         while self._abandoned:
@@ -670,12 +693,17 @@ class Engine:
         The results of rounds in flight are read first. Running requests keep their slots.
         Applications do not need this method. It is meant for measurements and tests.
         """
-        with Shield() as shield, self._guard:
-            self._require_working()
-            self._scheduler.wait_idle(shield)
+        with Shield() as shield:
+            self._wait_idle(shield)
+
+    @exclusive
+    def _wait_idle(self, shield: Shield) -> None:
+        self._require_working()
+        self._scheduler.wait_idle(shield)
 
     # End --------------------------------------------------------------------------------------
 
+    @exclusive
     def close(self) -> None:
         """Cancel unfinished requests, drain the device and free all resources.
 
@@ -685,27 +713,26 @@ class Engine:
             If the device or a round in flight has failed and no step has raised the error yet. The
             engine is closed in this case too.
         """
-        with self._guard:
-            if self._closed:
-                return
-            self._closed = True
-            try:
-                self._drain()
-            except (DeviceError, HostWorkError):
-                if self.failure is None:
-                    raise
-            finally:
-                # The frames of a traceback may keep the scheduler alive after this call. Drop the
-                # scheduler's references to device objects, so that they are freed nevertheless.
-                self._scheduler.close()
-                del self._built, self._parts, self._admission, self._replays, self._scheduler
-                del self._migrator
-                # Free device memory now that objects in reference cycles own.
-                gc.collect()
-                # The work of a failed device never completes, so its resources are never freed.
-                if not self._device_failed:
-                    _wait_for_release(self.device)
-                return_free_memory()
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._drain()
+        except (DeviceError, HostWorkError):
+            if self.failure is None:
+                raise
+        finally:
+            # The frames of a traceback may keep the scheduler alive after this call. Drop the
+            # scheduler's references to device objects, so that they are freed nevertheless.
+            self._scheduler.close()
+            del self._built, self._parts, self._admission, self._replays, self._scheduler
+            del self._migrator
+            # Free device memory now that objects in reference cycles own.
+            gc.collect()
+            # The work of a failed device never completes, so its resources are never freed.
+            if not self._device_failed:
+                _wait_for_release(self.device)
+            return_free_memory()
 
     def _drain(self) -> None:
         """End all requests, wait for the device, and close all parts.

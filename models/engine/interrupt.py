@@ -1,21 +1,17 @@
-"""Deferred SIGINT handling and a re-entrancy guard."""
+"""Deferred SIGINT handling, and methods of which only one runs at a time."""
 
 from __future__ import annotations
 
+import functools
 import signal
-import sys
 import threading
-import time
-from copy import copy
+from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from graft.models.errors import EngineUseError
 
-__all__ = ["ReentrancyGuard", "Shield"]
-
-#: Time between two attempts of a call that waits for the end of a short call, in seconds.
-_BRIEF_POLL_S = 1e-4
+__all__ = ["CallGuard", "Shield", "exclusive"]
 
 
 class Shield:
@@ -67,78 +63,63 @@ class Shield:
 
 
 class _Call(NamedTuple):
-    """A call of an engine method.
-
-    Attributes
-    ----------
-    thread_id
-        Identifier of the calling thread.
-    frame_id
-        ``id()`` of the frame that entered the guard.
-    thread_name
-        Name of the thread, for error messages.
-    is_brief
-        Whether calls of other threads wait for the end of this call.
-    """
+    """A call of an engine method: its thread, and whether other threads wait for its end."""
 
     thread_id: int
-    frame_id: int
     thread_name: str
     is_brief: bool
 
-    def is_active(self) -> bool:
-        """Return whether the calling frame is still on the stack of its thread."""
-        frame = sys._current_frames().get(self.thread_id)
-        while frame is not None and id(frame) != self.frame_id:
-            frame = frame.f_back
-        return frame is not None
 
+class CallGuard:
+    """State of `exclusive` methods of an object: the lock that a call holds, and the call.
 
-class ReentrancyGuard:
-    """Context manager that rejects a second call of the engine while another one runs.
-
-    The guard raises an error instead of waiting. A signal handler or finalizer may call the engine
-    in the middle of another call of the same thread, and waiting for that call would be a deadlock.
-
-    The guard is not a `threading.Lock`. KeyboardInterrupt may be raised between the acquisition of
-    a lock and the first statement of the block, or just before the release. The lock would then
-    remain acquired forever. A call owns this guard only while the frame of the call is on the
-    stack, so an interrupted call loses the guard.
-
-    Attributes
-    ----------
-    brief : ReentrancyGuard
-        The same guard for short calls of thread-safe methods. It rejects them while another call
-        runs, but a call of another thread waits for the end of a short call.
+    The lock is reentrant, so that a signal handler or finalizer that calls the object in the middle
+    of another call of the same thread gets an error instead of a deadlock.
     """
 
     def __init__(self) -> None:
-        # Maps None to the call that owns the guard; empty if no call owns it. A dictionary is used
-        # because `dict.setdefault` is an atomic test-and-set.
-        self._owner: dict[None, _Call] = {}
-        self._is_brief = False
-        self.brief = copy(self)  # has the same `_owner`
-        self.brief._is_brief = True
+        self.lock = threading.RLock()
+        self.running: _Call | None = None
 
-    def __enter__(self) -> None:
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+
+def exclusive(method: MethodT, *, brief: bool = False) -> MethodT:
+    """Decorate a method so that it raises EngineUseError while another such method runs.
+
+    The object has a `CallGuard` in the attribute ``_guard``. A call does not wait for a call of
+    another thread to end, unless that call is brief and this one is not.
+
+    KeyboardInterrupt may be raised at any call. The ``with`` statement of a lock that is written in
+    C, such as RLock, releases the lock nevertheless, and no call lies between the beginning of
+    ``finally`` and the assignment. An interrupted call therefore never keeps the guard.
+    """
+
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        guard: CallGuard = self._guard
         thread = threading.current_thread()
-        call = _Call(threading.get_ident(), id(sys._getframe(1)), thread.name, self._is_brief)
-        while True:
-            owner = self._owner.setdefault(None, call)
-            if owner is call:
-                break
-            if not owner.is_active():
-                if self._owner.get(None) is not owner:
-                    continue  # the owner has left the guard, and another call may have entered
-                break
-            if owner.is_brief and not call.is_brief and owner.thread_id != call.thread_id:
-                time.sleep(_BRIEF_POLL_S)
-                continue
-            raise EngineUseError(
-                f"thread {call.thread_name!r} called the engine during a call of thread "
-                f"{owner.thread_name!r}; an engine handles one call at a time"
-            )
-        self._owner[None] = call
+        this = _Call(threading.get_ident(), thread.name, brief)
+        running = guard.running
+        if running is not None:
+            is_nested = running.thread_id == this.thread_id
+            if is_nested or brief or not running.is_brief:
+                raise _use_error(this, running)
+        with guard.lock:
+            if guard.running is not None:  # a call of this thread, which the lock lets pass
+                raise _use_error(this, guard.running)
+            try:
+                guard.running = this
+                return method(self, *arguments, **options)
+            finally:
+                guard.running = None
 
-    def __exit__(self, *_: object) -> None:
-        self._owner.pop(None, None)
+    return call  # type: ignore[return-value]
+
+
+def _use_error(call: _Call, running: _Call) -> EngineUseError:
+    return EngineUseError(
+        f"thread {call.thread_name!r} called the engine during a call of thread "
+        f"{running.thread_name!r}; an engine handles one call at a time"
+    )
