@@ -259,7 +259,19 @@ def _template_fields(row: Mapping[str, Any]) -> dict[str, Any]:
         raise OptionError(f"variables must not contain {', '.join(sorted(reserved))}")
     variables = dict(variables)
     if "tools" in row:
-        variables["tools"] = row["tools"]
+        variables["tools"] = _without_strict(row["tools"])
     if raw and variables:
         raise OptionError("raw cannot be combined with tools or variables of the chat template")
     return {"raw": raw, "variables": variables}
+
+
+def _without_strict(tools: Any) -> Any:
+    """Remove ``strict`` from function definitions: it is about grammars, not about prompts."""
+    if isinstance(tools, list):
+        return [_without_strict(tool) for tool in tools]
+    if not isinstance(tools, dict):
+        return tools
+    shown = {key: value for key, value in tools.items() if key != "strict"}
+    if "function" in shown:
+        shown["function"] = _without_strict(shown["function"])
+    return shown

@@ -250,12 +250,17 @@ def test_prompt_rows_control_the_chat_template(parse_rows):
     assert raw.for_engine(engine).tokens == [4]
     assert raw.for_engine(engine).prompt is None
     (one,) = parse_rows(
-        {"prompt": "x", "tools": [{"name": "f"}], "schema": SCHEMA, "variables": {"day": 3}}
+        {
+            "prompt": "x",
+            "tools": [{"name": "f", "strict": True}, {"function": {"name": "g", "strict": True}}],
+            "schema": SCHEMA,
+            "variables": {"day": 3},
+        }
     )
     assert one.for_engine(engine).tokens == [7]
     assert received == {
         "messages": [{"role": "user", "content": "x"}],
-        "tools": [{"name": "f"}],
+        "tools": [{"name": "f"}, {"function": {"name": "g"}}],
         "day": 3,
         "schema": SCHEMA,
     }
