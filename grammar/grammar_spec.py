@@ -20,7 +20,7 @@ from graft.grammar.processes import run_call
 from graft.grammar.resolve import check_backend, without_partial_hint
 from graft.grammar.schema.wellformed import check_schema
 from graft.grammar.spec import (
-    OPENING_SPACE,
+    WHITE_SPACE,
     JsonValue,
     KeyOrder,
     Marker,
@@ -264,7 +264,14 @@ class GrammarSpec(Spec):
         document = form if isinstance(form, JsonValue) else JsonValue(form, subject)
         return cls("structural_format", document.text, whitespace=whitespace)
 
-    def after(self, marker: str | int, *, required: bool = False, opening: str = "") -> GrammarSpec:
+    def after(
+        self,
+        marker: str | int,
+        *,
+        required: bool = False,
+        opening: str = "",
+        skips_space: bool = False,
+    ) -> GrammarSpec:
         """Return this grammar preceded by free text that ends with `marker`.
 
         This is meant for reasoning models, whose answer follows a marker such as ``</think>``.
@@ -280,6 +287,9 @@ class GrammarSpec(Spec):
             Text that begins the free text, such as ``<think>``. If an output does not begin with
             this text, the grammar applies from its first token. Empty: every output begins with
             free text.
+        skips_space
+            Whether up to 16 characters of white space may lie between the marker and the text of
+            the grammar, as Qwen3 writes them.
 
         Raises
         ------
@@ -288,14 +298,16 @@ class GrammarSpec(Spec):
         """
         if opening != "":
             check_text("marker opening", opening)
-            if opening[0] in OPENING_SPACE:
+            if opening[0] in WHITE_SPACE:
                 raise GrammarError(f"marker opening: {opening!r} begins with white space")
         if isinstance(marker, (str, bool)):
             check_text("marker", marker)
-            return replace(self, marker=Marker(str(marker), None, bool(required), opening))
+            found = Marker(str(marker), None, bool(required), opening, skips_space)
+            return replace(self, marker=found)
         if not isinstance(marker, int) or marker < 0:
             raise GrammarError(f"marker: token {marker!r} is negative or not an integer")
-        return replace(self, marker=Marker("", marker, bool(required), opening))
+        found = Marker("", marker, bool(required), opening, skips_space)
+        return replace(self, marker=found)
 
     def check(self, backend: str = "auto") -> None:
         """Check in a child process whether an engine accepts the grammar.

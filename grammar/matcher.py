@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from graft.grammar.errors import GrammarError, clean_message
-from graft.grammar.spec import MAX_OPENING_SPACE, Marker, Spec
+from graft.grammar.spec import MAX_SPACE, Marker, Spec
 from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native
 
@@ -304,7 +304,8 @@ def _native_marker(vocabulary: Vocabulary, marker: Marker) -> Any:
         marker.required,
         marker.opening_ids(vocabulary),
         marker.opening.encode("utf-8"),
-        MAX_OPENING_SPACE,
+        MAX_SPACE,
+        MAX_SPACE if marker.skips_space else 0,
     )
 
 

@@ -16,8 +16,8 @@ from graft.grammar.vocabulary import Vocabulary
 __all__ = [
     "KEY_ORDERS",
     "JsonValue",
-    "MAX_OPENING_SPACE",
-    "OPENING_SPACE",
+    "MAX_SPACE",
+    "WHITE_SPACE",
     "KeyOrder",
     "Marker",
     "Spec",
@@ -29,9 +29,10 @@ __all__ = [
     "parse_json",
 ]
 
-#: Characters that may precede the opening of a marker, and their maximum number.
-OPENING_SPACE = " \t\r\n"
-MAX_OPENING_SPACE = 16
+#: Characters that may precede the opening of a marker or follow the marker, and their maximum
+#: number.
+WHITE_SPACE = " \t\r\n"
+MAX_SPACE = 16
 
 KeyOrder = Literal["schema", "any"]
 KEY_ORDERS = get_args(KeyOrder)
@@ -63,16 +64,21 @@ class Marker:
         the free text, so that the output contains no text of the grammar.
     opening
         Text that begins the free text, such as ``<think>``. An output has free text only if it
-        begins with the opening, after at most `MAX_OPENING_SPACE` characters of `OPENING_SPACE`.
+        begins with the opening, after at most `MAX_SPACE` characters of `WHITE_SPACE`.
         The grammar applies to any other output from the first token. As long as an output can still
         begin with the opening, the tokens of both continuations are legal. If empty, every output
         begins with free text.
+    skips_space
+        Whether tokens of white space may lie between the marker and the text of the grammar, with
+        at most `MAX_SPACE` characters of `WHITE_SPACE` in total. The first token that the grammar
+        accepts begins its text.
     """
 
     text: str = ""
     token: int | None = None
     required: bool = False
     opening: str = ""
+    skips_space: bool = False
 
     def ids(self, vocabulary: Vocabulary) -> tuple[int, ...]:
         """Return the ids of all tokens whose text is exactly this marker.

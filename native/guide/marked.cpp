@@ -4,7 +4,10 @@
 //
 // Invariants
 // 1. The grammar begins with the token after the one that completes the marker. A token that
-//    contains the end of the marker and further text is illegal, so no byte bypasses the grammar.
+//    contains the end of the marker and further text is illegal, so no byte bypasses the grammar
+//    except for white space: if `max_skipped` of the marker is positive, tokens of white space with
+//    at most this number of characters in total may lie between the marker and the grammar. The
+//    first token that the grammar accepts begins its text.
 // 2. The marker may extend over several tokens. After an incomplete part of the marker, a token
 //    without text is illegal. Decoding may omit this token or print its name, so it would be
 //    undefined whether the text contains the marker.
@@ -25,7 +28,9 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <memory>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -38,6 +43,10 @@ namespace nb = nanobind;
 namespace graft::guide {
 namespace {
 
+bool is_space(char byte) noexcept {
+  return byte == ' ' || byte == '\t' || byte == '\n' || byte == '\r';
+}
+
 // Marker for one vocabulary; immutable and shared by its matchers.
 class Marker {
  public:
@@ -47,7 +56,7 @@ class Marker {
   // Throws std::invalid_argument if there is neither an id nor a text, or if an id is out of range.
   Marker(const std::vector<int32_t>& ids, const std::string& text, std::vector<std::string> tokens,
          int64_t vocab_size, bool required, const std::vector<int32_t>& opening_ids,
-         const std::string& opening, int32_t max_space);
+         const std::string& opening, int32_t max_space, int32_t max_skipped);
 
   struct Step {
     bool legal;
@@ -82,6 +91,14 @@ class Marker {
   const std::vector<int32_t>& first_illegal(int32_t state) const noexcept {
     return first_illegal_[static_cast<size_t>(state)];
   }
+  // Tokens that consist of white space, with their numbers of characters, which are at most
+  // `max_skipped`.
+  struct Space {
+    int32_t token;
+    int32_t size;
+  };
+  const std::vector<Space>& spaces() const noexcept { return spaces_; }
+  int32_t max_skipped() const noexcept { return max_skipped_; }
   bool has_opening() const { return !opening_.empty() || !opening_ids_.empty(); }
   // Maximum number of tokens that are kOpening.
   size_t max_first() const { return static_cast<size_t>(max_space_) + opening_.size() + 1; }
@@ -120,6 +137,8 @@ class Marker {
   std::vector<int32_t> opening_ids_;
   std::string opening_;
   int32_t max_space_;
+  int32_t max_skipped_;
+  std::vector<Space> spaces_;
   // Bitmasks and illegal ids by state of the opening. A state up to `max_space_` is the number of
   // white-space characters read so far. State max_space_ + n means that n bytes of the opening have
   // been read.
@@ -130,7 +149,7 @@ class Marker {
 Marker::Marker(const std::vector<int32_t>& ids, const std::string& text,
                std::vector<std::string> tokens, int64_t vocab_size, bool required,
                const std::vector<int32_t>& opening_ids, const std::string& opening,
-               int32_t max_space)
+               int32_t max_space, int32_t max_skipped)
     : ids_(ids),
       text_(text),
       fallback_(text.size()),
@@ -139,7 +158,8 @@ Marker::Marker(const std::vector<int32_t>& ids, const std::string& text,
       required_(required),
       opening_ids_(opening_ids),
       opening_(opening),
-      max_space_(max_space) {
+      max_space_(max_space),
+      max_skipped_(max_skipped) {
   if (ids.empty() && text.empty()) throw std::invalid_argument("the marker is empty");
   if (static_cast<int64_t>(tokens_.size()) > vocab_size_) {
     throw std::invalid_argument("there are more tokens than the vocabulary has ids");
@@ -149,7 +169,9 @@ Marker::Marker(const std::vector<int32_t>& ids, const std::string& text,
       if (id < 0 || id >= vocab_size_) throw std::invalid_argument("a marker id is out of range");
     }
   }
-  if (max_space < 0) throw std::invalid_argument("the maximum of white space is negative");
+  if (max_space < 0 || max_skipped < 0) {
+    throw std::invalid_argument("a maximum of white space is negative");
+  }
   const auto at = [&](int32_t state) { return text[static_cast<size_t>(state)]; };
   // Length of the longest proper prefix of the first i bytes that is also a suffix of these bytes.
   int32_t border = 0;
@@ -161,6 +183,13 @@ Marker::Marker(const std::vector<int32_t>& ids, const std::string& text,
   }
   make_rows();
   if (has_opening()) make_first_rows();
+  for (size_t token = 0; token < tokens_.size(); ++token) {
+    const std::string& bytes = tokens_[token];
+    const size_t size = bytes.size();
+    if (size == 0 || size > static_cast<size_t>(max_skipped)) continue;
+    if (!std::all_of(bytes.begin(), bytes.end(), is_space)) continue;
+    spaces_.push_back({static_cast<int32_t>(token), static_cast<int32_t>(size)});
+  }
 }
 
 void Marker::make_rows() {
@@ -221,8 +250,7 @@ Marker::FirstStep Marker::first_step(int32_t state, int32_t token) const noexcep
   const std::string& bytes = tokens_[static_cast<size_t>(token)];
   for (size_t i = 0; i < bytes.size(); ++i) {
     const char byte = bytes[i];
-    const bool is_space = byte == ' ' || byte == '\t' || byte == '\n' || byte == '\r';
-    if (state < max_space_ && is_space) {
+    if (state < max_space_ && is_space(byte)) {
       ++state;
       continue;
     }
@@ -277,6 +305,7 @@ class MarkedMatcher final : public NativeMatcher {
         stop_ids_(stop_ids),
         opening_(marker_->has_opening()) {
     if (opening_) first_.reserve(marker_->max_first());
+    skipped_.reserve(static_cast<size_t>(marker_->max_skipped()));
     for (const int32_t stop : stop_ids) {
       if (stop < 0 || stop >= marker_->vocab_size()) {
         throw std::invalid_argument("a stop id is out of range");
@@ -289,6 +318,12 @@ class MarkedMatcher final : public NativeMatcher {
     if (started_) {
       const Outcome outcome = inner_->accept(token, error);
       if (outcome == Outcome::kYes) ++inside_;
+      if (outcome != Outcome::kNo || inside_ > 0) return outcome;
+      for (const Marker::Space& space : marker_->spaces()) {
+        if (space.token != token || space.size > space_left()) continue;
+        skipped_.push_back(space.size);
+        return Outcome::kYes;
+      }
       return outcome;
     }
     if (stopped_ || token < 0 || token >= marker_->vocab_size()) return Outcome::kNo;
@@ -307,7 +342,7 @@ class MarkedMatcher final : public NativeMatcher {
   }
 
   int accept_all(const int32_t* tokens, int count, ErrorText* error) noexcept override {
-    if (!started_) return NativeMatcher::accept_all(tokens, count, error);
+    if (!started_ || inside_ == 0) return NativeMatcher::accept_all(tokens, count, error);
     const int accepted = inner_->accept_all(tokens, count, error);
     inside_ += std::max(accepted, 0);
     return accepted;
@@ -315,7 +350,15 @@ class MarkedMatcher final : public NativeMatcher {
 
   Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override {
     if (opening_) return fill_first(row, words, error);
-    if (started_) return inner_->fill(row, words, error);
+    if (started_) {
+      const Filled filled = inner_->fill(row, words, error);
+      if (filled != Filled::kMask || inside_ > 0) return filled;
+      for (const Marker::Space& space : marker_->spaces()) {
+        if (space.size > space_left()) continue;
+        row[space.token >> 5] |= static_cast<int32_t>(1u << (space.token & 31));
+      }
+      return filled;
+    }
     const int32_t* legal = marker_->row(state_);
     if (legal == nullptr) return Filled::kFree;
     if (!has_size(words, error)) return Filled::kFailed;
@@ -334,8 +377,10 @@ class MarkedMatcher final : public NativeMatcher {
   Outcome rollback(int32_t tokens, ErrorText* error) noexcept override {
     if (tokens <= 0) return Outcome::kYes;
     const int64_t inside = std::min<int64_t>(tokens, inside_);
-    const int64_t free = std::min(tokens - inside, scanned_);
-    const int64_t first = tokens - inside - free;
+    const int64_t skipped =
+        std::min<int64_t>(tokens - inside, static_cast<int64_t>(skipped_.size()));
+    const int64_t free = std::min(tokens - inside - skipped, scanned_);
+    const int64_t first = tokens - inside - skipped - free;
     if (free > std::min(scanned_ - undone_to_, kHistory) ||
         first > static_cast<int64_t>(first_.size())) {
       error->keep("rollback of more tokens of free text than the history has");
@@ -348,7 +393,8 @@ class MarkedMatcher final : public NativeMatcher {
     }
     // Without the opening, the grammar follows the first tokens directly.
     const bool in_first = inside_ == 0 && marker_->has_opening() && !opened_;
-    if (inside == tokens && !in_first) return Outcome::kYes;
+    skipped_.resize(skipped_.size() - static_cast<size_t>(skipped));
+    if (inside + skipped == tokens && !in_first) return Outcome::kYes;
     started_ = stopped_ = false;
     if (free > 0) {
       // The tokens that this call undoes have overwritten older states in the ring. A later call
@@ -458,6 +504,11 @@ class MarkedMatcher final : public NativeMatcher {
     error->keep("the mask row does not have the size of the matcher's vocabulary");
     return false;
   }
+  // Number of white-space characters that may still lie between the marker and the grammar.
+  int32_t space_left() const noexcept {
+    return std::accumulate(skipped_.begin(), skipped_.end(), marker_->max_skipped(),
+                           std::minus<int32_t>());
+  }
   void push() noexcept { history_[static_cast<size_t>(scanned_++ % kHistory)] = state_; }
   bool is_stop(int32_t token) const noexcept {
     return std::find(stop_ids_.begin(), stop_ids_.end(), token) != stop_ids_.end();
@@ -470,7 +521,8 @@ class MarkedMatcher final : public NativeMatcher {
   int64_t scanned_ = 0;                      // number of tokens of the free text
   int64_t undone_to_ = 0;                    // number of leading tokens that cannot be undone
   int64_t inside_ = 0;                       // number of tokens that `inner_` has accepted
-  int32_t state_ = 0;                        // state of the opening or of the scanner
+  std::vector<int32_t> skipped_;  // characters of each token between the marker and the grammar
+  int32_t state_ = 0;             // state of the opening or of the scanner
   bool started_ = false;  // whether the grammar applies: the marker is complete or has no opening
   bool stopped_ = false;  // whether a stop token has ended the free text
   // First tokens of the output: those that could become the opening, and the token that has
@@ -490,15 +542,18 @@ void bind_marked(nb::module_& guide) {
           "__init__",
           [](Marker* self, const std::vector<int32_t>& ids, const nb::bytes& text,
              const std::vector<nb::bytes>& tokens, int64_t vocab_size, bool required,
-             const std::vector<int32_t>& opening_ids, const nb::bytes& opening, int32_t max_space) {
+             const std::vector<int32_t>& opening_ids, const nb::bytes& opening, int32_t max_space,
+             int32_t max_skipped) {
             std::vector<std::string> bytes;
             bytes.reserve(tokens.size());
             for (const nb::bytes& token : tokens) bytes.emplace_back(token.c_str(), token.size());
-            new (self) Marker(ids, {text.c_str(), text.size()}, std::move(bytes), vocab_size,
-                              required, opening_ids, {opening.c_str(), opening.size()}, max_space);
+            new (self)
+                Marker(ids, {text.c_str(), text.size()}, std::move(bytes), vocab_size, required,
+                       opening_ids, {opening.c_str(), opening.size()}, max_space, max_skipped);
           },
           nb::arg("ids"), nb::arg("text"), nb::arg("tokens"), nb::arg("vocab_size"),
-          nb::arg("required"), nb::arg("opening_ids"), nb::arg("opening"), nb::arg("max_space"));
+          nb::arg("required"), nb::arg("opening_ids"), nb::arg("opening"), nb::arg("max_space"),
+          nb::arg("max_skipped"));
   nb::class_<MarkedMatcher, NativeMatcher>(guide, "MarkedMatcher")
       .def(nb::init<NativeMatcher*, std::shared_ptr<const Marker>, const std::vector<int32_t>&>(),
            nb::arg("inner"), nb::arg("marker"), nb::arg("stop_ids"), nb::keep_alive<1, 2>());

@@ -56,11 +56,13 @@ BACKENDS = {
 }
 
 
-def is_possible(tokens: list[int], required: bool, texts: list[bytes] = TEXTS) -> bool:
+def is_possible(
+    tokens: list[int], required: bool, texts: list[bytes] = TEXTS, skips: bool = False
+) -> bool:
     """Return whether an output can begin with these tokens."""
     *before, last = tokens
     if last == STOP:
-        return is_complete(before, required, texts)
+        return is_complete(before, required, texts, skips)
     if STOP in before:
         return False
     text = text_of(tokens)
@@ -71,11 +73,28 @@ def is_possible(tokens: list[int], required: bool, texts: list[bytes] = TEXTS) -
             # A token without text does not follow a part of the marker.
             free = text[opened.end() :]
             return not re.search(rb"<(/(t(h(i(nk?)?)?)?)?)?\xff", free)
-        ends = np.cumsum([len(text_of([token])) for token in tokens])
-        return end + len(END) in ends and starts(text[end + len(END) :], texts)
+        answer = answer_after(tokens, end + len(END), texts, skips)
+        return answer is not None and starts(answer, texts)
     rest = text.lstrip(b" \t\r\n")
     becomes_opening = OPENING.startswith(rest) and len(text) - len(rest) <= 16
     return becomes_opening or starts(text, texts)
+
+
+def answer_after(tokens: list[int], end: int, texts: list[bytes], skips: bool) -> bytes | None:
+    """Return the text of the grammar after the marker, which ends at byte `end` of the text.
+
+    If `skips`, tokens of white space that do not begin a text of the grammar precede it. Return
+    None if the marker ends within a token.
+    """
+    pieces = [text_of([token]) for token in tokens]
+    ends = np.cumsum([len(piece) for piece in pieces]).tolist()
+    if end not in ends:
+        return None
+    pieces = pieces[ends.index(end) + 1 :]
+    space = 0
+    while skips and pieces and not pieces[0].strip() and not starts(pieces[0], texts):
+        space += len(pieces.pop(0))
+    return b"".join(pieces) if space <= 16 else b"too much white space"
 
 
 def text_of(tokens: list[int]) -> bytes:
@@ -88,32 +107,38 @@ def starts(beginning: bytes, texts: list[bytes]) -> bool:
     return any(text.startswith(beginning) for text in texts)
 
 
-def is_complete(tokens: list[int], required: bool, texts: list[bytes] = TEXTS) -> bool:
+def is_complete(
+    tokens: list[int], required: bool, texts: list[bytes] = TEXTS, skips: bool = False
+) -> bool:
     """Return whether the output can end after these tokens."""
     text = text_of(tokens)
     opened = re.match(rb"[ \t\r\n]{0,16}" + OPENING, text)
     if not opened:
         return text in texts
-    _, end, answer = text[opened.end() :].partition(END)
-    return answer in texts if end else not required
+    end = text.find(END, opened.end())
+    if end < 0:
+        return not required
+    return answer_after(tokens, end + len(END), texts, skips) in texts
 
 
 @functools.cache
-def compiled(name: str, required: bool):
+def compiled(name: str, required: bool, skips: bool):
     texts = [text.decode() for text in TEXTS]
-    spec = GrammarSpec.choice(texts).after("</think>", required=required, opening="<think>")
+    spec = GrammarSpec.choice(texts).after(
+        "</think>", required=required, opening="<think>", skips_space=skips
+    )
     return BACKENDS[name](VOCABULARY).compile(spec)
 
 
-@pytest.mark.parametrize("required", [False, True])
+@pytest.mark.parametrize(("required", "skips"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("name", BACKENDS)
-def test_output_begins_with_opening_or_grammar(name, required):
+def test_output_begins_with_opening_or_grammar(name, required, skips):
     """Masks and results equal those of the oracle, also after rollbacks of any number of tokens."""
     rng = np.random.default_rng(7)
     likely = [TOKENS.index(token) for token in (*LONGER, b"<", b"t", b"\n", b"o", b"k", b"x")]
     seen: set[str] = set()
     for _ in range(30):
-        matcher = compiled(name, required).matcher()
+        matcher = compiled(name, required, skips).matcher()
         path: list[int] = []
         for _ in range(25):
             if matcher.is_terminated():
@@ -121,7 +146,7 @@ def test_output_begins_with_opening_or_grammar(name, required):
                 seen.add("grammar" if not re.search(OPENING, text_of(path)) else "free")
             else:
                 ids = range(VOCABULARY.size)
-                legal = [t for t in ids if is_possible([*path, t], required)]
+                legal = [t for t in ids if is_possible([*path, t], required, skips=skips)]
                 if rng.random() < 0.7:
                     assert matcher.legal().tolist() == legal, text_of(path)
                 pool = [t for t in likely if t in legal] if rng.random() < 0.8 else [*ids]
@@ -135,6 +160,30 @@ def test_output_begins_with_opening_or_grammar(name, required):
                 del path[len(path) - count :]
                 seen.add("rollback to the start" if not path else "rollback")
     assert {"grammar", "free", "rollback", "rollback to the start"} <= seen
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_white_space_between_marker_and_grammar_is_skipped(name):
+    """Tokens of white space with up to 16 characters are legal, also after rollbacks."""
+    matcher = compiled(name, False, True).matcher()
+    path: list[int] = []
+
+    def check_legal() -> None:
+        ids = range(VOCABULARY.size)
+        legal = [t for t in ids if is_possible([*path, t], False, skips=True)]
+        assert matcher.legal().tolist() == legal, text_of(path)
+
+    for text in (b"<think>", b"</think>", b"\n\n", b" " * 9, b"\n\n", b"\n\n", b"ok"):
+        check_legal()
+        path.append(TOKENS.index(text))
+        assert matcher.accept(path[-1])
+    check_legal()
+    assert path[2] not in matcher.legal() and STOP in matcher.legal()
+    for _ in range(6):
+        matcher.rollback(1)
+        path.pop()
+        check_legal()
+    assert TOKENS.index(b"x") in matcher.legal()  # free text
 
 
 @pytest.mark.parametrize("name", BACKENDS)

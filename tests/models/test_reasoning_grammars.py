@@ -17,14 +17,17 @@ from graft.grammar import GrammarSpec
 from graft.models import Engine, Request
 
 SCRIPTS = {
-    "reasons": Script("<think>So</think>ab12"),
+    "reasons": Script("<think>So</think>\nab12"),
     "reasons spelled": Script("\n<think>Or so</think>ba7", spelled=True),
     "answers": Script("<bb99"),
     "answers otherwise": Script("no answer"),
     "ends early": Script("<think>Let me"),
 }
 PATTERN = "<?[ab]{2,4}[0-9]{0,3}"
-GRAMMAR = GrammarSpec.regex(PATTERN).after("</think>", required=True, opening="<think>")
+GRAMMAR = GrammarSpec.regex(PATTERN).after(
+    "</think>", required=True, opening="<think>", skips_space=True
+)
+SPACE = r"[ \t\r\n]{0,16}"
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +61,8 @@ def outputs(model: Any, drafts: bool = True, max_tokens: int = 60, **options: An
         stats = engine.stats
     for output in found:
         if output.reason == "stop":
-            text = re.sub(r"^[ \t\r\n]{0,16}<think>.*?</think>", "", output.text, flags=re.DOTALL)
+            section = rf"^{SPACE}<think>.*?</think>{SPACE}"
+            text = re.sub(section, "", output.text, flags=re.DOTALL)
             assert re.fullmatch(PATTERN, text), output.text
         else:
             assert output.reason == "length"

@@ -104,7 +104,7 @@ ROWS = {
     "other schema": Row('{"answer": 42, "ok": true}'),
     "valid JSON": Row('{"name": "Ann", "age": 31}'),
     "array": Row('[{"name": "x"}]'),
-    "reasons, then valid JSON": Row('<think>I check it.</think>{"name": "Bo", "age": 7}'),
+    "reasons, then valid JSON": Row('<think>I check it.</think>\n{"name": "Bo", "age": 7}'),
     "reasons, then prose": Row("<think>Hm, so.</think>The answer is red."),
     "reasons in other words": Row('<think>{"name": 1}</think>red'),
     "white space before reasoning": Row('\n <think>Ok.</think>{"name": "Cy", "age": 8}'),
@@ -256,7 +256,7 @@ def split_text(text: str, configuration: Configuration) -> tuple[str, str]:
     if begins is None and not configuration.opened and configuration.parser == "qwen3":
         return "", text
     reasoning, _, answer = text[begins.end() if begins else 0 :].partition(END)
-    return reasoning, answer
+    return reasoning, re.sub(r"^[ \t\r\n]{0,16}", "", answer)
 
 
 def is_json(text: str, schema: Any) -> bool:

@@ -26,6 +26,10 @@ from serving_util import PERSON, chat, response_format, run_server  # noqa: E402
         ("<think>a < b</think>so", False, ("a < b", "so")),
         ("\n<think>a</think></think>", False, ("a", "</think>")),
         ("a</think>so", True, ("a", "so")),
+        ("a</think>\n\nso\n", True, ("a", "so\n")),
+        (f"a</think>{' ' * 15}\n so", True, ("a", " so")),
+        ("a</think>\n", True, ("a", "")),
+        ("\n\nso", False, ("", "\n\nso")),
         ("<think>a</think>so", True, ("a", "so")),
         ("<thin", False, ("", "<thin")),
         ("a</thi", True, ("a</thi", "")),
@@ -50,6 +54,7 @@ def test_reasoning_parser_separates_reasoning_from_answer(text, starts, expected
     [
         ("\n<think>a < b</think>so", False, ("\n<think>a < b</think>", "so")),
         ("a</think>so", True, ("a</think>", "so")),
+        ("a</think>\n\nso", True, ("a</think>\n\n", "so")),
         ("a</thi", True, ("a</thi", "")),
         ("<thin", False, ("", "<thin")),
     ],

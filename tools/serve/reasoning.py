@@ -2,15 +2,17 @@
 
 A reasoning model generates a section that ends with `END`, followed by its answer. The chat
 template of some models ends with `BEGIN`, so that the output does not contain it. Otherwise, an
-output has a reasoning section only if it begins with `BEGIN`, after at most `MAX_OPENING_SPACE`
-white-space characters. `ReasoningParser` and the grammar of `answer_grammar` follow the same rule,
-so the grammar constrains exactly the text that the parser returns as the answer.
+output has a reasoning section only if it begins with `BEGIN`, after at most `MAX_SPACE`
+white-space characters. At most `MAX_SPACE` white-space characters after `END`, such as the two line
+feeds of Qwen3, are no part of the answer. `ReasoningParser` and the grammar of `answer_grammar`
+follow the same rules, so the grammar constrains exactly the text that the parser returns as the
+answer, except for white space at the beginning of a text of the grammar, which the parser removes.
 """
 
 from __future__ import annotations
 
 from graft.grammar.grammar_spec import GrammarSpec
-from graft.grammar.spec import MAX_OPENING_SPACE, OPENING_SPACE
+from graft.grammar.spec import MAX_SPACE, WHITE_SPACE
 
 BEGIN = "<think>"
 END = "</think>"
@@ -61,7 +63,7 @@ def answer_grammar(
         Whether the output must have an answer. If not, it may end in the reasoning section.
     """
     opening = "" if starts_in_reasoning else BEGIN
-    return grammar.after(END, required=required, opening=opening)
+    return grammar.after(END, required=required, opening=opening, skips_space=True)
 
 
 class ReasoningParser:
@@ -73,7 +75,8 @@ class ReasoningParser:
         Whether the output starts within the reasoning section. If not, only an output that begins
         with `BEGIN` has a reasoning section.
     keep_tags
-        Whether the text of the reasoning section includes `BEGIN` and `END`.
+        Whether the text of the reasoning section includes `BEGIN`, `END` and the white space after
+        `END`.
     """
 
     def __init__(self, starts_in_reasoning: bool, keep_tags: bool = False):
@@ -81,6 +84,7 @@ class ReasoningParser:
         self._keep_tags = keep_tags
         self._has_begun = False
         self._has_ended = False
+        self._space_left = 0  # number of white-space characters that may still follow `END`
         self._text = ""
 
     def feed(self, text: str, last: bool) -> tuple[str, str]:
@@ -100,7 +104,7 @@ class ReasoningParser:
             or `END` is held back until the parser can decide.
         """
         if self._has_ended:
-            return "", text
+            return self._split_space(text)
         self._text += text
         if not self._has_begun and not self._read_begin(last):
             return "", ""
@@ -116,7 +120,16 @@ class ReasoningParser:
         if self._keep_tags:
             reasoning += tag
         self._has_ended = True
-        return reasoning, self._take(len(self._text))
+        self._space_left = MAX_SPACE
+        space, answer = self._split_space(self._take(len(self._text)))
+        return reasoning + space, answer
+
+    def _split_space(self, text: str) -> tuple[str, str]:
+        """Split text after `END` into white space that belongs to the section, and the answer."""
+        answer = text.lstrip(WHITE_SPACE)
+        size = min(len(text) - len(answer), self._space_left)
+        self._space_left = 0 if size < len(text) else self._space_left - size
+        return text[:size] if self._keep_tags else "", text[size:]
 
     def _read_begin(self, last: bool) -> bool:
         """Find `BEGIN` at the beginning of the output, and remove it unless tags are kept.
@@ -126,8 +139,8 @@ class ReasoningParser:
         bool
             False if more text is needed to know whether the output begins with `BEGIN`.
         """
-        begun = self._text.lstrip(OPENING_SPACE)
-        if len(self._text) - len(begun) > MAX_OPENING_SPACE:
+        begun = self._text.lstrip(WHITE_SPACE)
+        if len(self._text) - len(begun) > MAX_SPACE:
             begun = self._text
         elif not last and BEGIN.startswith(begun):
             return False
