@@ -17,12 +17,8 @@ POOL = ProcessPool(preload=("graft.grammar",))
 def run_call(kind: str, call: Call) -> Any:
     """Run a call in a child process of the pool and return its result. `kind` begins the messages.
 
-    Raises
-    ------
-    GrammarError
-        The function refused the grammar, or exceeded the limit of time or memory.
-    GrammarUnavailableError
-        No child process could finish the call.
+    Raise `GrammarError` if the function refused the grammar or exceeded the limit of time or
+    memory, and `GrammarUnavailableError` if no child process could finish the call.
     """
     try:
         return POOL.call(call)

@@ -96,21 +96,10 @@ def resolve_spec(spec: Spec, backend: str) -> ResolvedGrammar:
 
 
 def resolve_for_backend(spec: Spec, name: str) -> ResolvedGrammar:
-    """Return a grammar in the form that a backend compiles; see `resolve_spec`.
+    """Return a grammar in the form that the backend with this name compiles; see `resolve_spec`.
 
-    Parameters
-    ----------
-    spec
-        The grammar.
-    name
-        Name of the backend: ``"llguidance"`` or ``"xgrammar"``.
-
-    Raises
-    ------
-    UnsupportedFormatError
-        The grammar is a structural format that the backend cannot enforce.
-    GrammarError
-        The backend cannot be used, or cannot enforce another grammar.
+    Raise `UnsupportedFormatError` if the grammar is a structural format that the backend cannot
+    enforce, and `GrammarError` if the backend cannot be used or cannot enforce another grammar.
     """
     if spec.kind == "structural_format":
         return _resolve_format(spec, name)
@@ -129,21 +118,10 @@ def resolve_for_backend(spec: Spec, name: str) -> ResolvedGrammar:
 def candidate_backends(spec: Spec, backend: str) -> tuple[str, ...]:
     """Return the names of the backends that may compile a grammar, in order of preference.
 
-    There are several names only if the backend of a structural format is ``"auto"``. The first
-    backend that supports the whole format then compiles it.
-
-    Parameters
-    ----------
-    spec
-        The grammar.
-    backend
-        Backend of the engine: ``"auto"``, ``"llguidance"`` or ``"xgrammar"``. If the specification
-        names a backend, that backend is used instead.
-
-    Raises
-    ------
-    GrammarError
-        `spec` is not a specification, the name is unknown, or no backend can be used.
+    The arguments are those of `resolve_spec`. There are several names only if the backend of a
+    structural format is ``"auto"``. The first backend that supports the whole format then compiles
+    it. Raise `GrammarError` if `spec` is no specification, if the name is unknown, or if no
+    backend can be used.
     """
     check_spec(spec)
     name = spec.backend or backend

@@ -228,19 +228,9 @@ def check_type(name: str, value: object, *types: type) -> None:
 
 
 class JsonValue:
-    """A parsed JSON value with its text. Values with equal texts are equal.
+    """A parsed JSON value and its text; values with equal texts are equal.
 
-    Attributes
-    ----------
-    value
-        The value. It must not be modified.
-    text
-        The value as JSON text.
-
-    Raises
-    ------
-    GrammarError
-        As `json_text`.
+    The value must not be modified.
     """
 
     def __init__(self, value: Any, subject: str = "JSON schema"):
@@ -257,11 +247,8 @@ class JsonValue:
 def json_text(value: Any, subject: str = "JSON schema") -> str:
     """Return a JSON value as text.
 
-    Raises
-    ------
-    GrammarError
-        The value contains an object that JSON cannot express, or is nested too deeply. `subject`
-        begins the message.
+    Raise `GrammarError`, whose message begins with `subject`, if the value contains an object that
+    JSON cannot express, or if it is nested too deeply.
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -276,17 +263,8 @@ def json_text(value: Any, subject: str = "JSON schema") -> str:
 def parse_json(subject: str, text: object) -> Any:
     """Return the value of a JSON text.
 
-    Parameters
-    ----------
-    subject
-        Name of the text in error messages.
-    text
-        The text.
-
-    Raises
-    ------
-    GrammarError
-        `text` is not a string, is not JSON, or is nested too deeply.
+    Raise `GrammarError`, whose message begins with `subject`, if `text` is not a string, is not
+    JSON, or is nested too deeply.
     """
     if not isinstance(text, str):
         raise GrammarError(f"{subject}: must be JSON text, not {type(text).__name__}")

@@ -173,17 +173,10 @@ def _read_tokenizer(source: tokenizers.Tokenizer | str | Path) -> dict[str, Any]
 
 
 def _piece_conversion(description: dict[str, Any]) -> Callable[[str], bytes]:
-    """Return the function that converts a tokenizer's pieces (token strings) to bytes.
+    """Return the function that converts the pieces (token strings) of a tokenizer to bytes.
 
-    Parameters
-    ----------
-    description
-        Content of ``tokenizer.json``.
-
-    Raises
-    ------
-    GrammarError
-        The tokenizer is neither byte-level nor byte-fallback.
+    `description` is the content of ``tokenizer.json``. Raise `GrammarError` if the tokenizer is
+    neither byte-level nor byte-fallback.
     """
     decoder_steps = _pipeline_steps(description.get("decoder"))
     pre_tokenizer_steps = _pipeline_steps(description.get("pre_tokenizer"))
@@ -232,10 +225,7 @@ def byte_level_bytes(piece: str) -> bytes:
 def _byte_fallback(space: str) -> Callable[[str], bytes]:
     """Return the function that converts pieces of a byte-fallback tokenizer to bytes.
 
-    Parameters
-    ----------
-    space
-        Character that stands for a space in the pieces.
+    In the pieces, the character `space` stands for a space.
     """
 
     def to_bytes(piece: str) -> bytes:

@@ -32,19 +32,10 @@ _REPETITIONS: dict[str, tuple[int, int | None]] = {
 
 
 def compile_automaton(grammar: ResolvedGrammar) -> bytes | None:
-    """Return the automaton of a grammar in the native code's serialized form.
+    """Return the automaton of a grammar of LLGuidance in serialized form; None if there is none.
 
+    There is none if the grammar is not known to be regular, or if the automaton would be too large.
     The time is limited to about 50 ms, so the function may run on untrusted grammars.
-
-    Parameters
-    ----------
-    grammar
-        The grammar as LLGuidance's backend compiles it.
-
-    Returns
-    -------
-    bytes or None
-        None if the grammar is not known to be regular, or if the automaton would be too large.
     """
     try:
         expression = lower(grammar)
@@ -60,10 +51,7 @@ def compile_automaton(grammar: ResolvedGrammar) -> bytes | None:
 def lower(grammar: ResolvedGrammar) -> Expression:
     """Return the expression of exactly the texts that LLGuidance allows for a grammar.
 
-    Raises
-    ------
-    NotRegular
-        The grammar is not regular, or its lowering is not known.
+    Raise `NotRegular` if the grammar is not regular, or if its lowering is not known.
     """
     kind = grammar.spec.kind
     if kind == "regex":

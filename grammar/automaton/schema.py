@@ -62,19 +62,10 @@ _PRINTABLE = re.compile(r"[ !#-\[\]-~]*")
 
 
 def lower_schema(schema: Any, whitespace: object) -> Expression:
-    """Return the expression of the JSON texts that LLGuidance writes for a schema.
+    """Return the expression of the JSON texts that LLGuidance writes for a routed schema.
 
-    Parameters
-    ----------
-    schema
-        The schema, as the router returns it.
-    whitespace
-        White space between JSON tokens (`Spec.whitespace`).
-
-    Raises
-    ------
-    NotRegular
-        The schema or the white space is outside the supported part.
+    Raise `NotRegular` if the schema or the value of `Spec.whitespace` is outside the supported
+    part.
     """
     if not isinstance(whitespace, str) or whitespace not in SEPARATORS:
         raise NotRegular(f"whitespace {whitespace!r} is not supported")

@@ -38,23 +38,11 @@ class BoundedBackend(GrammarBackend, Protocol):
 
 
 def require_release(name: str, package: str, releases: tuple[str, ...], install: str) -> str:
-    """Return the version of a grammar library.
+    """Return the version of a grammar library; raise `OptionError` if it is not supported.
 
-    Parameters
-    ----------
-    name
-        Name of the library in messages.
-    package
-        Name of the library's distribution package.
-    releases
-        Supported versions. ``"1.9.x"`` means all versions that begin with ``"1.9."``.
-    install
-        Arguments of ``pip install`` for a supported version.
-
-    Raises
-    ------
-    OptionError
-        The library is not installed, or its version is not supported.
+    `package` is the library's distribution package. In `releases`, ``"1.9.x"`` means all versions
+    that begin with ``"1.9."``. `install` has the arguments of ``pip install`` for a supported
+    version.
     """
     try:
         found = importlib.metadata.version(package)
@@ -79,20 +67,9 @@ def ending_ids(
     grammar could otherwise reach a state in which no token is legal. Independently of the grammar,
     the device decides whether such a stop id ends the request.
 
-    Parameters
-    ----------
-    backend
-        Backend that creates the matcher.
-    compiled
-        Grammar of the matcher.
-    stop_ids
-        Stop ids of the request; None for the stop ids of the vocabulary.
-
-    Raises
-    ------
-    GrammarError
-        The grammar belongs to another backend, a stop id is outside the vocabulary, or all stop
-        ids have text.
+    Without `stop_ids`, the stop ids of the vocabulary apply. Raise `GrammarError` if the grammar
+    belongs to another backend, if a stop id is outside the vocabulary, or if all stop ids have
+    text.
     """
     if compiled.backend is not backend:
         raise GrammarError("matcher: the grammar was compiled for another vocabulary")

@@ -63,20 +63,9 @@ class Prepared(NamedTuple):
 def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
     """Resolve and check a grammar, and build its automaton. Runs in a child process.
 
-    Parameters
-    ----------
-    spec
-        The grammar.
-    special
-        Special tokens that are legal where tags contain their names: ids by name.
-    automata
-        Whether to build an automaton.
-
-    Raises
-    ------
-    GrammarError
-        LLGuidance refuses the grammar, or LLGuidance warns that it cannot enforce a part of the
-        grammar and the specification is not `partial`.
+    `special` contains the special tokens that are legal where tags contain their names: ids by
+    name. Raise `GrammarError` if LLGuidance refuses the grammar, or if LLGuidance warns that it
+    cannot enforce a part of the grammar and the specification is not `partial`.
     """
     grammar = resolve_for_backend(spec, "llguidance")
     if spec.kind == "json_schema" and not grammar.rules:
@@ -98,10 +87,8 @@ def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
 def load_native() -> str:
     """Load LLGuidance's C functions into the native worker and return LLGuidance's version.
 
-    Raises
-    ------
-    OptionError
-        LLGuidance is not installed, or the native worker does not support this release.
+    Raise `OptionError` if LLGuidance is not installed, or if the native worker does not support
+    this release.
     """
     require_release("LLGuidance", "llguidance", ("1.9.x",), "llguidance==1.9.1")
     try:

@@ -100,11 +100,8 @@ Node = Set | Sequence | Choice | Repeat | Rule
 def lark_grammar(text: str, root: str) -> str:
     """Return a Lark grammar that allows exactly the texts of an EBNF grammar.
 
-    Raises
-    ------
-    GrammarError
-        The grammar has a syntax error, an undefined rule or an extension of XGrammar, or its root
-        rule has no finite text.
+    Raise `GrammarError` if the grammar has a syntax error, an undefined rule or an extension of
+    XGrammar, or if its root rule has no finite text.
     """
     try:
         rules = _Parser(text).parse()
@@ -699,12 +696,8 @@ def _union(first: Ranges, second: Ranges) -> Ranges:
 class _Lexer:
     """Simulates the lexer with all terminals allowed at the same time.
 
-    Parameters
-    ----------
-    machines
-        Positions of the terminals.
-    following
-        Characters that can follow each terminal.
+    `machines` are the positions of the terminals, and `following` are the characters that can
+    follow each terminal.
     """
 
     def __init__(self, machines: dict[Node, _Positions], following: dict[Node, Ranges]):

@@ -69,10 +69,8 @@ def require_xgrammar() -> str:
 def library() -> Any:
     """Load XGrammar's library once and return the namespace of its types.
 
-    Raises
-    ------
-    OptionError
-        XGrammar is not installed, has an unsupported version, or cannot be loaded.
+    Raise `OptionError` if XGrammar is not installed, has an unsupported version, or cannot be
+    loaded.
     """
     require_xgrammar()
     try:
@@ -111,10 +109,8 @@ def _keep_signal_handler(number: int) -> Iterator[None]:
 def load_native() -> None:
     """Load XGrammar's methods into the native worker, which checks their version and signatures.
 
-    Raises
-    ------
-    OptionError
-        XGrammar cannot be loaded, or the native worker does not support this release.
+    Raise `OptionError` if XGrammar cannot be loaded, or if the native worker does not support this
+    release.
     """
     library()
     from tvm_ffi import libinfo
@@ -130,8 +126,8 @@ def load_native() -> None:
 def tokenizer_info(tokens: Sequence[bytes], size: int, stops: Sequence[int]) -> Any:
     """Return XGrammar's ``TokenizerInfo`` of a vocabulary.
 
-    XGrammar sorts the tokens, which takes about 0.1 s for 128k tokens. It accepts a stop id only if
-    there is a token with this id, so that empty tokens are added.
+    XGrammar sorts the tokens, which takes about 0.1 s for 128k tokens. XGrammar accepts a stop id
+    only if there is a token with this id, so ids without a token are padded with empty strings.
     """
     padding = [b""] * (max(stops, default=-1) + 1 - len(tokens))
     return library().TokenizerInfo([*tokens, *padding], _RAW, size, list(stops), False)
@@ -325,13 +321,9 @@ def add_vocabulary(fingerprint: str, *vocabulary: Any) -> None:
 def compiled_text(fingerprint: str, spec: Spec) -> str:
     """Resolve and compile a grammar, and return its compiled form as JSON text.
 
-    The text is several times as large as the compiled grammar in memory.
-
-    Raises
-    ------
-    GrammarError
-        XGrammar refuses the grammar, or XGrammar would enforce only a part of it and the
-        specification is not `partial`.
+    The text is several times as large as the compiled grammar in memory. Raise `GrammarError` if
+    XGrammar refuses the grammar, or if XGrammar would enforce only a part of it and the
+    specification is not `partial`.
     """
     grammar = resolve_for_backend(spec, "xgrammar")
     text = str(_compile(_vocabularies[fingerprint], grammar).serialize_json())

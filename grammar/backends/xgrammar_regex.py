@@ -23,20 +23,10 @@ _CONTROL_ESCAPES = "ae"  # control characters for XGrammar, but not in ECMA-262
 def convert_pattern(pattern: str, *, ecma: bool = False) -> str:
     """Return a regular expression that XGrammar reads with the usual meaning of `pattern`.
 
-    ``\\xHH`` becomes ``\\u00HH``, because XGrammar would read more than two digits.
-
-    Parameters
-    ----------
-    pattern
-        The regular expression.
-    ecma
-        Whether the pattern is part of a JSON schema, so that ECMA-262 defines its meaning.
-
-    Raises
-    ------
-    GrammarError
-        The pattern has an escape sequence that XGrammar would match literally, or an anchor that
-        XGrammar would ignore.
+    ``\\xHH`` becomes ``\\u00HH``, because XGrammar would read more than two digits. With `ecma`,
+    the pattern is part of a JSON schema, so that ECMA-262 defines its meaning. Raise
+    `GrammarError` if the pattern has an escape sequence that XGrammar would match literally, or an
+    anchor that XGrammar would ignore.
     """
     escapes = _ESCAPES if ecma else _ESCAPES + _CONTROL_ESCAPES
     pieces = _TOKEN.findall(pattern)
@@ -88,13 +78,7 @@ def _convert_escape(piece: str, pattern: str, escapes: str) -> str:
 
 
 def convert_patterns(schema: Any) -> None:
-    """Convert all patterns of a JSON schema in place.
-
-    Raises
-    ------
-    GrammarError
-        A pattern cannot be converted. See `convert_pattern`.
-    """
+    """Convert all patterns of a JSON schema in place; see `convert_pattern`."""
     for _, part in subschemas(schema):
         if isinstance(part.get("pattern"), str):
             part["pattern"] = convert_pattern(part["pattern"], ecma=True)

@@ -53,13 +53,7 @@ class _Compilation(NamedTuple):
 
 
 class _CompileQueue:
-    """A queue of compilations and the threads that take compilations from the queue.
-
-    Parameters
-    ----------
-    timeout_s
-        Time limit of one compilation, in seconds.
-    """
+    """Compilations that wait, the threads that take them, and their time limit."""
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s

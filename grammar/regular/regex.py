@@ -46,19 +46,9 @@ def lower_regex(
 ) -> Expression:
     """Return the expression of the texts that match a pattern from start to end.
 
-    Parameters
-    ----------
-    pattern
-        The pattern.
-    one_of
-        Returns the expression of one character of the given ranges.
-    classes
-        Characters of class escapes such as ``\\d``, by letter; by default, there are none.
-
-    Raises
-    ------
-    NotRegular
-        The pattern has syntax outside the supported part.
+    `one_of` returns the expression of one character of some ranges. `classes` contains the
+    characters of class escapes such as ``\\d``, by letter. Raise `NotRegular` if the pattern has
+    syntax outside the supported part.
     """
     return _Parser(pattern, one_of, classes or {}).parse()
 

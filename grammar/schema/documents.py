@@ -98,12 +98,7 @@ _SCHEMA_KEYWORDS = word_set(
 def subschemas(schema: Any, at: str = "#") -> list[tuple[str, SchemaObject]]:
     """Return all subschemas that are dicts, with their JSON pointers. Parents precede children.
 
-    Parameters
-    ----------
-    schema
-        Parsed JSON schema.
-    at
-        Pointer of `schema`.
+    `at` is the pointer of `schema`.
     """
     found: list[tuple[str, SchemaObject]] = []
     pending = [(at, schema)]

@@ -141,16 +141,9 @@ def _inferred_types(schema: SchemaObject) -> frozenset[str]:
 
 
 def _type_is_redundant(schema: SchemaObject, used: str) -> bool:
-    """Return whether ``type`` has no effect next to the keyword `used`.
+    """Return whether all values that the keyword `used` of a schema allows have one of its types.
 
-    This is the case if all values that `used` allows have one of the types.
-
-    Parameters
-    ----------
-    schema
-        A schema with ``type`` and the keyword `used`.
-    used
-        One of the keywords `_EXCLUSIVE`.
+    `used` is one of the keywords `_EXCLUSIVE`. The keyword ``type`` then has no effect.
     """
     types = types_of({"type": schema["type"]})
     if used in ("const", "enum"):

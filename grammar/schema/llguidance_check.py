@@ -53,10 +53,7 @@ _ASSERTION = re.compile(r"lookarounds not supported yet; (\w+) in regex (/.*/)",
 def document_text(schema: Any, whitespace: Whitespace) -> str:
     """Return a schema with options as the JSON text that LLGuidance compiles.
 
-    Raises
-    ------
-    GrammarError
-        The schema cannot be written as JSON.
+    Raise `GrammarError` if the schema cannot be written as JSON.
     """
     return json_text(with_options({"not": {}} if schema is False else schema, whitespace))
 
@@ -72,19 +69,9 @@ def text_error(text: str) -> str:
 
 
 def validate(text: str, limits: dict[str, Any] = _LIMITS) -> tuple[bool, list[str]]:
-    """Check a grammar with LLGuidance.
+    """Return whether LLGuidance refuses a grammar, and its error messages and warnings.
 
-    Parameters
-    ----------
-    text
-        The grammar in LLGuidance's JSON format.
-    limits
-        Arguments of ``LLParserLimits``.
-
-    Returns
-    -------
-    tuple
-        Whether LLGuidance refuses the grammar, and its error messages and warnings.
+    The grammar is in LLGuidance's JSON format. `limits` are arguments of ``LLParserLimits``.
     """
     from llguidance import LLMatcher, LLParserLimits  # type: ignore[import-not-found, unused-ignore]
 
@@ -97,15 +84,10 @@ def validate(text: str, limits: dict[str, Any] = _LIMITS) -> tuple[bool, list[st
 
 
 def schema_error(schema: Any, *, lenient: bool = False) -> str:
-    """Return LLGuidance's error for a schema; empty if it accepts the schema.
+    """Return LLGuidance's error for a parsed schema; empty if it accepts the schema.
 
-    Parameters
-    ----------
-    schema
-        Parsed JSON schema.
-    lenient
-        Whether LLGuidance ignores unsupported keywords instead of refusing them. If so, the lower
-        limits `_SMALL_LIMITS` apply.
+    With `lenient`, LLGuidance ignores unsupported keywords instead of refusing them, and the lower
+    limits `_SMALL_LIMITS` apply.
     """
     document = schema
     if schema is True:

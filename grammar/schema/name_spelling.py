@@ -57,11 +57,6 @@ def with_one_spelling(schema: Any) -> OneSpelling:
     sequences. If additional properties have a schema, or if the schema has patterns, this is not
     possible, because LLGuidance only accepts disjoint patterns. ``\u`` escapes are then disabled in
     all strings, which excludes the control characters that have no other escape sequence.
-
-    Parameters
-    ----------
-    schema
-        A schema that consists of keywords that LLGuidance enforces.
     """
     parts = subschemas(schema)
     found = [(pointer, part) for pointer, part in parts if _compares(part)]

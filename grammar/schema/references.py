@@ -23,16 +23,8 @@ def pointer_steps(pointer: str) -> list[str]:
 class References:
     """Local references of one schema document.
 
-    Parameters
-    ----------
-    root
-        The document.
-
-    Attributes
-    ----------
-    nested
-        Whether a subschema has a base URI of its own. If so, no reference of the document is
-        treated as local, because references inside the subschema may be relative to that URI.
+    If `nested` is set, a subschema has a base URI of its own. No reference of the document is then
+    treated as local, because references inside the subschema may be relative to that URI.
     """
 
     def __init__(self, root: Any):
@@ -65,10 +57,8 @@ class References:
     def resolve(self, reference: Any) -> Any:
         """Return the target of a reference.
 
-        Raises
-        ------
-        NoExactForm
-            The reference is not a local pointer, or its target does not exist.
+        Raise `NoExactForm` if the reference is not a local pointer, or if its target does not
+        exist.
         """
         pointer = self.pointer(reference)
         if pointer is None:
@@ -95,18 +85,9 @@ def replace_references(
 ) -> Any:
     """Return a copy of a part of a document in which some references are replaced.
 
-    Parameters
-    ----------
-    part
-        A schema, a list of schemas, or a map of schemas.
-    pointers
-        JSON pointers of the targets of these references.
-    references
-        References of the document.
-    replacement
-        Schema that replaces each subschema with such a reference.
-    is_map
-        Whether `part` is a map of schemas. The keys of a map are names and not keywords.
+    The part is a schema, a list of schemas or, with `is_map`, a map of schemas, whose keys are
+    names and not keywords. Each subschema that refers to one of the JSON pointers becomes
+    `replacement`.
     """
     if isinstance(part, list):
         return [replace_references(item, pointers, references, replacement) for item in part]

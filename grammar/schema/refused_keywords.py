@@ -137,13 +137,7 @@ def find_causes(
 
 
 class _Search:
-    """Search for the cause of LLGuidance's error in one schema.
-
-    Parameters
-    ----------
-    schema, rewrite, deadline
-        As for `find_causes`.
-    """
+    """Search for the cause of LLGuidance's error in one schema; arguments as for `find_causes`."""
 
     def __init__(self, schema: SchemaObject, rewrite: Callable[[Any], Rewritten], deadline: float):
         self._schema = schema
@@ -159,17 +153,8 @@ class _Search:
     def find(self, error: str, removed: Sequence[_Place]) -> tuple[_Place, str]:
         """Return a cause of an error, and the error message that refers to this cause.
 
-        Parameters
-        ----------
-        error
-            Error of the schema without the keywords `removed`.
-        removed
-            Causes that were found before.
-
-        Raises
-        ------
-        _NotFound
-            No cause was found.
+        `error` is the error of the schema without the causes `removed`, which were found before.
+        Raise `_NotFound` if no cause was found.
         """
         kind = _kind(error)
         for candidates in self._candidates(kind):
@@ -212,16 +197,11 @@ class _Search:
     def _narrow(
         self, kind: str, candidates: list[_Place], removed: list[_Place]
     ) -> tuple[_Place, list[_Place]]:
-        """Return one of the candidates that together cause an error.
+        """Return one of the candidates that together cause an error, and the removed keywords.
 
         If the removal of one half of the candidates ends the error, the search goes on in this
         half. Otherwise, the error has several causes. The search then removes one half and goes on
-        in the other half.
-
-        Returns
-        -------
-        tuple
-            The cause, and all keywords that were removed when the cause alone remained.
+        in the other half. At the end, the cause alone remains.
         """
         while len(candidates) > 1:
             middle = len(candidates) // 2

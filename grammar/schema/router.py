@@ -177,16 +177,11 @@ class _Checked(NamedTuple):
 def _closest_form(
     schema: Any, draft: int, whitespace: Whitespace, assert_formats: bool | None
 ) -> tuple[Rewritten, list[Reason], _Checked]:
-    """Return the closest form of a schema that LLGuidance accepts.
+    """Return the closest form of a schema that LLGuidance accepts, and why it is not exact.
 
     References to definitions that no finite value satisfies are replaced by ``false`` if LLGuidance
     refuses the definitions, or would begin a value that never ends. The pointers of the reasons
-    refer to the given schema.
-
-    Returns
-    -------
-    tuple
-        The closest form, the reasons why it is not exact, and LLGuidance's check of it.
+    refer to the given schema. The third result is LLGuidance's check of the closest form.
     """
     narrowed: tuple[Reason, ...] = ()
     impossible: frozenset[str] = frozenset()

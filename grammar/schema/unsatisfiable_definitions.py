@@ -24,14 +24,10 @@ _SHARED = ("$schema", "$id", "id", "$defs", "definitions")
 def impossible_definitions(document: SchemaObject) -> frozenset[str]:
     """Return the JSON pointers of definitions that are proved unsatisfiable.
 
-    A definition is in the result if it is unsatisfiable even after its references to definitions
-    that LLGuidance refuses are replaced by ``true``. After the references to the definitions in the
-    result are replaced by ``false``, another call may find further definitions.
-
-    Parameters
-    ----------
-    document
-        A rewritten schema document.
+    The document is a rewritten schema. A definition is in the result if it is unsatisfiable even
+    after its references to definitions that LLGuidance refuses are replaced by ``true``. After the
+    references to the definitions in the result are replaced by ``false``, another call may find
+    further definitions.
     """
     references = References(document)
     reached: set[str] = set()

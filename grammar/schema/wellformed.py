@@ -168,11 +168,8 @@ _FORM_OF_KEYWORD = {
 def check_schema(schema: Any) -> None:
     """Check that a parsed document is a JSON schema that a finite value can satisfy.
 
-    Raises
-    ------
-    GrammarError
-        A keyword has an invalid value, a reference has no target, or references make the schema
-        unsatisfiable. The message contains the JSON pointer and the keyword.
+    Raise `GrammarError` if a keyword has an invalid value, if a reference has no target, or if
+    references make the schema unsatisfiable. The message contains the JSON pointer and the keyword.
     """
     if not _is_schema(schema):
         raise GrammarError(
@@ -248,17 +245,11 @@ def finite_values(
 ) -> Callable[[Any], bool]:
     """Return a function that returns whether a finite value satisfies a schema of a document.
 
-    The function computes a least fixed point. A subschema has a finite value if everything that it
-    requires has a finite value: the target of its reference, the required properties and items,
-    every part of ``allOf``, and at least one part of ``anyOf`` and of ``oneOf``. All other keywords
-    are assumed to be satisfied.
-
-    Parameters
-    ----------
-    parts
-        All subschemas of the document, with their pointers. Parents precede children.
-    references
-        References of the document.
+    The function computes a least fixed point over all subschemas of the document, where parents
+    precede children. A subschema has a finite value if everything that it requires has a finite
+    value: the target of its reference, the required properties and items, every part of ``allOf``,
+    and at least one part of ``anyOf`` and of ``oneOf``. All other keywords are assumed to be
+    satisfied.
     """
     finite = {id(part): False for _, part in parts}
 

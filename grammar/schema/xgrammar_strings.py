@@ -46,14 +46,7 @@ def unsafe_strings(
 ) -> Iterator[UnsafeString]:
     """Yield the keywords with which XGrammar would write strings that are not JSON, or not exact.
 
-    Parameters
-    ----------
-    schema
-        Parsed JSON schema.
-    assert_formats
-        As in `graft.grammar.spec.Spec`.
-    raw
-        Whether the strings of the outermost object are written as plain text.
+    With `raw`, the strings of the outermost object are written as plain text.
     """
     if assert_formats is None:
         assert_formats = dialect(schema, 7) <= 7
@@ -79,12 +72,8 @@ def unsafe_strings(
 def without_unsafe_strings(schema: Any, assert_formats: bool | None) -> Any:
     """Remove the keywords with which XGrammar would write text that is not JSON, in place.
 
-    A length bound becomes a pattern, which allows no characters that need an escape.
-
-    Returns
-    -------
-    Any
-        The schema.
+    A length bound becomes a pattern, which allows no characters that need an escape. Returns the
+    schema.
     """
     for part, keyword, pattern, reason in list(unsafe_strings(schema, assert_formats)):
         if keyword == "patternProperties":

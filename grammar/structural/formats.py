@@ -44,15 +44,10 @@ class LoweringError(Exception):
 
 
 class TriggerLookup:
-    """Finds the triggers that a text begins with.
+    """Finds the triggers that a text begins with. Equal triggers count separately.
 
     The time does not depend on the number of triggers, only on the text's length and on the number
     of different lengths of triggers.
-
-    Parameters
-    ----------
-    triggers
-        The triggers. Equal triggers count separately.
     """
 
     def __init__(self, triggers: Iterable[str]):
@@ -78,21 +73,11 @@ class _Field(NamedTuple):
 
 
 def parse_format(value: Any, path: str = "format", depth: int = 0) -> Format:
-    """Check a format and return it with the default values of absent fields.
+    """Check a format, given as parsed JSON, and return it with the default values of absent fields.
 
-    Parameters
-    ----------
-    value
-        The format, as parsed JSON.
-    path
-        Place of the format in the request, for error messages.
-    depth
-        Number of formats that contain this one.
-
-    Raises
-    ------
-    GrammarError
-        A field is missing, unknown or invalid. The message starts with the place of the format.
+    `path` is the place of the format in the request, and `depth` the number of formats that contain
+    it. Raise `GrammarError` if a field is missing, unknown or invalid. The message starts with the
+    place.
     """
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise _error(path, f"must be an object with a type, got {_short(value)}")
@@ -125,10 +110,8 @@ def parse_format(value: Any, path: str = "format", depth: int = 0) -> Format:
 def convert_format(form: Format, convert: Callable[[Format], Format]) -> Format:
     """Return a format in which `convert` has replaced each format, the innermost ones first.
 
-    Raises
-    ------
-    GrammarError
-        `convert` raised `LoweringError`. The message starts with the place of the format.
+    If `convert` raises `LoweringError`, the function raises `GrammarError` with the place of the
+    format.
     """
     converted = dict(form)
     for name, value in form.items():

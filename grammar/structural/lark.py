@@ -33,23 +33,12 @@ _ANY = "/(?s:.*)/"
 
 
 def lark_text(form: Format, whitespace: Whitespace, special: Mapping[str, int] = NO_TOKENS) -> str:
-    """Return a Lark grammar that allows exactly the texts of a structural format.
+    """Return a Lark grammar that allows exactly the texts of a parsed format with routed schemas.
 
-    Parameters
-    ----------
-    form
-        The format, as `parse_format` returns it. Its schemas have been routed for LLGuidance.
-    whitespace
-        White space between JSON tokens, as in `graft.grammar.spec.Spec`.
-    special
-        Ids of special tokens by name. In the begin, end and trigger texts of tags, a special token
-        is legal instead of its name. If no exact grammar with these tokens is known, only the
-        names are legal.
-
-    Raises
-    ------
-    GrammarError
-        The format has a part for which no exact grammar is known.
+    `special` contains ids of special tokens by name. In the begin, end and trigger texts of tags, a
+    special token is legal instead of its name. If no exact grammar with these tokens is known, only
+    the names are legal. Raise `GrammarError` if no exact grammar is known for a part of the
+    format.
     """
     if special:
         try:
@@ -60,12 +49,9 @@ def lark_text(form: Format, whitespace: Whitespace, special: Mapping[str, int] =
 
 
 def split_names(text: str, names: Mapping[str, int]) -> list[tuple[str, bool]]:
-    """Split a text into names of tokens and other parts. The longest names are searched first.
+    """Split a text into parts that are not empty, each with whether it is a name of a token.
 
-    Returns
-    -------
-    list of tuple
-        Parts of the text in order. Each tuple is a part that is not empty and whether it is a name.
+    The longest names are searched first.
     """
     if not names:
         return [(text, False)] if text else []

@@ -154,10 +154,7 @@ class Joiner:
     def sequence(self, pieces: Sequence[Piece]) -> Piece:
         """Return the piece that matches several pieces one after the other.
 
-        Raises
-        ------
-        LoweringError
-            The lexer could not see where one of the pieces ends.
+        Raise `LoweringError` if the lexer could not see where one of the pieces ends.
         """
         pieces = [piece for piece in pieces if piece.text != '""'] or [constant("")]
         groups = self._groups(pieces)
@@ -215,10 +212,8 @@ class Joiner:
     def alternatives(self, pieces: Sequence[Piece], name: str, *, check: bool = True) -> Piece:
         """Return the piece that matches one of several pieces.
 
-        Raises
-        ------
-        LoweringError
-            `check` is set, and the lexer could not see which of the pieces a text begins with.
+        With `check`, raise `LoweringError` if the lexer could not see which piece a text begins
+        with.
         """
         if len(pieces) == 1:
             return pieces[0]

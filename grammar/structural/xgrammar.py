@@ -30,15 +30,10 @@ def check_xgrammar_format(form: Format) -> None:
 def xgrammar_format(
     form: Format, schema_rules: Callable[[Format], str], regex_rules: Callable[[str], str]
 ) -> dict[str, Any]:
-    """Return a format in the JSON form that XGrammar reads.
+    """Return a parsed format in the JSON form that XGrammar reads.
 
-    Parameters
-    ----------
-    form
-        The format, as `parse_format` returns it.
-    schema_rules, regex_rules
-        Functions that return the EBNF rules of a ``json_schema`` and of a pattern. XGrammar would
-        itself allow any white space in JSON, and read some patterns differently.
+    `schema_rules` and `regex_rules` return the EBNF rules of a ``json_schema`` and of a pattern.
+    XGrammar would itself allow any white space in JSON, and read some patterns differently.
     """
 
     def convert(part: Format) -> Format:

@@ -394,13 +394,7 @@ def _spawn(
 
 
 class ProcessPool:
-    """A pool of reusable child processes. Thread-safe.
-
-    Parameters
-    ----------
-    preload
-        As in `ChildProcess`.
-    """
+    """A pool of reusable child processes, with `preload` as in `ChildProcess`. Thread-safe."""
 
     def __init__(self, preload: tuple[str, ...] = ()):
         self._preload = preload
@@ -434,21 +428,10 @@ class ProcessPool:
             child.close()
 
     def call(self, call: Call, timeout_s: float | None = None) -> Any:
-        """Run a call in a process of the pool and return its result.
+        """Run a call in a process of the pool and return its result; see `ChildProcess.call`.
 
-        Concurrent calls run in different processes.
-
-        Parameters
-        ----------
-        call
-            The function and its arguments.
-        timeout_s
-            Time limit in seconds; None for `TIMEOUT_S`.
-
-        Raises
-        ------
-        Refusal, ChildTimeout, ChildUnavailable, ChildLost
-            As `ChildProcess.call`.
+        Concurrent calls run in different processes. Without `timeout_s`, the time limit is
+        `TIMEOUT_S`.
         """
         child = self.acquire()
         try:

@@ -115,12 +115,9 @@ class ProcessClock:
 
 
 def memory_of(pid: int) -> tuple[int, int]:
-    """Return the address space and the resident memory of a process, in bytes; 0 if it has ended.
+    """Return the address space and the resident memory of a child process, in bytes.
 
-    Parameters
-    ----------
-    pid
-        Process id of a child that has not been reaped.
+    Both are 0 if the process has ended. The process must not have been reaped.
     """
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as statm:

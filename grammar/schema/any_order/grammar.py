@@ -99,16 +99,7 @@ def _locate(schema: Any, errors: list[NoExactForm], prefix: str) -> Reasons:
     """Convert errors to reasons, each with the pointer of the subschema that probably caused it.
 
     A `NoExactForm` error names a keyword but no subschema. The subschema with the largest
-    `_size_of_cause` is assumed to be the cause.
-
-    Parameters
-    ----------
-    schema
-        The document.
-    errors
-        The errors.
-    prefix
-        Text at the start of each explanation.
+    `_size_of_cause` is assumed to be the cause. `prefix` begins each explanation.
     """
     parts = subschemas(schema) if errors else []
     reasons = []
@@ -139,19 +130,10 @@ def _size_of_cause(part: SchemaObject, error: NoExactForm) -> int:
 
 
 class _RuleBuilder:
-    """Builds the rules of one document.
+    """Builds the rules of one document from its JSON parts.
 
     There is one rule per conjunction of schemas, that is, per set of schemas that must all hold.
-
-    Parameters
-    ----------
-    json_parts
-        JSON parts of the document.
-
-    Attributes
-    ----------
-    ordered, excluded
-        Errors that `any_order_grammar` converts to its return values ``ordered`` and ``excluded``.
+    `any_order_grammar` returns the errors in `ordered` and `excluded` as reasons.
     """
 
     def __init__(self, json_parts: JsonParts):
@@ -240,14 +222,9 @@ class _RuleBuilder:
             raise NoExactForm(_WHOLE, "the grammar would be too large")
 
     def _shared_rule(self, body: str, name: str = "") -> str:
-        """Return the name of the rule with this body. If there is no such rule, define a rule.
+        """Return the name of the rule with this body. If there is no such rule, define it.
 
-        Parameters
-        ----------
-        body
-            Body of the rule.
-        name
-            Name for a rule that is defined; empty to create a name.
+        A new rule gets the given name, or else a name that is not in use.
         """
         if body not in self._name_of_body:
             self._name_of_body[body] = name or self._new_name("r")
@@ -276,17 +253,10 @@ class _RuleBuilder:
         return self._plain(parts)
 
     def _union(self, options: list[Any], rest: Conjuncts) -> str | None:
-        """Return the body of the rule of ``anyOf`` in a conjunction.
+        """Return the body of the rule of a conjunction of ``anyOf`` and the schemas `rest`.
 
         The rule has one alternative per option. Each alternative is the conjunction of the option
-        and the schemas `rest`.
-
-        Parameters
-        ----------
-        options
-            Options of the ``anyOf``.
-        rest
-            The other schemas of the conjunction.
+        and `rest`.
         """
         if len(options) > _MAX_OPTIONS:
             raise NoExactForm("anyOf", f"more than {_MAX_OPTIONS} options ({len(options)})")

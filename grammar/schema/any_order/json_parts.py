@@ -41,22 +41,11 @@ _StripKey = tuple[int, tuple[str, ...]]  # id of a schema object, removed keywor
 
 
 class JsonParts:
-    """JSON parts of one schema document.
+    """JSON parts of the schema document `root`.
 
-    Parameters
-    ----------
-    root
-        The document.
-    whitespace
-        As in `Spec`.
-    check_satisfiable
-        Whether the method `json_part` checks with LLGuidance that each JSON part is satisfiable.
-        The checks take time.
-
-    Attributes
-    ----------
-    excluded
-        Errors that name the valid values that the JSON parts exclude.
+    With `check_satisfiable`, the method `json_part` checks with LLGuidance that each JSON part is
+    satisfiable, which takes time. The errors in `excluded` name the valid values that the JSON
+    parts exclude.
     """
 
     def __init__(self, root: Any, whitespace: Whitespace, check_satisfiable: bool):
@@ -96,15 +85,7 @@ class JsonParts:
     def conjuncts(self, parts: Conjuncts) -> tuple[SchemaObject, ...] | None:
         """Return the distinct schemas of a conjunction, with each ``allOf`` expanded.
 
-        Parameters
-        ----------
-        parts
-            Schemas that must all hold.
-
-        Returns
-        -------
-        tuple or None
-            The schemas without annotations; None if one of the schemas is ``false``.
+        The result contains no annotations. It is None if one of the schemas is ``false``.
         """
         found: dict[int, SchemaObject] = {}
         pending = list(reversed(parts))
@@ -129,19 +110,10 @@ class JsonParts:
         return has_orders(part) or any(map(self.has_orders, self._inner(part)))
 
     def json_part(self, parts: Conjuncts, types: frozenset[str] | None = None) -> str | None:
-        """Return a conjunction of schemas as a ``%json`` expression.
+        """Return a conjunction of schemas as a ``%json`` expression; None if it is unsatisfiable.
 
-        Parameters
-        ----------
-        parts
-            Schemas that must all hold.
-        types
-            JSON types that the values may have; None if they may have any type.
-
-        Returns
-        -------
-        str or None
-            The ``%json`` expression; None if the conjunction is known to be unsatisfiable.
+        Unsatisfiable conjunctions that are not known to be unsatisfiable have an expression.
+        `types` are the JSON types that the values may have; by default, they may have any type.
         """
         reached: dict[str, None] = {}
         copies = [self._copy(part, reached) for part in parts]
@@ -213,14 +185,8 @@ class JsonParts:
     def _copy(self, part: Any, reached: dict[str, None]) -> Any:
         """Return a copy of a schema without annotations.
 
-        The references in the copy refer to the definitions of the JSON part.
-
-        Parameters
-        ----------
-        part
-            The schema.
-        reached
-            JSON pointers that references refer to. The method adds the pointers in `part`.
+        The references in the copy refer to the definitions of the JSON part. The method adds the
+        JSON pointers that the references refer to, to `reached`.
         """
         if not isinstance(part, dict):
             return part

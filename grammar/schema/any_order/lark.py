@@ -55,12 +55,8 @@ def pattern_key(pattern: str) -> str:
     """Return a regular expression of the keys that contain a match of `pattern`.
 
     The regular expression matches the key with its quotes. It matches no keys with escape
-    sequences.
-
-    Raises
-    ------
-    NoExactForm
-        The pattern has an anchor that is not at the start or end of one of its alternatives.
+    sequences. Raise `NoExactForm` if an anchor is not at the start or end of an alternative of the
+    pattern.
     """
     alternatives = [""]
     depth = 0
@@ -81,12 +77,7 @@ def pattern_key(pattern: str) -> str:
 def _containing(alternative: str, pattern: str) -> str:
     """Return a regular expression of the texts that contain a match of `alternative`.
 
-    Parameters
-    ----------
-    alternative
-        One of the alternatives of `pattern`.
-    pattern
-        The whole pattern, for error messages.
+    `pattern` is the whole pattern, for error messages.
     """
     pieces = _PATTERN_PIECE.findall(alternative)
     at_start = pieces[:1] == ["^"]
@@ -109,13 +100,8 @@ def regex(expression: str) -> str:
 def separators(options: dict[str, Any]) -> str:
     """Return the Lark definitions of the terminals between JSON values, such as ``COMMA``.
 
-    ``%json`` allows no white space before a value. If the options allow a varying layout, the
-    terminals that precede a value therefore include white space.
-
-    Parameters
-    ----------
-    options
-        Options of ``%json``, as returned by `json_options`.
+    ``%json`` allows no white space before a value. If the options, which `json_options` returns,
+    allow a varying layout, the terminals that precede a value therefore include white space.
     """
     space = r"[\x20\x0A\x0D\x09]"
     if options["whitespace_flexible"]:
@@ -135,14 +121,9 @@ def separators(options: dict[str, Any]) -> str:
 
 
 def array_body(item: str | None, low: int, high: int | None) -> str:
-    """Return the body of the rule of an array.
+    """Return the body of the rule of an array of `low` to `high` items; `high` may be None.
 
-    Parameters
-    ----------
-    item
-        Name of the rule of the items; None if no item is possible, so that the array is empty.
-    low, high
-        Minimum and maximum number of items; `high` is None if there is no maximum.
+    `item` is the rule of the items; None if no item is possible, so that the array is empty.
     """
     if item is None or high == 0:
         return 'OPEN "]"'
@@ -175,17 +156,11 @@ class Pairs(NamedTuple):
 def object_rules(name: str, pairs: Pairs) -> dict[str, str]:
     """Return the rules of an object, as a dict from rule head to rule body.
 
-    Consecutive pairs with keys that the schema does not name form a run. Only a named key or the
-    end of the object may follow a run, so that the grammar is unambiguous. The closing brace
-    belongs to the rules that follow a pair and not to the rule of the object. The parser then does
-    not have to complete a rule at the end of each pair.
-
-    Parameters
-    ----------
-    name
-        Name of the object's rule, which is the prefix of the names of the other rules.
-    pairs
-        The key-value pairs that the object may contain.
+    The name of the object's rule begins the names of the other rules. Consecutive pairs with keys
+    that the schema does not name form a run. Only a named key or the end of the object may follow a
+    run, so that the grammar is unambiguous. The closing brace belongs to the rules that follow a
+    pair and not to the rule of the object. The parser then does not have to complete a rule at the
+    end of each pair.
     """
     count = len(pairs.names)
     required = pairs.required

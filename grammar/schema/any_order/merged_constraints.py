@@ -75,10 +75,8 @@ class ArrayShape(NamedTuple):
 def merge_objects(parts: Conjuncts) -> ObjectShape:
     """Return the combined constraints of schemas on objects.
 
-    Raises
-    ------
-    NoExactForm
-        A schema limits the number of properties, or two schemas have different patterns.
+    Raise `NoExactForm` if a schema limits the number of properties, or if two schemas have
+    different patterns.
     """
     parts = tuple(part for part in parts if OBJECTS & part.keys())
     for part in parts:
@@ -131,10 +129,8 @@ def _property_schemas(part: SchemaObject, name: str) -> list[Any]:
 def _matches(pattern: str, name: str) -> bool:
     """Return whether a property name contains a match of `pattern`.
 
-    Raises
-    ------
-    NoExactForm
-        The pattern is not valid for Python's ``re``, or the search takes too long.
+    Raise `NoExactForm` if the pattern is not valid for Python's ``re``, or if the search takes too
+    long.
     """
     try:
         if _UNSUPPORTED_ESCAPE.search(pattern):
@@ -149,10 +145,7 @@ def _matches(pattern: str, name: str) -> bool:
 def merge_arrays(parts: Conjuncts) -> ArrayShape:
     """Return the combined constraints of schemas on arrays.
 
-    Raises
-    ------
-    NoExactForm
-        Individual items have different schemas.
+    Raise `NoExactForm` if individual items have different schemas.
     """
     parts = tuple(part for part in parts if ARRAYS & part.keys())
     for part in parts:

@@ -39,13 +39,6 @@ class Disjointness:
     comparison does not prove that they are disjoint, LLGuidance checks whether their intersection
     is unsatisfiable. The proofs are incomplete, so schemas that are not proved disjoint may still
     be disjoint.
-
-    Parameters
-    ----------
-    root
-        The document.
-    references
-        References of the document.
     """
 
     def __init__(self, root: Any, references: References):
@@ -59,14 +52,7 @@ class Disjointness:
     def proved(self, one: Any, other: Any, base: Any = True, types: JsonTypes = JSON_TYPES) -> bool:
         """Return whether two schemas are provably disjoint.
 
-        Parameters
-        ----------
-        one, other
-            The schemas.
-        base
-            Only values that satisfy this schema are considered.
-        types
-            Only values of these JSON types are considered.
+        Only values of the JSON types `types` that satisfy the schema `base` are considered.
         """
         if self._are_apart(one, other, types, _MAX_DEPTH):
             return True

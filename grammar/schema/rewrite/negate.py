@@ -79,15 +79,7 @@ Names = frozenset[str] | None
 
 
 class Negation:
-    """Complements of the schemas of one document.
-
-    Parameters
-    ----------
-    references
-        References of the document.
-    draft
-        JSON schema draft of the document: 3, 4, 6, 7, 2019 or 2020.
-    """
+    """Complements of the schemas of one document, whose draft is 3, 4, 6, 7, 2019 or 2020."""
 
     def __init__(self, references: References, draft: int):
         self._references = references
@@ -99,19 +91,9 @@ class Negation:
     def complement(self, schema: Any, types: JsonTypes = JSON_TYPES, names: Names = None) -> Any:
         """Return a schema that allows exactly the values that `schema` does not allow.
 
-        Parameters
-        ----------
-        schema
-            The schema to negate.
-        types
-            JSON types of the values for which the result must be correct.
-        names
-            Names of all properties that objects can have; None if they can have any name.
-
-        Raises
-        ------
-        NoExactForm
-            JSON schema cannot express the complement.
+        The result must be correct for values of the JSON types `types`. `names` are all properties
+        that objects can have; None if they can have any name. Raise `NoExactForm` if JSON schema
+        cannot express the complement.
         """
         if isinstance(schema, bool):
             return not schema

@@ -59,15 +59,8 @@ def normalize(
 ) -> SchemaObject | bool:
     """Return a normalized copy of a schema document; False if it has the form of ``false``.
 
-    Parameters
-    ----------
-    root
-        The document.
-    draft
-        JSON schema draft of the document: 3, 4, 6, 7, 2019 or 2020.
-    impossible
-        JSON pointers of subschemas that no value satisfies. References to them are replaced by
-        ``false``.
+    References to the JSON pointers `impossible`, which no value satisfies, are replaced by
+    ``false``.
     """
     root = _without_ignored(root, draft, is_map=False)
     if not References(root).nested:
@@ -103,14 +96,8 @@ def _remove_idle_contains(part: SchemaObject) -> None:
 def _without_ignored(part: Any, draft: int, is_map: bool) -> Any:
     """Return a copy of a part of the document without the keywords that the draft ignores.
 
-    Parameters
-    ----------
-    part
-        A schema, a list of schemas, or a map of schemas.
-    draft
-        Draft of the document.
-    is_map
-        Whether `part` is a map of schemas. The keys of a map are names and not keywords.
+    The part is a schema, a list of schemas or, with `is_map`, a map of schemas, whose keys are
+    names and not keywords.
     """
     if isinstance(part, list):
         return [_without_ignored(item, draft, is_map=False) for item in part]
@@ -182,31 +169,12 @@ def _replace_unevaluated_properties(
 def _evaluated_names(
     part: Any, references: References, ignored: tuple[str, ...], ancestors: list[Any]
 ) -> Names | None:
-    """Return the property names and patterns that a schema evaluates for every value.
+    """Return the property names and patterns that a schema evaluates; None for all properties.
 
-    In JSON schema, a property is evaluated if a keyword such as ``properties`` applies to it.
-
-    Parameters
-    ----------
-    part
-        The schema.
-    references
-        References of the document.
-    ignored
-        Keywords of `part` that are not considered.
-    ancestors
-        Schemas that contain or refer to `part`. A reference to one of these schemas is recursive
-        and adds no names.
-
-    Returns
-    -------
-    tuple or None
-        The names and the patterns; None if all properties are evaluated.
-
-    Raises
-    ------
-    NoExactForm
-        The names depend on the value.
+    In JSON schema, a property is evaluated if a keyword such as ``properties`` applies to it. The
+    keywords `ignored` of `part` are not considered. `ancestors` are the schemas that contain or
+    refer to `part`: a reference to one of them is recursive and adds no names. Raise `NoExactForm`
+    if the names depend on the value.
     """
     if not isinstance(part, dict) or any(part is one for one in ancestors):
         return {}, {}

@@ -85,19 +85,10 @@ class Numbers:
         return [value for value in values if self._is_written(value)]
 
     def restrict(self, schema: SchemaObject, types: JsonTypes) -> Restricted:
-        """Return the bounds and the ``multipleOf`` of a schema in an exact form.
+        """Return the bounds and the ``multipleOf`` of a schema of any draft in an exact form.
 
-        Parameters
-        ----------
-        schema
-            The schema, of any draft.
-        types
-            JSON types of the schema's values.
-
-        Raises
-        ------
-        NoExactForm
-            No exact form is known.
+        `types` are the JSON types of the schema's values. Raise `NoExactForm` if no exact form is
+        known.
         """
         keywords = {key: schema[key] for key in (*BOUNDS, "multipleOf") if key in schema}
         step = None

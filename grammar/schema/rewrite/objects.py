@@ -26,24 +26,14 @@ def dependencies(value: Any, required: list[str], objects_only: bool) -> list[An
     """Return schemas whose intersection is equivalent to ``dependencies``.
 
     The function also handles ``dependentRequired`` and ``dependentSchemas``, the successors of
-    ``dependencies``. The dependency of a required property applies to all objects. Every other
-    dependency is replaced by a union, because either the property is absent, or the property is
-    present and its dependency holds. Properties that depend on each other share one union.
+    ``dependencies``. `value` contains the dependency of each property: a schema, or the names of
+    properties that must be present. The dependency of a required property applies to all objects.
+    Every other dependency is replaced by a union, because either the property is absent, or the
+    property is present and its dependency holds. Properties that depend on each other share one
+    union.
 
-    Parameters
-    ----------
-    value
-        Value of the keyword: the dependency of each property, by name. A dependency is a schema or
-        a list of names of properties that must be present.
-    required
-        Names of the required properties.
-    objects_only
-        Whether all values are objects. Other values need no required property.
-
-    Raises
-    ------
-    NoExactForm
-        There are too many unions.
+    With `objects_only`, all values are objects; other values need no required property. Raise
+    `NoExactForm` if there are too many unions.
     """
     name_lists: dict[str, list[str]] = {}
     parts: list[Any] = []
@@ -68,12 +58,7 @@ def dependencies(value: Any, required: list[str], objects_only: bool) -> list[An
 def _required_together(name_lists: dict[str, list[str]], required: set[str]) -> list[Any]:
     """Return schemas that replace the dependencies whose values are lists of names.
 
-    Parameters
-    ----------
-    name_lists
-        For each property, the names of the properties that must be present if it is present.
-    required
-        Names of the required properties.
+    `name_lists` contains, for each property, the properties that must be present if it is present.
     """
     # Each key is a set of properties. Its value consists of two lists: the properties of the set,
     # and those of its properties whose presence requires the whole set.
@@ -96,24 +81,12 @@ def _required_together(name_lists: dict[str, list[str]], required: set[str]) -> 
 
 
 def property_names(names: Any, schema: SchemaObject) -> SchemaObject:
-    """Return the keywords that replace ``propertyNames`` in an object schema.
+    """Return the keywords that replace ``propertyNames: names`` in an object schema.
 
     The result contains new values of ``properties``, ``patternProperties`` and
-    ``additionalProperties``. If ``propertyNames`` allows no name, the result is
-    ``maxProperties: 0``.
-
-    Parameters
-    ----------
-    names
-        Value of ``propertyNames``.
-    schema
-        The object schema.
-
-    Raises
-    ------
-    NoExactForm
-        No pattern is known for the names, or the object schema has ``patternProperties``, so that
-        two patterns would have to be intersected.
+    ``additionalProperties``. If `names` allows no name, the result is ``maxProperties: 0``. Raise
+    `NoExactForm` if no pattern is known for the names, or if the object schema has
+    ``patternProperties``, so that two patterns would have to be intersected.
     """
     if names is True or names == {}:
         return {}
@@ -178,25 +151,13 @@ def _name_pattern(names: Any, excluded: Collection[str] = ()) -> str:
 def property_count(schema: SchemaObject) -> tuple[list[Any] | None, bool]:
     """Return schemas whose union is equivalent to ``minProperties`` and ``maxProperties``.
 
-    The union has one option for each set of optional properties that may be present together. The
-    same unlisted name may occur twice in an object. At most one unlisted property is therefore
-    counted.
+    The second result is whether the schemas exclude valid objects. The union has one option for
+    each set of optional properties that may be present together. The same unlisted name may occur
+    twice in an object. At most one unlisted property is therefore counted.
 
-    Parameters
-    ----------
-    schema
-        An object schema with at least one of the two keywords.
-
-    Returns
-    -------
-    tuple
-        The schemas, and whether they exclude valid objects. The list is empty if the bounds always
-        hold. It is None if no listed property is optional. The two keywords can then be kept.
-
-    Raises
-    ------
-    NoExactForm
-        There are too many combinations, or several properties without a listed name are necessary.
+    The list is empty if the bounds always hold. It is None if no listed property is optional, so
+    that the two keywords can be kept. Raise `NoExactForm` if there are too many combinations, or
+    if several properties without a listed name are necessary.
     """
     low = int(schema.get("minProperties", 0))
     high = schema.get("maxProperties")
@@ -266,24 +227,11 @@ def _check_combinations(count: int) -> None:
 
 
 def distinct(schema: SchemaObject, values: list[Any] | None) -> list[Any] | None:
-    """Return schemas whose union is equivalent to ``uniqueItems: true`` for arrays.
+    """Return schemas whose union is equivalent to ``uniqueItems: true``; None if it has no effect.
 
-    Parameters
-    ----------
-    schema
-        The array schema.
-    values
-        All values that an item can have; None if the schema of the items is not an ``enum``.
-
-    Returns
-    -------
-    list or None
-        The schemas; None if the keyword has no effect.
-
-    Raises
-    ------
-    NoExactForm
-        The values are not listed, or there are too many arrays of distinct values.
+    `values` are all values that an item can have; None if the schema of the items is not an
+    ``enum``. Raise `NoExactForm` if the values are not listed, or if there are too many arrays of
+    distinct values.
     """
     max_items = schema.get("maxItems")
     if max_items is not None and max_items <= 1:
@@ -306,26 +254,12 @@ def distinct(schema: SchemaObject, values: list[Any] | None) -> list[Any] | None
 
 
 def contains(part: Any, schema: SchemaObject, prefix: str) -> list[Any]:
-    """Return schemas whose union is equivalent to ``contains`` for arrays.
+    """Return schemas whose union is equivalent to ``contains: part`` for arrays.
 
     The required items can be at different positions of the array. There is one schema for each set
-    of positions.
-
-    Parameters
-    ----------
-    part
-        Value of the keyword: the schema that the required items must satisfy.
-    schema
-        The array schema.
-    prefix
-        Keyword that holds the schemas of the first items in the document's draft:
-        ``"prefixItems"`` or ``"items"``.
-
-    Raises
-    ------
-    NoExactForm
-        The array schema has no ``maxItems`` or has ``maxContains``, or there are too many sets of
-        positions.
+    of positions. `prefix` is the keyword for the schemas of the first items in the document's
+    draft: ``"prefixItems"`` or ``"items"``. Raise `NoExactForm` if the array schema has no
+    ``maxItems`` or has ``maxContains``, or if there are too many sets of positions.
     """
     min_contains = int(schema.get("minContains", 1))
     max_items = schema.get("maxItems")

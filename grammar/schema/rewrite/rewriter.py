@@ -155,15 +155,8 @@ class Rewriter:
     def rewrite(self, schema: Any, at: str, types: JsonTypes) -> Any:
         """Return the rewritten form of a schema, and report the parts without an exact form.
 
-        Parameters
-        ----------
-        schema
-            The schema.
-        at
-            JSON pointer of the schema.
-        types
-            JSON types of the values that the schema applies to. For values of other types, the
-            result need not be equivalent to the schema.
+        `at` is the JSON pointer of the schema. For values of other JSON types than `types`, the
+        result need not be equivalent to the schema.
         """
         if isinstance(schema, bool):
             return schema
@@ -181,14 +174,9 @@ class Rewriter:
         return _add_conjuncts(site.out, [part for part in site.extra if part is not True])
 
     def rewrite_exactly(self, schema: Any, at: str, types: JsonTypes) -> Any:
-        """Return the rewritten form of a schema that a rule has created.
+        """Return the rewritten form of a schema that a rule has created; see `rewrite`.
 
-        The method has the same parameters as `rewrite`.
-
-        Raises
-        ------
-        NoExactForm
-            A part of the schema has no exact form.
+        Raise `NoExactForm` if a part of the schema has no exact form.
         """
         lost_before = len(self.lost)
         new = self.rewrite(schema, at, types)

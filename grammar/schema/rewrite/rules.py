@@ -106,26 +106,10 @@ def _exclusive_options(
 ) -> tuple[list[Any], list[Reason]]:
     """Restrict each option of a ``oneOf`` to the values that no other option allows.
 
-    Parameters
-    ----------
-    rewriter
-        Rewriter of the document.
-    options
-        Original options of the ``oneOf``.
-    rewritten
-        Rewritten options of the ``oneOf``.
-    overlaps
-        Indices of the options that may overlap with each option, as returned by `_overlaps`.
-    base
-        The other keywords of the subschema, which hold in addition to each option.
-    site
-        The subschema with the ``oneOf``.
-
-    Returns
-    -------
-    tuple
-        The restricted options, without unsatisfiable options, and a reason for each group of valid
-        values that the options leave out.
+    `overlaps` contains the indices of the options that may overlap with each option, and `base` the
+    other keywords of the subschema, which hold in addition to each option. The result are the
+    restricted options, without unsatisfiable options, and a reason for each group of valid values
+    that the options leave out.
     """
     exclusive: list[Any] = []
     narrowed: list[Reason] = []
@@ -168,25 +152,11 @@ def _exclude(
 ) -> Any:
     """Return the restriction of one option of a ``oneOf`` to the values that another excludes.
 
-    The caller combines the option with the result. The result may therefore allow or exclude
-    values that do not satisfy the option.
-
-    Parameters
-    ----------
-    rewriter
-        Rewriter of the document.
-    pair
-        The option that is restricted, and the other option.
-    base
-        Schema that values must satisfy in addition to the options.
-    types
-        JSON types of the values that satisfy the option. The result does not restrict the types
-        for which the two options are disjoint.
-    names
-        Names of all properties that objects can have; None if they can have any name.
-    omitted
-        List of errors. If a part of the other option's complement cannot be expressed, the result
-        lacks this part, and the function appends the error.
+    The caller combines the first option of `pair` with the result. The result may therefore allow
+    or exclude values that do not satisfy the option or the schema `base`. It does not restrict the
+    JSON types for which the two options are disjoint. `names` are all properties that objects can
+    have; None if they can have any name. If a part of the other option's complement cannot be
+    expressed, the result lacks this part, and the function appends the error to `omitted`.
     """
 
     def complement(types: JsonTypes) -> Any:
