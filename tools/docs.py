@@ -54,7 +54,7 @@ def prepare(module: ModuleType, submodules: Sequence[str]) -> None:
     module that defines the names in the annotations.
     """
     if submodules:
-        module.__all__ = [*getattr(module, "__all__", ()), *submodules]
+        vars(module)["__all__"] = [*getattr(module, "__all__", ()), *submodules]
     for value in vars(module).values():
         if isinstance(value, type) and issubclass(value, tuple) and hasattr(value, "_fields"):
             value.__new__.__annotations__ = get_type_hints(value)

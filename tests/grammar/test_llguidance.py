@@ -160,9 +160,10 @@ def schema(value: object) -> GrammarSpec:
     "spec, value",
     [
         (schema(BOUNDED), "what is it"),
-        (schema(OPTIONS), {"p2050": 2050}),
+        pytest.param(schema(OPTIONS), {"p2050": 2050}, marks=pytest.mark.full),
         (schema(OPTIONAL), {"p3": 1, "p800": 2, "p899": 3}),
-        (2_000, None),  # number of choices; the test creates the grammar
+        # The number of choices; the test creates the grammar.
+        pytest.param(2_000, None, marks=pytest.mark.full),
         (100_000, None),
     ],
     ids=["long bound", "options", "optional properties", "choice", "large choice"],

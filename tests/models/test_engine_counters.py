@@ -26,11 +26,11 @@ OPTIONS = {
     "automata in loops": {"device_automata": True, "generation": "graph"},
     "no speculation": {"speculation": False},
 }
-QUICK = [("rounds", number) for number in NUMBERS] + [
-    ("loops", 2**31 - 8),
-    ("loops", 2**32 - 8),
-    ("automata in loops", 2**31 + 1000),
-    ("automata", 2**32 - 8),
+QUICK = [
+    ("rounds", 2**31 - 8),
+    ("rounds", 2**32 - 8),
+    ("loops", 2**31 + 1000),
+    ("automata in loops", 2**32 - 8),
 ]
 
 

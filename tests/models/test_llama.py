@@ -92,8 +92,7 @@ def write_rope_case(folder, case):
 def test_llama_rounded_activations_are_more_accurate_than_transformers_bfloat16(device, stream):
     """With tensor cores, the logits have a smaller error than those of transformers in bfloat16.
 
-    With split activations, the error is below a hundredth of the error of transformers. A prompt
-    gives the same bits whether it is processed whole or in chunks.
+    With split activations, the error is below a hundredth of the error of transformers.
     """
     expected = np.load(model_util.FIXTURES / "tensor_cores/bfloat16/expected.npz")
     exact = expected["logits"]
@@ -107,11 +106,7 @@ def test_llama_rounded_activations_are_more_accurate_than_transformers_bfloat16(
             dtype="float32",
         )
         model_util.allocate_pages(stream, model.kv, 1, 40)
-        model_util.allocate_pages(stream, model.kv, 2, 40)
         logits = model_util.forward(stream, model, expected["tokens"], 1, np.arange(40))
-        for part in np.split(np.arange(40), (1, 5, 21)):
-            again = model_util.forward(stream, model, expected["tokens"][part], 2, part)
-            assert model_util.same_bits(again, logits[part])
         error[activations] = np.sqrt(np.mean((logits - exact) ** 2))
     theirs = np.sqrt(np.mean((expected["rounded"] - exact) ** 2))
     assert 0.01 * theirs < error["rounded"] < theirs

@@ -165,7 +165,9 @@ def clean(case):
     return case
 
 
-@pytest.mark.parametrize("chunk", [2, 3, 4, 7, 17, LENGTH])
+@pytest.mark.parametrize(
+    "chunk", [3, 17, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 4, 7, LENGTH))]
+)
 def test_row_invariance_of_prefill_chunks(clean, stream, chunk):
     clean.reserve(stream, 1)
     for start in range(0, LENGTH, chunk):

@@ -113,7 +113,7 @@ def run_rounds(make_round, vocab: int, kinds: int, block: int, parts: int) -> li
         (8, SLOTS, [(1, 2), (1, 32), (64, 8)]),
         (2048, SLOTS, [(1, 2), (1, 8), (1, 32), (64, 1), (64, 8)]),
         (49152, SLOTS, [(1, 8)]),
-        (128256, 4, [(1, 32), (512, 2)]),
+        pytest.param(128256, 4, [(1, 32), (512, 2)], marks=pytest.mark.full),
         pytest.param(49152, SLOTS, [(1, 2), (1, 32), (512, 8)], marks=pytest.mark.full),
         pytest.param(128256, SLOTS, [(1, 2), (1, 8), (1, 32), (512, 32)], marks=pytest.mark.full),
         pytest.param(151936, SLOTS, [(1, 2), (1, 8), (1, 32), (1024, 32)], marks=pytest.mark.full),

@@ -226,7 +226,14 @@ CONFIGURATIONS = {
 }
 #: Configurations that only the full run includes.
 EXTRA = (
-    *("qwen3 opened", "no parser, drafts", "qwen3, no drafts", "deepseek_r1, drafts"),
+    *(
+        "no parser",
+        "deepseek_r1",
+        "qwen3 opened",
+        "no parser, drafts",
+        "qwen3, no drafts",
+        "deepseek_r1, drafts",
+    ),
     *("qwen3, special tags", "llama3_json", "mistral", "qwen3_coder", "pythonic"),
 )
 
