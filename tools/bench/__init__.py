@@ -1,1 +1,4 @@
-"""Benchmarks of grammar backends, decoding rounds, the demo model, serving and kernels."""
+"""Benchmarks of drafters, serving, grammars, generation loops, the demo model and host work.
+
+The module `harness` has the command line, the output files and the charts that they share.
+"""
