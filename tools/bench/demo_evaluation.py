@@ -21,7 +21,7 @@ from typing import Any
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.models.engine.engine import Engine
 from graft.models.request import Output, Request
-from graft.tools.bench.harness import finish, make_parser, number_from
+from graft.tools.bench.harness import add_counts, finish, make_parser
 from graft.tools.bench.speculation_metrics import estimate_mean
 from graft.tools.console import program
 from graft.tools.demo.tasks import Task, held_out_tasks, score_fields, unseen_key_tasks
@@ -155,10 +155,12 @@ def compare_masking(masked: Result, unmasked: Result) -> dict[str, Any]:
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = make_parser("graft.tools.bench.demo_evaluation", __doc__)
-    count = number_from(1)
-    parser.add_argument("--tasks", type=count, default=500, help="tasks per set (default 500)")
-    parser.add_argument("--batch", type=count, default=8)
-    parser.add_argument("--draft-length", type=count, default=3)
+    add_counts(
+        parser,
+        ("tasks", 500, "tasks per set"),
+        ("batch", 8, "requests that run together"),
+        ("draft-length", 3, "drafts per round"),
+    )
     return parser.parse_args(arguments)
 
 

@@ -38,7 +38,7 @@ from graft.grammar import GrammarSpec
 from graft.models.engine.engine import Engine
 from graft.models.engine.replay import ReplayInFlight
 from graft.models.request import Request
-from graft.tools.bench.harness import finish, make_parser, number_from
+from graft.tools.bench.harness import add_counts, finish, make_parser
 from graft.tools.console import busy_python, program, table
 from graft.tools.demo_model import demo_model
 
@@ -220,13 +220,12 @@ def make_results(found: dict[tuple[str, str], Intervals]) -> list[dict[str, obje
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = make_parser("graft.tools.bench.generation", __doc__)
-    for name, default, text in (
+    add_counts(
+        parser,
         ("tokens", 200, "tokens per output"),
         ("runs", 5, "runs of each engine per load"),
         ("batch", 1, "requests that run together"),
-    ):
-        text = f"{text} (default {default})"
-        parser.add_argument(f"--{name}", type=number_from(1), default=default, help=text)
+    )
     parser.add_argument(
         "--kind",
         choices=KINDS,

@@ -59,6 +59,13 @@ def number_from(minimum: int) -> Callable[[str], int]:
     return parse
 
 
+def add_counts(parser: argparse.ArgumentParser, *counts: tuple[str, int, str]) -> None:
+    """Add options for positive whole numbers, given their names, defaults and help texts."""
+    for name, default, text in counts:
+        text = f"{text} (default {default})"
+        parser.add_argument(f"--{name}", type=number_from(1), default=default, help=text)
+
+
 @dataclass(frozen=True)
 class Chart:
     """A line chart: the points (x, y) of each series by its name."""

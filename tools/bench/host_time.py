@@ -35,7 +35,7 @@ from graft.models.engine.slots import SlotManager
 from graft.models.engine.stats import EngineStats
 from graft.models.request import Output, Request
 from graft.models.round.prefill import PrefillScheduler
-from graft.tools.bench.harness import finish, make_parser, number_from
+from graft.tools.bench.harness import add_counts, finish, make_parser
 from graft.tools.console import program, table
 
 #: What is measured. "full batch": a round without free batch rows. "too few pages": a round with a
@@ -242,14 +242,13 @@ def make_report(found: Sequence[Measurement], batch: int) -> str:
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = make_parser("graft.tools.bench.host_time", __doc__)
-    for name, default, text in (
+    add_counts(
+        parser,
         ("batch", 64, "running requests"),
         ("pages", 100_000, "cached pages"),
         ("waiting", 1000, "waiting requests"),
         ("steps", 300, f"measured steps, at most {_MAX_STEPS}"),
-    ):
-        text = f"{text} (default {default})"
-        parser.add_argument(f"--{name}", type=number_from(1), default=default, help=text)
+    )
     options = parser.parse_args(arguments)
     if options.steps > _MAX_STEPS:
         parser.error(f"--steps must be at most {_MAX_STEPS}, not {options.steps}")
