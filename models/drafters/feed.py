@@ -72,22 +72,18 @@ class RoundScratch:
 class Feed:
     """Inputs and output buffers of a drafter in the round of one batch bucket.
 
+    The sampler owns the ``RoundRow`` of every batch row, which contains the tokens that
+    verification committed.
+
     Attributes
     ----------
-    batch
-        Number B of requests per replay.
-    count
-        Number R of rows of the target's forward pass.
+    batch, count
+        Number B of requests per replay, and number R of rows of the target's forward pass.
     width
         Maximum number of rows per request in the next target forward pass. The drafter makes at
         most ``width - 1`` drafts; if the width is 1 it makes none.
     branch
         Number of rows per request of a draft level; 1 for a chain.
-    state
-        Device array of ``Slot`` structures, the state of every request slot.
-    sampler
-        Sampler of the round. It owns the ``RoundRow`` of every batch row, which contains the
-        tokens that verification committed.
     rows
         Maps forward rows to batch rows and draft indices.
     row_slot
@@ -147,15 +143,9 @@ class Feed:
         """Add a kernel that lays out the tokens that this round committed as rows [R].
 
         Token i of a request is at position ``old_n + shift + i``, where ``old_n`` is the length of
-        the request before the commit.
-
-        Parameters
-        ----------
-        lane
-            Lane that the kernel is added to.
-        shift
-            1 gives each token its own position. 0 gives each token the position of the previous
-            token, for heads that combine a token with the feature of the previous token.
+        the request before the commit. A shift of 1 gives each token its own position. A shift of 0
+        gives each token the position of the previous token, for heads that combine a token with the
+        feature of the previous token.
         """
         rows = self.scratch.committed.first(self.count, self.count // self.batch)
         args = [
@@ -172,23 +162,11 @@ class Feed:
         return rows
 
     def drafts(self, lane: Lane, level: int, shift: int = 0) -> Rows:
-        """Add a kernel that lays out the drafts of a level as rows.
+        """Add a kernel that lays out the drafts of a level, from 1, as rows.
 
-        Parameters
-        ----------
-        lane
-            Lane that the kernel is added to.
-        level
-            Depth of the drafts, from 1.
-        shift
-            Offset of the positions: the drafts are at position ``n + shift + level - 1``, where n
-            is the length of the request.
-
-        Returns
-        -------
-        Rows
-            B rows for a chain, B * branch rows for a tree. In a tree, some rows may be padding, and
-            the kernel writes the row of each draft's parent to `origin`.
+        The drafts are at position ``n + shift + level - 1``, where n is the length of the request.
+        There are B rows for a chain and B * branch rows for a tree. In a tree, some rows may be
+        padding, and the kernel writes the row of each draft's parent to `origin`.
         """
         rows = self.scratch.drafts.first(self.batch * self.branch, self.branch)
         if rows.ancestors is None:

@@ -59,15 +59,6 @@ class DecoderLayer:
         attention = f"{prefix}.self_attn"
         mlp = f"{prefix}.mlp"
 
-        def qkv_group(dtype: str, rows: int, columns: int) -> int:
-            fused = not config.head_norm and kernels.products.can_fuse_rope(
-                config.head_dim, dtype, rows, columns
-            )
-            return config.head_dim if fused else 0
-
-        def gate_up_group(dtype: str, rows: int, columns: int) -> int:
-            return rows if kernels.products.uses_tensor_cores(dtype, rows, columns) else 0
-
         input_norm = weights.vector(f"{prefix}.input_layernorm.weight", hidden)
         qkv = weights.stacked(
             {
@@ -76,7 +67,7 @@ class DecoderLayer:
                 f"{attention}.v_proj.weight": keys,
             },
             input_width,
-            qkv_group,
+            kernels.attention.qkv_interleave(config.head_dim, config.head_norm),
             bias=config.qkv_bias,
         )
         out = weights.stacked({f"{attention}.o_proj.weight": hidden}, queries)
@@ -84,7 +75,7 @@ class DecoderLayer:
         gate_up = weights.stacked(
             {f"{mlp}.gate_proj.weight": inner, f"{mlp}.up_proj.weight": inner},
             hidden,
-            gate_up_group,
+            kernels.products.gate_interleave,
         )
         down = weights.stacked({f"{mlp}.down_proj.weight": hidden}, inner)
         head_norms = None
@@ -143,6 +134,12 @@ class ActivationBuffers:
     def input_of(self, weight: Matrix, name: str) -> DeviceArray:
         """Return the buffer with this name for the input of a product with `weight`."""
         return self.array(name, weight.shape[1], self._kernels.products.input_dtype(weight))
+
+    def gated_scratch(self, count: int, weight: Matrix) -> DeviceArray | None:
+        """Return the scratch of `Products.gated_linear` for `count` rows; None if it needs none."""
+        if self._kernels.products.gate_interleave(weight.dtype, *weight.shape):
+            return None
+        return self.array("gate_up", weight.shape[0])[:count]
 
     def norm(
         self, count: int, weight: DeviceArray, consumer: Matrix, producer: Matrix | None = None
@@ -329,9 +326,7 @@ class DecoderStack:
         count = out.shape[0]
         gate_up = weights.gate_up
         gated = self.buffers.input_of(weights.down, "gated")[:count]
-        scratch = None
-        if not self.kernels.products.uses_tensor_cores(gate_up.dtype, *gate_up.shape):
-            scratch = self.buffers.array("gate_up", gate_up.shape[0])[:count]
+        scratch = self.buffers.gated_scratch(count, gate_up)
         self.kernels.products.gated_linear(lane, x, gate_up, gated, scratch, name="gate, up")
         self.kernels.products.linear(
             lane,

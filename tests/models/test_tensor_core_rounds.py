@@ -10,7 +10,7 @@ from graft.models.llm import llama
 from graft.models.llm.kernels.library import ModelKernels
 from graft.models.request import Request
 from graft.models.round import prefill
-from graft.sampling import sampler
+from graft.sampling import arrays
 
 SIZES = {
     "hidden_size": 128,
@@ -30,7 +30,7 @@ def engine(tmp_path, monkeypatch):
     monkeypatch.setattr(
         llama, "ModelKernels", lambda device, _, *more: ModelKernels(device, "warp", *more)
     )
-    monkeypatch.setattr(sampler, "row_parts", lambda device, columns: 2)
+    monkeypatch.setattr(arrays, "row_parts", lambda device, columns: 2)
     make_tiny_llama(tmp_path / "target", dtype="bfloat16", **SIZES)
     make_tiny_tokenizer(tmp_path / "target")
     make_tiny_eagle3(tmp_path / "head", llama_config(**SIZES), dtype="bfloat16")

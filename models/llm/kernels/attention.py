@@ -14,7 +14,7 @@ from graft.models.llm.kernels.norms import Norms
 from graft.models.llm.kernels.operands import HeadNorms, KVWrite, Norm
 from graft.models.llm.kernels.products import Products
 from graft.models.llm.rows import Rows
-from graft.models.llm.weights import Matrix
+from graft.models.llm.weights import Interleave, Matrix
 from graft.sampling.checks import expect
 
 # Block sizes. They must match the constants in the kernels.
@@ -38,6 +38,18 @@ class Attention:
         self._partials: DeviceArray | None = None
         self._counters: DeviceArray | None = None
 
+    def qkv_interleave(self, head_dim: int, head_norm: bool) -> Interleave:
+        """Return the function for `Weights.stacked` that selects the layout of a QKV projection.
+
+        The rows of each head are interleaved if `project_qkv` is one kernel.
+        """
+
+        def group(dtype: str, rows: int, columns: int) -> int:
+            fits = self._products.can_fuse_rope(head_dim, dtype, rows, columns)
+            return head_dim if fits and not head_norm else 0
+
+        return group
+
     def project_qkv(
         self,
         lane: Lane,
@@ -49,21 +61,12 @@ class Attention:
     ) -> None:
         """Compute queries, keys and values, apply RoPE, and write keys and values to the KV cache.
 
-        If there are no head norms and `Products.can_fuse_rope` returns True, this is one kernel,
-        which stores only the queries in `qkv`. Otherwise it is the sequence `Products.linear`,
-        `Norms.head_norm`, `rope_and_store`.
+        If there are no head norms (Qwen3) and `Products.can_fuse_rope` returns True, this is one
+        kernel, which stores only the queries in `qkv`. Otherwise it is the sequence
+        `Products.linear`, `Norms.head_norm`, `rope_and_store`.
 
-        Parameters
-        ----------
-        x
-            [R, inner], as in `Products.linear`.
-        weight
-            [(heads + 2 kv_heads) * head_dim, inner]. If RoPE is fused, `Weights.stacked` must have
-            interleaved the rows of each head.
-        qkv
-            float32[R, (heads + 2 kv_heads) * head_dim], receives the result.
-        head_norms
-            Norms of queries and keys before RoPE (Qwen3).
+        `x` is as in `Products.linear`. `weight` is [(heads + 2 kv_heads) * head_dim, inner], in the
+        layout that `qkv_interleave` selects. `qkv` is float32[R, (heads + 2 kv_heads) * head_dim].
         """
         products = self._products
         dim = write.kv.head_dim

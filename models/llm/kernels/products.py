@@ -43,20 +43,10 @@ _WARP_ROWS = 8
 class _Product:
     """Checked operands of x W^T.
 
-    Attributes
-    ----------
-    x
-        [rows, inner], float32 or the 16-bit dtype that the kernel reads.
-    weight
-        [columns, inner] as stored.
-    scale
-        float32[columns], scales of the weight's rows; None if there are none.
-    bias
-        float32[columns], added to the scaled products; None for no bias.
-    square_sums, eps
-        Sums of squares and eps of the folded norm of `x`; None and 0 without a folded norm.
-    x_is_rounded
-        Whether `x` already has the 16-bit dtype in which tensor cores multiply.
+    The product has `rows` input rows, and `inner` elements per dot product. `x` is float32 or, if
+    `x_is_rounded`, already has the 16-bit dtype in which tensor cores multiply. `scale` and `bias`
+    are float32[columns] or None. `square_sums` and `eps` are those of the folded norm of `x`; None
+    and 0 without a folded norm.
     """
 
     x: DeviceArray
@@ -124,6 +114,13 @@ class Products:
             weight.dtype != "float16" and self.uses_tensor_cores(weight.dtype, *weight.shape)
             for weight in (producer, consumer)
         )
+
+    def gate_interleave(self, dtype: str, columns: int, inner: int) -> int:
+        """Return the number of rows per interleaved group of a gate and up projection.
+
+        0, for no interleaving, means that `gated_linear` is not one kernel for this weight.
+        """
+        return columns if self.uses_tensor_cores(dtype, columns, inner) else 0
 
     def can_fuse_rope(self, head_dim: int, dtype: str, columns: int, inner: int) -> bool:
         """Return whether a QKV product with this weight can also apply RoPE and write the cache."""
@@ -205,26 +202,13 @@ class Products:
     ) -> None:
         """Compute out = silu(x G^T) * (x U^T), the first half of a gated MLP.
 
-        On tensor cores this is one kernel, otherwise `linear` and `Elementwise.silu_mul`.
+        If `gate_interleave` returns a group, this is one kernel, otherwise `linear` and
+        `Elementwise.silu_mul`, which need `scratch` float32[R, columns]. `x` is as in `linear`;
+        `out` is [R, columns / 2] of any dtype.
 
-        Parameters
-        ----------
-        x
-            [R, inner], as in `linear`.
-        weight
-            [columns, inner], gate and up projections. If the product runs on tensor cores,
-            `Weights.stacked` must have interleaved them in blocks of 8 rows.
-        out
-            [R, columns / 2] of any dtype.
-        scratch
-            float32[R, columns]; needed only if the product does not run on tensor cores.
-        name
-            Node name and prefix of error messages.
-
-        Raises
-        ------
-        ShapeError
-            If an operand has the wrong shape or dtype, or `scratch` is needed and missing.
+        `weight` [columns, inner] contains the gate and up projections, in the layout that
+        `gate_interleave` selects. An operand of the wrong shape or dtype and a missing scratch are
+        a ShapeError.
         """
         if scratch is not None and not self.uses_tensor_cores(weight.dtype, *weight.shape):
             self.linear(lane, x, weight, scratch, name=name)
