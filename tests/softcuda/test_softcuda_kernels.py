@@ -198,6 +198,12 @@ extern "C" __global__ void leavers(int* out) {
   }
   if (threadIdx.x == 0) *out = total;
 }
+// Half of the lanes exit: those that run before the others reach the warp operation, or after.
+extern "C" __global__ void half_warp_leaves(int* out, int first) {
+  if (((int)threadIdx.x < 16) == (first != 0)) return;
+  __syncwarp();
+  out[threadIdx.x % 16] = __popc(__ballot_sync(0xffffffffu, 1));
+}
 extern "C" __global__ void reverse(const int* in, int* out, int n) {
   extern __shared__ __align__(16) unsigned char raw[];
   int* tile = reinterpret_cast<int*>(raw);
@@ -237,6 +243,12 @@ def test_barrier_count_and_or_combine_predicates_of_block(soft, kernels):
     combined = (inputs.sum(1), inputs.all(1), inputs.any(1))
     for pointer, expected in zip(outs, combined, strict=True):
         assert np.array_equal(soft.get(pointer, 6, np.int32), expected)
+
+
+@pytest.mark.parametrize("first", [1, 0], ids=["exit-first", "exit-later"])
+def test_warp_operation_does_not_wait_for_exited_lanes(soft, kernels, first):
+    votes = soft.results(16, np.int32, kernels.half_warp_leaves, 1, 32, None, first)
+    assert (votes == 16).all()
 
 
 def test_barrier_does_not_wait_for_exited_threads(soft, kernels):
