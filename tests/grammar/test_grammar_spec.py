@@ -144,6 +144,8 @@ def assert_one_sentence(error: BaseException) -> None:
         (lambda: GrammarSpec.regex("a").after(""), "marker: is empty"),
         (lambda: GrammarSpec.regex("a").after(-1), "token -1 is negative"),
         (lambda: GrammarSpec.regex("a").after(True), "not bool"),
+        (lambda: GrammarSpec.regex("a").after("</a>", opening="\n<a>"), "begins with white space"),
+        (lambda: GrammarSpec.regex("a").after("</a>", opening=3), "must be a string"),
     ],
 )
 def test_grammar_constructor_rejects_invalid_arguments(no_child_process, make, message):

@@ -106,18 +106,26 @@ def test_vocabulary_reads_byte_fallback_tokenizers(tmp_path):
         assert not vocabulary.is_text(299) and not vocabulary.is_text(-1)
 
 
-def test_vocabulary_rejects_unsupported_tokenizers(tmp_path):
-    words = tokenizers.Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
-    words.decoder = decoders.WordPiece()
-    with pytest.raises(GrammarError, match="neither byte-level nor byte-fallback"):
-        Vocabulary.from_tokenizer(words, 10, [1])
+def word_tokenizer() -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.WordPiece({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        (word_tokenizer(), "neither byte-level nor byte-fallback"),
+        ("", r"not a tokenizer\.json"),
+        ("absent.json", "cannot read"),
+        (byte_fallback_tokenizer(), "has id 263 but the model has 200 logit columns"),
+    ],
+)
+def test_vocabulary_rejects_unsupported_tokenizers(tmp_path, source, message):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": 3}))
-    with pytest.raises(GrammarError, match=r"not a tokenizer\.json"):
-        Vocabulary.from_tokenizer(tmp_path, 10, [1])
-    with pytest.raises(GrammarError, match="cannot read"):
-        Vocabulary.from_tokenizer(tmp_path / "absent.json", 10, [1])
-    with pytest.raises(GrammarError, match="has id 263 but the model has 200 logit columns"):
-        Vocabulary.from_tokenizer(byte_fallback_tokenizer(), 200, [2])
+    source = tmp_path / source if isinstance(source, str) else source
+    with pytest.raises(GrammarError, match=message):
+        Vocabulary.from_tokenizer(source, 200, [1])
 
 
 @pytest.mark.parametrize(
