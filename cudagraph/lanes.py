@@ -193,7 +193,7 @@ def check_copy(dst: Array, src: Array) -> tuple[Span, Span]:
     """Check the arguments of a copy and return the memory of the destination and of the source.
 
     Arguments that are not arrays of graft, different sizes in bytes, and copies between two arrays
-    in host memory are a ShapeError.
+    in host memory raise ShapeError.
     """
     for label, array in (("destination", dst), ("source", src)):
         if not isinstance(array, DeviceArray | PinnedArray):

@@ -168,7 +168,7 @@ class SamplingParams:
     def check(self, vocab_size: int) -> None:
         """Check all parameters for a target with `vocab_size` token ids.
 
-        A parameter of the wrong type or out of range is an OptionError with its name and value.
+        A parameter of the wrong type or out of range raises OptionError with its name and value.
         """
         for name, (low, high) in _INTEGERS.items():
             check_integer(name, getattr(self, name), low, high)

@@ -46,7 +46,7 @@ class TreePlan(NamedTuple):
     def of(cls, tree: Any) -> TreePlan:
         """Parse the option ``draft_tree``: (branch, levels), or paths in any order.
 
-        Anything else is an OptionError.
+        Anything else raises OptionError.
         """
         plan = cls._parse(tree)
         if plan is None or not 2 <= plan.branch <= _MAX_PLAN_BRANCH or plan.levels < 1:

@@ -46,7 +46,7 @@ class Span(NamedTuple):
 def check_shape(shape: int | tuple[int, ...], subject: str) -> tuple[int, ...]:
     """Return a shape, or the size of the only axis, as a tuple of positive ints.
 
-    An invalid size is a ShapeError, which names the array or function by `subject`.
+    An invalid size raises ShapeError, which names the array or function by `subject`.
     """
     dims = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
     for axis, size in enumerate(dims):

@@ -157,7 +157,7 @@ class GraphBase(ABC):
         """Return the lane with this name; create it if it does not exist.
 
         The first node of a lane depends on no other node. The name of the lane on which the graph
-        counts its launches is an OptionError.
+        counts its launches raises OptionError.
         """
         if name == _COUNTER_LANE:
             raise OptionError(

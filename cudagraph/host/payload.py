@@ -41,7 +41,7 @@ def native_address(value: object) -> int:
     """Return the address that native work receives for a payload value.
 
     The address is the value itself if it is an int, otherwise its ``host_ptr``. A value without
-    ``host_ptr`` has the address 0. An int that is not a 64-bit address is an OptionError.
+    ``host_ptr`` has the address 0. An int that is not a 64-bit address raises OptionError.
     """
     address = value if isinstance(value, int) else getattr(value, "host_ptr", 0)
     if not isinstance(address, int) or not -(1 << 63) <= address < 1 << 64:

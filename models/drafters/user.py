@@ -252,7 +252,7 @@ def _serve(
 def _read_proposal(proposal: Any, vocab_size: int, max_drafts: int, tree: bool) -> _Proposal:
     """Check the value that the user's function returned and return its ids and parents.
 
-    An invalid proposal is a DrafterError. The caller puts "drafter NAME" before the message.
+    An invalid proposal raises DrafterError. The caller puts "drafter NAME" before the message.
     """
     try:
         if tree:

@@ -182,7 +182,7 @@ class LlamaConfig:
     def from_dir(cls, path: str | Path) -> Self:
         """Read ``config.json`` of a folder.
 
-        A field that is missing, invalid or not implemented is a ConfigError.
+        A field that is missing, invalid or not implemented raises ConfigError.
         """
         return cls.from_fields(Fields.from_file(Path(path) / "config.json"))
 
@@ -205,7 +205,7 @@ class LlamaConfig:
         """Return the config for sequences with at most `length` tokens.
 
         Some kinds of RoPE scaling depend on this length. A length that exceeds the sliding window
-        is a ConfigError, whose message begins with `where`.
+        raises ConfigError, whose message begins with `where`.
         """
         window = self.sliding_window
         if window is not None and window < length:

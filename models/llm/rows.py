@@ -56,7 +56,7 @@ class Rows:
     def check(self, limit: int) -> int:
         """Check shapes and dtypes and return R.
 
-        A wrong shape or dtype, and R outside 1..limit, are a ShapeError.
+        A wrong shape or dtype, and R outside 1..limit, raise ShapeError.
         """
         for name in ("token", "slot", "pos"):
             expect(f"rows.{name}", getattr(self, name), "int32", R=self.count)

@@ -79,7 +79,7 @@ class Shard:
     def of(config: LlamaConfig, rank: int, size: int) -> Shard:
         """Return the shard of a rank.
 
-        More ranks than KV heads or MLP columns are an OptionError.
+        More ranks than KV heads or MLP columns raise OptionError.
         """
         kv_heads = config.num_key_value_heads
         columns = config.intermediate_size

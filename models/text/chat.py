@@ -46,7 +46,7 @@ class ChatTemplate:
     """The chat template of a model, in Jinja.
 
     `where` is the path of the template or its checkpoint, for error messages. A template that is
-    not valid Jinja is a TokenizerError.
+    not valid Jinja raises TokenizerError.
     """
 
     def __init__(self, source: str, where: str):

@@ -52,7 +52,7 @@ class Detokenizer:
     a leading space is stripped at the beginning of a text, and how that token ends.
 
     All ids are less than `size`. A decoder that combines ByteLevel with steps that change the text
-    is a TokenizerError.
+    raises TokenizerError.
 
     Attributes
     ----------
