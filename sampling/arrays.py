@@ -51,7 +51,7 @@ class SamplingArrays:
     row_status
         int32 [max_batch * (K+1)], 1: usable, 0: not ready, 2: no legal token, 3: error, 4: usable,
         and relaxed acceptance has replaced the sampled token.
-    rows
+    results
         int32 [max_batch, row words], result of each batch row, see `row_words`.
     draft_probs
         float32 [S, mode.tables, max(Vd, 1)], distribution that each draft was sampled from.
@@ -116,7 +116,7 @@ class SamplingArrays:
         self.target_tokens = device.zeros((rows,), "int32")
         self.row_status = device.zeros((rows,), "int32")
         self.row_words = row_words(self.draft_length)
-        self.rows = device.zeros((self.max_batch, self.row_words), "int32")
+        self.results = device.zeros((self.max_batch, self.row_words), "int32")
         table_shape = (self.state.slots, self.mode.tables, max(self.draft_vocab.size, 1))
         self.draft_probs = device.zeros(table_shape, "float32")
         self.faults = device.zeros((1,), "int32")
@@ -141,7 +141,7 @@ class SamplingArrays:
     @property
     def drafting_args(self) -> tuple[object, ...]:
         """Kernel arguments: scratch, slots, results, and distributions of drafts."""
-        results = (self.rows, self.row_words)
+        results = (self.results, self.row_words)
         tables = (self.draft_probs, self.draft_probs.shape[1])
         return (self.cross_block, self.state.array, *results, *tables)
 

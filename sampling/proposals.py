@@ -67,7 +67,7 @@ class Proposals:
             arrays.draft_length if max_drafts is None else max_drafts,
             arrays.vocab_size,
             arrays.state.array,
-            arrays.rows,
+            arrays.results,
             arrays.row_words,
             *arrays.exchange_args,
         ]

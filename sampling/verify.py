@@ -65,7 +65,7 @@ class Verifier:
             arrays.cross_block,
             arrays.target_tokens,
             *arrays.exchange_args,
-            arrays.rows,
+            arrays.results,
             arrays.row_words,
         ]
         lane.kernel(self._verify, (batch, arrays.parts, 1), arrays.block, args, name="verify")
@@ -92,7 +92,7 @@ class Verifier:
             rows.slot,
             rows.map,
             arrays.state.array,
-            arrays.rows,
+            arrays.results,
             arrays.row_words,
             arrays.state.tables,
             batch,

@@ -377,7 +377,7 @@ class DeviceAutomata:
 
     @property
     def _results(self) -> tuple[object, ...]:
-        return self._sampler.arrays.rows, self._sampler.arrays.row_words
+        return self._sampler.arrays.results, self._sampler.arrays.row_words
 
     @property
     def _tables_args(self) -> tuple[object, ...]:

@@ -169,19 +169,7 @@ class BlockDrafter(Drafter):
         slot = self._block[1][:count]
         pos = self._block[2][:count]
         last = self._block[3][:count]
-        args = [
-            feed.row_slot,
-            feed.state.array,
-            feed.sampler.arrays.rows,
-            feed.sampler.arrays.row_words,
-            feed.batch,
-            width,
-            config.mask_token_id,
-            token,
-            slot,
-            pos,
-            last,
-        ]
+        args = [*feed.round_args, feed.batch, width, config.mask_token_id, token, slot, pos, last]
         lane.kernel(self._block_rows, -(-count // _BLOCK), _BLOCK, args, name="block rows")
         return Rows(token, slot, pos), Rows(token, slot, last)
 

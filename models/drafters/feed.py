@@ -84,7 +84,7 @@ class Feed:
         most ``width - 1`` drafts; if the width is 1 it makes none.
     branch
         Number of rows per request of a draft level; 1 for a chain.
-    rows
+    row_map
         Maps forward rows to batch rows and draft indices.
     row_slot
         int32[B], slot of each batch row; -1 for padding.
@@ -129,7 +129,7 @@ class Feed:
         self.scratch = scratch
         self.row_slot = scratch.row_slot[:batch]
         self.first = scratch.first[:batch]
-        self.rows = RowMap(self.row_slot, self.first, scratch.map[:count])
+        self.row_map = RowMap(self.row_slot, self.first, scratch.map[:count])
         self.last = scratch.last[:batch]
         self.branch = branch
         self.logits = scratch.draft_logits[: batch * branch]
@@ -149,8 +149,8 @@ class Feed:
         """
         rows = self.scratch.committed.first(self.count, self.count // self.batch)
         args = [
-            *self._round_args,
-            self.rows.map,
+            *self.round_args,
+            self.row_map.map,
             self.count,
             shift,
             rows.token,
@@ -170,11 +170,11 @@ class Feed:
         """
         rows = self.scratch.drafts.first(self.batch * self.branch, self.branch)
         if rows.ancestors is None:
-            args = [*self._round_args, self.batch, level, shift, rows.token, rows.slot, rows.pos]
+            args = [*self.round_args, self.batch, level, shift, rows.token, rows.slot, rows.pos]
             self._launch(lane, "draft_rows", args, f"draft {level} rows")
             return rows
         args = [
-            *self._round_args,
+            *self.round_args,
             self.batch,
             self.branch,
             level + 1,
@@ -189,10 +189,10 @@ class Feed:
         return rows
 
     @property
-    def _round_args(self) -> list[object]:
+    def round_args(self) -> list[object]:
         """Arguments that all layout kernels have in common."""
         sampler = self.sampler
-        return [self.row_slot, self.state.array, sampler.arrays.rows, sampler.arrays.row_words]
+        return [self.row_slot, self.state.array, sampler.arrays.results, sampler.arrays.row_words]
 
     def _launch(self, lane: Lane, kernel: str, args: list[object], name: str) -> None:
         lane.kernel(self.device.load(_KERNELS)[kernel], 1, _THREADS, args, name=name)

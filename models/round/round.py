@@ -309,7 +309,7 @@ class RoundGraph:
             parts.exchange.layout,
             feed.row_slot,
             feed.first,
-            feed.rows.map,
+            feed.row_map.map,
             rows.token,
             rows.slot,
             rows.pos,
@@ -333,15 +333,15 @@ class RoundGraph:
         """Add sampling, verification and, for trees, the compaction of the KV cache."""
         parts = self.parts
         sampler = parts.sampler
-        sampler.target.sample(self._model, feed.scratch.logits[: feed.count], feed.rows)
+        sampler.target.sample(self._model, feed.scratch.logits[: feed.count], feed.row_map)
         sampler.verifier.verify(
-            self._model, feed.rows, parts.outputs, before_publishing=self._before_publishing
+            self._model, feed.row_map, parts.outputs, before_publishing=self._before_publishing
         )
         if parts.branch > 1 and feed.count > self.batch + 1:
             parts.target.compact(
                 self._model,
                 feed.row_slot,
-                sampler.arrays.rows[: self.batch],
+                sampler.arrays.results[: self.batch],
                 feed.features,
                 feed.first,
             )

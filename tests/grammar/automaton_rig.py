@@ -108,13 +108,13 @@ class AutomatonRig:
         committed = self.exchange.committed[slot]
         committed[:2] = replay, len(ids)
         committed[2 : 2 + len(ids)] = ids
-        rows = self.sampler.arrays.rows.to_host().copy()
+        rows = self.sampler.arrays.results.to_host().copy()
         header = rows[slot][: ROUND_ROW.itemsize // 4].view(ROUND_ROW)
         header["slot"] = slot
         header["count"] = len(ids)
         first = ROUND_ROW.itemsize // 4
         rows[slot][first : first + len(ids)] = ids
-        self.sampler.arrays.rows.copy_from(rows)
+        self.sampler.arrays.results.copy_from(rows)
 
     def check_cache(self) -> None:
         """Check that the tables in use and the row cache agree (invariant 4 of RowCache)."""

@@ -162,7 +162,9 @@ class Rounds:
         num_rows = len(batch) * self.width
         self.scratch.row_slot[: len(batch)].copy_from(np.array(batch, np.int32))
         self.scratch.features[:num_rows].copy_from(features.reshape(num_rows, -1))
-        sampler = SimpleNamespace(rows=self.device.from_host(rows), row_words=rows.shape[1])
+        results = self.device.from_host(rows)
+        arrays = SimpleNamespace(results=results, row_words=rows.shape[1])
+        sampler = SimpleNamespace(arrays=arrays)
         feed = Feed(
             self.device,
             len(batch),
@@ -175,7 +177,7 @@ class Rounds:
         )
         first, packed = pack_even_rows(len(batch), self.width)
         feed.first.copy_from(first)
-        feed.rows.map.copy_from(packed)
+        feed.row_map.map.copy_from(packed)
         return feed
 
     def levels(self, feed: Feed):

@@ -148,7 +148,7 @@ def selector_cases():
         )
 
 
-@pytest.mark.parametrize("form, tree", selector_cases())
+@pytest.mark.parametrize("form, tree", list(selector_cases()))
 def test_dflash2_selector_equals_published_code(device, stream, form, tree):
     """The candidates have the published distribution, for any previous token.
 

@@ -118,7 +118,7 @@ def test_unused_rows_are_not_processed(make_round, block):
     np.testing.assert_array_equal(out["slot"], [0, 1, 2, -1, -1])
     np.testing.assert_array_equal(out["count"][:4], [1, 0, 0, 0])
     np.testing.assert_array_equal(r.state.to_host()["n"] - before["n"], [1, 0, 0, 0, 0])
-    np.testing.assert_array_equal(r.sampler.arrays.rows.to_host()[:4, 1], [1, 0, 0, 0])
+    np.testing.assert_array_equal(r.sampler.arrays.results.to_host()[:4, 1], [1, 0, 0, 0])
     probs = r.sampler.arrays.probs.to_host().reshape(5, width, vocab)
     assert (probs[0, 0] != 7).all()
     probs[0, 0] = 7
