@@ -18,7 +18,6 @@ from graft.grammar.grammar_spec import GrammarSpec
 from graft.grammar.xgrammar_api import structural_tag_spec
 from graft.models.request import Event, Output, Request
 from graft.tools.serve.grammars import FoundGrammar, make_grammar_spec
-from graft.tools.serve.protocol import ApiRequest
 from graft.tools.serve.responses import ResponseChoice
 from graft.tools.serve.tool_calls import ToolChoice
 from graft.tools.serve.tool_formats import TOOL_FORMATS
@@ -29,6 +28,7 @@ for package in ("starlette", "uvicorn", "prometheus_client"):
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
 pytest.importorskip("httpx", reason="the package httpx is not installed")
 
+from request_util import api_request  # noqa: E402
 from serving_util import PERSON, PROMPT, chat, response_format, wait_for  # noqa: E402
 
 from graft.tools.serve.requests import CompletionRequest  # noqa: E402
@@ -426,9 +426,9 @@ def test_tool_call_parser_limits_calls_and_reports_cut_call():
 def split_response(parser, pieces, reason, stream, **options):
     """Return content, reasoning, calls and finish reason of a response to generated text.
 
-    The calls are a list of pairs of name and arguments. `options` are fields of `ApiRequest`.
+    The calls are a list of pairs of name and arguments. `options` are arguments of `api_request`.
     """
-    request = ApiRequest("x", True, [Request(tokens=[1])], [[1]], stream=stream, **options)
+    request = api_request(stream=stream, **options)
     choice = ResponseChoice(request, 0, parser)
     output = Output("x", tokens=[0], text="".join(pieces), reason=reason)
     if not stream:
@@ -482,7 +482,7 @@ def test_response_has_complete_calls_only(
     tools = ToolChoice([{"name": "f1"}], **options)
     pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
     _, _, calls, found_reason = split_response(
-        server.service.parser, pieces, reason, stream, tools=tools, reasoning=[None]
+        server.service.parser, pieces, reason, stream, tools=tools, reasoning=None
     )
     if stream:
         calls = calls[: len(expected_calls)]
@@ -510,7 +510,7 @@ def test_tool_calls_are_parsed_after_reasoning(server, options, answer, separate
         "stop",
         stream,
         tools=ToolChoice([{"name": "f1"}], **options),
-        reasoning=[False],
+        reasoning=False,
         separate_reasoning=separate,
     )
     if separate:

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 
 from graft.models import Engine
-from graft.models.request import Event, Output, Request
+from graft.models.request import Event, Output
 
 for package in ("starlette", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="the extra serve is not installed")
@@ -17,12 +17,11 @@ openai = pytest.importorskip("openai", reason="the package openai is not install
 pydantic = pytest.importorskip("pydantic", reason="the package pydantic is not installed")
 
 from openai.types.responses import Response, ResponseStreamEvent  # noqa: E402
-from request_util import chosen_tools  # noqa: E402
+from request_util import api_request, chosen_tools  # noqa: E402
 from scripted_model import Script, write_scripted_model  # noqa: E402
 from serving_util import PERSON, PROMPT, chat, response_format, run_server  # noqa: E402
 
 from graft.tools.serve.errors import ApiError  # noqa: E402
-from graft.tools.serve.protocol import ApiRequest  # noqa: E402
 from graft.tools.serve.responses import ResponseChoice  # noqa: E402
 from graft.tools.serve.responses_api import ResponsesWriter, to_chat  # noqa: E402
 from graft.tools.serve.tool_calls import ToolChoice  # noqa: E402
@@ -162,9 +161,9 @@ def test_response_has_tool_calls_whose_results_continue_the_conversation(client,
 def write_response(parser, pieces, reason, **options):
     """Return the response and the events of its stream for a generated text.
 
-    `options` are fields of `ApiRequest`.
+    `options` are arguments of `api_request`.
     """
-    request = ApiRequest("chatcmpl-1", True, [Request(tokens=[1])], [[1]], stream=True, **options)
+    request = api_request(stream=True, **options)
     text = "".join(pieces)
     tokens = parser.tokenizer.encode(text, special=False)
     output = Output("x/0", tokens=tokens or [0], text=text, reason=reason)
@@ -204,18 +203,18 @@ TOOLS = ToolChoice([{"name": "f"}])
         (
             f"<think>a<b</think>\n{CALL}",
             "stop",
-            {"tools": TOOLS, "reasoning": [False]},
+            {"tools": TOOLS, "reasoning": False},
             [("reasoning", "a<b"), ("f", "[1, {}]")],
             "completed",
         ),
         (
             "a</think>so",
             "stop",
-            {"reasoning": [True]},
+            {"reasoning": True},
             [("reasoning", "a"), ("message", "so")],
             "completed",
         ),
-        ("a<b", "length", {"reasoning": [True]}, [("reasoning", "a<b")], "incomplete"),
+        ("a<b", "length", {"reasoning": True}, [("reasoning", "a<b")], "incomplete"),
     ],
 )
 def test_output_items_and_events_follow_from_the_text(
@@ -226,7 +225,6 @@ def test_output_items_and_events_follow_from_the_text(
     OpenAI's client can parse every event, and the deltas of an item concatenate to the item.
     """
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    options = {"reasoning": [None]} | options
     response, events = write_response(server.service.parser, pieces, reason, **options)
     adapter = pydantic.TypeAdapter(ResponseStreamEvent)
     for event in events:
@@ -261,9 +259,9 @@ def test_output_items_and_events_follow_from_the_text(
 def test_usage_counts_reasoning_tokens(server):
     parser = server.service.parser
     reasoning = len(parser.tokenizer.encode("a b</think>", special=False))
-    response, _ = write_response(parser, ["a b</think>so it is"], "stop", reasoning=[True])
+    response, _ = write_response(parser, ["a b</think>so it is"], "stop", reasoning=True)
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == reasoning
-    response, _ = write_response(parser, ["so it is"], "stop", reasoning=[None])
+    response, _ = write_response(parser, ["so it is"], "stop")
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 0
 
 
@@ -407,9 +405,7 @@ def test_responses_are_not_stored(client):
 
 
 def test_error_during_stream_ends_it_with_failed_response(server):
-    request = ApiRequest(
-        "chatcmpl-1", True, [Request(tokens=[1])], [[1]], stream=True, reasoning=[None]
-    )
+    request = api_request(stream=True)
     choice = ResponseChoice(request, 0, server.service.parser)
     writer = ResponsesWriter(request, "demo", choice)
     list(writer.messages(0, Event("x", (), "so")))

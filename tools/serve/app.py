@@ -455,7 +455,7 @@ class _GenerateEndpoint:
             fields = body.model_fields_set
             api_request = await self._parse(body, given)
             stream = RequestStream(service.driver, api_request.requests)
-            respond = self._stream if api_request.stream else self._respond
+            respond = self._stream if api_request.body.stream else self._respond
             response = asyncio.ensure_future(respond(api_request, stream, send))
             disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
             try:
@@ -563,7 +563,8 @@ class _ResponsesEndpoint(_GenerateEndpoint):
     ) -> ApiRequest:
         api_request = await super()._parse(body, given)
         has_logprobs = api_request.requests[0].logprobs is not None
-        if has_logprobs and (api_request.tools.functions or api_request.reasoning[0] is not None):
+        has_tools = bool(api_request.body.chosen_tools.functions)
+        if has_logprobs and (has_tools or api_request.reasoning[0] is not None):
             raise ApiError(
                 "log probabilities cannot be combined with tools or reasoning",
                 param="top_logprobs" if "top_logprobs" in given else "include",
@@ -591,7 +592,7 @@ async def _events(
     async for index, event in stream:
         if event.output is not None:
             check_output(event.output)
-        yield index, without_output(event) if api_request.prompt_only else event
+        yield index, without_output(event) if api_request.body.prompt_only else event
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

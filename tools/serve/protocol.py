@@ -22,14 +22,8 @@ from graft.tools.serve import reasoning
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.grammars import requires_answer
 from graft.tools.serve.messages import read_messages
-from graft.tools.serve.requests import (
-    ENGINE_FIELDS,
-    ChatRequest,
-    CompletionRequest,
-    PromptFields,
-    StreamOptions,
-)
-from graft.tools.serve.tool_calls import ToolChoice, shown_schema, template_tools
+from graft.tools.serve.requests import ENGINE_FIELDS, ChatRequest, CompletionRequest, PromptFields
+from graft.tools.serve.tool_calls import shown_schema, template_tools
 from graft.tools.serve.tool_formats import TOOL_FORMATS, find_tool_format
 
 #: Maximum number of bad_words, and of their characters in total. The single thread of the parser
@@ -55,25 +49,19 @@ class _BadWords(NamedTuple):
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """An API request for generated text, converted to requests of the engine.
+    """An API request for generated text, and the requests of the engine that answer it.
 
     Attributes
     ----------
     id
         Id of the response.
-    chat
-        Whether this is a chat completion.
+    body
+        Fields of the request.
     requests
         Requests of the engine, one per choice of the response: first all samples of the first
         prompt, then all samples of the second prompt, and so on.
     prompts
         Token ids of each prompt.
-    stream
-        Whether the response is streamed.
-    include_usage
-        Whether the last chunk of a stream reports the token usage.
-    continuous_usage
-        Whether every chunk of a stream reports the token usage so far.
     role
         Role of the generated message.
     echo
@@ -81,23 +69,9 @@ class ApiRequest:
         response has only the generated text.
     prompt_logprobs
         Number of most likely tokens to report for each position of the prompts; None for none.
-    include_stop
-        Whether the text of an output includes the stop string that ended it.
-    return_token_ids
-        Whether to report the token ids of prompts and outputs.
-    ids_as_names
-        Whether log probabilities name tokens by their ids, in the form ``token_id:5``.
-    prompt_only
-        Whether the response has the echoed prompt and no generated text (``max_tokens: 0``).
-    tools
-        Functions that the model may call.
     reasoning
         For each prompt, whether the output starts within a reasoning section; None if the output
         has no such section.
-    include_reasoning
-        Whether the response has the text of the reasoning section.
-    separate_reasoning
-        Whether the reasoning section is a separate field. If not, it is part of the content.
     fields
         Fields of the request that a response of ``/v1/responses`` repeats.
     created
@@ -105,25 +79,20 @@ class ApiRequest:
     """
 
     id: str
-    chat: bool
+    body: ChatRequest | CompletionRequest
     requests: list[Request]
     prompts: list[list[int]]
-    stream: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
     role: str = "assistant"
     echo: Sequence[str] | None = None
     prompt_logprobs: int | None = None
-    include_stop: bool = False
-    return_token_ids: bool = False
-    ids_as_names: bool = False
-    prompt_only: bool = False
-    tools: ToolChoice = field(default_factory=lambda: ToolChoice([]))
     reasoning: Sequence[bool | None] = ()
-    include_reasoning: bool = True
-    separate_reasoning: bool = True
     fields: Mapping[str, Any] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def chat(self) -> bool:
+        """Whether this is a chat completion."""
+        return isinstance(self.body, ChatRequest)
 
     def prompt_index(self, index: int) -> int:
         """Return the index of the prompt of a choice."""
@@ -210,91 +179,66 @@ class RequestParser:
         ApiError, GraftError
             If a field is invalid.
         """
-        last_message: dict[str, Any] = {}
-        if isinstance(body, ChatRequest):
-            messages = self._read_messages(body)
-            last_message = messages[-1]
-            whole_prompts = [self._render(body, messages, schema)]
-        else:
-            whole_prompts = self._prompts(body)
+        reasoning_starts: list[bool | None]
+        role = "assistant"
+        echo: list[str] | None = None
+        prompt_logprobs = body.prompt_logprobs
         bad_words = self._read_bad_words(body.bad_words)
         options = self._options(body, grammar, bad_words.ids)
-        prompts = self._truncate(body, whole_prompts, options["max_tokens"])
-        self._check_lengths(body, prompts, options["max_tokens"])
-        reasoning_starts: list[bool | None] = [None] * len(prompts)
         if isinstance(body, ChatRequest):
-            continued = last_message["content"] if body.continue_final_message else ""
+            messages = self._read_messages(body)
+            last = messages[-1]
+            prompts = self._fit(body, [self._render(body, messages, schema)])
+            continued = last["content"] if body.continue_final_message else ""
             reasoning_starts = [self._reasoning_start(prompts[0], continued)]
+            if not body.adds_generation_prompt:  # as in vLLM
+                role = str(body.messages[-1]["role"])
+            if body.echo:
+                echo = [last["content"] if last["role"] == role else ""]
+        else:
+            whole_prompts = self._prompts(body)
+            prompts = self._fit(body, whole_prompts)
+            reasoning_starts = [None] * len(prompts)
+            if body.echo:
+                echo = self._echo(body.prompt, prompts, whole_prompts)
+                prompt_logprobs = body.logprobs if prompt_logprobs is None else prompt_logprobs
         prefix = "chatcmpl" if isinstance(body, ChatRequest) else "cmpl"
         suffix = secrets.token_hex(12)
         output_grammar = _without_bad_words(bad_words.texts, grammar)
         request = Request(grammar=output_grammar, **options)
         requests: list[Request] = []
-        for i, tokens in enumerate(prompts):
+        for i, (tokens, start) in enumerate(zip(prompts, reasoning_starts, strict=True)):
             one = replace(request, tokens=tokens, id=f"{prefix}-{suffix}/{i}")
-            start = reasoning_starts[i]
             if start is not None:
                 one = self._with_reasoning(one, start, required=requires_answer(body))
             requests += one.samples()
-        prompt_logprobs = body.prompt_logprobs
-        echo = None
-        if isinstance(body, ChatRequest):
-            if body.echo:
-                echo = [last_message["content"] if last_message["role"] == _role(body) else ""]
-        elif body.echo:
-            echo = self._echo(body.prompt, prompts, whole_prompts)
-            prompt_logprobs = body.logprobs if prompt_logprobs is None else prompt_logprobs
-        stream_options = body.stream_options or StreamOptions()
         return ApiRequest(
             id=f"{prefix}-{body.request_id or suffix}",
-            chat=isinstance(body, ChatRequest),
+            body=body,
             requests=requests,
             prompts=prompts,
-            stream=body.stream,
-            include_usage=stream_options.include_usage,
-            continuous_usage=stream_options.continuous_usage_stats,
-            role=_role(body) if isinstance(body, ChatRequest) else "assistant",
+            role=role,
             echo=echo,
             prompt_logprobs=prompt_logprobs,
-            include_stop=body.include_stop_str_in_output,
-            return_token_ids=body.return_token_ids,
-            ids_as_names=body.return_tokens_as_token_ids,
-            prompt_only=_is_prompt_only(body),
-            tools=body.chosen_tools,
             reasoning=reasoning_starts,
-            include_reasoning=body.include_reasoning,
-            separate_reasoning=body.separate_reasoning,
         )
 
-    def _truncate(
-        self,
-        body: ChatRequest | CompletionRequest,
-        prompts: list[list[int]],
-        max_tokens: int | None,
+    def _fit(
+        self, body: ChatRequest | CompletionRequest, prompts: list[list[int]]
     ) -> list[list[int]]:
-        """Truncate prompts to ``truncate_prompt_tokens``.
+        """Truncate prompts to ``truncate_prompt_tokens``, and check that the output fits too.
 
-        The value -1 means the context length minus the maximum length of the output.
+        The value -1 means the context length minus the maximum length of the output. The engine
+        checks the lengths too, but its messages name options of the engine. These messages are
+        those of vLLM and SGLang.
         """
-        length = body.truncate_prompt_tokens
-        if length is None:
-            return prompts
-        if length < 0:
-            length = max(1, self.max_length - (1 if max_tokens is None else max_tokens))
-        if body.truncation_side == "right":
-            return [tokens[:length] for tokens in prompts]
-        return [tokens[-length:] for tokens in prompts]
-
-    def _check_lengths(
-        self,
-        body: ChatRequest | CompletionRequest,
-        prompts: Sequence[list[int]],
-        max_tokens: int | None,
-    ) -> None:
-        """Check that prompt and output fit into the context, with the messages of vLLM and SGLang.
-
-        The engine checks the lengths too, but its messages name options of the engine.
-        """
+        max_tokens = 1 if body.prompt_only else body.token_limit
+        size = body.truncate_prompt_tokens
+        if size is not None:
+            if size < 0:
+                size = max(1, self.max_length - (1 if max_tokens is None else max_tokens))
+            part = slice(size) if body.truncation_side == "right" else slice(-size, None)
+            prompts = [tokens[part] for tokens in prompts]
         length = max((len(tokens) for tokens in prompts), default=0)
         limit = f"the model's maximum context length is {self.max_length} tokens"
         if length >= self.max_length:
@@ -312,6 +256,7 @@ class RequestParser:
                 f"{length} tokens of the prompt and {name} {max_tokens}, but {limit}",
                 param=name,
             )
+        return prompts
 
     def chat_prompt(self, body: PromptFields) -> list[int]:
         """Apply the chat template to the messages of a request, and return the prompt's tokens.
@@ -339,7 +284,7 @@ class RequestParser:
         none.
         """
         continues = body.continue_final_message
-        adds_prompt = _adds_generation_prompt(body)
+        adds_prompt = body.adds_generation_prompt
         if continues and adds_prompt:
             raise ApiError(
                 "continue_final_message requires add_generation_prompt: false",
@@ -440,12 +385,17 @@ class RequestParser:
         bad_word_ids: set[int],
     ) -> dict[str, Any]:
         """Return the fields of `Request` except for prompt, grammar and id."""
-        is_chat = isinstance(body, ChatRequest)
-        options: dict[str, Any] = {"temperature": 1.0, "max_tokens": None if is_chat else 16}
+        options: dict[str, Any] = {
+            "temperature": 1.0,
+            # The token that is generated without a request for any is no part of the response.
+            "max_tokens": 1 if body.prompt_only else body.token_limit,
+            "logprobs": body.num_logprobs,
+            "logit_bias": body.logit_bias,
+            "priority": -body.priority,
+        }
         for name, request_field in ENGINE_FIELDS.items():
             if name in body.model_fields_set:
                 options[request_field] = getattr(body, name)
-        options["priority"] = -body.priority
         if body.seed is not None:
             # In mode "coupled", the output depends only on the request and its seed, and not on
             # the other requests in the batch or on the draft length.
@@ -453,18 +403,8 @@ class RequestParser:
             options["verify"] = "coupled"
         if body.top_k is not None:
             options["top_k"] = 0 if body.top_k == -1 else body.top_k
-        if isinstance(body, ChatRequest):
-            if body.max_completion_tokens is not None:
-                options["max_tokens"] = body.max_completion_tokens
-            if body.logprobs:
-                options["logprobs"] = 0 if body.top_logprobs is None else body.top_logprobs
-        else:
-            options["logprobs"] = body.logprobs
-        if _is_prompt_only(body):
-            options["max_tokens"] = 1  # the generated token is not a part of the response
         if body.stop is not None:
             options["stop"] = [body.stop] if isinstance(body.stop, str) else body.stop
-        options["logit_bias"] = body.logit_bias
         if body.chosen_tools.functions:
             options["shown_tokens"] = self.tool_format.markers
         if body.ignore_eos:
@@ -530,23 +470,3 @@ def _without_bad_words(texts: list[str], grammar: GrammarSpec | None) -> Grammar
             param="bad_words",
         )
     return GrammarSpec.structural_format({"type": "any_text", "excludes": texts})
-
-
-def _is_prompt_only(body: ChatRequest | CompletionRequest) -> bool:
-    """Return whether the response has the echoed prompt and no generated text, as in vLLM."""
-    return isinstance(body, CompletionRequest) and body.max_tokens == 0 and body.echo
-
-
-def _adds_generation_prompt(body: PromptFields) -> bool:
-    """Return whether the prompt begins a new message."""
-    if body.add_generation_prompt is None:
-        return not body.continue_final_message
-    return body.add_generation_prompt
-
-
-def _role(body: ChatRequest) -> str:
-    """Return the role of the generated message, as vLLM defines it.
-
-    It is the role of the last message if the prompt does not begin a new message.
-    """
-    return "assistant" if _adds_generation_prompt(body) else str(body.messages[-1]["role"])

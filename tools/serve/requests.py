@@ -42,7 +42,6 @@ ENGINE_FIELDS = {
         "timeout_s",
         "skip_special_tokens",
         "n",
-        "max_tokens",
     )
 } | {"stop_token_ids": "stop_ids", "allowed_token_ids": "allowed_ids"}
 #: Fields that define a grammar, with the keys of vLLM's structured_outputs that have the same
@@ -190,6 +189,13 @@ class PromptFields(TemplateFields):
     continue_final_message: StrictBool = False
     add_special_tokens: StrictBool | None = None
 
+    @property
+    def adds_generation_prompt(self) -> bool:
+        """Whether the prompt begins a new message."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
     @cached_property
     def functions_of_tools(self) -> list[dict[str, Any]]:
         """The function definitions of ``tools``, without nulls."""
@@ -225,7 +231,7 @@ class CompletionFields(GenerationFields):
     n: StrictInt = Field(1, ge=1, le=MAX_SAMPLES)
     best_of: Any = None
     max_tokens: StrictInt | None = Field(None, ge=0, le=_MAX_INT32)
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     response_format: Any = None  # the module `grammars` checks it
     echo: StrictBool = False
     prompt_logprobs: StrictInt | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -252,7 +258,7 @@ class CompletionFields(GenerationFields):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> CompletionFields:
-        if self.stream_options is not None and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             raise ApiError("stream_options requires stream: true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError("prompt_logprobs requires stream: false", param="prompt_logprobs")
@@ -277,6 +283,21 @@ class CompletionRequest(CompletionFields):
         """No functions: a completion has no tools."""
         return ToolChoice([])
 
+    @property
+    def token_limit(self) -> int | None:
+        """Maximum number of tokens to generate; None for all remaining positions."""
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of most likely tokens to report for each token; None for no log probabilities."""
+        return self.logprobs
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether the response has the echoed prompt and no generated text, as in vLLM."""
+        return self.max_tokens == 0 and self.echo
+
 
 class ChatRequest(PromptFields, CompletionFields):
     """A request of ``/v1/chat/completions``."""
@@ -288,6 +309,25 @@ class ChatRequest(PromptFields, CompletionFields):
     # Functions are given in the field tools.
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none")] = "none"
+
+    @property
+    def token_limit(self) -> int | None:
+        """Maximum number of tokens to generate; None for all remaining positions."""
+        if self.max_completion_tokens is not None:
+            return self.max_completion_tokens
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> Any:
+        """Number of most likely tokens to report for each token; None for no log probabilities."""
+        if not self.logprobs:
+            return None
+        return 0 if self.top_logprobs is None else self.top_logprobs
+
+    @property
+    def prompt_only(self) -> bool:
+        """A chat completion always has generated text."""
+        return False
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatRequest:

@@ -59,11 +59,14 @@ class ResponseChoice:
         if start is not None:
             # Without separate_reasoning, the section is part of the content, with its tags. Tool
             # calls are parsed in the text after the section in any case.
-            self._reasoning = ReasoningParser(start, keep_tags=not api_request.separate_reasoning)
+            self._reasoning = ReasoningParser(
+                start, keep_tags=not api_request.body.separate_reasoning
+            )
         self._has_reasoning = False
         self._tool_calls: ToolCallParser | None = None
-        if api_request.tools.functions:
-            self._tool_calls = ToolCallParser(api_request.tools, parser.tool_format)
+        self._tools = api_request.body.chosen_tools
+        if self._tools.functions:
+            self._tool_calls = ToolCallParser(self._tools, parser.tool_format)
         self._has_begun = False
         self._num_tokens = 0
         self._text_offset = 0
@@ -90,7 +93,7 @@ class ResponseChoice:
             calls = self._tool_calls.calls
             if self._tool_calls.cut_text:
                 calls = calls[:-1]
-                if not self._api_request.tools.required:
+                if not self._tools.required:
                     message["content"] = content + self._tool_calls.cut_text
             if calls:
                 message["tool_calls"] = calls
@@ -186,7 +189,7 @@ class ResponseChoice:
     def _split(self, event: Event) -> tuple[str, str, list[dict[str, Any]]]:
         """Split the next piece of text into reasoning, content and deltas of tool calls."""
         text = event.text
-        if self._api_request.include_stop and event.output is not None:
+        if self._api_request.body.include_stop_str_in_output and event.output is not None:
             stop = self._matched_stop(event.output)
             if isinstance(stop, str):
                 text += stop
@@ -195,11 +198,11 @@ class ResponseChoice:
         if self._reasoning is not None:
             reasoning, text = self._reasoning.feed(text, event.finished)
             self._has_reasoning |= bool(reasoning)
-            if not self._api_request.include_reasoning:
+            if not self._api_request.body.include_reasoning:
                 reasoning = ""
         if self._tool_calls is not None:
             text, calls = self._tool_calls.feed(text, event.finished)
-        if not self._api_request.separate_reasoning:
+        if not self._api_request.body.separate_reasoning:
             text = reasoning + text
             reasoning = ""
         if not self._has_begun:
@@ -218,7 +221,7 @@ class ResponseChoice:
                 finish_reason = "tool_calls"
             stop = self._matched_stop(event.output)
         fields: dict[str, Any] = {}
-        if self._api_request.return_token_ids:
+        if self._api_request.body.return_token_ids:
             fields["token_ids"] = list(event.tokens)
             if not self._api_request.chat and not self._has_begun:
                 fields["prompt_token_ids"] = self._prompt
@@ -297,7 +300,7 @@ class ResponseChoice:
 
     def _token_name(self, token: int) -> str:
         """Return the text of a token, or its id if the request asks for ids as names."""
-        if self._api_request.ids_as_names:
+        if self._api_request.body.return_tokens_as_token_ids:
             return f"token_id:{token}"
         return self._parser.token_text(token)
 
@@ -345,14 +348,15 @@ class CompletionWriter:
             self._outputs.append(event.output)
         for chunk in self._choices[index].chunks(event):
             body = response_body(self._api_request, self._model, [chunk])
-            if self._api_request.include_usage:
-                continuous = self._api_request.continuous_usage
+            options = self._api_request.body.stream_options
+            if options.include_usage:
+                continuous = options.continuous_usage_stats
                 body["usage"] = self._choices[index].usage() if continuous else None
             yield _data_message(json.dumps(body))
 
     def last_messages(self) -> Iterator[str]:
         """Yield the last server-sent events."""
-        if self._api_request.include_usage:
+        if self._api_request.body.stream_options.include_usage:
             body = response_body(self._api_request, self._model, [])
             yield _data_message(json.dumps(body | {"usage": token_usage(self._outputs)}))
         yield _data_message("[DONE]")
@@ -417,7 +421,7 @@ def response_body(
     """Return the JSON body of a response, or of one chunk of a streamed response."""
     kind = "text_completion"
     if api_request.chat:
-        kind = "chat.completion.chunk" if api_request.stream else "chat.completion"
+        kind = "chat.completion.chunk" if api_request.body.stream else "chat.completion"
     body = {
         "id": api_request.id,
         "object": kind,
@@ -426,9 +430,9 @@ def response_body(
         "choices": choices,
         "system_fingerprint": None,
     }
-    if api_request.chat and not api_request.stream:
+    if api_request.chat and not api_request.body.stream:
         body |= {"prompt_token_ids": None, "service_tier": None}
-    is_first = not api_request.stream or any("role" in one.get("delta", {}) for one in choices)
-    if api_request.chat and api_request.return_token_ids and is_first:
+    is_first = not api_request.body.stream or any("role" in one.get("delta", {}) for one in choices)
+    if api_request.chat and api_request.body.return_token_ids and is_first:
         body["prompt_token_ids"] = api_request.prompts[0]
     return body

@@ -400,7 +400,7 @@ class ResponsesWriter:
         tools, the text is therefore processed character by character, and the parts are joined.
         """
         pieces = [event]
-        if self._api_request.tools.functions and event.text:
+        if self._api_request.body.chosen_tools.functions and event.text:
             pieces = [Event(event.id, (), char) for char in event.text[:-1]]
             pieces.append(replace(event, text=event.text[-1]))
         parts: list[tuple[str, Any, list[dict[str, Any]]]] = []
