@@ -63,12 +63,9 @@ class ReplicaActor:
                 self._driver.submit(job, self._events)
 
     async def receive(self) -> list[Event]:
-        """Wait until at least one event is available, and return all available events.
+        """Wait for an event, and return all available events.
 
-        Raises
-        ------
-        EngineError
-            If the engine has failed.
+        If the engine has failed, raise EngineError.
         """
         events = await get_all(self._events)
         if self._driver.failure is not None:
@@ -83,12 +80,7 @@ class ReplicaActor:
 class RayActor:
     """Handle of a `ReplicaActor` in a Ray process.
 
-    Parameters
-    ----------
-    ray
-        The module ``ray``.
-    actor_class
-        `ReplicaActor` as a remote class.
+    `actor_class` is the remote class of `ReplicaActor`.
     """
 
     def __init__(self, ray: Any, actor_class: Any):
@@ -118,12 +110,8 @@ def ray_cluster(count: int) -> Iterator[Callable[[], Actor]]:
     only this process and its replicas know. Ray's usage statistics are disabled. When the context
     ends, the cluster is shut down and its files are deleted.
 
-    Raises
-    ------
-    OptionError
-        If the extra ``replicas`` is not installed, or there are fewer GPUs than replicas.
-    EngineError
-        If Ray does not start.
+    OptionError is raised if the extra ``replicas`` is not installed or there are fewer GPUs than
+    replicas, EngineError if Ray does not start.
     """
     ray = _import_ray()
     device = os.environ.get("GRAFT_DEVICE") or "auto"

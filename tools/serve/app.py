@@ -55,68 +55,37 @@ _STREAM_START: Message = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the HTTP endpoint.
+    """Settings of the HTTP endpoint."""
 
-    Parameters
-    ----------
-    name
-        Model name that clients use.
-    api_keys
-        Keys of which clients must send one. An empty tuple disables authentication.
-    hosts
-        Names that the header ``Host`` of a request may have; None for any name. Without this check,
-        a web page could use a server without authentication through a browser on this machine, if
-        the DNS name of the page resolves to the address of the server (DNS rebinding).
-    chat_template
-        Jinja template that replaces the chat template of the model; None to use the model's.
-    reasoning_parser
-        One of `graft.tools.serve.reasoning.REASONING_PARSERS`; None if the model does not reason.
-    tool_call_parser
-        Name in `graft.tools.serve.tool_formats.TOOL_FORMATS` of the notation in which the model
-        writes calls; None for the notation that the chat template describes.
-    max_waiting
-        Maximum number of API requests in the queue. If the number of API requests in progress
-        reaches this value plus the number of request slots, further requests get status 429.
-    max_body_bytes
-        Maximum size of a request body in bytes.
-    io_timeout_s
-        Time limit in seconds for a client to send its request body, and for a client to accept
-        each chunk of a streamed response.
-    """
-
+    #: Model name that clients use.
     name: str
+    #: Keys of which clients must send one. An empty tuple disables authentication.
     api_keys: tuple[str, ...] = ()
+    #: Names that the header ``Host`` of a request may have; None for any name. Without this check,
+    #: a web page could use a server without authentication through a browser on this machine, if
+    #: the DNS name of the page resolves to the address of the server (DNS rebinding).
     hosts: frozenset[str] | None = None
+    #: Jinja template that replaces the chat template of the model.
     chat_template: str | None = None
+    #: One of `graft.tools.serve.reasoning.REASONING_PARSERS`; None if the model does not reason.
     reasoning_parser: str | None = None
+    #: Name in `graft.tools.serve.tool_formats.TOOL_FORMATS` of the notation in which the model
+    #: writes calls; None for the notation that the chat template describes.
     tool_call_parser: str | None = None
+    #: If the number of API requests in progress reaches this value plus the number of request
+    #: slots, further requests get status 429.
     max_waiting: int = 256
     max_body_bytes: int = 4 << 20
+    #: Time limit in seconds for a client to send its request body, and for a client to accept each
+    #: chunk of a streamed response.
     io_timeout_s: float = 30.0
 
 
 class Service:
-    """The ASGI application and the state that its endpoints share.
+    """The ASGI application `app`, and the state that its endpoints share.
 
-    Parameters
-    ----------
-    driver
-        One engine or several replicas, which run the requests.
-    settings
-        Settings of the endpoint.
-
-    Attributes
-    ----------
-    app
-        The ASGI application.
-    parser
-        Parser of API requests. It is not thread-safe, so a single worker thread calls it.
-    api_requests
-        Number of API requests in progress.
-    max_api_requests
-        Maximum value of `api_requests`.
-    draining
-        Whether the server is shutting down and therefore refuses new requests.
+    Requests are refused while `draining` is true, which it is during shutdown. `parser` is not
+    thread-safe, so a single worker thread calls it.
     """
 
     def __init__(self, driver: EngineDriver | Replicas, settings: Settings):
@@ -200,13 +169,7 @@ class Service:
     # Steps of requests --------------------------------------------------------------------------
 
     def check_key(self, request: HttpRequest) -> None:
-        """Check the API key.
-
-        Raises
-        ------
-        ApiError
-            If the key is missing or wrong.
-        """
+        """Raise ApiError if the API key is missing or wrong."""
         keys = self.settings.api_keys
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         is_bearer = scheme.lower() == "bearer"  # names of schemes are case-insensitive (RFC 9110)
@@ -217,10 +180,8 @@ class Service:
     def check_capacity(self) -> None:
         """Check that the server can accept another request.
 
-        Raises
-        ------
-        ApiError
-            If the server is draining, the engine has failed, or too many requests are in progress.
+        ApiError is raised if the server is draining, the engine has failed, or too many requests
+        are in progress.
         """
         if self.draining:
             raise ApiError("the server is shutting down", 503)
@@ -236,11 +197,8 @@ class Service:
     async def read_body(self, request: HttpRequest) -> dict[str, Any]:
         """Read the JSON body of a request and return its fields.
 
-        Raises
-        ------
-        ApiError
-            If the body is too large, arrives too slowly or is not a JSON object, if its media type
-            is not ``application/json``, or if too many bodies arrive at the same time.
+        ApiError is raised if the body is too large, arrives too slowly or is not a JSON object, if
+        its media type is not ``application/json``, or if too many bodies arrive at the same time.
         """
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
@@ -584,10 +542,7 @@ async def _events(
 ) -> AsyncIterator[tuple[int, Event]]:
     """Yield the events of a request.
 
-    Raises
-    ------
-    ApiError
-        If an engine request was refused, failed or was cancelled.
+    ApiError is raised if a request of the engine was refused, failed or was cancelled.
     """
     async for index, event in stream:
         if event.output is not None:

@@ -200,10 +200,8 @@ def parse_drain(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     """Run the server until a signal stops it, and return the exit status 0.
 
-    Raises
-    ------
-    OptionError
-        If a package that serving requires is not installed, or the address cannot be bound.
+    OptionError is raised if a package that serving requires is not installed, or the address cannot
+    be bound.
     """
     try:
         from graft.tools.serve.app import Service, Settings
@@ -275,10 +273,7 @@ def is_loopback(host: str) -> bool:
 def _open_driver(options: argparse.Namespace) -> Iterator[EngineDriver | Replicas]:
     """Open the engine, or several replicas of it, for as long as the context lasts.
 
-    Raises
-    ------
-    OptionError
-        If options contradict each other.
+    OptionError is raised if options contradict each other.
     """
     from graft.tools.serve.engine_driver import EngineDriver
 
@@ -322,15 +317,10 @@ def _open_engine(options: argparse.Namespace, limits: Limits) -> Engine:
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Return a TCP socket that is bound to an address.
+    """Return a TCP socket that is bound to an address, or raise OptionError.
 
     The server calls this function before it loads a model, so that an invalid address is reported
     early.
-
-    Raises
-    ------
-    OptionError
-        If the address cannot be bound.
     """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

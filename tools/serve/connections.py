@@ -37,17 +37,9 @@ _logger = logging.getLogger("uvicorn.error")
 
 
 def max_connections(max_requests: int) -> int:
-    """Return the maximum number of connections of this process.
+    """Return the maximum number of connections for a maximum number of requests in progress.
 
-    Parameters
-    ----------
-    max_requests
-        Maximum number of requests in progress.
-
-    Raises
-    ------
-    OptionError
-        If the limit of open files is too low for a server.
+    OptionError is raised if the limit of open files of this process is too low for a server.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd")) + RESERVED_DESCRIPTORS
@@ -104,15 +96,10 @@ class Connection(H11Protocol):
 
 
 class Connections(ServerState):
-    """The open connections of a server.
+    """The open connections of a server, at most `limit`.
 
-    Parameters
-    ----------
-    limit
-        Maximum number of connections.
-    send_timeout_s
-        Time limit in seconds for a client to receive a part of a response for which the server
-        waits, or the rest of a response after the server has closed the connection.
+    `send_timeout_s` is the time limit in seconds for a client to receive a part of a response for
+    which the server waits, or the rest of a response after the server has closed the connection.
     """
 
     connections: set[Connection]  # type: ignore[assignment]

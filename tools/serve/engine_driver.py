@@ -28,28 +28,16 @@ COUNTERS_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """Static properties of an engine.
+    """Static properties of an engine."""
 
-    Attributes
-    ----------
-    tokenizer
-        Folder of the tokenizer.
-    limits
-        Maximum sizes of requests.
-    max_length
-        Maximum number of tokens of prompt and output together.
-    max_batch_size
-        Number of request slots.
-    page_size
-        Number of tokens per KV-cache page.
-    pages
-        Number of KV-cache pages.
-    """
-
+    #: Folder of the tokenizer.
     tokenizer: Path
     limits: Limits
+    #: Maximum number of tokens of prompt and output together.
     max_length: int
+    #: Number of request slots.
     max_batch_size: int
+    #: Number of tokens per KV-cache page.
     page_size: int
     pages: int
 
@@ -57,19 +45,9 @@ class EngineInfo:
 class EngineDriver:
     """Runs an engine in a thread. The thread sleeps while the engine has no requests.
 
-    The public methods must be called from one event loop. Request ids must be unique.
-
-    Parameters
-    ----------
-    engine
-        The engine. Threads other than the driver's thread must call only its thread-safe methods.
-
-    Attributes
-    ----------
-    info
-        Static properties of the engine.
-    failure
-        Message of the error that made the engine unusable; None while the engine is usable.
+    The public methods must be called from one event loop, and other threads must call only the
+    thread-safe methods of the engine. Request ids must be unique. `failure` is the message of the
+    error that made the engine unusable, or None.
     """
 
     def __init__(self, engine: Engine):
@@ -93,10 +71,7 @@ class EngineDriver:
     def start(self, on_output: Callable[[Output], None]) -> None:
         """Start the thread.
 
-        Parameters
-        ----------
-        on_output
-            Called in the event loop with the output of every request.
+        `on_output` is called in the event loop with the output of every request.
         """
         self._on_output = on_output
         self._loop = asyncio.get_running_loop()
@@ -181,13 +156,7 @@ class EngineDriver:
                 self._loop.call_soon_threadsafe(self._fail_all, self.failure)
 
     def _run_jobs(self) -> bool:
-        """Run all queued jobs. If the engine is idle, wait for a job first.
-
-        Returns
-        -------
-        bool
-            False if the thread must exit.
-        """
+        """Run all queued jobs, or wait for one if the engine is idle. Return False to exit."""
         with suppress(queue.Empty):
             while True:
                 job = self._jobs.get(block=not self._busy)

@@ -61,19 +61,9 @@ _COMPLETE = ("stop", "stop_string", "length", "timeout")
 class ApiError(GraftError):
     """An API request that cannot be answered.
 
-    Parameters
-    ----------
-    message
-        What is wrong.
-    status
-        HTTP status.
-    param
-        Name of the request field that caused the error; None if the error has no single field.
-    code
-        OpenAI's error code; None if there is none.
-    engine_param
-        Name of the field of `graft.models.request.Request` that caused the error; None if `param`
-        is known or there is none. `use_api_fields` finds the field of the API request.
+    `param` is the field of the request at fault, and `code` is OpenAI's error code; None if there
+    is none. If only the field of `graft.models.request.Request` at fault is known, it is
+    `engine_param`, and `use_api_fields` finds the field of the API request.
     """
 
     def __init__(

@@ -71,22 +71,10 @@ def only(supported: Any) -> AfterValidator:
 def read_fields(
     model: type[FieldsT], given: Mapping[str, Any], served: str | None = None
 ) -> FieldsT:
-    """Validate the fields of a request.
+    """Validate the fields of a request for the language model `served`.
 
-    Parameters
-    ----------
-    model
-        Model of the request.
-    given
-        Fields of the request.
-    served
-        Name of the language model that the server has; None if the request does not name one.
-
-    Raises
-    ------
-    ApiError
-        If a field is unknown or invalid. If the request asks for another language model, the error
-        has status 404.
+    ApiError is raised if a field is unknown or invalid. If the request asks for another language
+    model, the error has status 404. Without `served`, the request names no language model.
     """
     try:
         body = model.model_validate(given)

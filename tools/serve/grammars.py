@@ -29,20 +29,12 @@ _STRICT_OPTION = "disable_additional_properties"
 
 
 class FoundGrammar(NamedTuple):
-    """A grammar of a request.
+    """A grammar of a request."""
 
-    Attributes
-    ----------
-    name
-        Name of the field that defines the grammar, for error messages.
-    key
-        Key of structured_outputs, ``"ebnf"``, or ``"strict_json"`` for a schema that allows no
-        additional properties.
-    value
-        Value of the key.
-    """
-
+    #: Name of the field that defines the grammar, for error messages.
     name: str
+    #: Key of structured_outputs, ``"ebnf"``, or ``"strict_json"`` for a schema that allows no
+    #: additional properties.
     key: str
     value: Any
 
@@ -56,29 +48,15 @@ def find_grammars(
 ) -> list[FoundGrammar]:
     """Return the grammars that response_format, structured_outputs or tools define.
 
+    The first one is the grammar of the output. Others are checked but have no effect. The list is
+    empty if the output is free text.
+
     If the model may call tools, a request can also have one other grammar. The output is then
     either a sequence of calls or text of this grammar. If the model must call a tool, the request
     can also have a response_format, which must be valid and has no effect.
 
-    Parameters
-    ----------
-    body
-        The request.
-    limits
-        Maximum sizes of requests.
-    tool_format
-        Notation of calls.
-
-    Returns
-    -------
-    list of FoundGrammar
-        First the grammar of the output, then grammars that are checked but have no effect. The list
-        is empty if the output is free text.
-
-    Raises
-    ------
-    ApiError, RequestError
-        If the request has more than one grammar, or the grammar is too large.
+    ApiError or RequestError is raised if the request has more than one grammar, or the grammar is
+    too large.
     """
     found = [*_response_format(body), *_structured_outputs(body)]
     unused: list[FoundGrammar] = []

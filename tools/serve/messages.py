@@ -71,24 +71,13 @@ class _Messages(Fields):
 
 
 def read_messages(messages: Any, template: str | None = None) -> list[dict[str, Any]]:
-    """Convert the messages of a request.
+    """Convert the messages of a request, or raise ApiError.
 
-    The content parts of a message are joined into one text, and the arguments of its tool calls
-    are parsed from JSON. The role "developer" is replaced by "system" unless the template has this
+    The content parts of a message are joined into one text, and the arguments of its tool calls are
+    parsed from JSON. The role "developer" is replaced by "system" unless the template has this
     role. Keys that are null and empty lists of tool calls are left out, because chat templates test
-    whether a key is defined.
-
-    Parameters
-    ----------
-    messages
-        Messages of the request.
-    template
-        Source of the chat template. Messages can have roles and keys that occur in it.
-
-    Raises
-    ------
-    ApiError
-        If a message is invalid.
+    whether a key is defined. Messages can have roles and keys that occur in `template`, which is
+    the source of the chat template.
     """
     if not isinstance(messages, list) or not messages:
         raise ApiError("messages must be a list of at least one message", param="messages")

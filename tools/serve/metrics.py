@@ -111,13 +111,9 @@ class Metrics:
     def page(self, counters: Sequence[Mapping[str, Any] | None], **gauges: float) -> bytes:
         """Return the metrics in Prometheus's text format.
 
-        Parameters
-        ----------
-        counters
-            `Engine.counters` of each replica, or None for a replica that does not answer. For such
-            a replica, its last known counters are reported.
-        gauges
-            Values of the gauges in `_SERVER_GAUGES`.
+        `counters` are `Engine.counters` of each replica, or None for a replica that does not
+        answer, whose last known counters are reported. `gauges` are the values of the gauges in
+        `_SERVER_GAUGES`.
         """
         alive = {}
         for index, engine in enumerate(counters):

@@ -24,19 +24,8 @@ async def score_prompts(
 ) -> list[list[Logprob]]:
     """Return the log probabilities of all tokens of each prompt except for the first token.
 
-    Parameters
-    ----------
-    driver
-        One engine or several replicas.
-    prompts
-        Token ids of each prompt.
-    count
-        Number of most likely tokens to report for each position.
-
-    Raises
-    ------
-    ApiError
-        If a prompt is invalid, or the engine fails.
+    Each position has the `count` most likely tokens. ApiError is raised if a prompt is invalid, or
+    the engine fails.
     """
     return [await _score_prompt(driver, prompt, count) for prompt in prompts]
 

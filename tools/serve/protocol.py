@@ -33,60 +33,39 @@ _MAX_BAD_WORD_CHARACTERS = 1 << 14
 
 
 class _BadWords(NamedTuple):
-    """The words of bad_words.
+    """The words of bad_words."""
 
-    Attributes
-    ----------
-    ids
-        Tokens that spell a word or a word after a space.
-    texts
-        Words of several tokens.
-    """
-
+    #: Tokens that spell a word or a word after a space.
     ids: set[int]
+    #: Words of several tokens.
     texts: list[str]
 
 
 @dataclass(frozen=True)
 class ApiRequest:
-    """An API request for generated text, and the requests of the engine that answer it.
+    """An API request for generated text, and the requests of the engine that answer it."""
 
-    Attributes
-    ----------
-    id
-        Id of the response.
-    body
-        Fields of the request.
-    requests
-        Requests of the engine, one per choice of the response: first all samples of the first
-        prompt, then all samples of the second prompt, and so on.
-    prompts
-        Token ids of each prompt.
-    role
-        Role of the generated message.
-    echo
-        For each prompt, the text that precedes the generated text in the response; None if the
-        response has only the generated text.
-    prompt_logprobs
-        Number of most likely tokens to report for each position of the prompts; None for none.
-    reasoning
-        For each prompt, whether the output starts within a reasoning section; None if the output
-        has no such section.
-    fields
-        Fields of the request that a response of ``/v1/responses`` repeats.
-    created
-        Unix time of the request.
-    """
-
+    #: Id of the response.
     id: str
     body: ChatRequest | CompletionRequest
+    #: One request per choice of the response: first all samples of the first prompt, then all
+    #: samples of the second prompt, and so on.
     requests: list[Request]
+    #: Token ids of each prompt.
     prompts: list[list[int]]
+    #: Role of the generated message.
     role: str = "assistant"
+    #: For each prompt, the text that precedes the generated text in the response; None if the
+    #: response has only the generated text.
     echo: Sequence[str] | None = None
+    #: Number of most likely tokens to report for each position of the prompts; None for none.
     prompt_logprobs: int | None = None
+    #: For each prompt, whether the output starts within a reasoning section; None if the output has
+    #: no such section.
     reasoning: Sequence[bool | None] = ()
+    #: Fields of the request that a response of ``/v1/responses`` repeats.
     fields: Mapping[str, Any] = field(default_factory=dict)
+    #: Unix time of the request.
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -102,26 +81,8 @@ class ApiRequest:
 class RequestParser:
     """A converter of API requests to requests of the engine. It is not thread-safe.
 
-    Parameters
-    ----------
-    tokenizer
-        Tokenizer of the model.
-    limits
-        Maximum sizes of requests.
-    name
-        Name of the model that is served.
-    max_length
-        Maximum number of tokens of prompt and output together.
-    reasoning_parser
-        One of `graft.tools.serve.reasoning.REASONING_PARSERS`; None if the model does not reason.
-    tool_call_parser
-        Name of the notation in which the model writes calls; None for the notation that the chat
-        template describes.
-
-    Attributes
-    ----------
-    tool_format
-        The notation of calls.
+    `name` is the name of the model in the API, and `max_length` the maximum number of tokens of
+    prompt and output together. The two parsers are those of `graft.tools.serve.app.Settings`.
     """
 
     def __init__(
@@ -163,21 +124,9 @@ class RequestParser:
     ) -> ApiRequest:
         """Convert an API request to requests of the engine.
 
-        Most sampling parameters are not checked here. The engine checks them on submission.
-
-        Parameters
-        ----------
-        body
-            The request.
-        grammar
-            Grammar of the output; None for free text.
-        schema
-            JSON schema of the output for the chat template; None if there is none.
-
-        Raises
-        ------
-        ApiError, GraftError
-            If a field is invalid.
+        `grammar` is the grammar of the output, and `schema` the JSON schema of the output for the
+        chat template. ApiError or another GraftError is raised if a field is invalid. The engine
+        checks most sampling parameters on submission.
         """
         reasoning_starts: list[bool | None]
         role = "assistant"
@@ -261,12 +210,8 @@ class RequestParser:
     def chat_prompt(self, body: PromptFields) -> list[int]:
         """Apply the chat template to the messages of a request, and return the prompt's tokens.
 
-        Raises
-        ------
-        ApiError, RequestError
-            If a field is invalid, or the template rejects the messages.
-        TemplateUnavailableError
-            If no child process could render the template.
+        ApiError or RequestError is raised if a field is invalid or the template rejects the
+        messages, TemplateUnavailableError if no child process could render the template.
         """
         return self._render(body, self._read_messages(body), None)
 

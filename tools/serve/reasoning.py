@@ -23,18 +23,11 @@ REASONING_PARSERS = ("deepseek_r1", "qwen3")
 
 
 def has_reasoning(prompt: str, continued: str = "") -> bool:
-    """Return whether the output can have a reasoning section.
+    """Return whether the output can have a reasoning section after the end of a prompt.
 
-    This is not the case if the message that the output continues has closed the section, or if the
-    chat template has closed it at the end of the prompt, as some templates do with
-    ``enable_thinking=False``.
-
-    Parameters
-    ----------
-    prompt
-        End of the prompt.
-    continued
-        Content of the message that the output continues; empty if the output is a new message.
+    This is not the case if the message `continued` that the output continues has closed the
+    section, or if the chat template has closed it at the end of the prompt, as some templates do
+    with ``enable_thinking=False``.
     """
     is_closed = continued.rfind(END) > continued.rfind(BEGIN)
     return not is_closed and not prompt.rstrip().endswith(END)
@@ -51,16 +44,9 @@ def starts_in_reasoning(parser: str, prompt: str, continued: str = "") -> bool:
 def answer_grammar(
     grammar: GrammarSpec, starts_in_reasoning: bool, *, required: bool
 ) -> GrammarSpec:
-    """Return the grammar of an output whose answer has a grammar.
+    """Return the grammar of an output whose answer has the given grammar.
 
-    Parameters
-    ----------
-    grammar
-        Grammar of the answer.
-    starts_in_reasoning
-        As in `ReasoningParser`.
-    required
-        Whether the output must have an answer. If not, it may end in the reasoning section.
+    If an answer is not `required`, the output may end in the reasoning section.
     """
     opening = "" if starts_in_reasoning else BEGIN
     return grammar.after(END, required=required, opening=opening, skips_space=True)
@@ -69,14 +55,9 @@ def answer_grammar(
 class ReasoningParser:
     """Incremental parser that separates generated text into reasoning and answer.
 
-    Parameters
-    ----------
-    starts_in_reasoning
-        Whether the output starts within the reasoning section. If not, only an output that begins
-        with `BEGIN` has a reasoning section.
-    keep_tags
-        Whether the text of the reasoning section includes `BEGIN`, `END` and the white space after
-        `END`.
+    If the output does not start within the reasoning section, it has one only if it begins with
+    `BEGIN`. With `keep_tags`, the text of the section includes `BEGIN`, `END` and the white space
+    after `END`.
     """
 
     def __init__(self, starts_in_reasoning: bool, keep_tags: bool = False):
@@ -88,20 +69,10 @@ class ReasoningParser:
         self._text = ""
 
     def feed(self, text: str, last: bool) -> tuple[str, str]:
-        """Process the next piece of the generated text.
+        """Process the next piece of the output, and return new text of section and answer.
 
-        Parameters
-        ----------
-        text
-            Generated text.
-        last
-            Whether this is the last piece of the output.
-
-        Returns
-        -------
-        reasoning, answer : str
-            New text of the reasoning section and of the answer. Text that may be a part of `BEGIN`
-            or `END` is held back until the parser can decide.
+        Text that may be a part of `BEGIN` or `END` is held back until the parser can decide. `last`
+        says whether this is the last piece.
         """
         if self._has_ended:
             return self._split_space(text)
@@ -134,10 +105,7 @@ class ReasoningParser:
     def _read_begin(self, last: bool) -> bool:
         """Find `BEGIN` at the beginning of the output, and remove it unless tags are kept.
 
-        Returns
-        -------
-        bool
-            False if more text is needed to know whether the output begins with `BEGIN`.
+        Return False if more text is needed to know whether the output begins with `BEGIN`.
         """
         begun = self._text.lstrip(WHITE_SPACE)
         if len(self._text) - len(begun) > MAX_SPACE:

@@ -103,12 +103,8 @@ class _RoutedRequest:
         """Remove tokens and text from an event that the client has already received.
 
         A restarted request generates its first tokens a second time. An earlier replica has
-        delivered some of them. If nothing new is left of the event, the result is None.
-
-        Raises
-        ------
-        EngineError
-            If the tokens differ from the tokens that an earlier replica generated.
+        delivered some of them. If nothing new is left of the event, the result is None. EngineError
+        is raised if the tokens differ from those of an earlier replica.
         """
         token_start, character_start = self.received
         overlap = max(0, len(self.tokens) - token_start)
@@ -171,24 +167,11 @@ class _Replica:
 class Replicas:
     """Several engines in separate processes, with the same interface as `EngineDriver`.
 
-    Parameters
-    ----------
-    launch
-        Starts a process with a `ReplicaActor` and returns its handle.
-    make_engine
-        Creates the engine in that process. The engine must verify drafts in mode ``coupled``, and
-        must not limit the number of waiting requests.
-    count
-        Number of replicas.
-    max_waiting
-        Maximum number of requests that wait for a slot. Any further request is refused.
-    timeout_s
-        Time in seconds after which a replica that does not answer counts as dead.
-
-    Attributes
-    ----------
-    info
-        Static properties of the engines. ``max_batch_size`` is the sum over all engines.
+    `launch` starts a process with a `ReplicaActor` and returns its handle. `make_engine` creates
+    the engine in that process. The engine must verify drafts in mode ``coupled``, and must not
+    limit the number of waiting requests: at most `max_waiting` requests wait for a slot, and any
+    further request is refused. A replica that does not answer for `timeout_s` seconds counts as
+    dead. ``info.max_batch_size`` is the sum over all engines.
     """
 
     def __init__(
@@ -226,10 +209,7 @@ class Replicas:
     def start(self, on_output: Callable[[Output], None]) -> None:
         """Start the tasks that exchange messages with the replicas and restart them.
 
-        Parameters
-        ----------
-        on_output
-            Called with the output of every request.
+        `on_output` is called with the output of every request.
         """
         self._on_output = on_output
         self._supervisors = [
@@ -265,12 +245,8 @@ class Replicas:
         """Submit a request.
 
         The events of the request are put into `sink`. The last event always has an output, even if
-        the request fails.
-
-        Raises
-        ------
-        OptionError
-            If `timeout_s` is invalid. The engines check all other fields.
+        the request fails. OptionError is raised if `timeout_s` is invalid. The engines check all
+        other fields.
         """
         check_timeout(request.timeout_s)  # otherwise, `_RoutedRequest.start` could raise an error
         request_id = str(request.id)

@@ -28,16 +28,8 @@ _END_FIELDS = ("finish_reason", "stop_reason", "matched_stop")
 class ResponseChoice:
     """A builder of one choice of a response, from the events or the output of an engine request.
 
-    Parameters
-    ----------
-    api_request
-        The API request.
-    index
-        Index of the choice in the response.
-    parser
-        Request parser, which provides the text of each token.
-    prompt_logprobs
-        Log probabilities of the prompt's tokens except for the first one; None unless requested.
+    `parser` provides the text of each token. `prompt_logprobs` are the log probabilities of the
+    prompt's tokens except for the first one; None unless requested.
     """
 
     def __init__(
@@ -314,17 +306,7 @@ class ResponseChoice:
 
 
 class CompletionWriter:
-    """Writes the response of a chat completion or completion, or the events of its stream.
-
-    Parameters
-    ----------
-    api_request
-        The request.
-    model
-        Name of the model.
-    choices
-        Builders of the choices.
-    """
+    """Writes the response of a chat completion or completion, or the events of its stream."""
 
     def __init__(self, api_request: ApiRequest, model: str, choices: Sequence[ResponseChoice]):
         self._api_request = api_request

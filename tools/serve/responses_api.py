@@ -98,20 +98,7 @@ _SHARED_FIELDS = GenerationFields.model_fields.keys() | TemplateFields.model_fie
 
 
 def to_chat(fields: Mapping[str, Any], served: str) -> ChatRequest:
-    """Convert the fields of a request to a chat completion.
-
-    Parameters
-    ----------
-    fields
-        Fields of the request.
-    served
-        Name of the language model.
-
-    Raises
-    ------
-    ApiError
-        If a field is unknown, not supported or has an invalid value.
-    """
+    """Convert a request for the language model `served` to a chat completion, or raise ApiError."""
     given = read_fields(ResponsesRequest, fields, served)
     chat = {name: fields[name] for name in _SHARED_FIELDS & given.model_fields_set}
     chat["messages"] = _read_input(given.input, given.instructions)
@@ -273,17 +260,7 @@ def _read_texts(content: Any) -> str:
 
 
 class ResponsesWriter:
-    """Writes a response, or the events of its stream, from the chunks of a chat completion.
-
-    Parameters
-    ----------
-    api_request
-        The request, whose `fields` are those of the client.
-    model
-        Name of the model.
-    choice
-        Builder of the chunks.
-    """
+    """Writes a response, or the events of its stream, from the chunks of a chat completion."""
 
     def __init__(self, api_request: ApiRequest, model: str, choice: ResponseChoice):
         self._api_request = api_request

@@ -16,13 +16,7 @@ class Router:
     each replica, it stores the page keys of the prompts that were routed to the replica. It stores
     at most as many keys as the cache has pages and evicts the least recently used ones. A replica
     is not chosen if its number of requests exceeds the lowest one by ``max_batch_size`` or more.
-
-    Parameters
-    ----------
-    count
-        Number of replicas.
-    info
-        Properties of one replica. All replicas have the same properties.
+    `info` are the properties that all replicas have.
     """
 
     def __init__(self, count: int, info: EngineInfo):
@@ -43,12 +37,8 @@ class Router:
     def choose(self, keys: Sequence[bytes], loads: Mapping[int, int]) -> int:
         """Return the replica for a prompt, and record that the replica caches the prompt's pages.
 
-        Parameters
-        ----------
-        keys
-            Prefix-cache keys of the prompt.
-        loads
-            Number of requests of each replica that can be chosen, by index of the replica.
+        `keys` are the prefix-cache keys of the prompt. `loads` are the numbers of requests of the
+        replicas that can be chosen.
         """
         max_load = min(loads.values()) + self._info.max_batch_size
         candidates = [replica for replica, load in loads.items() if load < max_load]

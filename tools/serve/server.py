@@ -34,19 +34,9 @@ class Server(uvicorn.Server):
     """An HTTP server that drains on the first SIGTERM or SIGINT.
 
     While it drains, it refuses new requests. It exits when the running requests have ended, or when
-    the drain time is over.
-
-    Parameters
-    ----------
-    service
-        The application.
-    listener
-        Bound socket to listen on. The server closes the socket.
-    drain_s
-        Time in seconds after the first signal in which running requests can complete. A second
-        signal cancels them immediately.
-    access_log
-        Whether to write one line per request to standard output.
+    `drain_s` seconds are over. A second signal cancels the running requests immediately. The server
+    closes `listener`, the bound socket to listen on. With `access_log`, it writes one line per
+    request to standard output.
     """
 
     def __init__(

@@ -14,20 +14,7 @@ from graft.tools.serve.requests import DetokenizeRequest, TokenizeRequest
 
 
 def tokenize(parser: RequestParser, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tokens of a prompt, or of messages to which the chat template is applied.
-
-    Parameters
-    ----------
-    parser
-        Request parser of the server.
-    fields
-        Fields of the request: ``prompt`` or ``messages``, and options.
-
-    Raises
-    ------
-    ApiError, GraftError
-        If a field is invalid.
-    """
+    """Return the tokens of a prompt, or of messages to which the chat template is applied."""
     body = read_fields(TokenizeRequest, fields, parser.name)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError("the request must have either prompt or messages", param="prompt")
@@ -49,13 +36,7 @@ def tokenize(parser: RequestParser, fields: Mapping[str, Any]) -> dict[str, Any]
 
 
 def detokenize(parser: RequestParser, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the text of tokens, including special tokens.
-
-    Raises
-    ------
-    ApiError, RequestError
-        If a field is invalid.
-    """
+    """Return the text of tokens, including special tokens."""
     tokens = read_fields(DetokenizeRequest, fields, parser.name).tokens
     if not isinstance(tokens, list):
         raise ApiError(f"tokens must be a list of ids, got {short_repr(tokens)}", param="tokens")

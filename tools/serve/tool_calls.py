@@ -15,20 +15,13 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalP
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """The functions that the model may call in a request.
+    """The functions that the model may call in a request."""
 
-    Attributes
-    ----------
-    functions
-        Function definitions; empty if no function may be called.
-    required
-        Whether the output must be a call, or an array of calls.
-    parallel
-        Whether the output may contain more than one call.
-    """
-
+    #: Function definitions; empty if no function may be called.
     functions: list[dict[str, Any]]
+    #: Whether the output must be a call, or an array of calls.
     required: bool = False
+    #: Whether the output may contain more than one call.
     parallel: bool = True
 
     @property
@@ -40,17 +33,9 @@ class ToolChoice:
 def choose_tools(definitions: Sequence[dict[str, Any]], choice: Any, parallel: bool) -> ToolChoice:
     """Return the functions that the model may call in a request.
 
-    Parameters
-    ----------
-    definitions
-        Function definitions of the field ``tools``.
-    choice, parallel
-        The fields ``tool_choice`` (None if it is absent) and ``parallel_tool_calls``.
-
-    Raises
-    ------
-    ApiError
-        If two functions have the same name, or ``tool_choice`` is invalid.
+    The arguments are the function definitions of ``tools``, and the fields ``tool_choice`` (None if
+    it is absent) and ``parallel_tool_calls``. ApiError is raised if two functions have the same
+    name, or ``tool_choice`` is invalid.
     """
     functions: dict[str, dict[str, Any]] = {}
     for definition in definitions:

@@ -29,12 +29,7 @@ def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
 
     Clients read arguments as an object. The type "object" is therefore added to the schema. It is
     added only if ``parameters`` also allow other values, because XGrammar refuses a type next to a
-    union.
-
-    Raises
-    ------
-    ApiError
-        If ``parameters`` are not a JSON schema, or allow no objects.
+    union. ApiError is raised if ``parameters`` are not a JSON schema, or allow no objects.
     """
     given = function.get("parameters") or NO_ARGUMENTS
     try:

@@ -73,10 +73,7 @@ class ToolFormat(ABC):
     def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
         """Yield the events of an output that has the format `output` or `calls`.
 
-        Raises
-        ------
-        Mismatch
-            If the output ends early, or does not have this format.
+        Mismatch is raised if the output ends early, or does not have this format.
         """
 
     def call_id(self, random_hex: str) -> str:
@@ -155,13 +152,7 @@ def read_json_call(source: TextSource, arguments_key: str) -> Steps[None]:
 
 
 def check_names(tools: ToolChoice, format_name: str) -> None:
-    """Check that a notation without quotes can express the names of functions.
-
-    Raises
-    ------
-    ApiError
-        If a name has a character other than a letter, digit, underscore, point or hyphen.
-    """
+    """Raise ApiError unless a notation without quotes can express the names of functions."""
     for function in tools.functions:
         if not NAME.fullmatch(function["name"]):
             raise ApiError(

@@ -31,27 +31,18 @@ _OBJECT_KEYWORDS = word_set(
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a function.
+    """A parameter of a function."""
 
-    Attributes
-    ----------
-    key
-        Name of the parameter.
-    schema
-        JSON schema of the argument. It is a separate document with the definitions of the
-        function's schema.
-    required
-        Whether each call must have the argument.
-    strict
-        Whether objects in the argument forbid properties that the schema does not list.
-    place
-        Name of the schema in error messages.
-    """
-
+    #: Name of the parameter.
     key: str
+    #: JSON schema of the argument. It is a separate document with the definitions of the function's
+    #: schema.
     schema: dict[str, Any]
+    #: Whether each call must have the argument.
     required: bool
+    #: Whether objects in the argument forbid properties that the schema does not list.
     strict: bool
+    #: Name of the schema in error messages.
     place: str
 
     @property
@@ -100,15 +91,8 @@ def read_parameters(
 ) -> list[Parameter]:
     """Return the parameters of a function in the order of its schema.
 
-    Parameters
-    ----------
-    names
-        Names of parameters that the notation can express.
-
-    Raises
-    ------
-    ApiError
-        If the notation cannot express the schema of the arguments.
+    `names` are the names of parameters that the notation can express. ApiError is raised if the
+    notation cannot express the schema of the arguments.
     """
     schema = arguments_schema(function)
     definitions = definitions_of(schema)

@@ -26,21 +26,9 @@ MAX_TOOL_CALLS = 128
 class ToolCallParser:
     """Incremental parser that separates generated text into content and tool calls.
 
-    Parameters
-    ----------
-    tools
-        Functions that the model may call.
-    tool_format
-        Notation in which the model writes calls.
-
-    Attributes
-    ----------
-    calls
-        All calls that have been parsed so far, in OpenAI's format, without those that exceed the
-        maximum number of calls. The arguments of the last call can be incomplete.
-    cut_text
-        Text of the last call of `calls` if the output has ended within its arguments; otherwise
-        empty.
+    `calls` are all calls that have been parsed so far, in OpenAI's format, without those that
+    exceed the maximum number of calls. The arguments of the last call can be incomplete. If the
+    output has ended within them, `cut_text` is the text of this call; otherwise it is empty.
     """
 
     def __init__(self, tools: ToolChoice, tool_format: ToolFormat):
@@ -55,24 +43,13 @@ class ToolCallParser:
         self.cut_text = ""
 
     def feed(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Process the next piece of the generated text.
+        """Process the next piece of the output, and return new content and new parts of calls.
 
-        Parameters
-        ----------
-        text
-            Generated text.
-        last
-            Whether this is the last piece of the output.
-
-        Returns
-        -------
-        content : str
-            Text that belongs to no call. Text that may be the beginning of a call is held back
-            until the parser can decide.
-        deltas : list of dict
-            New parts of calls, at most one for each call, in the format of a streamed response.
-            The first delta of a call has its id and name. The arguments of all its deltas together
-            are the arguments of the call.
+        The content belongs to no call. Text that may be the beginning of a call is held back until
+        the parser can decide. The parts, at most one for each call, are deltas in the format of a
+        streamed response: the first delta of a call has its id and name, and the arguments of all
+        its deltas together are the arguments of the call. `last` says whether this is the last
+        piece.
         """
         self._source.feed(text, last)
         content = ""

@@ -60,14 +60,9 @@ class Mismatch(Exception):
 
 
 class TextSource:
-    """The text of one output.
+    """The text of one output: `text` has arrived and has not been consumed.
 
-    Attributes
-    ----------
-    call_text
-        Text of the current call, from its first character on; None between calls.
-    text
-        Text that has arrived and has not been consumed.
+    `call_text` is the text of the current call, from its first character on; None between calls.
     """
 
     def __init__(self) -> None:
@@ -93,13 +88,7 @@ class TextSource:
         return taken
 
     def wait(self) -> Steps[None]:
-        """Wait for more text.
-
-        Raises
-        ------
-        Mismatch
-            If the output has ended.
-        """
+        """Wait for more text. Mismatch is raised if the output has ended."""
         if self._has_ended:
             raise Mismatch
         yield None
@@ -107,12 +96,9 @@ class TextSource:
     def content_until(self, texts: Sequence[str], separator: str = "") -> Steps[str]:
         """Yield content up to the first of `texts` that occurs, and consume and return that text.
 
-        Content that equals `separator` is omitted. The returned text is the beginning of a call.
-
-        Raises
-        ------
-        Mismatch
-            If the output ends before any of the texts occurs. The rest of its text is content.
+        Content that equals `separator` is omitted. The returned text is the beginning of a call. If
+        the output ends before any of the texts occurs, the rest of its text is content, and
+        Mismatch is raised.
         """
         self.call_text = None
         is_separator = bool(separator)
@@ -145,13 +131,7 @@ class TextSource:
             yield from self.wait()
 
     def expect(self, *texts: str) -> Steps[str]:
-        """Consume and return the one of `texts` that follows.
-
-        Raises
-        ------
-        Mismatch
-            If none of them follows.
-        """
+        """Consume and return the one of `texts` that follows. Mismatch is raised if none does."""
         found = yield from self.match(*texts)
         if not found:
             raise Mismatch
