@@ -613,6 +613,20 @@ def test_status_of_failed_output_depends_on_its_cause(reason, error_type, status
     assert (caught.value.status, caught.value.type) == (status, kind)
 
 
+def test_lone_surrogates_in_names_and_values_are_reported(server, http):
+    for fields, param in (
+        ({"\ud800": 1}, "\ud800"),
+        ({"truncation_side": "\ud800"}, "truncation_side"),
+        ({"stream_options": {"\ud800": 1}}, "stream_options"),
+    ):
+        body = json.dumps({"prompt": TEXT, "stream": True, **fields})
+        headers = KEY | {"content-type": "application/json"}
+        response = http.post(f"{server.url}/completions", content=body, headers=headers)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param)
+        assert "\\ud800" in error["message"]
+
+
 def test_wrong_method_and_path_have_error_bodies(send):
     response = send("/v1/completions", "GET")
     assert response.status_code == 405 and response.headers["allow"] == "POST"

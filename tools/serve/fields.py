@@ -20,6 +20,7 @@ _ALLOWED = {
     "bool_type": "true or false",
     "string_type": "a string",
     "string_too_short": "a non-empty string",
+    "string_unicode": "valid Unicode text",
     "dict_type": "an object",
     "model_type": "an object",
     "list_type": "a list",
@@ -45,7 +46,9 @@ class Fields(BaseModel):
         if cls.model_config.get("extra") == "forbid":
             for key in present:
                 if key not in cls.model_fields:
-                    raise PydanticCustomError(_UNKNOWN_KEY, "unknown key", {"key": key})
+                    # pydantic cannot store a text with lone surrogates.
+                    name = key.encode("utf-8", "surrogatepass")
+                    raise PydanticCustomError(_UNKNOWN_KEY, "unknown key", {"key": name})
         return present
 
 
@@ -102,7 +105,7 @@ def _to_api_error(model: type[Fields], error: ErrorDetails) -> ApiError:
     kind = error["type"]
     context = error.get("ctx", {})
     if kind == _UNKNOWN_KEY:
-        key = context["key"]
+        key = context["key"].decode("utf-8", "surrogatepass")
         what = f"the field {short_repr(key)} is"
         if place:
             what = f"{path} has the key {short_repr(key)}, which is"
@@ -115,9 +118,9 @@ def _to_api_error(model: type[Fields], error: ErrorDetails) -> ApiError:
         rule = "must be " + context["expected"].replace(" or ", ", ").replace("'", "")
     elif kind in _ALLOWED:
         rule = f"must be {_ALLOWED[kind]}"
-    else:  # a number that is no integer or out of range
-        rules = model.model_fields[str(place[0])].metadata
-        low = [rule.ge for rule in rules if isinstance(rule, Ge)]
-        high = [rule.le for rule in rules if isinstance(rule, Le)]
-        rule = f"must be an integer from {low[0]} to {high[0]}"
+    else:  # the value is no integer, or out of the range that the field's metadata has
+        limits = model.model_fields[str(place[0])].metadata
+        [low] = [limit.ge for limit in limits if isinstance(limit, Ge)]
+        [high] = [limit.le for limit in limits if isinstance(limit, Le)]
+        rule = f"must be an integer from {low} to {high}"
     return ApiError(f"{path} {rule}, got {short_repr(error['input'])}", param=param)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.grammar.spec import MAX_SPACE, WHITE_SPACE
+from graft.tools.serve.tool_formats.source import partial_length
 
 BEGIN = "<think>"
 END = "</think>"
@@ -84,7 +85,7 @@ class ReasoningParser:
             return "", self._take(len(self._text))
         end = self._text.find(END)
         if end < 0:
-            held = 0 if last else partial_tag_length(self._text, END)
+            held = 0 if last else partial_length(self._text, [END])
             return self._take(len(self._text) - held), ""
         reasoning = self._take(end)
         tag = self._take(len(END))
@@ -124,11 +125,3 @@ class ReasoningParser:
         taken = self._text[:length]
         self._text = self._text[length:]
         return taken
-
-
-def partial_tag_length(text: str, tag: str) -> int:
-    """Return the length of the longest suffix of a text that is an incomplete `tag`."""
-    for length in range(len(tag) - 1, 0, -1):
-        if text.endswith(tag[:length]):
-            return length
-    return 0

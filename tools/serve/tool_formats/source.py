@@ -19,6 +19,7 @@ __all__ = [
     "Mismatch",
     "Steps",
     "TextSource",
+    "partial_length",
 ]
 
 T = TypeVar("T")
@@ -113,7 +114,7 @@ class TextSource:
                 return self.take(len(text))
             end = len(self.text)
             if not self._has_ended:
-                end -= _partial_length(self.text, texts)
+                end -= partial_length(self.text, texts)
                 if is_separator and separator.startswith(self.text[:end]):
                     end = 0
             if end:
@@ -170,7 +171,7 @@ class TextSource:
         """Consume plain text and the text `end` after it; yield it as a JSON string."""
         yield Arguments('"')
         while end not in self.text:
-            length = len(self.text) - _partial_length(self.text, [end])
+            length = len(self.text) - partial_length(self.text, [end])
             if length:
                 yield Arguments(_escape(self.take(length)))
             yield from self.wait()
@@ -179,7 +180,7 @@ class TextSource:
         yield Arguments(f'{_escape(rest)}"')
 
 
-def _partial_length(text: str, tags: Sequence[str]) -> int:
+def partial_length(text: str, tags: Sequence[str]) -> int:
     """Return the length of the longest suffix of a text that is a proper prefix of a tag."""
     first_chars = {tag[0] for tag in tags}
     for begin in range(max(0, len(text) - max(map(len, tags)) + 1), len(text)):
