@@ -2,8 +2,7 @@
 
 A request whose grammar has an automaton can be *promoted*: kernels advance its state by drafts and
 committed tokens, fill its mask rows and stamp them, exactly as the grammar worker would. The worker
-does not serve the request. Requests without a grammar are always promoted, because their rows only
-need stamps.
+does not serve the request.
 """
 
 from __future__ import annotations
@@ -200,8 +199,8 @@ class DeviceAutomata:
 
     # Requests -----------------------------------------------------------------------------------
 
-    def join(self, lane: Lane, slot: int, epoch: int, matcher: Matcher | None) -> bool:
-        """Assign a slot to a request and promote the request if possible.
+    def join(self, lane: Lane, slot: int, epoch: int, matcher: Matcher) -> bool:
+        """Promote the request of a slot if possible.
 
         Parameters
         ----------
@@ -212,26 +211,25 @@ class DeviceAutomata:
         epoch
             Number of the slot assignment.
         matcher
-            Matcher after the request's last token; None without a grammar.
+            Matcher after the request's last token.
 
         Returns
         -------
         bool
             Whether the request is promoted. If not, the grammar worker must serve the request.
         """
+        if not _has_automaton(matcher):
+            return False
+        table = self._acquire(lane, matcher.native.grammar)
+        if table is None:
+            return False
+        self._slot_tables[slot] = table
         record = np.zeros((), AUTOMATON_SLOT)
         record["epoch"] = epoch
-        if matcher is None:
-            record["kind"] = _NUMBERS["AUTOMATON_FREE"]
-        elif self.can_promote(matcher):
-            table = self._acquire(lane, matcher.native.grammar)
-            if table is not None:
-                self._slot_tables[slot] = table
-                record["kind"] = _NUMBERS["AUTOMATON_BOUND"]
-                record["table"] = table.offset
-                record["num_stop_ids"] = len(matcher.stop_ids)
-                record["stop_ids"][: len(matcher.stop_ids)] = matcher.stop_ids
-                record["state"][0] = matcher.native.state
+        record["table"] = table.offset
+        record["num_stop_ids"] = len(matcher.stop_ids)
+        record["stop_ids"][: len(matcher.stop_ids)] = matcher.stop_ids
+        record["state"][0] = matcher.native.state
         lane.kernel(
             self._kernels["automaton_join"],
             1,
@@ -246,13 +244,7 @@ class DeviceAutomata:
             ],
             name=f"join automaton of slot {slot}",
         )
-        return bool(record["kind"] != _NUMBERS["AUTOMATON_NONE"])
-
-    def can_promote(self, matcher: Matcher) -> bool:
-        """Return whether a matcher runs an automaton, and its stop ids fit into the slot."""
-        if not isinstance(matcher.native, _native.guide.AutomatonMatcher):
-            return False
-        return len(matcher.stop_ids) <= _MAX_STOPS and not matcher.is_terminated()
+        return True
 
     def release(self, slot: int) -> None:
         """Release the table of a slot's request. No replay that uses the slot may be in flight."""
@@ -444,6 +436,13 @@ class DeviceAutomata:
             args,
             name=f"{step}: automaton rows",
         )
+
+
+def _has_automaton(matcher: Matcher) -> bool:
+    """Return whether a matcher runs an automaton, and its stop ids fit into the slot."""
+    if not isinstance(matcher.native, _native.guide.AutomatonMatcher):
+        return False
+    return len(matcher.stop_ids) <= _MAX_STOPS and not matcher.is_terminated()
 
 
 def _as_bytes(array: NDArray) -> NDArray[np.uint8]:

@@ -66,7 +66,7 @@ class AutomatonRig:
             self.state, self.exchange, self.sampler, self.replay, vocabulary, **options
         )
 
-    def join(self, slot: int, epoch: int, matcher: Matcher | None, position: int = 10) -> bool:
+    def join(self, slot: int, epoch: int, matcher: Matcher, position: int = 10) -> bool:
         """Assign a slot to a request whose last token has the given position."""
         request = SlotRequest(
             params=SamplingParams(), position=position, last=0, epoch=epoch, limit=LIMIT

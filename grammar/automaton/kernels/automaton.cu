@@ -53,7 +53,7 @@ extern "C" __global__ void automaton_join(AutomatonSlot* states, int slot, const
 // verification has used. The request may have ended.
 __device__ inline void count_forced(const Advance& a, const RoundRow* row) {
   const int index = row->slot;
-  if (index < 0 || a.states[index].kind != AUTOMATON_BOUND) return;
+  if (index < 0) return;
   const int* ids = reinterpret_cast<const int*>(row + 1);
   const RowStamp* stamps =
       reinterpret_cast<RowStamp*>(record_of(a.exchange, a.layout, index, a.layout.stamps));
@@ -113,12 +113,12 @@ __device__ __forceinline__ void request_row(const Slot& slot, AutomatonSlot& own
   own.filled[j] = 1;
 }
 
-// Returns the grammar state of a batch row's slot; null if there is none on the device.
+// Returns the grammar state of a batch row's request; null if the request is not promoted.
 __device__ __forceinline__ AutomatonSlot* state_of(const Advance& a, int b) {
   const int index = a.row_slot[b];
   if (index < 0 || !a.slots[index].active) return nullptr;
   AutomatonSlot* own = a.states + index;
-  return own->kind != AUTOMATON_NONE && own->epoch == a.slots[index].epoch ? own : nullptr;
+  return own->epoch == a.slots[index].epoch ? own : nullptr;
 }
 
 // Finds the row of an item in the cache.
@@ -338,14 +338,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     if (own == nullptr) continue;
     const int index = a.row_slot[b];
     const Slot& slot = a.slots[index];
-    if (own->kind == AUTOMATON_FREE) {
-      if (own->filled[0]) continue;
-      for (int j = 0; j < a.layout.rows; ++j) {
-        write_stamp(a.exchange, a.layout, index, j, ROW_FREE, own->epoch, 0, 1);
-      }
-      own->filled[0] = 1;
-      continue;
-    }
     const Committed* committed = reinterpret_cast<const Committed*>(
         record_of(a.exchange, a.layout, index, a.layout.committed));
     if (replays_since(committed->replay, own->applied) > 0) {
@@ -391,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     AutomatonSlot* own = state_of(a, b);
     const RoundRow* row = round_row(rows, row_words, b);
     if (forced) count_forced(a, row);
-    if (own == nullptr || own->kind != AUTOMATON_BOUND || row->count <= 0) continue;
+    if (own == nullptr || row->count <= 0) continue;
     const int index = a.row_slot[b];
     commit(a, index, reinterpret_cast<const int*>(row + 1), row->count, a.replay);
     own->drafted = a.replay;
@@ -427,7 +419,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     item->action = FILL_NOTHING;
     AutomatonSlot* own = state_of(a, b);
     const RoundRow* row = round_row(rows, row_words, b);
-    if (own == nullptr || own->kind != AUTOMATON_BOUND || row->count <= 0) continue;
+    if (own == nullptr || row->count <= 0) continue;
     const int index = a.row_slot[b];
     const Slot& slot = a.slots[index];
     if (slot.draft_len < j || !own->filled[j - 1]) continue;

@@ -8,11 +8,6 @@
 
 #include "sampling/kernels/slot.cuh"
 
-// AutomatonSlot.kind
-#define AUTOMATON_NONE 0   // the grammar worker writes the stamps of the slot
-#define AUTOMATON_FREE 1   // the request has no grammar
-#define AUTOMATON_BOUND 2  // the request's grammar has an automaton on the device
-
 // AutomatonSlot.state: a state of the automaton, or one of these values.
 #define NODE_ILLEGAL -1  // the draft is illegal, or no token may follow it
 #define NODE_ENDED -2    // row 0 only: the text is complete
@@ -40,11 +35,11 @@ struct AutomatonTable {
   int classes;
 };
 
-// Grammar state of a request slot. Python reads this struct by field name (device.py); a join
+// Grammar state of a promoted request. The request of a slot is promoted exactly if it has the
+// epoch of the slot's AutomatonSlot. Python reads this struct by field name (device.py); a join
 // passes it by value.
 struct AutomatonSlot {
   long long table;  // offset of an AutomatonTable in the memory of all tables
-  int kind;         // AUTOMATON_*
   int epoch;        // epoch of the request, see Slot
   int applied;      // last replay whose commit was applied to state[0]
   int drafted;      // replay that has filled the rows in `filled` while it drafted
