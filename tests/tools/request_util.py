@@ -2,7 +2,7 @@
 
 from graft.models.request import Request
 from graft.tools.serve.fields import read_fields
-from graft.tools.serve.protocol import ApiRequest
+from graft.tools.serve.request_parser import ApiRequest
 from graft.tools.serve.requests import ChatRequest
 from graft.tools.serve.tool_calls import ToolChoice
 

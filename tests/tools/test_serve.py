@@ -17,8 +17,8 @@ pytest.importorskip("pydantic", reason="the extra serve is not installed")
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.grammar.xgrammar_api import structural_tag_spec
 from graft.models.request import Event, Output, Request
+from graft.tools.serve.completion_writer import ResponseChoice
 from graft.tools.serve.grammars import FoundGrammar, make_grammar_spec
-from graft.tools.serve.responses import ResponseChoice
 from graft.tools.serve.tool_calls import ToolChoice
 from graft.tools.serve.tool_formats import TOOL_FORMATS
 from graft.tools.serve.tool_formats.parser import ToolCallParser

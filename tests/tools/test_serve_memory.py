@@ -16,7 +16,7 @@ from serving_util import run_server, wait_for
 
 from graft.models.engine.request_state import RequestState
 from graft.models.request import Output, Request
-from graft.tools.serve.protocol import ApiRequest
+from graft.tools.serve.request_parser import ApiRequest
 from graft.tools.serve.request_stream import RequestStream
 
 SERVER = """

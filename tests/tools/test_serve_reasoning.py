@@ -8,8 +8,8 @@ pytest.importorskip("pydantic", reason="the extra serve is not installed")
 
 from graft.grammar import GrammarSpec, Vocabulary, make_backend
 from graft.models.request import Limits
-from graft.tools.serve.protocol import RequestParser
 from graft.tools.serve.reasoning import ReasoningParser, has_reasoning, starts_in_reasoning
+from graft.tools.serve.request_parser import RequestParser
 
 for package in ("starlette", "uvicorn", "prometheus_client"):
     pytest.importorskip(package, reason="the extra serve is not installed")

@@ -21,9 +21,10 @@ from request_util import api_request, chosen_tools  # noqa: E402
 from scripted_model import Script, write_scripted_model  # noqa: E402
 from serving_util import PERSON, PROMPT, chat, response_format, run_server  # noqa: E402
 
+from graft.tools.serve.completion_writer import ResponseChoice  # noqa: E402
 from graft.tools.serve.errors import ApiError  # noqa: E402
-from graft.tools.serve.responses import ResponseChoice  # noqa: E402
-from graft.tools.serve.responses_api import ResponsesWriter, to_chat  # noqa: E402
+from graft.tools.serve.responses_request import to_chat  # noqa: E402
+from graft.tools.serve.responses_writer import ResponsesWriter  # noqa: E402
 from graft.tools.serve.tool_calls import ToolChoice  # noqa: E402
 
 

@@ -4,14 +4,18 @@
     The ASGI application with its endpoints, authentication, admission control and streaming.
 ``fields``, ``requests``, ``messages``
     Pydantic models of requests in OpenAI's format, and the messages of their errors.
-``protocol``, ``grammars``
+``request_parser``, ``grammars``
     Conversion of requests to requests of the engine.
-``responses``, ``responses_api``, ``reasoning``, ``errors``
+``completion_writer``, ``reasoning``, ``errors``
     Conversion of outputs and errors to OpenAI's format.
+``responses_request``, ``responses_writer``
+    The endpoint ``/v1/responses``: conversion from and to chat completions.
 ``tool_calls``, ``tool_formats``
     The functions that a model may call, and the notations of calls: grammars and parsers.
 ``tokenization``, ``prompt_logprobs``
     The endpoints ``/tokenize`` and ``/detokenize``, and log probabilities of prompts.
+``connections``
+    Limits on connections and on the log.
 ``engine_driver``, ``request_stream``
     The thread that runs an engine, and its interface to the event loop of the server.
 ``replicas``, ``router``, ``actors``

@@ -9,7 +9,7 @@ from graft.models.request import check_size, check_token_ids
 from graft.sampling.checks import short_repr
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.fields import read_fields
-from graft.tools.serve.protocol import RequestParser
+from graft.tools.serve.request_parser import RequestParser
 from graft.tools.serve.requests import DetokenizeRequest, TokenizeRequest
 
 

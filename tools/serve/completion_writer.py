@@ -9,8 +9,8 @@ from typing import Any
 
 from graft.models.request import Event, Logprob, Output
 from graft.tools.serve.errors import ApiError
-from graft.tools.serve.protocol import ApiRequest, RequestParser
 from graft.tools.serve.reasoning import END, ReasoningParser
+from graft.tools.serve.request_parser import ApiRequest, RequestParser
 from graft.tools.serve.tool_formats.parser import ToolCallParser
 
 #: OpenAI's finish reasons by the engine's finish reasons. An output with any other reason is an
