@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,6 +67,8 @@ class Limits:
     waiting_tokens
         Maximum total number of tokens of the requests in the queue; None for no limit. The limit
         does not apply to a request if no other request is waiting.
+    compile_s
+        Maximum time in seconds in which a grammar is compiled.
 
     Raises
     ------
@@ -80,15 +83,20 @@ class Limits:
     logit_biases: int = 1024
     waiting: int | None = None
     waiting_tokens: int | None = None
+    compile_s: float = 30.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if name in ("waiting", "waiting_tokens") and value is None:
+            if name == "compile_s" or (value is None and name in ("waiting", "waiting_tokens")):
                 continue
             if type(value) is not int or value < 0:
                 raise OptionError(
                     f"Limits.{name} must be a non-negative integer, got {short_repr(value)}"
                 )
+        if type(self.compile_s) not in (int, float) or not 0 < self.compile_s < math.inf:
+            raise OptionError(
+                f"Limits.compile_s must be a positive number, got {short_repr(self.compile_s)}"
+            )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.grammar.resolve import resolve_spec
 from graft.models.engine.engine import Engine
-from graft.models.engine.options import DRAFT_MASKINGS
+from graft.models.engine.options import DRAFT_MASKINGS, Options, meaning
 from graft.models.llm.weights import WEIGHTS
 from graft.models.request import Output, Request
 from graft.sampling.params import VERIFY_MODES, SamplingParams
@@ -48,10 +48,7 @@ _REPORTED_OPTIONS = (
     "draft_tree",
     "draft_masking",
     "verify",
-    "overlap",
-    "composition",
     "generation",
-    "device_automata",
     "grammar_backend",
 )
 
@@ -93,16 +90,22 @@ def parse_logit_bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a bias, such as 5=-2.5") from None
 
 
+def option_help(name: str) -> str:
+    """Return the help text of an engine option: its meaning, and its default if it has one."""
+    text = meaning(name).rstrip(".")
+    text = text[:1].lower() + text[1:]
+    default = getattr(Options, name)
+    if default is None or isinstance(default, bool):
+        return text
+    return f"{text} (default {default})"
+
+
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that `open_engine` reads, except --backend and --verify."""
     models = parser.add_argument_group("models")
     models.add_argument("--model", type=Path, help="target model folder (default: the demo model)")
     models.add_argument(
-        "--weights",
-        choices=WEIGHTS,
-        default=WEIGHTS[0],
-        help="format of the target's layer weights: as in the checkpoint, or quantized to fp8 with "
-        "one scale per weight row",
+        "--weights", choices=WEIGHTS, default=WEIGHTS[0], help=option_help("weights")
     )
     models.add_argument(
         "--parallel",
@@ -110,15 +113,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="tensor parallelism over the processes of mpiexec (requires mpi4py and MPI)",
     )
     models.set_defaults(ranks=None)
-    models.add_argument(
-        "--max-batch-size", type=int, default=8, help="number of request slots (default 8)"
-    )
+    models.add_argument("--max-batch-size", type=int, default=8, help=option_help("max_batch_size"))
     models.add_argument(
         "--max-length",
         type=int,
         metavar="N",
-        help="maximum number of tokens of prompt and output together (default: the model's "
-        "maximum, at most 4096)",
+        help=f"{option_help('max_length')} (default: the model's maximum, at most 4096)",
     )
     _add_drafting_arguments(parser.add_argument_group("speculative decoding"))
 
@@ -135,50 +135,24 @@ def _add_drafting_arguments(group: argparse._ArgumentGroup) -> None:
         type=parse_draft_length,
         default=3,
         metavar="N|auto",
-        help="drafts per round; auto: choose the number with the highest throughput (default 3)",
+        help=option_help("draft_length"),
     )
     group.add_argument("--no-speculation", action="store_true", help="decode without a drafter")
     group.add_argument(
         "--draft-tree",
         type=parse_draft_tree,
         metavar="BRANCHxLEVELS|PATHS",
-        help="generate a draft tree, e.g. 4x5 or 0,1,0.0 (default: a chain)",
+        help=f"{option_help('draft_tree')}; for example 4x5 or 0,1,0.0",
     )
     group.add_argument(
-        "--draft-masking",
-        choices=DRAFT_MASKINGS,
-        default="auto",
-        help="how the grammar restricts drafts; auto: fill a token bitmask for each draft of a "
-        "chain, and probe trees; probe: test the drafter's best candidates (default auto)",
+        "--draft-masking", choices=DRAFT_MASKINGS, default="auto", help=option_help("draft_masking")
     )
-    group.add_argument(
-        "--forced-drafts",
-        action="store_true",
-        help="draft tokens that are the only ones the grammar allows; does not change outputs",
-    )
-    group.add_argument(
-        "--overlap",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="launch a round before the results of the previous round are read (default: yes)",
-    )
-    group.add_argument(
-        "--composition",
-        choices=("one", "two"),
-        default="one",
-        help="number of CUDA graphs per round; two: run the drafter in a second graph, for "
-        "comparisons (default one)",
-    )
-    group.add_argument(
-        "--device-automata",
-        action="store_true",
-        help="fill the mask rows of regular grammars on the device",
-    )
+    group.add_argument("--forced-drafts", action="store_true", help=option_help("forced_drafts"))
     group.add_argument(
         "--generation",
         choices=("rounds", "graph"),
         default="rounds",
-        help="launch rounds one by one, or many rounds at once (default rounds)",
+        help=option_help("generation"),
     )
 
 
@@ -243,10 +217,7 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", default=[], help="stop string; can be repeated"
     )
     sampling.add_argument(
-        "--verify",
-        choices=VERIFY_MODES,
-        default="rejection",
-        help="verification mode of drafts (default rejection)",
+        "--verify", choices=VERIFY_MODES, default="rejection", help=option_help("verify")
     )
 
 
@@ -299,10 +270,7 @@ def open_engine(options: argparse.Namespace, batch_size: int, **engine_options: 
         draft_masking=options.draft_masking,
         forced_drafts=options.forced_drafts,
         verify=options.verify,
-        overlap=options.overlap,
-        composition=options.composition,
         generation=options.generation,
-        device_automata=options.device_automata,
         max_length=options.max_length,
         weights=options.weights,
         **engine_options,

@@ -174,7 +174,7 @@ def assemble(
             stream,
             parts,
             loop_control,
-            SplitRound if options.composition == "two" else RoundGraph,
+            SplitRound if options.internal.composition == "two" else RoundGraph,
             _draft_budget(options, mode),
             prefill,
             caches,
@@ -188,9 +188,9 @@ def _make_compiler(options: Options, vocabulary: Vocabulary) -> GrammarService:
     return GrammarService(
         vocabulary,
         options.grammar_backend,
-        threads=options.compile_threads,
-        timeout_s=options.compile_timeout_s,
-        cache_bytes=options.grammar_cache_bytes,
+        threads=options.internal.compile_threads,
+        timeout_s=options.limits.compile_s,
+        cache_bytes=options.internal.grammar_cache_bytes,
     )
 
 
@@ -212,7 +212,7 @@ def _load_target(
         kv_heads = leader.shard.local_config.num_key_value_heads
     layers = config.num_hidden_layers
     cache = _make_cache(device, options, layers, kv_heads, config.head_dim, config.dtype)
-    precision = {"activations": options.activations, "weights": options.weights}
+    precision = {"activations": options.internal.activations, "weights": options.weights}
     if leader is not None:
         leader.load_workers(model, cache, max_length=options.sizes[0], **precision)
     target = LlamaModel(
@@ -292,12 +292,12 @@ def _make_cache(
         device,
         layers=layers,
         pages=pages,
-        page_size=options.page_size,
+        page_size=options.internal.page_size,
         kv_heads=kv_heads,
         head_dim=head_dim,
         dtype=dtype,
         slots=options.slots,
-        max_pages_per_slot=-(-positions // options.page_size),
+        max_pages_per_slot=-(-positions // options.internal.page_size),
     )
 
 
@@ -405,7 +405,7 @@ def _round_parts(
     max_depth = mode.levels or mode.drafts
     if options.tree and not mode.levels:
         max_depth = options.tree.levels
-    programmatic = options.programmatic
+    programmatic = options.internal.programmatic
     if programmatic is None:
         programmatic = supports_programmatic_edges(device)
     entries = RING_ENTRIES if options.generation == "rounds" else LOOP_ENTRIES
@@ -440,26 +440,25 @@ def _make_automata(
     replay: DeviceArray,
     vocabulary: Vocabulary,
 ) -> DeviceAutomata | None:
-    """Return the device's automata if the option asks for them and drafts are not probed."""
-    if not options.device_automata:
+    """Return the device's automata if they are used and the drafts permit it."""
+    if not options.uses_automata:
         return None
+    reason = ""
     if exchange.mode.probes:
-        LOG.warning(
-            "device_automata has no effect: drafts are probed (draft_masking=%r), so the grammar "
-            "steps of all requests run on the host",
-            options.draft_masking,
-        )
+        reason = f"drafts are probed (draft_masking={options.draft_masking!r})"
+    elif options.forced_drafts and exchange.mode.masking != "fill":
+        reason = "tokens are forced without a drafter"
+    if reason:
+        LOG.warning("the grammar steps of all requests run on the host: %s", reason)
         return None
-    if options.forced_drafts and exchange.mode.masking != "fill":
-        raise OptionError("device_automata and forced_drafts can be combined only with a drafter")
     return DeviceAutomata(
         state,
         exchange,
         sampler,
         replay,
         vocabulary,
-        table_bytes=options.automaton_bytes,
-        row_bytes=options.mask_row_bytes,
+        table_bytes=options.internal.automaton_bytes,
+        row_bytes=options.internal.mask_row_bytes,
         finds_forced=options.forced_drafts,
     )
 

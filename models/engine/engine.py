@@ -158,7 +158,7 @@ class Engine:
         self.failure: str | None = None
         self._device_failed = False
         with Shield() as shield:
-            self.device = open_device(requested.device, requested.ordinal)
+            self.device = open_device()
             transport, self.transport_reason = choose_transport(
                 requested.grammar_transport, self.device
             )
@@ -208,7 +208,7 @@ class Engine:
         """Create the scheduler and the selection of graphs."""
         built = self._built
         options = self.options
-        overlap = options.overlap and options.composition == "one"
+        overlap = options.internal.overlap and options.internal.composition == "one"
         max_in_flight = 2 if overlap else 1
         prefill_rows = options.prefill_rows
         lane = StreamLane(built.stream)
@@ -789,7 +789,7 @@ def _check_arguments(
     known = {field.name for field in fields(Options)}
     for name in options:
         if name not in known:
-            names = ", ".join(sorted(known))
+            names = ", ".join(sorted(known - {"internal"}))
             raise OptionError(f"unknown option {name}; the options are {names}")
     if not isinstance(model, (str, os.PathLike)):
         raise OptionError(f"model must be the path of a checkpoint folder, got {short_repr(model)}")

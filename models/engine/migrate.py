@@ -251,7 +251,7 @@ def engine_properties(
     return {
         "model": checkpoint_digest(model),
         "drafter": drafter_name,
-        "activations": options.activations,
+        "activations": options.internal.activations,
         "weights": options.weights,
         # With some kinds of RoPE scaling, the keys in the pages depend on max_length.
         "rope_type": config.rope.variant,

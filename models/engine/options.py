@@ -1,7 +1,13 @@
-"""Engine configuration: names, defaults, checks and meaning of all options."""
+"""Engine configuration: names, defaults, checks and meaning of all options.
+
+The docstring of `Options` is the only statement of what an option means. The help of the command
+line tools and the table in the page of graft.models have its first sentences, see `meaning`.
+"""
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +27,7 @@ from graft.sampling.checks import short_repr
 from graft.sampling.state import MAX_DRAFTS
 from graft.sampling.tree import TreePlan
 
-__all__ = ["DRAFT_MASKINGS", "MAX_DRAFT_LENGTH", "Options"]
+__all__ = ["DRAFT_MASKINGS", "MAX_DRAFT_LENGTH", "Options", "meaning"]
 
 DRAFT_MASKINGS = ("auto", "probe", "none")
 MAX_DRAFT_LENGTH = 63
@@ -37,28 +43,87 @@ _INTEGERS: dict[str, tuple[int, int, *tuple[str | None, ...]]] = {
     "max_batch_size": (1, 4096),
     "draft_length": (1, MAX_DRAFT_LENGTH, "auto"),
     "max_length": (2, 2**31 - 2, None),
-    "page_size": (1, 1 << 16),
     "pages": (1, 2**31 - 2, None),
     "prefix_cache_bytes": (0, 2**62, None),
     "prefill_rows": (1, 1 << 20, "auto"),
     "grammar_threads": (1, 1024, None),
+    "page_size": (1, 1 << 16),
     "grammar_cache_bytes": (1, 2**62),
     "automaton_bytes": (1, 2**40),
     "mask_row_bytes": (0, 2**40),
     "compile_threads": (1, 256),
-    "ordinal": (0, 1023, None),
 }
-_BOOLEANS = ("forced_drafts", "device_automata", "overlap", "timeline")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "draft_masking": DRAFT_MASKINGS,
+    "forced_drafts": (False, True),
     "verify": VERIFY_MODES,
     "composition": ("one", "two"),
     "generation": ("rounds", "graph"),
     "grammar_transport": TRANSPORTS,
     "activations": ACTIVATIONS,
     "weights": WEIGHTS,
-    "device": (None, "auto", "cuda", "soft"),
+    "overlap": (False, True),
+    "timeline": (False, True),
+    "device_automata": (None, False, True),
+    "programmatic": (None, False, True),
 }
+
+
+@dataclass(frozen=True)
+class InternalOptions:
+    """Options for tests and measurements. They are not part of the interface of graft.
+
+    Outputs do not depend on them, except for `activations`.
+
+    Parameters
+    ----------
+    page_size
+        Number of positions per page of the KV caches.
+    device_automata
+        Whether kernels fill the mask rows of requests whose grammar has an automaton, see
+        `DeviceAutomata`; None: only with ``generation="graph"``.
+    automaton_bytes
+        Device memory for automata. Requests whose automaton does not fit stay on the host.
+    mask_row_bytes
+        Device memory for mask rows of automaton states. Rows that are not stored are computed each
+        time. 0 stores none.
+    overlap
+        Whether a round is launched before the host has read the previous one.
+    composition
+        "one": a round is one graph. "two": the graph ends after verification. The drafter runs in
+        further graphs, and the host launches each of them after the grammar step that it depends on
+        has completed. Rounds do not overlap then. This measures the benefit of a single graph.
+    activations
+        Precision of the activations that are multiplied with 16-bit weights on GPUs. "rounded":
+        rounded to the type of the weights, as in training and serving; sums and everything else are
+        float32. "float32": at least 16 bits of mantissa, with up to twice the arithmetic.
+    programmatic
+        Whether a kernel may start while the previous one is running (programmatic dependent
+        launch), see `Graph`. None: if the device supports it (compute capability 9.0).
+    compile_threads
+        Number of grammars that are compiled concurrently.
+    grammar_cache_bytes
+        Maximum size of the cache of compiled grammars.
+
+    Raises
+    ------
+    OptionError
+        If an option is invalid, with its name and value.
+    """
+
+    page_size: int = 16
+    device_automata: bool | None = None
+    automaton_bytes: int = TABLE_BYTES
+    mask_row_bytes: int = ROW_BYTES
+    overlap: bool = True
+    composition: str = "one"
+    activations: str = "rounded"
+    programmatic: bool | None = None
+    compile_threads: int = 2
+    grammar_cache_bytes: int = CACHE_BYTES
+
+    def __post_init__(self) -> None:
+        _check_values(self)
 
 
 @dataclass(frozen=True)
@@ -66,43 +131,43 @@ class Options:
     """Engine configuration.
 
     Outputs of greedy and coupled requests do not depend on any of these options except for
-    `activations` and `weights`, which change the model's arithmetic, and `verify="relaxed"`.
+    `weights`, which changes the model's arithmetic, and `verify="relaxed"`.
 
     Parameters
     ----------
     max_batch_size
-        Maximum number of batch rows of a round, that is, of requests that run concurrently.
-    draft_length
-        Number of drafts per round and request with a drafter, from 1 to 63. With "auto", the engine
-        chooses the number before each round so that the expected tokens per second are highest, up
-        to 7 for a chain and 31 for a tree. Requests with a higher acceptance rate get more of these
-        drafts (`DraftBudget`). Outputs of rejection sampling are not reproducible with "auto",
-        because they depend on the draft lengths.
-    draft_tree
-        Shape of the drafts. None selects a chain. (branch, levels) selects a tree with at most
-        `levels` levels, in which each node has at most `branch` children, from 2 to 16. The
-        `draft_length` most likely nodes are verified. A sequence of paths selects a tree of fixed
-        shape. Each path lists the ranks of the nodes from the root: (0,) is the most likely first
-        draft, (2,) the third most likely one, and (0, 1) the second most likely continuation of
-        (0,).
+        Maximum number of requests that run concurrently.
     max_length
         Maximum number of positions per request, prompt and output together. Default: the maximum
         of the target, at most 4096.
-    page_size, pages
-        Number of positions per page of the KV caches, and number of pages. By default, there are
-        enough pages for a request of `max_length` in every batch row. With fewer pages, requests
-        may wait or be preempted when pages run out, because pages are allocated as requests grow.
+    pages
+        Number of pages of the KV caches, of 16 positions each. By default, there are enough pages
+        for a request of `max_length` in every batch row. With fewer pages, requests may wait or be
+        preempted when pages run out, because pages are allocated as requests grow.
     prefix_cache_bytes
         Maximum size in bytes of the prefix cache. The prefix cache keeps pages of finished requests
         and shares them with requests that begin with the same tokens. Unused pages are evicted when
         pages are needed. None sets no limit; 0 disables the cache.
     prefill_rows
-        Maximum number of prompt tokens that are prefilled between two rounds while any request is
-        generating (chunked prefill). "auto" chooses the largest number whose measured time is at
-        most 0.8 of the time of a round (`PrefillScheduler`).
+        Maximum number of prompt tokens that are prefilled between two rounds while a request is
+        generating. "auto" chooses the largest number whose measured time is at most 0.8 of the time
+        of a round (`PrefillScheduler`).
+    draft_length
+        Number of drafts per round and request with a drafter, from 1 to 63, or "auto". With "auto",
+        the engine chooses the number before each round so that the expected tokens per second are
+        highest, up to 7 for a chain and 31 for a tree. Requests with a higher acceptance rate get
+        more of these drafts (`DraftBudget`). Outputs of rejection sampling are not reproducible
+        with "auto", because they depend on the draft lengths.
+    draft_tree
+        Shape of the drafts: None for a chain, (branch, levels), or paths. (branch, levels) selects
+        a tree with at most `levels` levels, in which each node has at most `branch` children, from
+        2 to 16. The `draft_length` most likely nodes are verified. A sequence of paths selects a
+        tree of fixed shape. Each path lists the ranks of the nodes from the root: (0,) is the most
+        likely first draft, (2,) the third most likely one, and (0, 1) the second most likely
+        continuation of (0,).
     draft_masking
-        How the drafts of a drafter that computes logits are restricted to tokens that the grammar
-        accepts. With "auto", a mask row is filled for each draft of a chain, and the draft is
+        How the grammar restricts the drafts of a drafter that computes logits: "auto", "probe" or
+        "none". With "auto", a mask row is filled for each draft of a chain, and the draft is
         sampled under this mask. Trees, and drafters that offer a few candidates per position, as
         DFlash2 does, are probed. With "probe", all drafts are probed: the grammar tests only the
         drafter's best candidates, which takes less time. The mask rows that verification needs are
@@ -117,88 +182,58 @@ class Options:
         no candidate of the drafter is legal. Without a drafter, the longest legal token is
         forced if all other legal tokens are prefixes of it. Forced drafts are verified like others,
         so the distribution of outputs does not change.
-    device_automata
-        Whether mask rows are filled on the device for requests whose grammar has an automaton, see
-        `DeviceAutomata`. A round whose requests all have an automaton or no grammar then needs no
-        grammar step on the host. Outputs do not change. Where drafts are probed (`draft_masking`),
-        the option has no effect, and a warning is logged. With `forced_drafts`, a drafter is
-        required.
-    automaton_bytes
-        With `device_automata`, device memory for automata, in bytes. Requests whose automaton does
-        not fit stay on the host.
-    mask_row_bytes
-        With `device_automata`, device memory for mask rows of automaton states, in bytes. Rows that
-        are not stored are computed each time. 0 stores none.
     verify
-        Default verification mode of sampled requests. With "coupled", the target samples a token at
-        each position with the random numbers that it would use without drafts, and a draft is
-        accepted if it equals this token. Drafts therefore change no token. "rejection" is rejection
-        sampling of all drafts of a chain together (block verification). It accepts more drafts and
-        preserves the distribution of outputs. It applies only to drafts that were sampled from the
-        drafter's distribution; other drafts are verified as with "coupled". "per_token" is
-        rejection sampling of each draft separately. "relaxed" is like "coupled", but also accepts
-        drafts that are sufficiently likely (`Request.relaxed`). `Output.exact` tells whether
-        such a draft was accepted.
+        Verification mode of sampled requests that do not specify one. With "coupled", the target
+        samples a token at each position with the random numbers that it would use without drafts,
+        and a draft is accepted if it equals this token. Drafts therefore change no token.
+        "rejection" is rejection sampling of all drafts of a chain together (block verification). It
+        accepts more drafts and preserves the distribution of outputs. It applies only to drafts
+        that were sampled from the drafter's distribution; other drafts are verified as with
+        "coupled". "per_token" is rejection sampling of each draft separately. "relaxed" is like
+        "coupled", but also accepts drafts that are sufficiently likely (`Request.relaxed`).
+        `Output.exact` tells whether such a draft was accepted.
     grammar_backend
-        Grammar backend for grammars that do not name one: "auto", "xgrammar", "llguidance", a
-        function that takes a `Vocabulary` and returns a `GrammarBackend`, or the import name
+        Backend of grammars that do not name one. It is "auto", "xgrammar", "llguidance", a function
+        that takes a `Vocabulary` and returns a `GrammarBackend`, or the import name
         "module:attribute" of such a function. "auto" chooses a backend that enforces every keyword
         of a JSON schema, possibly after rewriting the schema. If no backend does, the schema is
         rejected.
     grammar_transport
-        Mechanism by which the graph runs grammar steps on the CPU: "native" (host nodes), "mailbox"
-        or "spinkernel". "auto" selects the first of mailbox, spinkernel and native that works if at
-        least 4 cores are usable, and native otherwise.
+        How the graph runs grammar steps on the CPU: "native", "mailbox", "spinkernel" or "auto".
+        "native" is host nodes. "auto" selects the first of mailbox, spinkernel and native that
+        works if at least 4 cores are usable, and native otherwise.
     grammar_threads
         Number of threads that serve the requests of a grammar step. The default depends on the
         batch size and the number of cores.
     grammar_budget_us
-        Processor time in microseconds that the grammar of one request may use per grammar step
-        (`GuidedDecoder`). A request that exceeds this time is late. It is left out of rounds until
-        its mask rows are complete, so that the other requests need not wait. This does not change
-        its output, except that rejection sampling is reproducible only without late requests
+        Processor time in microseconds that the grammar of one request may use per grammar step.
+        A request that exceeds this time is late. It is left out of rounds until its mask rows are
+        complete, so that the other requests need not wait. This does not change its output, except
+        that rejection sampling is reproducible only without late requests
         (``counters()["grammar"]["late_rows"]``). A request whose grammar exceeds the budget by far,
         or needs more than 256 MiB, fails with an error (`GuidedDecoder`). With None, a step waits
         for all requests.
-    overlap
-        Whether a round is launched before the host has read the previous one.
-    composition
-        "one": a round is one graph. "two": the graph ends after verification. The drafter runs in
-        further graphs, and the host launches each of them after the grammar step that it depends on
-        has completed. Rounds do not overlap in this mode. It exists to measure the benefit of a
-        single graph.
     generation
-        "rounds": each round is one launch. "graph": a batch that needs no grammar steps on the host
-        runs in a generation loop: one launch runs many rounds, until the requests have ended, a
-        request joins or is removed by the host, a request needs pages, or the host has not read the
-        last 63 rounds. With ``draft_length="auto"``, a launch runs at most 32 rounds. While a
-        prompt is being prefilled, rounds are launched one by one. Requires ``composition="one"``
-        and a drafter that runs on the device.
-    activations
-        Precision of the activations that are multiplied with 16-bit weights on GPUs. "rounded":
-        rounded to the type of the weights, as in training and serving; sums and everything else are
-        float32. "float32": at least 16 bits of mantissa, with up to twice the arithmetic.
+        Whether a launch runs one round ("rounds"), or many rounds where possible ("graph"). With
+        "graph", a batch whose requests have no grammar, or a grammar with an automaton, runs in a
+        generation loop: kernels do the grammar steps, and one launch runs many rounds, until the
+        requests have ended, a request joins or is removed by the host, a request needs pages, or
+        the host has not read the last 63 rounds. With ``draft_length="auto"``, a launch runs at
+        most 32 rounds. While a prompt is being prefilled, rounds are launched one by one. Requires
+        a drafter that runs on the device.
     weights
-        Weights of the target's decoder layers. "checkpoint": as stored. "fp8": rounded to E4M3 per
-        row while loading, which halves the bytes that are read per token and changes the model
-        slightly. Embeddings, the output head and drafters are not affected.
-    programmatic
-        Whether a kernel may start while the previous one is running (programmatic dependent
-        launch), see `Graph`. None: if the device supports it (compute capability 9.0).
-    timeline
-        Whether the device records a time stamp after every part of a round (`EngineStats.part_ns`,
-        traces). Each time stamp costs one small kernel. Otherwise, only the beginning and the end
-        of a round are recorded.
+        Format of the weights of the target's decoder layers: "checkpoint" or "fp8". "checkpoint":
+        as stored. "fp8": rounded to E4M3 per row while loading, which halves the bytes that are
+        read per token and changes the model slightly. Embeddings, the output head and drafters are
+        not affected.
     limits
-        Limits on the size of requests and on the queue.
-    compile_threads, compile_timeout_s
-        Number of grammars that are compiled concurrently, and the time limit of one grammar in
-        seconds.
-    grammar_cache_bytes
-        Maximum size of the cache of compiled grammars.
-    device, ordinal
-        Kind and index of the device. The kind is "auto", "cuda" or "soft"; None uses the
-        environment variable GRAFT_DEVICE.
+        Limits on the size of requests, on the queue and on the time of compiling a grammar.
+    timeline
+        Whether the device records a time stamp after every part of a round. The times are in
+        `EngineStats.part_ns` and traces. Each time stamp costs one small kernel. Otherwise, only
+        the beginning and the end of a round are recorded.
+    internal
+        Options for tests and measurements.
 
     Raises
     ------
@@ -207,46 +242,38 @@ class Options:
     """
 
     max_batch_size: int = 8
-    draft_length: int | str = 3
-    draft_tree: tuple[int, int] | Sequence[tuple[int, ...]] | None = None
     max_length: int | None = None
-    page_size: int = 16
     pages: int | None = None
     prefix_cache_bytes: int | None = None
     prefill_rows: int | str = "auto"
+    draft_length: int | str = 3
+    draft_tree: tuple[int, int] | Sequence[tuple[int, ...]] | None = None
     draft_masking: str = "auto"
     forced_drafts: bool = False
-    device_automata: bool = False
     verify: str = "rejection"
     grammar_backend: str | Callable[[Vocabulary], GrammarBackend] = "auto"
     grammar_transport: str = "auto"
     grammar_threads: int | None = None
     grammar_budget_us: float | None = 5000.0
-    overlap: bool = True
-    composition: str = "one"
     generation: str = "rounds"
-    activations: str = "rounded"
     weights: str = "checkpoint"
-    programmatic: bool | None = None
-    timeline: bool = False
     limits: Limits = field(default_factory=Limits)
-    compile_threads: int = 2
-    compile_timeout_s: float = 30.0
-    grammar_cache_bytes: int = CACHE_BYTES
-    automaton_bytes: int = TABLE_BYTES
-    mask_row_bytes: int = ROW_BYTES
-    device: str | None = None
-    ordinal: int | None = None
+    timeline: bool = False
+    internal: InternalOptions = field(default_factory=InternalOptions)
 
     def __post_init__(self) -> None:
-        self._check_types()
+        _check_values(self)
         if self.tree is not None:
             self._check_tree(self.tree)
-        _require_number("compile_timeout_s", self.compile_timeout_s, 0, above=True)
-        if self.grammar_budget_us is not None:
-            _require_number("grammar_budget_us", self.grammar_budget_us, 1)
+        budget = self.grammar_budget_us
+        # Comparing an int with a float is exact, so this also rejects ints too large for a float.
+        is_number = type(budget) in (int, float)
+        if budget is not None and not (is_number and 1 <= budget <= sys.float_info.max):
+            raise _error("grammar_budget_us", "None or a finite number of at least 1", budget)
         if not isinstance(self.limits, Limits):
             raise _error("limits", "a Limits", self.limits)
+        if not isinstance(self.internal, InternalOptions):
+            raise _error("internal", "an InternalOptions", self.internal)
         backends = ("auto", *BACKENDS)
         backend = self.grammar_backend
         is_import_name = isinstance(backend, str) and ":" in backend
@@ -256,30 +283,8 @@ class Options:
                 "import name 'module:attribute' of such a function"
             )
             raise _error("grammar_backend", expected, self.grammar_backend)
-        if self.generation == "graph" and self.composition != "one":
+        if self.generation == "graph" and self.internal.composition != "one":
             raise OptionError("generation='graph' requires composition='one'")
-
-    def _check_types(self) -> None:
-        """Check types and ranges of the integers, booleans and choices."""
-        for name, (low, high, *others) in _INTEGERS.items():
-            value = getattr(self, name)
-            if value in others:
-                continue
-            if type(value) is not int or not low <= value <= high:
-                expected = [f"an integer from {low} to {high}", *map(repr, others)]
-                raise _error(name, " or ".join(expected), value)
-        for name in _BOOLEANS:
-            value = getattr(self, name)
-            if type(value) is not bool:
-                raise _error(name, "True or False", value)
-        if self.programmatic is not None and type(self.programmatic) is not bool:
-            raise _error("programmatic", "True, False or None", self.programmatic)
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if isinstance(value, str | None) and value in choices:
-                continue
-            names = ", ".join(map(str, choices))
-            raise _error(name, f"one of {names}", value)
 
     def _check_tree(self, tree: TreePlan) -> None:
         """Check that a tree fits and can be combined with the other options."""
@@ -324,6 +329,13 @@ class Options:
         return max(self.max_drafts, (plan.levels - 1) * plan.branch)
 
     @property
+    def uses_automata(self) -> bool:
+        """Whether grammar steps run on the device for requests whose grammar has an automaton."""
+        if self.internal.device_automata is None:
+            return self.generation == "graph"
+        return self.internal.device_automata
+
+    @property
     def slots(self) -> int:
         """Number of slots: two per row.
 
@@ -336,7 +348,7 @@ class Options:
     def positions(self) -> int:
         """Maximum number of positions of a request, once the options are sized."""
         length, pages = self.sizes
-        return min(length, self.page_size * pages - self.slack)
+        return min(length, self.internal.page_size * pages - self.slack)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -373,7 +385,7 @@ class Options:
         return replace(sized, pages=pages)
 
     def _all_pages(self, length: int) -> int:
-        return self.max_batch_size * -(-(length + self.slack) // self.page_size)
+        return self.max_batch_size * -(-(length + self.slack) // self.internal.page_size)
 
 
 class _BlockOptions(Options):
@@ -388,14 +400,30 @@ class _BlockOptions(Options):
         return max(super().slack, self.max_drafts)
 
 
+def meaning(name: str) -> str:
+    """Return the first sentence of the description of an option."""
+    text = inspect.cleandoc(Options.__doc__ or "")
+    found = re.search(rf"^{name}\n((?: {{4}}.*\n)+)", text, flags=re.M)
+    if found is None:  # Python has removed the docstrings
+        return ""
+    return re.split(r"(?<=\.) ", " ".join(found[1].split()))[0]
+
+
+def _check_values(options: Options | InternalOptions) -> None:
+    """Check types and ranges of the integers and choices."""
+    for name, value in vars(options).items():
+        if name in _INTEGERS:
+            low, high, *others = _INTEGERS[name]
+            if value in others:
+                continue
+            if type(value) is not int or not low <= value <= high:
+                expected = [f"an integer from {low} to {high}", *map(repr, others)]
+                raise _error(name, " or ".join(expected), value)
+        elif name in _CHOICES:
+            choices = _CHOICES[name]
+            if not any(type(value) is type(choice) and value == choice for choice in choices):
+                raise _error(name, f"one of {', '.join(map(str, choices))}", value)
+
+
 def _error(name: str, expected: str, value: Any) -> OptionError:
     return OptionError(f"{name} must be {expected}, got {short_repr(value)}")
-
-
-def _require_number(name: str, value: Any, low: float, *, above: bool = False) -> None:
-    """Raise `OptionError` unless `value` is a number of at least (or above) `low`."""
-    # Comparing an int with a float is exact, so this also rejects ints too large for a float.
-    is_number = type(value) in (int, float) and low <= value <= sys.float_info.max
-    if not is_number or (above and value == low):
-        bound = "above" if above else "of at least"
-        raise _error(name, f"a finite number {bound} {low}", value)

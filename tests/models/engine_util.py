@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from mutated_sources import write_sources
 
 from graft.cudagraph.device import Device
 from graft.models.engine.engine import Engine
+from graft.models.engine.options import InternalOptions
 from graft.models.request import Event, Output, Request
 from graft.tools.bench.demo_evaluation import task_grammar
 from graft.tools.demo.tasks import Task, held_out_tasks, unseen_key_tasks
@@ -34,7 +36,15 @@ def demo_engine(*, speculation: bool = True, drafter: Any = DRAFTER, **options: 
     """Return an engine with the demo model, and with `drafter` if `speculation` is true."""
     if not speculation:
         drafter = None
-    return Engine(TARGET, drafter, **options)
+    return Engine(TARGET, drafter, **with_internal(options))
+
+
+def with_internal(options: dict[str, Any]) -> dict[str, Any]:
+    """Return engine options in which those of `InternalOptions` are moved to this object."""
+    names = {field.name for field in fields(InternalOptions)}
+    internal = {name: value for name, value in options.items() if name in names}
+    public = {name: value for name, value in options.items() if name not in names}
+    return {**public, "internal": InternalOptions(**internal)}
 
 
 def patch_kernel_source(monkeypatch: pytest.MonkeyPatch, path: str, old: str, new: str) -> None:

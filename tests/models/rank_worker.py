@@ -16,6 +16,7 @@ from graft.cudagraph.errors import GraftError
 from graft.cudagraph.ranks.ranks import RankGroup
 from graft.grammar.decoder import GuidedDecoder
 from graft.models import CheckpointError, Engine, Request
+from graft.models.engine.options import InternalOptions
 from graft.models.llm import worker_rank
 from graft.tools import cli
 from graft.tools.demo.smollm import HEAD, cache_folder
@@ -59,6 +60,10 @@ def answers(
     }
 
 
+#: A round is launched after the host has read the previous one.
+ONE_AT_A_TIME = InternalOptions(overlap=False)
+
+
 def equal(ranks: RankGroup) -> None:
     """Run the workload in one process and on all ranks, with several batch sizes and orders."""
     found: dict[str, Any] = {}
@@ -72,7 +77,7 @@ def equal(ranks: RankGroup) -> None:
         for order, options in (
             (1, {"max_batch_size": 2}),
             (-1, {"max_batch_size": 1}),
-            (-1, {"max_batch_size": 4, "draft_tree": (2, 3), "overlap": False}),
+            (-1, {"max_batch_size": 4, "draft_tree": (2, 3), "internal": ONE_AT_A_TIME}),
         )
     ]
     print(json.dumps(found))

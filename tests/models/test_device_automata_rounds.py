@@ -16,7 +16,7 @@ from engine_cases import (
 from engine_util import FREE, demo_engine
 from test_engine_equality import check_disturbed, expected_answers
 
-from graft.cudagraph.errors import DeviceError, OptionError
+from graft.cudagraph.errors import DeviceError
 from graft.grammar import GrammarSpec
 from graft.grammar.automaton.device import DeviceAutomata
 from graft.models.drafters import Suffix
@@ -163,12 +163,18 @@ def test_device_automata_have_no_effect_where_drafts_are_probed(caplog, options)
         assert answers(engine.generate(requests)) == expected
         assert engine.counters()["automata"] == {}
         assert engine.counters()["grammar"]["probes"] > 0
-    assert "device_automata has no effect" in caplog.text
+    assert "grammar steps of all requests run on the host: drafts are probed" in caplog.text
 
 
-def test_device_automata_refuse_forced_drafts_without_drafter():
-    with pytest.raises(OptionError, match="only with a drafter"):
-        demo_engine(device_automata=True, forced_drafts=True, speculation=False)
+def test_device_automata_have_no_effect_where_tokens_are_forced_without_drafter(caplog):
+    requests = automaton_requests()
+    options = {"max_batch_size": 4, "speculation": False, "forced_drafts": True}
+    with settled(demo_engine(**options)) as engine:
+        expected = answers(engine.generate(requests))
+    with settled(demo_engine(**options, generation="graph")) as engine:
+        assert answers(engine.generate(requests)) == expected
+        assert engine.counters()["automata"] == {}
+    assert "tokens are forced without a drafter" in caplog.text
 
 
 def forced_requests(**options):

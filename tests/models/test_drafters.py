@@ -45,7 +45,7 @@ BLOCK_DRAFTERS = [
 @pytest.mark.parametrize("drafter", BLOCK_DRAFTERS)
 def test_engine_reserves_positions_for_whole_blocks(drafter):
     """Requests of a block drafter get pages for a block that begins with their last token."""
-    with Engine(TARGET, drafter, draft_length=3, max_batch_size=1, page_size=16) as engine:
+    with Engine(TARGET, drafter, draft_length=3, max_batch_size=1) as engine:
         assert engine.options.slack == 3
         length, pages = engine.options.sizes
         assert pages == -(-(length + 3) // 16)

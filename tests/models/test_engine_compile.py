@@ -8,7 +8,7 @@ import time
 from engine_util import demo_engine
 
 from graft.grammar import GrammarError, GrammarSpec, XGrammarBackend
-from graft.models.request import Request
+from graft.models.request import Limits, Request
 
 #: Schema nested so deeply that XGrammar takes minutes to compile it for any vocabulary.
 ENDLESS = GrammarSpec.json_schema('{"items": ' * 500 + "{}" + "}" * 500, backend="xgrammar")
@@ -19,7 +19,7 @@ def test_grammar_compile_timeout_refuses_only_its_request():
     cheap = []
     for i in range(20):
         cheap.append(guided(f"cheap {i}", f"[A-Z]{{2}}-{i}"))
-    with demo_engine(max_batch_size=4, compile_timeout_s=1) as engine:
+    with demo_engine(max_batch_size=4, limits=Limits(compile_s=1)) as engine:
         refused, *served = engine.generate([Request(prompt="?", grammar=ENDLESS), *cheap])
         counters = engine.counters()["compile"]
     assert refused.reason == "refused" and not refused.tokens

@@ -11,7 +11,7 @@ from engine_util import demo_engine
 from graft.grammar import check_output
 from graft.grammar.errors import GrammarError
 from graft.grammar.grammar_spec import GrammarSpec
-from graft.models.request import Request
+from graft.models.request import Limits, Request
 
 
 def schemas(data, count):
@@ -34,7 +34,7 @@ def test_json_schema_outputs_are_valid(shared_data, count):
     """All finished outputs satisfy their schemas, and at least 60 % of the requests finish."""
     counts = Counter()
     violations = []
-    with demo_engine(max_batch_size=8, compile_timeout_s=5.0) as engine:
+    with demo_engine(max_batch_size=8, limits=Limits(compile_s=5.0)) as engine:
         cases = []
         for row in schemas(shared_data, count):
             try:

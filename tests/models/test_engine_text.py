@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from bigram_model import Script, make_bigram_model
 from engine_cases import settled
+from engine_util import with_internal
 
 from graft.grammar import GrammarSpec
 from graft.models import Engine, Request
@@ -57,7 +58,7 @@ def models(tmp_path_factory):
 def make_engine(models, mode):
     drafter, options = MODES[mode]
     options = {"max_batch_size": 3, "page_size": 4, **options}
-    return Engine(models["target"], models.get(drafter, drafter), **options)
+    return Engine(models["target"], models.get(drafter, drafter), **with_internal(options))
 
 
 def cases():

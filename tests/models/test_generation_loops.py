@@ -45,7 +45,7 @@ DISTURBED_OPTIONS = {
     "no drafter": {"speculation": False},
 }
 GUIDED_OPTIONS = {
-    "host": {},
+    "host": {"device_automata": False},
     "device": {"device_automata": True},
     "tree": GROWN_TREE,
     "device, tree": {"device_automata": True, **UNMASKED_TREE},

@@ -1,12 +1,14 @@
 """Engine options: types, ranges and invalid combinations."""
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from engine_util import TARGET
 
 from graft.cudagraph import OptionError
 from graft.models import Engine, Limits, Options
+from graft.models.engine.options import InternalOptions, meaning
 from graft.sampling.tree import TreePlan
 
 WRONG = (
@@ -36,10 +38,8 @@ RIGHT = {
     "programmatic": (True,),
     "timeline": (True,),
     "grammar_budget_us": (2.5, 2**70),
-    "compile_timeout_s": (2.5, 2**70),
     "mask_row_bytes": (0,),
     "prefix_cache_bytes": (0,),
-    "ordinal": (0,),
 }
 #: A draft tree of five nodes, in no particular order.
 TREE_PATHS = [(1,), [0, 2], (0,), (1, 0, 1), (1, 0)]
@@ -47,8 +47,13 @@ TREE_PATHS = [(1,), [0, 2], (0,), (1, 0, 1), (1, 0)]
 NEEDED = {"max_batch_size", "page_size", "draft_length", "overlap", "timeline"}
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Options)])
-def test_options_reject_invalid_values(name):
+@pytest.mark.parametrize("kind", [Options, InternalOptions])
+def test_options_reject_invalid_values(kind):
+    for field in fields(kind):
+        check_rejects_invalid_values(kind, field.name)
+
+
+def check_rejects_invalid_values(kind, name):
     """Values are not converted. For example, "no" is not accepted as a boolean, nor 2.0 as 2."""
     values = list(WRONG)
     if name in NEEDED:
@@ -58,7 +63,7 @@ def test_options_reject_invalid_values(name):
         if any(type(value) is type(other) and value == other for other in valid):
             continue
         with pytest.raises(OptionError, match=f"^{name} must be"):
-            Options(**{name: value})
+            kind(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -104,7 +109,7 @@ def test_tree_plan_sorts_paths():
 INVALID_CALLS = {
     "unknown option": (
         lambda: Engine("no such folder", batch=3),
-        "unknown option batch; the options are activations",
+        "unknown option batch; the options are draft_length",
     ),
     "type of an option": (
         lambda: Engine("no such folder", max_batch_size="2"),
@@ -139,6 +144,7 @@ INVALID_CALLS = {
     "limits": (lambda: Limits(waiting="3"), "Limits.waiting"),
     "negative limit": (lambda: Limits(waiting_tokens=-1), "Limits.waiting_tokens"),
     "negative size limit": (lambda: Limits(prompt_bytes=-1), "Limits.prompt_bytes"),
+    "time limit": (lambda: Limits(compile_s=0), "Limits.compile_s must be a positive number"),
     "size limit None": (lambda: Limits(stop_strings=None), "Limits.stop_strings"),
     "positions before sized": (lambda: Options().positions, r"call Options\.sized first"),
     "max_length": (
@@ -161,6 +167,21 @@ def test_engine_accepts_options(device):
 
 def test_options_sized_for_target():
     """By default, there are pages for a full-length request in every batch row."""
-    assert Options(max_batch_size=3, page_size=16).sized(100).sizes == (100, 21)
+    assert Options(max_batch_size=3).sized(100).sizes == (100, 21)
     assert Options().sized(1 << 17).sizes[0] == 4096
-    assert Options(pages=2, page_size=8).sized(100).positions == 16
+    assert Options(pages=2, internal=InternalOptions(page_size=8)).sized(100).positions == 16
+
+
+def test_page_lists_options_with_their_meaning():
+    """The table of the page has each option with its default and its meaning, in this order."""
+    page = (Path(__file__).parents[2] / "models" / "README.md").read_text(encoding="utf-8")
+    section = page.split("\n## Options\n")[1].split("\n## ")[0]
+    rows = []
+    for field in fields(Options):
+        if field.name == "internal":
+            continue
+        default = "`Limits()`" if field.name == "limits" else f"`{field.default!r}`"
+        assert meaning(field.name)
+        rows.append(f"| `{field.name}` | {default} | {meaning(field.name)} |")
+    assert len(rows) <= 18
+    assert [line for line in section.splitlines() if line.startswith("| `")] == rows

@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 import pytest
+from engine_util import with_internal
 from scripted_model import Script, write_scripted_model
 
 from graft.grammar import GrammarSpec
@@ -56,7 +57,8 @@ def requests(max_tokens: int) -> list[Request]:
 
 def outputs(model: Any, drafts: bool = True, max_tokens: int = 60, **options: Any) -> Any:
     """Return the tokens of all outputs, and the engine's statistics."""
-    with Engine(model, model if drafts else None, max_length=256, **options) as engine:
+    drafter = model if drafts else None
+    with Engine(model, drafter, max_length=256, **with_internal(options)) as engine:
         found = engine.generate(requests(max_tokens))
         stats = engine.stats
     for output in found:

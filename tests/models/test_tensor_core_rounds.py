@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from engine_util import with_internal
 from tiny_models import llama_config, make_tiny_eagle3, make_tiny_llama, make_tiny_tokenizer
 
 from graft.cudagraph.device import Device
@@ -40,7 +41,7 @@ def engine(tmp_path, monkeypatch):
         max_batch_size=2,
         max_length=96,
         grammar_transport="native",
-        **{"draft_length": 3} | more,
+        **with_internal({"draft_length": 3} | more),
     )
 
 

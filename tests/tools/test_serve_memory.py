@@ -21,6 +21,7 @@ from graft.tools.serve.request_stream import RequestStream
 
 SERVER = """
 from graft.models.engine.engine import Engine
+from graft.models.engine.options import InternalOptions
 from graft.tools.demo_model import demo_model
 from graft.tools.serve.app import Service, Settings
 from graft.tools.serve.command import bind_socket
@@ -28,7 +29,8 @@ from graft.tools.serve.engine_driver import EngineDriver
 from graft.tools.serve.server import Server
 
 target, drafter = demo_model()
-engine = Engine(target, drafter, max_batch_size=8, grammar_cache_bytes=4 << 20)
+internal = InternalOptions(grammar_cache_bytes=4 << 20)
+engine = Engine(target, drafter, max_batch_size=8, internal=internal)
 listener = bind_socket("127.0.0.1", 0)
 print(listener.getsockname()[1], flush=True)
 Server(Service(EngineDriver(engine), Settings("demo")), listener, 10.0).start()

@@ -36,6 +36,7 @@ from graft.cudagraph.device import open_device
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.grammar import GrammarSpec
 from graft.models.engine.engine import Engine
+from graft.models.engine.options import InternalOptions
 from graft.models.engine.replay import ReplayInFlight
 from graft.models.request import Request
 from graft.tools.bench.harness import add_counts, finish, make_parser
@@ -183,7 +184,7 @@ def measure(options: argparse.Namespace) -> dict[tuple[str, str], Intervals]:
                 drafter,
                 max_batch_size=options.batch,
                 generation=mode,
-                device_automata=options.kind == "device",
+                internal=InternalOptions(device_automata=options.kind == "device"),
             )
             engines[mode] = stack.enter_context(engine)
             _warm_up(engine, requests, options.kind)

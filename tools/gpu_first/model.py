@@ -30,6 +30,7 @@ from graft.grammar.vocabulary import Vocabulary
 from graft.models.cache.kv import PagedKV
 from graft.models.drafters import eagle3
 from graft.models.engine.engine import Engine
+from graft.models.engine.options import InternalOptions
 from graft.models.llm import llama
 from graft.models.llm.checkpoint import Checkpoint
 from graft.models.llm.config import LlamaConfig
@@ -283,9 +284,9 @@ def random_engine(shape: dict[str, int], drafts: int, programmatic: bool) -> Ite
             max_batch_size=BATCH_SIZE,
             max_length=MAX_LENGTH,
             draft_length=drafts or 1,
-            programmatic=programmatic,
             grammar_backend=backend,
             timeline=True,
+            internal=InternalOptions(programmatic=programmatic),
         ) as engine:
             yield engine
 

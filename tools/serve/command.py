@@ -43,14 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify",
         choices=VERIFY_MODES,
-        help="verification mode for requests without a seed (default rejection); requests with a "
-        "seed always use mode coupled",
+        help=f"{generate.option_help('verify')}; requests with a seed always use mode coupled",
     )
     parser.add_argument(
         "--timeline",
         action="store_true",
-        help="record the time of each part of a decoding round, for the metric "
-        "graft_grammar_exposed_seconds",
+        help=f"{generate.option_help('timeline')}, for the metric graft_grammar_exposed_seconds",
     )
     _add_endpoint_arguments(parser.add_argument_group("endpoint"))
     parser.set_defaults(run=run)

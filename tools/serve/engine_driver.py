@@ -57,7 +57,7 @@ class EngineDriver:
             limits=options.limits,
             max_length=options.sizes[0],
             max_batch_size=options.max_batch_size,
-            page_size=options.page_size,
+            page_size=options.internal.page_size,
             pages=options.sizes[1],
         )
         self._engine = engine

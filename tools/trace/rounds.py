@@ -55,8 +55,8 @@ def clock_offset(device: Device) -> tuple[int, int]:
 def trace_rounds(engine: Engine) -> Iterator[Trace]:
     """Record the rounds that an engine replays while the block runs.
 
-    The yielded trace is empty until the block ends. The name of the graph of an event says whether
-    it is a round or a loop, how mask rows are made and where the grammar steps run. On the soft
+    The yielded trace is empty until the block ends. The name of the graph of an event contains its
+    kind, see `GraphKey`. On the soft
     device, the driver reports the start and the end of every node. On CUDA hardware, the parts of a
     round are timed on the device's clock and host steps on the host's clock;
     `Trace.clock_error_ns` bounds the error of the conversion, and the engine must have been created
