@@ -50,4 +50,5 @@ def test_soft_device_builds_alone(tmp_path):
     options = ["-DSOFTCUDA_PTX=ON", "-DSOFTCUDA_PTX_EXTRA_FLAGS=-O0", "-DCMAKE_BUILD_TYPE=Debug"]
     run("cmake", "-S", util.SOURCE, "-B", tmp_path, *ninja, *options, folder=tmp_path)
     run("cmake", "--build", tmp_path, "--parallel", "2", folder=tmp_path)
-    assert "100% tests passed, 0 tests failed out of 2" in run("ctest", folder=tmp_path)
+    output = run("ctest", folder=tmp_path)
+    assert "100% tests passed" in output and output.count("Passed") == 2
