@@ -99,7 +99,7 @@ def run_rounds(make_round, vocab: int, kinds: int, block: int, parts: int) -> li
                 r.write_mask(i, j - 1, ref.MaskRow(ref.READY, 1, state["n"][i] + j - 1, legal[i]))
             r.draft(j, rng.normal(0, 2.5, (kinds, r.draft_vocab)).astype(np.float32))
         s = r.sampler.arrays
-        results = (s.target_tokens, s.row_status, s.rows, s.faults)
+        results = (s.target_tokens, s.row_status, s.results, s.faults)
         arrays = (s.probs, s.raw_logits, s.draft_probs, *results, r.state.array)
         found.append(logprobs)
         found += [array.to_host().tobytes() for array in arrays]
