@@ -28,7 +28,7 @@ from graft.models.tokenizer import Tokenizer
 from graft.sampling.checks import short_repr
 from graft.tools.serve.completion_writer import CompletionWriter, ResponseChoice, without_output
 from graft.tools.serve.engine_driver import EngineDriver
-from graft.tools.serve.errors import ApiError, check_output, to_api_error, use_api_fields
+from graft.tools.serve.errors import ApiError, check_output, to_api_error
 from graft.tools.serve.fields import read_fields
 from graft.tools.serve.grammars import find_grammars, make_grammar_spec, shown_schema
 from graft.tools.serve.metrics import Metrics
@@ -36,7 +36,7 @@ from graft.tools.serve.prompt_logprobs import score_prompts
 from graft.tools.serve.replicas import Replicas
 from graft.tools.serve.request_parser import ApiRequest, RequestParser
 from graft.tools.serve.request_stream import RequestStream
-from graft.tools.serve.requests import ChatRequest, CompletionRequest
+from graft.tools.serve.requests import ChatRequest, CompletionRequest, use_api_fields
 from graft.tools.serve.responses_request import rename_error, to_chat
 from graft.tools.serve.responses_writer import ResponsesWriter
 from graft.tools.serve.tokenization import detokenize, tokenize

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from graft.cudagraph.errors import GraftError
@@ -26,34 +25,6 @@ _MESSAGES = {
     "dead_end": "no token is left that grammar, logit bias and token bounds allow",
     "cancelled": "the server is shutting down",
 }
-#: Fields of the API by the field of `Request` that they set. The first one takes precedence.
-_API_FIELDS: dict[str, tuple[str, ...]] = {
-    "prompt": ("prompt", "messages"),
-    "tokens": ("prompt", "messages", "tokens"),
-    "messages": ("messages", "prompt"),
-    "max_tokens": ("max_completion_tokens", "max_tokens"),
-    "logprobs": ("top_logprobs", "logprobs"),
-    "stop_ids": ("stop_token_ids",),
-    "allowed_ids": ("allowed_token_ids",),
-    "banned_ids": ("bad_words",),
-    "stop_after": ("min_tokens",),
-    "grammar": (
-        "response_format",
-        "structured_outputs",
-        "guided_json",
-        "guided_json_object",
-        "guided_regex",
-        "guided_choice",
-        "guided_grammar",
-        "regex",
-        "ebnf",
-        "json_schema",
-        "tools",
-        "bad_words",
-    ),
-}
-#: Fields of `Request` whose names in messages are replaced by those of the API.
-_RENAMED_FIELDS = ("stop_ids", "allowed_ids", "max_tokens", "stop_after")
 #: Finish reasons of complete responses.
 _COMPLETE = ("stop", "stop_string", "length", "timeout")
 
@@ -63,7 +34,7 @@ class ApiError(GraftError):
 
     `param` is the field of the request at fault, and `code` is OpenAI's error code; None if there
     is none. If only the field of `graft.models.request.Request` at fault is known, it is
-    `engine_param`, and `use_api_fields` finds the field of the API request.
+    `engine_param`, and `use_api_fields` of the module `requests` finds the field of the API.
     """
 
     def __init__(
@@ -124,19 +95,3 @@ def check_output(output: Output) -> None:
         status = _STATUS.get(output.reason, 500)
     message = output.error or _MESSAGES.get(output.reason, output.reason)
     raise ApiError(without_partial_hint(message), status, engine_param=output.error_param)
-
-
-def use_api_fields(error: ApiError, given: Collection[str]) -> ApiError:
-    """Return an error about a field of `Request` as an error about the field of the API.
-
-    `given` contains the names of the API request's fields. Other errors are returned unchanged.
-    """
-    field = error.engine_param
-    if field is None or error.status >= 500:
-        return error
-    names = _API_FIELDS.get(field, (field,))
-    param = next((name for name in names if name in given), names[0])
-    message = str(error)
-    if field in _RENAMED_FIELDS:
-        message = message.replace(field, param)
-    return ApiError(message, error.status, param=param, code=error.code)

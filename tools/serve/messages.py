@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, StrictStr
@@ -100,14 +99,16 @@ def _convert(message: _Message, template: str) -> dict[str, Any]:
                 f"a message has the key {short_repr(key)}, which is unknown, or not supported",
                 param="messages",
             )
-    given = {key: value for key, value in message if value is not None}
-    refusal = given.pop("refusal", "")
-    converted: dict[str, Any] = {"role": role, "content": _read_content(given, refusal)}
-    for key, value in given.items():
-        if key not in ("role", "content", "tool_calls", "annotations", "parsed"):
-            converted[key] = value
+    converted: dict[str, Any] = {"role": role, "content": _read_content(message)}
+    if message.name is not None:
+        converted["name"] = message.name
+    if message.tool_call_id is not None:
+        converted["tool_call_id"] = message.tool_call_id
+    converted |= message.model_extra or {}
     # The API has two names for reasoning, and templates use either one.
-    reasoning = given.get("reasoning_content", given.get("reasoning"))
+    reasoning = message.reasoning
+    if message.reasoning_content is not None:
+        reasoning = message.reasoning_content
     if reasoning is not None:
         converted |= {"reasoning": reasoning, "reasoning_content": reasoning}
     if message.tool_calls:
@@ -119,9 +120,11 @@ def _has_role(template: str, role: str) -> bool:
     return f"'{role}'" in template or f'"{role}"' in template
 
 
-def _read_content(message: Mapping[str, Any], refusal: str) -> str:
+def _read_content(message: _Message) -> str:
     """Return the content of a message, which may be a list of parts, as one text."""
-    content = message.get("content", refusal)
+    content = message.content
+    if content is None:
+        content = message.refusal or ""
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = []
     for part in parts:

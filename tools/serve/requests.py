@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -56,6 +57,20 @@ GRAMMAR_FIELDS = {
     "ebnf": "ebnf",
     "json_schema": "json",
 }
+#: Fields of the API by the field of `Request` that they set. The first one takes precedence.
+_API_FIELDS: dict[str, tuple[str, ...]] = {
+    **{engine_name: (name,) for name, engine_name in ENGINE_FIELDS.items()},
+    "prompt": ("prompt", "messages"),
+    "tokens": ("prompt", "messages", "tokens"),
+    "messages": ("messages", "prompt"),
+    "max_tokens": ("max_completion_tokens", "max_tokens"),
+    "logprobs": ("top_logprobs", "logprobs"),
+    "banned_ids": ("bad_words",),
+    "stop_after": ("min_tokens",),
+    "grammar": ("response_format", "structured_outputs", *GRAMMAR_FIELDS, "tools", "bad_words"),
+}
+#: Fields of `Request` whose names in messages are replaced by those of the API.
+_RENAMED_FIELDS = ("stop_ids", "allowed_ids", "max_tokens", "stop_after")
 
 
 def _read_logit_bias(bias: Any) -> Any:
@@ -334,3 +349,19 @@ class ChatRequest(PromptFields, CompletionFields):
         if self.top_logprobs and not self.logprobs:
             raise ApiError("top_logprobs requires logprobs", param="top_logprobs")
         return self
+
+
+def use_api_fields(error: ApiError, given: Collection[str]) -> ApiError:
+    """Return an error about a field of `Request` as an error about the field of the API.
+
+    `given` contains the names of the API request's fields. Other errors are returned unchanged.
+    """
+    field = error.engine_param
+    if field is None or error.status >= 500:
+        return error
+    names = _API_FIELDS.get(field, (field,))
+    param = next((name for name in names if name in given), names[0])
+    message = str(error)
+    if field in _RENAMED_FIELDS:
+        message = message.replace(field, param)
+    return ApiError(message, error.status, param=param, code=error.code)
