@@ -17,20 +17,11 @@ class RowMap:
 
     The device writes it in every round. Row j of batch row b is fed draft j, or the last token if j
     = 0, and has the index ``first[b] + j``. Excess rows, and the rows of slot -1, are padding.
-
-    Attributes
-    ----------
-    slot
-        int32 [B], slot of each batch row; -1: padding.
-    first
-        int32 [B], index of the first forward row of each batch row.
-    map
-        int32 [R], ``b << 16 | j`` of each forward row, R >= B.
     """
 
-    slot: DeviceArray
-    first: DeviceArray
-    map: DeviceArray
+    slot: DeviceArray  # int32 [B], slot of each batch row; -1: padding
+    first: DeviceArray  # int32 [B], index of the first forward row of each batch row
+    map: DeviceArray  # int32 [R], ``b << 16 | j`` of each forward row, R >= B
 
     @property
     def count(self) -> int:
@@ -42,19 +33,12 @@ class RowMap:
 class DraftVocab:
     """Mapping between the columns of a drafter's logits and the token ids of the target.
 
-    Attributes
-    ----------
-    size
-        Number of columns Vd of the logits; 0 if the drafter computes no logits.
-    d2t
-        int32 [Vd], target id of each column. None if column i belongs to token id i.
-    t2d
-        int32 [V], column of each target id, or -1 if it has none. None exactly if `d2t` is None.
+    `d2t` is None if column i belongs to token id i, and exactly then `t2d` is None.
     """
 
-    size: int
-    d2t: DeviceArray | None = None
-    t2d: DeviceArray | None = None
+    size: int  # number of columns Vd of the logits; 0 if the drafter computes no logits
+    d2t: DeviceArray | None = None  # int32 [Vd], target id of each column
+    t2d: DeviceArray | None = None  # int32 [V], column of each id, or -1
 
     def check(self, vocab_size: int) -> None:
         """Check the sizes against the target's vocabulary of `vocab_size` ids."""

@@ -27,15 +27,11 @@ _MAX_PLAN_BRANCH = 16
 class TreePlan(NamedTuple):
     """Bounds of a draft tree, or its exact shape.
 
-    Attributes
-    ----------
-    branch
-        Maximum number of children per node, and of nodes that are fed to the drafter per level.
-    levels
-        Maximum depth of a draft.
-    paths
-        Shape of a fixed tree: for each draft, the ranks (from 0) of the nodes on its path, ordered
-        by level and then by rank. Empty: the most likely nodes become drafts.
+    `branch` is the maximum number of children per node, and of nodes that are fed to the drafter
+    per level. `levels` is the maximum depth of a draft.
+
+    The paths of a fixed tree contain, for each draft, the ranks (from 0) of the nodes on its path,
+    ordered by level and then by rank. Without paths, the most likely nodes become drafts.
     """
 
     branch: int

@@ -54,7 +54,7 @@ def describe() -> str:
 
 
 def error_detail(fault: bool) -> str:
-    """Return why the context became unusable (`fault`) or why the last failed call failed."""
+    """Return the explanation of the last fault or, without `fault`, of the last rejected call."""
     return _text("last_fault" if fault else "last_refusal")
 
 

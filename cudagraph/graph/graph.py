@@ -53,22 +53,12 @@ _COUNTER_LANE = "completed launches"
 
 
 class Attached(NamedTuple):
-    """Arguments for the creation of a driver node, besides the graph and the dependencies.
+    """Arguments for the creation of a driver node, besides the graph and the dependencies."""
 
-    Attributes
-    ----------
-    user_object
-        CUuserObject that holds the owners of the node's operands.
-    host_function, host_data
-        Function and data of a host node; 0 for other nodes.
-    programmatic
-        Whether the edge from the previous kernel to this node is programmatic.
-    """
-
-    user_object: int
-    host_function: int = 0
+    user_object: int  # CUuserObject that holds the owners of the node's operands
+    host_function: int = 0  # function and data of a host node; 0 for other nodes
     host_data: int = 0
-    programmatic: bool = False
+    programmatic: bool = False  # whether the edge from the previous kernel is programmatic
 
 
 #: Function that retains the owners of a node's operands on a CUgraph. It returns the result code,

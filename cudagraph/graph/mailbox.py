@@ -93,20 +93,11 @@ class MailboxWorker:
 
 @dataclass(frozen=True)
 class Limits:
-    """Deadlines of a mailbox in seconds.
+    """Deadlines of a mailbox in seconds."""
 
-    Attributes
-    ----------
-    answer_s
-        Maximum time from the request to the end of the work.
-    replay_s
-        Maximum time from the launch to the request; None: no limit.
-    device_s
-        Maximum time that a spinning kernel waits, by the device's clock; None: twice `answer_s`.
-    """
-
-    answer_s: float
-    replay_s: float | None = None
+    answer_s: float  # maximum time from the request to the end of the work
+    replay_s: float | None = None  # maximum time from the launch to the request; None: no limit
+    # Maximum time that a spinning kernel waits, by the device's clock; None: twice `answer_s`.
     device_s: float | None = None
 
     def __post_init__(self) -> None:

@@ -68,17 +68,12 @@ class DFlash2(BlockDrafter):
 class _Convolution(NamedTuple):
     """Weights of the convolutions before and after one attention or MLP.
 
-    Attributes
-    ----------
-    base
-        float32[2, size, hidden], static kernels. Index 0 is the convolution before the attention or
-        MLP, index 1 the convolution after it.
-    projection
-        [columns, hidden], matrix that computes the dynamic kernels of a row.
+    Index 0 of `base` is the convolution before the attention or MLP, index 1 the one after it. The
+    matrix `projection` computes the dynamic kernels of a row.
     """
 
-    base: DeviceArray
-    projection: DeviceArray
+    base: DeviceArray  # float32[2, size, hidden], static kernels
+    projection: DeviceArray  # [columns, hidden]
 
     @staticmethod
     def load(weights: Weights, prefix: str, config: DFlashConfig) -> _Convolution:

@@ -28,31 +28,16 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """An architecture of target models, described by its differences from Llama.
+    """An architecture of target models, described by its differences from Llama."""
 
-    Attributes
-    ----------
-    model_type
-        `model_type` in configs.
-    head_norm, qkv_bias
-        As in `LlamaConfig`.
-    skips_rope
-        Whether some layers have no RoPE.
-    rope_theta
-        RoPE base of a config without `rope_theta`.
-    defaults
-        Values of absent fields, as in transformers, where they differ from those of Llama.
-    unused
-        Fields of the config that have no effect.
-    """
-
-    model_type: str
+    model_type: str  # `model_type` in configs
     head_norm: bool = False
     qkv_bias: bool = False
-    skips_rope: bool = False
-    rope_theta: float = 10000.0
+    skips_rope: bool = False  # whether some layers have no RoPE
+    rope_theta: float = 10000.0  # RoPE base of a config without `rope_theta`
+    # Values of absent fields, as in transformers, where they differ from those of Llama.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    unused: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()  # fields of the config that have no effect
 
 
 _LLAMA = Architecture(model_type="llama")
@@ -138,26 +123,6 @@ class LlamaConfig:
     """Shape of a Llama decoder, or of an architecture in `TARGETS` that differs from Llama.
 
     The number of query heads is a multiple of the number of KV heads, and `head_dim` is even.
-
-    Attributes
-    ----------
-    max_position_embeddings
-        Maximum sequence length of the model before YaRN or dynamic scaling extends it.
-    tie_word_embeddings
-        Whether the LM head is the embedding matrix.
-    dtype
-        dtype of the weights according to the config; float32 if the config has none.
-    head_norm
-        Whether RMSNorm is applied to each query head and key head (Qwen3).
-    qkv_bias
-        Whether the query, key and value projections have biases (Qwen2).
-    layers_without_rope
-        Ids of the layers without RoPE, ascending (SmolLM3).
-    sliding_window
-        Size of the sliding window, that is, the number of positions that a row attends to including
-        its own; None if no layer has a sliding window.
-    num_nextn_predict_layers
-        Number of multi-token prediction modules after the last layer.
     """
 
     vocab_size: int
@@ -169,14 +134,15 @@ class LlamaConfig:
     head_dim: int
     rms_norm_eps: float
     rope: Rope
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    dtype: str = "float32"
-    head_norm: bool = False
-    qkv_bias: bool = False
-    layers_without_rope: tuple[int, ...] = ()
+    max_position_embeddings: int  # before YaRN or dynamic scaling extends it
+    tie_word_embeddings: bool  # whether the LM head is the embedding matrix
+    dtype: str = "float32"  # of the weights according to the config; float32 if the config has none
+    head_norm: bool = False  # RMSNorm of each query head and key head (Qwen3)
+    qkv_bias: bool = False  # biases of the query, key and value projections (Qwen2)
+    layers_without_rope: tuple[int, ...] = ()  # ascending layer ids (SmolLM3)
+    # Number of positions that a row attends to including its own; None if no layer has a window.
     sliding_window: int | None = None
-    num_nextn_predict_layers: int = 0
+    num_nextn_predict_layers: int = 0  # multi-token prediction modules after the last layer
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Self:
@@ -307,52 +273,25 @@ class Eagle3Config(LlamaConfig):
 class DFlashConfig(LlamaConfig):
     """Shape of a block drafter: DFlash, DFlash2 or DSpark.
 
-    The inherited attributes describe the layers of the drafter.
-
-    Attributes
-    ----------
-    num_target_layers
-        Number of layers of the target that the drafter was trained for.
-    target_layer_ids
-        Ids of the target layers, ascending, whose outputs are the features. The last layer is not
-        allowed.
-    block_size
-        Maximum number of rows of a block, which consists of the last token and of mask tokens.
-    mask_token_id
-        Token id that represents mask tokens in the target's vocabulary.
-    first_row
-        Index of the first row of a block that predicts a draft: 0 for DSpark, else 1.
-    markov_rank
-        Rank of the Markov head (DSpark), which adds logits that depend on the previous draft; 0
-        for no Markov head.
-    sliding_window
-        Number of positions on either side that a row attends to, counting its own position; None if
-        a row attends to all positions.
-    input_embedding_scale, output_multiplier
-        Factors of the input embeddings and of the logits.
-    final_logit_softcapping
-        Soft cap c, which replaces a logit by c * tanh(logit / c); 0 for no cap.
-    conv_kernel_size, conv_group_size
-        Number of rows that a convolution spans, and number of adjacent columns that share a
-        dynamic kernel (DFlash2); 0 for no convolutions.
-    selector_rank, selector_top_k
-        Rank of the candidate selector and number of candidates per row (DFlash2); 0 for no
-        selector.
+    The inherited attributes describe the layers of the drafter. Its sliding window is the number of
+    positions on either side that a row attends to, counting its own position.
     """
 
-    num_target_layers: int
+    num_target_layers: int  # number of layers of the target that the drafter was trained for
+    # Ids of the target layers, ascending, whose outputs are the features. The last is not allowed.
     target_layer_ids: tuple[int, ...]
-    block_size: int
-    mask_token_id: int
-    first_row: int
-    markov_rank: int
-    input_embedding_scale: float = 1.0
-    output_multiplier: float = 1.0
+    block_size: int  # maximum number of rows of a block: the last token, then mask tokens
+    mask_token_id: int  # id that represents mask tokens in the target's vocabulary
+    first_row: int  # first row of a block that predicts a draft: 0 for DSpark, else 1
+    markov_rank: int  # rank of the Markov head (DSpark); 0 for none
+    input_embedding_scale: float = 1.0  # factor of the input embeddings
+    output_multiplier: float = 1.0  # factor of the logits
+    # Cap c: a logit is replaced by c * tanh(logit / c). 0 means no cap.
     final_logit_softcapping: float = 0.0
-    conv_kernel_size: int = 0
-    conv_group_size: int = 0
-    selector_rank: int = 0
-    selector_top_k: int = 0
+    conv_kernel_size: int = 0  # number of rows that a convolution spans (DFlash2); 0 for none
+    conv_group_size: int = 0  # number of adjacent columns that share a dynamic kernel
+    selector_rank: int = 0  # rank of the candidate selector (DFlash2); 0 for none
+    selector_top_k: int = 0  # number of candidates per row
 
     @property
     def kind(self) -> str:

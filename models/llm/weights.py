@@ -28,22 +28,13 @@ Interleave = Callable[[str, int, int], int]
 class ScaledMatrix:
     """A weight matrix [rows, columns] with row scales or a bias, or a row-parallel shard.
 
-    Attributes
-    ----------
-    values
-        [rows, columns] in the stored dtype.
-    scale
-        float32[rows], factors of the rows; None if all factors are 1.
-    bias
-        float32[rows], added to the product; None for no bias. A row-parallel shard has none.
-    all_gather
-        Collective that gathers the partial products of all ranks. Set for a row-parallel shard,
-        which has only some of the columns; None for other matrices.
+    A row-parallel shard has only some of the columns, no bias, and the collective `all_gather` that
+    gathers the partial products of all ranks.
     """
 
-    values: DeviceArray
-    scale: DeviceArray | None = None
-    bias: DeviceArray | None = None
+    values: DeviceArray  # in the stored dtype
+    scale: DeviceArray | None = None  # float32[rows]; None if all scales are 1
+    bias: DeviceArray | None = None  # float32[rows]
     all_gather: AllGather | None = None
 
     @property

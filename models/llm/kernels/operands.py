@@ -20,24 +20,12 @@ class Norm(NamedTuple):
     rows is the consumer. The producer multiplies its rows by `weight`, writes them to `out`, and
     writes the sums of the squares of its rows to `square_sums`. The consumer computes the root mean
     square of each row from these sums and divides its own results by the root mean square.
-
-    Attributes
-    ----------
-    weight
-        float32[width], weight of the norm.
-    eps
-        Constant added to the mean square.
-    out
-        [R, width], the normed rows in the dtype that the consumer reads.
-    square_sums
-        float32[R, width / NORM_GROUP], sums of squares of a folded norm. None for a norm with its
-        own kernel.
     """
 
-    weight: DeviceArray
-    eps: float
-    out: DeviceArray
-    square_sums: DeviceArray | None = None
+    weight: DeviceArray  # float32[width]
+    eps: float  # added to the mean square
+    out: DeviceArray  # [R, width] in the dtype that the consumer reads
+    square_sums: DeviceArray | None = None  # float32[R, width / NORM_GROUP]
 
 
 class HeadNorms(NamedTuple):
@@ -49,25 +37,13 @@ class HeadNorms(NamedTuple):
 
 
 class KVWrite(NamedTuple):
-    """Destination of the keys and values of a forward pass, and the RoPE that precedes it.
+    """Destination of the keys and values of a forward pass, and the RoPE that precedes it."""
 
-    Attributes
-    ----------
-    rope_table
-        float32[positions, head_dim], cosines and then sines of each position (`Rope.table`).
-    rows
-        Slot and position of each row.
-    kv, layer
-        KV cache that is written, and its layer.
-    heads
-        Number of query heads. Queries are rotated but not cached.
-    """
-
-    rope_table: DeviceArray
-    rows: Rows
+    rope_table: DeviceArray  # float32[positions, head_dim] of `Rope.table`
+    rows: Rows  # slot and position of each row
     kv: PagedKV
     layer: int
-    heads: int
+    heads: int  # number of query heads; queries are rotated but not cached
 
     def kernel_args(self, qkv: DeviceArray) -> tuple[object, ...]:
         """Check `qkv` and return the arguments of a kernel that rotates it and writes the cache."""

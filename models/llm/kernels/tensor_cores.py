@@ -39,30 +39,14 @@ _SPLIT_COST = 0.05
 
 
 class MmaShape(NamedTuple):
-    """Launch configuration of a tensor-core product (linear_mma.cuh).
+    """Launch configuration of a tensor-core product (linear_mma.cuh)."""
 
-    Attributes
-    ----------
-    kernel
-        Name of the kernel and of its file.
-    defines
-        Compile-time constants that depend on the shape.
-    grid
-        Grid of the launch; z is the number of K splits.
-    shared
-        Dynamic shared memory, in bytes.
-    partials
-        Size of the split-K workspace, in floats; 0 without splits.
-    blocks_per_multiprocessor
-        Number of blocks that run on one multiprocessor at the same time.
-    """
-
-    kernel: str
-    defines: dict[str, int]
-    grid: tuple[int, int, int]
-    shared: int = 0
-    partials: int = 0
-    blocks_per_multiprocessor: int = 2
+    kernel: str  # name of the kernel and of its file
+    defines: dict[str, int]  # compile-time constants that depend on the shape
+    grid: tuple[int, int, int]  # z is the number of K splits
+    shared: int = 0  # dynamic shared memory in bytes
+    partials: int = 0  # size of the split-K workspace in floats; 0 without splits
+    blocks_per_multiprocessor: int = 2  # that run at the same time
 
     @property
     def waves(self) -> int:
