@@ -24,7 +24,7 @@ from graft.models.llm.weights import WEIGHTS
 from graft.models.request import Output, Request
 from graft.sampling.params import VERIFY_MODES, SamplingParams
 from graft.tools.demo_model import DRAFTERS, demo_model
-from graft.tools.grammar_options import add_grammar_arguments
+from graft.tools.grammar_options import BACKEND_CHOICES, add_grammar_arguments
 from graft.tools.prompt_rows import PromptRow, read_requests
 from graft.tools.trace.rounds import trace_rounds
 from graft.tools.trace.timeline import check_trace_path, write_trace
@@ -427,10 +427,12 @@ def print_outputs(
 
 
 def _is_partial(row: PromptRow, backend: str) -> bool:
-    """Return whether the backend enforces only a part of a row's schema."""
+    """Return whether the backend may enforce only a part of a row's schema."""
     grammar = row.request.grammar
     if grammar is None or not grammar.partial:
         return False
+    if not grammar.backend and backend not in BACKEND_CHOICES:
+        return True  # graft does not know which keywords a user-defined backend enforces
     return resolve_spec(grammar, backend).partial
 
 

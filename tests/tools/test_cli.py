@@ -450,12 +450,17 @@ def test_generate_json_reports_valid_output_and_statistics(tmp_path, capsys):
     assert report["device"] and report["tokens_per_second"] > 0
 
 
-def test_generate_partial_reports_only_schemas_not_enforced_in_full(tmp_path, capsys):
+@pytest.mark.parametrize("backend, reported", [("auto", "1"), ("own_backend:OwnBackend", "01")])
+def test_generate_partial_reports_schemas_not_enforced_in_full(tmp_path, capsys, backend, reported):
+    """graft does not know whether a user-defined backend enforces a schema in full."""
     rows = [{"prompt": "a", "schema": one, "id": str(i)} for i, one in enumerate((SCHEMA, UNIQUE))]
     (tmp_path / "rows").write_text("\n".join(map(json.dumps, rows)))
-    cli.main(["generate", "--prompts", str(tmp_path / "rows"), "--partial", "--max-tokens", "4"])
-    [line] = [line for line in capsys.readouterr().err.split("\n") if "not enforced" in line]
-    assert line.startswith("graft: request 1: its schema is not enforced in full")
+    arguments = ["--prompts", str(tmp_path / "rows"), "--partial", "--max-tokens", "4"]
+    cli.main(["generate", *arguments, "--backend", backend])
+    lines = [line for line in capsys.readouterr().err.split("\n") if "not enforced" in line]
+    assert [line.split(": its schema is")[0] for line in lines] == [
+        f"graft: request {name}" for name in reported
+    ]
 
 
 @pytest.mark.parametrize(
