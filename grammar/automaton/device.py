@@ -52,8 +52,6 @@ _ALIGNMENT = 256
 _GPU_BLOCK = 128
 _CPU_BLOCK = 1
 _GPU_PARTS = 64
-#: Maximum number of batch rows for which the soft device fills rows without a kernel of its own.
-_FUSED_BATCH = 2
 
 
 @dataclass
@@ -358,7 +356,8 @@ class DeviceAutomata:
         fill
             Whether to fill mask row 0.
         """
-        self._add_kernel(lane, "commit", row_slot, [int(fill), *self._results])
+        args = [int(fill), *self._results, int(self._finds_forced)]
+        self._add_kernel(lane, "commit", row_slot, args)
         if fill:
             self._add_fill(lane, "commit", row_slot)
 
@@ -394,10 +393,6 @@ class DeviceAutomata:
             self._cache,
             self._cached,
             self._num_cached,
-            exchange.device_masks,
-            self._cached_words,
-            int(self._finds_forced),
-            int(self._is_fused(batch)),
         ]
         lane.kernel(
             self._kernels[f"automaton_{step}"],
@@ -407,18 +402,11 @@ class DeviceAutomata:
             name=f"{step}: automaton states",
         )
 
-    def _is_fused(self, batch: int) -> bool:
-        """Return whether the kernel that advances states also fills rows in device memory."""
-        return self._parts == 1 and batch <= _FUSED_BATCH
-
     def _add_fill(self, lane: Lane, step: str, row_slot: DeviceArray, num_rows: int = 1) -> None:
-        """Add the kernel that fills the requested mask rows, unless the step's kernel fills them.
+        """Add the kernel that fills the mask rows that a step has requested.
 
         `num_rows` is the maximum number of rows that the step requests for a batch row.
         """
-        batch = row_slot.shape[0]
-        if self._is_fused(batch):
-            return
         args = [
             self._items,
             self.slots,
@@ -431,7 +419,7 @@ class DeviceAutomata:
         ]
         lane.kernel(
             self._kernels["automaton_fill"],
-            (batch * num_rows, self._parts, 1),
+            (row_slot.shape[0] * num_rows, self._parts, 1),
             self._block,
             args,
             name=f"{step}: automaton rows",

@@ -1,7 +1,6 @@
 // Grammar steps of requests whose grammar is an automaton on the device. A step is a kernel of one
 // block that advances states, one thread per batch row, followed by `automaton_fill`, which fills
-// the mask rows that the step needs. With `fills`, the first kernel fills them, which takes less
-// time for a few rows on the soft device.
+// the mask rows that the step needs.
 //
 // BLOCK, the number of threads per block, is set when the kernels are compiled: large on a GPU, 1
 // on the soft device, where a barrier costs more than the work that it separates. Results do not
@@ -187,17 +186,6 @@ extern "C" __global__ void automaton_forget(unsigned char* memory, long long tab
   }
 }
 
-// Arguments of the kernels that fill rows.
-struct Fill {
-  const AutomatonSlot* states;
-  int* masks;
-  int* exchange;
-  const ExchangeLayout& layout;
-  Tables tables;
-  unsigned int* cached_words;
-  int forced;  // whether stamps name the token of a row that allows only one
-};
-
 // Returns the mask word of 32 tokens in a state. All threads of a warp must call this function
 // with the same arguments.
 __device__ __forceinline__ unsigned int legal_word(const Automaton& automaton, int state, int w) {
@@ -220,96 +208,6 @@ __device__ __forceinline__ void count_ids(unsigned int word, int w, int& legal, 
   last = w * 32 + 31 - __clz(static_cast<int>(word));
 }
 
-// Fills part `part` of `parts` of the mask row of an item, and stamps the row. The last block of an
-// item writes the stamp. All threads of a block call this function. With `forced`, the stamp names
-// the token of a row that allows only one, as Forced::token does with `unique_only`.
-__device__ inline void fill_part(const Fill& fill, FillItem& item, int part, int parts) {
-  __shared__ int num_legal;
-  __shared__ int last_legal;
-  const bool leader = threadIdx.x == 0;
-  if (item.action == FILL_NOTHING) return;
-  const AutomatonSlot& own = fill.states[item.slot];
-  if (item.action == FILL_STAMP) {
-    if (leader && part == 0) {
-      write_stamp(fill.exchange, fill.layout, item.slot, item.j, item.stamp, own.epoch,
-                  item.position, 0);
-    }
-    return;
-  }
-  const Automaton automaton(fill.tables, item.table);
-  unsigned int* row =
-      const_cast<unsigned int*>(mask_of(fill.masks, fill.layout, item.slot, item.j));
-  const int words = (fill.layout.words + parts - 1) / parts;
-  const int begin = part * words;
-  const int end = begin + words < fill.layout.words ? begin + words : fill.layout.words;
-  if (leader) {
-    num_legal = 0;
-    last_legal = 0;
-  }
-  block_sync();
-  unsigned int seen = 0;
-  int legal = 0;
-  int last = 0;
-  if (item.source >= 0) {
-    const unsigned int* source =
-        fill.cached_words + static_cast<long long>(item.source) * fill.layout.words;
-    for (int w = begin + static_cast<int>(threadIdx.x); w < end; w += BLOCK) {
-      row[w] = source[w];
-      seen |= source[w];
-      if (fill.forced) count_ids(source[w], w, legal, last);
-    }
-  } else {
-    unsigned int* stored = nullptr;
-    if (item.store >= 0)
-      stored = fill.cached_words + static_cast<long long>(item.store) * fill.layout.words;
-    for (int w = begin + static_cast<int>(threadIdx.x) / LANES; w < end; w += BLOCK / LANES) {
-      const unsigned int word = legal_word(automaton, item.state, w);
-      if (threadIdx.x % LANES != 0) continue;
-      seen |= word;
-      if (fill.forced) count_ids(word, w, legal, last);
-      row[w] = word;
-      if (stored != nullptr) stored[w] = word;
-    }
-  }
-  if (seen != 0) {
-    atomicAdd(&num_legal, fill.forced ? legal : 1);
-    atomicMax(&last_legal, last);
-  }
-  block_sync();
-  if (!leader) return;
-  if (automaton.accepting[item.state] != 0) {
-    for (int i = 0; i < own.num_stop_ids; ++i) {
-      const int w = own.stop_ids[i] >> 5;
-      if (w < begin || w >= end) continue;
-      row[w] |= 1u << (own.stop_ids[i] & 31);
-      num_legal += 1;
-      if (own.stop_ids[i] > last_legal) last_legal = own.stop_ids[i];
-    }
-  }
-  if (num_legal != 0) {
-    atomicAdd(&item.num_legal, num_legal);
-    atomicMax(&item.last_legal, last_legal);
-  }
-  __threadfence();
-  if (atomicInc(&item.arrived, parts - 1) != static_cast<unsigned int>(parts - 1)) return;
-  __threadfence();
-  const int total = atomicExch(&item.num_legal, 0);
-  const int token = atomicExch(&item.last_legal, 0);
-  const int state = total != 0 ? ROW_READY : ROW_DEAD_END;
-  const int detail = fill.forced && total == 1 ? 1 + token : 0;
-  write_stamp(fill.exchange, fill.layout, item.slot, item.j, state, own.epoch, item.position,
-              detail);
-}
-
-// Fills the rows of all items of a kernel with one block. All threads call this function.
-__device__ inline void fill_items(const Fill& fill, FillItem* items, int num_items) {
-  block_sync();  // the items are written
-  for (int i = 0; i < num_items; ++i) {
-    fill_part(fill, items[i], 0, 1);
-    block_sync();
-  }
-}
-
 // Open step: requests the mask rows of the last token and of all drafts that are not filled yet. If
 // `copied` is set, the host's mask rows were copied over the rows of all slots, so all rows are
 // requested.
@@ -318,8 +216,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                    int* exchange, const ExchangeLayout layout, unsigned char* memory,
                    const int* offsets, const unsigned char* bytes, int num_tokens,
                    const int* replay, FillItem* items, RowCache* cache, CachedRow* cached,
-                   int num_cached, int* masks, unsigned int* cached_words, int forced, int fills,
-                   int num_rows, int copied) {
+                   int num_cached, int num_rows, int copied) {
   const Advance a = {row_slot,
                      slots,
                      states,
@@ -352,9 +249,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     }
   }
   use_cache(a, batch * num_rows);
-  if (fills)
-    fill_items({states, masks, exchange, layout, a.tables, cached_words, forced}, items,
-               batch * num_rows);
 }
 
 // Commit step: advances the states by the tokens that verification has committed, and requests row
@@ -364,8 +258,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                      int* exchange, const ExchangeLayout layout, unsigned char* memory,
                      const int* offsets, const unsigned char* bytes, int num_tokens,
                      const int* replay, FillItem* items, RowCache* cache, CachedRow* cached,
-                     int num_cached, int* masks, unsigned int* cached_words, int forced, int fills,
-                     int fill, const RoundRow* rows, int row_words) {
+                     int num_cached, int fill, const RoundRow* rows, int row_words, int forced) {
   const Advance a = {row_slot,
                      slots,
                      states,
@@ -389,10 +282,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     own->drafted = a.replay;
     if (fill) request_row(a.slots[index], *own, index, 0, item);
   }
-  if (!fill) return;
-  use_cache(a, batch);
-  if (fills)
-    fill_items({states, masks, exchange, layout, a.tables, cached_words, forced}, items, batch);
+  if (fill) use_cache(a, batch);
 }
 
 // Draft step: advances the states by draft j of a chain, and requests row j.
@@ -401,8 +291,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
                     int* exchange, const ExchangeLayout layout, unsigned char* memory,
                     const int* offsets, const unsigned char* bytes, int num_tokens,
                     const int* replay, FillItem* items, RowCache* cache, CachedRow* cached,
-                    int num_cached, int* masks, unsigned int* cached_words, int forced, int fills,
-                    int j, const RoundRow* rows, int row_words) {
+                    int num_cached, int j, const RoundRow* rows, int row_words) {
   const Advance a = {row_slot,
                      slots,
                      states,
@@ -427,18 +316,88 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     request_row(slot, *own, index, j, item);
   }
   use_cache(a, batch);
-  if (fills)
-    fill_items({states, masks, exchange, layout, a.tables, cached_words, forced}, items, batch);
 }
 
 // Fills the mask rows of the items that the previous kernel has written, and stamps them. Block
-// (i, p) processes part p of item i.
+// (i, p) fills part p of the row of item i. The last block of an item writes the stamp. With
+// `forced`, the stamp names the token of a row that allows only one, as Forced::token does with
+// `unique_only`.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_fill(FillItem* items, const AutomatonSlot* states, int* masks, int* exchange,
                    const ExchangeLayout layout, unsigned char* memory, const int* offsets,
                    const unsigned char* bytes, int num_tokens, unsigned int* cached_words,
                    int forced) {
-  const Fill fill = {states,       masks, exchange, layout, {memory, offsets, bytes, num_tokens},
-                     cached_words, forced};
-  fill_part(fill, items[blockIdx.x], static_cast<int>(blockIdx.y), static_cast<int>(gridDim.y));
+  __shared__ int num_legal;
+  __shared__ int last_legal;
+  FillItem& item = items[blockIdx.x];
+  const int part = static_cast<int>(blockIdx.y);
+  const int parts = static_cast<int>(gridDim.y);
+  const bool leader = threadIdx.x == 0;
+  if (item.action == FILL_NOTHING) return;
+  const AutomatonSlot& own = states[item.slot];
+  if (item.action == FILL_STAMP) {
+    if (leader && part == 0) {
+      write_stamp(exchange, layout, item.slot, item.j, item.stamp, own.epoch, item.position, 0);
+    }
+    return;
+  }
+  const Automaton automaton({memory, offsets, bytes, num_tokens}, item.table);
+  unsigned int* row = const_cast<unsigned int*>(mask_of(masks, layout, item.slot, item.j));
+  const int words = (layout.words + parts - 1) / parts;
+  const int begin = part * words;
+  const int end = begin + words < layout.words ? begin + words : layout.words;
+  if (leader) {
+    num_legal = 0;
+    last_legal = 0;
+  }
+  block_sync();
+  unsigned int seen = 0;
+  int legal = 0;
+  int last = 0;
+  if (item.source >= 0) {
+    const unsigned int* source = cached_words + static_cast<long long>(item.source) * layout.words;
+    for (int w = begin + static_cast<int>(threadIdx.x); w < end; w += BLOCK) {
+      row[w] = source[w];
+      seen |= source[w];
+      if (forced) count_ids(source[w], w, legal, last);
+    }
+  } else {
+    unsigned int* stored = nullptr;
+    if (item.store >= 0) stored = cached_words + static_cast<long long>(item.store) * layout.words;
+    for (int w = begin + static_cast<int>(threadIdx.x) / LANES; w < end; w += BLOCK / LANES) {
+      const unsigned int word = legal_word(automaton, item.state, w);
+      if (threadIdx.x % LANES != 0) continue;
+      seen |= word;
+      if (forced) count_ids(word, w, legal, last);
+      row[w] = word;
+      if (stored != nullptr) stored[w] = word;
+    }
+  }
+  if (seen != 0) {
+    atomicAdd(&num_legal, forced ? legal : 1);
+    atomicMax(&last_legal, last);
+  }
+  block_sync();
+  if (!leader) return;
+  if (automaton.accepting[item.state] != 0) {
+    for (int i = 0; i < own.num_stop_ids; ++i) {
+      const int w = own.stop_ids[i] >> 5;
+      if (w < begin || w >= end) continue;
+      row[w] |= 1u << (own.stop_ids[i] & 31);
+      num_legal += 1;
+      if (own.stop_ids[i] > last_legal) last_legal = own.stop_ids[i];
+    }
+  }
+  if (num_legal != 0) {
+    atomicAdd(&item.num_legal, num_legal);
+    atomicMax(&item.last_legal, last_legal);
+  }
+  __threadfence();
+  if (atomicInc(&item.arrived, parts - 1) != static_cast<unsigned int>(parts - 1)) return;
+  __threadfence();
+  const int total = atomicExch(&item.num_legal, 0);
+  const int token = atomicExch(&item.last_legal, 0);
+  const int state = total != 0 ? ROW_READY : ROW_DEAD_END;
+  const int detail = forced && total == 1 ? 1 + token : 0;
+  write_stamp(exchange, layout, item.slot, item.j, state, own.epoch, item.position, detail);
 }
