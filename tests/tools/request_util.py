@@ -17,6 +17,27 @@ def chosen_tools(fields):
     return chat_request(**fields).chosen_tools
 
 
+def feed_calls(parser, pieces):
+    """Feed the pieces of an output to a tool call parser, and return its content and its calls.
+
+    The calls are pairs of name and arguments. Those of the stream equal those of `parser.calls`.
+    """
+    content = ""
+    streamed = {}
+    for i, piece in enumerate(pieces):
+        more, deltas = parser.feed(piece, i == len(pieces) - 1)
+        content += more
+        assert len({delta["index"] for delta in deltas}) == len(deltas)
+        for delta in deltas:
+            name, arguments = streamed.get(delta["index"], ("", ""))
+            function = delta["function"]
+            name += function.get("name", "")
+            streamed[delta["index"]] = (name, arguments + function["arguments"])
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in parser.calls]
+    assert list(streamed.values()) == calls and list(streamed) == list(range(len(calls)))
+    return content, calls
+
+
 def api_request(tools=None, reasoning=None, **fields):
     """Return the API request of a chat with one prompt.
 

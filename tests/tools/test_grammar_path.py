@@ -7,13 +7,16 @@ import json
 import pickle
 
 import pytest
+
+pytest.importorskip("pydantic", reason="the extra serve is not installed")
+
 from guide_util import BYTES
 from request_util import chat_request
 
-from graft.grammar import GrammarService
+from graft.grammar import GrammarError, GrammarService
 from graft.models.request import Limits
 from graft.native.children.process import ChildProcess
-from graft.tools.serve.grammars import find_grammars, make_grammar_spec
+from graft.tools.serve.grammars import FoundGrammar, find_grammars, make_grammar_spec
 from graft.tools.serve.tool_formats import TOOL_FORMATS
 
 SCHEMA = {
@@ -114,3 +117,10 @@ def test_request_grammar_needs_one_child_call(monkeypatch, fields, choice, conve
         assert len(compiled.matcher().legal()) > 0
     finally:
         service.close()
+
+
+@pytest.mark.parametrize("kind", ["regex", "ebnf", "choice"])
+def test_value_that_json_cannot_express_is_reported_with_its_kind(kind):
+    grammar = FoundGrammar(kind, kind, float("nan"))
+    with pytest.raises(GrammarError, match=f"^{kind}: cannot be read"):
+        make_grammar_spec(grammar)

@@ -28,7 +28,7 @@ for package in ("starlette", "uvicorn", "prometheus_client"):
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
 pytest.importorskip("httpx", reason="the package httpx is not installed")
 
-from request_util import api_request  # noqa: E402
+from request_util import api_request, feed_calls  # noqa: E402
 from serving_util import PERSON, PROMPT, chat, response_format, wait_for  # noqa: E402
 
 from graft.tools.serve.requests import CompletionRequest  # noqa: E402
@@ -390,21 +390,8 @@ def test_tool_call_parser_separates_calls_from_content(size, text, required, exp
     """The parser returns the same calls and content for any division of the text into pieces."""
     parser = ToolCallParser(ToolChoice([{}], required), HERMES)
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    content = ""
-    found = {}
-    for i, piece in enumerate(pieces):
-        new_content, deltas = parser.feed(piece, i == len(pieces) - 1)
-        content += new_content
-        for delta in deltas:
-            name, arguments = found.get(delta["index"], ("", ""))
-            function = delta["function"]
-            found[delta["index"]] = (
-                name + function.get("name", ""),
-                arguments + function["arguments"],
-            )
-    assert content == expected_content
-    assert found == {i: (f"f{i}", one) for i, one in enumerate(ARGUMENTS)}
-    assert [call["function"]["arguments"] for call in parser.calls] == ARGUMENTS
+    calls = [(f"f{i}", arguments) for i, arguments in enumerate(ARGUMENTS)]
+    assert feed_calls(parser, pieces) == (expected_content, calls)
     assert parser.cut_text == ""
 
 

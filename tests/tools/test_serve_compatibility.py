@@ -43,30 +43,27 @@ def send(server, http):
     return request
 
 
-@pytest.fixture
-def complete(send):
-    """Return a function that sends a completion request and returns the parsed response."""
+def sender(send, path, **defaults):
+    """Return a function that sends a request, which must succeed, and returns its response."""
 
     def request(**fields):
-        defaults = {"prompt": TEXT, "temperature": 0, "max_tokens": 6}
-        response = send("/v1/completions", **defaults | fields)
+        response = send(path, **{"temperature": 0} | defaults | fields)
         assert response.status_code == 200, response.text
         return response.json()
 
     return request
+
+
+@pytest.fixture
+def complete(send):
+    """Return a function that sends a completion request and returns the parsed response."""
+    return sender(send, "/v1/completions", prompt=TEXT, max_tokens=6)
 
 
 @pytest.fixture
 def chat(send):
     """Return a function that sends a chat request and returns the parsed response."""
-
-    def request(**fields):
-        defaults = {"messages": MESSAGES, "temperature": 0, "max_tokens": 40}
-        response = send("/v1/chat/completions", **defaults | fields)
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    return request
+    return sender(send, "/v1/chat/completions", messages=MESSAGES, max_tokens=40)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import random
 import openai
 import pytest
 from bigram_model import Script, make_bigram_model
+from request_util import feed_calls
 from serving_util import run_server
 
 from graft.models.drafters import NGram
@@ -91,18 +92,7 @@ def cut(text, rng):
 def feed_tool_calls(tool_format, required, pieces):
     """Return the content and calls of a text, in a streamed and in a complete response."""
     parser = ToolCallParser(ToolChoice(FUNCTIONS, required=required), tool_format)
-    content = ""
-    streamed = {}
-    for index, piece in enumerate(pieces):
-        more, deltas = parser.feed(piece, index == len(pieces) - 1)
-        content += more
-        for delta in deltas:
-            call = streamed.setdefault(delta["index"], {"name": "", "arguments": ""})
-            for name, value in delta["function"].items():
-                call[name] += value
-    complete = [call["function"] for call in parser.calls]
-    assert list(streamed.values()) == complete
-    return content, complete, parser.cut_text
+    return *feed_calls(parser, pieces), parser.cut_text
 
 
 @pytest.mark.parametrize(

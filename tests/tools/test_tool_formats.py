@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("pydantic", reason="the extra serve is not installed")
 
-from request_util import chat_request, chosen_tools
+from request_util import chat_request, chosen_tools, feed_calls
 
 from graft.grammar import GrammarError, GrammarSpec, Vocabulary, make_backend
 from graft.models.request import Limits
@@ -165,18 +165,7 @@ def parse(form, text, size=10_000, **fields):
     """Return the content and the calls of a text that arrives in pieces of some size."""
     parser = ToolCallParser(chosen_tools({"tools": TOOLS, **fields}), TOOL_FORMATS[form])
     pieces = [text[at : at + size] for at in range(0, len(text), size)] or [""]
-    content = ""
-    streamed = {}
-    for i, piece in enumerate(pieces):
-        more, deltas = parser.feed(piece, i == len(pieces) - 1)
-        content += more
-        assert len({delta["index"] for delta in deltas}) == len(deltas)
-        for delta in deltas:
-            call = streamed.setdefault(delta["index"], ["", ""])
-            call[0] += delta["function"].get("name", "")
-            call[1] += delta["function"]["arguments"]
-    calls = [[c["function"]["name"], c["function"]["arguments"]] for c in parser.calls]
-    assert list(streamed.values()) == calls
+    content, calls = feed_calls(parser, pieces)
     assert parser.cut_text == ""
     return content, [(name, json.loads(arguments)) for name, arguments in calls]
 

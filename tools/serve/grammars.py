@@ -19,11 +19,13 @@ _STRUCTURED_KEYS = {"json", "json_object", "regex", "choice", "grammar", "struct
 #: Options of structured_outputs that have no effect here. JSON is written on one line, and no other
 #: backend is tried.
 _NEUTRAL_OPTIONS = ("disable_fallback", "disable_any_whitespace")
-#: Beginnings of messages about values that JSON cannot express, by key of `FoundGrammar`.
+#: Beginnings of messages about values that JSON cannot express, by key of `FoundGrammar`. By
+#: default, it is the key.
 _SUBJECTS = {
+    "json": "JSON schema",
+    "strict_json": "JSON schema",
     "structural_tag": "structural tag",
     "structural_format": "structural format",
-    "choice": "choice",
 }
 _STRICT_OPTION = "disable_additional_properties"
 
@@ -194,7 +196,7 @@ def make_grammar_spec(grammar: FoundGrammar) -> GrammarSpec | None:
             value = value["format"]
     if key == "structural_format" and value == {"type": "any_text"}:
         return None
-    subject = _SUBJECTS.get(key, "JSON schema")
+    subject = _SUBJECTS.get(key, key)
     return _make_grammar_spec(key, value if isinstance(value, str) else JsonValue(value, subject))
 
 
