@@ -296,12 +296,17 @@ def project(tmp_path) -> Path:
     return tmp_path
 
 
-def run_make(project: Path, *arguments: str) -> tuple[int, list[str]]:
-    """Run make, and return its exit status and the pip commands that it ran."""
+def run_make(project: Path, *arguments: str, processes: int = 1) -> tuple[int, list[str]]:
+    """Run make in one or more processes at once.
+
+    Return the highest exit status and the pip commands that the processes ran.
+    """
     log = project / "log"
     log.write_text("")
     env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL")}
-    status = subprocess.run(["make", "-C", str(project), *arguments], env=env).returncode
+    command = ["make", "-C", str(project), *arguments]
+    running = [subprocess.Popen(command, env=env) for _ in range(processes)]
+    status = max(process.wait() for process in running)
     commands = [line for line in log.read_text().splitlines() if "pip install" in line]
     return status, [command.partition("constraints.txt ")[2] for command in commands]
 
@@ -337,6 +342,10 @@ def test_make_repeats_failed_installation(project):
         assert run_make(project, "setup") == (2, BUILD[:1])
     (project / "fail").unlink()
     assert run_make(project, "setup") == (0, BUILD + TEST)
+
+
+def test_concurrent_runs_of_make_install_once(project):
+    assert run_make(project, "setup", processes=3) == (0, BUILD + TEST)
 
 
 def test_make_tree_links_packages_and_removes_stale_links(project):
