@@ -160,7 +160,7 @@ class StreamLane:
 def check_launch(kernel: Kernel, grid: Dims, block: Dims, shared: int) -> tuple[Triple, Triple]:
     """Check the dimensions of a launch and return grid and block as triples.
 
-    A dimension that is not a positive int, too many threads, or negative ``shared`` is a
+    A dimension that is not a positive int, too many threads, or negative ``shared`` raises
     KernelError.
     """
     grid = _triple(kernel, "grid", grid)

@@ -110,12 +110,8 @@ class Exchange:
     def free_rows(self, slot: int, epoch: int) -> None:
         """Stamp the mask rows of a request without a grammar: they allow every id.
 
-        Parameters
-        ----------
-        slot
-            Slot of the request. No launched replay may refer to it.
-        epoch
-            Number of the slot assignment.
+        No launched replay may refer to the slot of the request. `epoch` is the number of the slot
+        assignment.
         """
         stamps = self.stamps[slot]
         stamps["epoch"] = epoch

@@ -147,7 +147,7 @@ class SamplingParams:
 
     @classmethod
     def from_fields(cls, source: object, **changes: Any) -> SamplingParams:
-        """Copy parameters that are not in `changes` from the attributes of `source` with their
+        """Copy the parameters that are not in `changes` from attributes of `source` with their
         names.
         """
         names = [f.name for f in fields(SamplingParams)]

@@ -189,7 +189,7 @@ class TreeSampler:
             device.zeros((batch, num_children), "int32"),
         )
 
-    def of(self, drafts: int) -> TreeSampler:
+    def limited_to(self, drafts: int) -> TreeSampler:
         """Return a sampler of at most `drafts` drafts that shares the arrays of this one.
 
         Its number of levels is at most `drafts`, too.
@@ -216,7 +216,10 @@ class TreeSampler:
         self._rank(lane, logits, row_slot, level)
 
     def draft(self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int) -> None:
-        """Choose the nodes of a level, or at the last level the drafts, as in `candidates`."""
+        """Choose the nodes of a level, or at the last level the drafts.
+
+        The arguments are those of `candidates`.
+        """
         if not self._probes:
             self._rank(lane, logits, row_slot, level)
         arrays = self._arrays

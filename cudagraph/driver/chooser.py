@@ -97,7 +97,7 @@ def probe_cuda() -> tuple[dict[str, Any], str]:
 
 
 def choose(kind: str) -> tuple[str, str]:
-    """Select the driver, "cuda" or "soft", for a device kind, "auto", "cuda" or "soft".
+    """Return the driver ("cuda" or "soft") for a device kind ("auto", "cuda" or "soft").
 
     Also return the reason why "auto" selected the soft device ("" in all other cases).
     """

@@ -29,7 +29,7 @@ RELEASE_POLL_S = 0.002
 class Context:
     """The primary context of one device. It is retained when the device is opened and never reset.
 
-    :meth:`synchronize` waits for the weakly referenced `streams`.
+    `streams` are weak references to the streams that :meth:`synchronize` waits for.
     """
 
     def __init__(self, kind: str, ordinal: int) -> None:

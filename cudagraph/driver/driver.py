@@ -53,8 +53,8 @@ def is_forked() -> bool:
 def set_context(context: Any, reopen: Callable[[], None] | None = None) -> None:
     """Set the primary CUcontext, which every thread makes current before a driver call.
 
-    It is None after it was released. The first driver call after a release calls `reopen`, which
-    retains the context again.
+    The context is None after its release. The first driver call after a release calls `reopen`,
+    which retains the context again.
     """
     global _context, _reopen
     _context = context

@@ -329,9 +329,9 @@ def _host_buffer(address: int, nbytes: int, owner: object) -> HostBuffer:
 class PinnedArray:
     """An array in page-locked host memory that the device can read and write.
 
-    The array is zeroed when it is allocated. `array` is a NumPy view of its bytes, the ctypes array
-    `buffer`, which keeps the memory alive, even after :meth:`close`; so does everything that is
-    created from it. `dtype` is the name of the element type, see
+    The array is zeroed when it is allocated. The ctypes array `buffer` contains its bytes, and
+    `array` is a NumPy view of them. Both, and everything that is created from them, keep the memory
+    alive, even after :meth:`close`. `dtype` is the name of the element type, see
     :mod:`graft.cudagraph.driver.dtypes`.
     """
 

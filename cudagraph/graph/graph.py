@@ -347,35 +347,27 @@ class Graph(GraphBase):
 
     Parameters
     ----------
-    context
-        Device.
-    name
-        Name for error messages and drawings.
     programmatic
         Enable programmatic dependent launch: a kernel whose source calls
         ``wait_for_previous_kernel()`` is launched while the previous kernel of its lane still runs.
         This applies only if no mark or other node is between the two kernels. The edge between them
-        is then programmatic, and neither kernel node can be changed in executables.
-
-    Raises
-    ------
-    OptionError
-        ``programmatic`` is set and the device or the driver does not support it.
+        is then programmatic, and neither kernel node can be changed in executables. OptionError is
+        raised if the device or the driver does not support it.
 
     Attributes
     ----------
-    status : PinnedArray
+    status
         int32 [16]. Word 0 is 0, or the reason why a replay failed: 1 a Python host step raised an
         exception, 2 a native host step failed, 3 the interpreter is shutting down, 4 a mailbox
         missed its deadline. Word 1 is the number of that replay. The words stay set until
         ``GraphExec.clear()``. Kernels that must do nothing in a failed replay read them.
-    payloads : list of Payload
+    payloads
         Payloads of the graph and of the graphs that were moved into it.
-    child_status : list of PinnedArray
+    child_status
         Status words of the graphs that were moved into this one.
-    unused_conditions : dict of int to str
+    unused_conditions
         Names of the conditions that no conditional node uses yet, by handle.
-    completed : PinnedArray or None
+    completed
         uint32 [1], number of completed launches, if the graph counts them; see
         :meth:`GraphLane.count_completed`.
     """

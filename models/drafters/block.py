@@ -157,10 +157,10 @@ class BlockDrafter(Drafter):
         return feed.scratch.logits[: len(self.shape.levels) * feed.batch]
 
     def _lay_out_block(self, lane: Lane, feed: Feed) -> tuple[Rows, Rows]:
-        """Lay out the rows of the blocks of all requests and return them twice.
+        """Return the rows of the blocks of all requests, and the same rows for attention.
 
-        In the second `Rows`, the position of each row is not its own but the last position that the
-        row attends to, which is the end of its block.
+        The position of a row for attention is not its own but the last position that the row
+        attends to, which is the end of its block.
         """
         config = self._config
         width = config.first_row + len(self.shape.levels)

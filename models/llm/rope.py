@@ -343,7 +343,7 @@ class Rope:
 
         The fields are ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` in older configs.
         If a config has both forms, they must agree, because some libraries read the first form and
-        others read the second. Fields that are invalid, disagree or are not implemented are a
+        others read the second. Fields that are invalid, disagree or are not implemented raise
         ConfigError.
         """
         sections = []

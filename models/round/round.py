@@ -354,7 +354,7 @@ class RoundGraph:
         levels = min(parts.mode.levels, self.max_new_drafts)
         draft_sampler: ChainSampler | TreeSampler = parts.sampler.chain
         if parts.tree is not None and levels > 0:
-            draft_sampler = parts.tree.of(self.max_new_drafts)
+            draft_sampler = parts.tree.limited_to(self.max_new_drafts)
         self._start_drafting()
         masking = parts.masking(
             self._grammar_steps,

@@ -238,7 +238,7 @@ def test_draft_tree_matches_reference(make_round, block, probed, pruned, ranks):
         sizes.append(DRAFTS)
     for nodes in sizes:
         trees = TreeRound(r, rng, ids, probed, ranks)
-        tree = whole if ranks else whole.of(nodes)
+        tree = whole if ranks else whole.limited_to(nodes)
         for level in range(1, min(LEVELS, nodes) + 1):
             logits = trees.logits(level)
             if probed:

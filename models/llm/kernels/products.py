@@ -118,7 +118,7 @@ class Products:
     def gate_interleave(self, dtype: str, columns: int, inner: int) -> int:
         """Return the number of rows per interleaved group of a gate and up projection.
 
-        0, for no interleaving, means that `gated_linear` is not one kernel for this weight.
+        It is 0, for no interleaving, if `gated_linear` is not one kernel for this weight.
         """
         return columns if self.uses_tensor_cores(dtype, columns, inner) else 0
 
