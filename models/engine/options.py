@@ -219,8 +219,10 @@ class Options:
         generation loop: kernels do the grammar steps, and one launch runs many rounds, until the
         requests have ended, a request joins or is removed by the host, a request needs pages, or
         the host has not read the last 63 rounds. With ``draft_length="auto"``, a launch runs at
-        most 32 rounds. While a prompt is being prefilled, rounds are launched one by one. Requires
-        a drafter that runs on the device.
+        most 32 rounds. While a prompt is being prefilled, rounds are launched one by one. Where
+        drafts are probed (`draft_masking`), or tokens are forced without a drafter, all batches
+        with a grammar run in single rounds, and a warning is logged. Requires a drafter that runs
+        on the device.
     weights
         Format of the weights of the target's decoder layers: "checkpoint" or "fp8". "checkpoint":
         as stored. "fp8": rounded to E4M3 per row while loading, which halves the bytes that are
