@@ -37,32 +37,6 @@ class SamplingArrays:
         depend on it.
     parts
         Blocks per row, at most 32. Default: by device. Results do not depend on it.
-
-    Attributes
-    ----------
-    probs
-        float32 [max_batch * (K+1), V], filtered distribution of each row whose token was sampled
-        last. Rows of greedy requests (temperature < 1e-5) are undefined.
-    raw_logits
-        float32 [max_batch * (K+1), V], logits of the rows of requests with log probabilities, as
-        the model computed them or, with ``logprobs_masked``, adjusted and masked.
-    target_tokens
-        int32 [max_batch * (K+1)], token of each row; -1 if a test of the `Verifier` determines it.
-    row_status
-        int32 [max_batch * (K+1)], 1: usable, 0: not ready, 2: no legal token, 3: error, 4: usable,
-        and relaxed acceptance has replaced the sampled token.
-    results
-        int32 [max_batch, row words], result of each batch row, see `row_words`.
-    draft_probs
-        float32 [S, mode.tables, max(Vd, 1)], distribution that each draft was sampled from.
-    test_weights, test_results
-        float32 and int32 [max_batch * (K+1)], results of the tests of the drafts.
-    mask_states
-        int32 [max_batch * (K+1)], state of the mask row of each row.
-    faults
-        int32 [1], number of drafts with probability 0 in their own table; 0 unless there is a bug.
-    cross_block
-        Scratch of the blocks that share a row; zero between rounds.
     """
 
     def __init__(
@@ -111,18 +85,29 @@ class SamplingArrays:
     def _allocate(self) -> None:
         device = self.device
         rows = self.max_batch * (self.draft_length + 1)
+        # Filtered distribution of each row whose token was sampled last. Rows of greedy requests
+        # (temperature < 1e-5) are undefined.
         self.probs = device.zeros((rows, self.vocab_size), "float32")
+        # Logits of the rows of requests with log probabilities, as the model computed them or, with
+        # `logprobs_masked`, adjusted and masked.
         self.raw_logits = device.zeros((rows, self.vocab_size), "float32")
+        # Token of each row; -1 if a test of the `Verifier` determines it.
         self.target_tokens = device.zeros((rows,), "int32")
+        # 1: usable, 0: not ready, 2: no legal token, 3: error, 4: usable, and relaxed acceptance
+        # has replaced the sampled token.
         self.row_status = device.zeros((rows,), "int32")
+        self.mask_states = device.zeros((rows,), "int32")  # state of the mask row of each row
         self.row_words = row_words(self.draft_length)
         self.results = device.zeros((self.max_batch, self.row_words), "int32")
+        # Distribution that each draft was sampled from.
         table_shape = (self.state.slots, self.mode.tables, max(self.draft_vocab.size, 1))
         self.draft_probs = device.zeros(table_shape, "float32")
-        self.faults = device.zeros((1,), "int32")
+        # Results of the tests of the drafts.
         self.test_weights = device.zeros((rows,), "float32")
         self.test_results = device.zeros((rows,), "int32")
-        self.mask_states = device.zeros((rows,), "int32")
+        # Number of drafts with probability 0 in their own table; 0 unless there is a bug.
+        self.faults = device.zeros((1,), "int32")
+        # Scratch of the blocks that share a row; zero between rounds.
         scratch_bytes = read_struct(KERNELS / "row.cuh", "CrossBlockScratch").itemsize
         scratch_rows = self.max_batch * self.mode.rows_per_request
         self.cross_block = device.zeros((scratch_rows, scratch_bytes), "uint8")
