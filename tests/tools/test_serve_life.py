@@ -186,6 +186,12 @@ def test_serve_command_reports_missing_packages_and_used_addresses(monkeypatch, 
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert cli.main(["serve"]) == 2
     assert "the module uvicorn: pip install starlette uvicorn" in capsys.readouterr().err
+    for module in ("app", "fields"):
+        monkeypatch.delitem(sys.modules, f"graft.tools.serve.{module}")
+    for package in ("pydantic", "pydantic_core"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert cli.main(["serve"]) == 2
+    assert "the module pydantic: pip install" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from annotated_types import Ge, Le
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
@@ -120,7 +119,7 @@ def _to_api_error(model: type[Fields], error: ErrorDetails) -> ApiError:
         rule = f"must be {_ALLOWED[kind]}"
     else:  # the value is no integer, or out of the range that the field's metadata has
         limits = model.model_fields[str(place[0])].metadata
-        [low] = [limit.ge for limit in limits if isinstance(limit, Ge)]
-        [high] = [limit.le for limit in limits if isinstance(limit, Le)]
+        [low] = [limit.ge for limit in limits if hasattr(limit, "ge")]
+        [high] = [limit.le for limit in limits if hasattr(limit, "le")]
         rule = f"must be an integer from {low} to {high}"
     return ApiError(f"{path} {rule}, got {short_repr(error['input'])}", param=param)
