@@ -30,33 +30,25 @@ from graft.cudagraph.driver.driver import is_forked, prepare_driver_call
 from graft.cudagraph.driver.heap import return_free_memory
 from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError, OptionError
 from graft.cudagraph.host.transports import choose_transport
-from graft.cudagraph.lanes import StreamLane
 from graft.cudagraph.ranks.ranks import RankGroup
 from graft.models.drafters import DrafterChoice
 from graft.models.drafters.load import is_block_drafter
 from graft.models.engine.admission import Admission
 from graft.models.engine.assembly import assemble
-from graft.models.engine.graphs import build_graphs, kind_without_host
-from graft.models.engine.interrupt import CallGuard, Shield, exclusive
-from graft.models.engine.loop_replays import LoopReplays
-from graft.models.engine.migrate import (
-    MigratedRequest,
-    Migrator,
-    engine_properties,
-    read_request,
-    restore_output,
+from graft.models.engine.construction import (
+    build_graphs,
+    make_migrator,
+    make_replays,
+    make_scheduler,
 )
+from graft.models.engine.interrupt import CallGuard, Shield, exclusive
+from graft.models.engine.migrate import MigratedRequest, read_request, restore_output
 from graft.models.engine.options import Options
-from graft.models.engine.promotion import Promotion
-from graft.models.engine.replay import Replays
-from graft.models.engine.scheduler import Scheduler
-from graft.models.engine.selection import GraphKey, GraphSelector
-from graft.models.engine.slots import SlotManager
+from graft.models.engine.selection import GraphKey
 from graft.models.engine.stats import EngineStats
 from graft.models.errors import EngineError, EngineUseError, RequestError
 from graft.models.llm.config import LlamaConfig
 from graft.models.request import Event, Output, Request
-from graft.models.round.prefill import PrefillScheduler
 from graft.models.round.round import RoundGraph
 from graft.models.tokenizer import Tokenizer
 from graft.sampling.checks import short_repr
@@ -65,10 +57,6 @@ __all__ = ["Engine"]
 
 LOG = logging.getLogger("graft")
 LOG.addHandler(logging.NullHandler())
-
-#: Maximum number of rounds of a generation loop with ``draft_length="auto"``. The draft length is
-#: chosen for each loop.
-ROUNDS_PER_LENGTH = 32
 
 #: `Engine.close` stops waiting when no device resource has been freed for this many seconds.
 RELEASE_POLL_S = 0.25
@@ -174,105 +162,21 @@ class Engine:
         """Create the parts that run rounds, and build the graphs; on an error, close all parts."""
         built = self._built
         self._parts = built.parts
-        self._replays = Replays(built.parts, built.stream, built.budget)
-        if built.loop_control is not None:
-            self._replays = LoopReplays(built.parts, built.stream, built.budget, built.loop_control)
+        self._replays = make_replays(built)
         self.graphs: dict[GraphKey, RoundGraph] = {}
         self.stats = EngineStats(draft_length=built.parts.depth)
         self._forced_tokens_at_reset = 0
         try:
             self._admission = Admission(self.options, self.tokenizer, vocab_size, built.compiler)
-            self._migrator = self._make_migrator(model, drafter)
-            self._make_scheduler()
-            self._build_rounds(shield)
+            self._migrator = make_migrator(built, self.device, self.options, model, drafter)
+            self._scheduler = make_scheduler(
+                built, self.options, self._replays, self.graphs, self.stats
+            )
+            build_graphs(built, self.options, self._scheduler, self.graphs, shield)
         except BaseException:
             self._close_parts()
             raise
         self._closed = False
-
-    def _make_migrator(self, model: Path, drafter: DrafterChoice | None) -> Migrator:
-        built = self._built
-        properties = engine_properties(
-            self.device,
-            self.options,
-            model,
-            drafter,
-            built.parts.drafter,
-            built.parts.target.config,
-        )
-        return Migrator(
-            self.device, StreamLane(built.stream), built.caches, built.prefixes, properties
-        )
-
-    def _make_scheduler(self) -> None:
-        """Create the scheduler and the selection of graphs."""
-        built = self._built
-        options = self.options
-        overlap = options.internal.overlap and options.internal.composition == "one"
-        max_in_flight = 2 if overlap else 1
-        prefill_rows = options.prefill_rows
-        lane = StreamLane(built.stream)
-        promotion = Promotion(built.parts.exchange, built.parts.automata, lane)
-        mode = built.parts.mode
-        selector = GraphSelector(
-            self.graphs,
-            promotion,
-            kind_without_host=kind_without_host(built),
-            max_loop_rounds=None if len(built.budget.lengths) == 1 else ROUNDS_PER_LENGTH,
-            serves_all=mode.is_lattice_tree,
-        )
-        slots = SlotManager(
-            options.slots,
-            options.max_batch_size,
-            caches=built.caches,
-            prefix_cache=built.prefixes,
-            prefill=built.prefill,
-            slot_state=built.parts.state,
-            lane=lane,
-            prefill_scheduler=PrefillScheduler(
-                None if prefill_rows == "auto" else int(prefill_rows)
-            ),
-            promotion=promotion,
-            positions_ahead=(max_in_flight + 1) * built.parts.width,
-            slack_positions=options.slack,
-        )
-        self._scheduler = Scheduler(
-            self._replays,
-            slots,
-            selector,
-            self.stats,
-            built.budget,
-            max_in_flight=max_in_flight,
-            verify=options.verify,
-            drafts_from_logits=built.parts.mode.levels > 0,
-        )
-
-    def _build_rounds(self, shield: Shield) -> None:
-        """Build all graphs, and run replays without requests.
-
-        The first replay of a graph makes the driver load its kernels, so that no request has to
-        wait for this. The times of the other replays tell the draft budget the cost of each draft
-        length. Prefill chunks without requests are run too, to load their kernels and to measure
-        their times. On Ctrl-C, `shield` raises KeyboardInterrupt after each graph and replay.
-        """
-        stats = EngineStats()
-        num_replays = 1 if len(self._built.budget.lengths) == 1 else 3
-
-        def run_empty(graph: RoundGraph) -> None:
-            shield.check()
-            for _ in range(num_replays):
-                self._replays.launch(graph, [], [])
-                self._replays.wait(stats, shield)
-                self._replays.finish()
-
-        for key, graph in build_graphs(self._built, self.options):
-            self.graphs[key] = graph
-            run_empty(graph)
-        chunks = self._built.prefill.warm(StreamLane(self._built.stream))
-        self._replays.wait_idle(stats)
-        shield.check()
-        for chunk in chunks:
-            self._scheduler.slots.prefill_scheduler.record_time(chunk.rows, chunk.elapsed_s())
 
     # Requests ---------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from graft.cudagraph.host.hostwork import PythonWork
 from graft.cudagraph.lanes import StreamLane
 from graft.grammar.decoder import GuidedDecoder
 from graft.grammar.processes import POOL
-from graft.models.engine import assembly, replay
+from graft.models.engine import assembly, construction, replay
 from graft.models.engine import engine as engine_module
 from graft.models.engine.interrupt import Shield
 from graft.models.engine.slots import SlotManager
@@ -358,10 +358,10 @@ LOAD_PHASES = [
     (assembly, "_round_parts"),
     (assembly, "_make_loop_control"),
     (assembly, "Prefill"),
-    (engine_module, "Replays"),
-    (engine_module, "Migrator"),
-    (engine_module, "Promotion"),
-    (engine_module, "Scheduler"),
+    (construction, "Replays"),
+    (construction, "Migrator"),
+    (construction, "Promotion"),
+    (construction, "Scheduler"),
     (assembly.RoundGraph, "_add_drafting"),
     (replay.Replays, "launch"),
     (Prefill, "warm"),
