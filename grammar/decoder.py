@@ -426,7 +426,7 @@ class GuidedDecoder:
             matcher = request.matcher
             if matcher is not None:
                 matcher.claimed = True
-                matcher.native.pace = matcher.compiled.pace
+                matcher.native.timing = matcher.compiled.timing
         return new_owners
 
     def _check_matcher(self, request: GuidedRequest, new_owners: dict[int, GuidedRequest]) -> None:

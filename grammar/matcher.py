@@ -76,8 +76,9 @@ class CompiledGrammar:
 
     Attributes
     ----------
-    pace
-        Measured speed of the grammar's matchers. The guided decoder's native worker updates it.
+    timing
+        Whether the grammar's matchers have been fast enough to be trusted. The guided decoder's
+        native worker updates it.
     automaton
         Native automaton that allows the same texts, which the matchers run; None if there is none.
     """
@@ -87,7 +88,7 @@ class CompiledGrammar:
         self.spec = spec
         self.native = native
         self.nbytes = nbytes
-        self.pace = _native.guide.Pace()
+        self.timing = _native.guide.OrderTiming()
         self.automaton: Any = None
 
     def matcher(self, stop_ids: Iterable[int] | None = None, tokens: Iterable[int] = ()) -> Matcher:

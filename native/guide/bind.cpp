@@ -75,9 +75,11 @@ using Row = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void bind_matchers(nb::module_& guide) {
   using Release = nb::call_guard<graft::hostwork::GilRelease>;
-  nb::class_<Pace>(guide, "Pace").def(nb::init<>()).def_prop_ro("trusted", &Pace::trusted);
+  nb::class_<OrderTiming>(guide, "OrderTiming")
+      .def(nb::init<>())
+      .def_prop_ro("trusted", &OrderTiming::trusted);
   nb::class_<NativeMatcher>(guide, "NativeMatcher")
-      .def_rw("pace", &NativeMatcher::pace, nb::arg().none())
+      .def_rw("timing", &NativeMatcher::timing, nb::arg().none())
       .def(
           "accept",
           [](NativeMatcher& matcher, int32_t token) {

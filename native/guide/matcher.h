@@ -50,7 +50,7 @@ struct ErrorText {
 // delay a round at most once, and the budget adds no cost if all grammars are trusted.
 //
 // There is one object per grammar, used by all threads that serve its matchers.
-class Pace {
+class OrderTiming {
  public:
   static constexpr int kProof = 32;  // orders in time until a grammar is trusted
 
@@ -91,7 +91,8 @@ class NativeMatcher {
   virtual Outcome rollback(int32_t tokens, ErrorText* error) noexcept = 0;
   virtual Outcome is_terminated(ErrorText* error) noexcept = 0;
 
-  std::shared_ptr<Pace> pace;  // shared by all matchers of the grammar; null: never trusted
+  std::shared_ptr<OrderTiming>
+      timing;  // shared by all matchers of the grammar; null: never trusted
 };
 
 // Returns a mask of the bits in the last word of a mask row that correspond to token ids.

@@ -17,8 +17,8 @@ namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;  // maximum size of memory that a page fault maps
 
-Pace* pace_of(const SlotWork& work) {
-  return work.matcher == nullptr ? nullptr : work.matcher->pace.get();
+OrderTiming* timing_of(const SlotWork& work) {
+  return work.matcher == nullptr ? nullptr : work.matcher->timing.get();
 }
 
 // Resident memory of the process in bytes, and number of page faults of the calling thread.
@@ -296,8 +296,8 @@ bool Worker::uses_pool(const SlotWork& work) const noexcept {
   if (pool_ == nullptr) return false;
   if (budget_.ns == 0) return ordered_.size() > 1;
   if (budget_.clock != nullptr) return true;  // the clock of a test does not measure processor time
-  const Pace* pace = pace_of(work);
-  return pace == nullptr || !pace->trusted();
+  const OrderTiming* timing = timing_of(work);
+  return timing == nullptr || !timing->trusted();
 }
 
 // Serves an order on this thread, records whether it was in time, and enforces the limits of time
@@ -308,9 +308,9 @@ void Worker::serve_timed(SlotWork& work) noexcept {
     server_.serve(work);
     return;
   }
-  Pace* pace = pace_of(work);
+  OrderTiming* timing = timing_of(work);
   // An order of a trusted grammar is fast and needs no measurement of memory.
-  const bool measured = pace == nullptr || !pace->trusted();
+  const bool measured = timing == nullptr || !timing->trusted();
   const Memory before = measured ? memory_of_thread(statm_) : Memory();
   const int64_t start = monotonic_ns();
   const int64_t cpu_start = recent_cpu_ns(start, budget_.ns / 16);
@@ -322,7 +322,7 @@ void Worker::serve_timed(SlotWork& work) noexcept {
   int64_t taken = monotonic_ns() - start;
   if (taken >= budget_.ns) taken = clock_ns(CLOCK_THREAD_CPUTIME_ID) - cpu_start;
   const bool in_time = taken < budget_.ns;
-  if (pace != nullptr) pace->note(in_time);
+  if (timing != nullptr) timing->note(in_time);
   if (taken > slow_ns()) work.usage.slow_ns += taken;
   if (in_time || work.ended || !server_.check_time(work) || !measured) return;
   const Memory after = memory_of_thread(statm_);

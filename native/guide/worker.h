@@ -25,10 +25,11 @@
 // 6. The matcher is always at one node of the draft tree (slot.h): it has accepted the tokens on
 //    the path to this node. Before tokens are committed, the matcher is rolled back to node 0.
 // 7. The work of a slot in a step is one order, served by one thread at a time. The flag `busy`
-//    transfers ownership: it is set before the order is posted and cleared with release order after
-//    the last access. With one thread and no budget, the step serves all orders itself. With a
-//    budget, it serves the orders of trusted grammars (Pace). No running request waits for the
-//    order of a replay's only request, so the step waits longer for this order (kSlowFactor).
+//    transfers the ownership of Slot::work: it is set before the order is posted and cleared with
+//    release order after the last access. With one thread and no budget, the step serves all orders
+//    itself. With a budget, it serves the orders of trusted grammars (OrderTiming). No running
+//    request waits for the order of a replay's only request, so the step waits longer for this
+//    order (kSlowFactor).
 // 8. A slot that is busy when the budget ends is late. The budget limits processor time, so waiting
 //    for a processor makes no slot late. The rows that are finished are stamped; the others are not
 //    ready, so the slot is left out of the round or its round ends at its last ready row. Later
@@ -44,9 +45,8 @@
 // 9. A pool thread may still use the matcher of a late slot when no replay refers to the slot any
 //    more. busy(slot) and wait_idle() tell the host when the matcher is free.
 // 10. The snapshot of a replay belongs to the publishing thread until `replay` is stored with
-//    release order, and then to the worker until retire(). publish() fails if no
-//    snapshot is free. The matchers are borrowed: the publisher keeps their Python objects alive
-//    until retire().
+//    release order, and then to the worker until retire(). publish() fails if no snapshot is free.
+//    The matchers are borrowed: the publisher keeps their Python objects alive until retire().
 #pragma once
 
 #include <algorithm>

@@ -189,7 +189,7 @@ class GuidedCase {
         if (request != nullptr || started == requests) continue;
         const auto seed = static_cast<uint32_t>(random_());
         request = std::make_unique<SlotRequest>(seed, ++started, setting_.budget_ns > 0);
-        if (seed % 2 == 0) request->matcher.pace = pace_;
+        if (seed % 2 == 0) request->matcher.timing = timing_;
       }
       ++replay;
       std::vector<guided::Request> batch;
@@ -495,7 +495,7 @@ class GuidedCase {
 
   std::minstd_rand random_, random_device_;
   const GuidedSetting setting_;
-  const std::shared_ptr<guided::Pace> pace_ = std::make_shared<guided::Pace>();
+  const std::shared_ptr<guided::OrderTiming> timing_ = std::make_shared<guided::OrderTiming>();
   std::vector<int32_t> memory_;
   const guided::Exchange exchange_;
   guided::Worker worker_;

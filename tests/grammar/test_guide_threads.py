@@ -162,7 +162,7 @@ def play_by_processor_time(
         decoder.retire(replay)
     counters = decoder.counters()
     decoder.close()
-    return counters, compiled.pace.trusted
+    return counters, compiled.timing.trusted
 
 
 @pytest.mark.parametrize("slots, budget_us, late", [(2, 1e9, 0), (2, 1.0, None), (1, 1.0, 0)])
