@@ -6,6 +6,15 @@ from graft.tools.serve.request_parser import ApiRequest
 from graft.tools.serve.requests import ChatRequest
 from graft.tools.serve.tool_calls import ToolChoice
 
+#: A schema with a reference to a definition.
+TOWN = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/c"}},
+    "required": ["city"],
+    "$defs": {"c": {"type": "string", "pattern": "^[A-Z][a-z]{2,7}$"}},
+    "additionalProperties": False,
+}
+
 
 def chat_request(**fields):
     """Return a chat completion request with the given fields."""

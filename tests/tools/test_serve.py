@@ -28,7 +28,7 @@ for package in ("starlette", "uvicorn", "prometheus_client"):
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
 pytest.importorskip("httpx", reason="the package httpx is not installed")
 
-from request_util import api_request, feed_calls  # noqa: E402
+from request_util import TOWN, api_request, feed_calls  # noqa: E402
 from serving_util import PERSON, PROMPT, chat, response_format, wait_for  # noqa: E402
 
 from graft.tools.serve.requests import CompletionRequest  # noqa: E402
@@ -279,13 +279,6 @@ def test_structural_tag_without_schema_allows_any_json(key):
     assert specs == [structural_tag_spec({"structures": [tag], "triggers": ["<"]})] * 3
 
 
-TOWN = {
-    "type": "object",
-    "properties": {"city": {"$ref": "#/$defs/c"}},
-    "required": ["city"],
-    "$defs": {"c": {"type": "string", "pattern": "^[A-Z][a-z]{2,7}$"}},
-    "additionalProperties": False,
-}
 SCHEMAS = {"town": TOWN, "person": PERSON}
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": schema}}

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("pydantic", reason="the extra serve is not installed")
 
-from request_util import chat_request, chosen_tools
+from request_util import TOWN, chat_request, chosen_tools
 
 from graft.grammar import GrammarSpec, Vocabulary, make_backend
 from graft.tools.serve.errors import ApiError
@@ -36,13 +36,6 @@ def accepts(backend, tools, text, **fields):
     return all(map(matcher.accept, text.encode())) and matcher.accept(STOP)
 
 
-TOWN = {
-    "type": "object",
-    "properties": {"city": {"$ref": "#/$defs/c"}},
-    "required": ["city"],
-    "$defs": {"c": {"type": "string", "pattern": "^[A-Z][a-z]{2,7}$"}},
-    "additionalProperties": False,
-}
 TOWN_VALUES = [{"city": "Rome"}, {"city": "rome"}, {}]
 #: Schemas whose references or key names are easily confused, with arguments.
 REFERENCE_SCHEMAS = {

@@ -180,12 +180,8 @@ def make_grammar_spec(grammar: FoundGrammar) -> GrammarSpec | None:
 
     Whether a backend can enforce the grammar is not checked: this can take long, and the engine
     compiles slow grammars without delaying others. Results are cached, because clients often send
-    the same grammar in many requests.
-
-    Raises
-    ------
-    GrammarError, OptionError
-        If the grammar is invalid.
+    the same grammar in many requests. GrammarError or OptionError is raised if the grammar is
+    invalid.
     """
     key = grammar.key
     value = grammar.value
@@ -243,13 +239,7 @@ def _with_schema(tag: Any) -> Any:
 
 
 def _as_format(grammar: FoundGrammar) -> dict[str, Any]:
-    """Return a grammar as a format of structural tags.
-
-    Raises
-    ------
-    ApiError
-        If the grammar is of a kind that formats do not have.
-    """
+    """Return a grammar as a format of structural tags, or raise ApiError if its kind has none."""
     key, value = grammar.key, grammar.value
     if key == "structural_tag":
         value = _structural_tag(value)
