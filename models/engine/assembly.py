@@ -34,7 +34,7 @@ from graft.models.round.budget import DraftBudget, draft_lengths
 from graft.models.round.loop import LOOP_ENTRIES, LoopControl
 from graft.models.round.masking import MASKING_CLASSES
 from graft.models.round.prefill import CHUNK, Prefill
-from graft.models.round.round import RoundGraph, RoundParts
+from graft.models.round.round import RoundGraph, RoundResources
 from graft.models.round.split import SplitRound
 from graft.models.round.timing import make_timeline
 from graft.models.tokenizer import Tokenizer
@@ -63,8 +63,8 @@ class Assembly:
     ----------
     stream
         Stream of the rounds and of prefill.
-    parts
-        Parts that all graphs share.
+    resources
+        Resources that all graphs share.
     loop_control
         State that the host shares with generation loops; None without loops.
     round_class
@@ -79,12 +79,12 @@ class Assembly:
         Prefix cache over these caches.
     compiler
         Compiles grammars.
-    resources
+    exit_stack
         Closes the parts in reverse order of their creation.
     """
 
     stream: Stream
-    parts: RoundParts
+    resources: RoundResources
     loop_control: LoopControl | None
     round_class: type[RoundGraph]
     budget: DraftBudget
@@ -92,11 +92,11 @@ class Assembly:
     caches: tuple[PagedKV, ...]
     prefixes: PrefixCache
     compiler: GrammarService
-    resources: ExitStack
+    exit_stack: ExitStack
 
     def close(self) -> None:
         """Close all parts, even if closing one of them raises an error."""
-        self.resources.close()
+        self.exit_stack.close()
 
 
 def assemble(
@@ -137,28 +137,36 @@ def assemble(
     CheckpointError, ConfigError, OptionError, TokenizerError
         If a file, tensor, config field or option is invalid. The message contains its name.
     """
-    with ExitStack() as resources:
+    with ExitStack() as exit_stack:
         target = _load_target(device, options, model, config, ranks)
-        resources.callback(target.release_workers)
+        exit_stack.callback(target.release_workers)
         shield.check()
         vocabulary = Vocabulary.from_tokenizer(
             tokenizer.backend, config.vocab_size, tokenizer.stop_ids
         )
         compiler = _make_compiler(options, vocabulary)
-        resources.callback(compiler.close)
+        exit_stack.callback(compiler.close)
         shield.check()
         drafter = _load_drafter(device, options, drafter_choice, target, tokenizer)
         shield.check()
         mode = _draft_mode(options, drafter)
         _check_forced_drafts(options, drafter, mode)
         stream = device.stream("rounds")
-        resources.callback(stream.close)
-        parts = _round_parts(device, options, target, drafter, mode, tokenizer, vocabulary)
-        for part in (parts.inputs, parts.outputs, parts.timeline, parts.exchange, parts.decoder):
-            resources.callback(part.close)
+        exit_stack.callback(stream.close)
+        resources = _make_round_resources(
+            device, options, target, drafter, mode, tokenizer, vocabulary
+        )
+        for part in (
+            resources.inputs,
+            resources.outputs,
+            resources.timeline,
+            resources.exchange,
+            resources.decoder,
+        ):
+            exit_stack.callback(part.close)
         loop_control = _make_loop_control(device, options, ranks)
         if loop_control is not None:
-            resources.callback(loop_control.close)
+            exit_stack.callback(loop_control.close)
         shield.check()
         prefill = Prefill(
             device,
@@ -166,13 +174,13 @@ def assemble(
             drafter,
             slots=options.slots,
             max_length=options.sizes[0],
-            programmatic=parts.programmatic,
+            programmatic=resources.programmatic,
         )
-        resources.callback(prefill.close)
+        exit_stack.callback(prefill.close)
         caches = (target.kv, *(drafter.caches if drafter else ()))
         return Assembly(
             stream,
-            parts,
+            resources,
             loop_control,
             SplitRound if options.internal.composition == "two" else RoundGraph,
             _draft_budget(options, mode),
@@ -180,7 +188,7 @@ def assemble(
             caches,
             _prefix_cache(options, drafter, caches),
             compiler,
-            resources.pop_all(),
+            exit_stack.pop_all(),
         )
 
 
@@ -378,7 +386,7 @@ def _draft_budget(options: Options, mode: DraftMode) -> DraftBudget:
     return DraftBudget(lengths, mode.levels or mode.drafts, is_tree=mode.branch > 1)
 
 
-def _round_parts(
+def _make_round_resources(
     device: Device,
     options: Options,
     target: LlamaModel,
@@ -386,8 +394,8 @@ def _round_parts(
     mode: DraftMode,
     tokenizer: Tokenizer,
     vocabulary: Vocabulary,
-) -> RoundParts:
-    """Allocate the parts that the graphs of all rounds share."""
+) -> RoundResources:
+    """Allocate the resources that all graphs share."""
     batch = options.max_batch_size
     vocab_size = target.config.vocab_size
     exchange = Exchange(device, options.slots, vocab_size, mode)
@@ -410,7 +418,7 @@ def _round_parts(
         programmatic = supports_programmatic_edges(device)
     entries = RING_ENTRIES if options.generation == "rounds" else LOOP_ENTRIES
     inputs = {name: ("int32", (batch,)) for name in ("slot", "reserved")}
-    return RoundParts(
+    return RoundResources(
         device=device,
         target=target,
         drafter=drafter,

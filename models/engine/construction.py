@@ -32,7 +32,7 @@ ROUNDS_PER_LENGTH = 32
 
 def make_replays(assembly: Assembly) -> Replays:
     """Create the object that launches graphs and reads their results."""
-    arguments = (assembly.parts, assembly.stream, assembly.budget)
+    arguments = (assembly.resources, assembly.stream, assembly.budget)
     if assembly.loop_control is None:
         return Replays(*arguments)
     return LoopReplays(*arguments, assembly.loop_control)
@@ -42,9 +42,9 @@ def make_migrator(
     assembly: Assembly, device: Device, options: Options, model: Path, drafter: DrafterChoice | None
 ) -> Migrator:
     """Create the object that transfers requests between engines."""
-    parts = assembly.parts
+    resources = assembly.resources
     properties = engine_properties(
-        device, options, model, drafter, parts.drafter, parts.target.config
+        device, options, model, drafter, resources.drafter, resources.target.config
     )
     lane = StreamLane(assembly.stream)
     return Migrator(device, lane, assembly.caches, assembly.prefixes, properties)
@@ -58,18 +58,18 @@ def make_scheduler(
     stats: EngineStats,
 ) -> Scheduler:
     """Create the scheduler, the slots and the selection among graphs, which are built later."""
-    parts = assembly.parts
+    resources = assembly.resources
     overlap = options.internal.overlap and options.internal.composition == "one"
     max_in_flight = 2 if overlap else 1
     prefill_rows = options.prefill_rows
     lane = StreamLane(assembly.stream)
-    promotion = Promotion(parts.exchange, parts.automata, lane)
+    promotion = Promotion(resources.exchange, resources.automata, lane)
     selector = GraphSelector(
         graphs,
         promotion,
         kind_without_host=_kind_without_host(assembly),
         max_loop_rounds=None if len(assembly.budget.lengths) == 1 else ROUNDS_PER_LENGTH,
-        serves_all=parts.mode.is_lattice_tree,
+        serves_all=resources.mode.is_lattice_tree,
     )
     slots = SlotManager(
         options.slots,
@@ -77,11 +77,11 @@ def make_scheduler(
         caches=assembly.caches,
         prefix_cache=assembly.prefixes,
         prefill=assembly.prefill,
-        slot_state=parts.state,
+        slot_state=resources.state,
         lane=lane,
         prefill_scheduler=PrefillScheduler(None if prefill_rows == "auto" else int(prefill_rows)),
         promotion=promotion,
-        positions_ahead=(max_in_flight + 1) * parts.width,
+        positions_ahead=(max_in_flight + 1) * resources.width,
         slack_positions=options.slack,
     )
     return Scheduler(
@@ -92,7 +92,7 @@ def make_scheduler(
         assembly.budget,
         max_in_flight=max_in_flight,
         verify=options.verify,
-        drafts_from_logits=parts.mode.levels > 0,
+        drafts_from_logits=resources.mode.levels > 0,
     )
 
 
@@ -116,14 +116,14 @@ def build_graphs(
         If ``generation="graph"`` is not possible.
     """
     budget = assembly.budget
-    scratch = assembly.parts.scratch(options.max_batch_size)
+    scratch = assembly.resources.scratch(options.max_batch_size)
     kinds = dict.fromkeys(("host", _kind_without_host(assembly)))
     buckets = _batch_buckets(options.max_batch_size)
     replays = scheduler.replays
     stats = EngineStats()
     for batch, drafts, kind in itertools.product(buckets, budget.lengths, kinds):
         max_new_drafts = budget.drafts_to_generate(batch, drafts)
-        arguments = (assembly.parts, scratch, batch, drafts, max_new_drafts)
+        arguments = (assembly.resources, scratch, batch, drafts, max_new_drafts)
         graph: RoundGraph
         if kind == "loop" and assembly.loop_control is not None:
             graph = LoopGraph(*arguments, assembly.loop_control)
@@ -147,11 +147,11 @@ def _kind_without_host(assembly: Assembly) -> str:
 
     In an engine that builds no such graphs, these batches run in graphs with such steps, too.
     """
-    if assembly.parts.mode.is_lattice_tree:
+    if assembly.resources.mode.is_lattice_tree:
         return "host"
     if assembly.loop_control is not None:
         return "loop"
-    return "device" if assembly.parts.automata is not None else "host"
+    return "device" if assembly.resources.automata is not None else "host"
 
 
 def _batch_buckets(max_batch_size: int) -> list[int]:

@@ -161,10 +161,10 @@ class Engine:
     ) -> None:
         """Create the parts that run rounds, and build the graphs; on an error, close all parts."""
         built = self._built
-        self._parts = built.parts
+        self._resources = built.resources
         self._replays = make_replays(built)
         self.graphs: dict[GraphKey, RoundGraph] = {}
-        self.stats = EngineStats(draft_length=built.parts.depth)
+        self.stats = EngineStats(draft_length=built.resources.depth)
         self._forced_tokens_at_reset = 0
         try:
             self._admission = Admission(self.options, self.tokenizer, vocab_size, built.compiler)
@@ -524,7 +524,7 @@ class Engine:
 
     def _update_forced_tokens(self) -> dict[str, int]:
         """Update `stats.forced_tokens` and return the counters of the guided decoder."""
-        counters = self._parts.decoder.counters()
+        counters = self._resources.decoder.counters()
         total = self._count_forced_tokens(counters)
         self.stats.forced_tokens = total - self._forced_tokens_at_reset
         return counters
@@ -538,7 +538,7 @@ class Engine:
 
     def _automata_counters(self) -> dict[str, int]:
         """Return the counters of automata on the device. Waits for the device if there are any."""
-        automata = self._parts.automata
+        automata = self._resources.automata
         if automata is None:
             return {}
         self._replays.leave_loop()
@@ -586,9 +586,9 @@ class Engine:
     def reset_stats(self) -> None:
         """Reset `stats`."""
         self._require_working()
-        counters = self._parts.decoder.counters()
+        counters = self._resources.decoder.counters()
         self._forced_tokens_at_reset = self._count_forced_tokens(counters)
-        self.stats = EngineStats(draft_length=self._parts.depth)
+        self.stats = EngineStats(draft_length=self._resources.depth)
         self._scheduler.stats = self.stats
 
     def synchronize(self) -> None:
@@ -629,7 +629,7 @@ class Engine:
             # The frames of a traceback may keep the scheduler alive after this call. Drop the
             # scheduler's references to device objects, so that they are freed nevertheless.
             self._scheduler.close()
-            del self._built, self._parts, self._admission, self._replays, self._scheduler
+            del self._built, self._resources, self._admission, self._replays, self._scheduler
             del self._migrator
             # Free device memory now that objects in reference cycles own.
             gc.collect()

@@ -12,7 +12,7 @@ from graft.models.engine.request_state import RequestState
 from graft.models.engine.stats import EngineStats
 from graft.models.round.budget import DraftBudget
 from graft.models.round.loop import LoopControl
-from graft.models.round.round import RoundGraph, RoundParts
+from graft.models.round.round import RoundGraph, RoundResources
 
 __all__ = ["LoopReplays"]
 
@@ -29,7 +29,7 @@ class LoopReplays(Replays):
 
     Parameters
     ----------
-    parts, stream, budget
+    resources, stream, budget
         As in `Replays`.
     control
         State that host and device share.
@@ -41,9 +41,9 @@ class LoopReplays(Replays):
     """
 
     def __init__(
-        self, parts: RoundParts, stream: Stream, budget: DraftBudget, control: LoopControl
+        self, resources: RoundResources, stream: Stream, budget: DraftBudget, control: LoopControl
     ):
-        super().__init__(parts, stream, budget)
+        super().__init__(resources, stream, budget)
         self._control = control
         self.loops = 0
         self._first = 0  # first replay of the loop that was launched last
@@ -85,8 +85,8 @@ class LoopReplays(Replays):
     def _continue(self, flight: ReplayInFlight) -> None:
         """Add the replay that follows a replay of the running loop."""
         number = self.launched + 1
-        self._parts.outputs.reserve(number)
-        self._parts.decoder.skip(number)
+        self._resources.outputs.reserve(number)
+        self._resources.decoder.skip(number)
         self.launched = number
         self.unread.append(replace(flight, number=number))
 

@@ -32,7 +32,7 @@ from graft.models.engine.stats import EngineStats
 from graft.models.request import Logprob
 from graft.models.round.budget import DraftBudget
 from graft.models.round.ema import Ema
-from graft.models.round.round import RoundGraph, RoundParts
+from graft.models.round.round import RoundGraph, RoundResources
 from graft.sampling.results import ROUND_ROW
 from graft.sampling.state import LOGPROBS
 
@@ -136,8 +136,8 @@ class Replays:
 
     Parameters
     ----------
-    parts
-        Parts that all round graphs share: rings, grammar decoder, drafter and timeline.
+    resources
+        Resources that all graphs share: rings, grammar decoder, drafter and timeline.
     stream
         Stream of the replays.
     budget
@@ -162,8 +162,8 @@ class Replays:
         the results of the row.
     """
 
-    def __init__(self, parts: RoundParts, stream: Stream, budget: DraftBudget):
-        self._parts = parts
+    def __init__(self, resources: RoundResources, stream: Stream, budget: DraftBudget):
+        self._resources = resources
         self._stream = stream
         self._budget = budget
         self.launched = 0
@@ -212,24 +212,24 @@ class Replays:
         max_rounds
             Maximum number of rounds that the launch runs.
         """
-        parts = self._parts
+        resources = self._resources
         number = self.launched + 1
-        parts.outputs.reserve(number)
-        parts.inputs.reserve(number)
-        slots = parts.inputs.row("slot", number)
-        reserved = parts.inputs.row("reserved", number)
-        timeline = parts.timeline
+        resources.outputs.reserve(number)
+        resources.inputs.reserve(number)
+        slots = resources.inputs.row("slot", number)
+        reserved = resources.inputs.row("reserved", number)
+        timeline = resources.timeline
         timeline["ns"].array[number % timeline.slots] = 0
         slots[:] = -1
         for row, state in enumerate(states):
             slots[row] = state.slot
             reserved[row] = state.reserved_positions
-        parts.inputs.row("max_rounds", number)[:] = max_rounds
+        resources.inputs.row("max_rounds", number)[:] = max_rounds
         if graph.has_host_steps:
-            parts.decoder.publish(number, served)
+            resources.decoder.publish(number, served)
         else:
-            parts.decoder.skip(number)
-        parts.inputs.publish(number)
+            resources.decoder.skip(number)
+        resources.inputs.publish(number)
         self.launched = number
         rows = tuple(RowAssignment(state, state.slot, state.epoch) for state in states)
         graph_id = id(graph)
@@ -279,11 +279,11 @@ class Replays:
 
     def grammar_error(self, state: RequestState) -> str:
         """Return the grammar backend's error message of a failed request, or an empty string."""
-        return self._parts.decoder.error(state.slot)
+        return self._resources.decoder.error(state.slot)
 
     def drafter_error(self, assignment: RowAssignment) -> GraftError | None:
         """Return the drafter's error if the drafter failed for the request of a row, or None."""
-        drafter = self._parts.drafter
+        drafter = self._resources.drafter
         return None if drafter is None else drafter.failure(assignment.slot, assignment.epoch)
 
     def _wait_until_published(
@@ -300,7 +300,7 @@ class Replays:
         progress = count_progress()
         deadline = time.monotonic() + ROUND_DEADLINE_S
         shield.check()
-        wait = graph.wait if graph else partial(self._parts.outputs.wait, number)
+        wait = graph.wait if graph else partial(self._resources.outputs.wait, number)
         while not wait(POLL_S):
             self._stream.query()  # raises if the device has faulted
             new_progress = count_progress()
@@ -344,7 +344,7 @@ class Replays:
 
         `wait` must have returned this replay.
         """
-        outputs = self._parts.outputs
+        outputs = self._resources.outputs
         flight = self.unread[0]
         row = outputs.row("rows", flight.number)[index]
         slot, count, reason, accepted, tested, cut, relaxed = row[:7].tolist()
@@ -363,8 +363,8 @@ class Replays:
     def finish(self) -> None:
         """Release the ring entries of the oldest unread replay, whose results have been read."""
         flight = self.unread.popleft()
-        self._parts.inputs.release(flight.number)
-        self._parts.outputs.release(flight.number)
+        self._resources.inputs.release(flight.number)
+        self._resources.outputs.release(flight.number)
         self._unretired.append(flight)
 
     def wait_idle(self, stats: EngineStats) -> None:
@@ -384,20 +384,20 @@ class Replays:
             self._stream.synchronize()
         finally:
             for flight in (*self._unretired, *self.unread):
-                self._parts.decoder.retire(flight.number)
+                self._resources.decoder.retire(flight.number)
             self._unretired.clear()
             self.unread.clear()
             self.retired = self.launched
 
     def close(self) -> None:
         """Drop the references to device objects. Call this method after `drain`."""
-        del self._parts, self._stream
+        del self._resources, self._stream
 
     def _retire(self, number: int, stats: EngineStats) -> None:
         """Retire the replays up to `number`, which have been read and are complete."""
         while self._unretired and self._unretired[0].number <= number:
             flight = self._unretired.popleft()
-            self._parts.decoder.retire(flight.number)
+            self._resources.decoder.retire(flight.number)
             self.retired = flight.number
             self._record_times(flight, stats)
             self._check(flight)
@@ -409,7 +409,7 @@ class Replays:
 
     def _record_times(self, flight: ReplayInFlight, stats: EngineStats) -> None:
         """Add the times of a complete replay to `stats`, the round time and the draft budget."""
-        timeline = self._parts.timeline
+        timeline = self._resources.timeline
         graph = flight.graph
         parts = graph.timed
         entry = timeline["ns"].array[flight.number % timeline.slots]
@@ -423,7 +423,7 @@ class Replays:
             if not is_idle:
                 self._round_s.update(1e-9 * ns)
             self._budget.record_time(graph.batch, graph.drafts, ns, idle=is_idle)
-        if not self._parts.every_part:
+        if not self._resources.every_part:
             return
         for part, start, end in zip(parts, stamps, stamps[1:], strict=False):
             if start <= 0 or end <= 0:

@@ -21,7 +21,7 @@ from graft.cudagraph.errors import OptionError
 from graft.cudagraph.graph.conditional import Condition, condition, while_
 from graft.cudagraph.graph.graph import GraphLane
 from graft.models.drafters.feed import RoundScratch
-from graft.models.round.round import RoundGraph, RoundParts
+from graft.models.round.round import RoundGraph, RoundResources
 from graft.native import _native
 
 __all__ = ["LOOP_ENTRIES", "LoopControl", "LoopGraph"]
@@ -97,7 +97,7 @@ class LoopGraph(RoundGraph):
 
     Parameters
     ----------
-    parts, scratch, batch, drafts, max_new_drafts
+    resources, scratch, batch, drafts, max_new_drafts
         As in `RoundGraph`.
     control
         State that host and device share.
@@ -105,7 +105,7 @@ class LoopGraph(RoundGraph):
 
     def __init__(
         self,
-        parts: RoundParts,
+        resources: RoundResources,
         scratch: RoundScratch,
         batch: int,
         drafts: int,
@@ -113,10 +113,12 @@ class LoopGraph(RoundGraph):
         control: LoopControl,
     ):
         self._control = control
-        self._kernels = parts.device.load(_KERNELS)
+        self._kernels = resources.device.load(_KERNELS)
         self._goes_on: Condition
         try:
-            super().__init__(parts, scratch, batch, drafts, max_new_drafts, has_host_steps=False)
+            super().__init__(
+                resources, scratch, batch, drafts, max_new_drafts, has_host_steps=False
+            )
         except OptionError as error:
             raise OptionError(
                 f"generation='graph' requires a drafter that runs on the device: {error}"
@@ -131,11 +133,11 @@ class LoopGraph(RoundGraph):
         """Add the WHILE node and return the lanes of its body."""
         graph = self.graphs[0]
         lane = graph.lane("loop")
-        inputs = self.parts.inputs
+        inputs = self.resources.inputs
         reserved = inputs["reserved"]
         max_rounds = inputs["max_rounds"]
         args = [
-            self.parts.replay,
+            self.resources.replay,
             *super()._input_args(),
             reserved,
             reserved.stride,
@@ -158,17 +160,17 @@ class LoopGraph(RoundGraph):
 
     def _before_publishing(self) -> None:
         """Add the kernel that decides whether the loop runs another replay."""
-        parts = self.parts
+        resources = self.resources
         control = self._control
         last = control.rows["last"]
         args = [
-            parts.replay,
+            resources.replay,
             control.row_slot,
             self.batch,
-            parts.state.array,
-            parts.state.slots,
+            resources.state.array,
+            resources.state.slots,
             control.reserved,
-            2 * parts.width,
+            2 * resources.width,
             control.slack,
             control.words["end_loop"],
             control.words["released"],

@@ -42,15 +42,15 @@ from graft.sampling.sampler import Sampler
 from graft.sampling.state import SlotState
 from graft.sampling.tree import TreeSampler
 
-__all__ = ["ROUND_KERNELS", "RoundGraph", "RoundParts"]
+__all__ = ["ROUND_KERNELS", "RoundGraph", "RoundResources"]
 
 _THREADS = 128
 ROUND_KERNELS = Path(__file__).parent / "kernels" / "round.cu"
 
 
 @dataclass(frozen=True)
-class RoundParts:
-    """Parts of a round that the graphs of all batch buckets share.
+class RoundResources:
+    """Resources that all graphs of an engine share.
 
     Attributes
     ----------
@@ -152,8 +152,8 @@ class RoundGraph:
 
     Parameters
     ----------
-    parts
-        Shared parts.
+    resources
+        Shared resources.
     scratch
         Row arrays for at least `batch` requests.
     batch
@@ -179,7 +179,7 @@ class RoundGraph:
 
     def __init__(
         self,
-        parts: RoundParts,
+        resources: RoundResources,
         scratch: RoundScratch,
         batch: int,
         drafts: int,
@@ -187,7 +187,7 @@ class RoundGraph:
         *,
         has_host_steps: bool = True,
     ):
-        self.parts = parts
+        self.resources = resources
         self.batch = batch
         self.drafts = drafts
         self.max_new_drafts = max_new_drafts
@@ -196,25 +196,31 @@ class RoundGraph:
         self._add_graph()
         self._model, self._grammar = self._make_lanes()
         self._stamps = Stamps(
-            parts.device, parts.timeline, parts.replay, self._model, parts.every_part
+            resources.device,
+            resources.timeline,
+            resources.replay,
+            self._model,
+            resources.every_part,
         )
         rows = batch * (drafts + 1)
         feed = Feed(
-            parts.device,
+            resources.device,
             batch,
             rows,
             max_new_drafts + 1,
-            parts.branch,
-            parts.state,
-            parts.sampler,
+            resources.branch,
+            resources.state,
+            resources.sampler,
             scratch,
         )
-        decoder = parts.decoder if has_host_steps else None
-        self._grammar_steps = GrammarSteps(decoder, parts.exchange, parts.automata, feed.row_slot)
+        decoder = resources.decoder if has_host_steps else None
+        self._grammar_steps = GrammarSteps(
+            decoder, resources.exchange, resources.automata, feed.row_slot
+        )
         self._add_target_forward(feed)
         self._add_verification(feed)
-        if parts.drafter is not None:
-            self._add_drafting(feed, parts.drafter)
+        if resources.drafter is not None:
+            self._add_drafting(feed, resources.drafter)
         self.timed: tuple[Part, ...] = tuple(self._stamps.parts)
         self.execs: tuple[GraphExec, ...] = tuple(
             graph.instantiate(priorities=True) for graph in self.graphs
@@ -262,7 +268,9 @@ class RoundGraph:
         name = f"{self.kind} graph of {self.batch} rows, {self.drafts} drafts"
         if self.graphs:
             name = f"{name} ({len(self.graphs)})"
-        self.graphs.append(Graph(self.parts.device, name, programmatic=self.parts.programmatic))
+        self.graphs.append(
+            Graph(self.resources.device, name, programmatic=self.resources.programmatic)
+        )
 
     def _make_lanes(self) -> tuple[GraphLane, GraphLane]:
         """Return the model lane and the grammar lane of the round."""
@@ -277,36 +285,36 @@ class RoundGraph:
 
     def _add_target_forward(self, feed: Feed) -> None:
         """Add ``begin``, ``open`` and the target forward pass."""
-        parts = self.parts
+        resources = self.resources
         grammar = self._grammar
         self._add_begin(feed)
         begun = self._model.record("rows are assigned")
-        if self.drafts < parts.draft_length:
+        if self.drafts < resources.draft_length:
             grammar.wait(begun)
         open_name = "open: missing rows"
-        num_mask_rows = min(parts.width, feed.count - self.batch + 1)
+        num_mask_rows = min(resources.width, feed.count - self.batch + 1)
         self._grammar_steps.add_open(grammar, num_mask_rows, begun, name=open_name)
         masks_ready = grammar.record("masks ready")
         scratch = feed.scratch
         rows = scratch.target_rows.first(feed.count, self.drafts + 1)
-        parts.target.forward(self._model, rows, feed.features, scratch.logits[: feed.count])
+        resources.target.forward(self._model, rows, feed.features, scratch.logits[: feed.count])
         self._stamps.end("target forward")
         self._model.wait(masks_ready)
         self._stamps.end("wait for masks", open_name)
 
     def _add_begin(self, feed: Feed) -> None:
         """Add the kernel that assigns slots and forward rows."""
-        parts = self.parts
+        resources = self.resources
         rows = feed.scratch.target_rows
         args = [
-            parts.replay,
+            resources.replay,
             *self._input_args(),
-            parts.state.array,
-            parts.state.slots,
+            resources.state.array,
+            resources.state.slots,
             self.batch,
             feed.count,
-            parts.exchange.memory,
-            parts.exchange.layout,
+            resources.exchange.memory,
+            resources.exchange.layout,
             feed.row_slot,
             feed.first,
             feed.row_map.map,
@@ -314,14 +322,14 @@ class RoundGraph:
             rows.slot,
             rows.pos,
             rows.ancestors,
-            *timeline_args(parts.timeline),
+            *timeline_args(resources.timeline),
         ]
-        kernel = parts.device.load(ROUND_KERNELS)["round_begin"]
+        kernel = resources.device.load(ROUND_KERNELS)["round_begin"]
         self._model.kernel(kernel, 1, _THREADS, args, name="begin")
 
     def _input_args(self) -> list[object]:
         """Return the arguments of ``begin`` that describe the ring of slots."""
-        inputs = self.parts.inputs
+        inputs = self.resources.inputs
         slots = inputs["slot"]
         stamp = inputs.stamp
         return [slots, slots.stride, stamp, stamp.stride, inputs.entries]
@@ -331,32 +339,32 @@ class RoundGraph:
 
     def _add_verification(self, feed: Feed) -> None:
         """Add sampling, verification and, for trees, the compaction of the KV cache."""
-        parts = self.parts
-        sampler = parts.sampler
+        resources = self.resources
+        sampler = resources.sampler
         sampler.target.sample(self._model, feed.scratch.logits[: feed.count], feed.row_map)
         sampler.verifier.verify(
-            self._model, feed.row_map, parts.outputs, before_publishing=self._before_publishing
+            self._model, feed.row_map, resources.outputs, before_publishing=self._before_publishing
         )
-        if parts.branch > 1 and feed.count > self.batch + 1:
-            parts.target.compact(
+        if resources.branch > 1 and feed.count > self.batch + 1:
+            resources.target.compact(
                 self._model,
                 feed.row_slot,
                 sampler.arrays.results[: self.batch],
                 feed.features,
                 feed.first,
             )
-        self._stamps.end("verify", last=parts.drafter is None)
+        self._stamps.end("verify", last=resources.drafter is None)
 
     def _add_drafting(self, feed: Feed, drafter: Drafter) -> None:
         """Add the processing of the committed tokens and the drafts of the next round."""
-        parts = self.parts
+        resources = self.resources
         model = self._model
-        levels = min(parts.mode.levels, self.max_new_drafts)
-        draft_sampler: ChainSampler | TreeSampler = parts.sampler.chain
-        if parts.tree is not None and levels > 0:
-            draft_sampler = parts.tree.limited_to(self.max_new_drafts)
+        levels = min(resources.mode.levels, self.max_new_drafts)
+        draft_sampler: ChainSampler | TreeSampler = resources.sampler.chain
+        if resources.tree is not None and levels > 0:
+            draft_sampler = resources.tree.limited_to(self.max_new_drafts)
         self._start_drafting()
-        masking = parts.masking(
+        masking = resources.masking(
             self._grammar_steps,
             model,
             self._grammar,
@@ -371,7 +379,7 @@ class RoundGraph:
             masking.wait_for_commit()
         logits = drafter.start(model, feed)
         if drafter.proposes and self.max_new_drafts:
-            parts.sampler.proposals.place(
+            resources.sampler.proposals.place(
                 model, feed.proposal, feed.row_slot, feed.parents, self.max_new_drafts
             )
         remaining_levels = masking.add_all_levels(drafter, self.max_new_drafts)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from graft.cudagraph.device import Stream
 from graft.cudagraph.graph.graph import GraphExec, GraphMark
 from graft.models.drafters.feed import RoundScratch
-from graft.models.round.round import RoundGraph, RoundParts
+from graft.models.round.round import RoundGraph, RoundResources
 
 __all__ = ["SplitRound"]
 
@@ -24,7 +24,7 @@ class SplitRound(RoundGraph):
 
     def __init__(
         self,
-        parts: RoundParts,
+        resources: RoundResources,
         scratch: RoundScratch,
         batch: int,
         drafts: int,
@@ -33,7 +33,7 @@ class SplitRound(RoundGraph):
         has_host_steps: bool = True,
     ):
         super().__init__(
-            parts, scratch, batch, drafts, max_new_drafts, has_host_steps=has_host_steps
+            resources, scratch, batch, drafts, max_new_drafts, has_host_steps=has_host_steps
         )
         self._pending: deque[GraphExec] = deque()  # graphs of the current round to be launched
 

@@ -46,7 +46,7 @@ def results_of(outputs: list) -> list[tuple[str, list[int]]]:
 def draft_vocabulary() -> np.ndarray:
     """Return the ids that the demo drafter can propose."""
     with demo_engine() as engine:
-        return engine._parts.drafter.vocab.d2t.to_host()
+        return engine._resources.drafter.vocab.d2t.to_host()
 
 
 @pytest.mark.parametrize("masking", ["auto", "probe"])

@@ -116,7 +116,7 @@ class Interleaving:
         self.migrate_rate = rng.choice((0.0, 0.0, 0.05))
 
     def _make_parts(self, device: Device) -> Any:
-        """Return an object with the attributes of `RoundParts` that `Replays` uses."""
+        """Return an object with the attributes of `RoundResources` that `Replays` uses."""
         toy = self.toy
         entries = self.max_in_flight + 1
         if self.has_loops:

@@ -66,9 +66,9 @@ def test_draft_heads_work_with_other_architectures(make, tmp_path, kind):
         with Engine(target, choice, max_length=512, max_batch_size=2) as engine:
             outputs.append([output.tokens for output in engine.generate(requests)])
             if choice is not None:
-                parts = engine._built.parts
-                tables = [parts.target.stack.rope_table.to_host()]
-                tables.append(rope_table_of(parts.drafter))
+                resources = engine._built.resources
+                tables = [resources.target.stack.rope_table.to_host()]
+                tables.append(rope_table_of(resources.drafter))
     assert outputs[0] == outputs[1]
     positions = min(map(len, tables))
     np.testing.assert_array_equal(tables[0][:positions], tables[1][:positions])

@@ -38,7 +38,7 @@ def continue_from(engine, number):
     """Continue the replay numbers after `number`, and the epochs just before the greatest one."""
     engine.synchronize()
     replays = engine._replays
-    parts = engine._parts
+    parts = engine._resources
     replays.launched = replays.retired = number
     parts.decoder._last_published = number
     for ring in (parts.inputs, parts.outputs):  # as if each entry had been used
@@ -82,7 +82,9 @@ def test_engine_continues_after_replay_numbers_exceed_32_bits(name, number):
             if first is not None:
                 engine.synchronize()
                 assert engine._replays.launched > first + 20
-                assert engine._parts.replay.to_host()[0] == replay_word(engine._replays.launched)
+                assert engine._resources.replay.to_host()[0] == replay_word(
+                    engine._replays.launched
+                )
                 assert 1 <= engine._scheduler.slots._last_epoch < MAX_EPOCH - 3
     assert found[0] == found[1]
 

@@ -128,7 +128,7 @@ def test_engine_output_is_unchanged_by_join_cancel_and_preemption(
         has_drafts = options.get("speculation", True) or options.get("forced_drafts", False)
         assert (engine.stats.speculated_rounds > 0) == has_drafts
         probes = engine.counters()["grammar"]["probes"]
-        assert (probes > 0) == engine._parts.mode.probes
+        assert (probes > 0) == engine._resources.mode.probes
 
 
 @functools.cache
@@ -194,7 +194,7 @@ def drafts_by_position(lengths, **options):
             engine.step()
             engine.synchronize()
             for state in engine._scheduler.unfinished.values():
-                slot = engine._parts.state.to_host()[state.slot]
+                slot = engine._resources.state.to_host()[state.slot]
                 num_drafts = slot["draft_len"]
                 ids = slot["drafts"][:num_drafts].tolist()
                 parents = slot["parent"][:num_drafts].tolist()
@@ -264,7 +264,7 @@ def test_probe_masking_drafts_equal_fill_masking(mode: str) -> None:
             outputs = engine.generate(requests)
             assert {o.reason for o in outputs} <= {"stop", "length"}
             rounds[masking] = [(answer(o), o.accepted, o.rounds) for o in outputs]
-            assert not engine._parts.sampler.arrays.faults.to_host().any()
+            assert not engine._resources.sampler.arrays.faults.to_host().any()
             grammar = engine.counters()["grammar"]
         assert sum(accepted for _, accepted, _ in rounds[masking]) > 0
     if mode != "rejection":

@@ -355,7 +355,7 @@ LOAD_PHASES = [
     (assembly, "_load_target"),
     (assembly, "GrammarService"),
     (assembly, "_load_drafter"),
-    (assembly, "_round_parts"),
+    (assembly, "_make_round_resources"),
     (assembly, "_make_loop_control"),
     (assembly, "Prefill"),
     (construction, "Replays"),

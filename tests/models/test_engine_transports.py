@@ -51,7 +51,7 @@ def test_grammar_transport_uses_no_host_nodes(device, transport):
                 for handle in (source, target):
                     node = nodes[int(handle)]
                     assert (node.kind, node.lane) == ("kernel", "model")
-            assert num_programmatic > 8 * engine._parts.target.config.num_hidden_layers
+            assert num_programmatic > 8 * engine._resources.target.config.num_hidden_layers
         prefill = engine._built.prefill
         prefill._graph(CHUNK_SIZES[0])
         graph, _ = prefill._graphs[CHUNK_SIZES[0]]

@@ -90,7 +90,7 @@ def test_loop_outputs_equal_outputs_of_rounds(drafter):
     with settled(loop_engine(**options)) as engine:
         for mode, answers_of_mode in zip(modes, expected, strict=True):
             assert answers_and_drafts(engine.generate(free_requests(**mode))) == answers_of_mode
-        has_loops = not engine._parts.mode.is_lattice_tree
+        has_loops = not engine._resources.mode.is_lattice_tree
         assert (engine.stats.launches < engine.stats.rounds) == has_loops
 
 
@@ -165,13 +165,13 @@ def test_loops_with_grammars_do_not_change_outputs(expected_answers, options, mo
     with settled(loop_engine(max_batch_size=4, **options)) as engine:
         check_disturbed(engine, expected_answers, mode, seed=1)
         assert engine.stats.rounds_by_kind["host"] > 0
-        if "device_automata" in options:
+        if options.get("device_automata"):
             assert engine._replays.loops > 0
 
 
 def published(engine):
     """Return the number of the last replay whose results the device has published."""
-    return int(engine._parts.outputs.stamp.array.max())
+    return int(engine._resources.outputs.stamp.array.max())
 
 
 def drain_events(engine):
@@ -437,7 +437,7 @@ def test_close_ends_running_loop(long_ring):
     engine = loop_engine()
     start_loop(engine, LONG)
     last = published(engine)
-    stamps = engine._parts.outputs.stamp.array
+    stamps = engine._resources.outputs.stamp.array
     engine.close()
     assert stamps.max() < last + 200  # of about 1000
 

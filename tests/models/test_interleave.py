@@ -114,9 +114,14 @@ MUTANTS = {
         Replays,
         "wait",
         "self._retire(flight.number - 1, stats)",
-        "self._retire(flight.number - 1, stats); self._parts.decoder.retire(flight.number)",
+        "self._retire(flight.number - 1, stats); self._resources.decoder.retire(flight.number)",
     ),
-    "launch without published slots": (Replays, "launch", "parts.inputs.publish(number)", "pass"),
+    "launch without published slots": (
+        Replays,
+        "launch",
+        "resources.inputs.publish(number)",
+        "pass",
+    ),
     "preempted request loses its output": (
         RequestState,
         "tokens",
@@ -295,8 +300,8 @@ PROMOTION_MUTANTS = {
     "host steps expected in device rounds": (
         Replays,
         "launch",
-        "parts.decoder.skip(number)",
-        "parts.decoder.publish(number, [])",
+        "resources.decoder.skip(number)",
+        "resources.decoder.publish(number, [])",
     ),
 }
 

@@ -283,10 +283,10 @@ def masking_of(engine: Engine) -> str | None:
 
     The result is None if the engine has no drafter that samples from logits.
     """
-    parts = next(iter(engine.graphs.values())).parts
-    if parts.drafter is None or not parts.drafter.shape.levels:
+    resources = engine._resources
+    if resources.drafter is None or not resources.drafter.shape.levels:
         return None
-    return parts.masking.name
+    return resources.masking.name
 
 
 def _verify_modes(
@@ -322,9 +322,9 @@ def measure(
 
     `drafter` is the name of the drafter in the results.
     """
-    parts = next(iter(engine.graphs.values())).parts
-    tree = f"{parts.branch}x{parts.depth}" if parts.branch > 1 else None
-    length = "auto" if engine.options.draft_length == "auto" else parts.draft_length
+    resources = engine._resources
+    tree = f"{resources.branch}x{resources.depth}" if resources.branch > 1 else None
+    length = "auto" if engine.options.draft_length == "auto" else resources.draft_length
     base_requests = [prompt.row.for_engine(engine) for prompt in prompts]
     # Compile the grammars before anything is timed.
     engine.generate([replace(request, id=None, max_tokens=1) for request in base_requests])
@@ -332,7 +332,7 @@ def measure(
     for temperature, batch in itertools.product(options.temperatures, options.batches):
         sampling = {"temperature": temperature, "max_tokens": options.max_tokens}
         modes: dict[str | None, str] = {None: options.verify[0]}
-        if parts.drafter:
+        if resources.drafter:
             modes = _verify_modes(options, temperature, tree)
         for effective, mode in modes.items():
             requests = []
@@ -348,7 +348,7 @@ def measure(
             kinds = [prompt.kind for prompt in prompts]
             results.append(
                 dict(zip(CONFIGURATION_KEYS, key, strict=True))
-                | summarize(measurement, baseline, kinds, parts.depth)
+                | summarize(measurement, baseline, kinds, resources.depth)
             )
     return results
 

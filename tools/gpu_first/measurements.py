@@ -573,8 +573,8 @@ def _measure_prefill(session: Session, engine: Engine) -> None:
 def _measure_rounds(session: Session, engine: Engine, name: str, batch: int) -> None:
     """Measure the rounds of a batch and their parts, without and with a grammar."""
     tokens = 8 if session.small else 40
-    parts = next(iter(engine.graphs.values())).parts
-    drafts = parts.draft_length if parts.drafter else 0
+    resources = engine._resources
+    drafts = resources.draft_length if resources.drafter else 0
     plain = round_parts(engine, batch, tokens, with_grammar=False)
     predicted = {"target forward": PREDICTED_FORWARD.get(batch * (drafts + 1))}
     for part, ms in plain.items():

@@ -91,7 +91,7 @@ def trace_rounds(engine: Engine) -> Iterator[Trace]:
     for flight, stamps in stamped:
         _add_parts(trace, flight, stamps, flight.number - launched_before, offset_ns)
     names = {flight.number: flight.graph.graphs[0].name for flight, _ in stamped}
-    for span in engine._parts.decoder.timeline():
+    for span in engine._resources.decoder.timeline():
         if span.replay in names:
             times = (span.replay - launched_before, span.start_ns, span.end_ns)
             name = names[span.replay]
