@@ -57,14 +57,14 @@ def equal_counters(device: Device) -> dict[str, int]:
     "draft_length, masked, threads, probe",
     [
         (3, True, 1, False),
-        (3, False, 1, False),
         (0, False, 3, False),
         (3, True, 3, False),
-        (3, True, 1, True),
         (3, True, 3, True),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
+                (3, False, 1, False),
+                (3, True, 1, True),
                 (0, False, 1, False),
                 (1, True, 1, False),
                 (2, False, 3, False),

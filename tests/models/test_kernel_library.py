@@ -84,8 +84,8 @@ def test_linear_equals_matrix_product(kernels, lane, dtype, rows, columns, inner
     [
         ("bfloat16", "rounded", 48, 128),
         ("bfloat16", "float32", 144, 384),
-        ("float16", "rounded", 16, 1152),
-        ("float16", "float32", 32, 256),
+        pytest.param("float16", "rounded", 16, 1152, marks=pytest.mark.full),
+        pytest.param("float16", "float32", 32, 256, marks=pytest.mark.full),
     ],
 )
 def test_tensor_core_linear_is_row_invariant(

@@ -175,7 +175,7 @@ def cases_of(form):
     return [name.replace("/", "-") for name in CASES if name.split("/")[0] == form]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
 def test_model_can_write_calls(ask, stream):
     for key in cases_of(ask.form):
         before = None if key == "pythonic" else BEFORE
