@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 import weakref
@@ -293,7 +294,7 @@ def test_guide_close_waits_for_late_slots(backend):
 
 FORKING = """
 import gc, os, sys
-sys.path[:0] = [sys.argv[1], os.path.dirname(sys.argv[1])]
+sys.path[:0] = sys.argv[1].split(os.pathsep)
 from guide_util import exchange_for, run_work
 from graft.grammar import GuidedDecoder
 from graft.sampling.mode import DraftMode
@@ -310,7 +311,7 @@ if child:
 
 def test_guide_can_be_destroyed_after_fork():
     """The destructor must not wait for worker threads, which do not exist in a forked process."""
-    guide_util.output_of(FORKING, os.path.dirname(__file__))
+    guide_util.output_of(FORKING, os.pathsep.join(sys.path))
 
 
 def test_guide_default_threads():

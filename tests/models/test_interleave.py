@@ -1,15 +1,15 @@
 """Overlapped rounds: the relative timing of host and device does not affect outputs.
 
-Each test seed is one interleaving of the real host code with a simulated device (`interleave.py`).
-The expected output of each request is computed token by token, without an engine.
+Each test seed is one interleaving of the real host code with a simulated device. The expected
+output of each request is computed token by token, without an engine (`simulators/interleaving.py`).
 """
 
 import inspect
 import textwrap
 
 import pytest
-from interleave import Interleaving
-from interleave_device import SteppingDecoder, SteppingRing
+from interleaving import Interleaving
+from stepping_device import SteppingDecoder, SteppingRing
 
 from graft.cudagraph.driver.pinned import Ring
 from graft.grammar import decoder

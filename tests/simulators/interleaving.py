@@ -17,7 +17,7 @@ from typing import Any
 
 from engine_util import FixedDraftLengths
 from guide_util import exchange_for
-from interleave_device import (
+from stepping_device import (
     PAGE,
     SteppingAutomata,
     SteppingCache,
@@ -26,7 +26,7 @@ from interleave_device import (
     SteppingDevice,
     SteppingRing,
 )
-from interleave_language import STOPS, TOY, VOCAB, ToyBackend, ToyText, decode_sequentially
+from toy_language import STOPS, TOY, VOCAB, ToyBackend, ToyText, decode_sequentially
 
 from graft.cudagraph.device import Device
 from graft.grammar.errors import GrammarError

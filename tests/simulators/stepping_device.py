@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import reference_round as ref
 from guide_util import run_work
-from interleave_language import ALL_IDS, VOCAB, choose, context_of, mix, row_ids
 from reference_round import NOT_READY
 from round_simulator import (
     USABLE,
@@ -33,6 +32,7 @@ from round_simulator import (
     result_row,
     write_mask_row,
 )
+from toy_language import ALL_IDS, VOCAB, choose, context_of, mix, row_ids
 
 from graft.cudagraph.driver.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
