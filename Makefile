@@ -104,7 +104,7 @@ demo-llm: install-graft ## run the demo with SmolLM2-135M-Instruct (downloads 93
 docs: install-docs ## write the API reference as HTML to build/docs
 	@GRAFT_DEVICE=soft $(PY) -m graft.tools.docs
 
-test: setup ## run the tests of at most a minute each, on the soft device; 7 minutes on 2 cores, 10 the first time
+test: setup ## run the tests of at most a minute each, on the soft device; about 5 minutes on 2 cores
 	@GRAFT_DEVICE=soft $(RUN_TESTS) $(PARALLEL) $(PYTEST)
 
 test-full: setup install-kernels install-docs install-charts ## run all tests but the endurance tests, on the soft device
