@@ -418,7 +418,7 @@ class Scheduler:
         if self.slots.num_prefilling or (self._ready and self.slots.num_leaving):
             return True
         num_running = len(self.slots.running)
-        batch = self.replays.unread[0].graph.batch
+        batch = self.replays.unread[-1].graph.batch  # earlier replays may precede the loop
         return num_running > 0 and self.selector.batch_bucket(num_running) < batch
 
     def _allocate_pages(self) -> list[RequestState]:

@@ -381,6 +381,25 @@ def test_loop_is_replaced_when_a_smaller_graph_suffices():
     assert len(small) > length - 9 - 2 * LOOP_ENTRIES
 
 
+def test_loop_is_not_replaced_because_the_round_before_it_had_more_rows():
+    """The round before a loop may still be unread when the loop is launched."""
+    requests = [replace(LONG, seed=i) for i in range(3)]
+    with settled(loop_engine(max_batch_size=4, prefill_rows=4)) as engine:
+        ids = [engine.submit(request) for request in requests]
+        ids.append(engine.submit(replace(LONG, tokens=range(10, 300), max_tokens=9)))
+        slots = engine._scheduler.slots
+        while len(slots.running) < 3 or not slots.num_prefilling:
+            engine.step()
+        for request_id in ids[1:]:
+            engine.cancel(request_id)
+        engine.step()
+        first, *_ = engine._replays.unread
+        assert (first.graph.batch, first.repeats, engine._replays.loops) == (1, True, 1)
+        assert engine._replays._control.words["end_loop"].array.item() != first.number
+        engine.cancel(ids[0])
+        drain(engine)
+
+
 def test_loop_counts_no_stale_rows_for_requests_that_ended():
     """The device does not run the row of a request that has ended in a loop."""
     requests = [replace(LONG, max_tokens=count, tokens=[300 + count]) for count in (5, 6, 60)]
