@@ -33,8 +33,8 @@ _NOISE = (
 class GrammarError(GraftError, Refusal):
     """A grammar or a vocabulary is invalid or not supported.
 
-    In an engine, the error ends only the requests that use the grammar. If a function raises the
-    error in a child process, the error is raised again in the parent process (see `Refusal`).
+    In an engine, the error ends only the requests that use the grammar. If a call in a child
+    process raises the error, the parent process raises it again (see `Refusal`).
     """
 
     param = "grammar"
@@ -48,7 +48,7 @@ class GrammarBackendError(GrammarError):
 
     @classmethod
     def of(cls, subject: str, cause: BaseException) -> GrammarBackendError:
-        """Return the error for an exception. `subject` begins the message."""
+        """Return the error with the given cause. `subject` begins the message."""
         error = cls(f"{subject}: {describe(cause)}")
         error.__cause__ = cause
         return error
@@ -82,7 +82,7 @@ class GuideError(GraftError):
 
 
 def describe(error: BaseException) -> str:
-    """Return an exception of user code as one line: its type, and its message if it has one."""
+    """Return the type and the message of an exception from user code, as one line."""
     message = clean_message(error)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
@@ -90,8 +90,8 @@ def describe(error: BaseException) -> str:
 def clean_message(error: BaseException | str) -> str:
     """Return a backend's error message as one line of at most 500 characters.
 
-    Time stamps, source locations, failed checks, parser states and backtraces are removed. Of a
-    Python traceback, only the last line is kept.
+    Time stamps, source locations, the text of failed C++ checks, parser states and backtraces are
+    removed. Of a Python traceback, only the last line is kept.
     """
     lines = str(error).strip().splitlines()
     is_traceback = bool(lines) and re.match(r"(\w+: )?Traceback", lines[0]) is not None

@@ -16,9 +16,9 @@ __all__ = ["ForcedTokens"]
 class ForcedTokens:
     """Determines the forced token of a mask row.
 
-    A text is forced if every legal token is a prefix of the longest legal token: all legal tokens
-    then spell the beginning of the same text and differ only in length. The forced token is the
-    longest legal token. In nine of ten cases, this is the token that the tokenizer would use.
+    There is a forced token if every legal token is a prefix of the longest legal token: all legal
+    tokens then spell the beginning of the same text and differ only in length. The forced token is
+    the longest legal token. In nine of ten cases, the tokenizer would use the same token.
 
     Forced tokens do not change the distribution of the output, because the choice depends only on
     the mask row, and a forced token is verified like any other draft. If only one id is legal,

@@ -27,8 +27,9 @@ class GrammarBackend(Protocol):
     """Compiles grammars for one vocabulary and creates matchers.
 
     A user-defined backend may be written in pure Python. `Matcher` lists the methods that its
-    matchers must implement. A user-defined backend receives JSON schemas that name no backend
-    unchanged. The backend must either enforce the whole schema or refuse the schema.
+    matchers must implement. graft passes JSON schemas to a user-defined backend unchanged, except
+    schemas whose specification names a built-in backend. The user-defined backend must either
+    enforce the whole schema or refuse it.
 
     Attributes
     ----------
@@ -42,7 +43,7 @@ class GrammarBackend(Protocol):
     vocabulary: Vocabulary
 
     def compile(self, spec: Spec) -> CompiledGrammar:
-        """Compile a grammar on the calling thread; raise `GrammarError` if it is not accepted."""
+        """Compile a grammar on the calling thread; raise `GrammarError` if it is refused."""
 
     def matcher(self, compiled: CompiledGrammar, stop_ids: Iterable[int] | None = None) -> Matcher:
         """Return a new matcher at the start of a grammar.
@@ -61,7 +62,7 @@ class GrammarBackend(Protocol):
 
 
 class CompiledGrammar:
-    """A grammar compiled for one vocabulary. It is shared by all its matchers.
+    """A grammar compiled for one vocabulary, shared by all matchers of this grammar.
 
     Parameters
     ----------
@@ -77,10 +78,11 @@ class CompiledGrammar:
     Attributes
     ----------
     timing
-        Whether the grammar's matchers have been fast enough to be trusted. The guided decoder's
-        native worker updates it.
+        Record of whether the grammar's matchers have kept the guided decoder's time budget so far.
+        The decoder's native worker updates it; see ``OrderTiming`` in native/guide/matcher.h.
     automaton
-        Native automaton that allows the same texts, which the matchers run; None if there is none.
+        Native automaton that allows the same texts and that the matchers run; None if the grammar
+        has none.
     """
 
     def __init__(self, backend: GrammarBackend, spec: Spec, native: Any, nbytes: int):
@@ -95,7 +97,8 @@ class CompiledGrammar:
         """Return a new matcher that has already accepted the given tokens.
 
         If the specification has a marker, the matcher starts in the free text before the marker. If
-        the marker has an opening, both free text and text of the grammar can follow the start.
+        the marker has an opening, the output may begin with the opening and free text, or directly
+        with text of the grammar.
 
         Parameters
         ----------
@@ -124,8 +127,9 @@ class CompiledGrammar:
 class Matcher(ABC):
     """State of one request in its grammar. It determines which tokens are legal next.
 
-    A matcher is not thread-safe. The guided decoder owns the matcher while replays that refer to
-    the matcher are in flight. A backend in pure Python derives a class from `Matcher` and
+    A matcher is not thread-safe. The guided decoder owns the matcher while a replay (graph launch)
+    whose requests include the matcher is in flight. A backend in pure Python derives a class from
+    `Matcher` and
     implements the abstract methods. The guided decoder's native worker calls these methods on its
     threads with the GIL held.
 
@@ -172,7 +176,7 @@ class Matcher(ABC):
         """
 
     def accept_all(self, tokens: Sequence[int]) -> int:
-        """Advance by tokens until one is not accepted.
+        """Advance by tokens, in order, until a token is not accepted.
 
         Returns
         -------

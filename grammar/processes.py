@@ -15,9 +15,10 @@ POOL = ProcessPool(preload=("graft.grammar",))
 
 
 def run_call(kind: str, call: Call) -> Any:
-    """Run a call in a child process of the pool and return its result. `kind` begins the messages.
+    """Run a call about a grammar in a child process of the pool and return its result.
 
-    Raise `GrammarError` if the function refused the grammar or exceeded the limit of time or
+    `kind` is the kind of the grammar, as in `Spec`. It begins the error messages of this function.
+    Raise `GrammarError` if the called function refused the grammar or exceeded the limit of time or
     memory, and `GrammarUnavailableError` if no child process could finish the call.
     """
     try:
@@ -27,7 +28,7 @@ def run_call(kind: str, call: Call) -> Any:
 
 
 def call_error(kind: str, error: ChildLost) -> GrammarError:
-    """Return the error of a grammar whose call in a child process did not return."""
+    """Convert the error of a call that a child process did not finish to a `GrammarError`."""
     subject = "JSON schema" if kind == "json_schema" else kind
     if isinstance(error, ChildUnavailable):
         return GrammarUnavailableError(f"{subject}: could not be compiled: {error}")

@@ -29,8 +29,8 @@ __all__ = [
     "parse_json",
 ]
 
-#: Characters that may precede the opening of a marker or follow the marker, and their maximum
-#: number.
+#: White-space characters that may precede the opening of a marker or follow the marker, and the
+#: maximum number of such characters in one place.
 WHITE_SPACE = " \t\r\n"
 MAX_SPACE = 16
 
@@ -56,7 +56,7 @@ class Marker:
     ----------
     text
         Text of the marker, which may span several tokens; empty if the marker is a token id. If an
-        added token of the tokenizer has exactly this text, the id of this token is also a marker.
+        added token of the tokenizer has exactly this text, this token also ends the free text.
     token
         Token id of the marker, or None.
     required
@@ -69,7 +69,7 @@ class Marker:
         begin with the opening, the tokens of both continuations are legal. If empty, every output
         begins with free text.
     skips_space
-        Whether tokens of white space may lie between the marker and the text of the grammar, with
+        Whether white-space tokens may follow the marker before the text of the grammar begins, with
         at most `MAX_SPACE` characters of `WHITE_SPACE` in total. The first token that the grammar
         accepts begins its text.
     """
@@ -81,7 +81,7 @@ class Marker:
     skips_space: bool = False
 
     def ids(self, vocabulary: Vocabulary) -> tuple[int, ...]:
-        """Return the ids of all tokens whose text is exactly this marker.
+        """Return the ids of all tokens that alone form this marker.
 
         Raises
         ------
@@ -123,9 +123,9 @@ class Spec:
     kind
         Notation of `text`; see `Kind`.
     text
-        The JSON schema as JSON text, the regular expression, the EBNF or Lark grammar, the choices
-        as a JSON list, or the structural tag as JSON:
-        ``{"triggers", "tags": [{"begin", "schema", "end"}, ...], "at_least_one", "at_once"}``;
+        The grammar in the notation of its kind: the JSON schema as JSON text, the regular
+        expression, the EBNF or Lark grammar, the choices as a JSON list, the structural tag as JSON
+        (``{"triggers", "tags": [{"begin", "schema", "end"}, ...], "at_least_one", "at_once"}``), or
         the structural format as JSON, as in `graft.grammar.structural.formats`.
     root
         Start rule of an EBNF grammar.
@@ -199,7 +199,7 @@ def _check_marker(marker: Marker) -> None:
 
 
 def check_options(key_order: Any, whitespace: Any, assert_formats: Any) -> None:
-    """Raise `GrammarError` for an unknown value of an option of `Spec`."""
+    """Raise `GrammarError` if one of these three options of `Spec` has an unknown value."""
     check_type("key_order", key_order, str)
     check_type("whitespace", whitespace, str, int)
     check_type("assert_formats", assert_formats, bool, NoneType)

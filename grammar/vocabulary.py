@@ -29,7 +29,8 @@ class Vocabulary:
         Number of logit columns of the model, at least ``len(tokens)``. Ids that are not in `tokens`
         are never legal.
     stop_ids
-        Ids that end a sequence. Their bytes in `tokens` are ignored, so they are never text.
+        Ids that end a sequence. Their bytes in `tokens` are ignored, so a grammar never treats them
+        as text.
     names
         Ids of the tokens that a grammar may name, such as ``<|tool|>``, by name. A named token may
         have text.
@@ -130,7 +131,7 @@ class Vocabulary:
         Raises
         ------
         GrammarError
-            The tokenizer is of another kind, cannot be read, or has more than `size` ids.
+            The tokenizer is of another kind, cannot be read, or has an id of `size` or more.
         """
         description = _read_tokenizer(source)
         vocab = description["model"]["vocab"]
@@ -194,7 +195,8 @@ def _piece_conversion(description: dict[str, Any]) -> Callable[[str], bytes]:
 def _pipeline_steps(pipeline: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
     """Return the components of a tokenizer's decoder or pre-tokenizer, by type.
 
-    Nested sequences of components are flattened.
+    `pipeline` is the decoder or pre-tokenizer in ``tokenizer.json``. Nested sequences of components
+    are flattened.
     """
     found = {}
     pending = [pipeline] if pipeline else []
@@ -205,7 +207,8 @@ def _pipeline_steps(pipeline: dict[str, Any] | None) -> dict[str, dict[str, Any]
     return found
 
 
-# GPT-2's byte alphabet: printable bytes map to themselves, the others to U+0100 and up.
+# GPT-2's byte alphabet: each printable byte is written as the character with the same code, and the
+# other bytes are written as the characters from U+0100.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
 _ALPHABET = {chr(byte): byte for byte in _PRINTABLE} | {
