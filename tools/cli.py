@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-# The functions import the other modules, so that Ctrl-C during these imports is handled. The
-# imports take most of the startup time.
+# Other modules of graft are imported inside functions, so that `main` handles Ctrl-C during these
+# imports, which take most of the startup time.
 
 #: Exit status if the output cannot be written.
 FAILED = 1
@@ -119,7 +119,11 @@ def _run(arguments: Sequence[str] | None, has_stdout: bool) -> int:
 
 
 def _is_first_rank(options: argparse.Namespace) -> bool:
-    """Join the ranks of a parallel run. All but the first one work until the run has ended."""
+    """Join the group of parallel ranks, and return whether this process has rank 0.
+
+    On any other rank, this function serves the engine of rank 0 until the run ends, and then
+    returns False.
+    """
     from graft.cudagraph.ranks.ranks import RankGroup
     from graft.models.llm.worker_rank import run_worker
 

@@ -27,8 +27,8 @@ def print_refusal(error: Exception) -> int:
 class _Stream:
     """Wraps a standard stream and handles its errors.
 
-    If the stream is `required`, errors are raised with the `name` of the stream. Otherwise, the
-    first error redirects the stream to /dev/null.
+    After the first error, the stream is redirected to /dev/null. If the stream is `required`, the
+    error is also raised, with the `name` of the stream as its file name.
     """
 
     def __init__(self, stream: Any, name: str, required: bool):
@@ -52,7 +52,7 @@ class _Stream:
         try:
             function(*arguments)
         except OSError as error:
-            # Python flushes the stream again when it exits. This must not fail a second time.
+            # Python flushes the stream again when it exits. That flush must not fail too.
             redirect_to_null(self._stream)
             if self._required:
                 error.filename = self._name

@@ -293,7 +293,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_watch(program: list[str], limit_s: int, as_json: bool) -> int:
-    """Run a program on the soft device, print the report, and return the exit status.
+    """Run a program on the soft device, print the lock-order report, and return the exit status.
 
     The report is printed as JSON to stdout, or as text to stderr.
     """
@@ -335,7 +335,8 @@ def read_watch_options(options: argparse.Namespace) -> list[str]:
 def run(options: argparse.Namespace) -> int:
     """Print the findings, and return 1 if a required component is missing.
 
-    With --watch, run a program instead, and return the exit status for the result of the analysis.
+    With --watch, run a program instead, and return the exit status of `lock_order` that stands for
+    the verdict on the program.
     """
     if options.watch is not None:
         program = read_watch_options(options)

@@ -159,7 +159,8 @@ def _add_drafting_arguments(group: argparse._ArgumentGroup) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``graft generate``."""
     add_model_arguments(parser)
-    # Not declared as required: argparse would report a missing option before a misspelled one.
+    # The group is not declared as required: argparse would then report that an option is missing
+    # even if the option is only misspelled.
     prompts = parser.add_argument_group("prompts").add_mutually_exclusive_group()
     prompts.add_argument("--prompt", help="prompt text")
     prompts.add_argument(
@@ -246,8 +247,9 @@ def _add_logit_arguments(sampling: argparse._ArgumentGroup) -> None:
 def open_engine(options: argparse.Namespace, batch_size: int, **engine_options: Any) -> Engine:
     """Create the engine that the options of the command line describe.
 
-    The engine has at most `batch_size` request slots, one per request that will be submitted.
-    Further arguments are those of `Engine`. Raise OptionError if options contradict each other.
+    The engine has at most `batch_size` request slots; `batch_size` is the number of requests that
+    will be submitted. `engine_options` are further arguments of `Engine`. Raise OptionError if
+    options contradict each other.
     """
     target = options.model
     drafter = options.draft

@@ -94,7 +94,10 @@ def soft_environment(
 
 
 def _nvrtc_wrapper(folder: Path, nvrtc: Path) -> list[str]:
-    """Return the library with NVRTC's file name that returns PTX in place of cubins, if any."""
+    """Return the path of the library that returns PTX in place of cubins, as a list.
+
+    The library has NVRTC's file name and is in `folder`. The list is empty if it does not exist.
+    """
     wrapper = folder / nvrtc.name
     return [str(wrapper)] if wrapper.is_file() else []
 
@@ -159,7 +162,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_child(command: Sequence[str], options: argparse.Namespace) -> int:
-    """Run the program in a child process and return its exit status or that of a fault."""
+    """Run the program in a child process and return its exit status.
+
+    If the soft device reports a fault, return the value of ``--error-exitcode`` instead.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(options.report or f"{folder}/faults.json")
         settings = options.code, options.racecheck, options.seed, str(report)

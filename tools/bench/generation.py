@@ -8,9 +8,10 @@ rounds per launch (``generation="graph"``). The time between rounds is the time 
 beginnings of two consecutive rounds of a batch by the device's clock. It does not contain the
 time until a caller receives the tokens.
 
-The machine is idle otherwise, or a process or a thread executes Python bytecode without a pause.
-The process needs a processor, as the thread does, but has an interpreter of its own. The difference
-between the two is therefore the effect of the GIL.
+Both engines are measured under three loads: without other work, while another process executes
+Python bytecode without a pause, and while another thread of this process does. Process and thread
+both occupy a processor, but the process has its own interpreter. The difference between these two
+loads is therefore the effect of the GIL.
 
 A GPU does not use the processors of the host. The threads of the soft device share them with all
 other threads unless ``--device-core`` reserves a core for the device. With this option, the times
@@ -43,12 +44,13 @@ from graft.tools.bench.harness import add_counts, finish, make_parser
 from graft.tools.console import busy_python, program, table
 from graft.tools.demo_model import demo_model
 
-#: Requests without a grammar, and with one whose automaton runs on the device.
+#: Kinds of requests: without a grammar, and with a grammar whose automaton runs on the device.
 KINDS = ("free", "device")
 _REGEX = "([a-z]{1,9} )+"
 #: Values of the option `generation`.
 MODES = ("rounds", "graph")
-#: What executes Python bytecode meanwhile: nothing, another process, or a thread of the process.
+#: What executes Python bytecode during the measurement: nothing, another process, or another thread
+#: of this process.
 LOADS = ("idle", "process", "thread")
 _PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 #: Time to wait for the automaton of the grammar.
@@ -65,11 +67,11 @@ class Intervals:
     _last: int = 0
 
     def begin(self) -> None:
-        """Begin a run."""
+        """Begin a run, so that the time since the last round of the previous run is not counted."""
         self._last = 0
 
     def record(self, flight: ReplayInFlight, stamps: list[int]) -> None:
-        """Record a round, given the time stamps of its parts."""
+        """Record a round. `stamps` has the device times in nanoseconds, first the round's start."""
         if flight.rows and self._last:
             self.times.append(stamps[0] - self._last)
         self._last = stamps[0] if flight.rows else 0
@@ -155,7 +157,10 @@ def run(engine: Engine, requests: list[Request], intervals: Intervals) -> list[l
 
 
 def _warm_up(engine: Engine, requests: list[Request], kind: str) -> None:
-    """Compile the grammar and wait until it runs where `kind` says."""
+    """Run the requests until kernels are compiled and, for kind "device", the automaton is built.
+
+    The automaton is built when no round evaluates the grammar on the host any more.
+    """
     run(engine, requests, Intervals())
     deadline = time.monotonic() + _AUTOMATON_S
     while kind == "device" and ("host" in engine.stats.rounds_by_kind or not engine.stats.rounds):
@@ -165,7 +170,7 @@ def _warm_up(engine: Engine, requests: list[Request], kind: str) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[tuple[str, str], Intervals]:
-    """Return the intervals by value of the option `generation` and load.
+    """Measure the intervals and return them by pair (value of the option `generation`, load).
 
     The outputs of both engines must be equal.
     """

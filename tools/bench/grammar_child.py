@@ -30,7 +30,7 @@ class SchemaRefused(Exception):
 
 
 class LLGuidance:
-    """Implementation with LLGuidance's Python API, used as LLGuidance documents it."""
+    """Compiles and matches schemas with LLGuidance's Python API, as LLGuidance documents it."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
         import llguidance  # type: ignore[import-not-found, unused-ignore]
@@ -63,7 +63,7 @@ class LLGuidance:
 
 
 class XGrammar:
-    """Implementation with the TVM-FFI classes on which XGrammar's Python API is built."""
+    """Compiles and matches schemas with the TVM-FFI classes that XGrammar's Python API wraps."""
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
         self._types = library()
@@ -92,9 +92,10 @@ class XGrammar:
 
 
 class Auto:
-    """Implementation with graft's router and backends.
+    """Compiles and matches schemas with graft: its router selects the backend.
 
-    A schema that cannot be enforced exactly is compiled with ``partial=True``.
+    Schemas are compiled with ``partial=True``, so that a schema that cannot be enforced exactly is
+    not refused.
     """
 
     def __init__(self, vocabulary: Vocabulary, tokenizer: Any):
@@ -113,7 +114,7 @@ class Auto:
         return self._backend.compile(spec).matcher
 
     def find_route(self, schema: Any) -> None:
-        """Set `route` to the router's choice for a schema, which `compile` makes again."""
+        """Set `route` to the router's choice for a schema. Must be called before `compile`."""
         self.route = route(schema, key_order=self.key_order)
 
     def fill(self, matcher: Any) -> None:

@@ -38,9 +38,10 @@ from graft.models.round.prefill import PrefillScheduler
 from graft.tools.bench.harness import add_counts, finish, make_parser
 from graft.tools.console import program, table
 
-#: What is measured. "full batch": a round without free batch rows. "too few pages": a round with a
-#: free batch row, while each waiting request needs more pages than are free; none of its tokens or,
-#: with "cached prompts", most of its tokens are cached. "loop launch": a generation loop's launch.
+#: Measured cases. "full batch": a round without a free batch row. "too few pages": a round with a
+#: free batch row, but each waiting request needs more pages than are free, and none of its tokens
+#: are cached. "too few pages, cached prompts": the same, but most of its tokens are cached. "loop
+#: launch": a launch of a generation loop, which runs many rounds.
 CASES = ("full batch", "too few pages", "too few pages, cached prompts", "loop launch")
 _PAGE_SIZE = 16
 _PROMPT = 1024
@@ -98,9 +99,10 @@ class _Replays:
 
 
 class HostRounds:
-    """The host's part of an engine in one of `CASES`, with `batch` running requests.
+    """Scheduler and slot manager of an engine, set up for one of `CASES`, and running requests.
 
-    `pages` is the number of cached pages, and `waiting` the number of waiting requests.
+    `batch` is the number of running requests, `pages` the number of cached pages, and `waiting` the
+    number of waiting requests.
     """
 
     def __init__(self, device: Device, case: str, batch: int, pages: int, waiting: int):
@@ -109,8 +111,8 @@ class HostRounds:
         has_free_row = case.startswith("too few pages")
         is_cached = case.endswith("cached prompts")
         num_shared = min(_MAX_CACHED if is_cached else _SHARED, pages * _PAGE_SIZE)
-        # With too few pages, the running requests use all cached pages except for those of the
-        # waiting requests. Otherwise, they use none.
+        # In the cases "too few pages", the running requests use all cached pages except for those
+        # of the waiting requests' prompts. In the other cases, they use no cached page.
         num_idle = pages
         if has_free_row:
             num_idle = num_shared // _PAGE_SIZE if is_cached else 0

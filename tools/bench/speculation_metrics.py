@@ -90,8 +90,8 @@ def estimate_mean(values: Sequence[float]) -> dict[str, Any]:
 def length_estimates(rounds_by_prompt: Mapping[int, Sequence[RequestRound]]) -> dict[str, Any]:
     """Estimate acceptance length and tokens per round, with prompts as independent samples.
 
-    The acceptance length is the number of tokens per round that verified drafts, the tokens per
-    round that of all rounds.
+    Both are mean numbers of committed tokens per round. The acceptance length counts only rounds
+    that verified drafts; the tokens per round count all rounds.
     """
     acceptance_samples = []
     token_samples = []
@@ -212,7 +212,11 @@ def throughput_by_length(configurations: Sequence[dict[str, Any]]) -> list[dict[
 def _predict_group(
     baselines: Sequence[dict[str, Any]], group: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Predict the throughput of chains that differ only in length. Length 0 means none."""
+    """Predict the throughput of the chains in `group`, which differ only in length.
+
+    The configuration without speculation that has the same temperature and batch size is added from
+    `baselines`, with length 0.
+    """
     longest = max(group, key=itemgetter("length"))
     same_run = itemgetter("temperature", "batch")
     baseline = [one for one in baselines if same_run(one) == same_run(longest)]

@@ -116,7 +116,7 @@ def print_outputs(prompts: Sequence[DemoPrompt], outputs: Sequence[Output]) -> b
 
 
 def print_statistics(configurations: Sequence[Configuration]) -> None:
-    """Print decoding statistics of each configuration, and the time shares of a round's parts."""
+    """Print decoding statistics of each configuration, and the share of each part of a round."""
     rows: list[tuple[object, ...]] = [
         (
             "",

@@ -446,8 +446,8 @@ def _make_fields(
 ) -> list[Field]:
     """Return `low` to `high` fields of random kinds.
 
-    If an earlier field already has a list or an object as its value, a noun replaces a further
-    object or list of objects.
+    After a field whose value is a list or an object, no further field is an object or a list of
+    objects; it becomes a noun instead.
     """
     used: set[str] = set()
     weights = [WEIGHTS[kind] for kind in kinds]

@@ -107,7 +107,7 @@ NEUTRAL_VALUES: dict[str, tuple[float, ...]] = {
     "rope.scaling.alpha": (0,),
     "use_parallel_residual": (0,),
 }
-#: As `NEUTRAL_VALUES`, for the metadata of YaRN.
+#: The same for metadata that applies only to models with YaRN.
 NEUTRAL_YARN_VALUES: dict[str, tuple[float, ...]] = {
     "rope.scaling.attn_factor": (1,),
     "rope.scaling.yarn_attn_factor": (1,),
@@ -212,8 +212,8 @@ class GgufFile:
     def require_neutral(self, neutral: dict[str, tuple[float, ...]]) -> None:
         """Check that metadata values of the architecture do not change the model's results.
 
-        `neutral` has the values without effect by key. The first one is that of an absent key.
-        Raise GgufError if another value is given.
+        `neutral` maps a key to the values that have no effect; the first one is the default of an
+        absent key. Raise GgufError if the file has another value.
         """
         for key, values in neutral.items():
             value = self.get_number(key, values[0])
@@ -306,7 +306,7 @@ def make_rope_parameters(file: GgufFile, head_dim: int) -> dict[str, Any]:
     """
     theta = file.get_number("rope.freq_base", 10000.0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
-    # As in llama.cpp, a factor without a type means linear scaling.
+    # As in llama.cpp, RoPE scaling is linear if the file has a factor but no type.
     scaling = file.get(file.key("rope.scaling.type"), "linear")
     factor = (
         file.get_number("rope.scaling.factor", file.get_number("rope.scale_linear", 0.0)) or 1.0

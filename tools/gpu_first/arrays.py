@@ -62,7 +62,10 @@ def random_kv(session: Session, length: int, layers: int, slots: int) -> PagedKV
 
 
 def attention_rows(device: Any, length: int, count: int, per_slot: int = 4) -> Rows:
-    """Return `count` rows, at most `per_slot` per slot, at the last positions of their slots."""
+    """Return `count` rows of slots 0, 1, ..., with up to `per_slot` rows each.
+
+    The rows of a slot are at the last positions of a context of `length` tokens.
+    """
     index = np.arange(count)
     run = min(count, per_slot)
     slots = (index // per_slot).astype(np.int32)

@@ -37,7 +37,8 @@ from graft.tools.gpu_first.model import random_model
 from graft.tools.gpu_first.sampling import BATCH, ROWS_PER_REQUEST, SamplingSetup
 from graft.tools.gpu_first.session import LIMIT_S, Session
 
-#: Numbers of rows of the checked products. The largest one is the reference of the others.
+#: Numbers of rows of the checked products. The rows of smaller products are compared with those of
+#: the product with the most rows.
 ROWS = (1, 4, 8, 16, 17, 32, 33, 64, 256)
 SMALL_ROWS = (1, 8, 17, 33)
 #: Maximum error as a fraction of the sum of the magnitudes of the terms.
@@ -50,7 +51,7 @@ EPS = 1e-5
 
 
 class Checker:
-    """Arrays and comparisons of a section with checks."""
+    """Makes the output arrays of a section's checks, and compares results with references."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -61,7 +62,7 @@ class Checker:
         self._wrong = session.device.zeros((1,), "int32")
 
     def output(self, rows: int, columns: int, dtype: str = "float32") -> DeviceArray:
-        """Return an array with one row more than the output, filled with NaN."""
+        """Return an output array filled with NaN, with an additional row that must stay NaN."""
         array = self.device.empty((rows + 1, columns), dtype)
         self.lane.fill(array, 0xFF)
         return array
@@ -99,7 +100,10 @@ class Checker:
     def check_sums(
         self, name: str, found: np.ndarray, expected: np.ndarray, magnitude: np.ndarray
     ) -> None:
-        """Check sums whose terms have the given total magnitudes."""
+        """Check that the errors of sums are small relative to the magnitudes of their terms.
+
+        `magnitude` is the sum of the terms' absolute values, for each element of `found`.
+        """
         error = np.abs(found - expected)
         wrong = int((~(error <= SUM_TOLERANCE * magnitude)).sum())
         largest = float(np.nanmax(error / magnitude))
@@ -108,7 +112,10 @@ class Checker:
     def check_rounded(
         self, name: str, found: np.ndarray, expected: np.ndarray, layers: int = 1
     ) -> None:
-        """Check results of one or several layers whose inputs are rounded to bfloat16."""
+        """Check the relative error of results that depend on values rounded to bfloat16.
+
+        `layers` is the number of layers that rounded their inputs; the tolerance grows with it.
+        """
         error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
         wrong = 0 if error <= ROUNDED_TOLERANCE * layers else 1
         self.session.check(name, wrong, f"relative error {error:.1e}")
@@ -170,7 +177,7 @@ class ProductCheck:
             checker.session.check(f"{self.name}, {rows} rows, writes", unwritten + beyond)
 
     def check_row_bits(self) -> None:
-        """Compare the rows of smaller products with those of the largest one."""
+        """Check that the bits of a row do not depend on the number of rows of the product."""
         checker = self.checker
         reference = self.multiply(max(checker.rows))
         for rows in checker.rows[:-1]:
@@ -520,7 +527,7 @@ def repeat(
 
 
 def check_hops(session: Session) -> None:
-    """Check the answers of many host steps, by transport."""
+    """Check, for each transport, that kernels and many host steps see each other's writes."""
     for transport in ("host", "mailbox", "spinkernel"):
         session.case(transport, check_answers, session, transport)
 

@@ -1,4 +1,4 @@
-"""Sections that measure the device, the kernels and an engine.
+"""Sections of the GPU run that measure the device, single kernels and an engine.
 
 A product is the multiplication of activation rows by a weight matrix. The bandwidth of a product is
 given as a percentage of the read bandwidth, which is measured with a kernel that only reads memory.
@@ -418,7 +418,7 @@ def measure_cublas(session: Session) -> None:
 def _measure_gemm(
     session: Session, name: str, weights: list[DeviceArray], count: int, rows: int, bandwidth: float
 ) -> None:
-    """Measure products with `rows` rows."""
+    """Measure `count` products of `rows` rows with copies of one matrix, computed by cuBLAS."""
     columns, inner = weights[0].shape
     x = session.random((rows, inner))
     y = session.device.zeros((rows, columns), "float32")

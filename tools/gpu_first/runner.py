@@ -14,9 +14,9 @@ from typing import Any
 
 from graft.tools.gpu_first.session import append_line, failure
 
-#: Minimum remaining time in seconds with which a process is started.
+#: A process is restarted only if at least this many seconds of the section's time limit remain.
 MIN_S = 5.0
-#: Interval in seconds in which the running case is checked.
+#: Seconds between two checks whether the running case has exceeded its time limit.
 POLL_S = 0.2
 #: Maximum number of characters that are kept of a failed section's output.
 MAX_OUTPUT = 2000

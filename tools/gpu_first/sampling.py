@@ -58,9 +58,9 @@ class SamplingSetup:
         self._copy_masks()
 
     def join(self, params: SamplingParams) -> Any:
-        """Assign a request to each slot, and return a host copy of the slots with added drafts.
+        """Assign a request with parameters `params` to each slot, and return a copy of the slots.
 
-        The drafts of a request form a chain.
+        The copy is on the host. In it, each slot has a chain of `DRAFTS` drafts.
         """
         request = SlotRequest(params=params, position=8, last=1, epoch=1, limit=1 << 20)
         for slot in range(BATCH):

@@ -1,4 +1,4 @@
-"""What all sections use: cases, output of values, timed graphs and random arrays."""
+"""The class `Session`, which all sections use to run cases, report values and time graphs."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _END_FIELDS = ("finish_reason", "stop_reason", "matched_stop")
 
 
 class ResponseChoice:
-    """A builder of one choice of a response, from the events or the output of an engine request.
+    """Builds one choice of a response from the events or from the output of an engine request.
 
     `parser` provides the text of each token. `prompt_logprobs` are the log probabilities of the
     prompt's tokens except for the first one; None unless requested.
@@ -49,8 +49,8 @@ class ResponseChoice:
         self._reasoning: ReasoningParser | None = None
         start = api_request.reasoning[prompt_index]
         if start is not None:
-            # Without separate_reasoning, the section is part of the content, with its tags. Tool
-            # calls are parsed in the text after the section in any case.
+            # Without separate_reasoning, the reasoning section and its tags are part of the
+            # content. In either case, tool calls are parsed in the text after the section.
             self._reasoning = ReasoningParser(
                 start, keep_tags=not api_request.body.separate_reasoning
             )
@@ -94,7 +94,7 @@ class ResponseChoice:
         return choice | {"message": message}
 
     def chunks(self, event: Event) -> Iterator[dict[str, Any]]:
-        """Yield the choices for the next chunks of a stream, at most one tool call in each.
+        """Yield the choices of an event, one per chunk of the stream, with at most one call each.
 
         In a chat, the last chunk has the finish reason and no text.
         """

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from graft.sampling.checks import short_repr
 from graft.tools.serve.errors import ApiError
 
-#: Types of errors for which the error itself says what is wrong, see `rule_error`.
+#: Type of the pydantic errors that `rule_error` returns. Their message says what is wrong.
 _RULE = "rule"
 _UNKNOWN_KEY = "unknown_key"
 #: What a value must be, by pydantic's type of the error.
@@ -29,8 +29,8 @@ _ALLOWED = {
 class Fields(BaseModel):
     """An object in a request. A value of null counts as absent.
 
-    Validators raise `rule_error`, or `ApiError` where a message needs other words: pydantic passes
-    this exception on unchanged. Values of type ``Any`` are checked elsewhere.
+    A validator raises the result of `rule_error`, or `ApiError` if the message needs another form;
+    pydantic passes `ApiError` on unchanged. Values of type ``Any`` are checked elsewhere.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -38,7 +38,7 @@ class Fields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _select(cls, given: Any) -> Any:
-        """Remove nulls, and refuse unknown keys, one error for all of them."""
+        """Remove keys whose value is null. If a key is unknown, raise an error that names it."""
         if not isinstance(given, dict):
             return given
         present = {key: value for key, value in given.items() if value is not None}

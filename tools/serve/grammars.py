@@ -16,11 +16,11 @@ from graft.tools.serve.tool_formats import ToolFormat
 from graft.tools.serve.tool_formats.base import one_of
 
 _STRUCTURED_KEYS = {"json", "json_object", "regex", "choice", "grammar", "structural_tag"}
-#: Options of structured_outputs that have no effect here. JSON is written on one line, and no other
-#: backend is tried.
+#: Options of structured_outputs that have no effect, because JSON is always generated on one line,
+#: and no second backend is tried after an error.
 _NEUTRAL_OPTIONS = ("disable_fallback", "disable_any_whitespace")
-#: Beginnings of messages about values that JSON cannot express, by key of `FoundGrammar`. By
-#: default, it is the key.
+#: Name of a grammar in messages about values that JSON cannot express, by `FoundGrammar.key`. If a
+#: key is missing, the key itself is the name.
 _SUBJECTS = {
     "json": "JSON schema",
     "strict_json": "JSON schema",

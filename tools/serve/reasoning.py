@@ -4,9 +4,9 @@ A reasoning model generates a section that ends with `END`, followed by its answ
 template of some models ends with `BEGIN`, so that the output does not contain it. Otherwise, an
 output has a reasoning section only if it begins with `BEGIN`, after at most `MAX_SPACE`
 white-space characters. At most `MAX_SPACE` white-space characters after `END`, such as the two line
-feeds of Qwen3, are no part of the answer. `ReasoningParser` and the grammar of `answer_grammar`
+feeds of Qwen3, are not part of the answer. `ReasoningParser` and the grammar of `answer_grammar`
 follow the same rules, so the grammar constrains exactly the text that the parser returns as the
-answer, except for white space at the beginning of a text of the grammar, which the parser removes.
+answer. There is one exception: if the answer itself begins with white space, the parser removes it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ REASONING_PARSERS = ("deepseek_r1", "qwen3")
 def has_reasoning(prompt: str, continued: str = "") -> bool:
     """Return whether the output can have a reasoning section after the end of a prompt.
 
-    This is not the case if the message `continued` that the output continues has closed the
-    section, or if the chat template has closed it at the end of the prompt, as some templates do
-    with ``enable_thinking=False``.
+    `continued` is the message that the output continues, or "". The result is False if this message
+    has closed the section, or if the chat template has closed it at the end of the prompt, as some
+    templates do with ``enable_thinking=False``.
     """
     is_closed = continued.rfind(END) > continued.rfind(BEGIN)
     return not is_closed and not prompt.rstrip().endswith(END)

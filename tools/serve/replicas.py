@@ -91,7 +91,7 @@ class _RoutedRequest:
     received: tuple[int, int] = 0, 0
 
     def start(self) -> Request:
-        """Return the request for the next replica, with the time that is left of its timeout."""
+        """Return the request for the next replica, with the remaining time as its timeout."""
         self.received = (0, 0)
         timeout_s = self.request.timeout_s
         if timeout_s is not None:

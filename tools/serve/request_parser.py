@@ -26,8 +26,8 @@ from graft.tools.serve.requests import ENGINE_FIELDS, ChatRequest, CompletionReq
 from graft.tools.serve.tool_calls import shown_schema, template_tools
 from graft.tools.serve.tool_formats import TOOL_FORMATS, find_tool_format
 
-#: Maximum number of bad_words, and of their characters in total. The single thread of the parser
-#: encodes them.
+#: Maximum number of bad_words, and of their characters in total. They are limited because the
+#: parser's only thread encodes them, and other requests wait for it.
 _MAX_BAD_WORDS = 1024
 _MAX_BAD_WORD_CHARACTERS = 1 << 14
 
@@ -177,9 +177,9 @@ class RequestParser:
     ) -> list[list[int]]:
         """Truncate prompts to ``truncate_prompt_tokens``, and check that the output fits too.
 
-        The value -1 means the context length minus the maximum length of the output. The engine
-        checks the lengths too, but its messages name options of the engine. These messages are
-        those of vLLM and SGLang.
+        If ``truncate_prompt_tokens`` is -1, a prompt is truncated to the context length minus the
+        maximum length of the output. The engine checks the lengths too, but its error messages name
+        options of the engine. The messages of this function are those of vLLM and SGLang.
         """
         max_tokens = 1 if body.prompt_only else body.token_limit
         size = body.truncate_prompt_tokens
@@ -332,7 +332,8 @@ class RequestParser:
         """Return the fields of `Request` except for prompt, grammar and id."""
         options: dict[str, Any] = {
             "temperature": 1.0,
-            # The token that is generated without a request for any is no part of the response.
+            # The engine generates at least one token. If the request asks for none, the token is
+            # left out of the response.
             "max_tokens": 1 if body.prompt_only else body.token_limit,
             "logprobs": body.num_logprobs,
             "logit_bias": body.logit_bias,
@@ -360,7 +361,10 @@ class RequestParser:
         return options
 
     def _read_bad_words(self, words: list[str]) -> _BadWords:
-        """Return bad_words, without white space at their beginning, by their number of tokens."""
+        """Split bad_words into words of a single token and words of several tokens.
+
+        White space at the beginning of a word is removed.
+        """
         num_characters = sum(map(len, words))
         if len(words) > _MAX_BAD_WORDS or num_characters > _MAX_BAD_WORD_CHARACTERS:
             raise ApiError(
@@ -393,7 +397,8 @@ class RequestParser:
         With a grammar, a stop id is still generated where the grammar allows nothing else.
         """
         if has_grammar:
-            # This `min_tokens` is for stop ids. Stop strings are delayed as the request says.
+            # The new `min_tokens` only prevents stop ids; `stop_after` keeps the value that the
+            # request gives for stop strings.
             return {
                 "min_tokens": options["max_tokens"] or 2**31 - 1,
                 "stop_after": options.get("min_tokens", 0),

@@ -29,7 +29,7 @@ from graft.tools.serve.tool_calls import ToolChoice, choose_tools
 _MAX_INT32 = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
 _RESERVED_VARIABLES = RESERVED_VARIABLES | {"schema", "tools"}
-#: Fields that are copied to the engine's `Request`, which checks them, with their names there.
+#: Fields that are copied to the engine's `Request`, which checks them, and their names there.
 ENGINE_FIELDS = {
     name: name
     for name in (
@@ -137,7 +137,7 @@ class GenerationFields(Fields):
     model: Any = None
     stream: StrictBool = False
     request_id: StrictStr | None = None
-    # The engine checks these.
+    # The engine checks the values of the following fields of type `Any`.
     temperature: Any = None
     top_k: Any = None
     top_p: Any = None
@@ -161,7 +161,7 @@ class GenerationFields(Fields):
         None, ge=-1, le=_MAX_INT64
     )
     truncation_side: Literal["left", "right"] = "left"
-    # The module `grammars` checks these.
+    # The module `grammars` checks the values of the following fields.
     structured_outputs: Any = None
     guided_json: Any = None
     guided_json_object: Any = None
@@ -171,7 +171,7 @@ class GenerationFields(Fields):
     regex: Any = None
     ebnf: Any = None
     json_schema: Any = None
-    # These have no effect.
+    # The following fields have no effect.
     user: StrictStr | None = None
     metadata: dict[str, Any] | None = None
     service_tier: StrictStr | None = None
@@ -255,13 +255,13 @@ class CompletionFields(GenerationFields):
     include_stop_str_in_output: StrictBool = False
     return_token_ids: StrictBool = False
     return_tokens_as_token_ids: StrictBool = False
-    # These have no effect: fast tokenizers have no option for spaces between special tokens, and
-    # all grammar backends enforce the same grammar.
+    # The following fields have no effect. Fast tokenizers have no option for spaces between special
+    # tokens, and all grammar backends enforce the same grammar.
     spaces_between_special_tokens: StrictBool = True
     guided_decoding_backend: StrictStr | None = None
     store: StrictBool = False
     rid: StrictStr | None = None
-    # Of these, only the default of OpenAI, vLLM and SGLang is supported.
+    # The following fields support only one value: the default of OpenAI, vLLM or SGLang.
     detokenize: Annotated[Any, only(True)] = True
     modalities: Annotated[Any, only(["text"])] = None
     use_beam_search: Annotated[Any, only(False)] = False

@@ -130,7 +130,7 @@ class ResponsesWriter:
             yield from self._end(event.output)
 
     def _parts(self, event: Event) -> list[tuple[str, Any, list[dict[str, Any]]]]:
-        """Return the new parts of the output, in their order, with the log probabilities of text.
+        """Return the new parts of the output in order; text comes with its log probabilities.
 
         A chunk does not show whether its content precedes or follows a call. If the model may call
         tools, the text is therefore processed character by character, and the parts are joined.

@@ -99,7 +99,7 @@ class Server(uvicorn.Server):
         """Start listening and print the URL."""
         asyncio.get_running_loop().set_exception_handler(handle_loop_error)
         await super().startup(sockets)
-        self._listener.listen(BACKLOG)  # uvicorn is configured with the same backlog
+        self._listener.listen(BACKLOG)  # the configuration of uvicorn has the same backlog
         with contextlib.suppress(OSError):  # standard output may be closed or full
             print(f"graft: serving {self.service.settings.name} at {self.url}", flush=True)
 

@@ -45,7 +45,10 @@ class Span(ctypes.Structure):
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """Execution of one graph node, or of one part of a round, in times of ``monotonic_ns``."""
+    """Execution of one graph node or of one part of a round.
+
+    The times are ``time.monotonic_ns`` values.
+    """
 
     name: str
     kind: str
@@ -70,7 +73,7 @@ class Wait:
 
 @dataclass
 class Trace:
-    """Timeline of replays: events and exposed waits between lanes by start time."""
+    """Timeline of replays: events and exposed waits, sorted by start time."""
 
     device: str  #: description of the device
     events: list[TraceEvent] = field(default_factory=list)
@@ -221,8 +224,9 @@ def record(
     """Record all replays of the given executables while the block runs.
 
     The yielded trace is empty until the block ends, and the executables must stay open until then.
-    `watched` has the graph of each executable. Spans beyond `capacity` are dropped and counted in
-    `Trace.lost`. Only the soft device's driver reports when a node runs.
+    `watched` maps each executable to its graph. Spans beyond `capacity` are dropped and counted in
+    `Trace.lost`. Raise OptionError unless `device` is the soft device, because no other driver
+    reports when a node runs.
     """
     if device.kind != "soft":
         raise OptionError("the driver of CUDA hardware does not report when a node runs")
@@ -249,7 +253,9 @@ def record(
 def split_launches(
     spans: Sequence[tuple[int, Span]], edges: Iterable[tuple[int, int]]
 ) -> list[list[tuple[int, Span]]]:
-    """Split the spans of one executable, pairs of node index and span by start time, into launches.
+    """Split the spans of one executable into launches.
+
+    `spans` has pairs of node index and span, sorted by start time. `edges` are the graph's edges.
 
     Launches of an executable run one after another, and each launch runs every node once. Several
     worker threads can share a node, so one launch may record several spans of the same node, and

@@ -55,12 +55,11 @@ def clock_offset(device: Device) -> tuple[int, int]:
 def trace_rounds(engine: Engine) -> Iterator[Trace]:
     """Record the rounds that an engine replays while the block runs.
 
-    The yielded trace is empty until the block ends. The name of the graph of an event contains its
-    kind, see `GraphKey`. On the soft
-    device, the driver reports the start and the end of every node. On CUDA hardware, the parts of a
-    round are timed on the device's clock and host steps on the host's clock;
-    `Trace.clock_error_ns` bounds the error of the conversion, and the engine must have been created
-    with ``timeline=True``.
+    The yielded trace is empty until the block ends. Each event has the name of its round graph,
+    which contains the kind of the graph (`GraphKey`). On the soft device, the driver reports the
+    start and the end of every node. On CUDA hardware, the engine must have been created with
+    ``timeline=True``. There, the parts of a round are timed on the device's clock and converted to
+    the host's clock; `Trace.clock_error_ns` bounds the error of the conversion.
     """
     engine.synchronize()  # exclude rounds that were launched before the block
     if engine.device.kind == "soft":

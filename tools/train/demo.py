@@ -163,7 +163,9 @@ class Muon(torch.optim.Optimizer):
 
 
 class Optimizers:
-    """Muon for the matrices of the layers, AdamW for the other parameters, and their schedule.
+    """Trains the layers' matrices with Muon and the other parameters with AdamW.
+
+    The learning rate depends on the share of the time budget that has been spent.
 
     Parameters
     ----------

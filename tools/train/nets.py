@@ -1,9 +1,10 @@
 """The demo model and its drafters in plain torch, for training.
 
 `Llama` is equivalent to Hugging Face's ``LlamaForCausalLM`` (RMSNorm before each block, half-split
-rotary embedding, grouped-query attention, SwiGLU, tied output head), with the parameter names of
-its checkpoints. `Eagle3` is one such layer over [embedding, feature] with an LM head over a draft
-vocabulary. `Block` is DFlash: layers with normalized queries and keys, and the target's LM head.
+rotary embedding, grouped-query attention, SwiGLU, tied output head) and has the same parameter
+names. `Eagle3` is one Llama layer, whose attention reads the concatenated embedding and feature,
+with an LM head over a draft vocabulary. `Block` is a DFlash drafter: layers with normalized queries
+and keys, and the target's LM head.
 """
 
 from __future__ import annotations

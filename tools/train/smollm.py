@@ -56,7 +56,7 @@ HEAD = replace(SIZES, kv_heads=9, inner=1664, theta=1e6)
 AUX_LAYERS = (1, 14, 26)
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 END = "<|im_end|>"
-#: Factor of the logits in the loss.
+#: Factor by which the loss multiplies logits, so that both distributions are sharpened.
 SHARPNESS = 1.5
 #: Logit of an illegal token.
 MASKED_LOGIT = -1e4
@@ -599,7 +599,7 @@ class Trainer:
         """
         head = self.head
         d = HEAD.head_dim
-        own = 6 * d  # rows of the heads that attend to their own position
+        own = 6 * d  # number of projection rows of the six heads that attend to their own position
         attention = head.midlayer.self_attn
         q, k, v, o = (getattr(attention, f"{name}_proj").weight for name in "qkvo")
         rows = self.data.train[::3]
@@ -741,9 +741,10 @@ def draft_vocabulary(rows: list[Row], size: int) -> Tensor:
 def export(args: argparse.Namespace) -> None:
     """Write the head's checkpoint in bfloat16 and its training log.
 
-    The rows of the head's LM head are copied from the target, so that the draft vocabulary may be
-    larger than in training. It is filled up with ids in numeric order, and with tokens of
-    lower-case letters, because keys begin with such tokens.
+    The draft vocabulary is larger than in training, which is possible because the head's LM head
+    consists of rows of the target's LM head. The added tokens are the first ids in numeric order
+    until the vocabulary has ``--export-vocab`` tokens, and all tokens of lower-case letters,
+    because keys of JSON objects begin with such tokens.
     """
     vocabulary = Tokenizer(args.model).backend.get_vocab()
     checkpoint = torch.load(args.work / "head.pt")

@@ -9,7 +9,7 @@ mailbox worker. A callback is one call of a body. Two latencies are reported:
 
 join
     Device time from the kernel before the host steps to the kernel after them, minus the median
-    time of the same graph with empty nodes instead of host steps.
+    device time of the same graph with empty nodes in place of the host steps.
 hop
     Host time of the call path: from the entry of the C function that the driver's thread calls to
     the first instruction of the body, plus the time from the body to the return of that function.
@@ -61,7 +61,7 @@ from graft.tools.labs.callback_latency.transports import (
 PYTHON_STATES = ("idle", "busy")
 #: Number of consecutive replays of one graph.
 BATCH = 10
-#: Minimum share of replays whose first callback must find the GIL held by the busy thread.
+#: Minimum share of replays in which the busy thread must hold the GIL at the first callback.
 MIN_BUSY_SHARE = 0.9
 QUANTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 #: Number of measured wake-ups of a sleeping thread.

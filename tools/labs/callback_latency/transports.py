@@ -3,8 +3,8 @@
 The first kernel writes the device's time. The host steps run one after another, and then the second
 kernel writes the device's time again. The body of a Python step appends CLOCK_MONOTONIC to a list,
 and a native body writes it to memory. The soft device records when it entered each host function
-and when the function returned. From these times, the tool computes the hop, that is the part of the
-latency that the call path of the transport causes.
+and when the function returned. From these times, the tool computes the hop: the overhead of the
+call path from the driver to the body and back.
 """
 
 from __future__ import annotations
