@@ -68,12 +68,12 @@ class Limits:
         Maximum total number of tokens of the requests in the queue; None for no limit. The limit
         does not apply to a request if no other request is waiting.
     compile_s
-        Maximum time in seconds in which a grammar is compiled.
+        Maximum time in seconds for compiling a grammar.
 
     Raises
     ------
     OptionError
-        If a limit is not a non-negative integer.
+        If `compile_s` is not a positive number, or another limit is not a non-negative integer.
     """
 
     prompt_bytes: int = 1 << 20
@@ -101,7 +101,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Request(SamplingParams):
-    """A prompt with the parameters of its continuation.
+    """A prompt, and the parameters with which the engine continues it.
 
     Exactly one of `prompt`, `messages` and `tokens` must be set. The fields of
     `graft.sampling.params.SamplingParams` are further keyword arguments: temperature and filters,
@@ -125,8 +125,8 @@ class Request(SamplingParams):
         Schema that is passed to the chat template as ``schema``, so that the template can show it
         to the model. By default, it is the schema of a JSON-schema grammar.
     max_tokens
-        Maximum number of tokens to generate, including the stop id; None for all remaining
-        positions.
+        Maximum number of tokens to generate, including the stop id. None: as many as the engine's
+        `max_length` and `pages` allow after the prompt.
     n
         Number of completions. `samples` returns one request for each of them.
     stop
@@ -134,8 +134,8 @@ class Request(SamplingParams):
         with a grammar is then incomplete, as with the finish reason "length", and may violate the
         grammar.
     stop_after
-        Number of tokens before stop strings are searched; None for `min_tokens`. A stop string that
-        ends within these tokens is ordinary text.
+        A stop string that ends within the first `stop_after` output tokens is ordinary text and
+        does not end the output. None: `min_tokens`.
     special_tokens
         Whether names of special tokens in the prompt or messages are encoded as special ids. If
         not, they are plain text. Names in the chat template itself always become special ids.
@@ -359,7 +359,7 @@ def check_size(
     limits
         Limits of the engine.
     param
-        Field of the request that has the value; None for `name`.
+        Name of the request field that is at fault, for `RequestError.param`; None: `name`.
 
     Raises
     ------
@@ -423,7 +423,7 @@ def check_request(request: Request, vocab_size: int, limits: Limits) -> None:
         _check_types(request, limits)
         _check_ranges(request)
         _check_stop_strings(request, limits)
-        _check_num_biases(request, limits)  # before the cost of checking each id
+        _check_num_biases(request, limits)  # first, because `check` is slow for many ids
         request.check(vocab_size)
     except OptionError as error:
         raise RequestError(str(error), param=error.param) from error
@@ -463,7 +463,7 @@ def _check_prompt(request: Request, limits: Limits) -> None:
 
 
 def _check_types(request: Request, limits: Limits) -> None:
-    """Check the types of lists, grammar and flags."""
+    """Check the types of the list fields and boolean fields, and type and size of the grammar."""
     for name in ("stop", "stop_ids", "tokens", "allowed_ids", "banned_ids"):
         value = getattr(request, name)
         if value is not None and not isinstance(value, Sequence):
@@ -482,7 +482,7 @@ def _check_types(request: Request, limits: Limits) -> None:
 
 
 def _check_ranges(request: Request) -> None:
-    """Check the numbers that are not sampling parameters."""
+    """Check the integer fields and the timeout."""
     if request.max_tokens is not None:
         check_integer("max_tokens", request.max_tokens, 1, 2**31 - 1)
     max_min_tokens = request.max_tokens or 2**31 - 1

@@ -140,11 +140,11 @@ class PagedKV:
         return tuple(self._owned[self._checked(slot)])
 
     def allocate(self, slot: int, positions: int, shared: Sequence[int] = ()) -> bool:
-        """Allocate pages for the first `positions` positions of a slot, in addition to its own.
+        """Allocate pages until a slot has pages for its first `positions` positions.
 
-        A slot without pages may use the retained pages `shared` for its first positions. Return
-        False, with nothing changed, if there are too few free pages or the slot's row of the page
-        table is too short.
+        If the slot has no pages yet, its first pages are `shared`, which are pages that the prefix
+        cache retains. Return False, with nothing changed, if there are too few free pages or the
+        slot's row of the page table is too short.
         """
         owned = self._owned[self._checked(slot)]
         total = -(-positions // self.page_size)
@@ -167,7 +167,10 @@ class PagedKV:
         return True
 
     def release(self, slot: int) -> None:
-        """Remove all pages from a slot. Later pages become idle or free before earlier ones."""
+        """Remove all pages from a slot.
+
+        Pages of later positions become idle first, so that the prefix cache evicts them first.
+        """
         owned = self._owned[self._checked(slot)]
         self._staged[slot].array[: len(owned)] = self.scratch_page
         for page in reversed(owned):

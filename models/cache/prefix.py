@@ -114,7 +114,7 @@ class PrefixCache:
         return [self._cached[key] for key in found]
 
     def insert(self, slot: int, tokens: Sequence[int]) -> None:
-        """Cache the full pages of a slot, which has these tokens.
+        """Cache the full pages of a slot whose tokens are `tokens`.
 
         The writes of the keys and values of all tokens except the last must have been enqueued in
         all caches.
@@ -130,14 +130,14 @@ class PrefixCache:
     def insert_migrated(
         self, keys: Sequence[bytes], write: Callable[[list[PageGroup], list[int]], object]
     ) -> None:
-        """Cache pages of another engine, given by their keys.
+        """Cache pages that another engine has sent. `keys` are the keys of these pages in order.
 
         Unused pages are evicted to make free pages for them. If there are still too few free pages,
         only the first of the migrated pages are cached.
 
-        `write` enqueues the writes of the page contents. Its arguments are a list of free pages and
-        a list of equal length with indices into `keys`. The contents that belong to each key must
-        be written into the corresponding page.
+        `write` enqueues the copies of the page contents. Its arguments are a list of free pages and
+        a list of equal length with indices into `keys`: the contents that belong to
+        ``keys[indices[i]]`` must be written to the ``i``-th of the free pages.
         """
         found = self.match(keys)
         num_missing = len(keys) - len(found)

@@ -158,7 +158,7 @@ class Admission:
         Raises
         ------
         RequestError
-            If prompt and output exceed the positions of a request.
+            If the prompt is empty, or prompt and output exceed the positions of a request.
         """
         positions = self._num_positions
         remaining = positions - prompt
@@ -180,7 +180,7 @@ class Admission:
         return max_tokens
 
     def _prompt_tokens(self, request: Request) -> list[int]:
-        """Return the token ids of a request's prompt, messages or tokens."""
+        """Return the prompt's token ids, from the field that is set: tokens, messages or prompt."""
         if request.tokens is not None:
             # The number of ids is checked first. This bounds the cost of checking each id.
             self._max_tokens(len(request.tokens), request.max_tokens)

@@ -1,4 +1,4 @@
-"""Construction of an engine: checkpoints, caches, slots, rings and the parts of its rounds."""
+"""Loads an engine's models, and allocates its caches, slots, rings and other round resources."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ __all__ = ["Assembly", "assemble"]
 
 LOG = logging.getLogger("graft")
 
-#: Number of entries of the input and output rings: two for replays whose results the host has not
-#: read, one for a replay that is still drafting, and one spare.
+#: Number of entries of the input ring and, without generation loops, of the output ring: two for
+#: replays whose results the host has not read, one for a replay that is still drafting, one spare.
 RING_ENTRIES = 4
 
 
@@ -72,11 +72,11 @@ class Assembly:
     budget
         Chooses the draft length of each round.
     prefill
-        Runs the chunks of prompts.
+        Runs the forward passes of prefill.
     caches
         KV caches of target and drafter.
     prefixes
-        Prefix cache over these caches.
+        Prefix cache, whose pages are pages of `caches`.
     compiler
         Compiles grammars.
     exit_stack
@@ -118,7 +118,7 @@ def assemble(
     device
         Device of the engine.
     options
-        Options that are sized for the target, with a chosen transport.
+        Options with numbers for `max_length` and `pages`, and a transport other than "auto".
     model
         Folder of the target.
     drafter_choice
@@ -330,7 +330,7 @@ def _prefix_cache(
 
 
 def _draft_mode(options: Options, drafter: Drafter | None) -> DraftMode:
-    """Return the draft mode of a drafter under the options."""
+    """Return the draft mode: the shape of the drafter's drafts, and how they are masked."""
     if drafter is None:
         return DraftMode(drafts=0)
     shape = drafter.shape
@@ -362,7 +362,7 @@ def _masking(drafter: Drafter, draft_masking: str) -> str:
 def _num_candidates(masking: str, drafter: Drafter) -> int:
     """Return how many of the drafter's best ids the grammar tests per draft, node or level.
 
-    Return 0 if the draft mode has no such tests.
+    Return 0 if the drafts are not probed.
     """
     if masking not in ("probe", "lattice-probe") or drafter.vocab is None:
         return 0
@@ -448,7 +448,11 @@ def _make_automata(
     replay: DeviceArray,
     vocabulary: Vocabulary,
 ) -> DeviceAutomata | None:
-    """Return the device's automata if they are used and the drafts permit it."""
+    """Create the automata, with which kernels do grammar steps on the device.
+
+    Return None if the options do not use automata. If drafts are probed, or tokens are forced
+    without a drafter, only the host can do the grammar steps: log a warning and return None.
+    """
     if not options.uses_automata:
         return None
     reason = ""
@@ -474,7 +478,7 @@ def _make_automata(
 def _make_loop_control(
     device: Device, options: Options, ranks: RankGroup | None
 ) -> LoopControl | None:
-    """Create the state of generation loops, if the option asks for them."""
+    """Create the state that the host shares with generation loops; None without loops."""
     if options.generation == "rounds":
         return None
     if ranks is not None:

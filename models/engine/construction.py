@@ -1,4 +1,4 @@
-"""Construction of an engine from its assembly: graphs, scheduler and migrator."""
+"""Creates the graphs, scheduler and migrator of an engine from its `Assembly`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,10 @@ def make_scheduler(
     graphs: dict[GraphKey, RoundGraph],
     stats: EngineStats,
 ) -> Scheduler:
-    """Create the scheduler, the slots and the selection among graphs, which are built later."""
+    """Create the scheduler with its slot manager and graph selector.
+
+    `graphs` is empty at first; `build_graphs` adds the graphs.
+    """
     resources = assembly.resources
     overlap = options.internal.overlap and options.internal.composition == "one"
     max_in_flight = 2 if overlap else 1
@@ -113,7 +116,7 @@ def build_graphs(
     Raises
     ------
     OptionError
-        If ``generation="graph"`` is not possible.
+        If ``generation="graph"`` is combined with a drafter that runs on the host.
     """
     budget = assembly.budget
     scratch = assembly.resources.scratch(options.max_batch_size)
@@ -145,7 +148,8 @@ def build_graphs(
 def _kind_without_host(assembly: Assembly) -> str:
     """Return the kind of the graphs for batches that need no grammar steps on the host.
 
-    In an engine that builds no such graphs, these batches run in graphs with such steps, too.
+    The result is "host" if the engine builds no separate graphs for these batches. They then run in
+    the graphs of the other batches.
     """
     if assembly.resources.mode.is_lattice_tree:
         return "host"

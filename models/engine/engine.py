@@ -3,8 +3,8 @@
 One decoding round is one *replay*, that is one launch, of a CUDA graph. Before the launch, the host
 writes the request slot of each batch row into pinned memory. The verification kernel writes the
 committed tokens into a ring of buffers in pinned memory. The host reads these tokens while the
-graph generates the next drafts. With `overlap`, the host launches the next round before it reads
-the tokens, so the device never waits for the host.
+graph generates the next drafts. With the option `InternalOptions.overlap`, which is the default,
+the host launches the next round before it reads the tokens, so the device never waits for the host.
 """
 
 from __future__ import annotations
@@ -83,11 +83,12 @@ class Engine:
     Parameters
     ----------
     model
-        Folder of a Llama or Qwen3 checkpoint with config.json, safetensors and tokenizer.json.
+        Folder of a Llama, Mistral, Qwen2, Qwen3 or SmolLM3 checkpoint with config.json, safetensors
+        and tokenizer.json.
     drafter
-        Drafter: the folder of a checkpoint, a drafter class or another `MakeDrafter` callable, or
-        the name of one in the form ``module:name``. None disables speculation, except for the
-        drafts of `Options.forced_drafts`.
+        The folder of a drafter checkpoint, a drafter class or another `MakeDrafter` callable, or
+        the name of such a class or callable in the form ``module:name``. None disables speculation,
+        except for the drafts of `Options.forced_drafts`.
     ranks
         Group of tensor-parallel processes. This process is rank 0; the others run
         `graft.models.llm.worker_rank.run_worker`. The outputs equal the outputs of a single process
@@ -102,7 +103,7 @@ class Engine:
     device : Device
         Device of the engine.
     transport_reason : str
-        Reason for the choice of the grammar transport.
+        Why the engine uses the transport in ``options.grammar_transport``.
     tokenizer : Tokenizer
         Tokenizer of the model.
     stats : EngineStats
@@ -159,7 +160,10 @@ class Engine:
     def _start(
         self, model: Path, drafter: DrafterChoice | None, vocab_size: int, shield: Shield
     ) -> None:
-        """Create the parts that run rounds, and build the graphs; on an error, close all parts."""
+        """Create admission, migrator and scheduler, and build the graphs.
+
+        If this fails, the graphs and everything that `assemble` created are closed.
+        """
         built = self._built
         self._resources = built.resources
         self._replays = make_replays(built)
@@ -220,7 +224,8 @@ class Engine:
             raise RequestError(f"this engine has no unfinished request {request_id!r}")
         if state.slot in self._scheduler.slots.running:
             self._built.prefixes.insert(state.slot, state.tokens)
-        self._replays.leave_loop()  # copying pages waits for the device
+        # `pack` waits for the device, so a running generation loop has to end first.
+        self._replays.leave_loop()
         migrated = self._migrator.pack(state, self.options.verify)
         self._scheduler.end(state, "moved")
         return migrated
@@ -254,7 +259,11 @@ class Engine:
         reserved_ids: Container[str],
         migrated: MigratedRequest | None = None,
     ) -> _Submission:
-        """Submit a request. If it has no id, assign one that is unused and not reserved."""
+        """Submit a request.
+
+        A request without an id gets one that no unfinished request has and that is not in
+        `reserved_ids`.
+        """
         scheduler = self._scheduler
         request_id = str(request.id) if _has_id(request) else self._unused_id(reserved_ids)
         submission = _Submission(request_id, next(self._submissions))
@@ -398,7 +407,7 @@ class Engine:
         return self._stream(_expand_samples(requests), [])
 
     def _stream(self, requests: list[Request], ids: list[str]) -> Iterator[Event]:
-        """Implement `stream` and append the ids of the requests to `ids`."""
+        """Implement `stream`, and append the id of each submitted request to `ids`."""
         claimed: list[_Submission] = []
         unfinished: dict[int, _Submission] = {}
         try:
@@ -425,10 +434,10 @@ class Engine:
         claimed: list[_Submission],
         unfinished: dict[int, _Submission],
     ) -> None:
-        """Submit the requests of a stream, which alone gets their events.
+        """Submit the requests of a stream, and reserve their events for this stream.
 
-        Each request is added to `ids`, `claimed` and `unfinished` at once, so that an interrupted
-        call leaves none behind that the stream would not cancel.
+        Each request is added to `ids`, `claimed` and `unfinished` as soon as it is submitted. If
+        Ctrl-C interrupts this method, the stream can therefore cancel all submitted requests.
         """
         self._begin_call()
         explicit_ids = _explicit_ids(requests, self._scheduler.unfinished)
@@ -440,9 +449,10 @@ class Engine:
             self._scheduler.outbox.claim(submission.number)
 
     def _require_scheduled(self, submissions: Iterable[_Submission]) -> None:
-        """Raise an error if all requests of a stream that has no events left have ended.
+        """Raise an error if the scheduler no longer has any of a stream's `submissions`.
 
-        Without this check, the stream would wait for ever for an event.
+        The caller has found no events of these requests. Without this check, the stream would wait
+        forever for their final events.
         """
         if self._closed:
             return  # the next step raises the error
@@ -631,7 +641,7 @@ class Engine:
             self._scheduler.close()
             del self._built, self._resources, self._admission, self._replays, self._scheduler
             del self._migrator
-            # Free device memory now that objects in reference cycles own.
+            # Free the device memory of objects in reference cycles now.
             gc.collect()
             # The work of a failed device never completes, so its resources are never freed.
             if not self._device_failed:
@@ -652,7 +662,7 @@ class Engine:
                 stack.callback(self._scheduler.end, state, "cancelled", ended_on_device=True)
 
     def _close_parts(self) -> None:
-        """Wait for the device, and close the round graphs and the parts of the assembly."""
+        """Wait for the device, then close the round graphs and what `assemble` has created."""
         with ExitStack() as stack:
             stack.callback(self.graphs.clear)
             stack.callback(self._built.close)

@@ -1,4 +1,4 @@
-"""Deferred SIGINT handling, and methods of which only one runs at a time."""
+"""Deferred SIGINT handling, and a decorator for methods of which only one may run at a time."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ class Shield:
 
 
 class _Call(NamedTuple):
-    """A call of an engine method: its thread, and whether other threads wait for its end."""
+    """A running call of an `exclusive` method.
+
+    `is_brief` says whether calls of other threads wait for the end of this call.
+    """
 
     thread_id: int
     thread_name: str
@@ -71,7 +74,7 @@ class _Call(NamedTuple):
 
 
 class CallGuard:
-    """State of `exclusive` methods of an object: the lock that a call holds, and the call.
+    """State of an object with `exclusive` methods: the running call, and the lock that it holds.
 
     The lock is reentrant, so that a signal handler or finalizer that calls the object in the middle
     of another call of the same thread gets an error instead of a deadlock.
@@ -91,9 +94,9 @@ def exclusive(method: MethodT, *, brief: bool = False) -> MethodT:
     The object has a `CallGuard` in the attribute ``_guard``. A call does not wait for a call of
     another thread to end, unless that call is brief and this one is not.
 
-    KeyboardInterrupt may be raised at any call. The ``with`` statement of a lock that is written in
-    C, such as RLock, releases the lock nevertheless, and no call lies between the beginning of
-    ``finally`` and the assignment. An interrupted call therefore never keeps the guard.
+    Python may raise KeyboardInterrupt at any function call. The guard is free again nevertheless:
+    the ``with`` statement always releases a lock that is written in C, such as RLock, and the
+    ``finally`` block calls no function before it resets `CallGuard.running`.
     """
 
     @functools.wraps(method)
@@ -107,7 +110,7 @@ def exclusive(method: MethodT, *, brief: bool = False) -> MethodT:
             if is_nested or brief or not running.is_brief:
                 raise _use_error(this, running)
         with guard.lock:
-            if guard.running is not None:  # a call of this thread, which the lock lets pass
+            if guard.running is not None:  # a nested call: this thread already holds the RLock
                 raise _use_error(this, guard.running)
             try:
                 guard.running = this

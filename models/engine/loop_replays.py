@@ -20,24 +20,26 @@ __all__ = ["LoopReplays"]
 class LoopReplays(Replays):
     """Launches rounds and generation loops, and reads the results of their replays.
 
-    The results of a replay say whether another replay of the loop follows. The host therefore
-    learns of the replays of a loop one after another, in the order in which it reads them. The
-    device may be up to `LOOP_ENTRIES` replays ahead.
+    A loop is one launch that runs many replays. The results of each replay say whether another
+    replay of the loop follows. The host therefore learns of the replays of a loop one after
+    another, when it reads the results of the replay before. The device may be up to
+    `LOOP_ENTRIES` - 1 replays ahead.
 
-    While a loop is running, `retired` is the last replay before the loop, because the device may
-    still write everything that the requests of the loop own.
+    While a loop is running, `retired` is at most the number of the last replay before the loop.
+    Slots of the loop's requests are therefore not reclaimed while the device may still write their
+    state and pages.
 
     Parameters
     ----------
     resources, stream, budget
         As in `Replays`.
     control
-        State that host and device share.
+        Memory through which the host asks a loop to end, and the device reports its last replay.
 
     Attributes
     ----------
     loops
-        Number of loops launched with requests.
+        Number of loops launched.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class LoopReplays(Replays):
         super().__init__(resources, stream, budget)
         self._control = control
         self.loops = 0
-        self._first = 0  # first replay of the loop that was launched last
+        self._first = 0  # number of the first replay of the latest loop
 
     def launch(
         self,
@@ -63,7 +65,7 @@ class LoopReplays(Replays):
         super().launch(graph, states, served, max_rounds)
 
     def leave_loop(self) -> None:
-        """Ask the loop that is running, if any, to end.
+        """Ask the running generation loop to end. If none is running, do nothing.
 
         The device finishes the current replay, and possibly one more. Their results are read as
         usual.
@@ -72,7 +74,10 @@ class LoopReplays(Replays):
             self._control.end(self._first)
 
     def finish(self) -> None:
-        """Release the entries of the oldest unread replay; add the next replay of its loop."""
+        """Release the ring entries of the oldest unread replay, whose results have been read.
+
+        If the replay's loop runs another replay, add that replay to `unread`.
+        """
         flight = self.unread[0]
         ends = flight.repeats and self._control.is_last(flight.number)
         super().finish()
@@ -83,7 +88,7 @@ class LoopReplays(Replays):
             self._continue(flight)
 
     def _continue(self, flight: ReplayInFlight) -> None:
-        """Add the replay that follows a replay of the running loop."""
+        """Add the replay of the running loop that follows `flight` to `unread`."""
         number = self.launched + 1
         self._resources.outputs.reserve(number)
         self._resources.decoder.skip(number)

@@ -47,7 +47,7 @@ __all__ = ["MigratedRequest", "Migrator"]
 #: Version of the format. Increment it when the data or its meaning changes.
 FORMAT = 2
 
-#: `checkpoint_digest` reads samples of this many bytes at this many offsets of a file.
+#: `checkpoint_digest` reads this many bytes of a file at each of about `_MAX_SAMPLES` offsets.
 _SAMPLE_BYTES = 1 << 16
 _MAX_SAMPLES = 64
 
@@ -170,7 +170,7 @@ def describe_request(state: RequestState, verify: str) -> dict[str, Any]:
 
 
 def read_request(description: Mapping[str, Any]) -> Request:
-    """Create the request that a result of `describe_request` describes."""
+    """Create a request from the result of `describe_request`."""
     values = dict(description["request"])
     grammar = values["grammar"]
     if grammar is not None:
@@ -184,7 +184,7 @@ def read_request(description: Mapping[str, Any]) -> Request:
 
 
 def restore_output(state: RequestState, description: Mapping[str, Any]) -> None:
-    """Set the output of a newly admitted request to the output in a description.
+    """Copy the output in a result of `describe_request` to a newly admitted request.
 
     The tokens and text of this output are marked as reported, so that later events do not repeat
     them.
@@ -240,9 +240,9 @@ def engine_properties(
     drafter: Drafter | None,
     config: LlamaConfig,
 ) -> dict[str, str | int]:
-    """Return the properties that must be equal in two engines between which requests migrate.
+    """Return the properties that sending and receiving engine must have in common.
 
-    The shapes of the KV caches must be equal too. `Migrator` adds the shapes to these properties.
+    `Migrator` adds the shapes of the KV caches and the page size, which must be equal too.
     """
     drafter_name = type(drafter).__name__
     if isinstance(choice, (str, Path)) and Path(choice).is_dir():
@@ -302,7 +302,9 @@ class Migrator:
         self._copy_pages = device.load(_KERNELS)["copy_pages"]
 
     def pack(self, state: RequestState, verify: str) -> MigratedRequest:
-        """Return a request with its pages that are in the prefix cache, and wait for the copies.
+        """Copy the pages that the prefix cache has for a request, and return both for migration.
+
+        This method waits until the copies are complete.
 
         Parameters
         ----------

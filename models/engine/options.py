@@ -31,7 +31,8 @@ __all__ = ["DRAFT_MASKINGS", "MAX_DRAFT_LENGTH", "Options", "meaning"]
 
 DRAFT_MASKINGS = ("auto", "probe", "none")
 MAX_DRAFT_LENGTH = 63
-#: Default maximum number of positions per request; caches are allocated for every slot.
+#: Upper limit of the default of `max_length`. It bounds the default size of the KV caches, which
+#: have pages for this many positions in every batch row.
 DEFAULT_LENGTH = 4096
 
 #: Maximum number of drafts with ``draft_length="auto"``, for a chain and for a tree.
@@ -83,10 +84,11 @@ class InternalOptions:
         Whether kernels fill the mask rows of requests whose grammar has an automaton, see
         `DeviceAutomata`; None: only with ``generation="graph"``.
     automaton_bytes
-        Device memory for automata. Requests whose automaton does not fit stay on the host.
+        Size in bytes of the device memory for automata. The grammar steps of requests whose
+        automaton does not fit run on the host.
     mask_row_bytes
-        Device memory for mask rows of automaton states. Rows that are not stored are computed each
-        time. 0 stores none.
+        Size in bytes of the device memory that caches mask rows of automaton states. Rows that are
+        not cached are computed each time. 0 caches none.
     overlap
         Whether a round is launched before the host has read the previous one.
     composition
@@ -178,10 +180,10 @@ class Options:
         logits are never masked.
     forced_drafts
         Whether tokens that the grammar forces are drafted. With a drafter, a token is forced if it
-        is the only legal one. It replaces the draft of the drafter; if drafts are probed, only if
-        no candidate of the drafter is legal. Without a drafter, the longest legal token is
-        forced if all other legal tokens are prefixes of it. Forced drafts are verified like others,
-        so the distribution of outputs does not change.
+        is the only legal one. It replaces the drafter's draft; if drafts are probed, it does so
+        only where no candidate of the drafter is legal. Without a drafter, the longest legal token
+        is forced if all other legal tokens are prefixes of it. Forced drafts are verified like
+        others, so the distribution of outputs does not change.
     verify
         Verification mode of sampled requests that do not specify one. With "coupled", the target
         samples a token at each position with the random numbers that it would use without drafts,
@@ -200,8 +202,9 @@ class Options:
         rejected.
     grammar_transport
         How the graph runs grammar steps on the CPU: "native", "mailbox", "spinkernel" or "auto".
-        "native" is host nodes. "auto" selects the first of mailbox, spinkernel and native that
-        works if at least 4 cores are usable, and native otherwise.
+        With "native", each step is a host node of the graph. With "mailbox" and "spinkernel", a
+        host thread waits for the device to request the step. "auto" selects the first of mailbox,
+        spinkernel and native that works if at least 4 cores are usable, and native otherwise.
     grammar_threads
         Number of threads that serve the requests of a grammar step. The default depends on the
         batch size and the number of cores.
@@ -289,7 +292,7 @@ class Options:
             raise OptionError("generation='graph' requires composition='one'")
 
     def _check_tree(self, tree: TreePlan) -> None:
-        """Check that a tree fits and can be combined with the other options."""
+        """Check the size of a draft tree, and that the other options can be combined with it."""
         required = max(tree.levels, len(tree.paths))
         fed_nodes = (tree.levels - 1) * tree.branch
         if required > self.max_drafts:
@@ -324,7 +327,10 @@ class Options:
 
     @property
     def slack(self) -> int:
-        """Number of positions after a request's last token that drafts may use."""
+        """Number of positions after a request's last possible position that drafts may write.
+
+        The request needs pages for these positions too.
+        """
         plan = self.tree
         if plan is None:
             return 0
@@ -348,13 +354,13 @@ class Options:
 
     @property
     def positions(self) -> int:
-        """Maximum number of positions of a request, once the options are sized."""
+        """Maximum number of positions of a request. The options must be a result of `sized`."""
         length, pages = self.sizes
         return min(length, self.internal.page_size * pages - self.slack)
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """`max_length` and `pages` as numbers, once the options are sized."""
+        """`max_length` and `pages` as numbers. The options must be a result of `sized`."""
         if self.max_length is None or self.pages is None:
             raise OptionError("max_length and pages are not set: call Options.sized first")
         return self.max_length, self.pages
@@ -367,7 +373,7 @@ class Options:
         model_length
             Maximum number of positions of the target.
         feeds_blocks
-            Whether the drafter is a block drafter, which processes whole blocks.
+            Whether the drafter is a block drafter, see `_BlockOptions`.
 
         Raises
         ------
@@ -412,7 +418,7 @@ def meaning(name: str) -> str:
 
 
 def _check_values(options: Options | InternalOptions) -> None:
-    """Check types and ranges of the integers and choices."""
+    """Check the options that are listed in `_INTEGERS` and `_CHOICES`."""
     for name, value in vars(options).items():
         if name in _INTEGERS:
             low, high, *others = _INTEGERS[name]

@@ -19,13 +19,14 @@ class Promotion:
     """Decides for each request whether its grammar steps run on the host.
 
     The decision is made when a request starts to take part in rounds, and holds until the request
-    leaves its slot. A request without a grammar has no grammar steps: the stamps of its mask rows
-    are written once. A request whose grammar has an automaton is *promoted*: kernels do its steps.
+    leaves its slot. A request without a grammar has no grammar steps. `start` writes the stamps of
+    its mask rows once; these stamps tell kernels that every id is allowed. A request whose grammar
+    has an automaton is *promoted*: kernels do its grammar steps.
 
     Parameters
     ----------
     exchange
-        Memory that contains the stamps.
+        Memory that contains the stamps of the mask rows.
     automata
         Automata on the device; None: no request is promoted.
     lane

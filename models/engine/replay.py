@@ -50,7 +50,7 @@ _HEADER_WORDS = ROUND_ROW.itemsize // 4
 
 @dataclass(frozen=True)
 class RowAssignment:
-    """The request of a batch row when its replay was launched, with slot and epoch at that time.
+    """The request that a batch row was launched with, and the request's slot and epoch at launch.
 
     The request may have left the slot since, because of a stop string, cancellation or preemption.
     The same request may even have left the slot and joined it again, which changes its epoch. In
@@ -83,7 +83,8 @@ class ReplayInFlight:
     rows
         Requests of the batch rows, without padding rows.
     repeats
-        Whether the replay belongs to a loop of several replays.
+        Whether the replay belongs to a generation loop, so that another replay may follow it
+        without a launch.
     """
 
     number: int
@@ -137,7 +138,7 @@ class Replays:
     Parameters
     ----------
     resources
-        Resources that all graphs share: rings, grammar decoder, drafter and timeline.
+        Resources that all graphs share, such as rings, grammar decoder, drafter and timeline.
     stream
         Stream of the replays.
     budget
@@ -152,8 +153,8 @@ class Replays:
     unread
         Launched replays whose results have not been read, oldest first.
     looping
-        Whether a loop is running, which may run more replays than the host knows of. Nothing may be
-        launched meanwhile.
+        Whether a generation loop is running. It may run more replays than the host knows of, so
+        nothing may be launched meanwhile.
     on_parts
         Function to call for each complete replay, or None. Its arguments are the replay and the
         replay's time stamps in order, in device nanoseconds.
@@ -240,7 +241,10 @@ class Replays:
             graph.launch(self._stream)
 
     def leave_loop(self) -> None:
-        """Ask the loop that is running, if any, to end."""
+        """Ask the running generation loop to end.
+
+        This class launches no loops, so it does nothing here; `LoopReplays` overrides it.
+        """
 
     def wait(
         self, stats: EngineStats, shield: Shield, count_progress: Callable[[], int] = lambda: 0
@@ -252,7 +256,8 @@ class Replays:
         stats
             Counters to which the times of retired replays are added.
         shield
-            Shield that defers Ctrl-C. It raises KeyboardInterrupt here.
+            Shield that defers Ctrl-C. While this method waits, deferred signals are passed on, so
+            that Ctrl-C raises KeyboardInterrupt.
         count_progress
             Function that returns the number of completed pieces of work that were enqueued before
             the replay, such as prefill chunks. The deadline starts anew when this number changes.
@@ -264,7 +269,7 @@ class Replays:
             completed for `ROUND_DEADLINE_S` seconds. In the second case, a note of the error
             contains the stacks of the waiting thread and of the running host functions.
         HostWorkError
-            If a host step of a replay failed, that is CPU work that the graph runs as a node.
+            If a host step of a replay failed. A host step is CPU work that a graph runs as a node.
         """
         # The traceback of a KeyboardInterrupt keeps the local variables of this frame alive. None
         # of them may own device resources.
@@ -318,7 +323,7 @@ class Replays:
 
     @contextmanager
     def _engine_numbers(self, flight: ReplayInFlight) -> Iterator[None]:
-        """Replace the graph's replay number by the engine's in errors of host steps."""
+        """In errors of host steps, replace the graph's replay number with the engine's."""
         try:
             yield
         except HostWorkError as error:
@@ -333,7 +338,10 @@ class Replays:
             raise renumbered from error.__cause__
 
     def _engine_number(self, flight: ReplayInFlight, graph_number: int) -> int | None:
-        """Return the engine's number of a graph's replay; None if the replay has retired."""
+        """Return the engine's number of the replay that has `graph_number` in the flight's graph.
+
+        Return None if that replay has retired.
+        """
         for other in (flight, *self._unretired, *self.unread):
             if other.graph is flight.graph and other.graph_number == graph_number:
                 return other.number
@@ -368,12 +376,17 @@ class Replays:
         self._unretired.append(flight)
 
     def wait_idle(self, stats: EngineStats) -> None:
-        """Wait until the device is idle and retire all replays, which must have been read."""
+        """Wait until the device is idle and retire all replays.
+
+        The caller must already have read the results of all replays.
+        """
         self._stream.synchronize()
         self._retire(self.launched, stats)
 
     def drain(self) -> None:
-        """Wait for the device and retire all replays, read or not. Nothing may be launched later.
+        """Wait for the device and retire all replays, even those whose results were not read.
+
+        Nothing may be launched later.
 
         Raises
         ------
@@ -394,7 +407,7 @@ class Replays:
         del self._resources, self._stream
 
     def _retire(self, number: int, stats: EngineStats) -> None:
-        """Retire the replays up to `number`, which have been read and are complete."""
+        """Retire the replays up to `number` whose results were read; they must be complete."""
         while self._unretired and self._unretired[0].number <= number:
             flight = self._unretired.popleft()
             self._resources.decoder.retire(flight.number)
@@ -433,7 +446,10 @@ class Replays:
 
 
 def _read_logprob(record: np.void, num_top: int) -> Logprob:
-    """Return the log probabilities of a token and of the `num_top` most likely legal ids."""
+    """Convert a `LOGPROBS` record of the device to a `Logprob`.
+
+    It contains the `num_top` most likely ids, without ids of probability 0.
+    """
     ids = record["ids"].tolist()
     logprobs = record["logprobs"].tolist()
     top = []

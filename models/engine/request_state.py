@@ -66,10 +66,10 @@ class RequestState:
     prefix_keys
         Prefix-cache keys of the full pages; None until first computed.
     prefix_hits
-        Number of full pages that the prefix cache had at its version `prefix_version`, and how many
-        of these pages no slot used.
+        Number of full pages of this request in the prefix cache, and how many of these pages no
+        slot uses. The numbers are valid while the cache has the version `prefix_version`.
     prefix_version
-        See `prefix_hits`; None if the numbers are unknown.
+        Version of the prefix cache when `prefix_hits` was computed; None: not computed yet.
     slot
         Request slot; -1 while the request has none.
     epoch
@@ -82,7 +82,8 @@ class RequestState:
     reserved_positions
         Number of positions for which the slot has pages.
     draft_capacity
-        Maximum number of drafts in the round that produced the pending drafts; 0 after joining.
+        Maximum number of drafts that the request can have in its next round. 0 right after the
+        request has joined its slot, because nothing has been drafted for it yet.
     undrafted_tokens
         Number of tokens at the end of the output that the drafter has not processed. These are the
         tokens of the round in which the device ended the request.

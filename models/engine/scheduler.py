@@ -56,7 +56,8 @@ PREFIX_LOOKAHEAD = 16
 #: has more cache hits or because there are too few pages for the first request.
 MAX_BYPASSES = 16
 
-#: Number of deadlines of finished requests that may remain in the heap of deadlines.
+#: Deadlines of finished requests are removed from the heap of deadlines when it has more entries
+#: than this number plus twice the number of unfinished requests.
 MIN_DEADLINES = 64
 
 #: A warning is logged after this many consecutive rounds without drafts.
@@ -193,9 +194,10 @@ class Scheduler:
         self.waiting: dict[str, RequestState] = {}
         self.outbox = Outbox()
         self._numbers = itertools.count()
-        # Numbers of preempted requests: -2, -3, ... because -1 means "not waiting".
+        # Queue numbers of requests that were preempted because pages ran out: -2, -3, ..., because
+        # -1 means that a request is not waiting.
         self._front_numbers = itertools.count(-2, -1)
-        # Requests with a compiled grammar or none, sorted by `_sort_key`.
+        # Waiting requests whose grammar is compiled or that have none, sorted by `_sort_key`.
         self._ready: list[_QueueEntry] = []
         # Requests whose grammar is being compiled, by queue number. A grammar's future refers only
         # to the queue numbers, so that it does not keep requests alive.
@@ -285,7 +287,10 @@ class Scheduler:
         self._deadlines = kept
 
     def admit(self) -> None:
-        """Assign slots to ready requests in order, until a request cannot be admitted."""
+        """Assign slots to ready requests until none of the candidates can get one.
+
+        A waiting request is ready when its grammar is compiled or if it has none.
+        """
         while self._compiled:
             number = self._compiled.popleft()
             compiled = self._compiling.pop(number, None)
@@ -296,7 +301,10 @@ class Scheduler:
             pass
 
     def _admit_next(self) -> bool:
-        """Admit the preferred ready request that fits; return False if there is none."""
+        """Admit the first of `_candidates` that gets a slot or is refused.
+
+        Return False if no candidate can be admitted yet.
+        """
         first = self._ready[0][2]
         for state in self._candidates():
             if self._admit(state):
@@ -576,7 +584,8 @@ class Scheduler:
         if state.matcher is None:
             return GraftError(invalid_logits)
         grammar_error = self.replays.grammar_error(state)
-        # The worker's error of a promoted request is that of an earlier request of the slot.
+        # Kernels do the grammar steps of a promoted request, so an error that the grammar worker
+        # has recorded for its slot belongs to an earlier request.
         if grammar_error and self.selector.is_served(state):
             found = MatcherError(grammar_error)
             found.__cause__ = state.matcher.failure
@@ -692,7 +701,7 @@ def _report_compiled(
 
 
 def _backend_error(exception: Exception) -> GraftError:
-    """Return the error of a request for an exception of its matcher."""
+    """Convert an exception that a grammar's matcher raised to the error of its request."""
     if isinstance(exception, GraftError):
         return exception
     return GrammarBackendError.of("matcher", exception)

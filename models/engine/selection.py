@@ -56,7 +56,7 @@ class GraphSelector:
     Parameters
     ----------
     graphs
-        All graphs. They may be added later.
+        All graphs by key. Entries may be added after this object has been created.
     promotion
         Knows which requests need grammar steps on the host.
     kind_without_host
@@ -115,5 +115,5 @@ class GraphSelector:
 
 
 def _guided_request(state: RequestState) -> GuidedRequest:
-    """Return a request as the grammar worker sees it."""
+    """Return the fields of a request that the grammar worker needs."""
     return GuidedRequest(state.slot, state.epoch, state.matcher, state.start_position)

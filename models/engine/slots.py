@@ -101,7 +101,7 @@ class SlotManager:
         Number of additional positions that draft trees use. They get pages even after the last
         position that the request may generate.
     promotion
-        Promotes requests when they start to take part in rounds.
+        Decides, when a request starts to take part in rounds, whether kernels do its grammar steps.
 
     Attributes
     ----------
@@ -297,7 +297,7 @@ class SlotManager:
         """Allocate pages for the rounds of a loop after the first one.
 
         The free pages are divided among the requests. If a request gets fewer than `PAGES_AHEAD` of
-        them, idle pages of the prefix cache are evicted until it has this many. No more pages are
+        them, unused pages of the prefix cache are evicted until it has this many. No more pages are
         evicted, because the request may end long before it uses them.
 
         Parameters

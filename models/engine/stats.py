@@ -15,8 +15,7 @@ __all__ = ["EngineStats"]
 class EngineStats:
     """Counters since the engine was created or `Engine.reset_stats` was called.
 
-    A *row round* is the part of a request in one round. A round with four requests counts as four
-    row rounds.
+    A *row round* is one round of one request. A round with four requests counts as four row rounds.
 
     Parameters
     ----------

@@ -28,13 +28,14 @@ __all__ = ["DraftBudget", "draft_lengths"]
 
 LOG = logging.getLogger("graft")
 
-#: Weight of the old value in a moving average.
+#: Weight of the old value in the moving averages of acceptance probabilities and round times.
 DECAY = 0.8
 #: Acceptance probability of a draft before any has been verified.
 INITIAL_ACCEPTANCE = 0.7
-#: Rounds of a bucket between two decisions.
+#: Number of rounds of a bucket after which its draft length is chosen again.
 DECISION_INTERVAL = 8
-#: Minimum ratio of rates for which another length is chosen.
+#: The draft length changes only if the rate of the best length is at least this many times the rate
+#: of the current one.
 MIN_GAIN = 1.05
 #: The last EXPLORATION_ROUNDS of every EXPLORATION_PERIOD rounds use a neighbouring length.
 EXPLORATION_PERIOD = 64
@@ -65,10 +66,10 @@ class DraftBudget:
     to the drafts with the greatest ``s_j`` of all requests.
 
     An acceptance probability is a moving average over the rounds of a request. It starts at the
-    average of all requests. A draft that could have been generated but was not counts as rejected.
-    A draft number that has never been generated is assumed to be accepted as often as the previous
-    one. For trees, j is the depth. Each length then has its own probabilities, because a tree with
-    fewer drafts has another shape.
+    average of all requests. If the drafter generated fewer drafts than it could have, the missing
+    drafts count as rejected. If draft j has never been generated, its probability is assumed to be
+    that of draft j - 1. For trees, j is the depth. Each length then has its own probabilities,
+    because a tree with fewer drafts has another shape.
 
     Round times are moving averages of measured rounds, because grammars, long contexts and host
     drafters delay rounds in ways that a profile of the graph does not show. The time of a length
@@ -129,8 +130,8 @@ class DraftBudget:
     def drafts_to_generate(self, bucket: int, length: int) -> int:
         """Return the maximum number of drafts that a round of this length generates per request.
 
-        A round with several batch rows generates the next greater length, so that the device can
-        give more rows to some requests and fewer to others.
+        A round with several batch rows generates as many drafts as the next greater length has, so
+        that the device can give more rows to some requests and fewer to others.
         """
         if bucket == 1 or length == 0:
             return length

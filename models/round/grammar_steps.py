@@ -1,4 +1,4 @@
-"""Steps of the grammar in the graph of a round."""
+"""Adds the grammar steps to the graph of a round."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["GrammarSteps"]
 
 
 class GrammarSteps:
-    """Adds the steps of the grammar to the grammar lane of a round.
+    """Adds the grammar steps to the grammar lane of a round.
 
-    A step on the host is work of the guided decoder, followed by a copy of the mask rows that it
-    fills to the device. The kernels of promoted requests follow it, because the copy overwrites the
-    mask rows of all slots.
+    The host part of a step is work of the guided decoder, followed by a copy of the filled mask
+    rows to the device. The kernels that do the step for promoted requests come after this copy,
+    because it overwrites the mask rows of all slots.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ class GrammarSteps:
     exchange
         Memory that contains the mask rows.
     automata
-        Adds the kernels; None: no request is promoted.
+        Adds the kernels for promoted requests; None: no request is promoted.
     row_slot
         int32 [B], slot of each batch row.
     """
@@ -52,8 +52,8 @@ class GrammarSteps:
         num_rows
             Number of mask rows that the round can need.
         begun
-            Mark of the model lane after slots have been assigned to batch rows. Host work need not
-            wait for it.
+            Mark of the model lane after slots have been assigned to batch rows. Only the kernels
+            for promoted requests have to wait for it.
         name
             Node name of the step.
         """
@@ -73,7 +73,8 @@ class GrammarSteps:
         lane
             Grammar lane, ordered after verification.
         row
-            Mask row under which a draft of this round is sampled; None if there is none.
+            Mask row to fill for the first draft of this round; None if no draft is sampled under a
+            mask row.
         name
             Node name of the step.
         """

@@ -26,8 +26,8 @@ from graft.native import _native
 
 __all__ = ["LOOP_ENTRIES", "LoopControl", "LoopGraph"]
 
-#: Number of entries of the input and output rings of an engine with generation loops. A loop ends
-#: when all entries but one are unread.
+#: Number of entries of the output ring of an engine with generation loops. A loop ends when the
+#: host has not read the results in all entries but one.
 LOOP_ENTRIES = 64
 
 _KERNELS = Path(__file__).parent / "kernels" / "loop.cu"
@@ -47,20 +47,21 @@ class LoopControl:
     max_batch
         Maximum number of batch rows.
     slack
-        Number of positions after a request's last token that draft trees use.
+        Number of positions after a request's last possible position that drafts may write.
     entries
         Number of entries of the output ring.
 
     Attributes
     ----------
     words
-        Fields ``end_loop`` and ``released``, see kernels/loop.cu.
+        Pinned words ``end_loop`` and ``released``, see kernels/loop.cu.
     rows
-        Field ``last``, int32 [entries, 1]: whether a replay is the last one of its loop.
+        Pinned words ``last``, int32 [entries, 1]: whether a replay is the last one of its loop.
     loop
         int32 [3] on the device: ``Loop``, see kernels/loop.cu.
     row_slot, reserved
-        int32 [B] on the device: slot of each batch row, and its number of positions with pages.
+        int32 [max_batch] on the device: slot of each batch row, and number of positions for which
+        this slot has pages.
     """
 
     def __init__(self, device: Device, max_batch: int, slack: int, entries: int):
@@ -82,7 +83,10 @@ class LoopControl:
         _native.store_release_i32(self.words["released"].host_ptr, replay_word(replay))
 
     def is_last(self, replay: int) -> bool:
-        """Return whether a replay of a loop is its last one. Its results must be published."""
+        """Return whether a replay is the last one of its loop.
+
+        The results of the replay must have been published.
+        """
         field = self.rows["last"]
         return bool(field.array[replay % field.slots, 0])
 
@@ -93,14 +97,16 @@ class LoopControl:
 
 
 class LoopGraph(RoundGraph):
-    """Rounds of one batch bucket and draft length that one launch repeats.
+    """Graph of a generation loop for one batch bucket and draft length.
+
+    One launch runs many rounds.
 
     Parameters
     ----------
     resources, scratch, batch, drafts, max_new_drafts
         As in `RoundGraph`.
     control
-        State that host and device share.
+        State that all generation loops share with each other and with the host.
     """
 
     def __init__(

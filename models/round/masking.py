@@ -64,7 +64,7 @@ class DraftMasking:
     model_lane, grammar_lane
         Lanes of the round.
     wait
-        Makes the model lane wait for a mark.
+        Function that makes the model lane wait for a mark of the grammar lane.
     stamps
         Timeline of the round. Each wait of the model lane is recorded as a separate part.
     feed
@@ -81,8 +81,8 @@ class DraftMasking:
     commit_name
         Node name of the commit step.
     commit_row
-        Mask row that is copied to the device after the commit step, because drafts of this round
-        are sampled under it; None if no draft is.
+        Mask row that is copied to the device after the commit step, because the first draft of this
+        round is sampled under it. None if drafts are not sampled under mask rows.
     """
 
     name = "none"
@@ -237,7 +237,7 @@ class LatticeProbeMasking(DraftMasking):
         return 0 if feed.branch > 1 else self._levels
 
 
-#: Classes by masking of the draft mode.
+#: Class for each value of `DraftMode.masking`.
 MASKING_CLASSES: dict[str, type[DraftMasking]] = {
     "none": NoMasking,
     "fill": FillMasking,

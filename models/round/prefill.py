@@ -22,18 +22,20 @@ __all__ = ["CHUNK", "CHUNK_SIZES", "Prefill", "PrefillChunk", "PrefillScheduler"
 _THREADS = 128
 _KERNELS = Path(__file__).parent / "kernels" / "prefill.cu"
 
-#: Rows of a chunk's forward pass; each size is a CUDA graph. `CHUNK` is the greatest.
+#: Numbers of rows of a chunk's forward pass; each size has its own CUDA graph. `CHUNK` is the
+#: greatest size.
 CHUNK_SIZES = (4, 8, 16, 32, 64, 128, 256)
 CHUNK = CHUNK_SIZES[-1]
 
-#: Maximum rows between two rounds if the number is chosen automatically.
+#: Maximum number of prompt tokens that are prefilled between two rounds if the number is chosen
+#: automatically.
 MAX_ROWS = 1024
-#: Maximum time of the rows between two rounds, as a fraction of the time of a round.
+#: Maximum time for prefill between two rounds, as a fraction of the time of a round.
 MAX_ROUND_FRACTION = 0.8
 #: Weight of a new time in the moving average of a chunk size.
 TIME_WEIGHT = 0.2
-#: Factor by which the average of a size that takes too long shrinks each time it is skipped, so
-#: that a size with an outlier is tried again after some hundred chunks.
+#: Each time a chunk size is skipped because it takes too long, its average time is multiplied by
+#: this factor. A size whose average is too high because of an outlier is thus tried again later.
 FORGET = 0.9998
 
 
@@ -45,9 +47,9 @@ class PrefillChunk(NamedTuple):
     rows
         Number of prompt tokens.
     is_done
-        Returns whether the device has completed the chunk.
+        Function that returns whether the device has completed the chunk.
     elapsed_s
-        Returns its device time in seconds, once it is complete.
+        Function that returns the device time of the completed chunk in seconds.
     """
 
     rows: int
@@ -58,9 +60,9 @@ class PrefillChunk(NamedTuple):
 class PrefillScheduler:
     """Chooses the number of prompt tokens that are prefilled between two rounds.
 
-    The default is the greatest number of rows whose measured time, including the launch, is at most
-    `MAX_ROUND_FRACTION` of a round. Prefill therefore delays a token by less than the time of a
-    round.
+    By default, it is the greatest number of rows (prompt tokens) whose measured time, including the
+    launch, is at most `MAX_ROUND_FRACTION` of a round. Prefill therefore delays the next token of a
+    running request by less than the time of a round.
 
     The time of a chunk size is measured, because it is not proportional to the number of rows: a
     forward pass reads the weights once for any number of rows. Twice the rows take at most twice
@@ -104,9 +106,10 @@ class PrefillScheduler:
         return CHUNK * min(num_chunks, MAX_ROWS // CHUNK)
 
     def charged_rows(self, rows: int, allowed: int) -> int:
-        """Return by how much a chunk reduces the number of allowed rows.
+        """Return how many of the allowed rows a chunk uses up.
 
         The number is proportional to the chunk's time, and at least the chunk's number of rows.
+        Small chunks take more time per row than large ones.
 
         Parameters
         ----------
@@ -145,8 +148,8 @@ class Prefill:
     same code as all others. A kernel computes a row independently of the other rows, so outputs do
     not depend on the chunk boundaries.
 
-    Each chunk is one graph launch, because the host needs more time to enqueue the kernels of a
-    short chunk one by one than the device needs to run them.
+    Each chunk is one graph launch. Without graphs, the host would need more time to launch the
+    kernels of a short chunk one by one than the device needs to run them.
 
     Parameters
     ----------
@@ -157,8 +160,8 @@ class Prefill:
     drafter
         Drafter; None without speculation.
     slots
-        Number of slots. Each has a separate staging area, so that a prompt can be enqueued while
-        the copy of another is still pending.
+        Number of slots. Each slot has its own buffer in pinned memory for its prompt, so that a
+        prompt can be enqueued while the copy of another slot's prompt is still pending.
     max_length
         Maximum number of prompt tokens.
     programmatic
@@ -200,8 +203,9 @@ class Prefill:
         Returns
         -------
         list of PrefillChunk
-            The second run of each size, for `PrefillScheduler.record_time`. Empty if all sizes use
-            the same kernels; then nothing is run.
+            The second run of each size, whose time the caller passes to
+            `PrefillScheduler.record_time`. Empty if all sizes use the same kernels; then no chunk
+            is run.
         """
         self._add_rows(lane, 0, 0, 0, 0)
         if self._target.kernels.form == "thread":
@@ -244,7 +248,10 @@ class Prefill:
         return executable
 
     def _add_rows(self, lane: StreamLane, slot: int, begin: int, end: int, last: int) -> None:
-        """Enqueue the kernel that writes the rows of tokens `begin` to `end`, and padding."""
+        """Enqueue the kernel that writes the forward rows of tokens `begin` to `end` (exclusive).
+
+        The remaining rows of the chunk become padding.
+        """
         args = (self._tokens, slot, begin, end, last, CHUNK, self._rows)
         lane.kernel(self._write_rows, 1, _THREADS, args, name="prompt rows")
 
@@ -258,9 +265,9 @@ class Prefill:
     ) -> Iterator[PrefillChunk]:
         """Enqueue the prefill of a prompt, one chunk per iteration.
 
-        The page tables of the slot must be set. The previous prompt of the slot must have been
-        copied, because its staging area is overwritten. A prompt must be enqueued completely before
-        the next one begins.
+        The caller must have set the slot's page tables. The device must have copied the previous
+        prompt of the slot, because its pinned buffer is overwritten. A prompt must be enqueued
+        completely before the next one begins.
 
         Parameters
         ----------

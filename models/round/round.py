@@ -8,10 +8,10 @@ recorded::
     grammar  open ----------------------^          `- commit ...
 
 ``begin`` assigns slots to batch rows, and forward rows to drafts. ``open`` fills the mask rows that
-the round still needs, concurrently with the target forward pass. These are the row after the last
-draft or, if no row was filled while drafting, all rows. If the round has fewer forward rows than
-there may be drafts, ``begin`` cuts some drafts, and ``open`` waits for ``begin``. The nodes after
-verification are described in `graft.models.round.masking`.
+verification needs and that are still missing, concurrently with the target forward pass. If mask
+rows were filled while drafting, only the row after the last draft is missing; otherwise all rows
+are. If the round has fewer forward rows than there may be drafts, ``begin`` cuts some drafts, and
+``open`` waits for ``begin``. `graft.models.round.masking` describes the nodes after verification.
 
 A *replay* is one launch of the graph; replays are numbered from 1.
 """
@@ -63,7 +63,7 @@ class RoundResources:
     mode
         Draft mode.
     masking
-        Class that decides where the grammar steps of the mode are.
+        Class that adds the grammar steps for the draft mode to a graph.
     sampler
         Samples and verifies tokens, and samples the drafts of a chain.
     tree
@@ -82,7 +82,7 @@ class RoundResources:
     timeline
         Time stamps of recent replays, see `make_timeline`.
     replay
-        int32 [1], number of the current replay.
+        int32 [1] on the device, number of the current replay.
     depth
         Maximum number of drafts that a round can accept, which is the depth of the draft tree.
     programmatic
@@ -281,7 +281,7 @@ class RoundGraph:
         self._model.wait(mark)
 
     def _start_drafting(self) -> None:
-        """Add the nodes of a subclass between verification and drafting; by default none."""
+        """Add nodes between verification and drafting. A subclass may override this method."""
 
     def _add_target_forward(self, feed: Feed) -> None:
         """Add ``begin``, ``open`` and the target forward pass."""
@@ -328,14 +328,17 @@ class RoundGraph:
         self._model.kernel(kernel, 1, _THREADS, args, name="begin")
 
     def _input_args(self) -> list[object]:
-        """Return the arguments of ``begin`` that describe the ring of slots."""
+        """Return the arguments of ``begin`` for the ring that has the slot of each batch row."""
         inputs = self.resources.inputs
         slots = inputs["slot"]
         stamp = inputs.stamp
         return [slots, slots.stride, stamp, stamp.stride, inputs.entries]
 
     def _before_publishing(self) -> None:
-        """Add the nodes of a subclass between verification and publication; by default none."""
+        """Add nodes between verification and the publication of its results.
+
+        A subclass may override this method.
+        """
 
     def _add_verification(self, feed: Feed) -> None:
         """Add sampling, verification and, for trees, the compaction of the KV cache."""
@@ -356,7 +359,7 @@ class RoundGraph:
         self._stamps.end("verify", last=resources.drafter is None)
 
     def _add_drafting(self, feed: Feed, drafter: Drafter) -> None:
-        """Add the processing of the committed tokens and the drafts of the next round."""
+        """Let the drafter process the committed tokens and generate the next round's drafts."""
         resources = self.resources
         model = self._model
         levels = min(resources.mode.levels, self.max_new_drafts)

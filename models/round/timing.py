@@ -45,13 +45,13 @@ def make_timeline(device: Device, entries: int, draft_length: int) -> PinnedSlot
 
 
 def timeline_args(timeline: PinnedSlots) -> tuple[object, ...]:
-    """Return the arguments of kernels that write a stamp."""
+    """Return the arguments with which a kernel finds the timeline entry to write a stamp to."""
     field = timeline["ns"]
     return field, field.stride, timeline.slots
 
 
 class Stamps:
-    """Adds stamps at the ends of a round's parts to a lane.
+    """Adds nodes to the model lane that write a time stamp after each part of a round.
 
     The kernel that begins the round writes the first stamp.
 
@@ -66,7 +66,7 @@ class Stamps:
     lane
         Model lane.
     every
-        Whether to add stamps between the first and the last.
+        Whether to write a stamp after every part, or only at the end of the round.
 
     Attributes
     ----------
