@@ -60,7 +60,7 @@ def open_device(kind: str | None = None, ordinal: int | None = None) -> Device:
             _device = Device(selected, ordinal or 0, reason)
             return _device
         if requested not in chooser.KINDS:
-            chooser.choose(requested)  # raises
+            chooser.choose(requested)  # raises OptionError
         same_kind = kind in (None, "auto", _device.kind)
         if not same_kind or ordinal not in (None, _device.ordinal):
             raise OptionError(
@@ -89,7 +89,10 @@ class Device(Context):
 
     @property
     def runs_gpu_code(self) -> bool:
-        """Whether kernels run in the forms for GPUs: on CUDA, and on the soft device with PTX."""
+        """Whether kernels run the code for GPUs instead of the code for CPUs.
+
+        This is the case on CUDA and, with ``GRAFT_CODE=ptx``, on the soft device.
+        """
         return self.kind == "cuda" or soft_device_runs_ptx()
 
     def describe(self) -> str:
@@ -128,8 +131,8 @@ class Device(Context):
     def from_host(self, array: NDArray, dtype: str | None = None) -> DeviceArray:
         """Copy a host array to the device.
 
-        The values have the storage type of `dtype`, which is the element type of the array by
-        default. For an 8- or 16-bit float they may also be float32 and are rounded.
+        `array` must have the storage type of `dtype`, which is by default its own element type. If
+        `dtype` is an 8- or 16-bit float, `array` may also be float32; its values are then rounded.
         """
         return from_host(self, array, dtype)
 
@@ -141,7 +144,7 @@ class Device(Context):
     def load(self, path: str | Path, defines: Mapping[str, object] | None = None) -> KernelModule:
         """Compile and load a kernel source file.
 
-        A source that is loaded already, with the same macros, is not loaded again.
+        If the file is already loaded with the same macros, return the loaded module.
         """
         return load(self, path, defines)
 

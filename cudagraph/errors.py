@@ -6,8 +6,8 @@ from __future__ import annotations
 class GraftError(Exception):
     """Base class of all errors that graft raises deliberately.
 
-    `param` is the name of the argument or of the request's field that is at fault; None if no
-    single one is.
+    `param` names the argument or the field of the request that is at fault; None if the error does
+    not belong to a single one.
     """
 
     param: str | None = None

@@ -76,8 +76,9 @@ class Lane(Protocol):
 class StreamLane:
     """A lane that enqueues its work on a stream at once.
 
-    Arrays may be dropped as soon as the work is enqueued. Their memory is freed only after the work
-    in flight. If the stream is capturing a graph, the graph keeps the arrays alive.
+    Arrays may be dropped as soon as the work is enqueued. Their memory is freed only after the
+    enqueued work has finished. If the stream is capturing a graph, the graph keeps the arrays
+    alive.
     """
 
     def __init__(self, stream: Stream) -> None:

@@ -93,10 +93,10 @@ class Stream:
 class Event:
     """A CUDA event. Graphs that use it keep it alive.
 
-    Waits and records of an event are matched in the order in which they are enqueued; for the nodes
-    of a replay, this is the time of its launch. An event wait node therefore waits for the last
-    record before the launch. A wait that is enqueued after the launch waits for the event record
-    node of that replay.
+    Waits and records of an event are matched in the order in which they are enqueued. The event
+    nodes of a graph count as enqueued when a replay is launched. An event wait node therefore waits
+    for the last record before the launch. A wait that is enqueued after the launch waits for the
+    event record node of that replay.
 
     With `timing`, the event records the time for :meth:`elapsed_s`, which adds a small cost to
     every record.

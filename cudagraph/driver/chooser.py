@@ -110,7 +110,7 @@ def choose(kind: str) -> tuple[str, str]:
 
 
 def preload_soft() -> Path:
-    """Load the soft device as this process's driver and block imports that cannot use it.
+    """Load the soft device as this process's driver, and make imports of `GUARDED` packages fail.
 
     Return the path of the library. DeviceError is raised if it does not exist or another
     libcuda.so.1 is already loaded.

@@ -71,8 +71,8 @@ class Context:
     def release_unused(self, timeout_s: float = 5.0) -> bool:
         """Free all unused resources, then release the primary context.
 
-        The device stays open: the next call that needs the context retains it again. Dropped
-        objects may still be freed for up to ``timeout_s`` seconds. Return False if arrays, streams
+        The device stays open: the next call that needs the context retains it again. The call waits
+        up to ``timeout_s`` seconds until dropped objects are freed. Return False if arrays, streams
         or graphs are still in use; they continue to work.
         """
         with self._lock:

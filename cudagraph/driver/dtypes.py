@@ -1,6 +1,6 @@
-"""Element types by name, including bfloat16 and float8.
+"""Element types by name, including bfloat16 and float8, which NumPy lacks.
 
-NumPy has no such types. Host arrays of them have an unsigned integer dtype and contain the bits.
+Host arrays of these two types have an unsigned integer dtype and contain the bits of the values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def itemsize(name: str) -> int:
 
 
 def ctypes_type(name: str) -> type[ctypes._SimpleCData]:
-    """Return the ctypes type of one element; types that ctypes lacks are given by their bits."""
+    """Return the ctypes type of one element.
+
+    For a float type that ctypes lacks, this is the unsigned integer of the same size.
+    """
     dtype = numpy_dtype(name)
     if dtype == np.float16:
         return ctypes.c_uint16

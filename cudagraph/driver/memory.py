@@ -25,7 +25,7 @@ from graft.native import _native
 
 CLOSE_LIMIT_S = 10.0
 OUT_OF_MEMORY = 2
-#: Size limit of arrays, exclusive.
+#: Every array must have fewer bytes than this.
 MAX_BYTES = 1 << 63
 HostBuffer = ctypes.Array[ctypes.c_ubyte]
 
@@ -44,7 +44,7 @@ class Span(NamedTuple):
 
 
 def check_shape(shape: int | tuple[int, ...], subject: str) -> tuple[int, ...]:
-    """Return a shape, or the size of the only axis, as a tuple of positive ints.
+    """Return `shape`, which is a tuple or the size of the only axis, as a tuple of positive ints.
 
     An invalid size raises ShapeError, which names the array or function by `subject`.
     """
@@ -210,7 +210,7 @@ class DeviceArray:
         return DeviceArray(self.context, shape, self.dtype, self._allocation, offset)
 
     def to_host(self) -> NDArray:
-        """Wait until the device is idle, then return a copy in the storage type."""
+        """Wait until the device is idle, then return a host copy in the storage type of `dtype`."""
         out = np.empty(self.shape, numpy_dtype(self.dtype))
         self.context.synchronize()
         self.context.transfer(
@@ -221,8 +221,9 @@ class DeviceArray:
     def copy_from(self, array: NDArray) -> None:
         """Wait until the device is idle, then overwrite this array with a host array.
 
-        The values have this shape and the storage type of this array's dtype. If the dtype is an 8-
-        or 16-bit float, the values may also be float32 and are rounded to nearest even.
+        The host array must have the shape of this array and the storage type of its dtype. If the
+        dtype is an 8- or 16-bit float, the host array may also be float32; its values are then
+        rounded to nearest even.
         """
         source = _to_storage(array, self.dtype)
         if source.shape != self.shape:

@@ -12,9 +12,9 @@ from collections import Counter, defaultdict
 from graft.cudagraph.driver.chooser import soft_library
 
 TEXT_BYTES = 1 << 16
-#: Groups whose counters `snapshot` reports one by one.
+#: Groups of counters that `snapshot` reports by name.
 BY_NAME = ("live", "leaked", "count")
-#: Groups of which `snapshot` reports the sum.
+#: Groups of counters of which `snapshot` reports only the sum.
 TOTALS = ("calls", "gil_held")
 
 

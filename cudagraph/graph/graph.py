@@ -137,7 +137,10 @@ class GraphBase(ABC):
 
     @abstractmethod
     def check_node_kind(self, kind: str, name: str, child: Graph | None = None) -> None:
-        """Raise OptionError if a node of this kind, or its child graph, is not allowed here."""
+        """Raise OptionError if a node of this kind is not allowed in this graph or body.
+
+        For a child-graph node, also check the nodes of the graph `child`.
+        """
 
     def check_open(self) -> None:
         """Raise OptionError if the graph is closed or was moved into another graph."""
@@ -146,8 +149,8 @@ class GraphBase(ABC):
     def lane(self, name: str) -> GraphLane:
         """Return the lane with this name; create it if it does not exist.
 
-        The first node of a lane depends on no other node. The name of the lane on which the graph
-        counts its launches raises OptionError.
+        The first node of a lane depends on no other node. OptionError is raised for the name that
+        is reserved for counting launches (`_COUNTER_LANE`).
         """
         if name == _COUNTER_LANE:
             raise OptionError(
@@ -179,8 +182,8 @@ class GraphBase(ABC):
         """Return the CUgraphNode of a node, given as an entry of `nodes` or by name.
 
         OptionError is raised if the node does not exist, its name is ambiguous, it is not of
-        `kind`, or it has a programmatic edge. The message says what the caller wanted to do by
-        `action`, a verb phrase such as "change the".
+        `kind`, or it has a programmatic edge. `action` is a verb phrase such as "change the", with
+        which the message says what the caller wanted to do.
         """
         if isinstance(node, str):
             found = [n for n in self.nodes if n.name == node]
@@ -311,10 +314,10 @@ class GraphBase(ABC):
             self.child_graphs[index] = child
 
     def tail(self, lane: str) -> tuple[int, ...]:
-        """Return the indices of the nodes that a mark at the current end of a lane stands for.
+        """Return the indices of the nodes that a mark at the current end of a lane refers to.
 
-        The lane's next node depends on these nodes as well. After a mark, this dependency is an
-        ordinary edge and not a programmatic one.
+        Lanes that wait for the mark depend on these nodes. The next node of this lane depends on
+        them as well; after this call, by an ordinary edge and not by a programmatic one.
         """
         with self._lock:
             self._kernel_tails.discard(lane)

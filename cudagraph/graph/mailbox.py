@@ -32,8 +32,8 @@ LINE_WORDS = 16
 #: reached its deadline.
 REQUEST, ACK, TIMED_OUT = range(3)
 ONE_THREAD = (1, 1, 1)
-#: Number from which the requests of a mailbox are counted. After 2**32 - 1 follows 1, because 0
-#: means that there is no request.
+#: Initial value of the counter that numbers the requests of a mailbox: the first request has the
+#: next number. The number after 2**32 - 1 is 1, because 0 means "no request".
 FIRST_REQUEST = 0
 #: A worker in mode "park" polls continuously for SPIN_S after a request and then every SLEEP_S.
 SPIN_S = 50e-6
@@ -123,8 +123,8 @@ class Mailbox:
     priority, so that in executables instantiated with ``priorities=True`` they do not have to wait
     for the blocks of a large kernel.
 
-    The graph counts completed launches in the word `completed`; it is None if each launch posts one
-    request.
+    If a launch may post several requests, the graph counts its completed launches in the word
+    `completed`. If each launch posts one request, `completed` is None.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Mailbox:
         self._completed = completed
         self._words = PinnedArray(context, (3, LINE_WORDS), "int32")
         self._counter = from_host(context, np.array([FIRST_REQUEST], np.uint32))
-        # The host reads this number to know where the device begins to count.
+        # The host side of the mailbox reads here with which number the device begins to count.
         self._words.array.view(np.uint32)[ACK, 0] = FIRST_REQUEST
         self._kernels = load(context, KERNELS)
         self._scratch = None if output is None else np.zeros(output.shape, output.array.dtype)

@@ -142,7 +142,7 @@ def move_child(graph: int, dependencies: list[Any], child: int) -> Any:
 
 
 def add_event(function: Any, graph: int, dependencies: list[Any], event: int) -> Any:
-    """Add a node with `function`, which is cuGraphAddEventRecordNode or cuGraphAddEventWaitNode."""
+    """Add an event node with cuGraphAddEventRecordNode or cuGraphAddEventWaitNode (`function`)."""
     return call(function, graph, dependencies, len(dependencies), event)
 
 
@@ -186,7 +186,7 @@ def add_host(
 
 
 def add_mailbox_wait(graph: int, dependencies: list[Any], address: int) -> Any:
-    """Add a memory operation that waits until a 32-bit word is 1."""
+    """Add a batch memory operation node that waits until a 32-bit word is 1."""
     wait = cu.CUstreamBatchMemOpParams()
     kinds = cu.CUstreamBatchMemOpType
     flags = cu.CUstreamWaitValue_flags

@@ -153,10 +153,10 @@ def hostfunc(stream: StreamLike | int, work: HostWork, *args: object, spin: Spin
     """Enqueue host work on a stream, to run once after the work enqueued before it.
 
     If the stream is capturing a graph, for example through CuPy or torch, the work becomes a host
-    node of that graph and runs in every replay. It is kept alive as long as the graph, its
-    executables and their launches. After a failure, the host steps of the graph are skipped until
-    :func:`check_captured`, ``Stream.synchronize()`` or the next ``hostfunc()`` has raised the
-    failure.
+    node of that graph and runs in every replay. The work is kept alive as long as the graph, one of
+    its executables or one of their launches exists. After a failure, the host steps of the graph
+    are skipped until :func:`check_captured`, ``Stream.synchronize()`` or the next ``hostfunc()``
+    has raised the failure.
 
     Parameters
     ----------

@@ -66,12 +66,12 @@ def _usable_folder(folder: Path) -> Path:
 def nvrtc_options(
     path: Path | None = None, defines: Mapping[str, object] | None = None
 ) -> list[str]:
-    """Return the NVRTC options for a kernel source with these macros.
+    """Return the NVRTC options for a kernel source at `path` with the macros `defines`.
 
     NVRTC must not contract a product and a sum to one fused multiply-add: it would do so in some
     copies of an unrolled loop and not in others, so that a result would depend on which copy
-    computed it. Kernels call ``fmaf`` explicitly. The folder of the source file is added to the
-    include path.
+    computed it. Kernels call ``fmaf`` explicitly. The folder of `path` is added to the include
+    path.
     """
     folders = include_folders(None if path is None else Path(path).parent)
     macros = [f"-D{key}={value}" for key, value in sorted((defines or {}).items())]

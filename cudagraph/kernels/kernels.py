@@ -54,8 +54,8 @@ class PackedArgs:
     """Arguments in the memory layout of one kernel.
 
     The driver copies the values during the call that launches the kernel or adds the node. This
-    object must live until that call has returned. The module and the arrays, `owners`, must live as
-    long as the kernel can run.
+    object must live until that call has returned. The objects in `owners`, which are the module and
+    the arrays, must live as long as the kernel can run.
     """
 
     __slots__ = ("_pointers", "_values", "owners")
@@ -204,7 +204,8 @@ class Kernel:
         """Request a division of the L1 cache into shared memory (``percent``) and cache.
 
         Two kernels can run on a multiprocessor at the same time only if they have the same
-        division. The driver chooses a larger one if the kernel needs it.
+        division. If the kernel needs more shared memory than `percent` gives, the driver chooses a
+        larger share.
         """
         attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
         call(cu.cuFuncSetAttribute, self.function, attribute, percent)
@@ -277,9 +278,9 @@ _modules_lock = threading.Lock()
 def load(
     context: Context, path: str | Path, defines: Mapping[str, object] | None = None
 ) -> KernelModule:
-    """Compile and load a kernel source file with the given values of macros.
+    """Compile and load a kernel source file with the macros `defines`.
 
-    A source that is loaded already, with the same macros, is not loaded again.
+    If the file is already loaded with the same macros, return the loaded module.
     """
     values = {name: str(value) for name, value in (defines or {}).items()}
     macros = tuple(sorted(values.items()))
@@ -304,7 +305,7 @@ def load_text(
     defines: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> KernelModule:
-    """Compile and load kernel source with the given values of macros.
+    """Compile and load kernel source with the macros `defines`.
 
     Parameters
     ----------

@@ -25,8 +25,8 @@ from graft.native.softcuda.ptx_library import build_ptx_library
 CODES = ("host", "ptx")
 #: Compute capability times 10 for which kernels are compiled unless ``GRAFT_PTX_ARCH`` is set.
 DEFAULT_ARCHITECTURE = 90
-#: Options that CuPy appends on hardware. ``-ftz=true`` flushes denormals to zero, as the soft
-#: device does.
+#: NVRTC options that CuPy adds when it compiles for a GPU. ``-ftz=true`` flushes denormals to zero,
+#: as the soft device does.
 OPTIONS = ("--device-as-default-execution-space", "-ftz=true", "-lineinfo")
 
 
@@ -84,10 +84,11 @@ def nvrtc_library() -> Path:
 
 
 def provide_ptx_library(cache: Path) -> None:
-    """Make the PTX library known to the soft device, in this process and its child processes.
+    """Compile the library that interprets PTX, and tell the soft device its path.
 
-    The library, which interprets PTX, is compiled when a machine first needs it, in about a minute
-    of processor time. If ``SOFTCUDA_PTX_LIBRARY`` is set, the library at this path is used.
+    The soft devices of this process and of its child processes use the library. It is compiled when
+    a machine first needs it, in about a minute of processor time. If ``SOFTCUDA_PTX_LIBRARY`` is
+    set, the library at this path is used instead.
 
     Parameters
     ----------
@@ -112,9 +113,9 @@ def provide_ptx_library(cache: Path) -> None:
 def compile_ptx(text: str, name: str, options: Sequence[str], cache: Path, key: str = "") -> bytes:
     """Compile CUDA C++ to PTX, which ends with a null byte.
 
-    `options` are NVRTC's, besides the architecture and `OPTIONS`. Compiled texts are kept in the
-    folder `cache`; `key` must change whenever included files change. KernelError is raised if the
-    source does not compile, or NVRTC is missing.
+    NVRTC receives `options` in addition to the architecture and `OPTIONS`. Compiled texts are kept
+    in the folder `cache`; `key` must change whenever included files change. KernelError is raised
+    if the source does not compile, or NVRTC is missing.
     """
     nvrtc, version = _nvrtc()
     arguments = [*options, *OPTIONS, f"-arch=compute_{architecture()}"]

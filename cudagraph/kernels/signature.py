@@ -85,11 +85,15 @@ def waiting_kernels(text: str) -> frozenset[str]:
 
 
 def _always_waits(body: str) -> bool:
-    """Return whether the text after a kernel's parameter list meets `waiting_kernels`."""
+    """Return whether a kernel meets the conditions of `waiting_kernels`.
+
+    `body` is the text after the kernel's parameter list.
+    """
     for call in _WAIT.finditer(body):
         before = _without_blocks(body[: call.start()].strip())
-        # The kernel's own brace must be the only open one. The text before a call that belongs to a
-        # condition or loop without braces ends in another character than the two below.
+        # The brace of the kernel must be the only open one. The text before the call must end in
+        # `{` or `;`; it ends in another character if the call belongs to an `if` or loop without
+        # braces.
         is_inside = before.startswith("{") and before.count("{") == 1
         if is_inside and before.rstrip()[-1] in "{;" and not _RETURN.search(before):
             return True
@@ -97,7 +101,10 @@ def _always_waits(body: str) -> bool:
 
 
 def _without_blocks(text: str) -> str:
-    """Replace the complete blocks of `text` by ``;``. A ``return`` is kept unless in a lambda."""
+    """Replace each complete block of `text` with ``;``, or with ``return;`` if it returns.
+
+    A ``return`` in a lambda does not count, because it does not leave the kernel.
+    """
     while block := _LAMBDA.search(text) or _BLOCK.search(text):
         is_lambda = _LAMBDA.fullmatch(block[0]) is not None
         returns = not is_lambda and _RETURN.search(block[0])

@@ -50,7 +50,7 @@ class NcclAllGather(AllGather):
         self._stream = Stream(context, "nccl")
 
     def connect(self) -> None:
-        """Create the NCCL communicator. Rank 0 sends its unique id to the other ranks first.
+        """Create the NCCL communicator. Before that, rank 0 sends its unique id to the other ranks.
 
         DeadlineError is raised if a rank does not connect within the deadline of the group.
         """

@@ -44,8 +44,9 @@ HEARTBEATS_PER_DEADLINE = 4
 #: Values of heartbeat messages; the last one precedes the header that stops the other ranks.
 _ALIVE = 1
 _LAST = 2
-#: Maximum time that one poll adds to the time without a message, in seconds. A process that was
-#: suspended has not received messages meanwhile, although rank 0 may have sent them.
+#: Maximum number of seconds by which one poll increases the measured time without a message. A
+#: process that was suspended has not received messages meanwhile, although rank 0 may have sent
+#: them.
 _MAX_SILENT_STEP_S = 1.0
 
 Buffer = PinnedArray | NDArray[Any]
@@ -82,7 +83,7 @@ class RankGroup:
         from mpi4py import MPI
 
         check_seconds("deadline_s", deadline_s)
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:  # T1
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:  # INVARIANTS.md T1
             raise OptionError(
                 "MPI was initialized without MPI_THREAD_MULTIPLE, which tensor parallelism needs: "
                 "host steps and Python threads call MPI concurrently"
@@ -100,7 +101,7 @@ class RankGroup:
         self._sender = threading.Thread(
             target=self._send_heartbeats, name="graft heartbeats", daemon=True
         )
-        # Buffers that MPI may still access after messages were abandoned (T4).
+        # Buffers that MPI may still access after messages were abandoned (INVARIANTS.md T4).
         self._kept_buffers: list[object] = []
         self._abort = False
         atexit.register(self._end)
@@ -146,7 +147,8 @@ class RankGroup:
     def keep_alive(self, buffer: object) -> None:
         """Keep a buffer alive that host steps send from or receive into.
 
-        MPI may access the buffer even after its message was abandoned (T4).
+        MPI may access the buffer even after its message was abandoned (rule T4 of
+        ``native/hostwork/INVARIANTS.md``).
         """
         self._kept_buffers.append(buffer)
 
