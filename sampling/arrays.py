@@ -27,16 +27,17 @@ class SamplingArrays:
     replay
         int32 [1], number of the replay.
     token_limit
-        Upper bound of legal ids (exclusive). It also applies to requests without a grammar.
+        Token ids at or above this number are illegal, also for requests without a grammar.
     max_batch
         Maximum number of batch rows.
     draft_vocab
         Vocabulary of the drafter's logits; None if the drafter computes no logits.
     block
-        Threads per row: 1 or a multiple of 32, at most 1024. Default: by device. Results do not
-        depend on it.
+        Threads per block of the kernels that process rows of logits: 1 or a multiple of 32, at most
+        1024. The default depends on the device. Results do not depend on it.
     parts
-        Blocks per row, at most 32. Default: by device. Results do not depend on it.
+        Blocks that share a row of logits, at most 32. The default depends on the device. Results do
+        not depend on it.
     """
 
     def __init__(
@@ -85,27 +86,29 @@ class SamplingArrays:
     def _allocate(self) -> None:
         device = self.device
         rows = self.max_batch * (self.draft_length + 1)
-        # Filtered distribution of each row whose token was sampled last. Rows of greedy requests
-        # (temperature < 1e-5) are undefined.
+        # Filtered distribution of each forward row, from which its token is sampled. Undefined for
+        # rows that are not ready and for greedy requests (temperature < 1e-5).
         self.probs = device.zeros((rows, self.vocab_size), "float32")
         # Logits of the rows of requests with log probabilities, as the model computed them or, with
         # `logprobs_masked`, adjusted and masked.
         self.raw_logits = device.zeros((rows, self.vocab_size), "float32")
-        # Token of each row; -1 if a test of the `Verifier` determines it.
+        # Token sampled for each forward row; -1 if the `Verifier` determines it by testing a draft.
         self.target_tokens = device.zeros((rows,), "int32")
-        # 1: usable, 0: not ready, 2: no legal token, 3: error, 4: usable, and relaxed acceptance
-        # has replaced the sampled token.
+        # Status of each forward row. 1: usable, 0: not ready, 2: no legal token, 3: error, 4:
+        # usable, and relaxed acceptance has replaced the sampled token.
         self.row_status = device.zeros((rows,), "int32")
-        self.mask_states = device.zeros((rows,), "int32")  # state of the mask row of each row
+        # State (ROW_*) of the mask row that each forward row uses.
+        self.mask_states = device.zeros((rows,), "int32")
         self.row_words = row_words(self.draft_length)
         self.results = device.zeros((self.max_batch, self.row_words), "int32")
-        # Distribution that each draft was sampled from.
+        # Tables of draft probabilities: the distribution that each draft was sampled from.
         table_shape = (self.state.slots, self.mode.tables, max(self.draft_vocab.size, 1))
         self.draft_probs = device.zeros(table_shape, "float32")
-        # Results of the tests of the drafts.
+        # Results of testing drafts by rejection sampling, one per forward row.
         self.test_weights = device.zeros((rows,), "float32")
         self.test_results = device.zeros((rows,), "int32")
-        # Number of drafts with probability 0 in their own table; 0 unless there is a bug.
+        # Number of drafts that have probability 0 in the table they were sampled from. It stays 0
+        # unless there is a bug.
         self.faults = device.zeros((1,), "int32")
         # Scratch of the blocks that share a row; zero between rounds.
         scratch_bytes = read_struct(KERNELS / "row.cuh", "CrossBlockScratch").itemsize
@@ -119,7 +122,7 @@ class SamplingArrays:
 
     @property
     def draft_vocab_args(self) -> tuple[object, ...]:
-        """Kernel arguments: the columns of draft logits and the ids that they belong to."""
+        """Kernel arguments that describe the columns of draft logits and map them to token ids."""
         vocab = self.draft_vocab
         return (vocab.size, self.token_limit, vocab.d2t, vocab.t2d)
 
@@ -131,14 +134,14 @@ class SamplingArrays:
         return (self.cross_block, self.state.array, *results, *tables)
 
     def check_slots(self, row_slot: DeviceArray) -> int:
-        """Check the slots of the batch rows and return their number."""
+        """Check `row_slot`, the slot of each batch row, and return the number of batch rows."""
         batch = row_slot.shape[0] if len(row_slot.shape) == 1 else -1
         expect("row_slot", row_slot, "int32", B=batch)
         check_range("batch rows B", batch, 1, self.max_batch)
         return int(batch)
 
     def check_rows(self, rows: RowMap) -> int:
-        """Check the map of the forward rows and return the number of batch rows."""
+        """Check `rows`, the map of the forward rows, and return the number of batch rows."""
         batch = self.check_slots(rows.slot)
         expect("first", rows.first, "int32", B=batch)
         check_range("rows R", rows.count, batch, batch * (self.draft_length + 1))

@@ -68,13 +68,13 @@ class ChainSampler:
         Parameters
         ----------
         draft_logits
-            float32 [B, Vd]; for a lattice [levels * B, Vd], level by level, for up to the mode's
-            number of levels. Changed in place for requests with logit adjustments, so `draft` must
-            get the same array.
+            float32 [B, Vd]. For a lattice probe [levels * B, Vd], ordered by level, with at most as
+            many levels as the draft mode has. Changed in place for requests with logit adjustments,
+            so `draft` must get the same array.
         row_slot
             int32 [B], slot of each batch row; -1: padding.
         j
-            Number of the draft, from 1 to K; for a lattice, the maximum number of drafts.
+            Number of the draft, from 1 to K; for a lattice probe, the maximum number of drafts.
         """
         arrays = self._arrays
         mode = arrays.mode

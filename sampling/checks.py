@@ -11,7 +11,7 @@ __all__ = ["check_ids", "check_integer", "check_range", "check_real", "expect", 
 
 
 def expect(name: str, array: Any, dtype: str | tuple[str, ...], **dims: int) -> None:
-    """Raise ShapeError, which names the array, unless it has a dtype and the given dimensions.
+    """Raise ShapeError unless an array, called `name` in the message, has the dtype and dimensions.
 
     `dtype` is the allowed dtype or a tuple of them; `dims` gives the expected sizes in order, by
     the name of the dimension.
@@ -55,8 +55,8 @@ def check_real(
 ) -> None:
     """Raise OptionError unless `value` is an int or float from `low` to `high`.
 
-    With `open_low`, `low` itself is not allowed either. `param` is the argument that the error is
-    about; None for `name`.
+    With `open_low`, `low` itself is not allowed either. `param` becomes the attribute `param` of
+    the error; None: `name`.
     """
     param = param or name
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -108,7 +108,7 @@ class Exchange:
         self.answer[slot] = (word, -1, -1)
 
     def free_rows(self, slot: int, epoch: int) -> None:
-        """Stamp the mask rows of a request without a grammar: they allow every id.
+        """Stamp all mask rows of a slot whose request has no grammar as allowing every id.
 
         No launched replay may refer to the slot of the request. `epoch` is the number of the slot
         assignment.

@@ -172,7 +172,8 @@ class DraftMode:
     def answer_words(self) -> int:
         """Number of 32-bit words that follow an ``Answer`` record.
 
-        They are drafts and parents for a lattice, and bits of legal candidates per node for a tree.
+        For a lattice probe, they are the ids and the parents of the drafts. For a growing tree,
+        they are the bits of the legal candidates of each node.
         """
         if self.is_lattice:
             return 2 * self.drafts

@@ -147,8 +147,10 @@ class SamplingParams:
 
     @classmethod
     def from_fields(cls, source: object, **changes: Any) -> SamplingParams:
-        """Copy the parameters that are not in `changes` from attributes of `source` with their
-        names.
+        """Return parameters with the values in `changes`.
+
+        Parameters that are not in `changes` are copied from the attributes of `source` with the
+        same names.
         """
         names = [f.name for f in fields(SamplingParams)]
         values = {name: getattr(source, name) for name in names}

@@ -33,7 +33,7 @@ class RowMap:
 class DraftVocab:
     """Mapping between the columns of a drafter's logits and the token ids of the target.
 
-    `d2t` is None if column i belongs to token id i, and exactly then `t2d` is None.
+    `d2t` and `t2d` are both None if column i belongs to token id i.
     """
 
     size: int  # number of columns Vd of the logits; 0 if the drafter computes no logits

@@ -1,4 +1,4 @@
-"""The sampling kernels of a round, by job."""
+"""The sampling kernels of a round, grouped by job."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ class Sampler:
     """Adds the sampling kernels of a round to lanes.
 
     A round calls ``target.sample`` and ``verifier.verify``. It then calls either ``chain.draft``
-    for j = 1 .. K, or `TreeSampler.draft` for each level, or ``proposals.place``. The lane must be
-    ordered after the `Exchange.copy_masks_to_device` of the mask rows that a kernel reads.
+    for j = 1 .. K, or `TreeSampler.draft` for each level, or ``proposals.place``. A lane must be
+    ordered after the call of `Exchange.copy_masks_to_device` that copies the mask rows which its
+    kernels read.
 
     All methods check sizes before a launch and raise OptionError or ShapeError with the name of the
     argument.

@@ -30,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   if (index < 0 || !is_drafting(slots[index], *round_row(rows, row_words, r % batch), draft))
     return;
   const Slot& slot = slots[index];
-  const int position = slot.n + draft + level;  // of the draft
+  const int position = slot.n + draft + level;  // position of the draft
   if (position >= slot.limit) return;
   if (tid == 0) {  // one thread reads host memory
     scratch.token = is_unconstrained(stamp_of(exchange, layout, index, 0), slot.epoch);

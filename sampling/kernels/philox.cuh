@@ -4,7 +4,8 @@
 // Each request has one stream, whose key is its 64-bit seed (low word, high word). Random numbers
 // are addressed by counter: (position of the sampled token, purpose | sample index << 8, id div 4,
 // round). The word of id mod 4 is used; scalars use id 0. A random number therefore depends on the
-// request and on what is sampled, and not on batch, bucket or page.
+// request and on what is sampled. It does not depend on the other requests of the batch, the batch
+// size of the graph or the KV-cache pages.
 //
 // The last counter word is 0 for purpose NOISE, which samples each position once. For DRAFT, COIN
 // and RESIDUAL it is the position of the last token at the beginning of the round. Block
@@ -28,12 +29,14 @@ __device__ __forceinline__ float fadd(float a, float b) { return a + b; }
 __device__ __forceinline__ float fdiv(float a, float b) { return a / b; }
 #endif
 
-// log 2 as a sum. LN2_HIGH has 16 significant bits, so its product with an exponent is exact.
+// log 2 = LN2_HIGH + LN2_LOW. LN2_HIGH has 16 significant bits, so its product with an exponent is
+// exact.
 #define LN2_HIGH 0.693145751953125f
 #define LN2_LOW 1.42860682030941723212e-06f
 
-// exp(x) for x <= 0; exactly 0 for x < -87, where exp(x) is below the smallest normal number.
-// Range reduction by log 2, then the Taylor polynomial of degree 7 on |r| <= log(2) / 2.
+// exp(x) for x <= 0; exactly 0 for x < -87. The result is therefore never subnormal: exp(x) is
+// below the smallest normal number only for x < -87.33. Range reduction by log 2, then the Taylor
+// polynomial of degree 7 on |r| <= log(2) / 2.
 __device__ __forceinline__ float exp_nonpositive(float x) {
   const float y = x < -87.0f ? -87.0f : x;
   // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer.
@@ -104,7 +107,7 @@ __device__ __forceinline__ Words4 philox4x32_10(Words4 counter, unsigned int key
   return c;
 }
 
-// Address of a random number, except for the token id.
+// Key and counter of a random number, except for the token id.
 struct Noise {
   unsigned long long seed;
   int position;

@@ -658,9 +658,10 @@ __device__ __forceinline__ int row_sample(const Row& row, bool filtered, const F
   return status;
 }
 
-// Replaces row_sample in a block that does not sample. Each block reads host memory separately, so
-// an answer that is late may have reached only some blocks of a row. The others then find an
-// invalid best column and get ROW_BAD_LOGIT. Returns true in the last block to finish.
+// Called in place of row_sample by a block whose row needs no sampling or is not ready. Each block
+// reads host memory separately, so an answer that is late may have reached only some blocks of a
+// row. The others then find an invalid best column and get ROW_BAD_LOGIT. Returns true in the last
+// block to finish.
 __device__ __forceinline__ bool skip_row(CrossBlockScratch& cross_block, Scratch& scratch) {
   const bool leader = threadIdx.x == 0;
   if (leader) atomicMax(&cross_block.best, ~0ull);

@@ -3,11 +3,12 @@
 #include "adjust.cuh"
 
 // Relaxed acceptance, which is not exact: chooses the target token of row j. `token` is the token
-// that the target has sampled. If it is a draft below row j, it is returned. Otherwise, a draft
-// below row j is accepted in its place if two conditions hold: it is among the `relaxed_k` most
-// likely tokens, and its probability is at most `relaxed_delta` below the highest probability. The
-// most likely such draft is returned, or `token` if there is none. The probabilities `p` are
-// masked, so a draft that the grammar forbids is never accepted.
+// that the target has sampled. If `token` equals a draft that follows row j (a child of row j in
+// the draft tree), or if the path to row j contains the id `relaxed_until`, `token` is returned.
+// Otherwise, a draft that follows row j is accepted in its place if two conditions hold: it is
+// among the `relaxed_k` most likely tokens, and its probability is at most `relaxed_delta` below
+// the highest probability. The most likely such draft is returned, or `token` if there is none. The
+// probabilities `p` are masked, so a draft that the grammar forbids is never accepted.
 __device__ inline int relaxed_token(const Slot& slot, int draft_len, int j, const float* p,
                                     int vocab_size, int token, Scratch& scratch) {
   bool strict = child_of(slot, draft_len, j, token) > 0;
@@ -127,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   const int index = row_slot[b];
   if (index < 0 || !is_drafting(slots[index], *round_row(rows, row_words, b), j)) return;
   Slot& slot = slots[index];
-  const int position = slot.n + j;  // of the draft
+  const int position = slot.n + j;  // position of the draft
   const bool masked = is_masked_mode(layout.mode);
   const bool probed = is_probe_mode(layout.mode);
   const bool leader = threadIdx.x == 0;

@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   if (first) top_id[out] = -1;
   if (index < 0 || !is_drafting(slots[index], *round_row(rows, row_words, b), 1)) return;
   const Slot& slot = slots[index];
-  const int position = slot.n + level;  // of the draft
+  const int position = slot.n + level;  // position of the draft
   const bool probed = is_probed(exchange, layout, index, slot, scratch.token);
   Candidates* head =
       reinterpret_cast<Candidates*>(record_of(exchange, layout, index, layout.candidate_ids));
@@ -163,7 +163,7 @@ __device__ inline void add_children(const TreeSize& tree, const int* ids, const 
       total[i] = __uint_as_float(0xff800000u);
       continue;
     }
-    const float share = fdiv(total[i], left);  // exactly 1 for the only one
+    const float share = fdiv(total[i], left);  // exactly 1 for a single child
     total[i] = share < 1.0f ? fadd(score, log_positive(share)) : score;
   }
 }
@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   int* token = child_token + b * tree.children;
   int* parent = child_parent + b * tree.children;
   float* total = child_score + b * tree.children;
-  int* fed = fed_as + b * MAX_DRAFTS;  // child that each fed row is
+  int* fed = fed_as + b * MAX_DRAFTS;  // child that became each fed row
   const float minus_infinity = __uint_as_float(0xff800000u);
 
   const int first = first_child(tree, level);
