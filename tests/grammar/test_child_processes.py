@@ -125,8 +125,7 @@ def in_background(action, delay_s):
 
 
 def running_process_id(child: ChildProcess) -> int:
-    child.call(Call("builtins:bool", ()))
-    return child._process.pid
+    return child.call(Call("os:getpid", ()))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGSTOP])
@@ -139,7 +138,7 @@ def test_child_process_replaces_killed_or_stopped_process(child, number, state):
         in_background(lambda: os.kill(pid, number), 0.1)
     delay_s = 0.0 if state == "idle" else 0.4
     child.call(Call("time:sleep", (delay_s,)))
-    assert child._process.pid != pid
+    assert running_process_id(child) != pid
 
 
 def test_killed_idle_processes_do_not_stay_as_zombies(child):

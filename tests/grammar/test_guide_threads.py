@@ -295,7 +295,7 @@ def test_guide_close_waits_for_late_slots(backend):
 FORKING = """
 import gc, os, sys
 sys.path[:0] = sys.argv[1].split(os.pathsep)
-from guide_util import exchange_for, run_work
+from round_simulator import exchange_for, run_work
 from graft.grammar import GuidedDecoder
 from graft.sampling.mode import DraftMode
 decoder = GuidedDecoder(exchange_for(4, 270, DraftMode.chain(1)), threads=3)

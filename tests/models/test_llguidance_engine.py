@@ -20,7 +20,7 @@ def generate(requests, **options):
     """Return the outputs, and check that no matcher rejected a committed token."""
     with demo_engine(max_batch_size=4, **options) as engine:
         outputs = engine.generate(requests)
-        assert engine._resources.decoder.counters()["desyncs"] == 0
+        assert engine.counters()["grammar"]["desyncs"] == 0
         return outputs
 
 
