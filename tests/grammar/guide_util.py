@@ -12,7 +12,6 @@ the epoch and the position that the row is valid for. FREE means that every toke
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import subprocess
 import sys
@@ -23,13 +22,11 @@ from typing import Any
 
 import numpy as np
 from reference_round import FREE, NOT_READY, READY
-from round_simulator import write_committed, write_drafted
+from round_simulator import exchange_for, run_work, write_committed, write_drafted
 
-from graft.cudagraph.device import open_device
 from graft.grammar import CompiledGrammar, GrammarBackend, GrammarSpec, Matcher, Vocabulary
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest
 from graft.native import _native
-from graft.sampling.exchange import Exchange
 from graft.sampling.mode import DraftMode
 
 STOP = 256
@@ -75,11 +72,6 @@ def byte_vocabulary(size: int = 270, names: dict[str, int] | None = None) -> Voc
     tokens[ord("Z")] = b""
     tokens += [b"", b"", b'{"', b"ab", b"true", b'": ', b"abc", b"}"]
     return Vocabulary(tokens, size, [STOP, OTHER_STOP], names)
-
-
-def exchange_for(slots: int, vocab_size: int, mode: DraftMode) -> Exchange:
-    """Return exchange memory. The tests write the data that the device would write."""
-    return Exchange(open_device(), slots, vocab_size, mode)
 
 
 class PythonMatcher(Matcher):
@@ -139,20 +131,6 @@ class GatedMatcher(PythonMatcher):
 
 
 MATCHER_KINDS = {"native": lambda matcher: matcher, "python": PythonMatcher}
-
-
-def run_work(work: Any) -> None:
-    """Run a host step without the GIL, like a thread of the CUDA driver."""
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work.address)(work.data)
-
-
-def mix(*values: int) -> int:
-    """Return a hash of the values."""
-    state = 0x9E3779B97F4A7C15
-    for value in values:
-        state = ((state ^ value) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 29
-    return state
 
 
 def oracle_row(start: Callable[[], Matcher], tokens: Sequence[int]) -> np.ndarray | None:

@@ -14,8 +14,9 @@ import weakref
 import numpy as np
 import pytest
 from guide_device import Device
-from guide_util import MATCHER_KINDS, SPECS, Rig, byte_vocabulary, exchange_for, joined, run_work
+from guide_util import MATCHER_KINDS, SPECS, Rig, byte_vocabulary, joined
 from reference_round import ERROR, FREE, READY
+from round_simulator import exchange_for, run_work
 
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.host.hostwork import NativeWork

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from engine_util import FREE, LONG, demo_engine, drain, mixed_requests, outputs
-from guide_util import run_work
+from round_simulator import run_work
 
 from graft.cudagraph.device import open_device
 from graft.cudagraph.errors import DeviceError, HostWorkError, OptionError

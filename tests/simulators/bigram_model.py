@@ -2,7 +2,8 @@
 
 The decoder layers of the model add nothing to the embeddings, and the LM head of each id is the
 embedding of the id before it in the script. Greedy decoding therefore continues the script after
-any of its tokens, whatever precedes this token.
+any of its tokens, whatever precedes this token. `Script.output` is the oracle of the text, which
+contains tokens that end inside a character.
 """
 
 import codecs

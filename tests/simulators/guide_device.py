@@ -1,8 +1,8 @@
-"""A simulated device for the guided decoder's tests.
+"""A simulated device for the guided decoder's tests, which checks every mask row.
 
-`Device` does the work of the kernels for each slot: it verifies drafts against mask rows, commits
-tokens, and drafts new tokens. Tokens are chosen with a random generator among the legal tokens of
-the decoder's mask rows. `Device` compares every mask row with the expected row of `oracle_row`.
+`Device` runs rounds with `RoundSimulator`. Tokens are chosen with a random generator among the
+legal tokens of the decoder's mask rows. The oracle of a mask row is a new matcher that accepts the
+whole text of the request (`oracle_row`); the matcher may be one of `reference_matchers`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import reference_round as ref
-from guide_util import MATCHER_KINDS, OTHER_STOP, STOP, exchange_for, mix, oracle_row, run_work
+from guide_util import MATCHER_KINDS, OTHER_STOP, STOP, oracle_row
 from reference_round import DEAD_END, ERROR, FREE, NOT_READY, READY, bits
-from round_simulator import Decision, RoundSimulator, read_mask_stamp
+from round_simulator import Decision, RoundSimulator, exchange_for, mix, read_mask_stamp, run_work
 
 from graft.grammar import CompiledGrammar, GrammarBackend, Matcher
 from graft.grammar.decoder import GuidedDecoder, GuidedRequest

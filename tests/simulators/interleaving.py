@@ -3,8 +3,9 @@
 `Interleaving(device, seed)` builds the real `Scheduler`, `SlotManager`, `Replays`, rings and guided
 decoder on a simulated `SteppingDevice`. With `loops`, batches run in generation loops. With
 `automata`, most requests are promoted. A random generator with this seed chooses requests, sizes, a
-sequence of host actions, and the steps of the device between them. At the end, the output of each
-request is compared with the output of sequential decoding.
+sequence of host actions, and the steps of the device between them.
+
+The oracle of a request's output is `decode_sequentially`, which uses neither engine nor device.
 """
 
 import itertools
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from engine_util import FixedDraftLengths
-from guide_util import exchange_for
+from round_simulator import exchange_for
 from stepping_device import (
     PAGE,
     SteppingAutomata,

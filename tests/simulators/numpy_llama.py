@@ -1,4 +1,4 @@
-"""NumPy reference implementation of Llama, EAGLE-3 and MTP.
+"""NumPy reference implementation of Llama, EAGLE-3 and MTP, the oracle of the models' kernels.
 
 The functions process whole sequences without a KV cache. Weights are dictionaries of float32 arrays
 by Hugging Face name. The computation is in float64.

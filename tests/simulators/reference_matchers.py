@@ -1,6 +1,7 @@
 """Reference matchers, which use the Python interfaces of LLGuidance and XGrammar.
 
-Tests compare the native matchers with the reference matchers.
+They are the oracle of the native matchers, which call the C++ interfaces of the same libraries, and
+of the rows that the guided decoder fills.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Reference implementation of a round of guided speculative decoding, used by all tests of rounds.
+"""Reference implementation of a round of guided speculative decoding.
+
+It is the oracle of the sampling kernels: tests/sampling compares tokens, drafts, mask rows and slot
+state with it. The simulated devices take the rules of verification, commit and drafting from it
+(`round_simulator`). It is itself compared with sequential decoding in test_reference_round.py, and
+with exact distributions in test_exact_laws.py.
 
 A slot's drafts are a tree. Node 0 is the last committed token, at position `n`. The other nodes are
 drafts, with ``parent[j] < j``; a chain has ``parent[j] = j - 1``. A node of depth e is at position
@@ -216,17 +221,19 @@ class Tree:
         """Return the children of a node."""
         return [j for j, parent in enumerate(self.parent) if parent == node]
 
-    def path(self, node: int) -> tuple[int, ...]:
-        """Return the tokens on the path to a node, without node 0."""
+    def nodes(self, node: int) -> tuple[int, ...]:
+        """Return the nodes on the path to a node, without node 0."""
         if node == 0:
             return ()
-        return (*self.path(self.parent[node]), self.token[node])
+        return (*self.nodes(self.parent[node]), node)
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """Return the tokens on the path to a node, without node 0."""
+        return tuple(self.token[j] for j in self.nodes(node))
 
     def route(self, node: int) -> int:
         """Return the drafts on the path to a node as bits: bit j - 1 is draft j."""
-        if node == 0:
-            return 0
-        return self.route(self.parent[node]) | 1 << (node - 1)
+        return sum(1 << (j - 1) for j in self.nodes(node))
 
     def first(self, drafts: int) -> Tree:
         """Return node 0 and the first drafts."""
@@ -669,12 +676,12 @@ def _num_passed_per_token(
     drafts: Sequence[int], p: Sequence[FloatArray], q: Sequence[FloatArray], coins: Sequence[float]
 ) -> int:
     """Return the number of drafts before the first draft that fails its per-token test."""
-    failed = False
     passed = 0
     for d, target, table, u in zip(drafts, p, q, coins, strict=True):
         weights, _ = block_chances([d], [target], [table])
-        failed = not u < weights[1] or failed
-        passed += not failed
+        if not u < weights[1]:
+            break
+        passed += 1
     return passed
 
 
@@ -787,19 +794,26 @@ def candidates(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, token_li
     if broken(logits, legal):
         return []
     legal &= logits > -np.inf
-    columns = [c for c in ranking(logits) if legal[c]]
+    kept = legal
     if not slot.filter.greedy:
         kept = distribution(logits, legal, slot.filter) > 0
-        temperature = np.float64(np.float32(slot.filter.temperature))
-        scaled = logits.astype(np.float64) / temperature
-        scores = scaled + _race_noise(slot, slot.n + j, ids)
-        columns.sort(key=lambda c: (not kept[c], -scores[c], c))
+    scores = _race_scores(slot, slot.n + j, logits, ids)
+    columns = sorted(np.flatnonzero(legal), key=lambda c: (not kept[c], -scores[c], c))
     return [int(ids[c]) for c in columns]
 
 
 def _race_noise(slot: Slot, position: int, ids: np.ndarray) -> FloatArray:
     """Return the Gumbel variates with which the target samples the token at a position."""
     return gumbel(words(slot.seed, position, NOISE, np.maximum(ids, 0), slot.sample))
+
+
+def _race_scores(slot: Slot, position: int, logits: np.ndarray, ids: np.ndarray) -> FloatArray:
+    """Return the scores of which the target chooses the greatest one at a position."""
+    x = logits.astype(np.float64)
+    if slot.filter.greedy:
+        return x
+    temperature = np.float64(np.float32(slot.filter.temperature))
+    return x / temperature + _race_noise(slot, position, ids)
 
 
 def shares(slot: Slot, j: int, logits: np.ndarray, ids: np.ndarray, limit: int) -> dict[int, float]:
@@ -839,10 +853,8 @@ def children(
     known = (ids >= 0) & (ids < token_limit)
     if broken(logits, known):
         return []
-    x = np.where(known & (logits > -np.inf), logits.astype(np.float64), -np.inf)
-    if not slot.filter.greedy:
-        temperature = np.float64(np.float32(slot.filter.temperature))
-        x = x / temperature + _race_noise(slot, position, ids)
+    scores = _race_scores(slot, position, logits, ids)
+    x = np.where(known & (logits > -np.inf), scores, -np.inf)
     relative = x - x.max()
     log_prob = relative - np.log(np.exp(relative).sum())
     smallest = np.log(1e-30)  # kernels treat smaller values as 0
@@ -892,6 +904,10 @@ def grow(
         The tree; the number of fed nodes of each level; and the smallest difference of two scores.
         If the difference is below the rounding error, a kernel may order the nodes differently.
     """
+
+    def score_descending(node: tuple[float, tuple[int, ...]]) -> float:
+        return -node[0]
+
     seen: list[tuple[float, tuple[int, ...]]] = []
     fed: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     num_fed = []
@@ -904,19 +920,12 @@ def grow(
         fed = []
         if level < levels and slot.n + level + 1 < slot.limit:
             parents = [node for node in new if node[1][-1] not in slot.stop_ids]
-            fed = _best_first(parents)[:branch]
+            fed = sorted(parents, key=score_descending)[:branch]
         num_fed.append(len(fed))
-    paths = [path for _, path in _best_first(seen)[:drafts]]
+    paths = [path for _, path in sorted(seen, key=score_descending)[:drafts]]
     max_drafts = max(capacity - slot.n - 1, 0)
     gaps = np.diff(np.unique([score for score, _ in seen]))
     return tree_of(slot.last, paths[:max_drafts]), num_fed, gaps.min(initial=1)
-
-
-def _best_first(
-    nodes: Sequence[tuple[float, tuple[int, ...]]],
-) -> list[tuple[float, tuple[int, ...]]]:
-    """Return (score, path) of nodes in descending order of score; equal ones keep their order."""
-    return sorted(nodes, key=lambda node: -node[0])
 
 
 def grow_given(

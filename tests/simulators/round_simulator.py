@@ -1,9 +1,12 @@
 """Simulated rounds of speculative decoding, for tests without a model or without kernels.
 
 `RoundSimulator` does what the sampling kernels of a round do: it verifies drafts against the mask
-rows of the grammar, commits tokens and adds drafts. The slots are objects of `reference_round`. The
+rows of the grammar, commits tokens and adds drafts. The rules are those of `reference_round`. The
 exchange memory, through which kernels and grammar communicate, is the one that engines use. A
 test's `Decision` chooses the tokens in place of the target model and the drafter.
+
+Two simulated devices are built on it: `guide_device` checks the guided decoder, and
+`stepping_device` checks the engine's host code.
 
 The functions of this module write and read the data that host, kernels and grammar exchange in a
 round: draft trees in the slots' state, mask rows, the records of committed tokens and of drafts,
@@ -12,6 +15,7 @@ and the slots and results of a replay. Tests that run the real kernels use these
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,14 +23,35 @@ import numpy as np
 import reference_round as ref
 from reference_round import FREE, NOT_READY, READY
 
+from graft.cudagraph.device import open_device
 from graft.cudagraph.driver.pinned import Ring
 from graft.sampling.exchange import Exchange
+from graft.sampling.mode import DraftMode
 from graft.sampling.results import ROUND_ROW
 
 _HEADER_WORDS = ROUND_ROW.itemsize // 4
 
 #: States of mask rows that allow tokens to be committed or drafted.
 USABLE = (FREE, READY)
+
+
+def exchange_for(slots: int, vocab_size: int, mode: DraftMode) -> Exchange:
+    """Return exchange memory. The tests write the data that the device would write."""
+    return Exchange(open_device(), slots, vocab_size, mode)
+
+
+def run_work(work: Any) -> None:
+    """Run a host step without the GIL, like a thread of the CUDA driver."""
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(work.address)(work.data)
+
+
+def mix(*values: int) -> int:
+    """Return a hash of the values."""
+    state = 0x9E3779B97F4A7C15
+    for value in values:
+        state = ((state ^ value) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 29
+    return state
 
 
 def write_draft_tree(record: Any, tree: ref.Tree) -> None:

@@ -1,7 +1,8 @@
 """A simulated device that runs the steps of replays one at a time, in a random possible order.
 
-The simulated device does the work of a round's kernels. The rings, the exchange memory and the host
-steps are the real ones. The steps of a replay run in any order that the edges of its graph allow.
+The device does the work of a round's kernels with `RoundSimulator`. The rings, the exchange memory
+and the host steps are the real ones. The steps of a replay run in any order that the edges of its
+graph allow. `interleaving` runs the engine's host code on it.
 
 Work that the host enqueues outside of replays, such as prefill chunks and updates of slots, is
 called *side work*. It is complete before the replays that are launched after it start, but it may
@@ -22,17 +23,18 @@ from typing import Any
 
 import numpy as np
 import reference_round as ref
-from guide_util import run_work
 from reference_round import NOT_READY
 from round_simulator import (
     USABLE,
     Decision,
     RoundSimulator,
+    mix,
     read_committed,
     result_row,
+    run_work,
     write_mask_row,
 )
-from toy_language import ALL_IDS, VOCAB, choose, context_of, mix, row_ids
+from toy_language import ALL_IDS, VOCAB, choose, context_of, row_ids
 
 from graft.cudagraph.driver.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
@@ -51,55 +53,76 @@ class Hang(AssertionError):
 
 
 @dataclass
-class Replay:
-    """A launched replay and its completed steps.
+class Launch:
+    """A launch by the host: of one replay, or of a generation loop of several replays.
 
     Attributes
     ----------
     barrier
-        Number of side operations that must be complete before the replay starts.
+        Number of side operations that must be complete before the first replay starts.
     rows
         Number of batch rows.
     k
         Maximum number of drafts to verify, and to generate, per batch row.
-    slots_named
-        Slots that the host assigned to the batch rows.
     kind
         Kind of the graph, see `GraphKey`.
-    first
-        First replay of the generation loop that the replay belongs to; 0: none.
-    assigned, reserved, max_rounds
-        Slots of the batch rows of a loop, their numbers of positions with pages, and the maximum
-        number of replays of the loop.
-    goes_on
-        Whether the loop runs another replay.
-    done
-        Names of the completed steps.
-    number
-        Number that the device has counted for this replay.
     slots
-        Slots that the device has read from the input ring.
-    counts
-        Number of committed tokens by batch row.
+        Slots that the host assigned to the batch rows.
     prologue
-        Work that the stream runs after the previous replay and before this one.
+        Work that the stream runs before the first replay and after all earlier ones.
+    graph
+        Names of the steps of a replay, and the predecessors of each.
+    first
+        Number of the first replay; 0 until it begins.
+    assigned, reserved, max_rounds
+        What the first replay reads from the input ring: the slot of each batch row, its number of
+        positions with pages, and the maximum number of replays.
     """
 
     barrier: int
     rows: int
     k: int
-    slots_named: frozenset[int]
     kind: str
+    slots: frozenset[int]
+    prologue: list[Callable[[], None]]
+    graph: dict[str, tuple[str, ...]]
     first: int = 0
     assigned: list[int] = field(default_factory=list)
     reserved: list[int] = field(default_factory=list)
     max_rounds: int = 1
-    goes_on: bool = False
+
+
+@dataclass
+class Replay:
+    """A replay and its completed steps.
+
+    Attributes
+    ----------
+    launch
+        Launch that the replay belongs to.
+    done
+        Names of the completed steps.
+    number
+        Number that the device has counted for this replay.
+    slots
+        Slot of each batch row; -1 if the row has no active request.
+    counts
+        Number of committed tokens by batch row.
+    goes_on
+        Whether another replay of the loop follows.
+    """
+
+    launch: Launch
     done: set[str] = field(default_factory=set)
     number: int = 0
     slots: list[int] = field(default_factory=list)
     counts: dict[int, int] = field(default_factory=dict)
-    prologue: list[Callable[[], None]] = field(default_factory=list)
+    goes_on: bool = False
+
+    @property
+    def active(self) -> list[int]:
+        """Slots of the batch rows with an active request."""
+        return [slot for slot in self.slots if slot >= 0]
 
 
 @dataclass
@@ -148,8 +171,10 @@ class LanguageDecision(Decision):
         return choose(slot.contexts[node], slot.seed, legal)
 
     def draft(self, slot: SteppingSlot, j: int, legal: tuple[int, ...] | None) -> int:
-        legal = ALL_IDS if legal is None else legal
-        context = slot.contexts[j - 1]
+        return self.propose(slot, slot.contexts[j - 1], ALL_IDS if legal is None else legal)
+
+    def propose(self, slot: SteppingSlot, context: int, legal: tuple[int, ...]) -> int:
+        """Return the drafter's token in a state: the target's choice in most cases."""
         h = mix(context, 77)
         if h % 100 < self.agreement:
             return choose(context, slot.seed, legal)
@@ -289,16 +314,16 @@ class SteppingDevice:
         self.rows_since = 0
         self.previous_slots = slots
         self.joined.clear()
-        first = self.launched if kind == "loop" else 0
-        replay = Replay(self.side_enqueued, rows, k, slots, kind, first)
-        replay.prologue, self.prologue = self.prologue, []
-        self.queue.append(replay)
+        graph = self._graph(k, has_host_steps=kind == "host")
+        launch = Launch(self.side_enqueued, rows, k, kind, slots, self.prologue, graph)
+        self.prologue = []
+        self.queue.append(Replay(launch))
         self.tick()
 
     def require_idle(self, slot: int, what: str) -> None:
         """Assert that no unfinished replay refers to a slot."""
         for number, replay in enumerate(self.queue, self.completed + 1):
-            assert slot not in replay.slots_named, (
+            assert slot not in replay.launch.slots, (
                 f"slot {slot}: {what} reused while replay {number} refers to it"
             )
 
@@ -370,7 +395,7 @@ class SteppingDevice:
         steps: list[Callable[[], None]] = []
         if self.side:
             steps.append(self._side_step)
-        if self.queue and self.side_done >= self.queue[0].barrier:
+        if self.queue and self.side_done >= self.queue[0].launch.barrier:
             steps += self._ready(self.queue[0])
         if not steps:
             return False
@@ -381,59 +406,50 @@ class SteppingDevice:
         self.side.popleft()()
         self.side_done += 1
 
-    def _graph(self, replay: Replay) -> dict[str, tuple[str, ...]]:
-        """Return the steps of a replay and the predecessors of each."""
-        graph = self._host_graph(replay.k)
-        if replay.kind != "host":
-            kernels = {name: f"kernel_{name}" for name in graph if name.split()[0] in HOST_STEPS}
-            renamed = {}
-            for name, predecessors in graph.items():
-                names = tuple(kernels.get(before, before) for before in predecessors)
-                renamed[kernels.get(name, name)] = names
-            renamed["kernel_open"] = ("begin",)
-            return renamed
-        if self.automata is None:
-            return graph
-        for name in [name for name in graph if name.split()[0] in HOST_STEPS]:
-            for following, predecessors in graph.items():
-                names = (f"kernel_{name}" if before == name else before for before in predecessors)
-                graph[following] = tuple(names)
-            graph[f"kernel_{name}"] = (name, "begin")
-        return graph
+    def _graph(self, k: int, *, has_host_steps: bool) -> dict[str, tuple[str, ...]]:
+        """Return the steps of a replay with at most `k` drafts, and the predecessors of each."""
+        graph: dict[str, tuple[str, ...]] = {"begin": ()}
 
-    def _host_graph(self, k: int) -> dict[str, tuple[str, ...]]:
-        """Return the steps of a replay whose grammar steps run on the host."""
-        graph: dict[str, tuple[str, ...]] = {
-            "open": (),
-            "begin": (),
-            "forward": ("begin",),
-            "verify": ("forward", "open"),
-            "publish": ("verify",),
-        }
-        if self.k:
-            graph["commit"] = ("publish",)
-        if k:
-            graph["draft 1"] = ("publish", "commit") if self.masked else ("publish",)
-        num_levels = 1 if self.branches else k
-        for j in range(2, num_levels + 1):
-            graph[f"draft {j}"] = (f"draft {j - 1}",)
-            if self.masked:
-                graph[f"fill {j - 1}"] = (f"draft {j - 1}",)
-                graph[f"draft {j}"] = (f"fill {j - 1}",)
+        def add_grammar_step(name: str, *after: str) -> tuple[str, ...]:
+            """Add a step of the grammar, and return what must precede a step that needs it.
+
+            The step consists of host work, of a kernel for promoted requests, or of both.
+            """
+            if has_host_steps:
+                graph[name] = after
+                after = (name,)
+            if self.automata is not None:
+                graph[f"kernel_{name}"] = (*after, "begin")
+                after = (f"kernel_{name}",)
+            return after
+
+        opened = add_grammar_step("open")
+        graph["forward"] = ("begin",)
+        graph["verify"] = ("forward", *opened)
+        graph["publish"] = ("verify",)
+        masked = add_grammar_step("commit", "publish") if self.k else ()
+        num_levels = min(k, 1) if self.branches else k
+        before = "publish"
+        for j in range(1, num_levels + 1):
+            if self.masked and j > 1:
+                masked = add_grammar_step(f"fill {j - 1}", before)
+            graph[f"draft {j}"] = (before, *masked) if self.masked else (before,)
+            before = f"draft {j}"
         return graph
 
     def _ready(self, replay: Replay) -> list[Callable[[], None]]:
         """Return the steps of a replay whose predecessors are complete."""
-        while replay.prologue:
-            replay.prologue.pop(0)()
+        launch = replay.launch
+        while launch.prologue:
+            launch.prologue.pop(0)()
         ready = []
-        for name, predecessors in self._graph(replay).items():
+        for name, predecessors in launch.graph.items():
             if name not in replay.done and replay.done.issuperset(predecessors):
                 ready.append(functools.partial(self._run, replay, name))
         return ready
 
     def _run(self, replay: Replay, name: str) -> None:
-        """Run a step of a replay."""
+        """Run a step of a replay. After the last step, begin the next replay of its loop."""
         kind, *numbers = name.split()
         arguments = [int(number) for number in numbers]
         if kind in HOST_STEPS:
@@ -443,72 +459,59 @@ class SteppingDevice:
             step = getattr(self, f"_{kind}")
             step(replay, *arguments)
         replay.done.add(name)
-        if len(replay.done) == len(self._graph(replay)):
+        if len(replay.done) == len(replay.launch.graph):
             self.queue.popleft()
             self.completed += 1
             if replay.goes_on:
-                self._repeat(replay)
-
-    def _repeat(self, replay: Replay) -> None:
-        """Begin the next replay of a loop."""
-        self.launched += 1
-        following = Replay(
-            replay.barrier,
-            replay.rows,
-            replay.k,
-            replay.slots_named,
-            replay.kind,
-            replay.first,
-            replay.assigned,
-            replay.reserved,
-            replay.max_rounds,
-        )
-        self.queue.appendleft(following)
+                self.launched += 1
+                self.queue.appendleft(Replay(replay.launch))
 
     def _begin(self, replay: Replay) -> None:
         self.simulator.replay += 1
         replay.number = self.simulator.replay
-        entry = replay.number % self.inputs.entries
-        published = int(self.inputs.stamp.array[entry, 0]) == replay.number
-        slots = self.inputs["slot"].array[entry].tolist()
-        if replay.first == replay.number:
-            replay.assigned = slots
-            replay.reserved = self.inputs["reserved"].array[entry].tolist()
-            replay.max_rounds = int(self.inputs["max_rounds"].array[entry, 0])
-        elif replay.first:
-            published = True
-            slots = replay.assigned
-        for slot in slots[: replay.rows]:
-            is_active = published and slot >= 0 and self.slots[slot].active
+        launch = replay.launch
+        if not launch.first:
+            launch.first = replay.number
+            self._read_inputs(launch)
+        for slot in launch.assigned:
+            is_active = slot >= 0 and self.slots[slot].active
             replay.slots.append(slot if is_active else -1)
 
+    def _read_inputs(self, launch: Launch) -> None:
+        """Read the entry of the input ring. If it has another number, all rows are padding."""
+        entry = launch.first % self.inputs.entries
+        slots = [-1] * launch.rows
+        if int(self.inputs.stamp.array[entry, 0]) == launch.first:
+            slots = self.inputs["slot"].array[entry].tolist()[: launch.rows]
+        launch.assigned = slots
+        launch.reserved = self.inputs["reserved"].array[entry].tolist()
+        launch.max_rounds = int(self.inputs["max_rounds"].array[entry, 0])
+
     def _kernel_open(self, replay: Replay) -> None:
-        for slot in replay.slots if self.automata else ():
-            self.automata.open(slot)
+        for slot in replay.active:
+            self.automata.commit(slot)
+            for j in range(len(self.slots[slot].tree.token)):
+                self.automata.fill(slot, j)
 
     def _kernel_commit(self, replay: Replay) -> None:
-        for slot in replay.slots if self.automata else ():
+        for slot in replay.active:
             self.automata.commit(slot)
             if self.masked:
                 self.automata.fill(slot, 0)
 
     def _kernel_fill(self, replay: Replay, j: int) -> None:
-        for slot in replay.slots if self.automata else ():
+        for slot in replay.active:
             self.automata.fill(slot, j)
 
     def _forward(self, replay: Replay) -> None:
-        for slot in replay.slots:
-            if slot < 0:
-                continue
+        for slot in replay.active:
             s = self.slots[slot]
             s.contexts.clear()
-            for j, token in enumerate(s.tree.first(replay.k).token):
+            for j, token in enumerate(s.tree.first(replay.launch.k).token):
                 for cache in self.caches:
                     cache.write(slot, s.n + j, token)
                 cache = self.caches[j % len(self.caches)]
-                route = s.tree.route(j)
-                on_path = [i for i in range(j) if route >> i & 1]
-                path = [cache.at(slot, s.n + i + 1) for i in on_path]
+                path = [cache.at(slot, s.n + node) for node in s.tree.nodes(j)]
                 committed = cache.read(slot, s.n + 1)
                 s.contexts[j] = context_of([*committed, *path])
 
@@ -517,7 +520,7 @@ class SteppingDevice:
         for b, slot in enumerate(replay.slots):
             outcome = ref.Outcome()
             if slot >= 0:
-                outcome = self._verify_slot(slot, replay.k)
+                outcome = self._verify_slot(slot, replay.launch.k)
             replay.counts[b] = len(outcome.tokens)
             result = result_row(
                 outcome.tokens,
@@ -543,28 +546,29 @@ class SteppingDevice:
 
     def _decide(self, replay: Replay) -> None:
         """Decide whether a loop goes on, as kernel ``loop_decide`` does."""
+        launch = replay.launch
         words = self.control.words
         released = int(words["released"].array[0, 0])
         end_loop = int(words["end_loop"].array[0, 0])
-        ends = replay.number + 1 - released >= self.outputs.entries or end_loop >= replay.first
-        ends = ends or replay.number + 1 - replay.first >= replay.max_rounds
+        ends = replay.number + 1 - released >= self.outputs.entries or end_loop >= launch.first
+        ends = ends or replay.number + 1 - launch.first >= launch.max_rounds
         num_active = 0
-        for b, slot in enumerate(replay.assigned[: replay.rows]):
+        for b, slot in enumerate(launch.assigned):
             if slot < 0 or not self.slots[slot].active:
                 continue
             num_active += 1
             s = self.slots[slot]
             end = min(s.n + 1 + 2 * (self.k + 1), s.limit)
-            ends = ends or end + self.control.slack > replay.reserved[b]
+            ends = ends or end + self.control.slack > launch.reserved[b]
         replay.goes_on = num_active > 0 and not ends
         last = self.control.rows["last"]
         last.array[replay.number % last.slots, 0] = not replay.goes_on
 
     def _publish(self, replay: Replay) -> None:
-        if replay.first:
+        if replay.launch.kind == "loop":
             self._decide(replay)
         entry = replay.number % self.outputs.entries
-        self.outputs["rows"].array[entry, replay.rows :] = -1
+        self.outputs["rows"].array[entry, replay.launch.rows :] = -1
         self.outputs.stamp.array[entry, 0] = replay.number
 
     def _draft(self, replay: Replay, j: int) -> None:
@@ -574,7 +578,7 @@ class SteppingDevice:
             self.slots[slot].contexts[j - 1] = self._drafter_context(slot, j - 1)
             added = self.simulator.draft(slot, j, masked=self.masked)
             if added and self.branches:
-                self._branch_off(slot, replay.k)
+                self._branch_off(slot, replay.launch.k)
 
     def _drafter_context(self, slot: int, node: int) -> int:
         """Return the target's state after a node, for the drafter."""
@@ -587,10 +591,8 @@ class SteppingDevice:
         s = self.slots[slot]
         for _ in range(self.rng.randrange(k)):
             node = self.rng.randrange(len(s.tree.token))
-            context = self._drafter_context(slot, node)
-            token = choose(context, s.seed, ALL_IDS)
-            agrees = mix(context, 77) % 100 < self.decision.agreement
-            if not agrees or s.tree.child(node, token) is not None:
+            token = self.decision.propose(s, self._drafter_context(slot, node), ALL_IDS)
+            if s.tree.child(node, token) is not None:
                 token = self.rng.randrange(VOCAB)
             if ref.may_grow(s, node) and s.tree.child(node, token) is None:
                 self.simulator.add_draft(slot, token, parent=node)
@@ -635,14 +637,6 @@ class SteppingAutomata:
     def _find(self, slot: int) -> ToyAutomaton | None:
         own = self._slots.get(slot)
         return own if own is not None and own.epoch == self._toy.slots[slot].epoch else None
-
-    def open(self, slot: int) -> None:
-        self.commit(slot)
-        own = self._find(slot)
-        if own is None:
-            return
-        for j in range(len(self._toy.slots[slot].tree.token)):
-            self.fill(slot, j)
 
     def commit(self, slot: int) -> None:
         """Apply the tokens of the latest replay that committed any, unless they are known."""

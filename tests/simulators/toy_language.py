@@ -1,4 +1,7 @@
-"""A simulated language model with grammars and text, and a sequential reference decoder.
+"""A simulated language model with grammars and text, and the oracle of its outputs.
+
+`decode_sequentially` decodes a request token by token. `interleaving` compares the outputs of the
+engine's host code with it.
 
 The model's next token is a hash of everything it may depend on: the preceding tokens, the seed of
 the request and the ids that the grammar allows. The output of a request is therefore a pure
@@ -10,8 +13,8 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
-from guide_util import mix
 from reference_round import bits, pack_bits
+from round_simulator import mix
 
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.grammar.matcher import CompiledGrammar, Matcher
