@@ -76,7 +76,7 @@ class GuidedRequest:
 
 
 class StepSpan(NamedTuple):
-    """Start and end of one step of one replay, in nanoseconds of ``time.monotonic_ns``."""
+    """Start and end of one step of one replay. The times are ``time.monotonic_ns`` values."""
 
     replay: int
     step: str
@@ -120,10 +120,10 @@ class GuidedDecoder:
         Memory shared with the device: drafted and committed tokens, mask rows, candidates. A graph
         has draft steps if the draft mode of `exchange` masks drafts.
     forced
-        Object that determines the forced token of each filled mask row: the token that the device
-        drafts where the grammar allows only one text. None to draft no forced tokens. If the graph
-        has no draft steps, the commit step accepts a chain of forced tokens as drafts and fills
-        their mask rows (jump-forward decoding).
+        Determines the forced token of each filled mask row: the token that the device drafts where
+        the grammar allows only one text. None to draft no forced tokens. If the graph has no draft
+        steps, the commit step itself drafts a chain of forced tokens and fills their mask rows
+        (jump-forward decoding).
     transport
         Implementation of the steps, one of `STEP_TRANSPORTS`.
     deadline_s
@@ -132,19 +132,21 @@ class GuidedDecoder:
     max_in_flight
         Maximum number of replays that are published but not yet retired; see `retire`.
     threads
-        Number of threads that serve the slots of a step; None for `default_threads`.
+        Number of worker threads that run the matchers of a step; None for `default_threads`.
     budget_us
-        Processor time that one slot may use per step, in microseconds, at least 1; None for no
-        limit. A request that exceeds the budget is called late. The device uses the mask rows that
-        are already filled, and the request takes no part in further rounds until the worker thread
-        has finished the request's work. The budget does not change the tokens of a request, except
-        with rejection sampling, because the budget changes the positions at which rounds end.
+        Processor time that the matcher of one slot may use per step, in microseconds, at least 1;
+        None for no limit. A request that exceeds the budget is called late. The device uses the
+        mask rows of the request that are already filled, and the request takes no part in further
+        rounds until the worker thread has finished the request's work. The budget does not change
+        the tokens of a request, except with rejection sampling, because the budget changes the
+        positions at which rounds end.
         ``native/guide/matcher.h`` describes the cost of a budget.
 
-        A request fails if its matcher is much too slow or too large. It is much too slow if the
-        steps that take more than 20 budgets (at least 100 ms) take more than 400 budgets (at least
-        2 s) of processor time in total. It is too large if the process grows by more than 256 MiB
-        during late steps of the request.
+        A request fails if its matcher is much too slow or too large. A step of the request is slow
+        if it takes more than 20 times the budget (at least 100 ms). The matcher is much too slow if
+        the request's slow steps take more than 400 times the budget (at least 2 s) of processor
+        time in total. The matcher is too large if the process grows by more than 256 MiB during
+        late steps of the request.
     """
 
     def __init__(
@@ -175,9 +177,9 @@ class GuidedDecoder:
         self.threads = threads
         self.budget_us = budget_us
         self._exchange = exchange  # steps write to its memory, so it must stay alive
-        self._last_published = 0  # or skipped
-        self._last_with_steps = 0
-        # Replays in flight without steps.
+        self._last_published = 0  # last replay that was published or skipped
+        self._last_with_steps = 0  # last replay that was published
+        # Numbers of skipped replays that have not been retired.
         self._skipped: set[int] = set()
         self._late: list[GuidedRequest] = []  # retired requests whose matcher a thread still uses
         self._in_flight: dict[int, tuple[GuidedRequest, ...]] = {}  # requests by replay number
@@ -305,15 +307,15 @@ class GuidedDecoder:
         Parameters
         ----------
         j
-            Number of the draft. Its meaning depends on the draft mode:
+            Number of the draft. What the step does depends on the draft mode:
 
             * Fill: the step runs after draft `j` was sampled and fills mask row `j`, for
               ``1 <= j < draft_length``.
             * Probe: the step runs after the drafter has written the candidates of draft `j` and
               finds the first legal candidate, for ``1 <= j <= draft_length``.
-            * Lattice probe: the step finds legal drafts for all levels of the draft tree and tests
-              the best candidates first. The number of tests is limited to 4 per draft plus one per
-              candidate of a level. `j` must be 1.
+            * Lattice probe: the step tests candidates with the matcher, the best ones first, and
+              finds legal drafts for all levels of the draft tree. The number of tests is limited to
+              4 per draft plus one per candidate of a level. `j` must be 1.
 
         Raises
         ------
@@ -341,7 +343,7 @@ class GuidedDecoder:
         return dict(self._worker.counters())
 
     def error(self, slot: int) -> str:
-        """Return the error message of a slot's latest request; empty if it has not failed."""
+        """Return the error message of a slot's latest request, or an empty string."""
         return str(self._worker.error(slot))
 
     def timeline(self) -> list[StepSpan]:
@@ -449,6 +451,6 @@ def _check_minimum(name: str, value: float, minimum: float) -> None:
 
 
 def _native_request(request: GuidedRequest) -> tuple[int, int, int, object]:
-    """Return a request in the form of the arguments of the native worker's ``publish`` method."""
+    """Return a request as the tuple that the native worker's ``publish`` method takes."""
     native_matcher = None if request.matcher is None else request.matcher.native
     return request.slot, request.epoch, request.position, native_matcher

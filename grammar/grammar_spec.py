@@ -63,7 +63,7 @@ class StructuralTag:
 
     @classmethod
     def of(cls, begin: str, schema: Any, end: str) -> StructuralTag:
-        """Return a tag. `schema` may have any form that `GrammarSpec.json_schema` accepts."""
+        """Return a tag whose schema has any form that `GrammarSpec.json_schema` accepts."""
         try:
             text = GrammarSpec.json_schema(schema).text
         except GrammarError as error:
@@ -107,7 +107,7 @@ class GrammarSpec(Spec):
         Parameters
         ----------
         schema
-            JSON text, the parsed schema, the parsed schema with its text, or an object that
+            JSON text, the parsed schema, a `JsonValue` with the parsed schema, or an object that
             provides a schema: through the method ``model_json_schema`` (a pydantic model) or
             through the method or attribute ``__json_schema__``.
         backend
@@ -219,7 +219,7 @@ class GrammarSpec(Spec):
         ------
         GrammarError
             There is no tag or no trigger, the begin text of a tag starts with no trigger or with
-            several triggers, or no tag starts with one of the triggers.
+            several triggers, or there is a trigger with which no tag starts.
         """
         _check_tags(tags, triggers)
         for name, flag in (("at_least_one", at_least_one), ("at_once", at_once)):
@@ -244,7 +244,7 @@ class GrammarSpec(Spec):
         Parameters
         ----------
         form
-            The format as parsed JSON, as JSON text, or as parsed JSON with its text, for example a
+            The format as parsed JSON, as JSON text, or as a `JsonValue`. For example, a
             ``sequence`` of a ``tag`` and a ``json_schema``. grammar/README.md lists the types.
         whitespace
             White space between the JSON tokens of the type ``json_schema``, as in `Spec`.
@@ -288,8 +288,8 @@ class GrammarSpec(Spec):
             this text, the grammar applies from its first token. Empty: every output begins with
             free text.
         skips_space
-            Whether up to 16 characters of white space may lie between the marker and the text of
-            the grammar, as Qwen3 writes them.
+            Whether up to 16 white-space characters may follow the marker before the text of the
+            grammar, such as the two line feeds that Qwen3 writes.
 
         Raises
         ------
@@ -312,8 +312,8 @@ class GrammarSpec(Spec):
     def check(self, backend: str = "auto") -> None:
         """Check in a child process whether an engine accepts the grammar.
 
-        The grammar is routed and parsed by the backend that compiles it in an engine. The check
-        needs no vocabulary and compiles nothing.
+        The check rewrites a JSON schema and parses the grammar with the backend that an engine
+        would compile it with. It needs no vocabulary and compiles nothing.
 
         The call blocks until the result is known. The child process has a time limit of 30 s.
         Calling `check` is optional, because an engine finds the same errors when it compiles the
@@ -322,7 +322,8 @@ class GrammarSpec(Spec):
         Parameters
         ----------
         backend
-            The engine's option `grammar_backend`. It is used if the grammar names no backend.
+            Value of the engine's option `grammar_backend`, which applies if the grammar names no
+            backend.
 
         Raises
         ------

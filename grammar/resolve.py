@@ -31,7 +31,7 @@ _PARTIAL_HINT = " (pass partial=True to enforce the rest of the schema)"
 
 @dataclass(frozen=True)
 class ResolvedGrammar:
-    """A grammar in the form that one backend compiles. The JSON in it is parsed.
+    """A grammar in the form that one backend compiles.
 
     Attributes
     ----------
@@ -40,16 +40,17 @@ class ResolvedGrammar:
     backend
         Name of the backend.
     content
-        The JSON schema after it has been rewritten, the structural format as `parse_format` returns
-        it, the structural tag, or the list of choices. For grammars of the other kinds, the text of
-        the specification.
+        What the backend compiles, as parsed JSON: the rewritten JSON schema, the structural format
+        as `parse_format` returns it, the structural tag, or the list of choices. For grammars of
+        the other kinds, the text of the specification.
     partial
         Whether outputs may violate a part of the JSON schema.
     text
-        The JSON schema as the text that the backend reads, with LLGuidance's options; empty for
-        grammars of the other kinds. LLGuidance is known to accept its text.
+        The JSON schema as the JSON text that the backend reads; empty for grammars of the other
+        kinds. For LLGuidance, the text includes LLGuidance's options, and LLGuidance has already
+        accepted the text.
     rules
-        Lark grammar that LLGuidance compiles instead of `content`; empty if there is none.
+        Lark grammar that LLGuidance compiles instead of `content`; empty if `content` is compiled.
     """
 
     spec: Spec
@@ -118,10 +119,10 @@ def resolve_for_backend(spec: Spec, name: str) -> ResolvedGrammar:
 def candidate_backends(spec: Spec, backend: str) -> tuple[str, ...]:
     """Return the names of the backends that may compile a grammar, in order of preference.
 
-    The arguments are those of `resolve_spec`. There are several names only if the backend of a
-    structural format is ``"auto"``. The first backend that supports the whole format then compiles
-    it. Raise `GrammarError` if `spec` is no specification, if the name is unknown, or if no
-    backend can be used.
+    The arguments are those of `resolve_spec`. There are several names only if the grammar is a
+    structural format and the backend is ``"auto"``; the caller then uses the first backend that
+    supports the whole format. Raise `GrammarError` if `spec` is not a specification, if the backend
+    is unknown, or if no backend can be used.
     """
     check_spec(spec)
     name = spec.backend or backend
@@ -141,7 +142,8 @@ def candidate_backends(spec: Spec, backend: str) -> tuple[str, ...]:
 def without_partial_hint(message: str) -> str:
     """Return an error message without the hint to pass ``partial=True``.
 
-    The function is for interfaces without this option, such as structural tags and the HTTP API.
+    Interfaces that do not have this option, such as structural tags and the HTTP API, remove the
+    hint.
     """
     return message.removesuffix(_PARTIAL_HINT)
 
@@ -171,9 +173,10 @@ def _options_of(spec: Spec) -> _SchemaOptions:
 
 
 class _ResolvedSchema(NamedTuple):
-    """A JSON schema as a backend compiles it; the fields are those of `ResolvedGrammar`.
+    """A JSON schema in the form that a backend compiles.
 
-    `text` is empty if the schema has not been changed.
+    `partial`, `text` and `rules` are as in `ResolvedGrammar`, and `schema` is its `content`. `text`
+    is empty if the schema has not been changed.
     """
 
     schema: Any
@@ -185,7 +188,10 @@ class _ResolvedSchema(NamedTuple):
 def _resolve_schema(
     value: Any, options: _SchemaOptions, name: str, *, raw: bool = False
 ) -> _ResolvedSchema:
-    """Resolve a parsed JSON schema for a backend. `raw` is as in `unsafe_strings`."""
+    """Convert a parsed JSON schema to the form that the backend `name` compiles.
+
+    `raw` is as in `unsafe_strings`. Raise `GrammarError` if the backend cannot enforce the schema.
+    """
     try:
         require_usable(name)
         if name == "xgrammar":
@@ -259,9 +265,11 @@ def _close_objects(schema: Any) -> Any:
 
 
 def _resolve_for_xgrammar(value: Any, options: _SchemaOptions, raw: bool) -> _ResolvedSchema:
-    """Resolve a JSON schema that XGrammar compiles unchanged.
+    """Return the form of a JSON schema for XGrammar, which compiles schemas unchanged.
 
-    A partial schema loses the keywords with which XGrammar would write text that is not JSON.
+    With the option `partial`, the keywords with which XGrammar would write text that is not JSON
+    are removed. Otherwise, a schema with such keywords, or with keywords that XGrammar ignores, is
+    refused.
     """
     if options.key_order == "any":
         raise GrammarError("JSON schema: XGrammar writes keys in the schema's order only")
@@ -281,7 +289,7 @@ def _resolve_for_xgrammar(value: Any, options: _SchemaOptions, raw: bool) -> _Re
 
 
 def _resolve_tags(spec: Spec, name: str) -> Any:
-    """Resolve the schemas of a structural tag for a backend, and return the tag.
+    """Return the structural tag of `spec` with the schemas that the backend `name` compiles.
 
     The schemas of tags are strict, that is, their objects allow no additional properties. XGrammar
     receives the schemas unchanged, because its strict mode enforces this rule.
@@ -300,7 +308,7 @@ def _resolve_tags(spec: Spec, name: str) -> Any:
 
 
 def _resolve_format(spec: Spec, name: str) -> ResolvedGrammar:
-    """Resolve a structural format for a backend."""
+    """Convert the structural format of `spec` to the form that the backend `name` compiles."""
     form = parse_format(parse_json("structural format", spec.text))
     rules = ""
     try:
@@ -316,7 +324,11 @@ def _resolve_format(spec: Spec, name: str) -> ResolvedGrammar:
 
 
 def _with_routed_schema(spec: Spec, name: str, form: Format) -> Format:
-    """Return a format with the JSON schema that the backend compiles, and with its text."""
+    """Replace the schema of a ``json_schema`` format with the schema that the backend compiles.
+
+    The result has the additional field ``text``, the schema as JSON text. Formats of other types
+    are returned unchanged.
+    """
     if form["type"] != "json_schema":
         return form
     options = _SchemaOptions(spec.whitespace, form["strict"])

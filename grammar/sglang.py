@@ -33,7 +33,7 @@ __all__ = ["BACKEND_NAME", "create_backend", "register", "request_spec"]
 
 #: Value of SGLang's option ``--grammar-backend`` that selects this backend.
 BACKEND_NAME = "graft"
-#: Text that SGLang passes instead of a schema for a response format of any JSON.
+#: Text that SGLang passes instead of a schema if a request asks for any JSON value.
 ANY_JSON = "$$ANY$$"
 
 
@@ -64,7 +64,7 @@ def create_backend(
     Parameters
     ----------
     server_args
-        Not used.
+        Ignored; SGLang passes it to every backend.
     tokenizer
         Fast tokenizer of transformers, or a `tokenizers.Tokenizer`.
     vocab_size
@@ -114,7 +114,7 @@ def request_spec(kind: str, text: str) -> GrammarSpec:
 
 
 class _Classes:
-    """Subclasses of SGLang's base classes.
+    """graft's subclasses of SGLang's base classes.
 
     Attributes
     ----------
@@ -131,7 +131,7 @@ class _Classes:
 
 @functools.cache
 def _classes() -> _Classes:
-    """Define the subclasses. SGLang must be imported for this, because it defines the bases."""
+    """Import SGLang, and define the subclasses of its base classes."""
     from sglang.srt.constrained import base_grammar_backend as base
 
     torch = base.torch
@@ -229,7 +229,8 @@ def _apply_bitmask(torch: Any, logits: Any, bitmask: Any) -> None:
     Columns outside the bitmask are illegal.
     """
     if logits.device.type == "cuda":
-        # SGLang's own kernel, because it needs no temporary tensor of the size of the logits.
+        # Unlike the code below, SGLang's kernel needs no temporary tensor of the size of the
+        # logits.
         from sglang.kernels.ops.grammar.bitmask_ops import apply_token_bitmask_inplace_triton
 
         apply_token_bitmask_inplace_triton(logits, bitmask)

@@ -65,9 +65,9 @@ def search_pattern(pattern: str, text: str) -> bool:
 
     The search runs in this process if it provably takes at most `_MAX_STEPS` steps, and in a child
     process otherwise. A bound on the number of steps is known if the pattern repeats no group and
-    has no back-reference. A pattern with ``n`` repetition and alternation operators then takes at
-    most ``(len(text) + 2) ** (n + 1)`` steps, because the search tries each position of the text,
-    and each operator has at most ``len(text) + 1`` continuations.
+    has no back-reference. The search for a pattern with ``n`` repetition and alternation operators
+    then takes at most ``(len(text) + 2) ** (n + 1)`` steps: it tries each position of the text, and
+    each operator has at most ``len(text) + 1`` continuations.
 
     Raises
     ------
@@ -89,10 +89,10 @@ def search_pattern(pattern: str, text: str) -> bool:
 
 
 def _python_pattern(pattern: str) -> str:
-    """Return an equivalent pattern for ``re``, which reads some parts of patterns differently.
+    """Convert an ECMA-262 pattern to an equivalent pattern for Python's ``re``.
 
-    In ECMA-262, ``$`` does not match before a final line feed, ``\\d`` and ``\\w`` match only ASCII
-    characters, and ``.`` matches no line separators.
+    Unlike in ``re``, ``$`` does not match before a final line feed in ECMA-262, ``\\d`` and ``\\w``
+    match only ASCII characters, and ``.`` matches no line separators.
     """
 
     def replacement(match: re.Match[str]) -> str:

@@ -217,12 +217,13 @@ class GrammarMatcher:
         self._terminate_when_complete = terminate_without_stop_token
         self._matcher = compiled_grammar.matcher(self._stop_ids)
         self._row = np.zeros(self._matcher.words, np.int32)
-        # Tokens by step. A string that `accept_string` accepted is one step of several tokens.
+        # The tokens of each step that `rollback` undoes: one token for `accept_token`, and all
+        # tokens of the text for `accept_string`.
         self._steps: list[tuple[int, ...]] = []
 
     @property
     def max_rollback_tokens(self) -> int:
-        """The value -1, because the number of tokens that can be rolled back is not limited."""
+        """Always -1, which means that every accepted token can be rolled back."""
         return -1
 
     @property
@@ -245,9 +246,9 @@ class GrammarMatcher:
         return True
 
     def accept_string(self, text: str | bytes) -> bool:
-        """Advance by a text, as one step of `rollback`.
+        """Advance by a text, which `rollback` undoes as one step.
 
-        The text is split into tokens of the vocabulary, longest first.
+        At each position of the text, the method accepts the longest legal token.
 
         Returns
         -------
@@ -301,11 +302,11 @@ class GrammarMatcher:
         return False
 
     def find_jump_forward_string(self) -> str:
-        """Return the text that the grammar forces next; empty if several texts are possible.
+        """Return the text that the grammar forces next; empty if the next character is not forced.
 
         The state does not change. The result is the longest common prefix of all legal
-        continuations that the vocabulary can spell, cut after its last complete character and after
-        at most 4,096 bytes.
+        continuations that the vocabulary can spell. The prefix ends after a complete character and
+        is not extended once it has 4,096 bytes.
         """
         forced = b""
         accepted = 0
@@ -384,7 +385,10 @@ class GrammarMatcher:
         return tokens[token] if token < len(tokens) else b""
 
     def _legal_texts(self) -> dict[bytes, int]:
-        """Return the legal tokens by text; empty if a legal token, such as a stop id, has none."""
+        """Return the legal token ids by their text.
+
+        The result is empty if a legal token, such as a stop id, has no text.
+        """
         texts = {}
         for token in self._matcher.legal().tolist():
             text = self._text(token)
@@ -406,13 +410,14 @@ class GrammarMatcher:
 
 
 class BatchGrammarMatcher:
-    """Calls the methods of several matchers, bitmask rows on several threads.
+    """Calls the methods of several matchers. Several threads fill the bitmask rows.
 
     Parameters
     ----------
     max_threads
-        Number of threads that fill rows, or ``"auto"`` for half the number of processors. The
-        libraries fill rows without holding the GIL.
+        Number of threads that fill bitmask rows, or ``"auto"`` for half the number of processors.
+        The threads run in parallel, because the grammar libraries fill rows without holding the
+        GIL.
     """
 
     def __init__(self, max_threads: int | str = "auto"):
@@ -425,7 +430,7 @@ class BatchGrammarMatcher:
     def batch_fill_next_token_bitmask(
         self, matchers: Sequence[GrammarMatcher], bitmask: Any, indices: Sequence[int] | None = None
     ) -> None:
-        """Fill the row ``indices[i]`` for matcher ``i``; row ``i`` if `indices` is None.
+        """Fill row ``indices[i]`` of the bitmask for matcher ``i``; row ``i`` if `indices` is None.
 
         Raises
         ------
@@ -469,7 +474,7 @@ class BatchGrammarMatcher:
 def common_length(first: Sequence[object], second: Sequence[object]) -> int:
     """Return the length of the common prefix of two sequences.
 
-    Of several texts, the smallest and the largest have the common prefix of all of them.
+    To find the common prefix of several texts, compare the smallest text with the largest.
     """
     length = 0
     for left, right in zip(first, second, strict=False):
@@ -485,7 +490,8 @@ def _bitmask_row(bitmask: Any, index: int, words: int) -> np.ndarray:
     Raises
     ------
     GrammarError
-        The bitmask is not a writable int32 array of this width in CPU memory, or has no such row.
+        The bitmask is not a writable int32 array in CPU memory with `words` words per row, or has
+        no row `index`.
     """
     try:
         if isinstance(bitmask, np.ndarray):
