@@ -1,8 +1,8 @@
 """Automata on the device: mask rows of regular grammars without host work.
 
-A request whose grammar has an automaton can be *promoted*: kernels advance its state by drafts and
-committed tokens, fill its mask rows and stamp them, exactly as the grammar worker would. The worker
-does not serve the request.
+A request whose grammar has an automaton can be *promoted*: instead of the grammar worker
+(native/guide/worker.h), kernels advance the request's grammar state by drafts and committed tokens,
+fill its mask rows and write their stamps. They write the same rows and stamps as the worker would.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ROW_CACHE = read_struct(_HEADER, "RowCache")
 
 #: Memory for the tables of automata, in bytes.
 TABLE_BYTES = 64 << 20
-#: Memory for the mask rows of states, in bytes.
+#: Memory for the cached mask rows of automaton states, in bytes.
 ROW_BYTES = 64 << 20
 #: Tables begin at multiples of this number of bytes.
 _ALIGNMENT = 256
@@ -61,11 +61,11 @@ class _Table:
     Attributes
     ----------
     grammar
-        Native grammar, which identifies the table.
+        Native grammar that the table belongs to.
     offset, nbytes
-        Location in the memory of all tables.
+        Location in `DeviceAutomata._memory`, in bytes.
     users
-        Number of slots whose request uses the table.
+        Number of slots whose requests use the table. A table with users is not evicted.
     """
 
     grammar: Any
@@ -80,32 +80,35 @@ def _aligned(offset: int) -> int:
 
 
 class DeviceAutomata:
-    """Promotes requests and adds the kernels of their grammar steps to lanes.
+    """Promotes requests, and adds the kernels that execute their grammar steps to lanes.
 
     Parameters
     ----------
     state
         State of all slots. The kernels run on its device.
     exchange
-        Records and mask rows of the same number of slots. Its draft mode must not probe.
+        Records and mask rows of the same slots. Its draft mode must not probe.
     sampler
-        Sampler of the rounds, for the results of verification.
+        Sampler of the rounds. The kernels read the committed tokens from its results of
+        verification.
     replay
-        int32 [1], number of the replay.
+        int32 [1], number of the current replay, which kernels read.
     vocabulary
         Vocabulary of the grammars.
     table_bytes
-        Memory for the tables of automata, in bytes. If a new table does not fit, the least recently
-        used tables without a request are evicted. A request whose table does not fit is not
-        promoted.
+        Memory for the tables of automata, in bytes. If a new table does not fit, tables that no
+        request uses are evicted, preferably the least recently used ones. A request whose table
+        still does not fit is not promoted.
     row_bytes
-        Memory for the mask rows of states, in bytes. A state whose row is stored is filled by a
-        copy. Rows that have not been used for some time are evicted.
+        Memory for cached mask rows of automaton states, in bytes. If the row of a state is in the
+        cache, it is copied instead of computed. Rows that have not been used for some time are
+        evicted.
     finds_forced
-        Whether the stamp of a row that allows a single token names this token.
+        Whether the stamp of a mask row with a single legal token contains this token, which is then
+        drafted as a forced token.
     block, parts
-        Threads per block, 1 or a multiple of 32, and blocks per mask row. Default: by device.
-        Results do not depend on them.
+        Threads per block, 1 or a multiple of 32, and blocks per mask row. The defaults depend on
+        the device. The results are the same for all values.
 
     Attributes
     ----------
@@ -174,13 +177,13 @@ class DeviceAutomata:
         self._cache = self._device.zeros((_ROW_CACHE.itemsize,), "uint8")
 
     def counters(self) -> dict[str, int]:
-        """Return the use of the memory of tables and rows, and counts. Waits for the device.
+        """Return memory usage and event counts by name. Waits for the device.
 
-        ``hits``, ``misses``, ``stored`` and ``evicted`` are numbers of mask rows, ``row_bytes`` is
-        the memory of those in the cache. ``tables`` is the number of automata, ``table_bytes``
-        their memory, ``tables_evicted`` the number of evicted ones, and ``tables_refused`` the
-        number of requests whose automaton did not fit. ``forced_tokens`` is the number of accepted
-        drafts that the grammar forced.
+        ``hits``, ``misses``, ``stored`` and ``evicted`` count mask rows of the row cache, and
+        ``row_bytes`` is the size of the rows in the cache. ``tables`` is the number of tables on
+        the device, ``table_bytes`` their size, ``tables_evicted`` the number of evicted tables, and
+        ``tables_refused`` the number of requests whose table did not fit. ``forced_tokens`` is the
+        number of accepted drafts that the grammar forced.
         """
         cache = self._cache.to_host().view(_ROW_CACHE)[0]
         counts = {name: int(cache[name]) for name in ("hits", "misses", "stored", "evicted")}
@@ -207,9 +210,9 @@ class DeviceAutomata:
         slot
             Index of the slot. `release` must have been called for its previous request.
         epoch
-            Number of the slot assignment.
+            Epoch of the request, as in `GuidedRequest`.
         matcher
-            Matcher after the request's last token.
+            Matcher of the request, which has accepted all of the request's tokens.
 
         Returns
         -------
@@ -251,7 +254,10 @@ class DeviceAutomata:
             table.users -= 1
 
     def _acquire(self, lane: Lane, grammar: Any) -> _Table | None:
-        """Return the table of a grammar for one more slot; None if it does not fit."""
+        """Return the table of a grammar and count one more user; None if the table does not fit.
+
+        Upload the table unless it is already on the device.
+        """
         table = self._tables.pop(grammar, None)
         if table is None:
             data = table_data(grammar.serialize())
@@ -276,9 +282,10 @@ class DeviceAutomata:
         return table
 
     def _allocate(self, lane: Lane, nbytes: int) -> int | None:
-        """Return the offset of a range for a new table; None if tables in use leave no such range.
+        """Make room for a table of `nbytes` bytes and return its offset.
 
-        Only the unused tables in this range are evicted. If there is no range, none is evicted.
+        The unused tables in the chosen range are evicted. Return None, without an eviction, if
+        every range of this size contains a table in use.
         """
         place = self._find_place(nbytes)
         if place is None:
@@ -299,9 +306,9 @@ class DeviceAutomata:
     def _find_place(self, nbytes: int) -> tuple[int, list[_Table]] | None:
         """Return the offset of a range for a new table, and the unused tables in this range.
 
-        A range without tables is preferred. Otherwise, the function chooses the range whose most
-        recently used table was used least recently. It returns None if every range contains a
-        table with users.
+        A range without tables is preferred. Otherwise, the function compares the ranges by the time
+        at which any of their tables was last used, and chooses the range with the earliest time.
+        It returns None if every range contains a table with users.
         """
         age = {table.grammar: number for number, table in enumerate(self._tables.values())}
         tables = sorted(self._tables.values(), key=lambda table: table.offset)
@@ -328,7 +335,7 @@ class DeviceAutomata:
     # Grammar steps ------------------------------------------------------------------------------
 
     def add_open(self, lane: Lane, row_slot: DeviceArray, num_rows: int, *, copied: bool) -> None:
-        """Add the kernels that fill the missing rows of the drafts to be verified.
+        """Add the kernels that fill the mask rows of this round's drafts that are not filled yet.
 
         Parameters
         ----------
@@ -339,13 +346,14 @@ class DeviceAutomata:
         num_rows
             Number of mask rows that the round can need.
         copied
-            Whether the host's mask rows have been copied to the device before.
+            Whether an earlier node of the round copies the host's mask rows to the device, which
+            overwrites the rows of promoted requests, so that all of them have to be filled.
         """
         self._add_kernel(lane, "open", row_slot, [num_rows, int(copied)])
         self._add_fill(lane, "open", row_slot, num_rows)
 
     def add_commit(self, lane: Lane, row_slot: DeviceArray, *, fill: bool) -> None:
-        """Add the kernels that advance states by the committed tokens.
+        """Add the kernels that advance the grammar states by the committed tokens.
 
         Parameters
         ----------
@@ -354,7 +362,7 @@ class DeviceAutomata:
         row_slot
             int32 [B], slot of each batch row; -1: padding.
         fill
-            Whether to fill mask row 0.
+            Whether to fill mask row 0, under which the first draft is sampled.
         """
         args = [int(fill), *self._results, int(self._finds_forced)]
         self._add_kernel(lane, "commit", row_slot, args)
@@ -362,7 +370,7 @@ class DeviceAutomata:
             self._add_fill(lane, "commit", row_slot)
 
     def add_draft(self, lane: Lane, row_slot: DeviceArray, j: int) -> None:
-        """Add the kernels that advance states by draft `j` of a chain, and fill mask row `j`."""
+        """Add the kernels that advance the states by draft `j` of a chain and fill mask row `j`."""
         self._add_kernel(lane, "draft", row_slot, [j, *self._results])
         self._add_fill(lane, "draft", row_slot)
 
@@ -377,7 +385,10 @@ class DeviceAutomata:
     def _add_kernel(
         self, lane: Lane, step: str, row_slot: DeviceArray, args: Sequence[object]
     ) -> None:
-        """Add the kernel that advances states in a step."""
+        """Add the kernel ``automaton_{step}``, which advances the grammar states.
+
+        `args` are the arguments of this kernel that follow the arguments common to all steps.
+        """
         exchange = self._exchange
         batch = row_slot.shape[0]
         common = [
@@ -403,9 +414,9 @@ class DeviceAutomata:
         )
 
     def _add_fill(self, lane: Lane, step: str, row_slot: DeviceArray, num_rows: int = 1) -> None:
-        """Add the kernel that fills the mask rows that a step has requested.
+        """Add the kernel that fills the mask rows that the kernel of a step has requested.
 
-        `num_rows` is the maximum number of rows that the step requests for a batch row.
+        `num_rows` is the maximum number of mask rows that the step requests per batch row.
         """
         args = [
             self._items,
@@ -427,7 +438,11 @@ class DeviceAutomata:
 
 
 def _has_automaton(matcher: Matcher) -> bool:
-    """Return whether a matcher runs an automaton, and its stop ids fit into the slot."""
+    """Return whether kernels can take over a matcher.
+
+    The matcher must run an automaton and must not have terminated, and its stop ids must fit into
+    ``AutomatonSlot.stop_ids``.
+    """
     if not isinstance(matcher.native, _native.guide.AutomatonMatcher):
         return False
     return len(matcher.stop_ids) <= _MAX_STOPS and not matcher.is_terminated()
@@ -438,7 +453,7 @@ def _as_bytes(array: NDArray) -> NDArray[np.uint8]:
 
 
 def table_data(serialized: bytes) -> NDArray[np.uint8]:
-    """Convert a serialized automaton to the device's table, see ``struct AutomatonTable``.
+    """Convert a serialized automaton to the device's table (``struct AutomatonTable``).
 
     Raises
     ------

@@ -32,9 +32,9 @@ _REPETITIONS: dict[str, tuple[int, int | None]] = {
 
 
 def compile_automaton(grammar: ResolvedGrammar) -> bytes | None:
-    """Return the automaton of a grammar of LLGuidance in serialized form; None if there is none.
+    """Compile a grammar that was resolved for LLGuidance to an automaton, in serialized form.
 
-    There is none if the grammar is not known to be regular, or if the automaton would be too large.
+    Return None if the grammar is not known to be regular, or if the automaton would be too large.
     The time is limited to about 50 ms, so the function may run on untrusted grammars.
     """
     try:
@@ -49,7 +49,7 @@ def compile_automaton(grammar: ResolvedGrammar) -> bytes | None:
 
 
 def lower(grammar: ResolvedGrammar) -> Expression:
-    """Return the expression of exactly the texts that LLGuidance allows for a grammar.
+    """Return an expression that matches exactly the texts that LLGuidance allows for a grammar.
 
     Raise `NotRegular` if the grammar is not regular, or if its lowering is not known.
     """
@@ -66,7 +66,11 @@ def lower(grammar: ResolvedGrammar) -> Expression:
 
 
 def _lower_format(form: Format, whitespace: Whitespace) -> Expression:
-    """Return the expression of a structural format without free text and tokens."""
+    """Return the expression of a structural format.
+
+    Raise `NotRegular` if the format contains free text, special tokens or parts that are not
+    regular.
+    """
 
     def lower_part(part: Format) -> Expression:
         return _lower_format(part, whitespace)

@@ -32,11 +32,12 @@ __all__ = ["lower_schema"]
 
 #: Maximum nesting of schemas. Deeper schemas, such as recursive ones, are not lowered.
 MAX_NESTING = 32
-#: Separators between JSON tokens, by the option `whitespace`: after a value and after a key.
+#: Separators in JSON text by the value of the option `whitespace`: the separator between values or
+#: properties, and the separator between a key and its value.
 SEPARATORS = {"line": (", ", ": "), "compact": (",", ":")}
 
-#: Keywords that are supported beside each type. Keywords that JSON Schema does not have, and
-#: annotations such as ``title``, do not restrict the values and are ignored.
+#: Supported keywords of a schema of each type, besides ``type``. Annotations such as ``title``, and
+#: keywords that JSON Schema does not define, are ignored.
 _TYPE_KEYWORDS = {
     "object": {"properties", "required", "additionalProperties"},
     "array": {"items", "minItems", "maxItems"},
@@ -48,7 +49,7 @@ _TYPE_KEYWORDS = {
 }
 _INTEGER = lower_regex("-?(0|[1-9][0-9]*)")
 _NUMBER = lower_regex(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?")
-#: Characters that a JSON string contains only as an escape, by the letter of the short escape.
+#: Letters of the short escapes of JSON strings, by the code of the escaped character.
 _SHORT_ESCAPES = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
 _ESCAPED = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0x7F, 0x7F)]
 _PLAIN = complement(_ESCAPED)
@@ -56,7 +57,8 @@ _PLAIN = complement(_ESCAPED)
 _ANY_CHARACTER = union(
     [characters(_PLAIN), lower_regex(r'\\(["\\bfnrt]|u00([01][0-9a-fA-F]|7[fF]))')]
 )
-#: Class escapes in the patterns of JSON schemas, where they contain ASCII characters only.
+#: Characters of the class escapes ``\d`` and ``\w``, which match only ASCII characters in patterns
+#: of JSON schemas.
 _CLASSES = {"d": [(0x30, 0x39)], "w": [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]}
 _PRINTABLE = re.compile(r"[ !#-\[\]-~]*")
 
@@ -110,7 +112,7 @@ class _Lowering:
     def _lower_only(
         self, schema: dict[str, Any], keywords: set[str], allowed: set[str], nesting: int
     ) -> Expression:
-        """Lower a schema that consists of ``$ref`` or ``anyOf``."""
+        """Lower a schema whose only keyword, given by `allowed`, is ``$ref`` or ``anyOf``."""
         if keywords - allowed:
             raise NotRegular(f"keywords beside {sorted(allowed)[0]!r} are not supported")
         if "$ref" in keywords:
@@ -140,10 +142,11 @@ class _Lowering:
         return _INTEGER if name == "integer" else _NUMBER
 
     def _lower_object(self, schema: dict[str, Any], nesting: int) -> Expression:
-        """Lower an object with keys in the order of the schema.
+        """Lower an object schema. The keys of the objects have the order of the schema.
 
-        The first written property is any property up to the first required one. The properties
-        after it follow with a comma, the optional ones or not.
+        Optional properties may be absent, so an object may begin with any of the properties up to
+        and including the first required one. The result is the union of the texts that begin with
+        each of these properties. A comma precedes each later property.
         """
         if schema.get("additionalProperties") is not False:
             raise NotRegular("additional properties are not supported")
@@ -185,7 +188,7 @@ class _Lowering:
 
 
 def _lower_values(schema: dict[str, Any], keywords: set[str]) -> Expression:
-    """Lower a schema that lists its values."""
+    """Lower a schema that lists its values with ``enum`` or ``const``."""
     if keywords - {"const", "enum", "type"} or {"const", "enum"} <= keywords:
         raise NotRegular("keywords beside 'enum' are not supported")
     values = [schema["const"]] if "const" in keywords else schema["enum"]
@@ -202,7 +205,7 @@ def _literal(value: str | int | bool | None) -> str:
 
 
 def _quote(value: str) -> str:
-    """Return a JSON string. Only texts that have one JSON spelling are supported."""
+    """Return a text as a JSON string; raise `NotRegular` if it may need escape sequences."""
     if not _PRINTABLE.fullmatch(value):
         raise NotRegular("a key or value with escapes is not supported")
     return f'"{value}"'
@@ -230,10 +233,10 @@ def _lower_string(schema: dict[str, Any]) -> Expression:
 
 
 def _json_character(ranges: Ranges) -> Expression:
-    """Return the expression of a character of the ranges, as LLGuidance writes it in a string.
+    """Return the expression of one character of the ranges, as LLGuidance writes it in a string.
 
-    Characters that JSON requires to be escaped have a short escape, the escape ``\\u`` with
-    hexadecimal digits, or both.
+    A character that must be escaped may have several forms: a short escape such as ``\\n``, and the
+    escape ``\\u`` with four hexadecimal digits.
     """
     options = [characters(intersection(ranges, _PLAIN))]
     for low, high in intersection(ranges, _ESCAPED):

@@ -37,8 +37,8 @@ struct Advance {
   unsigned int num_rows;  // of the cache
 };
 
-// Assigns a slot to a request. The slot's commit record is renewed, because the number in an old
-// record could seem to be later than this replay.
+// Writes the AutomatonSlot of a request that joins, and renews the slot's Committed record: the
+// replay number in an old record could seem to be later than this replay.
 extern "C" __global__ void automaton_join(AutomatonSlot* states, int slot, const int* replay,
                                           int* exchange, const ExchangeLayout layout,
                                           const AutomatonSlot request) {
@@ -48,8 +48,9 @@ extern "C" __global__ void automaton_join(AutomatonSlot* states, int slot, const
   states[slot].applied = *replay;
 }
 
-// Counts the accepted drafts of a chain that were forced. The stamps are those of the rows that
-// verification has used. The request may have ended.
+// Counts the accepted drafts of a chain that were forced tokens. The stamps at this time are those
+// of the mask rows that verification has used. The request may already have ended, so its slot may
+// be inactive.
 __device__ inline void count_forced(const Advance& a, const RoundRow* row) {
   const int index = row->slot;
   if (index < 0) return;
@@ -63,7 +64,7 @@ __device__ inline void count_forced(const Advance& a, const RoundRow* row) {
   }
 }
 
-// Advances state[0] by committed tokens, and invalidates all rows of the slot.
+// Advances state[0] by committed tokens, and invalidates the stamps of all mask rows of the slot.
 __device__ inline void commit(const Advance& a, int index, const int* ids, int count, int replay) {
   AutomatonSlot& own = a.states[index];
   const Automaton automaton(a.tables, own.table);
@@ -87,8 +88,8 @@ __device__ inline void commit(const Advance& a, int index, const int* ids, int c
   }
 }
 
-// Sets the state of draft j from the state of its parent. Ids that end the text have no text of
-// their own, so no row follows them.
+// Sets the state of draft j to the state after the draft's token, given the state of its parent. A
+// draft that is a stop id has no text, so its state becomes NODE_ILLEGAL and no row is filled.
 __device__ __forceinline__ void enter(const Advance& a, const Slot& slot, AutomatonSlot& own,
                                       int j) {
   const int before = own.state[slot.parent[j - 1]];
@@ -96,7 +97,7 @@ __device__ __forceinline__ void enter(const Advance& a, const Slot& slot, Automa
   own.state[j] = before < 0 ? NODE_ILLEGAL : automaton.walk(before, slot.drafts[j - 1]);
 }
 
-// Requests row j if it is not illegal, and marks it as filled.
+// Requests mask row j and marks it as filled, unless the state of draft j is NODE_ILLEGAL.
 __device__ __forceinline__ void request_row(const Slot& slot, AutomatonSlot& own, int index, int j,
                                             FillItem* item) {
   const int state = own.state[j];
@@ -120,7 +121,7 @@ __device__ __forceinline__ AutomatonSlot* state_of(const Advance& a, int b) {
   return own->epoch == a.slots[index].epoch ? own : nullptr;
 }
 
-// Finds the row of an item in the cache.
+// Looks up the mask row of an item's state in the cache, and counts a hit or a miss.
 __device__ __forceinline__ void find_row(const Advance& a, FillItem& item, unsigned int now) {
   const int r = Automaton(a.tables, item.table).rows[item.state];
   const bool found = r >= 0;
@@ -132,7 +133,8 @@ __device__ __forceinline__ void find_row(const Advance& a, FillItem& item, unsig
   atomicAdd(found ? &a.cache->hits : &a.cache->misses, 1u);
 }
 
-// Assigns a row of the cache to the state of an item (clock algorithm), unless another thread does.
+// Assigns a row of the cache to the state of an item (clock algorithm), unless another thread is
+// assigning one or has assigned one.
 __device__ inline void assign_row(const Advance& a, FillItem& item, unsigned int now) {
   int* own = Automaton(a.tables, item.table).rows + item.state;
   if (atomicCAS(own, ROW_ABSENT, ROW_CLAIMED) != ROW_ABSENT) return;
@@ -173,7 +175,7 @@ __device__ inline void use_cache(const Advance& a, int num_items) {
   }
 }
 
-// Removes the rows of a table from the cache. One block.
+// Removes the rows of a table from the cache. Launched with one block.
 extern "C" __global__ void automaton_forget(unsigned char* memory, long long table,
                                             CachedRow* cached) {
   const Automaton automaton({memory, nullptr, nullptr, 0}, table);
@@ -186,8 +188,8 @@ extern "C" __global__ void automaton_forget(unsigned char* memory, long long tab
   }
 }
 
-// Returns the mask word of 32 tokens in a state. All threads of a warp must call this function
-// with the same arguments.
+// Returns word w of the mask row of a state: one bit for each of 32 tokens. All threads of a warp
+// must call this function with the same arguments.
 __device__ __forceinline__ unsigned int legal_word(const Automaton& automaton, int state, int w) {
   unsigned int word = 0;
   if (LANES == 1) {
@@ -201,16 +203,16 @@ __device__ __forceinline__ unsigned int legal_word(const Automaton& automaton, i
   return word;
 }
 
-// Counts the ids of a mask word in `legal`, and keeps the largest id in `last`.
+// Adds the number of legal ids of mask word w to `legal`, and stores the largest of them in `last`.
 __device__ __forceinline__ void count_ids(unsigned int word, int w, int& legal, int& last) {
   if (word == 0) return;
   legal += __popc(word);
   last = w * 32 + 31 - __clz(static_cast<int>(word));
 }
 
-// Open step: requests the mask rows of the last token and of all drafts that are not filled yet. If
-// `copied` is set, the host's mask rows were copied over the rows of all slots, so all rows are
-// requested.
+// Open step: requests the mask rows that follow the last committed token and the drafts, as far as
+// they are not filled yet. If `copied` is set, the host's mask rows were copied over the rows of
+// all slots, so all rows are requested.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_open(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
                    int* exchange, const ExchangeLayout layout, unsigned char* memory,
@@ -251,8 +253,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   use_cache(a, batch * num_rows);
 }
 
-// Commit step: advances the states by the tokens that verification has committed, and requests row
-// 0 if `fill` is not 0.
+// Commit step: advances the states by the tokens that verification has committed, and requests mask
+// row 0 if `fill` is not 0.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_commit(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
                      int* exchange, const ExchangeLayout layout, unsigned char* memory,
@@ -285,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   if (fill) use_cache(a, batch);
 }
 
-// Draft step: advances the states by draft j of a chain, and requests row j.
+// Draft step: advances the states by draft j of a chain, and requests mask row j.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_draft(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
                     int* exchange, const ExchangeLayout layout, unsigned char* memory,
@@ -318,10 +320,10 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   use_cache(a, batch);
 }
 
-// Fills the mask rows of the items that the previous kernel has written, and stamps them. Block
-// (i, p) fills part p of the row of item i. The last block of an item writes the stamp. With
-// `forced`, the stamp names the token of a row that allows only one, as Forced::token does with
-// `unique_only`.
+// Fills the mask rows of the items that the previous kernel has written, and writes their stamps.
+// Block (i, p) fills part p of the row of item i. The block of an item that finishes last writes
+// the stamp. With `forced`, the stamp of a row with a single legal id contains this id, the one
+// that Forced::token returns with `unique_only`.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_fill(FillItem* items, const AutomatonSlot* states, int* masks, int* exchange,
                    const ExchangeLayout layout, unsigned char* memory, const int* offsets,

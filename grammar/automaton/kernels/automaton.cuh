@@ -1,9 +1,9 @@
 // Automata of regular grammars in device memory, and the states of the requests that use them.
 //
-// The device does the work of the grammar worker (native/guide/worker.h) for these requests. It
-// advances the states by committed tokens and drafts, fills mask rows and stamps them. It
-// writes the same rows and stamps in the same order, so the kernels that read them need not
-// distinguish the two cases.
+// For these requests, kernels do the work of the grammar worker (native/guide/worker.h). They
+// advance the states by committed tokens and drafts, fill mask rows and write the stamps of the
+// rows. They write the same rows and stamps in the same order as the worker, so the kernels that
+// read mask rows need not know which of the two has written them.
 #pragma once
 
 #include "sampling/kernels/slot.cuh"
@@ -18,68 +18,72 @@
 #define FILL_STAMP 1  // only write the stamp
 #define FILL_ROW 2    // write the mask row and the stamp
 
-// Rows of the row cache that are considered for eviction before a row is not stored.
+// Maximum number of rows of the row cache that are examined for eviction. If none of them can be
+// evicted, the new row is not stored.
 #define CACHE_TRIES 64
 
-#define AUTOMATON_STOPS 64
+#define AUTOMATON_STOPS 64  // maximum number of stop ids of a promoted request
 #define AUTOMATON_NODES 65  // MAX_DRAFTS + 1
 
-// Header of an automaton's table. Arrays follow it without gaps: the class of each byte, uint8
-// [256]; the number of each state's row in the row cache or ROW_ABSENT or ROW_CLAIMED, int32
-// [states]; the next state or -1, int16 [states][classes]; whether the state is accepting, uint8
-// [states].
+// Header of an automaton's table. These arrays follow it without gaps:
+// * uint8 [256]: class of each byte.
+// * int32 [states]: row of each state in the row cache, or ROW_ABSENT or ROW_CLAIMED.
+// * int16 [states][classes]: next state, or -1 if the byte is illegal.
+// * uint8 [states]: whether the state is accepting.
 #define ROW_ABSENT -1
-#define ROW_CLAIMED -2  // a thread of the running kernel looks for a row
+#define ROW_CLAIMED -2  // a thread of the running kernel is assigning a row to the state
 struct AutomatonTable {
   int states;
   int classes;
 };
 
-// Grammar state of a promoted request. The request of a slot is promoted exactly if it has the
-// epoch of the slot's AutomatonSlot. Python reads this struct by field name (device.py); a join
-// passes it by value.
+// Grammar state of a promoted request. The request of a slot is promoted if and only if its epoch
+// equals the `epoch` of the slot's AutomatonSlot. Python reads the layout of this struct from this
+// header (device.py) and passes the struct to automaton_join by value.
 struct AutomatonSlot {
   long long table;  // offset of an AutomatonTable in the memory of all tables
   int epoch;        // epoch of the request, see Slot
   int applied;      // last replay whose commit was applied to state[0]
-  int drafted;      // replay that has filled the rows in `filled` while it drafted
+  int drafted;      // replay during whose drafting the rows in `filled` were filled
   int num_stop_ids;
   int stop_ids[AUTOMATON_STOPS];  // ids that end the text in an accepting state
   int state[AUTOMATON_NODES];     // state of each node of the draft tree
   int filled[AUTOMATON_NODES];    // whether the row of the node is filled
 };
 
-// Work for one mask row, from the kernels that advance states to `automaton_fill`.
+// Work for one mask row. The kernels that advance states write it, and `automaton_fill` executes
+// it.
 struct FillItem {
   long long table;  // as in AutomatonSlot
   int action;       // FILL_*
   int slot;
-  int j;           // number of the mask row
-  int state;       // state of the automaton
-  int stamp;       // ROW_* to stamp with FILL_STAMP
-  int source;      // row of the cache to copy; -1: compute the row
-  int store;       // row of the cache to store the computed row in; -1: none
-  int position;    // position of the token before the masked one
-  int num_legal;   // legal ids, counted by the blocks that share the row; without forced tokens,
-                   // this is only 0 if no id is legal
-  int last_legal;  // largest legal id
-  unsigned int arrived;
+  int j;          // number of the mask row
+  int state;      // state of the automaton
+  int stamp;      // for FILL_STAMP: the row state (ROW_*) to write into the stamp
+  int source;     // row of the cache to copy; -1: compute the row
+  int store;      // row of the cache to store the computed row in; -1: none
+  int position;   // position of the token before the token that the row constrains
+  int num_legal;  // number of legal ids, summed by the blocks that share the row; if automaton_fill
+                  // does not look for forced tokens, it is only known to be 0 if no id is legal
+  int last_legal;        // largest legal id, if automaton_fill looks for forced tokens
+  unsigned int arrived;  // number of blocks that have finished their part of the row
 };
 
-// Row cache: mask rows of states, without the bits of stop ids, which differ between requests.
+// Row cache: mask rows of automaton states, without the bits of stop ids, which differ between
+// requests.
 //
-// 1. Only the kernels that advance states assign rows. They run one after another, with one block
-//    each, and have numbers (`launch`).
+// 1. Only the kernels that advance states assign cache rows to states. These kernels run one after
+//    another, with one block each, and `launch` numbers them.
 // 2. A row that kernel n assigns is written by the automaton_fill that follows it, and may be read
 //    from kernel n + 1 on.
-// 3. A row that kernel n has found or assigned is not assigned again by kernel n, because the
-//    automaton_fill that follows reads or writes it.
-// 4. AutomatonTable.rows and CachedRow agree between kernels: state s of table t has row r exactly
-//    if row r has table t and state s. automaton_forget removes a table before its memory is
-//    reused.
+// 3. A row that kernel n has found or assigned is not assigned to another state by kernel n,
+//    because the automaton_fill that follows reads or writes the row.
+// 4. Between two kernels, the tables' arrays of rows agree with CachedRow: state s of table t has
+//    row r if and only if CachedRow r has table t and state s. automaton_forget removes the rows of
+//    a table before the table's memory is reused.
 struct RowCache {
-  unsigned int launch;
-  unsigned int hand;  // next row to consider for eviction
+  unsigned int launch;  // number of the last kernel that has used the cache
+  unsigned int hand;    // next row to examine for eviction
   // Counts of rows.
   unsigned int hits;
   unsigned int misses;
@@ -92,7 +96,7 @@ struct RowCache {
 struct CachedRow {
   long long table;  // as in AutomatonSlot; -1: the row is free
   int state;
-  int referenced;     // whether the row was found since the hand passed it
+  int referenced;     // whether a kernel has found the row since `hand` passed it
   unsigned int used;  // number of the last kernel that has found or assigned the row
 };
 
@@ -124,7 +128,8 @@ struct Automaton {
     accepting = reinterpret_cast<const unsigned char*>(next + states * classes);
   }
 
-  // Returns the state after the text of a token, or NODE_ILLEGAL.
+  // Returns the state after the text of a token, or NODE_ILLEGAL if the token is illegal or has no
+  // text.
   __device__ __forceinline__ int walk(int state, int token) const {
     if (token < 0 || token >= tables.num_tokens) return NODE_ILLEGAL;
     const int end = tables.offsets[token + 1];
