@@ -19,7 +19,7 @@ __all__ = ["BoundedBackend", "ending_ids", "require_release"]
 class BoundedBackend(GrammarBackend, Protocol):
     """A backend that can compile a grammar in a child process with limits of time and memory.
 
-    The child process runs the call that `compile_call` returns. The engine's process passes the
+    A child process runs the call that `compile_call` returns. The engine's process passes the
     result of the call to `load`, which creates the compiled grammar.
     """
 
@@ -38,11 +38,12 @@ class BoundedBackend(GrammarBackend, Protocol):
 
 
 def require_release(name: str, package: str, releases: tuple[str, ...], install: str) -> str:
-    """Return the version of a grammar library; raise `OptionError` if it is not supported.
+    """Return the installed version of a grammar library.
 
+    Raise `OptionError` if the library is not installed or the version is not in `releases`.
     `package` is the library's distribution package. In `releases`, ``"1.9.x"`` means all versions
-    that begin with ``"1.9."``. `install` has the arguments of ``pip install`` for a supported
-    version.
+    that begin with ``"1.9."``. The error message contains `install`, the arguments of
+    ``pip install`` for a supported version.
     """
     try:
         found = importlib.metadata.version(package)
@@ -63,11 +64,11 @@ def ending_ids(
 ) -> tuple[int, ...]:
     """Return the stop ids that terminate a matcher, that is, the stop ids without text.
 
-    A stop id with text (bytes in the vocabulary) remains an ordinary token for the grammar. The
-    grammar could otherwise reach a state in which no token is legal. Independently of the grammar,
-    the device decides whether such a stop id ends the request.
+    For the grammar, a stop id with text (bytes in the vocabulary) remains an ordinary token.
+    Otherwise, the grammar could reach a state in which no token is legal. The device decides,
+    independently of the grammar, whether this stop id ends the request.
 
-    Without `stop_ids`, the stop ids of the vocabulary apply. Raise `GrammarError` if the grammar
+    If `stop_ids` is None, the stop ids of the vocabulary apply. Raise `GrammarError` if the grammar
     belongs to another backend, if a stop id is outside the vocabulary, or if all stop ids have
     text.
     """

@@ -28,8 +28,8 @@ from graft.native.children.process import Call
 
 __all__ = ["LLGuidanceBackend", "Prepared", "check_syntax", "load_native", "prepare"]
 
-# LLGuidance does not report the size of a grammar. This value is the measured growth of the process
-# per JSON schema, after a request has used the grammar.
+# LLGuidance does not report the size of a grammar. This value was measured: the growth of the
+# process per JSON schema, after a request has used the grammar.
 _MATCHER_BYTES = 180_000
 #: Maximum number of tokenizers that a backend keeps, see `LLGuidanceBackend`.
 _MAX_TOKENIZERS = 4
@@ -50,9 +50,10 @@ class Prepared(NamedTuple):
     text
         The grammar in LLGuidance's JSON format.
     references
-        Special tokens that a Lark grammar names, such as ``<name>`` and ``<[7]>``.
+        Special tokens to which the grammar refers in the Lark dialect, such as ``<name>`` and
+        ``<[7]>``.
     automaton
-        Automaton that allows the same texts, in serialized form; None if there is none.
+        Serialized automaton that allows the same texts; None if the grammar has none.
     """
 
     text: str
@@ -63,9 +64,10 @@ class Prepared(NamedTuple):
 def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
     """Resolve and check a grammar, and build its automaton. Runs in a child process.
 
-    `special` contains the special tokens that are legal where tags contain their names: ids by
-    name. Raise `GrammarError` if LLGuidance refuses the grammar, or if LLGuidance warns that it
-    cannot enforce a part of the grammar and the specification is not `partial`.
+    `special` contains ids of special tokens by name. Where a text of a tag contains one of these
+    names, the token is legal, too. `automata` is whether to build an automaton. Raise
+    `GrammarError` if LLGuidance refuses the grammar, or if LLGuidance warns that it cannot enforce
+    a part of the grammar and the specification is not `partial`.
     """
     grammar = resolve_for_backend(spec, "llguidance")
     if spec.kind == "json_schema" and not grammar.rules:
@@ -102,22 +104,26 @@ def load_native() -> str:
 
 
 def check_syntax(grammar: ResolvedGrammar) -> None:
-    """Raise `GrammarError` if LLGuidance refuses a grammar. The grammar is parsed, not compiled."""
+    """Raise `GrammarError` if LLGuidance refuses a grammar. LLGuidance parses the grammar only."""
     if grammar.spec.kind != "json_schema":  # the router has checked schemas
         _check_text(grammar.spec, _lark_grammar(lark_rules(grammar)))
 
 
 def _lark_grammar(rules: str) -> str:
-    """Return a Lark grammar in LLGuidance's JSON format.
+    """Return a Lark grammar, given by its rules, in LLGuidance's JSON format.
 
-    The grammar allows every sequence of tokens that spells a legal text.
+    With the added header, LLGuidance allows every sequence of tokens that spells a legal text.
     """
     header = '%llguidance {"no_forcing": true}'
     return json.dumps({"grammars": [{"lark_grammar": f"{header}\n{rules}"}]})
 
 
 def _check_text(spec: Spec, text: str) -> None:
-    """Raise `GrammarError` if LLGuidance refuses a grammar in its JSON format, or a part of it."""
+    """Raise `GrammarError` if LLGuidance refuses a grammar in LLGuidance's JSON format.
+
+    Also raise it if LLGuidance warns that it ignores a part of the grammar, unless `spec` is
+    `partial`.
+    """
     refused, lines = validate(text)
     # Without the vocabulary, LLGuidance cannot look up the special tokens that a grammar names, and
     # prints a warning. `load` has the vocabulary and refuses unknown special tokens.
@@ -151,11 +157,11 @@ def lark_rules(grammar: ResolvedGrammar, special: Mapping[str, int] = NO_TOKENS)
 
 
 def _structural_tag(document: dict[str, Any], special: Mapping[str, int]) -> str:
-    """Return a structural tag in the Lark dialect.
+    """Return a structural tag as a grammar in the Lark dialect.
 
     Free text is a lazy lexeme (terminal) that ends with a trigger. The trigger is followed by the
     rest of the tag's begin text, by the content of the tag, and by the tag's end text. If the
-    trigger begins with a special token, free text can also end before this token.
+    trigger begins with the name of a special token, this token can end the free text, too.
     """
     tags = document["tags"]
     indices = range(len(tags))
@@ -184,7 +190,7 @@ def _structural_tag(document: dict[str, Any], special: Mapping[str, int]) -> str
 
 
 def _spelled(text: str, special: Mapping[str, int]) -> str:
-    """Return the expression of a text in which special tokens may replace their names."""
+    """Return a Lark expression for a text in which special tokens may replace their names."""
     parts = []
     for part, is_name in split_names(text, special):
         parts.append(f"({literal(part)} | <[{special[part]}]>)" if is_name else literal(part))
@@ -225,17 +231,17 @@ class LLGuidanceBackend:
     Matchers share neither state nor locks. They allow every tokenization of a legal text.
 
     If a grammar names a token that has text, the token must be legal exactly where the grammar
-    names it. LLGuidance therefore gets the grammar with a separate tokenizer, in which this token
-    is a special token without text. The backend keeps the tokenizers of the last few sets of named
-    tokens.
+    names it. LLGuidance therefore compiles this grammar with a separate tokenizer, in which the
+    token is a special token without text. The backend keeps one tokenizer for each of the last few
+    sets of named tokens.
 
     Parameters
     ----------
     vocabulary
         Vocabulary of the grammars and matchers.
     automata
-        Whether grammars that are known to be regular run as finite automata. Both kinds of
-        matchers allow the same tokens.
+        Whether grammars that are known to be regular run as finite automata instead of
+        LLGuidance's matchers. Both allow the same tokens.
     """
 
     name = "LLGuidance"
@@ -254,7 +260,7 @@ class LLGuidanceBackend:
         self._row_pool = _native.guide.RowPool(vocabulary.words, _ROW_BYTES)
 
     def _tokenizer(self, named: frozenset[int]) -> Any:
-        """Return LLGuidance's tokenizer in which the tokens `named` are special tokens."""
+        """Return the LLGuidance tokenizer in which the tokens `named` are special tokens."""
         vocabulary = self.vocabulary
         with self._lock:
             if named in self._tokenizers:
@@ -278,7 +284,10 @@ class LLGuidanceBackend:
             return made
 
     def _named_tokens(self, references: Iterable[str]) -> frozenset[int]:
-        """Return the ids of the tokens with text to which special tokens of a grammar refer."""
+        """Return the ids of the tokens with text that a grammar names.
+
+        `references` are as in `Prepared`.
+        """
         named = {self._named_text[name] for name in references if name in self._named_text}
         for reference in references:
             if not reference.startswith("<[") or reference.startswith("<[^"):
@@ -309,7 +318,7 @@ class LLGuidanceBackend:
 
     @functools.cached_property
     def _special_spellings(self) -> list[tuple[str, str, int]]:
-        """Each special token's name as JSON writes it, its name and its id."""
+        """For each special token: its name as JSON writes it, its name, and its id."""
         vocabulary = self.vocabulary
         found = []
         for name, token in vocabulary.names.items():
@@ -328,7 +337,7 @@ class LLGuidanceBackend:
         }
 
     def load(self, spec: Spec, result: Prepared) -> CompiledGrammar:
-        """Create the compiled grammar from the result of `prepare`. Releases the GIL."""
+        """Create the compiled grammar from the result of `prepare`. Releases the GIL meanwhile."""
         try:
             tokenizer = self._tokenizer(self._named_tokens(result.references))
             native = _native.guide.LLGuidanceGrammar(tokenizer, result.text)

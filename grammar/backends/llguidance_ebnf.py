@@ -50,10 +50,11 @@ _COUNTS: dict[str, tuple[int, int | None]] = {"*": (0, None), "+": (1, None), "?
 _SURROGATES = (0xD800, 0xDFFF)
 #: Maximum number of lexer states that `_Lexer` visits before it stops the search.
 _MAX_STATES = 2000
-#: Maximum number of positions in the visited states, each counted once per character class.
+#: Maximum total number of positions in the states that `_Lexer` visits. A position counts once per
+#: character class that it matches.
 _MAX_STEPS = 500_000
-#: Maximum number of positions of a terminal in a recursive grammar. A repetition with a count has
-#: a copy of its positions per count.
+#: Maximum number of positions (`_Positions`) of a terminal in a recursive grammar. A part that is
+#: repeated up to n times has n copies of its positions.
 _MAX_POSITIONS = 2000
 
 
@@ -142,7 +143,7 @@ class _Parser:
         self._next = 0
 
     def parse(self) -> dict[str, Node]:
-        """Return the expressions of the rules by name."""
+        """Return the expression of each rule, by the rule's name."""
         rules: dict[str, Node] = {}
         while self._next < len(self._tokens):
             _, name, position = self._tokens[self._next]
@@ -181,8 +182,8 @@ class _Parser:
         if not parts or not at_end:
             raise self._syntax_error("expected an element, got", text, position)
         if len(parts) > 2 and isinstance(parts[-1], Rule | Repeat):
-            # The last part is separated, because often only white space at the end prevents the
-            # other parts from being a terminal.
+            # The last part becomes a node of its own, because often only optional white space at
+            # the end prevents the other parts from becoming one terminal.
             parts = [Sequence(tuple(parts[:-1])), parts[-1]]
         return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
@@ -240,7 +241,11 @@ class _Parser:
         return Set(_normalized(ranges))
 
     def _characters(self, text: str, position: int) -> list[tuple[int, bool]]:
-        """Return the codes between two delimiters, and whether each one was escaped."""
+        """Return the codes of the characters between the delimiters of a string or set.
+
+        Each code comes with whether the character was escaped. `position` is the position of `text`
+        in the grammar, for error messages.
+        """
         found: list[tuple[int, bool]] = []
         index = 1
         while index < len(text) - 1:
@@ -292,12 +297,12 @@ def _overlap(first: Ranges, second: Ranges) -> bool:
 
 @dataclass
 class _Positions:
-    """The positions of a terminal, one for each occurrence of a character (Glushkov).
+    """The positions of a terminal, one for each occurrence of a `Set` in it (Glushkov automaton).
 
     Attributes
     ----------
     ranges
-        Characters of each position.
+        Characters that each position matches.
     first, last
         Positions at which a match can begin and end.
     following
@@ -314,7 +319,7 @@ class _Positions:
 
     @classmethod
     def of(cls, node: Node) -> _Positions:
-        """Return the positions of a node without references."""
+        """Return the positions of a node that contains no reference to a rule."""
         built = cls([], frozenset(), frozenset(), [], True)
         built.first, built.last, built.nullable = built._add(node)
         return built
@@ -336,7 +341,8 @@ class _Positions:
             return empty.union(*firsts), empty.union(*lasts), any(nullables)
         assert isinstance(node, Repeat)
         # x{2,4} is read as x(x(x(x)?)?). Each copy follows only the copy before it, so there are
-        # few connections. If x can be empty, the repetition can be empty, and its copies need not.
+        # few connections. If x can match the empty text, the repetition can, too, and `low` has no
+        # effect.
         first, last, nullable = self._add(node.part)
         if not last:  # the only text is empty
             return empty, empty, True
@@ -419,7 +425,7 @@ class _Lowering:
         return self._nullables[node]
 
     def _terminals(self) -> Iterator[Node]:
-        """Yield the terminals that the rules consist of."""
+        """Yield the largest nodes of the rules that become terminals."""
         seen: set[str] = set()
         queue: list[Node] = [Rule(self._root)]
         while queue:
@@ -434,7 +440,10 @@ class _Lowering:
                 queue += _children(node)
 
     def _conflicts(self) -> set[Node]:
-        """Return the terminals that the lexer might extend where another terminal should begin."""
+        """Return the terminals that the lexer might extend where another terminal should begin.
+
+        If terminals are too large to be examined, return these terminals.
+        """
         terminals = list(dict.fromkeys(self._terminals()))
         too_large = set()
         machines = {}
@@ -449,7 +458,11 @@ class _Lowering:
         return _Lexer(machines, following).conflicts()
 
     def _expanded(self, node: Node, budget: list[int] | None = None) -> Node:
-        """Return a node in which all references are replaced by the rules' expressions."""
+        """Return a node in which all references are replaced with the rules' expressions.
+
+        `budget` holds the number of nodes that the call and its recursive calls may still visit.
+        Raise `OverflowError` if they would visit more.
+        """
         budget = [_MAX_POSITIONS] if budget is None else budget
         budget[0] -= 1
         if budget[0] < 0:
@@ -467,7 +480,7 @@ class _Lowering:
     # Notation
 
     def _define(self, node: Node, terminal: bool) -> str:
-        """Return the name of the terminal or rule with this expression; define it if it is new."""
+        """Return the name of the terminal or rule that matches `node`; define it if it is new."""
         key = (terminal, node)
         if key not in self._names:
             self._names[key] = name = f"{'T' if terminal else 'r'}{len(self._names)}"
@@ -513,7 +526,7 @@ def _set_text(node: Set) -> str:
 
 
 def _combined(node: Node, text_of: Callable[[Node], str]) -> str:
-    """Return the expression of a node from the expressions of its children."""
+    """Return the Lark expression of a node. `text_of` returns the expression of a child."""
     children = [text_of(child) for child in _children(node)]
     if isinstance(node, Sequence):
         return f"({' '.join(children)})" if children else '""'
@@ -554,7 +567,7 @@ def _references(node: Node) -> frozenset[str]:
 
 
 def _references_from(root: str, rules: dict[str, Node]) -> dict[str, frozenset[str]]:
-    """Return the references of each rule that the root rule reaches, by name."""
+    """Return the names that each rule refers to, for all rules that the root rule reaches."""
     found: dict[str, frozenset[str]] = {}
     queue = [root]
     while queue:
@@ -571,8 +584,8 @@ def _references_from(root: str, rules: dict[str, Node]) -> dict[str, frozenset[s
 def _finite_rules(rules: dict[str, Node]) -> dict[str, Node]:
     """Return the rules without the parts that match no finite text.
 
-    LLGuidance would begin to generate these parts and never end. For example, the second option of
-    ``x ::= "a" | "b" y`` with ``y ::= "c" y`` has no finite text.
+    If these parts stayed, a model could begin to generate one of them and never end. For example,
+    the second option of ``x ::= "a" | "b" y`` with ``y ::= "c" y`` has no finite text.
     """
     finite: set[str] = set()
     pending = list(rules)
@@ -586,7 +599,7 @@ def _finite_rules(rules: dict[str, Node]) -> dict[str, Node]:
 
 
 def _is_finite(node: Node, finite: set[str]) -> bool:
-    """Return whether a node matches a finite text, given that the rules in `finite` do."""
+    """Return whether a node matches a finite text, provided that exactly the rules `finite` do."""
     if isinstance(node, Rule):
         return node.name in finite
     if isinstance(node, Choice):
@@ -626,7 +639,7 @@ class _Following:
         self._changed = False
 
     def of_terminals(self) -> dict[Node, Ranges]:
-        """Return the characters that can follow each terminal."""
+        """Return the characters that can follow each terminal, computed as least fixed points."""
         rules = self._lowering.rules
         for table, compute in ((self._nullable, self.nullable), (self._first, self.first)):
             self._changed = True
@@ -671,7 +684,10 @@ class _Following:
         return _normalized(found)
 
     def _pass_down(self, node: Node, after: Ranges) -> None:
-        """Record which characters can follow the terminals and rules of a node."""
+        """Record which characters can follow the terminals and rules in a node.
+
+        `after` are the characters that can follow the node itself.
+        """
         if node in self._machines:
             self._set(self._after_terminal, node, _union(self._after_terminal[node], after))
         elif isinstance(node, Rule):
@@ -708,7 +724,7 @@ class _Lexer:
         for ranges in [*self._following, *(r for m in self._machines for r in m.ranges)]:
             bounds.update(edge for low, high in ranges for edge in (low, high + 1))
         ordered = sorted(bounds)
-        #: Ranges of characters. No terminal distinguishes two characters of the same range.
+        #: Character classes: no terminal distinguishes two characters of the same class.
         self._classes: list[Ranges] = [
             ((low, high - 1),) for low, high in itertools.pairwise(ordered)
         ]
@@ -730,7 +746,8 @@ class _Lexer:
         start = frozenset((t, p) for t, m in enumerate(self._machines) for p in m.first)
         found: set[Node] = set()
         seen = set()
-        # A pending state: the positions that can come next, and the terminals that have ended.
+        # Each element: the positions that can match the next character, and the terminals that can
+        # end before it.
         queue = [(start, frozenset[int]())]
         steps = 0
         while queue:

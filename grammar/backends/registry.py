@@ -1,4 +1,4 @@
-"""Registry of backends by name, and a syntax check with the installed backends."""
+"""Registry of backends by name, and a check of a grammar with the backend that would compile it."""
 
 from __future__ import annotations
 

@@ -42,11 +42,12 @@ RELEASES = ("0.2.8", "0.2.9")
 _TYPES = ("TokenizerInfo", "Grammar", "GrammarCompiler", "CompiledGrammar", "GrammarMatcher")
 _RAW = 0  # XGrammar's vocabulary type for tokens given as bytes
 _MODULE = __name__ + ":"
-# Deserializing a compiled grammar that is longer than this number of characters fragments the heap.
+# Deserializing a compiled grammar of more than this number of characters fragments the heap.
 _TRIM_BYTES = 1 << 19
 _XGRAMMAR_ERRORS = (RuntimeError, ValueError, TypeError)
-# First bytes of characters after which some second bytes are not UTF-8, and the ranges of these
-# second bytes. XGrammar allows encoded surrogates and, for some patterns, overlong encodings.
+# First bytes of UTF-8 characters, each with the range of second bytes that UTF-8 does not allow
+# after it. XGrammar would allow some of these pairs: in encoded surrogates and, for some patterns,
+# in overlong encodings.
 _LEADS = {
     b"\xe0": (b"\x80", b"\x9f"),
     b"\xed": (b"\xa0", b"\xbf"),
@@ -93,9 +94,9 @@ def _register_types() -> SimpleNamespace:
 
 @contextlib.contextmanager
 def _keep_signal_handler(number: int) -> Iterator[None]:
-    """Return a context manager that restores the handler of a signal on exit.
+    """Return a context manager that restores the handler of signal `number` on exit.
 
-    Loading TVM-FFI replaces the signal handler that the soft device has installed.
+    Loading TVM-FFI would otherwise replace the signal handler that the soft device has installed.
     """
     handler = ctypes.create_string_buffer(512)  # larger than struct sigaction
     _libc.sigaction(number, None, handler)
@@ -107,7 +108,7 @@ def _keep_signal_handler(number: int) -> Iterator[None]:
 
 @functools.cache
 def load_native() -> None:
-    """Load XGrammar's methods into the native worker, which checks their version and signatures.
+    """Load XGrammar's functions into the native worker, which checks their signatures.
 
     Raise `OptionError` if XGrammar cannot be loaded, or if the native worker does not support this
     release.
@@ -134,7 +135,7 @@ def tokenizer_info(tokens: Sequence[bytes], size: int, stops: Sequence[int]) -> 
 
 
 def _compile(info: Any, grammar: ResolvedGrammar) -> Any:
-    """Return XGrammar's compiled form of a grammar; raise `GrammarError` if there is none."""
+    """Compile a grammar with XGrammar; raise `GrammarError` if XGrammar refuses it."""
     spec = grammar.spec
     content = grammar.content
     compiler = new_compiler(info)
@@ -163,8 +164,8 @@ def new_compiler(info: Any) -> Any:
     """Return a compiler with one thread and without a cache."""
     arguments = [info, 1, False, -1]
     if require_xgrammar() != "0.2.8":
-        # Disable dynamic compilation, which would compile the masks of a state when a matcher first
-        # reaches it, while a round of decoding waits for its mask row.
+        # Disable dynamic compilation: it would compile the masks of a state when a matcher first
+        # reaches the state, while a decoding round waits for the mask row.
         arguments.append(False)
     return library().GrammarCompiler(*arguments)
 
@@ -172,7 +173,8 @@ def new_compiler(info: Any) -> Any:
 def check_syntax(grammar: ResolvedGrammar) -> None:
     """Raise `GrammarError` if XGrammar refuses a grammar or would enforce only a part of it.
 
-    XGrammar parses the grammar but does not compile it. The caller must be a child process.
+    XGrammar parses the grammar but does not compile it. The function must run in a child process;
+    see `_require_no_warnings`.
     """
     spec = grammar.spec
     content = grammar.content
@@ -198,8 +200,8 @@ def check_syntax(grammar: ResolvedGrammar) -> None:
 def _require_no_warnings(spec: Spec) -> None:
     """Raise `GrammarError` if XGrammar has warned that it ignores a part of the grammar.
 
-    XGrammar prints a warning about each such part to file descriptor 1. In a child process, this is
-    a file that is empty when a call begins.
+    XGrammar prints a warning about each such part to file descriptor 1. In a child process of the
+    pool, file descriptor 1 is a file that is empty when a call begins.
     """
     printed = os.pread(1, 1 << 20, 0).decode("utf-8", "replace")
     ignored = list(dict.fromkeys(clean_message(line) for line in printed.splitlines()))
@@ -210,7 +212,8 @@ def _require_no_warnings(spec: Spec) -> None:
 def _schema_text(schema: Any, text: str = "") -> str:
     """Return a JSON schema as the text that XGrammar reads. Converts its patterns in place.
 
-    `text` is the text of the schema if it is known.
+    `text` is the JSON text of `schema` if the caller has it; it is returned if the schema has no
+    pattern.
     """
     if text and "pattern" not in text:
         return text
@@ -293,7 +296,7 @@ def _schema_rules(
 
 
 def _structural_format(form: Format, whitespace: Whitespace) -> str:
-    """Return a structural format as a structural tag in XGrammar's JSON form."""
+    """Return a structural format as JSON text of a structural tag, which XGrammar reads."""
 
     def schema_rules(form: Format) -> str:
         most = form["max_whitespace_cnt"]
@@ -314,7 +317,10 @@ _vocabularies: dict[str, Any] = {}  # TokenizerInfo by fingerprint of the vocabu
 
 
 def add_vocabulary(fingerprint: str, *vocabulary: Any) -> None:
-    """Store a vocabulary in the child process for later calls of `compiled_text`."""
+    """Store a vocabulary in the child process for later calls of `compiled_text`.
+
+    `vocabulary` are the arguments of `tokenizer_info`.
+    """
     _vocabularies[fingerprint] = tokenizer_info(*vocabulary)
 
 
@@ -351,7 +357,7 @@ class XGrammarBackend:
         load_native()
         self._info = tokenizer_info(vocabulary.tokens, vocabulary.size, vocabulary.stop_ids)
         tokens = vocabulary.tokens
-        # Tokens other than stop ids that a matcher can accept.
+        # Ids that a matcher can accept, except stop ids.
         self._acceptable_texts = self._bitmask(
             [bool(text) and not _NOT_UTF8.search(text) for text in tokens]
         )
@@ -424,7 +430,7 @@ class XGrammarBackend:
     def _acceptable(self, stops: tuple[int, ...]) -> np.ndarray:
         """Return the token bitmask of the ids that a matcher can accept.
 
-        These ids are the stop ids `stops`, and the tokens whose text can be a part of UTF-8.
+        These are the stop ids `stops`, and the ids whose bytes can be a part of a UTF-8 text.
         """
         acceptable = self._acceptable_texts.copy()
         for stop in stops:
@@ -432,7 +438,7 @@ class XGrammarBackend:
         return acceptable
 
     def _bitmask(self, flags: list[bool], ids: Iterable[int] = ()) -> np.ndarray:
-        """Return the token bitmask of the tokens whose flag is set, and of `ids`."""
+        """Return the token bitmask of the ids whose flag is set, and of `ids`."""
         padded = np.zeros(self.vocabulary.words * 32, bool)
         padded[: len(flags)] = flags
         padded[list(ids)] = True

@@ -1,7 +1,8 @@
-"""Regular expressions as XGrammar reads them.
+"""Convert regular expressions to a form that XGrammar reads with the usual meaning.
 
-XGrammar misreads some escape sequences and ignores anchors inside a pattern, with no more than a
-warning on the standard output. This module converts such patterns, or refuses them.
+XGrammar misreads some escape sequences and ignores anchors inside a pattern. It raises no error in
+these cases and at most prints a warning to the standard output. This module converts the patterns,
+or refuses them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from graft.grammar.schema.documents import subschemas
 __all__ = ["convert_pattern", "convert_patterns"]
 
 _TOKEN = re.compile(r"\\x\{[0-9A-Fa-f]{1,6}\}|\\x[0-9A-Fa-f]{2}|\\.|.", re.DOTALL)
-#: Letters and digits that may follow a backslash. XGrammar matches all others literally.
+#: Letters and digits that may follow a backslash. After a backslash, XGrammar matches all other
+#: letters and digits literally.
 _ESCAPES = "dDwWsSpPbBkucxtnvfr0123456789"
 _CONTROL_ESCAPES = "ae"  # control characters for XGrammar, but not in ECMA-262
 
@@ -23,7 +25,7 @@ _CONTROL_ESCAPES = "ae"  # control characters for XGrammar, but not in ECMA-262
 def convert_pattern(pattern: str, *, ecma: bool = False) -> str:
     """Return a regular expression that XGrammar reads with the usual meaning of `pattern`.
 
-    ``\\xHH`` becomes ``\\u00HH``, because XGrammar would read more than two digits. With `ecma`,
+    ``\\xHH`` becomes ``\\u{HH}``, because XGrammar would read more than two digits. With `ecma`,
     the pattern is part of a JSON schema, so that ECMA-262 defines its meaning. Raise
     `GrammarError` if the pattern has an escape sequence that XGrammar would match literally, or an
     anchor that XGrammar would ignore.
