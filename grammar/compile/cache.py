@@ -14,7 +14,7 @@ __all__ = ["CACHE_BYTES", "GrammarCache"]
 
 #: Default size limit in bytes.
 CACHE_BYTES = 1 << 29
-#: Estimated size of the Python objects of an entry, except for its texts and its grammar.
+#: Estimated size of an entry's Python objects, without the texts and the compiled grammar.
 _ENTRY_BYTES = 1024
 
 #: Result of a compilation: the compiled grammar, or the message with which it was refused.
@@ -46,7 +46,7 @@ class GrammarCache:
         self._nbytes = 0
 
     def get(self, spec: Spec) -> Outcome | None:
-        """Return the outcome that is stored for an equal specification, or None."""
+        """Return the cached outcome for a specification; None if there is none."""
         with self._lock:
             if spec not in self._entries:
                 return None
@@ -81,7 +81,7 @@ class GrammarCache:
 
 
 def _entry_bytes(spec: Spec, outcome: Outcome) -> int:
-    """Return the size of an entry."""
+    """Return the estimated size of an entry in bytes."""
     size = _ENTRY_BYTES + sys.getsizeof(spec.text)
     if isinstance(outcome, CompiledGrammar):
         return size + outcome.nbytes

@@ -1,4 +1,4 @@
-"""Compilation of an engine's grammars in child processes, concurrently with decoding."""
+"""Compile the grammars of an engine's requests in child processes, concurrently with decoding."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Compilation(NamedTuple):
 
 
 class _CompileQueue:
-    """Compilations that wait, the threads that take them, and their time limit."""
+    """Queue of compilations, the threads that execute them, and the time limit of each."""
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s
@@ -121,7 +121,7 @@ def _get_shared_backends(
 ) -> _SharedBackends:
     """Return the backends that all services with these settings share.
 
-    If `choice` is a factory, each call returns new backends.
+    If `choice` is a factory, nothing is shared: each call returns new backends.
     """
     if not isinstance(choice, str):
         return _SharedBackends(vocabulary, choice, cache_bytes)
@@ -143,17 +143,18 @@ class GrammarService:
     and rewriting a schema, and of parsing and compiling a grammar. If a grammar takes too long or
     crashes a library, only the compilation of this grammar fails.
 
-    The service has two queues. Each queue has threads that take jobs from it. Each compilation
-    starts in the fast queue with a time limit of one second. If the compilation exceeds this limit,
-    it is aborted and starts again in the slow queue with the limit `timeout_s`. Slow grammars
-    therefore delay only other slow grammars. The limits refer to the time that the child process
-    uses (see `graft.native.children.usage`), so that a busy machine does not abort the compilation
-    of a fast grammar.
+    The service has two queues, each with its own threads. Each compilation starts in the fast queue
+    with a time limit of one second. If the compilation exceeds this limit, it is aborted and starts
+    again in the slow queue with the limit `timeout_s`. Slow grammars therefore delay only other
+    slow grammars. The limits refer to the time that the child process uses (see
+    `graft.native.children.usage`), so that the compilation of a fast grammar is not aborted because
+    the machine is busy.
 
     If a child process dies, the compilation is repeated in a new process.
 
-    Services of a process with equal vocabularies and settings share their backends and compiled
-    grammars while at least one of these services exists, unless a factory creates the backend.
+    Services of one process with equal vocabularies and settings share their backends and compiled
+    grammars, unless `choice` is a factory. The shared objects exist as long as at least one of
+    these services.
 
     Parameters
     ----------
@@ -167,12 +168,13 @@ class GrammarService:
         A backend that is not a `BoundedBackend` compiles in this process without limits of time
         and memory.
     threads
-        Number of threads per queue, that is, of concurrent compilations of the jobs of a queue.
+        Number of threads per queue. Each thread has a child process and runs one compilation at a
+        time.
     timeout_s
         Time limit of one compilation in seconds. The time in the queue, and the time in which the
         child process waits for a processor, do not count.
     memory_bytes
-        Address space that the compilations of one child process may add, in bytes.
+        Maximum address space that compilations may add to one child process, in bytes.
     cache_bytes
         Size limit of the cache of compiled grammars, in bytes.
 
@@ -241,7 +243,8 @@ class GrammarService:
             if spec in self._pending:
                 return self._pending[spec]
             future: Future[CompiledGrammar] = Future()
-            # A running future cannot be cancelled. Several requests may wait for this one.
+            # Several requests may wait for this future, so none of them may cancel it. A future in
+            # the running state cannot be cancelled.
             future.set_running_or_notify_cancel()
             self._pending[spec] = future
         self._fast_queue.jobs.put(_Compilation(spec, future))
@@ -278,7 +281,7 @@ class GrammarService:
         thread.start()
 
     def _run(self, jobs: _CompileQueue, child: ChildProcess) -> None:
-        """Compile the jobs of a queue until the service is closed. Runs on a thread of its own."""
+        """Compile the jobs of a queue until the service is closed. Target of the threads."""
         if jobs is self._fast_queue and isinstance(self.backend, BoundedBackend):
             with _log_errors("start of a child process"):
                 child.start()  # the child process starts while the engine loads its models
@@ -327,7 +330,11 @@ class GrammarService:
         self._finish(job, call_error(job.spec.kind, error), "killed_or_crashed", keep=False)
 
     def _compile(self, spec: Spec, child: ChildProcess, timeout_s: float) -> CompiledGrammar:
-        """Compile a grammar with one call of the child process for each backend that is tried."""
+        """Compile a grammar with the first candidate backend that supports it.
+
+        Each attempt is one call of the child process. All attempts together have the time limit
+        `timeout_s`.
+        """
         limit = TimeLimit(timeout_s)
         names: tuple[str, ...] = ("",)
         if spec.backend or self._choice:
@@ -405,10 +412,10 @@ def _log_errors(subject: str) -> Iterator[None]:
 
 
 def _completed(outcome: Outcome) -> Future[CompiledGrammar]:
-    """Return a new completed future.
+    """Return a new future that has already completed with a cached outcome.
 
-    Callers do not share this future, because a future keeps its callbacks, the tracebacks of its
-    exception and all objects that they refer to alive.
+    Each caller gets a future of its own, because a future keeps its callbacks, the tracebacks of
+    its exception, and all objects that they refer to alive.
     """
     future: Future[CompiledGrammar] = Future()
     future.set_running_or_notify_cancel()
