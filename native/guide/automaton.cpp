@@ -24,8 +24,8 @@ namespace {
 
 constexpr size_t kMaxTokenLength = 4095;
 constexpr int kMaxNesting = 500;
-// Maximum number of visited expressions, divided by the maximum number of states of the
-// nondeterministic automaton.
+// Building the nondeterministic automaton visits at most this number of expressions per state that
+// the automaton may have.
 constexpr int64_t kWorkPerState = 8;
 // Upper bound of the elementary steps of a determinization, so that it ends within about 50 ms.
 constexpr int64_t kMaxWork = 10'000'000;
@@ -42,7 +42,7 @@ struct ByteRange {
   uint8_t high;
 };
 
-// One to four byte ranges: all texts with one byte of each range, in order.
+// The set of texts that have one byte from each of one to four ranges, in order.
 struct ByteSequence {
   std::array<ByteRange, 4> ranges;
   int length;
@@ -72,7 +72,7 @@ int encode_utf8(uint32_t character, std::array<uint8_t, 4>* out) {
 // Appends sequences of byte ranges that match exactly the UTF-8 texts of a range of characters.
 //
 // The range is split until both ends have the same number of bytes and differ only in trailing
-// bytes that run over their whole range, 0x80 to 0xBF.
+// bytes that take all values from 0x80 to 0xBF.
 void split_utf8(CharRange range, std::vector<ByteSequence>* out) {
   if (range.low > range.high) return;
   if (range.low <= 0xDFFF && range.high >= 0xD800) {  // surrogates are not characters
@@ -125,7 +125,7 @@ struct Expression {
 //
 // The program consists of operations with their operands:
 //   0                               the empty text
-//   1, n, low_1, high_1, ...        one character of n ranges
+//   1, n, low_1, high_1, ...        one character from n ranges
 //   2, n                            the last n expressions, one after the other
 //   3, n                            one of the last n expressions
 //   4, min, max                     the last expression, repeated; max -1 means no limit
@@ -350,8 +350,8 @@ class Determinizer {
     out_.num_classes_ = first_byte_.size();
   }
 
-  // Moves to `set_` the states that edges without a byte reach from `pending_`, sorted, without the
-  // states that have only such edges.
+  // Stores in `set_`, sorted, the states that can be reached from `pending_` by edges without a
+  // byte. States that have only such edges are left out. Empties `pending_`.
   void close() {
     ++mark_;
     set_.clear();
@@ -368,7 +368,8 @@ class Determinizer {
     std::sort(set_.begin(), set_.end());
   }
 
-  // Returns the state of the automaton for `set_`, which is added if it is new.
+  // Returns the state of the deterministic automaton that stands for `set_`; adds the state if
+  // `set_` is new.
   int16_t state_of_set() {
     if (set_.empty()) return Automaton::kDead;
     const auto found = numbers_.find(set_);
@@ -396,7 +397,7 @@ class Determinizer {
         }
       }
       count_work(static_cast<int64_t>(sets_[state].size()));
-      // Many adjacent classes have the same targets.
+      // Adjacent classes often have the same targets, and then the same next state.
       if (byte == 0 || pending_ != targets_) {
         targets_ = pending_;
         close();
@@ -415,7 +416,7 @@ class Determinizer {
     if (work_ > kMaxWork) throw std::length_error("automaton: takes too long to compile");
   }
 
-  // Removes the states that cannot reach an accepting state (invariant 2).
+  // Removes the states that cannot reach an accepting state (invariant 2 of automaton.h).
   void remove_dead_states() {
     const size_t classes = out_.num_classes_;
     const size_t count = out_.accepting_.size();

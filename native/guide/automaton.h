@@ -32,7 +32,7 @@ namespace graft::guide {
 //
 // Most tokens are plain: they consist of printable ASCII characters except for the quotation mark
 // and the backslash. Within a JSON string, all of them are legal. They have a trie of their own, so
-// that the row of such a state is computed without visiting them one by one.
+// that the mask row of a state inside a JSON string is computed without visiting them one by one.
 class TokenTrie {
  public:
   static bool is_plain(uint8_t byte) {
@@ -41,7 +41,7 @@ class TokenTrie {
 
   struct Node {
     int32_t token;   // smallest id whose text ends here, or -1
-    int32_t end;     // index of the first node that is not below this node
+    int32_t end;     // index of the first later node that is not a descendant
     uint16_t depth;  // number of bytes before this node's byte
     uint8_t byte;
   };
@@ -51,7 +51,7 @@ class TokenTrie {
 
   const std::vector<Node>& plain_nodes() const { return plain_nodes_; }
   const std::vector<Node>& other_nodes() const { return other_nodes_; }
-  // Row of all plain tokens.
+  // Mask row that allows exactly the plain tokens.
   const std::vector<int32_t>& plain_row() const { return plain_row_; }
   int64_t words() const { return (int64_t{vocab_size_} + 31) / 32; }
   // Next id with the same bytes as `token`, or -1.
@@ -64,7 +64,7 @@ class TokenTrie {
 
  private:
   std::string_view text_of(int32_t token) const { return {text(token), length(token)}; }
-  // Returns the trie of tokens, which are in the order of their bytes.
+  // Returns the trie of `tokens`, which must be sorted by their bytes.
   std::vector<Node> make_nodes(const std::vector<int32_t>& tokens);
 
   int32_t vocab_size_;
@@ -153,7 +153,7 @@ class AutomatonGrammar {
   const Automaton& automaton() const { return automaton_; }
   const TokenTrie& trie() const { return *trie_; }
 
-  // Writes the row of the tokens with text that are legal in a state. Thread-safe.
+  // Writes the mask row of a state, which allows the legal tokens that have text. Thread-safe.
   void fill(int16_t state, int32_t* row) const noexcept;
 
  private:

@@ -2,9 +2,8 @@
 //
 // Invariants
 // 1. load() runs once, before the first call. It checks the release, every symbol, the layout of
-// the
-//    options and the masks of a small grammar. If one of them differs from what graft expects,
-//    load() throws std::runtime_error that names the difference.
+//    the options struct and the masks of a small grammar. If one of them differs from what graft
+//    expects, load() throws std::runtime_error that names the difference.
 // 2. A Tokenizer is immutable and shared by its matchers, which keep it alive.
 // 3. A Grammar holds one matcher in the start state, and each request gets a copy of this matcher.
 //    In release 1.9.1, copies share no mutable state. Two copies that fill masks on two threads
@@ -388,9 +387,8 @@ class LLGuidanceMatcher final : public NativeMatcher {
   }
 
  private:
-  // Summary of a mask that was computed.
-  // `sum` is the sum of its words, which serves as a checksum. `sure` is true if it has certainly
-  // replaced LLGuidance's cached mask.
+  // Summary of a mask that was computed. `sum` is the sum of the mask's words, which serves as a
+  // checksum. `sure` is true if the mask has certainly replaced LLGuidance's cached mask.
   struct Seen {
     uint32_t sum = 0;
     bool sure = false;

@@ -100,7 +100,7 @@ class Marker {
   const std::vector<Space>& spaces() const noexcept { return spaces_; }
   int32_t max_skipped() const noexcept { return max_skipped_; }
   bool has_opening() const { return !opening_.empty() || !opening_ids_.empty(); }
-  // Maximum number of tokens that are kOpening.
+  // Maximum number of tokens for which first_step() can return kOpening.
   size_t max_first() const { return static_cast<size_t>(max_space_) + opening_.size() + 1; }
   int64_t vocab_size() const { return vocab_size_; }
   int64_t words() const { return (vocab_size_ + 31) / 32; }

@@ -356,7 +356,7 @@ void OrderServer::probe_lattice(SlotWork& work) const noexcept {
 bool OrderServer::check_time(SlotWork& work) const noexcept {
   if (work.ended || work.usage.cpu_limit == 0) return !work.ended;
   if (monotonic_ns() < work.usage.time_limit)
-    return true;  // reading the other clock is a system call
+    return true;  // reading the processor-time clock is a system call
   if (clock_ns(CLOCK_THREAD_CPUTIME_ID) < work.usage.cpu_limit) return true;
   work.error.keep(
       "the grammar is too slow: its matcher took more than 400 times the budget of a step "

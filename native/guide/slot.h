@@ -151,7 +151,7 @@ struct Assignment {
   int64_t committed_replay = 0;  // last replay whose commit record was read
   int64_t drafted_replay = 0;    // replay whose drafts follow the last committed token; 0: none
   Commit pending;                // commit that arrived while the slot was busy
-  bool outdated = false;         // whether the order that is served is for the state before it
+  bool outdated = false;         // whether the order being served was written before `pending`
   std::vector<int32_t> stamped;  // state of each mask row in the device's stamps
 };
 
@@ -172,9 +172,9 @@ struct Probed {
 
 // Processor time and memory that the matcher of a request uses.
 struct Usage {
-  // The order must end before `cpu_limit`, a time in ns on the processor-time clock of the thread
-  // that serves it; 0 means no limit. Before `time_limit`, a time of monotonic_ns(), it cannot have
-  // used more processor time than that.
+  // The slot fails when the processor-time clock of the thread that serves the order reaches
+  // `cpu_limit` ns; 0 means no limit. As long as monotonic_ns() is below `time_limit`, the order
+  // cannot have used up its processor time, and this clock need not be read.
   int64_t cpu_limit = 0;
   int64_t time_limit = 0;
   int64_t slow_ns = 0;  // processor time of all slow orders of the request

@@ -27,7 +27,7 @@ struct Memory {
   int64_t faults = 0;
 };
 
-// `statm` is a descriptor of /proc/self/statm. Allocates nothing.
+// Measures the memory; `statm` is a descriptor of /proc/self/statm. Allocates nothing.
 Memory memory_of_thread(int statm) noexcept {
   Memory memory;
   char text[128] = {};
@@ -84,7 +84,7 @@ Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& bu
 }
 
 Worker::~Worker() {
-  pool_.reset();  // its threads read the file
+  pool_.reset();  // the threads of the pool read `statm_`
   close(statm_);
 }
 
@@ -384,8 +384,9 @@ void Worker::read_commit(Slot& slot, bool idle, int64_t latest) noexcept {
   const int32_t count = committed->count;
   const bool is_valid = replay <= latest;
   if (idle && slot.work.ended) {
-    // The order failed after the device had used the rows that were stamped before. Move the error
-    // to the device's position, because the device ignores rows of other positions.
+    // The order failed after the device had used the rows that were stamped before. Stamp the error
+    // again at the position that the device has reached, because the device ignores rows of other
+    // positions.
     if (assignment.stamped[0] == ROW_ERROR && is_valid && count > 0) {
       assignment.committed_replay = replay;
       assignment.position += count;

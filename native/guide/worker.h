@@ -148,11 +148,11 @@ enum class Step : int32_t { kOpen = 0, kCommit = 1, kDraft = 2 };
 
 class Worker;
 
-// Argument of a host node.
+// Argument of the host node that runs a grammar step.
 struct StepRecord {
   Worker* worker;
   Step step;
-  int32_t draft;  // number of a draft step
+  int32_t draft;  // number j of a draft step; 0 for other steps
 };
 
 class Worker {

@@ -2,7 +2,7 @@
 //
 // Invariants
 // 1. load() runs once, on any thread, before the first call. It checks the ABI version and the
-//    signature of each method, and throws std::runtime_error with the name of what differs.
+//    signature of each method, and throws std::runtime_error that names the difference.
 // 2. A matcher handle is a borrowed reference: the caller keeps the Python object alive.
 // 3. A matcher is used by one thread at a time; different matchers may be used concurrently.
 // 4. XGrammar prints a warning for an id that is out of range or without text and for a token after
@@ -54,9 +54,9 @@ void symbol(void* library, const char* name, Function* out) {
   *out = reinterpret_cast<Function>(address);
 }
 
-// Function object of the method. The function object is owned by TVM-FFI's type table, which exists
-// until the process ends.
-// Releases from 0.2.9 write the type of the result and those of the parameters as two lists.
+// Returns the function object of a method of XGrammar's matcher. TVM-FFI's type table owns the
+// object until the process ends. `result` and `parameters` are the expected types as XGrammar's
+// metadata describes them: in one list before release 0.2.9, in two lists since then.
 void* method(const TypeInfo& type, const std::string& name, const std::string& result,
              const std::string& parameters) {
   for (int i = 0; i < type.num_methods; ++i) {
@@ -184,7 +184,7 @@ class XGrammarMatcher final : public NativeMatcher {
   }
 
   Outcome accept(int32_t token, ErrorText* error) noexcept override {
-    // XGrammar would print a warning for these.
+    // XGrammar would print a warning for such an id.
     if (token < 0 || token >= vocab_size_) return Outcome::kNo;
     if (!has(acceptable_, token)) return Outcome::kNo;
     if (const uint32_t* follows = following(); follows != nullptr && !has(follows, token)) {
