@@ -8,7 +8,8 @@ void bind_guide(nanobind::module_& m);
 void bind_labs(nanobind::module_& m);
 
 NB_MODULE(_native, m) {
-  // Driver threads enter Python through PyGILState, which supports the main interpreter only (P6).
+  // Driver threads enter Python through PyGILState, which supports the main interpreter only
+  // (hostwork/INVARIANTS.md P6).
   if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
     throw nanobind::import_error("graft runs in Python's main interpreter only");
   }

@@ -1,5 +1,5 @@
-// Python bindings of host work. Work is passed as a tuple: (callable or None, arguments, function
-// address, data address).
+// Python bindings of host work. Python passes the work as a tuple: (callable or None, arguments,
+// function address, data address).
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>

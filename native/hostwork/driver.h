@@ -91,7 +91,7 @@ Handle primary_context();
 std::string loaded_library(const std::string& soname);
 
 // Marks the calling thread as inside a host function for the scope. Driver calls of such a thread
-// raise an error (D3).
+// raise an error (INVARIANTS.md D3).
 inline thread_local int host_work_depth = 0;
 class HostWorkScope {
  public:

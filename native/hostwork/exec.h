@@ -20,7 +20,7 @@ constexpr Result kClosed = -1;  // the executable was closed
 
 // Destroys an executable on the reaper thread. The driver frees an executable that is in flight
 // after its launches have ended. The driver does not keep the operands of changed nodes alive. The
-// reaper therefore waits for the launches before it releases these operands (L3).
+// reaper therefore waits for the launches before it releases these operands (INVARIANTS.md A3).
 class ExecRelease final : public Reapable {
  public:
   explicit ExecRelease(Handle exec) : exec_(exec) {}

@@ -35,7 +35,7 @@ class PythonEntry {
 
 // Releases the GIL for its scope, like nanobind's guard. The exiting interpreter makes a thread
 // exit that reacquires the GIL, such as a daemon thread that launches a graph. The destructor parks
-// such a thread instead (P5).
+// such a thread instead (rule P5).
 class GilRelease {
  public:
   GilRelease() : state_(PyEval_SaveThread()) {}

@@ -11,7 +11,8 @@
 namespace graft::hostwork {
 
 // A record of eager work. It is freed after its only run, or abandoned if the driver will never
-// call it (see abandon_eager). An atomic flag ensures that only one of the two happens (R5).
+// call it (see abandon_eager). An atomic flag ensures that only one of the two happens
+// (INVARIANTS.md R5).
 class EagerRecord final : public HostRecord {
  public:
   using HostRecord::HostRecord;

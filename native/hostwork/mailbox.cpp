@@ -13,7 +13,7 @@ std::atomic<bool> abandoned{false};
 thread_local void* thread_output = nullptr;
 
 // Tells the soft device, for the scope, that the device waits for the calling thread. The soft
-// device then rejects every driver call of the thread (M6).
+// device then rejects every driver call of the thread (INVARIANTS.md M6).
 class AnswerScope {
  public:
   AnswerScope() : owe_answer_(driver().owe_answer) {
@@ -139,7 +139,7 @@ bool Port::poll(bool* expecting_more) noexcept {
 
 void Port::serve(std::uint32_t seq) noexcept {
   // Set the flag before reading the claim: a watchdog that claims the request must see that this
-  // thread may be running the work (M8).
+  // thread may be running the work (INVARIANTS.md M8).
   serving_.store(true);
   open_request(seq);
   if (claim_.load() == pack(seq, kOpen)) {
@@ -184,8 +184,8 @@ void Port::fail(std::uint32_t seq, std::string reason) noexcept {
 }
 
 // Claims a request for the watchdog and fails its replay: stores the graph's status first and then
-// the answer, which ends the device's wait (M5). Does nothing if the worker has claimed the
-// request.
+// the answer, which ends the device's wait (INVARIANTS.md M5). Does nothing if the worker has
+// claimed the request.
 void Port::release(std::uint32_t seq, const std::string& reason) {
   if (!try_claim(seq, kWatchdog)) return;
   fail(seq, reason);

@@ -1,8 +1,8 @@
 // Mailboxes: the device posts a request, and a persistent host thread runs the work and answers.
 //
 // A worker is such a thread. The watchdog is a thread that answers in place of a worker that
-// exceeds its deadline. A port is the host side of one mailbox. INVARIANTS.md states the rules: M1
-// to M10.
+// exceeds its deadline. A port is the host side of one mailbox. INVARIANTS.md states the rules M1
+// to M10 for them.
 #pragma once
 
 #include <atomic>
@@ -27,10 +27,10 @@ struct WorkerOptions {
 };
 
 // A thread and the ports that it serves. The thread sleeps while no launch of any of its graphs is
-// in flight (M7). It ends after the last owner of this object is gone.
+// in flight (rule M7). It ends after the last owner of this object is gone.
 //
-// Created by std::make_shared only, for the reason that is given at GraphState: the worker's own
-// thread may drop the last reference, which must not require the GIL.
+// Created by std::make_shared only, for the reason that state.h gives for GraphState: the worker's
+// own thread may drop the last reference, which must not require the GIL.
 class Worker : public std::enable_shared_from_this<Worker> {
  public:
   explicit Worker(WorkerOptions options);
@@ -86,7 +86,7 @@ struct MailboxLimits {
 // The host side of one mailbox. Shared by its worker and the watchdog.
 //
 // Both the worker and the watchdog may answer a request. The thread that claims the request first
-// answers it (M5).
+// answers it (rule M5).
 class Port final : public LaunchListener, public std::enable_shared_from_this<Port> {
  public:
   // Takes ownership of `record`.

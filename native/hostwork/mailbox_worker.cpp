@@ -46,7 +46,7 @@ void configure_thread(Core& core) {
   cpu_set_t set;
   CPU_ZERO(&set);
   for (int cpu : core.options.cpus) CPU_SET(static_cast<std::size_t>(cpu), &set);
-  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // checked in Python
+  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // Python has checked the cores
 }
 
 // Copies the worker's current list of ports to `ports`. Returns false if the thread must end.
@@ -123,7 +123,7 @@ Worker::Worker(WorkerOptions options) : core_(std::make_shared<Core>(std::move(o
 
 Worker::~Worker() {
   // A forked child has no worker thread. The thread may have held the mutex at the time of the
-  // fork, so the child must not lock the mutex (L10).
+  // fork, so the child must not lock the mutex (INVARIANTS.md L10).
   if (!gate_open()) return;
   update_and_wake(*core_, [this] {
     core_->stop = true;

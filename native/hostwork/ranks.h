@@ -1,6 +1,6 @@
 // Point-to-point messages between the ranks of a tensor-parallel model, through MPI's C functions.
 //
-// INVARIANTS.md states the rules: T1 to T4.
+// INVARIANTS.md states the rules T1 to T4 for them.
 #pragma once
 
 #include <atomic>
@@ -23,7 +23,7 @@ struct Mpi {
   std::uint64_t comm;
   std::uint64_t byte;
   std::atomic<bool> failing{false};
-  std::atomic<bool> failed{false};  // communication was abandoned (T3); `reason` is valid
+  std::atomic<bool> failed{false};  // communication was abandoned (rule T3); `reason` is valid
   char reason[96] = "";
 };
 

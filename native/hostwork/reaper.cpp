@@ -48,7 +48,7 @@ class Reaper {
     Reapable* const items = reversed(head_.exchange(nullptr));
     std::int64_t count = 0;
     for (Reapable* item = items; item != nullptr; item = item->next_) ++count;
-    if (gate_open()) free(items);  // otherwise the exiting process frees everything (L4)
+    if (gate_open()) free(items);  // else the process exits (INVARIANTS.md L4)
     pending_.fetch_sub(count);
   }
 

@@ -37,7 +37,7 @@ struct Retire {
 };
 
 // Releases one Python reference on the reaper thread. For use in destructors, it is allocated in
-// advance, when the owner of the reference is created (L1).
+// advance, when the owner of the reference is created (INVARIANTS.md L1).
 class ReferenceRelease final : public Reapable {
  public:
   explicit ReferenceRelease(PyObject* object = nullptr) : reference(object) {}

@@ -111,7 +111,7 @@ void HostRecord::run() noexcept {
 }
 
 void HostRecord::run_as(std::int64_t replay) noexcept {
-  if (state_ && state_->failed()) return;  // skipped after a failure (E3)
+  if (state_ && state_->failed()) return;  // skipped after a failure (INVARIANTS.md E3)
   const HostWorkScope host_work;
   const RunningScope running(this, replay);
   try {
@@ -123,7 +123,7 @@ void HostRecord::run_as(std::int64_t replay) noexcept {
     }
   } catch (abi::__forced_unwind&) {
     // Native work used Python while the interpreter exits, and CPython makes the thread exit. Let
-    // it sleep instead (P5), as park_forever() does.
+    // it sleep instead, as park_forever() does (INVARIANTS.md P5).
     while (true) pause();
   } catch (const std::exception& error) {
     fail(kStatusNative, replay, nullptr, error.what());

@@ -2,7 +2,7 @@
 // everything alive that the work uses. Eager records belong to work that is enqueued on a stream
 // and runs once. The other records belong to nodes of graphs.
 //
-// INVARIANTS.md states the rules: R1 to R5, E1 to E3.
+// INVARIANTS.md states the rules R1 to R5 and E1 to E3 for them.
 #pragma once
 
 #include <Python.h>

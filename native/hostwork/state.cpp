@@ -9,9 +9,9 @@ namespace {
 
 std::atomic<std::uint64_t> states{0};
 
-// Failures that were not raised yet and are printed at exit, by the id of their state. Failures may
-// outlive their states. The table is leaked on purpose, because driver threads may use it while
-// static objects are being destroyed.
+// Failures that were not raised yet and are printed at exit, by the id of their GraphState.
+// Failures may outlive their states. The table is leaked on purpose, because driver threads may use
+// it while static objects are being destroyed.
 struct UnreportedFailures {
   std::mutex mutex;  // never held while acquiring the GIL
   std::map<std::uint64_t, Failure> failures;
@@ -116,7 +116,8 @@ std::int64_t GraphState::base() const {
   return parent->base() + parent_launches_at_join_ - launched_.load(std::memory_order_relaxed);
 }
 
-// Stores the status words, the replay number before the reason (E3). Called with the mutex held.
+// Stores the status words, the replay number before the reason (INVARIANTS.md E3). Called with the
+// mutex held.
 void GraphState::store_status(std::int32_t code, std::int64_t replay) noexcept {
   for (std::int32_t* words : status_) {
     store_release(words + 1, static_cast<std::int32_t>(replay & 0x7fffffff));

@@ -1,6 +1,6 @@
 // The watchdog: a thread that enforces the deadlines of all mailboxes. It acquires no GIL and makes
 // no driver call. The watchdog ends a wait of the device by a store to pinned memory, which works
-// even if the driver or Python hang (M5).
+// even if the driver or Python hangs (INVARIANTS.md M5).
 #include <pthread.h>
 #include <time.h>
 

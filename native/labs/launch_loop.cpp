@@ -73,12 +73,11 @@ struct ReplayOptions {
   hostwork::Exec* exec;  // executable of graft, or null
   std::uint64_t handle;  // CUgraphExec of another library, if `exec` is null
   std::uint64_t stream;
-  std::size_t callbacks;        // host steps per replay
-  const std::uint64_t* stamps;  // device times before and after the host steps of a replay
-  std::uint64_t hops;           // address of the soft device's softcuda_hops(), or 0
-  const std::uint64_t*
-      body_written;  // times that the native work wrote, one per host step; or null
-  bool busy;         // wait for the busy thread before each launch
+  std::size_t callbacks;              // host steps per replay
+  const std::uint64_t* stamps;        // device times before and after the host steps of a replay
+  std::uint64_t hops;                 // softcuda_hops(), which reports times of host steps, or 0
+  const std::uint64_t* body_written;  // times that the native host steps have written; or null
+  bool busy;                          // wait for the busy thread before each launch
 };
 
 struct Samples {
@@ -144,7 +143,7 @@ Times wake_ups(std::size_t count) {
     }
   });
   for (std::size_t i = 0; i < count;) {
-    usleep(500);  // let it fall asleep
+    usleep(500);  // let the thread fall asleep
     {
       const std::lock_guard<std::mutex> lock(mutex);
       if (notified_ns != 0) continue;

@@ -2,8 +2,8 @@
 //
 // Rules:
 // 1. A thread takes its own stack, in the handler of a real-time signal that the process does not
-// use otherwise. The signal restarts system calls (SA_RESTART) but may end a sleep early. Stacks
-// are therefore taken only for reports about exceeded deadlines.
+//    use otherwise. The signal restarts system calls (SA_RESTART) but may end a sleep early. Stacks
+//    are therefore taken only for reports about exceeded deadlines.
 // 2. The wait for a thread has a time limit. A thread that answers after the limit writes only to
 //    memory that is not read.
 // 3. Taking a stack needs no GIL and makes no driver call.

@@ -7,7 +7,8 @@
 //
 // The test checks that every mask row that is marked as ready contains the tokens that the grammar
 // allows, and that a matcher is never used by two threads at the same time. The results of whole
-// rounds are not checked here: tests/grammar compares them with tests/reference_round.py.
+// rounds are not checked here: tests/grammar compares them with
+// tests/simulators/reference_round.py.
 #pragma once
 
 #include <cstdio>
