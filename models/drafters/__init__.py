@@ -10,7 +10,7 @@
 `NGram`              n-gram prompt lookup
 `Suffix`             suffix decoding
 `UserDrafter`        proposals of a Python function
-`Forced`             tokens at positions where the grammar allows only one token
+`Forced`             tokens at positions where the grammar allows only one text
 `CascadeDrafter`     a lookup drafter whose proposals a draft model continues
 ===================  ==========================================================================
 """

@@ -119,8 +119,8 @@ class Drafter:
     caches
         KV caches of the drafter. The engine allocates pages for every slot in each of these caches.
     reads_mask_rows
-        Whether `start` reads the token bitmask rows that the grammar fills in this round. They are
-        filled after the commit, so `start` of such a drafter runs after the fill.
+        Whether `start` reads the mask rows that the grammar fills after this round has committed
+        its tokens. The round then runs `start` after these rows have been filled.
     logits_at_once
         Whether `start` produces the logits of all levels, because they do not depend on the drafts
         chosen at earlier levels.
@@ -224,12 +224,12 @@ class DrafterContext:
     tree
         Tree to draft; None for a chain.
     slots
-        Number of request slots, which is the maximum batch size.
+        Number of request slots, which is twice the maximum batch size.
     max_length
         Maximum number of positions per slot.
     max_rows
-        Maximum number of rows that one call processes, which are the rows of a prefill chunk or the
-        rows of all requests of a round.
+        Maximum number of rows that one call processes: the rows of a prefill chunk, or the rows of
+        all requests of a round.
     make_cache
         Function that creates a KV cache with as many positions as the KV cache of the target. Its
         arguments are layers, kv_heads, head_dim and dtype.

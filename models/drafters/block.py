@@ -109,14 +109,17 @@ class BlockDrafter(Drafter):
         """
 
     def _choose_candidates(self, lane: Lane, normed: DeviceArray, logits: DeviceArray) -> None:
-        """Process the logits of all levels, given the final hidden states [R, hidden]."""
+        """Add work between the logits of all levels and their use; by default none.
+
+        `normed` [R, hidden] contains the final hidden states of the rows of `logits`.
+        """
 
     def _adjust_level(
         self, lane: Lane, feed: Feed, level: int, logits: DeviceArray, previous: DeviceArray
     ) -> None:
-        """Change the logits of a level, given the token before each row or node.
+        """Change the logits of a level in place. `previous` is the token before each row or node.
 
-        Only a drafter that does not set `logits_at_once` needs this method.
+        The method is called only if the drafter does not set `logits_at_once`.
         """
 
     def prefill(
@@ -199,9 +202,9 @@ class BlockDrafter(Drafter):
     ) -> DeviceArray:
         """Return the logits of a level.
 
-        In a tree, all nodes of the level use the logits of the same row. `previous` contains the
-        token before each row or, in a tree, before each node. It is None if the logits do not
-        depend on it.
+        In a tree, all nodes of one request and level have the logits of the same row of the block.
+        `previous` contains the token before each row or, in a tree, before each node. It is None if
+        the logits do not depend on it.
         """
         begin = level * feed.batch
         logits = feed.scratch.logits[begin : begin + feed.batch]

@@ -12,9 +12,9 @@ and h its final hidden state, the k most likely ids x of the row get the scores
     u(x) + sum over r of predecessor[previous token]_r (W h)_r successor[x]_r
 
 The drafts are sampled from the softmax of the scores, from left to right. All other ids get logits
-so low that they are not sampled, in their original order. The grammar tests the k candidates first
-(`Drafter.num_candidates`), and then the most likely of the other ids. The published selector does
-not define scores for them.
+so low that they are not sampled, but keep their relative order. The published selector does not
+define scores for them. The grammar tests the k candidates first (`Drafter.num_candidates`), and
+then the most likely of the other ids.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class _Convolutions:
     ) -> None:
         """Run all layers of `stack` as `DecoderStack.run` does, and add the convolutions.
 
-        The distance between consecutive rows of a block is `row_stride` rows. The buffer
-        ``stack.buffers.normed`` is overwritten.
+        Consecutive rows of a block are `row_stride` rows apart, because the rows of all blocks are
+        ordered by level and then by request. The buffer ``stack.buffers.normed`` is overwritten.
         """
         count = rows.count
         kernels = stack.kernels
@@ -194,7 +194,7 @@ class _Selector:
     def score(
         self, lane: Lane, logits: DeviceArray, level: int, batch: int, previous: DeviceArray
     ) -> None:
-        """Score the logits of a level, from 0, of `batch` requests in place.
+        """Replace the logits of a level, from 0, of `batch` requests with the selector's scores.
 
         `logits` is float32[nodes, V]; in a tree, the logits of consecutive nodes come from the same
         row of the block. `previous` int32[nodes] contains the token before each node.

@@ -1,6 +1,6 @@
 """DSpark (arXiv 2607.05147), a block drafter with a Markov head.
 
-The Markov head adds logits to a level that depend on the previous draft.
+The Markov head adds logits that depend on the previous draft to the logits of each level.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class Eagle3Head:
             self.t2d = self.device.from_host(vocab_map[1])
 
     def _check_shared(self, checkpoint: Checkpoint, name: str) -> None:
-        """Check the width of a tensor of the target that the head's checkpoint lacks."""
+        """Check that the head can use the target's tensor `name`, which its checkpoint lacks."""
         width = self.target.config.hidden_size
         if width != self.config.hidden_size:
             raise CheckpointError(

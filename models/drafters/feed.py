@@ -1,7 +1,7 @@
 """Arrays of a decoding round that a drafter reads and writes.
 
-A round is captured as one CUDA graph per batch bucket, which is a batch size to which smaller
-batches are padded. Launching that graph again is called a replay.
+There is one CUDA graph of a round for each batch bucket, which is a batch size to which smaller
+batches are padded. One launch of a graph is a replay.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KERNELS = Path(__file__).parent / "kernels" / "feed.cu"
 
 
 class RoundScratch:
-    """Row-indexed arrays for the largest batch bucket.
+    """Device arrays that rounds read and write, allocated for the largest batch bucket.
 
     Smaller buckets use views of the arrays. The replays of all buckets run one after another on one
     stream, so they can share the arrays.

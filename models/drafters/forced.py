@@ -1,4 +1,4 @@
-"""Drafter for forced tokens: positions where the grammar allows exactly one token."""
+"""Drafter for forced tokens: positions where the grammar allows only one text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from graft.models.drafters.feed import Feed
 class Forced(Drafter):
     """Drafter that proposes the forced tokens that follow the last committed token.
 
-    A token is forced if the grammar allows no other token at its position. After a round has
-    committed tokens, the grammar fills a mask row for the next position. If this row allows a
-    single token, the grammar advances through the token and fills a row for the position after it,
-    and so on. The drafter proposes the tokens of these rows, up to the first row that allows
-    several tokens.
+    The longest legal token at a position is forced if all other legal tokens are prefixes of it
+    (`graft.grammar.forced.ForcedTokens`). After a round has committed tokens, the grammar fills a
+    mask row for the next position. If this row forces a token, the grammar advances by the token
+    and fills a row for the position after it, and so on. The drafter proposes the tokens of these
+    rows, up to the first row that forces none.
     """
 
     lookahead = 1

@@ -90,7 +90,7 @@ def is_block_drafter(choice: object) -> bool:
 
     A block drafter processes rows at positions after the last draft that can be accepted. A choice
     creates such a drafter if it is the checkpoint folder of one, if its attribute `feeds_blocks` is
-    true, or if it is a ``functools.partial`` with such a function or argument.
+    true, or if it is a ``functools.partial`` whose function or an argument is such a choice.
     """
     if isinstance(choice, str) and ":" in choice and not Path(choice).exists():
         try:

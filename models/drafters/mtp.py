@@ -9,7 +9,8 @@ whether the norm is applied, but DeepSeek's code and the serving engines apply i
 
 Implementations differ in the h_i that a module passes on, to the next module or to its own next
 step: SGLang passes it after the module's ``shared_head.norm``, vLLM before. Modules that were
-trained for the other variant lose acceptance from the second draft on. `Mtp` has an option for it.
+trained for the other variant lose acceptance from the second draft on. The option `norm_hidden` of
+`Mtp` selects the variant.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _BLOCK = 64
 
 @dataclass(frozen=True)
 class _Module:
-    """Weights of one prediction module, with the names of the checkpoint."""
+    """Weights of one prediction module. The fields have the names of the checkpoint's tensors."""
 
     embedding: DeviceArray
     enorm: DeviceArray
@@ -121,10 +122,10 @@ class Mtp(Drafter):
             rows = context.slots * self.shape.branch
             self._normed = device.empty((rows, hidden), "float32")
         self._earlier = device.empty((context.max_rows,), "int32")
-        # State of each module between calls. `_carried` holds, for each slot, the hidden state h of
-        # the last committed token, which the next module reads in the next call. `_last_hidden`
-        # holds, for each batch row, the hidden state h of entry n - 1 - j, which the next modules
-        # process level by level.
+        # State of each module j between calls. `_carried[j]` holds, for each slot, the module's
+        # hidden state for the last committed token, which module j + 1 reads in the next call.
+        # `_last_hidden[j]` holds, for each batch row, the module's hidden state for entry
+        # n - 1 - j, which the next modules process level by level.
         size = (count, context.slots * self.shape.branch, hidden)
         self._carried = device.zeros(size, "float32")
         self._last_hidden = device.zeros(size, "float32")

@@ -21,9 +21,9 @@ class Suffix(PromptLookup):
     factor
         Maximum number of drafts per token of the matched suffix.
     threshold
-        Minimum estimated probability, 0 to 1, that all drafts on a path are right. A draft whose
+        Minimum estimated probability, 0 to 1, that all drafts on a path are accepted. A draft whose
         path has a lower probability is not proposed. The probability of one draft is estimated as
-        the fraction of the found continuations that contain it.
+        the fraction of the found continuations that have this token at its position.
     """
 
     def __init__(

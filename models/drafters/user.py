@@ -130,7 +130,7 @@ class UserDrafter(Drafter):
 
     @classmethod
     def of(cls, propose: Callable[[list[int]], Any], **options: Any) -> MakeDrafter:
-        """Return a factory of the drafter, to be passed to an engine."""
+        """Return a callable that creates the drafter, for the argument `drafter` of `Engine`."""
         return partial(cls, propose=propose, **options)
 
     def prefill(
