@@ -103,7 +103,7 @@ class Tokenizer:
             self._templates[name] = ChatTemplate(sources[name], str(self.path))
 
     def _check_unique_ids(self, file: Path) -> None:
-        """Raise `TokenizerError` if two tokens have the same id, which would have two texts."""
+        """Raise `TokenizerError` if two tokens have the same id: the id would have two texts."""
         names: dict[int, str] = {}
         for name, token in self._ids.items():
             other = names.setdefault(token, name)
@@ -114,7 +114,7 @@ class Tokenizer:
                 )
 
     def _model_vocab_size(self) -> int:
-        """Return `vocab_size` of config.json, or the size of the tokenizer's vocabulary."""
+        """Return `vocab_size` of config.json or, without it, the size of the own vocabulary."""
         config = _read_optional(self.path / "config.json")
         return config.integer("vocab_size", low=1, high=1 << 31, default=self.vocab_size)
 
@@ -156,7 +156,7 @@ class Tokenizer:
         """Return the text of token ids, including special tokens only if `special` is true.
 
         The text is that of the tokenizers library, with one exception: if a sequence of byte tokens
-        such as ``<0xE3>`` is not valid UTF-8 as a whole, the library replaces all its bytes by
+        such as ``<0xE3>`` is not valid UTF-8 as a whole, the library replaces all its bytes with
         U+FFFD. This method keeps the valid characters and replaces the other bytes only.
         """
         decoder = self.incremental(special=special)
@@ -343,7 +343,7 @@ class Tokenizer:
 
 
 class _SpecialNameEscaper:
-    """Replaces names of special tokens in user text by markers while a template is rendered.
+    """Replaces names of special tokens in user text with markers while a template is rendered.
 
     A user could otherwise write the name of a special token, such as the end of a message, to forge
     the structure of a conversation. After rendering, a marker tells that the name came from user

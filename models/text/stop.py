@@ -38,10 +38,10 @@ class StopFinder:
         return self._prefix_length[self._state]
 
     def feed(self, text: str) -> int | None:
-        """Search the next piece of the text; return the offset in the whole text of a stop string.
+        """Search the next piece of the text for stop strings that end in this piece.
 
-        The result is None if no stop string ends in this piece. If several stop strings end in this
-        piece, it is the offset of the one that begins first.
+        Return the offset in the whole text at which such a stop string begins, or None if there is
+        none. If several stop strings end in this piece, return the lowest of their offsets.
         """
         first_begin = None
         for char in text:

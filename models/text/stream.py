@@ -34,7 +34,7 @@ def call_tokenizer(work: Callable[[], T]) -> T:
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
-    """Handle a decoding error: replace each invalid byte by one U+FFFD."""
+    """Handle a decoding error: replace each invalid byte with one U+FFFD."""
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
 
@@ -108,7 +108,12 @@ class Detokenizer:
 
     @cached_property
     def anchor(self) -> list[int]:
-        """An id that the library converts to a non-empty text; an empty list if there is none."""
+        """Ids that represent the text before a run of ids that the library converts.
+
+        The library strips a leading space at the beginning of a text. One id with a non-empty text
+        before the run prevents this. The list is empty if there is no such id, or if the tokenizer
+        is byte-level and the library converts no ids.
+        """
         if self._is_byte_level:
             return []
         ids = (token for token in range(self._size) if self.token_bytes(token) is None)
@@ -131,7 +136,8 @@ class IncrementalDecoder:
         self._detokenizer = detokenizer
         self._hidden = frozenset() if special else detokenizer.special_ids.difference(shown)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(detokenizer.utf8_errors)
-        # The previous ids on which the library's text of the next id depends.
+        # Ids to pass to the library before the next id, because the text of the next id depends on
+        # them.
         self._context: list[int] = []
 
     def push(self, ids: Iterable[int]) -> str:
