@@ -81,9 +81,10 @@ TARGETS = {
     ),
 }
 
-# Allowed values of the fields of `quantization_config` (by quant_method), of each of its config
-# groups, and of the section `weights` of a group. None allows any value. Fields that are not listed
-# must be absent.
+# Allowed values of config fields: `_QUANTIZATION` for `quantization_config` (by quant_method),
+# `_QUANTIZATION_GROUP` for each entry of its section `config_groups`, and `_QUANTIZED_WEIGHTS` for
+# the section `weights` of such an entry. None allows any value. Fields that are not listed must be
+# absent.
 _MODULE_LISTS = dict.fromkeys(
     ("quant_method", "ignore", "ignored_layers", "modules_to_not_convert")
 )
@@ -278,7 +279,8 @@ class DFlashConfig(LlamaConfig):
     """
 
     num_target_layers: int  # number of layers of the target that the drafter was trained for
-    # Ids of the target layers, ascending, whose outputs are the features. The last is not allowed.
+    # Ids of the target layers, ascending, whose outputs are the features. The target's last layer
+    # is not allowed.
     target_layer_ids: tuple[int, ...]
     block_size: int  # maximum number of rows of a block: the last token, then mask tokens
     mask_token_id: int  # id that represents mask tokens in the target's vocabulary
@@ -353,7 +355,7 @@ _DFLASH_NUMBERS = {
     "output_multiplier": 1.0,
     "final_logit_softcapping": 0.0,
 }
-#: Sizes of DFlash2 with their maxima.
+#: Integer fields of a DFlash2 config, with their maximum values.
 _DFLASH2_SIZES = {
     "conv_kernel_size": MAX_CONV_SIZE,
     "conv_group_size": MAX_WIDTH,
@@ -426,7 +428,10 @@ def _check_quantization(fields: Fields) -> None:
 
 
 def _architecture(fields: Fields, known: Mapping[str, Architecture]) -> Architecture:
-    """Return the one of the `known` architectures that `architectures` or `model_type` names."""
+    """Return the architecture in `known` that the config's `architectures` or `model_type` names.
+
+    ConfigError is raised if `known` does not contain it.
+    """
     names = fields.get("architectures")
     model_type = fields.get("model_type")
     by_type = {architecture.model_type: architecture for architecture in known.values()}

@@ -40,9 +40,10 @@ class LlamaModel:
     form, activations
         Kernel form and precision of the activations, as in `ModelKernels`.
     weights
-        Storage of the matrices, "checkpoint" or "fp8", as in `Weights`.
+        Storage of the decoder layers' matrices, "checkpoint" or "fp8", as in `Weights`.
     leader
-        Rank 0 of tensor parallelism; None for a model on one device.
+        Shards the model and sends the work of each forward pass to the worker ranks (tensor
+        parallelism); None for a model on one device.
 
     Attributes
     ----------

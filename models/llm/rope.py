@@ -56,7 +56,7 @@ class Scaling(ABC):
 
     @property
     def variant(self) -> str:
-        """Name of the scaling. It differs if `for_length` returns different scalings."""
+        """Name of the scaling. Scalings that `for_length` returns differ if their names differ."""
         return self.kind
 
     @classmethod
@@ -192,7 +192,7 @@ class Yarn(Scaling):
 
     def frequencies(self, theta: float, head_dim: int) -> np.ndarray:
         def index(rotations: float) -> float:
-            """Return the index of the frequency with this number of rotations, a real number."""
+            """Return the index, a real number, of the frequency with this number of rotations."""
             wavelength = self.original / rotations
             return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
@@ -422,9 +422,10 @@ def identity_table(positions: int, head_dim: int) -> np.ndarray:
 
 
 def _agreed(fields: Fields, sections: list[Fields], name: str) -> float | None:
-    """Return the number `name`, which the config and each of its sections may contain.
+    """Return the value of the numeric field `name`, or None if it is absent.
 
-    The result is None if the number is absent. If the values differ, a `ConfigError` lists them.
+    The config `fields` and each of its `sections` may contain the field. If the values differ,
+    ConfigError is raised and lists them.
     """
     values = {}
     for source in (fields, *sections):

@@ -40,10 +40,10 @@ from graft.models.llm.weights import Interleave, Matrix, ScaledMatrix, Weights
 class Command(IntEnum):
     """Commands from rank 0 to the worker ranks; the first word of a message header is a command.
 
-    A message consists of a header and, for some commands, a payload: JSON for LOAD, which loads a
-    shard in place of the current one; the contents of device arrays for FORWARD, which runs the
-    layers of the shard, and for COMPACT, which compacts its KV cache. CLOSE stops the worker, and
-    UNLOAD releases the shard.
+    LOAD makes the worker load a shard in place of the current one, and UNLOAD release it. FORWARD
+    runs the layers of the shard, and COMPACT compacts its KV cache. CLOSE stops the worker. After
+    the header, a LOAD message has JSON as its payload; FORWARD and COMPACT messages have the
+    contents of device arrays.
     """
 
     CLOSE = 0
@@ -57,8 +57,8 @@ class Command(IntEnum):
 REPLY_BYTES = 512
 #: Time limit of LOAD, in seconds.
 LOAD_TIMEOUT_S = 900.0
-#: Sizes of the units in which MLP columns are assigned to ranks. The first size is used that gives
-#: every rank at least one unit.
+#: MLP columns are assigned to ranks in units of this many columns. The first of these sizes that
+#: divides the number of columns and gives every rank at least one unit is used.
 _COLUMN_UNITS = (128, 16, 1)
 _ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
 
@@ -295,17 +295,17 @@ class TensorParallelLeader:
         self._send(lane, (Command.COMPACT, *result.shape), (row_slot, result))
 
     def release_workers(self) -> None:
-        """Send the command to release the shards, unless the group has failed."""
+        """Make the worker ranks release their shards, unless the group has failed."""
         if self.ranks.failure is None:
             self.ranks.send(self.ranks.peers, self._header(Command.UNLOAD))
             self.ranks.release_buffers()
 
     def _send(self, lane: Lane, header: tuple[int, ...], arrays: tuple[DeviceArray, ...]) -> None:
-        """Add the sending of a message to a lane: a header and the contents of device arrays.
+        """Add nodes to a lane that send a message to all worker ranks.
 
-        The message goes to all worker ranks. The last word of the header is 1 if the lane belongs
-        to a CUDA graph. The message is then sent with every launch of the graph, and each worker
-        builds a CUDA graph for its own work too.
+        The message is a header and the contents of device arrays. The last word of the header is 1
+        if the lane belongs to a CUDA graph. The message is then sent with every launch of the
+        graph, and each worker builds a CUDA graph for its own work too.
         """
         count = sum(array.nbytes for array in arrays) // 4
         if count > self._payload.shape[0]:

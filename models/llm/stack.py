@@ -136,7 +136,10 @@ class ActivationBuffers:
         return self.array(name, weight.shape[1], self._kernels.products.input_dtype(weight))
 
     def gated_scratch(self, count: int, weight: Matrix) -> DeviceArray | None:
-        """Return the scratch of `Products.gated_linear` for `count` rows; None if it needs none."""
+        """Return the array `scratch` that `Products.gated_linear` needs for `count` rows.
+
+        Return None if it needs none for this weight.
+        """
         if self._kernels.products.gate_interleave(weight.dtype, *weight.shape):
             return None
         return self.array("gate_up", weight.shape[0])[:count]
@@ -197,7 +200,7 @@ class DecoderStack:
         self.rope_table = kernels.device.from_host(config.rope.table(*shape))
         self._rope_tables = [self.rope_table] * len(layers)
         if config.layers_without_rope:
-            # In layers without RoPE, the kernels rotate by an angle of zero, which is exact.
+            # In layers without RoPE, the kernels rotate by an angle of zero, which changes no bits.
             identity = kernels.device.from_host(identity_table(*shape))
             for layer in config.layers_without_rope:
                 self._rope_tables[layer] = identity

@@ -57,8 +57,8 @@ Matrix = DeviceArray | ScaledMatrix
 class Weights:
     """Uploads the tensors of one checkpoint and records which ones were used.
 
-    Stacked matrices are stored as `weights` says, one of `WEIGHTS`. "fp8" quantises them to E4M3;
-    each row gets a scale that maps its largest magnitude to the largest E4M3 value.
+    `weights`, one of `WEIGHTS`, determines how stacked matrices are stored. "fp8" quantises them to
+    E4M3; each row gets a scale that maps its largest magnitude to the largest E4M3 value.
     """
 
     def __init__(self, device: Device, checkpoint: Checkpoint, weights: str = "checkpoint") -> None:

@@ -208,7 +208,10 @@ class TensorParallelWorker:
         self._finish(self._stream)
 
     def _finish(self, work: GraphExec | Stream) -> None:
-        """Wait for the forward pass, at most until the limit of the all-gather (DeadlineError)."""
+        """Wait until `work` is complete.
+
+        DeadlineError is raised if that takes longer than the all-gather's `forward_limit_s`.
+        """
         limit_s = self.all_gather.forward_limit_s
         try:
             work.synchronize(limit_s)
@@ -229,7 +232,7 @@ class TensorParallelWorker:
         return words
 
     def _build_graph(self, arguments: list[int], task: _Task) -> tuple[PinnedArray, GraphExec]:
-        """Build a graph of a task; return its payload buffer and the instantiated graph."""
+        """Build a graph of a task; return its payload buffer and its executable."""
         payload = self._pinned(task.words)
         graph = Graph(self._device, f"shard of {arguments}")
         task.add(graph.lane("model"), payload)

@@ -34,7 +34,7 @@ class Attention:
         self._loader = loader
         self._products = products
         self._norms = norms
-        # Split attention: partial results, and counters that every kernel leaves at zero.
+        # Workspace of split attention: partial results, and counters that each launch resets to 0.
         self._partials: DeviceArray | None = None
         self._counters: DeviceArray | None = None
 
@@ -153,7 +153,8 @@ class Attention:
     ) -> None:
         """Launch attention on tensor cores.
 
-        As in Flash-Decoding, several blocks share the KV positions of a tile of queries.
+        As in Flash-Decoding, the KV positions of a tile of queries are divided among several
+        blocks, of which there are at most `parts`.
         """
         count = rows.count
         kernel = self._loader.load(
@@ -212,8 +213,8 @@ class Attention:
             int32[B, row words], ``RoundRow`` of each batch row after verification, with the
             accepted drafts.
         features
-            float32[R, columns], features, whose rows are moved like the KV entries; None if the
-            drafter reads no features.
+            float32[R, columns], the target's features for the drafter. Their rows are moved like
+            the KV entries. None if the drafter reads no features.
         first
             int32[B], first forward row of each batch row.
         """

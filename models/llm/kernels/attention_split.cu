@@ -152,8 +152,8 @@ __device__ __forceinline__ void store_quotient(float* y, Floats4 sum, float mass
 // The rows are divided into runs of `run` consecutive rows; a row tile contains rows of one run. A
 // head tile contains `tile_heads` query heads of one KV head. A row of `qkv` has heads + 2 kv_heads
 // heads, queries first. `parts` is workspace [PARTS, rows, heads, PART_WIDTH]; it is not used if
-// the parts are not divided or no slot has more than SPLIT positions. `arrived` has one counter per
-// tile, which must be zero and is left zero.
+// one block computes all parts of a tile or if no row attends to more than SPLIT positions.
+// `arrived` has one counter per tile, which must be zero and is left zero.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     attention_split(const float* qkv, const int* slot, const int* pos,
                     const unsigned long long* ancestors, const int* page_table, const CACHE16* keys,
@@ -238,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   }
   __syncthreads();
 
-  // Each thread adds and stores 4 dimensions per pass of one query, see below.
+  // To combine the warps, each thread handles one query, and 4 dimensions of it per pass.
   const int own_query = threadIdx.x / 8, sum_index = threadIdx.x % 8;
   const auto dimension_of = [&](int pass) {
     return 64 * (pass / 2) + sum_index / 2 * 16 + 8 * (pass % 2) + sum_index % 2 * 4;
@@ -418,7 +418,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   // for which it needs the maximum over the parts before p.
   if (!is_last_block(arrived + blockIdx.x * gridDim.y + blockIdx.y, blocks, &is_last)) return;
   const long long part_stride = static_cast<long long>(rows) * heads * PART_WIDTH;
-  float* const shrink_of = part_sum[0][0][0].f;  // [16][PARTS], as the next two arrays
+  float* const shrink_of = part_sum[0][0][0].f;  // [16][PARTS], like the next two arrays
   float* const by_of = shrink_of + 16 * PARTS;
   float* const mass_of = by_of + 16 * PARTS;
   static_assert(sizeof(part_sum) >= 3 * 16 * PARTS * sizeof(float), "the arrays fit");

@@ -136,8 +136,8 @@ __device__ __forceinline__ void softmax_weights(Query* query, float (*score)[TIL
   }
 }
 
-// Computes sum = sum * shrink + weighted values, one position at a time, for 2 LANES PAIRS
-// dimensions from dimension `at` on.
+// Computes sum = sum * shrink + weighted values, one position at a time, for the
+// 2 * LANES * PAIRS dimensions that begin at dimension `at`.
 template <int COUNT, int PAIRS>
 __device__ __forceinline__ void add_values(Query* query, const float (*weight)[TILE],
                                            const float* shrink, const float* value, int at,

@@ -62,8 +62,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   Weights a[DEPTH][CHUNK / 32][2];
 #pragma unroll
   for (int s = 0; s < DEPTH - 1; ++s) {
-    // Without a branch here, the compiler keeps the loads before the wait. Instead of a chunk after
-    // the end, the last chunk is loaded, but not used.
+    // Without a branch here, the compiler keeps the loads before the wait. If there is no chunk
+    // left, the last chunk is loaded again and not used.
     const int next = min(warp + s * WARPS, chunks - 1);
     load_chunk(top + next * CHUNK, low + next * CHUNK, a[s]);
   }

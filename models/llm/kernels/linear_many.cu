@@ -10,9 +10,10 @@
 #include "linear_mma.cuh"
 
 #define OUTPUTS 128
-// Tiles of 256 rows halve the traffic of the weights through the L2 cache. A thread has 128 sums of
-// such a tile, so its registers cannot hold the totals of the finished parts as well. The totals
-// are in shared memory. Inputs must have 16 bits.
+// Tiles of 256 rows halve the traffic of the weights through the L2 cache. A thread accumulates 128
+// sums of such a tile in registers. There are no registers left for the totals over the partial
+// sums (parts) that are complete, so these totals are in shared memory. Inputs must be 16-bit
+// floats.
 #define TALL (ROW_BLOCK == 256)
 #if TALL && !X16
 #error "ROW_BLOCK 256 requires inputs of 16 bits"
@@ -37,7 +38,8 @@
 #define SHARES_STATES (ROPE_HEAD_DIM && !TALL)
 #define SPLIT_PAIRS (TALL ? 8 : 4)  // pairs per batch with split K
 
-// Number of pairs of outputs whose inputs are loaded together, and of sums per output.
+// Batch of the epilogue: PAIRS pairs of outputs, whose inputs are loaded together, and SUMS sums to
+// add for each output.
 template <int PAIRS_, int SUMS_>
 struct Batch {
   static constexpr int PAIRS = PAIRS_;

@@ -162,7 +162,7 @@ __device__ __forceinline__ void load_factors(EpilogueInputs* in, const Output& y
 }
 
 // Adds the residual to an output, stores the result and its copies, and returns the result. `which`
-// selects the inputs of the output.
+// is the index of the output in the arrays of `in`: 0 or 1.
 __device__ __forceinline__ float store(const Output& y, const EpilogueInputs& in, int which,
                                        int row, int column, float value) {
   const long long at = static_cast<long long>(row) * y.columns + column;

@@ -134,8 +134,8 @@ __device__ __forceinline__ void mma_m16n8k16(float* d, const unsigned int* a,
 #endif
 }
 
-// Loads eight weights. The load bypasses L1, because each weight is read once. It is no .nc load,
-// because ptxas may move such loads after griddepcontrol.wait.
+// Loads eight weights. The load bypasses L1, because each weight is read once. It is not a .nc
+// load, because ptxas may move such loads after griddepcontrol.wait.
 template <typename T>
 __device__ __forceinline__ Pack16 load_weight(const T* from) {
 #ifdef __CUDA_ARCH__

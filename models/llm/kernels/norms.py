@@ -58,7 +58,7 @@ class Norms:
         norm: Norm,
         name: str,
     ) -> None:
-        """Compute out[b] = x[index[b]] and the norm of `out`, as `Elementwise.gather` requests."""
+        """Compute out[b] = x[index[b]] and the norm of `out`; used by `Elementwise.gather`."""
         count, width = out.shape
         expect(f"{name}: norm", norm.weight, "float32", width=width)
         expect(f"{name}: norm output", norm.out, norm.out.dtype, B=count, width=width)

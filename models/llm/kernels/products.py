@@ -118,7 +118,7 @@ class Products:
     def gate_interleave(self, dtype: str, columns: int, inner: int) -> int:
         """Return the number of rows per interleaved group of a gate and up projection.
 
-        It is 0, for no interleaving, if `gated_linear` is not one kernel for this weight.
+        It is 0, which means no interleaving, if `gated_linear` needs two kernels for this weight.
         """
         return columns if self.uses_tensor_cores(dtype, columns, inner) else 0
 
@@ -151,8 +151,8 @@ class Products:
             [columns, inner], float32, float16, bfloat16 or E4M3 without NaN. If it has row scales,
             the sums are multiplied by them. If it has a bias, the bias is then added, before the
             residual. For a row-parallel shard the partial products of all ranks are added in rank
-            order, and then the residual. No kernel of the lane may write it: with programmatic
-            dependent launch, weights are loaded while the previous kernel runs.
+            order, and then the residual. No kernel of the lane may write `weight`: with
+            programmatic dependent launch, weights are loaded while the previous kernel runs.
         out
             float32[R, columns], receives the result.
         residual
@@ -200,15 +200,15 @@ class Products:
         scratch: DeviceArray | None = None,
         name: str = "linear",
     ) -> None:
-        """Compute out = silu(x G^T) * (x U^T), the first half of a gated MLP.
+        """Compute out = silu(x G^T) * (x U^T): a gated MLP before its down projection.
 
-        If `gate_interleave` returns a group, this is one kernel, otherwise `linear` and
-        `Elementwise.silu_mul`, which need `scratch` float32[R, columns]. `x` is as in `linear`;
-        `out` is [R, columns / 2] of any dtype.
+        If `gate_interleave` returns a group size for the weight, this is one kernel. Otherwise it
+        is `linear` and `Elementwise.silu_mul`, which need `scratch` float32[R, columns]. `x` is as
+        in `linear`; `out` is [R, columns / 2] of any dtype.
 
-        `weight` [columns, inner] contains the gate and up projections, in the layout that
-        `gate_interleave` selects. An operand of the wrong shape or dtype and a missing scratch are
-        a ShapeError.
+        `weight` [columns, inner] contains the gate projection G and the up projection U, in the
+        layout that `gate_interleave` selects. An operand of the wrong shape or dtype, or a missing
+        scratch, raises ShapeError.
         """
         if scratch is not None and not self.uses_tensor_cores(weight.dtype, *weight.shape):
             self.linear(lane, x, weight, scratch, name=name)
@@ -294,7 +294,7 @@ class Products:
         return product
 
     def _require_tensor_cores(self, product: _Product, what: str, name: str) -> None:
-        """Raise a `ShapeError`, which names the feature `what`, without tensor cores."""
+        """Raise a ShapeError that names the feature `what` unless tensor cores run the product."""
         if not product.tensor_cores:
             raise ShapeError(
                 f"{name}: {what} requires tensor cores, which kernel form {self._loader.form!r} "
@@ -342,7 +342,7 @@ class Products:
         store_args: tuple[object, ...] = NO_KV_WRITE,
         store_types: dict[str, object] | None = None,
     ) -> None:
-        """Launch a tensor-core product with one of the epilogues.
+        """Launch a tensor-core product with the epilogue that the arguments select.
 
         Parameters
         ----------
@@ -385,10 +385,10 @@ class Products:
         lane.kernel(kernel, shape.grid, block, args, shared=shape.shared, name=name)
 
     def _zeroed_workspace(self, dtype: str, size: int) -> DeviceArray | None:
-        """Return workspace, which is zeroed when it is allocated and not between calls.
+        """Return workspace of at least `size` elements, or None if `size` is 0.
 
-        All calls share the workspace. Partial sums are written before they are read, and the
-        kernels reset counters to zero.
+        All calls share the workspace. It is zeroed only when it is allocated: partial sums are
+        written before they are read, and the kernels reset their counters to zero.
         """
         if size == 0:
             return None

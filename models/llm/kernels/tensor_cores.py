@@ -16,7 +16,8 @@ INNER_MULTIPLE = 128
 COLUMN_MULTIPLE = 16
 _MAX_SPLITS = 8  # split-K: maximum number of blocks that compute one tile
 _TILE_COLUMNS = 128
-# Inner indices of all pipeline stages in shared memory, by bytes per weight and rows per tile.
+# Number of inner indices that the pipeline stages of linear_many hold in shared memory together, by
+# bytes per weight and rows per tile.
 _STAGED = {1: {32: 320, 64: 384, 128: 256}, 2: {32: 192, 64: 256, 128: 192}}
 # Tiles of this number of rows need more shared memory than some GPUs have, and inputs of 16 bits.
 _TALL_TILE = 256
