@@ -164,8 +164,9 @@ def assemble(
             resources.decoder,
         ):
             exit_stack.callback(part.close)
-        loop_control = _make_loop_control(device, options, ranks)
-        if loop_control is not None:
+        loop_control = None
+        if options.generation == "graph":
+            loop_control = LoopControl(device, options.max_batch_size, options.slack, LOOP_ENTRIES)
             exit_stack.callback(loop_control.close)
         shield.check()
         prefill = Prefill(
@@ -473,17 +474,6 @@ def _make_automata(
         row_bytes=options.internal.mask_row_bytes,
         finds_forced=options.forced_drafts,
     )
-
-
-def _make_loop_control(
-    device: Device, options: Options, ranks: RankGroup | None
-) -> LoopControl | None:
-    """Create the state that the host shares with generation loops; None without loops."""
-    if options.generation == "rounds":
-        return None
-    if ranks is not None:
-        raise OptionError("generation='graph' cannot be combined with tensor parallelism")
-    return LoopControl(device, options.max_batch_size, options.slack, LOOP_ENTRIES)
 
 
 def _make_decoder(

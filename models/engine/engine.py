@@ -715,6 +715,8 @@ def _check_arguments(
     if ranks is not None and not isinstance(ranks, RankGroup):
         raise OptionError(f"ranks must be a RankGroup or None, got {short_repr(ranks)}")
     requested = Options(**options)
+    if ranks is not None and requested.generation == "graph":
+        raise OptionError("generation='graph' cannot be combined with tensor parallelism")
     if requested.draft_tree is not None and drafter is None:
         raise OptionError(f"draft_tree {requested.draft_tree} requires a drafter")
     return requested

@@ -281,8 +281,8 @@ class Options:
             raise _error("internal", "an InternalOptions", self.internal)
         backends = ("auto", *BACKENDS)
         backend = self.grammar_backend
-        is_import_name = isinstance(backend, str) and ":" in backend
-        if not (callable(backend) or is_import_name or backend in backends):
+        is_name = isinstance(backend, str) and (backend in backends or ":" in backend)
+        if not (is_name or callable(backend)):
             expected = (
                 f"one of {', '.join(backends)}, a function that returns a GrammarBackend, or the "
                 "import name 'module:attribute' of such a function"
@@ -422,7 +422,7 @@ def _check_values(options: Options | InternalOptions) -> None:
     for name, value in vars(options).items():
         if name in _INTEGERS:
             low, high, *others = _INTEGERS[name]
-            if value in others:
+            if isinstance(value, str | None) and value in others:
                 continue
             if type(value) is not int or not low <= value <= high:
                 expected = [f"an integer from {low} to {high}", *map(repr, others)]

@@ -3,10 +3,12 @@
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 from engine_util import TARGET
 
 from graft.cudagraph import OptionError
+from graft.cudagraph.ranks.ranks import RankGroup
 from graft.models import Engine, Limits, Options
 from graft.models.engine.options import InternalOptions, meaning
 from graft.sampling.tree import TreePlan
@@ -29,6 +31,7 @@ WRONG = (
     2.5,
     10**400,
     10**5000,
+    np.arange(2),
 )
 #: Values in `WRONG` that are valid for an option.
 RIGHT = {
@@ -132,6 +135,10 @@ INVALID_CALLS = {
     "ranks": (
         lambda: Engine("no such folder", ranks=5),
         "ranks must be a RankGroup or None, got 5",
+    ),
+    "loops with ranks": (
+        lambda: Engine("no such folder", ranks=object.__new__(RankGroup), generation="graph"),
+        "generation='graph' cannot be combined with tensor parallelism",
     ),
     "tree without drafter": (
         lambda: Engine("no such folder", draft_tree=(2, 2), draft_length=4),
