@@ -92,7 +92,8 @@ def exclusive(method: MethodT, *, brief: bool = False) -> MethodT:
     """Decorate a method so that it raises EngineUseError while another such method runs.
 
     The object has a `CallGuard` in the attribute ``_guard``. A call does not wait for a call of
-    another thread to end, unless that call is brief and this one is not.
+    another thread to end, unless that call is brief and this one is not, or both begin at the same
+    time.
 
     Python may raise KeyboardInterrupt at any function call. The guard is free again nevertheless:
     the ``with`` statement always releases a lock that is written in C, such as RLock, and the

@@ -224,8 +224,9 @@ class Options:
         the host has not read the last 63 rounds. With ``draft_length="auto"``, a launch runs at
         most 32 rounds. While a prompt is being prefilled, rounds are launched one by one. Where
         drafts are probed (`draft_masking`), or tokens are forced without a drafter, all batches
-        with a grammar run in single rounds, and a warning is logged. Requires a drafter that runs
-        on the device.
+        with a grammar run in single rounds, and a warning is logged. If the probed drafts are trees
+        of a drafter that computes the logits of all levels at once, all batches run in single
+        rounds. Requires a drafter that runs on the device.
     weights
         Format of the weights of the target's decoder layers: "checkpoint" or "fp8". "checkpoint":
         as stored. "fp8": rounded to E4M3 per row while loading, which halves the bytes that are

@@ -76,8 +76,6 @@ class DraftMasking:
 
     Attributes
     ----------
-    name
-        Masking of the draft mode, one of `graft.sampling.mode.MASKINGS`.
     commit_name
         Node name of the commit step.
     commit_row
@@ -85,7 +83,6 @@ class DraftMasking:
         round is sampled under it. None if drafts are not sampled under mask rows.
     """
 
-    name = "none"
     commit_name = "commit, fill row 0"
     commit_row: int | None = None
 
@@ -186,7 +183,6 @@ class NoMasking(DraftMasking):
 class FillMasking(DraftMasking):
     """Sample draft ``j`` under mask row ``j - 1``."""
 
-    name = "fill"
     commit_row = 0
 
     def before_draft(self, level: int, logits: DeviceArray) -> None:
@@ -202,7 +198,6 @@ class FillMasking(DraftMasking):
 class ProbeMasking(DraftMasking):
     """Draft, at each level, the best of the candidates that the grammar accepts."""
 
-    name = "probe"
     commit_name = "commit"
 
     def before_draft(self, level: int, logits: DeviceArray) -> None:
@@ -220,7 +215,6 @@ class LatticeProbeMasking(DraftMasking):
     sampled level by level.
     """
 
-    name = "lattice-probe"
     commit_name = "commit"
 
     def add_all_levels(self, drafter: Drafter, max_drafts: int) -> int:

@@ -6,10 +6,10 @@
 // A *slot* holds the state of one running request. A *replay* is one launch of a round's graph;
 // replays are numbered from 1, so that a reader can tell a current record from an older one. The
 // host's numbers are not limited. Records and kernels contain the lower 32 bits of a number, which
-// repeat after 2^32 replays: compare them with == or with replays_since(), never with <. The host
-// renews the records of a slot when a request joins, so that no record is older than the request. A
-// *mask row* is a bitmask with one bit per token id. Row 0 of a slot constrains the token after the
-// last committed one, row j the token after draft j.
+// repeat after 2^32 replays: compare them with == or with replays_since(), never with <. When a
+// request whose records will be read joins a slot, the host or a kernel renews these records, so
+// that none is older than the request. A *mask row* is a bitmask with one bit per token id. Row 0
+// of a slot constrains the token after the last committed one, row j the token after draft j.
 #pragma once
 
 #if defined(__CUDACC__) || defined(__SOFTCUDA__)

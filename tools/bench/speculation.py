@@ -286,7 +286,7 @@ def masking_of(engine: Engine) -> str | None:
     resources = engine._resources
     if resources.drafter is None or not resources.drafter.shape.levels:
         return None
-    return resources.masking.name
+    return str(resources.mode.masking)
 
 
 def _verify_modes(
