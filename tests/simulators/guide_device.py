@@ -28,33 +28,15 @@ MARKER_TOKENS = [*b'a":', 261, 265]
 
 @dataclass
 class SlotTruth(ref.Slot):
-    """Expected state of one slot of the simulated device.
+    """Expected state of one slot of the simulated device."""
 
-    Attributes
-    ----------
-    index
-        Slot number.
-    start
-        Function that creates a reference matcher; None if the request is unconstrained.
-    position
-        Position of the last token when the request joined.
-    history
-        Tokens that were committed since the request joined.
-    reason
-        Reason why the request has ended; 0 if the request is running.
-    confused
-        Whether an illegal token was committed on purpose, so that the request must fail.
-    left
-        Whether the host has seen that the request has ended.
-    """
-
-    index: int = 0
-    start: Callable[[], Matcher] | None = None
-    position: int = 0
-    history: list[int] = field(default_factory=list)
-    reason: int = 0
-    confused: bool = False
-    left: bool = False
+    index: int = 0  # slot number
+    start: Callable[[], Matcher] | None = None  # creates a reference matcher; None: no grammar
+    position: int = 0  # position of the last token when the request joined
+    history: list[int] = field(default_factory=list)  # tokens committed since then
+    reason: int = 0  # why the request has ended; 0 if it is running
+    confused: bool = False  # an illegal token was committed on purpose: the request must fail
+    left: bool = False  # whether the host has seen that the request has ended
 
 
 def wanted_token(truth: SlotTruth, position: int, legal: np.ndarray) -> int:
@@ -71,13 +53,7 @@ def wanted_token(truth: SlotTruth, position: int, legal: np.ndarray) -> int:
 
 
 class RandomDecision(Decision):
-    """Chooses the wanted token of each request, and sometimes a random or illegal token.
-
-    Parameters
-    ----------
-    device
-        The simulated device, whose random generator and options are used.
-    """
+    """Chooses the wanted token of each request, and sometimes a random or illegal token."""
 
     def __init__(self, device: Device):
         self.device = device

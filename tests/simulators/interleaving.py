@@ -91,7 +91,7 @@ class Interleaving:
         spare_pages = 3 if self.scarce else self.rows * length // PAGE
         pages = -(-length // PAGE) + rng.randrange(spare_pages)
         self.toy.caches = [
-            SteppingCache(self.toy, slots, pages + extra, length) for extra in (0, 2)
+            SteppingCache(device, self.toy, slots, pages + extra, length) for extra in (0, 2)
         ]
         lookahead = rng.randrange(2)
         max_cached = rng.choice((0, 2, pages, pages))

@@ -286,21 +286,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class MaskRow:
-    """A mask row and its stamp.
-
-    Attributes
-    ----------
-    state, epoch, position, detail
-        As in ``struct RowStamp`` of native/records/exchange.h. In a free row, `detail` is 1 if the
-        request has no grammar. In a ready row, it is 1 + the forced token, or 0 without one.
-    legal
-        bool [V], whether each token id is legal.
-    """
+    """A mask row and its stamp, ``struct RowStamp`` of native/records/exchange.h."""
 
     state: int
     epoch: int
     position: int
-    legal: Any = None
+    legal: Any = None  # bool [V], whether each token id is legal
+    # Of a free row: 1 if the request has no grammar. Of a ready row: 1 + the forced token, or 0.
     detail: int = 0
 
     def counts_as(self, slot: Slot, position: int) -> int:
@@ -347,20 +339,11 @@ def walk(
     decide: Callable[[int, int, Any], tuple[int, int | None]],
     tree: Tree | None = None,
 ) -> Outcome:
-    """Follow the slot's tree from node 0 on while nodes are accepted.
+    """Follow `tree`, by default the slot's, from node 0 on while nodes are accepted.
 
-    Parameters
-    ----------
-    slot
-        The slot. It does not change.
-    row
-        ``row(node, position)`` returns the state of the node's mask row, and an object that is
-        passed to `decide`.
-    decide
-        ``decide(node, position, allowed)`` returns the token at `position`, and the child with this
-        token if the child is accepted.
-    tree
-        The drafts to verify; by default all drafts of the slot.
+    ``row(node, position)`` returns the state of the node's mask row, and an object for `decide`.
+    ``decide(node, position, object)`` returns the token at `position`, and the child with this
+    token if the child is accepted. The slot does not change.
     """
     if tree is None:
         tree = slot.tree
@@ -439,22 +422,10 @@ def adjusted_draft(
 ) -> np.ndarray:
     """Return the adjusted float32 logits of the drafter.
 
-    Before `min_tokens` tokens, stop ids are not drafted, even if no other id is left.
-
-    Parameters
-    ----------
-    slot
-        The slot.
-    path
-        Known drafts on the path to the row.
-    logits
-        Logits of the drafter.
-    ids
-        Target id of each column of the logits.
-    vocab_size
-        Number of target ids.
-    depth
-        Number of drafts on the path. By default, all of them are known.
+    Before `min_tokens` tokens, stop ids are not drafted, even if no other id is left. `path` has
+    the known drafts on the path to the row. There are `depth` drafts on it, by default the known
+    ones. `ids` is the target id of each column of the logits, and `vocab_size` the number of
+    target ids.
     """
     if slot.adjust is None:
         return logits
@@ -510,16 +481,8 @@ def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit
     stored distribution `q`, unless the request is greedy or coupled. If no draft has a stored
     distribution, rejection sampling would not accept more drafts, so it is not used.
 
-    Parameters
-    ----------
-    slot
-        The slot. Its tokens and state are updated.
-    logits
-        [rows, V], target logits of each node; later nodes are cut.
-    masks
-        Mask row of each node.
-    token_limit
-        Ids at or above it are illegal.
+    `logits` [rows, V] are the target's logits of each node; later nodes are cut. `masks` has the
+    mask row of each node. Ids at or above `token_limit` are illegal.
     """
     tree = slot.tree.first(len(logits) - 1)
     last_node = len(tree.token) - 1
@@ -607,14 +570,8 @@ def block_chances(
     Both lists have one entry for each possible number i of accepted drafts, from 0 to all: P[i] and
     h[i] in the notation of Sun et al. (ICLR 2025, arXiv 2403.10444). The accepted number is the
     greatest i for which a uniform random number is below h[i], whether or not smaller i failed. The
-    next token is then sampled in proportion to max(P[i] p[i] - q[i], 0).
-
-    Parameters
-    ----------
-    drafts
-        Drafts of the chain.
-    p, q
-        Distributions of target and drafter at the position of each draft.
+    next token is then sampled in proportion to max(P[i] p[i] - q[i], 0). `p` and `q` are the
+    distributions of target and drafter at the position of each draft.
     """
     weights = [1.0]
     chances = []
@@ -727,26 +684,10 @@ def draft(
     requests with candidates, use the random numbers with which the target will sample. For other
     requests, the distribution q of the draft is stored for its verification.
 
-    Parameters
-    ----------
-    slot
-        The slot, to which the draft is appended.
-    j
-        Number of the draft, from 1.
-    logits
-        Logits of the drafter.
-    mask
-        Mask row j - 1; None if drafts are unmasked.
-    token_limit
-        Ids at or above it are illegal.
-    d2t
-        Target id of each column of the logits; None if columns are ids.
-    vocab_size
-        Number of target ids.
-    probed
-        Whether the grammar tests candidates.
-    answer
-        Legal candidate; -1 if there is none.
+    Drafts are numbered from 1. `mask` is mask row j - 1, or None if drafts are unmasked. Ids at or
+    above `token_limit` are illegal. `d2t` is the target id of each column of the logits, or None if
+    columns are ids, and `vocab_size` is the number of target ids. If the grammar tests candidates
+    (`probed`), `answer` is the legal candidate, or -1.
     """
     position = slot.n + j
     if not is_drafting(slot, j):
@@ -885,24 +826,11 @@ def grow(
 
     The best `branch` nodes of a level are fed to the drafter. The best `drafts` nodes of all levels
     are kept, best first. Of nodes with equal scores, the earlier one is preferred. The parent of a
-    kept node is kept, too.
+    kept node is kept, too. The positions of drafts are below `capacity`. `children_of` returns
+    (log probability, id) of the children of a node, given its path.
 
-    Parameters
-    ----------
-    slot
-        The slot.
-    branch, levels, drafts
-        Maximum number of fed nodes per level, levels and kept nodes.
-    capacity
-        Exclusive upper bound of the positions of drafts.
-    children_of
-        Function from the path of a node to (log probability, id) of its children.
-
-    Returns
-    -------
-    tuple
-        The tree; the number of fed nodes of each level; and the smallest difference of two scores.
-        If the difference is below the rounding error, a kernel may order the nodes differently.
+    Return the tree; the number of fed nodes of each level; and the smallest difference of two
+    scores. If it is below the rounding error, a kernel may order the nodes differently.
     """
 
     def score_descending(node: tuple[float, tuple[int, ...]]) -> float:

@@ -134,11 +134,9 @@ def publish_slots(ring: Ring, replay: int, slots: Sequence[int] | np.ndarray) ->
 def pack_even_rows(batch: int, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the row map of a round with `width` forward rows per batch row.
 
-    Returns
-    -------
-    tuple
-        int32 [batch], the first forward row of each batch row; and int32 [batch * width], the batch
-        row and the draft index of each forward row, packed as in `RowMap.map`.
+    The first array, int32 [batch], has the first forward row of each batch row. The second one,
+    int32 [batch * width], has the batch row and the draft index of each forward row, packed as in
+    `RowMap.map`.
     """
     b, j = np.divmod(np.arange(batch * width, dtype=np.int32), width)
     return np.arange(batch, dtype=np.int32) * width, b << 16 | j
@@ -195,21 +193,9 @@ class Decision:
 class RoundSimulator:
     """Verifies drafts, commits tokens and adds drafts in the same way as the sampling kernels.
 
-    Parameters
-    ----------
-    exchanges
-        Exchange memories. Mask rows are read from the first one, and all of them get the records
-        of committed tokens and drafts.
-    slots
-        The slots, `reference_round.Slot` or a subclass. The caller replaces an entry when a request
-        joins.
-    decision
-        Chooses the tokens.
-
-    Attributes
-    ----------
-    replay
-        Number of the replay that runs. The caller counts it.
+    Mask rows are read from the first exchange memory; all of them get the records of committed
+    tokens and drafts. The slots are objects of `reference_round.Slot` or of a subclass. The caller
+    replaces one when a request joins, and counts the replays in the attribute `replay`.
     """
 
     def __init__(self, exchanges: Sequence[Any], slots: list[Any], decision: Decision):

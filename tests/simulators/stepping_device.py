@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -36,6 +36,8 @@ from round_simulator import (
 )
 from toy_language import ALL_IDS, VOCAB, choose, context_of, row_ids
 
+from graft.cudagraph.device import Device
+from graft.cudagraph.driver.memory import DeviceArray, PinnedArray
 from graft.cudagraph.driver.pinned import Ring
 from graft.grammar.decoder import GuidedDecoder
 from graft.models.cache.kv import PagedKV
@@ -54,39 +56,18 @@ class Hang(AssertionError):
 
 @dataclass
 class Launch:
-    """A launch by the host: of one replay, or of a generation loop of several replays.
+    """A launch by the host: of one replay, or of a generation loop of several replays."""
 
-    Attributes
-    ----------
-    barrier
-        Number of side operations that must be complete before the first replay starts.
-    rows
-        Number of batch rows.
-    k
-        Maximum number of drafts to verify, and to generate, per batch row.
-    kind
-        Kind of the graph, see `GraphKey`.
-    slots
-        Slots that the host assigned to the batch rows.
-    prologue
-        Work that the stream runs before the first replay and after all earlier ones.
-    graph
-        Names of the steps of a replay, and the predecessors of each.
-    first
-        Number of the first replay; 0 until it begins.
-    assigned, reserved, max_rounds
-        What the first replay reads from the input ring: the slot of each batch row, its number of
-        positions with pages, and the maximum number of replays.
-    """
-
-    barrier: int
-    rows: int
-    k: int
-    kind: str
-    slots: frozenset[int]
-    prologue: list[Callable[[], None]]
-    graph: dict[str, tuple[str, ...]]
-    first: int = 0
+    barrier: int  # number of side operations that must be complete before the first replay starts
+    rows: int  # number of batch rows
+    k: int  # maximum number of drafts to verify, and to generate, per batch row
+    kind: str  # kind of the graph, see `GraphKey`
+    slots: frozenset[int]  # slots that the host assigned to the batch rows
+    prologue: list[Callable[[], None]]  # work of the stream between earlier replays and this launch
+    graph: dict[str, tuple[str, ...]]  # names of the steps of a replay, each with its predecessors
+    first: int = 0  # number of the first replay; 0 until it begins
+    # What the first replay reads from the input ring: the slot of each batch row, its number of
+    # positions with pages, and the maximum number of replays.
     assigned: list[int] = field(default_factory=list)
     reserved: list[int] = field(default_factory=list)
     max_rounds: int = 1
@@ -94,30 +75,14 @@ class Launch:
 
 @dataclass
 class Replay:
-    """A replay and its completed steps.
-
-    Attributes
-    ----------
-    launch
-        Launch that the replay belongs to.
-    done
-        Names of the completed steps.
-    number
-        Number that the device has counted for this replay.
-    slots
-        Slot of each batch row; -1 if the row has no active request.
-    counts
-        Number of committed tokens by batch row.
-    goes_on
-        Whether another replay of the loop follows.
-    """
+    """A replay of a launch."""
 
     launch: Launch
-    done: set[str] = field(default_factory=set)
-    number: int = 0
-    slots: list[int] = field(default_factory=list)
-    counts: dict[int, int] = field(default_factory=dict)
-    goes_on: bool = False
+    done: set[str] = field(default_factory=set)  # names of the completed steps
+    number: int = 0  # number that the device has counted for this replay
+    slots: list[int] = field(default_factory=list)  # by batch row; -1 without an active request
+    counts: dict[int, int] = field(default_factory=dict)  # committed tokens by batch row
+    goes_on: bool = False  # whether another replay of the loop follows
 
     @property
     def active(self) -> list[int]:
@@ -136,28 +101,14 @@ class SteppingSlot(ref.Slot):
 
 
 class LanguageDecision(Decision):
-    """Chooses the tokens of target and drafter in the simulated rounds.
-
-    Parameters
-    ----------
-    rng
-        Random generator of the device.
-    stall
-        Probability with which the grammar exceeds its time budget for a mask row.
-    agreement
-        Percentage of drafts that match the target.
-
-    Attributes
-    ----------
-    starved
-        Number of times that the first mask row of a slot was not filled in time.
-    """
+    """Chooses the tokens of target and drafter in the simulated rounds."""
 
     def __init__(self, rng: random.Random, stall: float, agreement: int):
         self.rng = rng
+        # Probability with which the grammar exceeds its time budget for a mask row.
         self.stall = stall
-        self.agreement = agreement
-        self.starved = 0
+        self.agreement = agreement  # percentage of drafts that match the target
+        self.starved = 0  # how often the first mask row of a slot was not filled in time
 
     def legal_ids(self, mask: np.ndarray | None) -> tuple[int, ...]:
         return ALL_IDS if mask is None else row_ids(mask.tobytes())
@@ -182,23 +133,23 @@ class LanguageDecision(Decision):
 
 
 class SteppingCache(PagedKV):
-    """The real page allocator with simulated memory and page table."""
+    """The real page allocator with simulated memory and a simulated copy of the page table."""
 
-    def __init__(self, device: SteppingDevice, slots: int, pages: int, length: int):
-        self.toy = device
-        self.slots = slots
-        self.page_size = PAGE
-        self.max_pages = -(-length // PAGE)
-        self.scratch_page = pages
-        self.free = list(range(pages))
-        self.idle = OrderedDict()
-        self.idle_version = 0
-        self._num_slots = [0] * pages
-        self._retained = bytearray(pages)
-        self._owned = [[] for _ in range(slots)]
-        self.table = np.full((slots, self.max_pages), pages)
+    def __init__(self, device: Device, toy: SteppingDevice, slots: int, pages: int, length: int):
+        super().__init__(
+            device,
+            layers=1,
+            pages=pages,
+            page_size=PAGE,
+            kv_heads=1,
+            head_dim=1,
+            dtype="float32",
+            slots=slots,
+            max_pages_per_slot=-(-length // PAGE),
+        )
+        self.toy = toy
+        self.table = self.page_table.to_host()
         self.enqueued = self.table.copy()  # each row as of its last copy
-        self._staged: Any = [SimpleNamespace(array=row) for row in self.table.copy()]
         self.memory = np.full((pages + 1, PAGE), -1)
 
     def release(self, slot: int) -> None:
@@ -206,16 +157,17 @@ class SteppingCache(PagedKV):
         super().release(slot)
 
     def set_table(self, lane: Any, slot: int) -> None:
-        enqueued = self.enqueued[slot]
-        row = self._staged[slot].array
-        if any(enqueued[enqueued != row] != self.scratch_page):  # an entry was replaced
-            self.toy.require_idle(slot, "page table")
-        self.enqueued[slot] = row
+        def copy(row: DeviceArray, staged: PinnedArray, name: str) -> None:
+            enqueued = self.enqueued[slot]
+            if any(
+                enqueued[enqueued != staged.array] != self.scratch_page
+            ):  # an entry was replaced
+                self.toy.require_idle(slot, "page table")
+            self.enqueued[slot] = staged.array
+            self.toy.enqueue(functools.partial(np.copyto, self.table[slot], staged.array))
 
-        def copy() -> None:
-            self.table[slot] = self._staged[slot].array
-
-        self.toy.enqueue(copy)
+        side_lane: Any = SimpleNamespace(copy=copy)
+        super().set_table(side_lane, slot)
 
     def write(self, slot: int, position: int, token: int) -> None:
         page = self.table[slot, position // PAGE]
