@@ -241,15 +241,16 @@ class Engine:
         Raises
         ------
         MigrationError
-            If the engines differ in model, drafter, page size, number formats or device, or if the
-            prefix cache cannot hold the pages. The engine's state is unchanged in this case.
+            If the engines differ in model, drafter, page size, number formats or device, if the
+            description or the pages have another form than those of this engine, or if the prefix
+            cache cannot hold the pages. The engine's state is unchanged in this case.
         RequestError
             If an unfinished request has the same id.
         """
         self._begin_call()
         self._migrator.check(migrated)
         request = read_request(migrated.description)
-        if request.id in self._scheduler.unfinished:
+        if _has_id(request) and request.id in self._scheduler.unfinished:
             raise RequestError(f"a request with id {request.id!r} is already running")
         return self._submit(request, (), migrated).id
 

@@ -20,7 +20,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_type_hints
 
 import numpy as np
 from safetensors import SafetensorError
@@ -38,7 +39,7 @@ from graft.models.engine.options import Options
 from graft.models.engine.request_state import RequestState
 from graft.models.errors import MigrationError, RequestError
 from graft.models.llm.config import LlamaConfig
-from graft.models.request import Logprob, Request
+from graft.models.request import Logprob, Output, Request
 from graft.sampling.checks import short_repr
 from graft.sampling.params import Relaxed
 
@@ -53,6 +54,9 @@ _MAX_SAMPLES = 64
 
 _THREADS = 128
 _KERNELS = Path(__file__).parents[1] / "cache" / "kernels" / "pages.cu"
+
+#: Exceptions of the code that reads a description of another form.
+_UNREADABLE = (KeyError, TypeError, ValueError, AttributeError)
 
 #: Fields of `Output` that the receiving engine sets itself or that are transferred separately.
 _LOCAL_OUTPUT_FIELDS = (
@@ -122,7 +126,7 @@ class MigratedRequest:
             description = json.loads(tensors.pop("description").tobytes())
             found = description.pop("format")
             pages = tuple(tensors[f"pages.{i}"] for i in range(len(tensors)))
-        except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (SafetensorError, RecursionError, *_UNREADABLE) as error:
             raise MigrationError(
                 f"{len(data)} bytes beginning with {data[:8]!r} are not a migrated request: {error}"
             ) from error
@@ -170,17 +174,55 @@ def describe_request(state: RequestState, verify: str) -> dict[str, Any]:
 
 
 def read_request(description: Mapping[str, Any]) -> Request:
-    """Create a request from the result of `describe_request`."""
-    values = dict(description["request"])
-    grammar = values["grammar"]
-    if grammar is not None:
-        grammar = dict(grammar)
-        if grammar["marker"]:
-            grammar["marker"] = Marker(**grammar["marker"])
-        values["grammar"] = GrammarSpec(**grammar)
-    values["relaxed"] = Relaxed(**values["relaxed"])
-    values["logit_bias"] = dict(values["logit_bias"])
-    return Request(**values)
+    """Create the request that a result of `describe_request` describes.
+
+    Raise MigrationError if the description has another form.
+    """
+    try:
+        values = dict(description["request"])
+        grammar = values["grammar"]
+        if grammar is not None:
+            grammar = dict(grammar)
+            if grammar["marker"]:
+                grammar["marker"] = Marker(**grammar["marker"])
+            values["grammar"] = GrammarSpec(**grammar)
+        values["relaxed"] = Relaxed(**values["relaxed"])
+        values["logit_bias"] = dict(values["logit_bias"])
+        return Request(**values)
+    except _UNREADABLE as error:
+        raise MigrationError(
+            f"the migrated request has an invalid field: {type(error).__name__}: {error}"
+        ) from error
+
+
+def check_output(description: Mapping[str, Any]) -> None:
+    """Raise MigrationError unless `restore_output` can use the output in a description.
+
+    A counter that is no number, for example, would make a later round of the engine fail.
+    """
+    types = {**get_type_hints(Output), "age_s": float}
+    try:
+        values = {**description["output"], "age_s": description["age_s"]}
+        for token in values.pop("tokens"):
+            _check_type("tokens", token, int)
+        for value, top, *rank in values.pop("logprobs") or ():
+            _check_type("logprobs", value, float)
+            for token, logprob in top:
+                _check_type("logprobs", token, int)
+                _check_type("logprobs", logprob, float)
+            for number in rank:
+                _check_type("logprobs", number, (int, NoneType))
+        for name, value in values.items():
+            _check_type(name, value, types[name])
+    except _UNREADABLE as error:
+        raise MigrationError(
+            f"the migrated request has an invalid output: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_type(name: str, value: Any, allowed: Any) -> None:
+    if not isinstance(value, allowed):
+        raise TypeError(f"{name} is {short_repr(value)}, must be {allowed}")
 
 
 def restore_output(state: RequestState, description: Mapping[str, Any]) -> None:
@@ -325,17 +367,22 @@ class Migrator:
         Raises
         ------
         MigrationError
-            If a property of the engines differs, or the prefix cache is too small for the pages.
+            If a property of the engines differs, the pages or the output have another form than
+            those of this engine, or the prefix cache is too small for the pages.
         """
         if not isinstance(migrated, MigratedRequest):
             raise MigrationError(f"expected a MigratedRequest, got {short_repr(migrated)}")
-        source = migrated.description["engine"]
+        source = migrated.description.get("engine")
+        if not isinstance(source, Mapping):
+            raise MigrationError(f"the source engine is {short_repr(source)}, must be an object")
         for name, value in self._properties.items():
             if source.get(name) != value:
                 raise MigrationError(
                     f"the engines differ in {name}: the source engine has {source.get(name)}, "
                     f"this engine has {value}"
                 )
+        self._check_pages(migrated.pages)
+        check_output(migrated.description)
         max_pages = self._prefix_cache.max_pages
         if migrated.num_pages > max_pages:
             raise MigrationError(
@@ -343,6 +390,25 @@ class Migrator:
                 f"holds at most {max_pages} (the limit depends on prefix_cache_bytes and is 0 with "
                 "a drafter whose entries cannot be shared)"
             )
+
+    def _check_pages(self, pages: Sequence[np.ndarray]) -> None:
+        """Raise MigrationError unless there are no pages, or pages for all caches.
+
+        NumPy would stretch an array with axes of length 1, and other requests would reuse the
+        wrong pages.
+        """
+        if not pages:
+            return
+        num_pages = pages[0].shape[1] if pages[0].ndim == 4 else 0
+        expected = [("int32", self._packed_shape(cache, num_pages)) for cache in self._caches]
+        found = [(str(array.dtype), array.shape) for array in pages]
+        if found != expected:
+            raise MigrationError(f"the pages are {found}, this engine needs {expected}")
+
+    @staticmethod
+    def _packed_shape(cache: PagedKV, num_pages: int) -> tuple[int, int, int, int]:
+        """Return the shape of an array of `MigratedRequest.pages`."""
+        return 2, num_pages, cache.layers, cache.page_bytes // (8 * cache.layers)
 
     def insert_pages(self, migrated: MigratedRequest) -> None:
         """Insert as many pages of a migrated request as possible into the prefix cache."""
@@ -375,8 +441,8 @@ class Migrator:
         """
         packed_arrays = []
         for i, cache in enumerate(self._caches):
-            words = cache.page_bytes // (8 * cache.layers)
-            shape = (2, len(groups), cache.layers, words)
+            shape = self._packed_shape(cache, len(groups))
+            words = shape[-1]
             packed = self._device.pinned(shape, "int32")
             if contents:
                 packed.array[:] = contents[i]

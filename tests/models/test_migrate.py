@@ -1,5 +1,6 @@
 """KV transfer: migrating requests between engines (disaggregated prefill)."""
 
+import copy
 import multiprocessing
 import signal
 from collections import defaultdict
@@ -177,6 +178,66 @@ def test_migration_rejects_different_engines(pair):
                 assert drain(first)["free"].reason in ("stop", "length")
 
 
+def with_value(migrated, path, value):
+    """Return a migrated request with another value in its description, as a receiver reads it."""
+    description = copy.deepcopy(migrated.description)
+    *parents, key = path.split(".")
+    part = description
+    for name in parents:
+        part = part[name]
+    part[key] = value
+    return MigratedRequest.from_bytes(MigratedRequest(description, migrated.pages).to_bytes())
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        ("engine", None, "the source engine is None"),
+        ("request", 5, "'int' object is not iterable"),
+        ("request.unknown", 1, "unexpected keyword argument 'unknown'"),
+        ("request.grammar", {}, "KeyError: 'marker'"),
+        ("request.relaxed", None, "must be a mapping"),
+        ("output", {}, "KeyError: 'tokens'"),
+        ("output.tokens", [1.5], "tokens is 1.5"),
+        ("output.cached_tokens", "x", "cached_tokens is 'x'"),
+        ("output.rounds", None, "rounds is None"),
+        ("output.unknown", 1, "KeyError: 'unknown'"),
+        ("output.logprobs", [[0.5, [["x", 1.0]]]], "logprobs is 'x'"),
+        ("age_s", "x", "age_s is 'x'"),
+    ],
+)
+def test_migration_rejects_other_descriptions(pair, path, value, message):
+    """A description of another form is refused; it does not make a later round fail."""
+    first, second = pair
+    migrated, _ = migrate_after_first_tokens(first)
+    with pytest.raises(MigrationError, match=message):
+        second.migrate_in(with_value(migrated, path, value))
+    assert not second.busy
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda page: page[:, :, :1, :1],
+        lambda page: page.astype(np.float32),
+        lambda page: page[0, 0, 0, 0],
+        lambda page: page.reshape(-1),
+    ],
+    ids=["stretchable", "float32", "scalar", "flat"],
+)
+def test_migration_rejects_pages_of_other_shapes(pair, change):
+    """Pages that do not fit the caches are refused, so that no request can reuse them."""
+    first, second = pair
+    migrated, _ = migrate_after_first_tokens(first)
+    pages = tuple(np.ascontiguousarray(change(page)) for page in migrated.pages)
+    with pytest.raises(MigrationError, match=r"the pages are .* this engine needs"):
+        second.migrate_in(MigratedRequest(migrated.description, pages))
+    more = MigratedRequest(migrated.description, (*migrated.pages, migrated.pages[0]))
+    with pytest.raises(MigrationError, match=r"the pages are .* this engine needs"):
+        second.migrate_in(more)
+    assert not second.busy
+
+
 def make_migrated_request():
     """Return a migrated request with arbitrary pages."""
     description = {"request": {"tokens": [1, 2, 3]}, "output": {"tokens": [4]}}
@@ -263,7 +324,8 @@ def test_migrated_request_rejects_other_formats():
         MigratedRequest.from_bytes(other_version)
     weights = save({"weight": np.zeros(3, np.float32)})
     text = save({"description": np.frombuffer(b"[2]", np.uint8)})
+    deep = save({"description": np.frombuffer(b"[" * 100_000, np.uint8)})
     renamed = data.replace(b"pages.1", b"pages.7")
-    for other in (b"", data[:-1], data + b"\0", bytes(99), weights, text, renamed):
+    for other in (b"", data[:-1], data + b"\0", bytes(99), weights, text, deep, renamed):
         with pytest.raises(MigrationError, match="are not a migrated request"):
             MigratedRequest.from_bytes(other)
