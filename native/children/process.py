@@ -52,7 +52,7 @@ _MAX_STOPPED_S = 0.5
 # An idle process waits for data, and a process that has begun a reply sends the rest at once, so
 # the pipe blocks only if the process is stopped by a signal.
 _PIPE_TIMEOUT_S = 10
-# Maximum time between the end of the pipe and the end of the process, in seconds.
+# Maximum time from the end of the pipe until the process has exited, in seconds.
 _EXIT_TIMEOUT_S = 5.0
 # Seconds between two samples of the state of a process that runs a call.
 _SAMPLE_INTERVAL_S = 0.05
@@ -229,7 +229,7 @@ class ChildProcess:
             raise
 
     def _prepare(self, setup: Setup | None) -> None:
-        """Wait until the process has started, and run a setup that it has not run yet."""
+        """Wait until the process has started, and run `setup` if the process has not run it yet."""
         limit = TimeLimit(_START_TIMEOUT_S)
         try:
             if not self._ready:

@@ -68,7 +68,7 @@ constexpr char kDeadEnd[] = "NoExtensionBias";
 // Error of LLGuidance if a lexeme has an attribute that prevents rollback.
 constexpr char kNoRollback[] = "rollback not supported";
 
-// Options of a matcher; a zero in `limits` selects LLGuidance's default.
+// Limits of a matcher; 0 selects LLGuidance's default.
 struct Limits {
   size_t max_items_in_row;
   uint64_t initial_lexer_fuel;

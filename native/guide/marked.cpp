@@ -81,13 +81,14 @@ class Marker {
     int32_t state;
     bool found;
   };
-  // Returns the step from `state` of the opening; the first state is 0.
+  // Classifies the output after `token`, given the state of the opening before it. The first state
+  // is 0.
   FirstStep first_step(int32_t state, int32_t token) const noexcept;
-  // Returns the bitmask of the ids that are kOpening or kOpened in `state` of the opening.
+  // Returns the bitmask of the ids for which first_step() returns kOpening or kOpened in `state`.
   const int32_t* first_row(int32_t state) const noexcept {
     return first_rows_[static_cast<size_t>(state)].data();
   }
-  // Returns the ids that are kIllegal in `state` of the opening.
+  // Returns the ids for which first_step() returns kIllegal in `state`.
   const std::vector<int32_t>& first_illegal(int32_t state) const noexcept {
     return first_illegal_[static_cast<size_t>(state)];
   }

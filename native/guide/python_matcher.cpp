@@ -28,7 +28,7 @@ using Row = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 class PythonMatcher final : public NativeMatcher {
  public:
-  // `row` is a NumPy array of int32. Requires the GIL.
+  // `row` is a NumPy array of int32. The caller must hold the GIL.
   PythonMatcher(const nb::object& matcher, const nb::object& row, int64_t vocab_size)
       : matcher_(nb::steal(PyWeakref_NewRef(matcher.ptr(), nullptr))),
         row_(row),
@@ -82,7 +82,8 @@ class PythonMatcher final : public NativeMatcher {
         PyObject* const raised = hostwork::take_exception();
         const std::string message = hostwork::describe_exception(raised);
         error->keep(message.data(), message.size());
-        // The exception contains the traceback. Objects of user code may refuse the attribute.
+        // Store the exception, which contains the traceback, on the Python matcher. An object of a
+        // user's class may refuse the attribute.
         if (matcher != nullptr && PyObject_SetAttrString(matcher, "failure", raised) != 0) {
           PyErr_Clear();
         }

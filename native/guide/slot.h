@@ -51,7 +51,7 @@ struct Exchange {
   }
 };
 
-// Counters of the worker and of the threads that serve its orders.
+// Names of the counters of the worker and of the threads that serve its orders.
 // clang-format off
 #define GRAFT_GUIDE_COUNTS(COUNT)                                                            \
   COUNT(replays) COUNT(missing_snapshots) COUNT(joins) COUNT(fills) COUNT(accepts)           \
@@ -83,11 +83,11 @@ class Forced {
   // size of `bytes`.
   Forced(const std::vector<uint32_t>& lengths, std::string bytes, bool unique_only);
 
-  // Forced token of a mask row; -1 if there is none.
+  // Returns the forced token of a mask row; -1 if there is none.
   int32_t token(const int32_t* row, int64_t words) const noexcept;
 
  private:
-  static constexpr int kMaxPrefixes = 64;  // legal ids of a row that is examined
+  static constexpr int kMaxPrefixes = 64;  // maximum legal ids of a row that is examined
 
   size_t length(int32_t id) const noexcept {
     return at(id) + 1 < starts_.size() ? starts_[at(id) + 1] - starts_[at(id)] : 0;
@@ -99,9 +99,9 @@ class Forced {
   std::vector<size_t> starts_;
 };
 
-// Tokens that the device committed in one replay. `given` is true if there is such a commit.
-// `wrong` is true if the device's record is invalid, which is an internal error. The first `count`
-// elements of `tokens` are valid; the vector has K + 1 elements.
+// Tokens that the device committed in one replay. `given` is true if the device has committed
+// tokens. `wrong` is true if the device's record is invalid, which is an internal error. The first
+// `count` elements of `tokens` are valid; the vector has K + 1 elements.
 struct Commit {
   bool given = false;
   bool wrong = false;
@@ -110,7 +110,7 @@ struct Commit {
 };
 
 enum class Task : int32_t {
-  kNone,          // only the commit
+  kNone,          // process only the commit
   kFillRows,      // fill the mask rows of the last committed token and of all drafts
   kFillRow0,      // fill the mask row of the last committed token
   kFillDraftRow,  // accept draft j and fill row j

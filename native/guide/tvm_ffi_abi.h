@@ -32,8 +32,8 @@ struct Bytes {
   size_t size;
 };
 
-// Members of an error object after its Object header. Members after those declared here are not
-// read.
+// Members of an error object that follow its Object header. TVM-FFI declares further members after
+// these, which graft does not read.
 struct ErrorCell {
   Bytes kind;
   Bytes message;

@@ -319,7 +319,8 @@ void Worker::serve_timed(SlotWork& work) noexcept {
   work.usage.cpu_limit = cpu_start + limit;
   work.usage.time_limit = start + limit;
   server_.serve(work);
-  // The processor time is at most the time that has passed.
+  // The processor time cannot exceed the elapsed time, so its clock is read only if the elapsed
+  // time exceeds the budget.
   int64_t taken = monotonic_ns() - start;
   if (taken >= budget_.ns) taken = clock_ns(CLOCK_THREAD_CPUTIME_ID) - cpu_start;
   const bool in_time = taken < budget_.ns;

@@ -79,7 +79,7 @@ struct Snapshot {
   std::vector<Request> requests;
 };
 
-// Counter with one writing thread, readable by all.
+// A counter that one thread increments and any thread may read.
 class Counter {
  public:
   void add(int64_t amount = 1) { value_.store(value() + amount, std::memory_order_relaxed); }
@@ -142,8 +142,9 @@ class Timeline {
   std::vector<Cell> cells_;
 };
 
-// A kDraft step that fills a mask row runs after draft j was sampled. A kDraft step that probes
-// runs after the candidates for draft j were written and before draft j is sampled.
+// Kinds of grammar steps. Draft step j runs after draft j was sampled, if it fills a mask row. If
+// it tests candidates, it runs after the candidates for draft j were written and before draft j is
+// sampled.
 enum class Step : int32_t { kOpen = 0, kCommit = 1, kDraft = 2 };
 
 class Worker;
@@ -157,12 +158,12 @@ struct StepRecord {
 
 class Worker {
  public:
-  // An order is slow if it takes more processor time than kSlowFactor budgets and than kMinSlowNs.
-  // A step waits for this time if the order is the only order of its replay.
+  // An order is slow if its processor time exceeds both kSlowFactor budgets and kMinSlowNs. If an
+  // order is the only one of its replay, the step waits up to this time for it.
   static constexpr int64_t kSlowFactor = 20;
   static constexpr int64_t kMinSlowNs = 100'000'000;
-  // A request fails when its slow orders have taken the time from which an order is slow, times
-  // this factor.
+  // A request fails when its slow orders together have taken kMaxSlow times the time from which an
+  // order is slow.
   static constexpr int64_t kMaxSlow = 20;
   // Maximum time that a step waits for threads that get no processor time, as a multiple of the
   // budget.

@@ -252,7 +252,7 @@ class XGrammarMatcher final : public NativeMatcher {
     return follows_ + after_lead_.back().lead * words_;
   }
 
-  // A value of size_ at which the last text ends with a lead.
+  // The text of the first `size` accepted tokens ends with lead number `lead`.
   struct AfterLead {
     int64_t size;
     int32_t lead;

@@ -29,7 +29,7 @@ using PollClock = std::chrono::steady_clock;
 
 // Polls `done()` until it returns true or `until` has passed; returns whether it became true. The
 // wait began at `begin`. It spins for 20 us, yields until 200 us, and then sleeps for increasing
-// times, to leave the cores to the awaited work. Called without the GIL.
+// times, to leave the cores to the awaited work. The caller must not hold the GIL.
 template <typename Done>
 bool poll_slice(Done&& done, PollClock::time_point begin, PollClock::time_point until) {
   while (true) {
@@ -48,8 +48,8 @@ bool poll_slice(Done&& done, PollClock::time_point begin, PollClock::time_point 
   }
 }
 
-// Polls until `done()` returns true or the timeout has passed (no value: no limit). Called with the
-// GIL held. The GIL is released while polling and acquired at intervals to check for signals, so
+// Polls until `done()` returns true or the timeout has passed (no value: no limit). The caller must
+// hold the GIL, which is released while polling and acquired at intervals to check for signals, so
 // that Ctrl-C raises KeyboardInterrupt.
 template <typename Done>
 bool poll_until(Done&& done, std::optional<double> timeout_s) {

@@ -90,7 +90,7 @@ Handle primary_context();
 // Returns the path of the library that is loaded under a SONAME in this process, or "".
 std::string loaded_library(const std::string& soname);
 
-// Marks the calling thread as inside a host function for the scope. Driver calls of such a thread
+// While a HostWorkScope exists, its thread counts as inside a host function, where driver calls
 // raise an error (INVARIANTS.md D3).
 inline thread_local int host_work_depth = 0;
 class HostWorkScope {

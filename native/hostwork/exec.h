@@ -166,8 +166,8 @@ class Exec {
     return {release_ == nullptr ? kClosed : call(), name};
   }
   Handle event() const { return reinterpret_cast<Handle>(event_->handle()); }
-  // Sets the state that counts the launches from now on. Called with the mutex held, or by the
-  // constructor.
+  // Sets the state that counts the launches from now on. The caller must hold the mutex, except for
+  // the constructor.
   void use_state(std::shared_ptr<GraphState> state) {
     // A host step computes its replay number from the number of its runs. This number includes runs
     // under earlier executables, which the base subtracts.

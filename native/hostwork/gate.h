@@ -33,9 +33,9 @@ class PythonEntry {
 // Such an exit must not unwind through scope guards or into the driver.
 [[noreturn]] void park_forever();
 
-// Releases the GIL for its scope, like nanobind's guard. The exiting interpreter makes a thread
-// exit that reacquires the GIL, such as a daemon thread that launches a graph. The destructor parks
-// such a thread instead (rule P5).
+// Releases the GIL for its scope, like nanobind's guard. If a thread, such as a daemon thread that
+// launches a graph, reacquires the GIL while the interpreter exits, CPython makes the thread exit.
+// The destructor parks the thread instead (rule P5).
 class GilRelease {
  public:
   GilRelease() : state_(PyEval_SaveThread()) {}
@@ -48,22 +48,23 @@ class GilRelease {
 };
 
 // Closes the gate permanently and waits at most timeout_s seconds until every thread that entered
-// through it has left Python. Returns whether all of them have left. Called with the GIL held,
+// through it has left Python. Returns whether all of them have left. The caller must hold the GIL,
 // which is released during the wait.
 bool close_gate(double timeout_s);
 bool gate_open();
 
-// Returns the number of foreign threads that keep a Python thread state.
+// Returns the number of threads that Python did not create and that keep a Python thread state.
 std::int64_t live_thread_states();
 
 // Releases the Python thread state of the calling thread, which creates a new one when it next
 // enters Python. A host function, used by measurements; acquires the GIL.
 void release_thread_state(void*);
 
-// Returns the raised exception with its traceback and clears the error indicator. Requires the GIL.
+// Returns the raised exception with its traceback and clears the error indicator. The caller must
+// hold the GIL.
 PyObject* take_exception();
 // Returns the type and message of an exception as text, for reports without an exception object.
-// Requires the GIL.
+// The caller must hold the GIL.
 std::string describe_exception(PyObject* exception);
 
 }  // namespace graft::hostwork

@@ -16,9 +16,9 @@ namespace graft::hostwork {
 class EagerRecord final : public HostRecord {
  public:
   using HostRecord::HostRecord;
-  // Enqueues the record on a stream. The record frees itself, even if enqueueing fails. Called
-  // without the GIL. With `spin` the driver's thread spins until the work may run, which needs
-  // cuLaunchHostFunc_v2 of CUDA 13.2; without it CUDA_ERROR_NOT_SUPPORTED is returned.
+  // Enqueues the record on a stream. The record frees itself, even if enqueueing fails. The caller
+  // must not hold the GIL. With `spin` the driver's thread spins until the work may run, which
+  // needs cuLaunchHostFunc_v2 of CUDA 13.2; without it CUDA_ERROR_NOT_SUPPORTED is returned.
   Result launch(std::uint64_t stream, bool spin);
 
  private:
@@ -56,7 +56,7 @@ Result capture_info(std::uint64_t stream, CaptureInfo* out);
 std::shared_ptr<GraphState> capture_state(const CaptureInfo& capture);
 
 // Retains `record` on the captured graph, then enqueues its host function (INVARIANTS.md C1, C2).
-// If this fails, the record is passed to the reaper. Called without the GIL.
+// If this fails, the record is passed to the reaper. The caller must not hold the GIL.
 Attached launch_captured(std::uint64_t stream, const CaptureInfo& capture, HostRecord* record,
                          bool spin);
 

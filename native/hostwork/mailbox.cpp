@@ -39,7 +39,7 @@ std::string seconds(double value) {
 }
 
 // Returns the native stacks of the threads that run this record, as text to append to a message.
-// Called without the GIL.
+// The caller must not hold the GIL.
 std::string native_stacks_of(const HostRecord* record) {
   constexpr double kAnswerLimitS = 1.0;
   std::string out;

@@ -132,8 +132,8 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   std::uint32_t last_closed() const;
   // Returns the number of the posted request; 0: none.
   std::uint32_t request() const { return __atomic_load_n(words_.request, __ATOMIC_ACQUIRE); }
-  // Returns whether a launch in flight will still post its request, or may still post requests.
-  // `last` is the last request that the caller has seen.
+  // Returns whether a launch in flight will or may post another request. `last` is the last request
+  // that the caller has seen.
   bool expecting(std::uint32_t last) const;
   // Returns the number of completed launches that the device has counted.
   std::uint32_t completed() const {

@@ -58,8 +58,8 @@ bool update_ports(Core& core, std::vector<std::shared_ptr<Port>>* ports, std::ui
   return !core.stop;
 }
 
-// Sleeps until the worker's counter of wake-ups differs from `wakeups`, its last value that the
-// thread has seen.
+// Sleeps until the worker's counter of wake-ups differs from `wakeups`, the value that the thread
+// has read before.
 void park(Core& core, std::uint64_t wakeups) {
   std::unique_lock<std::mutex> lock(core.mutex);
   core.parked = true;

@@ -79,8 +79,8 @@ std::int64_t live_resources();
 std::int64_t failed_frees();
 
 // Waits until the reaper has processed all retired objects, including those that are retired while
-// it processes others. Called without the GIL. Returns false on timeout, inside host work, and if
-// the gate is closed.
+// it processes others. The caller must not hold the GIL. Returns false on timeout, inside host
+// work, and if the gate is closed.
 bool flush(double timeout_s);
 
 // Starts the reaper thread. Called once, after bind_driver().

@@ -22,7 +22,7 @@ namespace graft::hostwork {
 // Keeps Python objects alive as long as the driver may use the resources that they own.
 class Record : public Reapable {
  public:
-  // Takes a new reference to `keep` (GIL held).
+  // Takes a new reference to `keep`. The caller must hold the GIL.
   explicit Record(PyObject* keep);
   ~Record() override;
   void reap(std::vector<PyObject*>& references) noexcept override;
@@ -42,7 +42,7 @@ struct Work {
 // A record of host work.
 class HostRecord : public Record {
  public:
-  // Takes new references to the objects in `work` and to `keep` (GIL held).
+  // Takes new references to the objects in `work` and to `keep`. The caller must hold the GIL.
   HostRecord(std::string name, const Work& work, PyObject* keep);
 
   // Sets a payload, whose value for the replay is passed to the work. Python work receives it
@@ -96,7 +96,7 @@ struct Attached {
 // Creates a CUDA user object that owns `record` and retains it on `graph`. The record is passed to
 // the reaper after the graph, its clones, its executables and all launches in flight are gone. If
 // this function fails, it passes the record to the reaper itself, so the caller never frees it.
-// Called without the GIL, before the node is added.
+// Called before the node is added; the caller must not hold the GIL.
 Attached attach(Handle graph, Record* record);
 // Reverts attach() after the node could not be added.
 Result detach(Handle graph, Handle object);

@@ -116,8 +116,8 @@ std::int64_t GraphState::base() const {
   return parent->base() + parent_launches_at_join_ - launched_.load(std::memory_order_relaxed);
 }
 
-// Stores the status words, the replay number before the reason (INVARIANTS.md E3). Called with the
-// mutex held.
+// Stores the status words, the replay number before the reason (INVARIANTS.md E3). The caller must
+// hold the mutex.
 void GraphState::store_status(std::int32_t code, std::int64_t replay) noexcept {
   for (std::int32_t* words : status_) {
     store_release(words + 1, static_cast<std::int32_t>(replay & 0x7fffffff));

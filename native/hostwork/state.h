@@ -76,8 +76,8 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   // Records a failure, unless there is one already. Takes ownership of failure.exception.
   void fail(StatusCode code, Failure failure) noexcept;
 
-  // Copies the first failure, whose exception is a new reference (GIL held), and marks it as
-  // reported. Returns false if there is none.
+  // Copies the first failure to `out`, with a new reference to its exception, and marks the failure
+  // as reported. Returns false if there is none. The caller must hold the GIL.
   bool pending(Failure* out) const;
   void clear();
 

@@ -127,8 +127,8 @@ inline std::shared_ptr<const guided::Forced> forced_text() {
   return std::make_shared<guided::Forced>(std::vector<uint32_t>(kVocab, 1), bytes, false);
 }
 
-// A request in a slot: its position, its state of the grammar and its drafts. The device thread
-// uses this object in replays. The host thread uses it only while no replay does.
+// A request in a slot: its position, its grammar state and its drafts. The device thread uses this
+// object in replays. The host thread uses it only while no replay does.
 struct SlotRequest {
   SlotRequest(uint32_t seed, int number, bool slow)
       : epoch(number),
