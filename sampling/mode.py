@@ -162,7 +162,7 @@ class DraftMode:
     def candidate_words(self) -> int:
         """Number of 32-bit words that follow a ``Candidates`` record.
 
-        They are the ids and, for a lattice, the probabilities of the ids.
+        They are the ids of the candidates and, for a lattice probe, their probabilities.
         """
         if self.is_lattice:
             return 2 * self.levels * self.candidates

@@ -61,7 +61,7 @@ def read_struct(path: Path, name: str) -> np.dtype:
 
 
 def _read_field(text: str, numbers: Mapping[str, int]) -> tuple[object, ...] | None:
-    """Return a field as (name, type) or (name, type, shape); None if it is not supported."""
+    """Parse a field declaration to (name, type) or (name, type, shape); None if unsupported."""
     match = _FIELD.match(text)
     if match is None or match[1] not in _TYPES:
         return None

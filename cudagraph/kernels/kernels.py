@@ -31,9 +31,10 @@ from graft.cudagraph.kernels.signature import (
 
 INVALID_VALUE = 1
 NOT_FOUND = 500
-#: Bytes of dynamic shared memory that a kernel may use unless its limit is raised by an attribute.
+#: Bytes of dynamic shared memory that a kernel may use unless `Kernel.allow_shared` raises its
+#: limit.
 DEFAULT_SHARED_LIMIT = 48 * 1024
-#: Integers with more bits are described by their size in error messages.
+#: Error messages show the size of integers with more bits instead of their value.
 MAX_PRINTED_BITS = 128
 _POINTER_TYPES = (DeviceArray, PinnedArray, PinnedField)
 _ADDRESS = struct.Struct("<Q")

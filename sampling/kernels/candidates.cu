@@ -92,7 +92,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   int found = 0;
   float top = 0.0f;
   float sum = 1.0f;
-  // Weight relative to that of the best column; 0 for columns that the filters remove.
+  // Returns the weight of a column with score x relative to the weight of the best column; 0 for
+  // columns that the filters remove.
   const auto relative = [&](float x) {
     if (!sampled) return exp_nonpositive(fadd(x, -top));
     return x > 0.0f ? fdiv(x, top) : 0.0f;

@@ -67,7 +67,7 @@ __device__ __forceinline__ float log1p_small(float f) {
   return fadd(twice, fmul(twice, fmul(t, z)));
 }
 
-// log(y) for normal y > 0, from a mantissa in [sqrt(1/2), sqrt(2)) and an exponent.
+// log(y) for normal y > 0, computed from a mantissa in [sqrt(1/2), sqrt(2)) and an exponent.
 __device__ __forceinline__ float log_positive(float y) {
   const unsigned int bits = __float_as_uint(y);
   const unsigned int shifted = bits - 0x3f3504f3u;  // sqrt(1/2)

@@ -149,9 +149,9 @@ struct Sum {
   __device__ __forceinline__ u64 operator()(u64 a, u64 b) const { return a + b; }
 };
 
-// Combines one value of every thread and returns the result to all threads. A thread may still read
-// `group` when another thread returns. The next call is safe, because its first barrier comes
-// before its writes to `group`.
+// Combines one value of every thread with `op` and returns the result to all threads. A thread may
+// still read `group` when another thread returns. The next call is safe, because its first barrier
+// comes before its writes to `group`.
 template <class Op>
 __device__ __forceinline__ u64 block_reduce(u64 value, Scratch& scratch, Op op) {
   if (BLOCK == 1) return value;
@@ -257,8 +257,9 @@ __device__ __forceinline__ u64 row_best(const Row& row, const Slice& own, float*
       best_base = base;
     }
   }
-  // Each thread finds its first column with its best key. Key and column are packed into one
-  // integer such that the maximum over all threads prefers the smaller column of equal keys.
+  // Each thread finds the first of its columns that has the best key of the thread. Key and column
+  // are packed into one integer such that the maximum over all threads prefers the smaller column
+  // of equal keys.
   u64 packed = 0;
   if (best_base >= 0) {
     const u32 word = legal_word<MAPPED>(row, best_base);
@@ -393,8 +394,9 @@ __device__ __forceinline__ u64 row_weigh(const Weights& w, const Slice& own, Scr
   return 0;
 }
 
-// Returns the first of `end` bins at which the cumulative count reaches `need`, or the last bin if
-// none does. Subtracts the counts of the earlier bins from `need`.
+// Returns the first of `end` bins at which the cumulative number of columns (with WEIGHTED, the
+// cumulative mass) reaches `need`, or the last bin if none does. Subtracts the sum over the earlier
+// bins from `need`.
 template <bool WEIGHTED, int N>
 __device__ __forceinline__ int find_bin(const Histogram<N>& bins, int end, u64* need,
                                         Scratch& scratch) {

@@ -60,7 +60,7 @@ struct Slot {
   float accept_prob[MAX_DRAFTS];        // non-increasing
   int adjust;                           // ADJUST_* bits
   int earliest_stop;                    // with ADJUST_STOPS: lowest position of a stop id
-  int logprobs;                         // most likely ids reported with each token
+  int logprobs;                         // number of most likely ids to report with each token
   float presence;
   float frequency;
   float repetition;
@@ -102,7 +102,7 @@ __device__ __forceinline__ int row_width(int row_words) {
   return (row_words - static_cast<int>(sizeof(RoundRow)) / 4) / 2;
 }
 
-// Result of batch row b. Its tokens follow it.
+// Returns the result of batch row b. The tokens of the row follow the struct in memory.
 __device__ __forceinline__ RoundRow* round_row(RoundRow* rows, int row_words, int b) {
   return reinterpret_cast<RoundRow*>(reinterpret_cast<int*>(rows) + b * row_words);
 }
@@ -110,9 +110,9 @@ __device__ __forceinline__ const RoundRow* round_row(const RoundRow* rows, int r
   return reinterpret_cast<const RoundRow*>(reinterpret_cast<const int*>(rows) + b * row_words);
 }
 
-// State of a mask row for the token after `position`. A stamp with another epoch or position
-// belongs to another request or token: the row is not ready. The rows of a request without a
-// grammar are free at every position.
+// Returns the state of a mask row for the token after `position`. A stamp with another epoch or
+// position belongs to another request or token: the row is not ready. The rows of a request without
+// a grammar are free at every position.
 __device__ __forceinline__ int stamped_state(const RowStamp* stamp, int epoch, int position) {
   if (stamp->epoch != epoch) return ROW_NOT_READY;
   if (stamp->state == ROW_FREE && stamp->detail != 0) return ROW_FREE;

@@ -254,8 +254,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     return;
   }
 
-  // Drafts are in descending order of score, because the next round may have rows only for the
-  // first ones.
+  // Drafts are in descending order of score, because the next round may have forward rows only for
+  // the first drafts.
   int* row_of = chosen + b * tree.children;
   for (int f = tid; f < tree.drafts; f += BLOCK) best[f] = -1;
   block_sync();

@@ -1,9 +1,9 @@
 // Verification of drafts: accept a path of the draft tree and commit its tokens to the slot.
 //
-// Every ready row of a draft tree has a target token. Starting at row 0, verify_drafts moves from
-// a row to its child whose draft equals the row's token. It stops at the first row without such a
-// child; the token of this row is the bonus token. This is exact on any tree. For a tree that was
-// built without randomness, no other exact rule accepts more drafts.
+// Every row of a draft tree whose mask row is ready has a target token. Starting at row 0,
+// verify_drafts moves from a row to its child whose draft equals the row's token. It stops at the
+// first row without such a child; the token of this row is the bonus token. This is exact on any
+// tree. For a tree that was built without randomness, no other exact rule accepts more drafts.
 //
 // A chain of drafts that were sampled from a stored distribution q is verified differently, by
 // rejection sampling (test_drafts). Each draft is tested with a random number. If a draft is
