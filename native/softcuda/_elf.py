@@ -95,7 +95,7 @@ def _writable_objects(image: bytes) -> list[tuple[str, int]]:
 
 
 def writable_globals(image: bytes) -> list[str]:
-    """Return the names of the writable global variables in an image that kernels must not have.
+    """Return the names of writable global variables in an image, which kernels must not have.
 
     ``__shared__`` variables are writable but allowed. They are static variables of functions, so
     their mangled names start with ``_ZZ``. The variables of the shim and of the C runtime are

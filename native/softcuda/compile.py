@@ -52,12 +52,13 @@ FLAGS = (
     "-fvisibility=hidden",
     "-Wl,-z,now",
 )
-#: Added if ``SOFTCUDA_ALIGNMENT=1`` is in the environment. A misaligned access then raises a fault.
+#: Flags that are added if ``SOFTCUDA_ALIGNMENT=1`` is set. A misaligned access then causes a fault.
 ALIGNMENT = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-DSOFTCUDA_ALIGNMENT=1")
-#: Added for a source that contains ``#pragma softcuda quick``, which long sources use whose loops
-#: gain little from -O3.
+#: Flags for a source that contains ``#pragma softcuda quick``. Long sources whose loops gain little
+#: from -O3 contain this line, so that they compile faster.
 QUICK = ("-O1", "-ftree-vectorize")
-# -fno-gnu-unique, because the workers' copies of an image would share unique symbols (K2).
+# -fno-gnu-unique, because the workers' copies of an image would share unique symbols
+# (INVARIANTS.md K2).
 GCC_ONLY = ("-fno-gnu-unique", "-fmax-errors=8", "-fvect-cost-model=dynamic")
 
 
@@ -109,9 +110,10 @@ def compiler_version() -> str:
 
 @functools.cache
 def _toolchain() -> tuple[tuple[str, ...], str]:
-    """Return the flags of the target processor and a digest of all that compilation depends on.
+    """Return the flags for the target processor, and a digest that is part of cache file names.
 
-    The digest covers the compiler's version, the processor, the flags, the shim and this file.
+    The digest covers everything besides the source that determines an image: the compiler's
+    version, the processor, the flags, the shim and this file.
     """
     version = compiler_version()
     flags: tuple[str, ...] = () if "clang" in version else GCC_ONLY

@@ -22,8 +22,9 @@ from .scratch import scratch_folder
 __all__ = ["build_ptx_library"]
 
 SOURCES = Path(__file__).resolve().parent / "ptx"
-#: Compiler flags by the processor flag that an x86-64 processor needs for them. They are used if
-#: the processor has all of the flags. AVX-512 is not used: GCC 12 fails on the sources with it.
+#: Compiler flags by the feature of an x86-64 processor that they require (its name in
+#: /proc/cpuinfo). They are used if the processor has all of these features. AVX-512 is not used,
+#: because GCC 12 cannot compile the sources with it.
 AVX2 = {"avx2": "-mavx2", "fma": "-mfma", "bmi1": "-mbmi", "bmi2": "-mbmi2"}
 
 
@@ -66,7 +67,11 @@ def _instruction_set() -> list[str]:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Hold a lock on a file. On a file system without locks, several processes may compile."""
+    """Hold a lock on a file for as long as the context lasts.
+
+    On a file system without locks, several processes may compile the library at the same time,
+    which is harmless, because each stores its result atomically (`_store`).
+    """
     with path.open("w") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -84,7 +89,7 @@ def _compile(sources: list[Path], flags: list[str], library: Path) -> None:
             run_compiler(f"ptx/{source.name}", arguments)
             return str(object_file)
 
-        compiler()  # without a compiler, raise one error
+        compiler()  # raises an error here, rather than in each thread, if there is no compiler
         # The largest files take longest and are compiled first.
         by_size = sorted(sources, key=lambda path: -path.stat().st_size)
         objects = list(pool.map(compile_one, by_size))

@@ -14,7 +14,8 @@ from pathlib import Path
 
 __all__ = ["scratch_folder"]
 
-# Minimum age in seconds of a folder to delete. A younger folder may not be locked yet.
+# Minimum age in seconds of a folder that `_delete_unused` deletes. The process that has created a
+# younger folder may not have locked it yet.
 _MIN_AGE_S = 60.0
 
 

@@ -2,8 +2,8 @@
 // address of this structure. The structures are never freed, so that a stale handle does no harm.
 #pragma once
 
-// A kernel source that includes this file is preprocessed without the shim. The file is empty then,
-// because the shim declares its contents when the result is compiled.
+// compile.py preprocesses a kernel source without the shim, and compiles the result with the shim.
+// This file is empty in the first step, because the shim includes it in the second step.
 #if !defined(__SOFTCUDA__) || defined(SOFTCUDA_SHIM)
 struct softcuda_condition {
   unsigned magic;  // SOFTCUDA_CONDITION_MAGIC, by which an invalid handle is recognized

@@ -58,7 +58,7 @@ struct softcuda_kernel<Kernel, void(A...)> {
 
   // Runs the threads of a block one after another on the current stack. A thread that waits keeps
   // the stack; the device then calls run() on another stack for the threads that have not started
-  // (X1).
+  // (INVARIANTS.md X1).
   static void run(softcuda_block* block, void** params) {
     while (block->next < block->count) {
       block->current = block->next++;

@@ -47,9 +47,10 @@ static inline unsigned short softcuda_float_to_bfloat(float f) {
   return static_cast<unsigned short>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Rounds to odd. If `value` is inexact (`lost` is its rounding error) and its last bit is even, it
-// is moved by one bit towards the exact value. Rounding the result again to at most 22 bits then
-// gives the same value as rounding the exact value once (Boldo and Melquiond, 2008).
+// Rounds to odd. `value` is a rounded result, and `lost` is its rounding error. If `lost` is not 0
+// and the last bit of `value` is 0, the function returns the neighbour of `value` in the direction
+// of the exact result. Rounding this neighbour again, to at most 22 bits, gives the same value as
+// rounding the exact result once (Boldo and Melquiond, 2008).
 static inline double softcuda_to_odd(double value, double lost) {
   long long bits = __double_as_longlong(value);
   if (lost == 0.0 || (bits & 1) != 0) return value;

@@ -16,13 +16,13 @@
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))
 // Each worker has its own copy of the image and runs one block at a time, so a static variable is
-// shared by exactly the threads of a block (K1).
+// shared by exactly the threads of a block (INVARIANTS.md K1).
 #define __shared__ static
 #define __align__(n) alignas(n)
 #define __grid_constant__
 #define __launch_bounds__(...)
-// Not supported, because such a variable would exist once per worker (K4). The compiler's message
-// contains the name below.
+// Not supported, because such a variable would exist once per worker (INVARIANTS.md K4). The
+// compiler's message contains the name below.
 #define __constant__ SOFTCUDA_ERROR_constant_memory_is_not_supported_pass_it_as_a_parameter
 #define __managed__ SOFTCUDA_ERROR_managed_memory_is_not_supported
 

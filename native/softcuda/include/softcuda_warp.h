@@ -1,6 +1,6 @@
 // Barriers, warp operations, clocks, assert and printf. A barrier or warp operation may suspend the
-// running thread and run another thread of the block. The compiler must therefore not keep memory
-// in registers across it, which SOFTCUDA_FENCE prevents.
+// running thread and run another thread of the block, which may write memory. SOFTCUDA_FENCE
+// therefore prevents the compiler from keeping values of memory in registers across the operation.
 #pragma once
 
 #define SOFTCUDA_FENCE() asm volatile("" ::: "memory")
@@ -79,8 +79,9 @@ static inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width
                                              static_cast<unsigned>(lane_mask), width));
 }
 
-// Extensions of the soft device: the butterfly reduction of a full warp as one operation. The
-// result has the same bits as five __shfl_xor_sync steps with lane masks 16, 8, 4, 2 and 1.
+// Extensions of the soft device, which graft's kernels use: the butterfly reduction of a full warp
+// as one operation. The result has the same bits as five __shfl_xor_sync steps with lane masks 16,
+// 8, 4, 2 and 1.
 static inline float softcuda_warp_sum(float x) {
   return softcuda_from_word<float>(
       softcuda_warp(SOFTCUDA_WARP_SUM, 0xffffffffu, softcuda_to_word(x), 0, 32));

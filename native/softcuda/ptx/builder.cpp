@@ -1,5 +1,5 @@
 // Building of executable kernels. Device functions are inlined: each call gets its own registers
-// and local variables, and "ret" becomes a jump to the end of the inlined body (invariant P4).
+// and local variables, and "ret" becomes a jump to the end of the inlined body (INVARIANTS.md P4).
 #include "builder.h"
 
 #include <algorithm>

@@ -10,7 +10,7 @@ namespace softcuda {
 namespace ptx {
 
 // Splits the running group: `lanes` continue at `to`, the others at `from`. The group with the
-// lower address runs first, so that the groups meet again (invariant P8).
+// lower address runs first, so that the groups meet again (INVARIANTS.md P8).
 static const Instr* split(Warp& w, uint32_t lanes, const Instr* to, const Instr* from) {
   const bool to_first = to < from;
   Group& other = w.groups[w.group_count++];

@@ -1,5 +1,5 @@
 // Warp-synchronous operations: shuffles, votes, matches, reductions and bar.warp.sync. They run
-// when all lanes of their member mask have reached the instruction (invariant P9).
+// when all lanes of their member mask have reached the instruction (INVARIANTS.md P9).
 #include "lanes.h"
 
 namespace softcuda {
@@ -95,7 +95,7 @@ const Instr* shuffle(Warp& w, const Instr* in) {
     for (unsigned i = 0; i < kLanes; ++i) {
       bool in_range = false;
       const unsigned j = source_lane(in->kind, i, b[i], c[i], &in_range);
-      // A lane that does not take part has no value. All bits are set (X8).
+      // A lane that does not take part has no value. All bits are set (INVARIANTS.md X8).
       r[i] = (lanes >> j & 1) != 0 ? a[j] : kAllLanes;
       valid |= in_range ? 1u << i : 0u;
     }

@@ -1,4 +1,4 @@
-// Loops over the lanes of a warp, for handlers (invariant P5).
+// Loops over the lanes of a warp, with which handlers compute (INVARIANTS.md P2, P3).
 #pragma once
 
 #include <cmath>
@@ -76,8 +76,9 @@ inline To bit_cast(From from) {
 }
 
 // ---- floating-point modes -----------------------------------------------------------------------
-// Workers flush denormals (X10), as instructions with .ftz do. An object of this class sets another
-// mode while it exists: denormals are kept, and results are rounded in `rounding`.
+// Workers flush denormals (INVARIANTS.md X10), as instructions with .ftz do. An object of this
+// class sets another mode while it exists: denormals are kept, and results are rounded in
+// `rounding`.
 enum class Rounding : uint8_t { nearest, zero, down, up };
 class FloatMode {
  public:

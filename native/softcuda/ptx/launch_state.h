@@ -1,5 +1,6 @@
 // State of a launch that the workers running its blocks share: the accesses of kernels that are
-// connected by programmatic edges (invariant P13), and race detection between blocks (P12).
+// connected by programmatic edges (INVARIANTS.md P13), and race detection between blocks
+// (INVARIANTS.md P12).
 #pragma once
 
 #include <memory>

@@ -2,7 +2,7 @@
 // execute one instruction for one warp; the runner (runner.cpp) schedules warps.
 //
 // Registers are arrays of 32 lanes. A warp's registers lie in one buffer, and operands are byte
-// offsets in it (invariants P1-P3).
+// offsets in it (INVARIANTS.md P1 to P3).
 #pragma once
 
 #include <cstddef>
@@ -254,7 +254,8 @@ struct Block {
   char* local = nullptr;
   const char* params = nullptr;
   std::vector<Site> sites;
-  // Owners of the allocations in `sites`, because memory may be freed while a kernel runs (M5).
+  // Owners of the allocations in `sites`, because memory may be freed while a kernel runs
+  // (INVARIANTS.md M5).
   std::vector<std::shared_ptr<Memory>> owners;
   Barrier barriers[16];
   std::vector<Warp> warps;
@@ -309,7 +310,7 @@ const Instr* arrive_at_barrier(Warp& w, const Instr* in, uint32_t lanes, unsigne
 enum BarrierKind : uint16_t { kBarrier, kBarrierCount, kBarrierAnd, kBarrierOr };
 // Lets lanes exit, which may complete barriers.
 void lanes_exited(Warp& w, uint32_t lanes);
-// cp.async: queues copies of the active lanes, commits groups and waits for them (async.cpp).
+// cp.async: queues copies of the active lanes, commits groups and waits for them (runner.cpp).
 bool queue_copy(Warp& w, const AsyncCopy& copy);
 void commit_copies(Warp& w);
 bool land_copies(Warp& w, const Instr* in, unsigned groups_left);

@@ -1,4 +1,4 @@
-// Race detection (invariant P12). A warp's clock counts its barriers and releases. An access is
+// Race detection (INVARIANTS.md P12). A warp's clock counts its barriers and releases. An access is
 // ordered after an earlier access of another warp if the warp has synchronized with that warp
 // since.
 #pragma once

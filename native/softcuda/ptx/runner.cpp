@@ -1,4 +1,5 @@
-// The runner: schedules the warps of a block and the groups of lanes of a warp (invariants P8-P11).
+// The runner: schedules the warps of a block and the groups of lanes of a warp
+// (INVARIANTS.md P8 to P11).
 #include <sched.h>
 
 #include <algorithm>

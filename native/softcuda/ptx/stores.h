@@ -1,4 +1,4 @@
-// Stores of device code that are not visible everywhere yet (invariant P14). With a seed, weak
+// Stores of device code that are not visible everywhere yet (INVARIANTS.md P14). With a seed, weak
 // stores to global memory are kept in buffers, so that a program cannot depend on their order
 // without a fence, a release or a barrier.
 #pragma once

@@ -1,5 +1,5 @@
 // The syntax tree of a PTX module: functions with their declarations and statements. The parser
-// (parser.cpp) produces it, and the builder (builder.cpp) turns it into a Program.
+// (parser.cpp) produces it, and the builder (builder.cpp) turns its kernels into `Kernel` objects.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // The code that runs before and after the body of every entry point. It checks the entry point's
 // preconditions, takes the context lock that lock model 1 simulates, and records the call in
-// progress and whether its thread holds the GIL (invariants A1-A4). This file also contains the
-// resource counters and cuGetProcAddress.
+// progress and whether its thread holds the GIL (INVARIANTS.md A1 to A4). This file also contains
+// the resource counters and cuGetProcAddress.
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -91,7 +91,7 @@ ThreadRecord& this_thread() {
 
 void live_add(Resource kind, long delta) {
   // A fault has counted all live resources as leaked and has set the live counters to zero, where
-  // they stay (E3).
+  // they stay (INVARIANTS.md E3).
   if (!g_frozen.load(std::memory_order_acquire)) g_live[static_cast<size_t>(kind)] += delta;
 }
 void count_add(Counter what, long delta) {
@@ -190,7 +190,7 @@ void ApiCall::check_preconditions() {
                                          t_restricted_scope + ", which may not call the driver");
   }
   // A forked child has none of the device's threads, and a mutex may be locked in its copy of the
-  // memory although no thread of the child holds it (A6).
+  // memory although no thread of the child holds it (INVARIANTS.md A6).
   require(!forked(), CUDA_ERROR_NOT_INITIALIZED,
           "this process was forked after cuInit; use the spawn start method for processes that use "
           "the device");
@@ -280,7 +280,7 @@ using namespace softcuda;
 
 // Called with 1, declares that a pending stream wait depends on the calling thread: the device
 // cannot continue before this thread stores the awaited value. Called with 0, ends this state.
-// Until then, driver calls of the thread return NOT_PERMITTED (W6).
+// Until then, driver calls of the thread return NOT_PERMITTED (INVARIANTS.md W6).
 SC_EXPORT void softcuda_set_device_waits(int waits) {
   if (t_restricted_scope != nullptr && t_restricted_scope != kDeviceWaits) return;
   t_restricted_scope = waits != 0 ? kDeviceWaits : nullptr;

@@ -1,5 +1,6 @@
-// Records of what each thread is doing in the driver, for reports (A1). They contain the driver
-// call or host function that the thread executes, and whether the device waits for the thread.
+// Records of what each thread is doing in the driver, for reports (INVARIANTS.md A1). They contain
+// the driver call or host function that the thread executes, and whether the device waits for the
+// thread.
 #pragma once
 
 #include "runtime.h"
@@ -20,7 +21,7 @@ struct ThreadRecord {
   std::atomic<const char*> waiting{nullptr};
   // Whether a pending stream wait depends on the thread, see softcuda_set_device_waits().
   std::atomic<bool> device_waits{false};
-  // Start time of the call or, if `device_waits` is set, the time at which it was set.
+  // Start time of the call or, if `device_waits` is set, the time at which `device_waits` was set.
   std::atomic<uint64_t> since{0};
   ThreadRecord* next = nullptr;
 };

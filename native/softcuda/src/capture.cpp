@@ -1,5 +1,5 @@
 // Stream capture: work that is enqueued on a capturing stream becomes nodes of the capture's graph
-// (invariants R1-R6).
+// (INVARIANTS.md R1 to R6).
 #include "capture.h"
 
 #include <pthread.h>
@@ -194,10 +194,10 @@ bool joined(const std::shared_ptr<Capture>& capture, CUstream only = nullptr) {
   return true;
 }
 
-// Ends a capture and removes all streams from it (R4). Events that were recorded in the capture
-// keep referring to it. With `keep_graph`, the captured graph stays registered. Otherwise its
-// handle is removed, and the graph is returned; the caller must destroy it after releasing the
-// mutex.
+// Ends a capture and removes all streams from it (INVARIANTS.md R4). Events that were recorded in
+// the capture keep referring to it. With `keep_graph`, the captured graph stays registered.
+// Otherwise its handle is removed, and the graph is returned; the caller must destroy it after
+// releasing the mutex.
 std::shared_ptr<Graph> end_capture(const std::shared_ptr<Capture>& capture, bool keep_graph) {
   for (auto it = g_state.streams.begin(); it != g_state.streams.end();) {
     it = it->second.capture == capture ? g_state.streams.erase(it) : std::next(it);
@@ -275,7 +275,7 @@ bool capture_record(CUstream stream, CUevent event) {
   if (is_legacy(stream)) return invalidate_for_legacy_stream(), false;
   Member* const member = g_state.member(stream);
   if (member == nullptr) {
-    // The last record of this event was not captured, so the event belongs to no capture.
+    // This record is not captured, so the event no longer belongs to a capture.
     g_state.events.erase(event);
   } else {
     require_valid(*member->capture);

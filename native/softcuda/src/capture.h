@@ -1,18 +1,18 @@
-// Stream capture: calls on a capturing stream become graph nodes (invariants R1-R6).
+// Stream capture: calls on a capturing stream become graph nodes (INVARIANTS.md R1 to R6).
 #pragma once
 
 #include "graphs.h"
 
 namespace softcuda {
 
-// Functions that enqueue work on a stream call capture_work() or capture_launch() first. If the
-// stream is capturing, these add the work to the captured graph and return true. Otherwise they
-// return false, and the caller enqueues the work. They refuse a call that is illegal during the
-// capture. While no stream captures, they cost one atomic load.
+// A function that enqueues work on a stream first calls capture_work() or capture_launch(). If the
+// stream is capturing, these two functions add the work to the captured graph and return true.
+// Otherwise they return false, and their caller enqueues the work. They refuse a driver call that
+// is illegal during the capture. While no stream captures, they cost one atomic load.
 bool capture_work(CUstream stream, const Work& work);
 bool capture_launch(CUstream stream, const Exec& exec);
-// Do the same for cuEventRecord and cuStreamWaitEvent. A stream joins a capture by waiting for an
-// event that was recorded in the capture.
+// The same for cuEventRecord and cuStreamWaitEvent: return whether the call was captured. A stream
+// joins a capture by waiting for an event that was recorded in the capture.
 bool capture_record(CUstream stream, CUevent event);
 bool capture_wait(CUstream stream, CUevent event);
 
@@ -23,8 +23,8 @@ void capture_event_destroyed(CUevent event);
 void capture_stream_destroyed(CUstream stream);
 
 // These functions reject a call that is illegal during a capture and invalidate the affected
-// captures (R3). Illegal calls are: synchronizing with a capturing stream or a captured event,
-// querying one of these, and synchronizing with the device.
+// captures (INVARIANTS.md R3). Illegal calls are: synchronizing with a capturing stream or a
+// captured event, querying one of these, and synchronizing with the device.
 void capture_reject_stream_sync(CUstream stream);
 void capture_reject_event_sync(CUevent event);
 void capture_reject_device_sync();

@@ -1,5 +1,5 @@
 // Conditional handles and conditional nodes: creation, checks, and the choice of the body that runs
-// next (invariants N1-N4).
+// next (INVARIANTS.md N1 to N4).
 #include "conditionals.h"
 
 #include <deque>
@@ -9,7 +9,8 @@ namespace softcuda {
 namespace {
 
 // Returns the condition of a handle if a node of `graph` may use it: the handle must have been
-// created for `graph` or for a graph that contains `graph` as a body (N1). Returns null otherwise.
+// created for `graph` or for a graph that contains `graph` as a body (INVARIANTS.md N1). Returns
+// null otherwise.
 std::shared_ptr<Condition> find_condition(const Graph* graph, uint64_t handle) {
   std::lock_guard<std::mutex> lock(graph_mutex);
   for (; graph != nullptr; graph = graph->body_of) {

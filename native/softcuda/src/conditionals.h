@@ -1,4 +1,4 @@
-// Conditional nodes: IF, WHILE and SWITCH nodes with body graphs (invariants N1-N4).
+// Conditional nodes: IF, WHILE and SWITCH nodes with body graphs (INVARIANTS.md N1 to N4).
 #pragma once
 
 #include "graphs.h"
@@ -29,22 +29,24 @@ struct ConditionalWork {
 // Whether the graph contains a conditional node, also in its child graphs. Such a graph cannot be
 // cloned.
 bool has_conditional(const Graph& graph);
-// Rejects work that is not allowed in a conditional body (N4).
+// Rejects work that is not allowed in a conditional body (INVARIANTS.md N4).
 void check_in_body(const Work& work);
-// If `graph` is a conditional body, rejects a node that is not allowed in bodies (N4).
+// If `graph` is a conditional body, rejects a node that is not allowed in bodies
+// (INVARIANTS.md N4).
 void check_body(const Graph& graph, const Node& node);
 // Checks the conditional nodes of a graph before the graph is instantiated. Rejects conditional
-// handles that no node uses (N1), conditional nodes in child graphs (N5), and nodes that are not
-// allowed in a conditional body but have become part of it inside a child graph (N4). `in_body`
-// says whether `graph` itself is inside a conditional body.
+// handles that no node uses (INVARIANTS.md N1), conditional nodes in child graphs (INVARIANTS.md
+// N5), and nodes that are not allowed in a conditional body but have become part of it inside a
+// child graph (INVARIANTS.md N4). `in_body` says whether `graph` itself is inside a conditional
+// body.
 void check_conditions(const Graph& graph, bool in_body);
 // Adds a conditional node with empty bodies, whose handles are returned in `params`.
 void add_conditional(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
                      CUDA_CONDITIONAL_NODE_PARAMS* params);
 // Whether a pointer is the address of a condition's cell, which is what a conditional handle is.
 bool is_condition(const softcuda_condition* cell);
-// Returns the body that runs next, or null if the node is complete (N2). `first` is true when the
-// node becomes ready and false after a run of a body.
+// Returns the body that runs next, or null if the node is complete (INVARIANTS.md N2). `first` is
+// true when the node becomes ready and false after a run of a body.
 Program* next_body(const ConditionalWork& work, bool first);
 
 }  // namespace softcuda

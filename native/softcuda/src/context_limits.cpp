@@ -1,6 +1,6 @@
 // Limits and preferences of contexts and kernels, profiler control, and lookups of the device. The
-// soft device stores preferences and limits and returns them. Its stacks, buffers and caches have
-// fixed sizes, so they have no other effect.
+// soft device stores limits and preferences and returns them. Except for the stack limit, which
+// recursive PTX kernels obey, they have no other effect.
 #include <algorithm>
 #include <cstring>
 
@@ -82,7 +82,7 @@ SC_API(cuKernelSetCacheConfig, 12000, 0, CUkernel, kernel, int, config, CUdevice
   require(device == 0, CUDA_ERROR_INVALID_DEVICE);
 }
 
-// The capabilities of all contexts have the version 3.2, the last one that the API defines.
+// All contexts have API version 3.2, the last one that CUDA defines.
 SC_API(cuCtxGetApiVersion, 3020, kNoLock, CUcontext, context, unsigned*, version) {
   require(version != nullptr);
   if (context == nullptr) require_context();

@@ -14,8 +14,8 @@ namespace {
 using Wide = unsigned __int128;
 constexpr Wide kLimit = Wide{1} << 62;
 
-// Whether the distance between the first byte of the memory and the last byte of the copy exceeds
-// what 62 bits can represent.
+// Whether the extent of the copy in memory, including the padding of rows and slices, needs more
+// than 62 bits.
 bool overflows(const CopyEnd& end, const CopyShape& shape) {
   if (end.type == CU_MEMORYTYPE_ARRAY) return false;  // resolve_array() checks the bounds
   const Wide rows = Wide{end.y} + shape.rows;
@@ -27,8 +27,8 @@ bool overflows(const CopyEnd& end, const CopyShape& shape) {
   return slice >= kLimit || slice * slices >= kLimit;
 }
 
-// Resolves the address of one side of a copy in linear memory, and checks its bounds (C2).
-// Returns the reason of a failure; "" if there is none.
+// Resolves the address of one side of a copy in linear memory, and checks its bounds
+// (INVARIANTS.md C2). Returns the reason of a failure; "" if there is none.
 std::string resolve_linear(const CopyEnd& end, const CopyShape& shape, CopySide* side) {
   side->row_pitch = end.pitch;
   side->slice_pitch = end.pitch * end.height;
@@ -157,9 +157,9 @@ bool run_fill(Executor* executor, const FillWork& f) {
   });
 }
 
-// The copy follows the driver's rules for pageable memory (C1). If the source is pageable, an
-// asynchronous copy reads it before the call returns. If the destination is pageable, the copy is
-// complete when the call returns.
+// The copy follows the driver's rules for pageable memory (INVARIANTS.md C1). If the source is
+// pageable, an asynchronous copy reads it before the call returns. If the destination is pageable,
+// the copy is complete when the call returns.
 CUresult enqueue_copy(const std::shared_ptr<CopyWork>& c, CUstream handle, bool wait,
                       bool read_now) {
   const auto stream = find_stream(handle);

@@ -50,7 +50,8 @@ std::string& value_of(int setting) {
   return found->second;
 }
 
-// Without `out`, only the size of the value is returned. A text ends with a null byte.
+// Copies the value of a setting to `out` and its size to `size`. If `out` is null, only the size is
+// returned. A text ends with a null byte, which the size includes.
 void get(int setting, void* out, size_t* size) {
   require(size != nullptr);
   std::lock_guard<std::mutex> lock(g_dump_mutex);
@@ -64,7 +65,8 @@ void get(int setting, void* out, size_t* size) {
   *size = bytes;
 }
 
-// Uses at most *size bytes of the value, and stores the number of bytes that were used.
+// Changes a setting to the first *size bytes of `value`. If the setting has fewer bytes, only these
+// are read. `size` receives the number of bytes that were read.
 void set(int setting, const void* value, size_t* size) {
   require(value != nullptr && size != nullptr);
   std::lock_guard<std::mutex> lock(g_dump_mutex);

@@ -1,4 +1,5 @@
-// Error names, the sticky error, and the texts of faults and refused calls (invariants E1-E3).
+// Error names, the sticky error, and the texts of faults and refused calls
+// (INVARIANTS.md E1 to E3).
 #include <cctype>
 #include <cstdio>
 #include <cstdlib>
@@ -12,8 +13,8 @@ namespace {
 struct ErrorName {
   CUresult code;
   const char* name;
-  // The text of the driver for common errors. For others, the error's name in lower case, without
-  // "CUDA_ERROR_" and with spaces for underscores.
+  // The text that cuGetErrorString returns: for common errors, NVIDIA's text; for the others, the
+  // error's name in lower case, without "CUDA_ERROR_" and with spaces in place of underscores.
   std::string text;
 };
 
@@ -91,7 +92,7 @@ std::string hex(unsigned long long value) {
 void fault(CUresult code, const std::string& text) {
   {
     std::lock_guard<std::mutex> lock(g_text_mutex);
-    if (g_sticky.load() != CUDA_SUCCESS) return;  // only the first fault is recorded (E1)
+    if (g_sticky.load() != CUDA_SUCCESS) return;  // a fault was recorded before (INVARIANTS.md E1)
     g_fault_text = text;
     count_live_as_leaked();
     g_sticky.store(code, std::memory_order_release);

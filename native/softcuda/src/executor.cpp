@@ -1,4 +1,4 @@
-// Blocks, barriers and thread exits (invariants X1-X5). Warp operations are in warp.cpp.
+// Blocks, barriers and thread exits (INVARIANTS.md X1 to X5). Warp operations are in warp.cpp.
 #include "executor.h"
 
 #include <signal.h>
@@ -26,7 +26,7 @@ namespace {
 constexpr size_t kSharedMax = 256 << 10;
 
 // Flushes denormals to zero on the calling thread. Every worker does so, because results must not
-// depend on the worker that computes them (X10).
+// depend on the worker that computes them (INVARIANTS.md X10).
 void flush_denormals() {
 #if defined(__x86_64__)
   _mm_setcsr(_mm_getcsr() | 0x8040);
@@ -87,7 +87,7 @@ bool Executor::run_blocks(const Op& op, uint64_t first, uint64_t last) {
     return false;
   }
   if (function.ptx != nullptr) {
-    // Memory that another operation unmaps while the kernel runs is a fault, not a crash.
+    // guarded() turns a crash into a fault: another operation may unmap memory that this one uses.
     bool succeeded = false;
     running_kernel_.store(function.name.c_str(), std::memory_order_relaxed);
     const bool returned = guarded("kernel '" + function.name + "'",
@@ -158,7 +158,7 @@ void Executor::fiber_loop() {
 }
 
 // Initializes the thread states when a thread of the block waits for the first time. All threads
-// that started earlier have exited (X2).
+// that started earlier have exited (INVARIANTS.md X2).
 void Executor::begin_tracking() {
   block_->tracked = 1;
   std::memset(ready_, 0, sizeof ready_);
@@ -185,14 +185,14 @@ inline __attribute__((always_inline)) int Executor::barrier(unsigned op, int pre
   pending_barrier_.predicates += predicate != 0;
   const unsigned thread = block_->current;
   if (++pending_barrier_.threads == block_->count - block_->exited) {
-    release_barrier();  // the last thread to arrive continues without a switch (X4)
+    release_barrier();  // the last thread to arrive continues without a switch (INVARIANTS.md X4)
   } else {
     at_barrier_[thread / 32] |= 1u << (thread % 32);
     suspend();
   }
   // A thread that was suspended here reads the result later than the last thread to arrive. The
   // values are still those of this barrier, because the next barrier cannot complete before this
-  // thread arrives at it (X3).
+  // thread arrives at it (INVARIANTS.md X3).
   switch (op) {
     case SOFTCUDA_BARRIER_COUNT:
       return static_cast<int>(last_barrier_.predicates);
@@ -331,8 +331,8 @@ Executor& executor_of(softcuda_block* block) { return *static_cast<Executor*>(bl
 int hook_barrier(softcuda_block* block, unsigned op, int predicate) {
   return executor_of(block).barrier(op, predicate);
 }
-// Returns the mask of the active lanes (__activemask). It contains only the calling lane, because
-// the threads of a block run one after another.
+// Implements __activemask. The mask contains only the calling lane, because the threads of a block
+// run one after another.
 unsigned hook_active(softcuda_block* block) { return 1u << (block->current % 32); }
 void hook_exit(softcuda_block* block) { executor_of(block).thread_exit(); }
 void hook_trap(softcuda_block* block, int code, const char* text) {

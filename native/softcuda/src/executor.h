@@ -1,6 +1,6 @@
 // The executor runs the blocks of kernels on one worker. The threads of a block run one after
-// another on one stack. A thread that waits at a barrier or warp operation keeps that stack, a
-// fiber, and the other threads continue on another one (invariants X1-X10).
+// another on one stack, called a fiber. A thread that waits at a barrier or warp operation keeps
+// its fiber, and the other threads continue on another fiber (INVARIANTS.md X1 to X10).
 #pragma once
 
 #include <csetjmp>
@@ -78,8 +78,8 @@ class Executor {
   bool failed_ = false;
   std::atomic<const char*> running_kernel_{nullptr};
 
-  // States of the threads of the block. They are valid while block_->tracked is set (X2). Each
-  // element of the `unsigned` arrays is a bit mask of the lanes of one warp.
+  // States of the threads of the block. They are valid while block_->tracked is set (INVARIANTS.md
+  // X2). Each element of the `unsigned` arrays is a bit mask of the lanes of one warp.
   Fiber* suspended_[1024];
   Lane lanes_[1024];
   unsigned ready_[32], at_barrier_[32], at_warp_[32], exited_[32];
@@ -90,7 +90,8 @@ class Executor {
     unsigned predicates = 0;
   };
   Arrivals pending_barrier_;
-  Arrivals last_barrier_;  // the last complete barrier, whose result its threads still read (X3)
+  // The last complete barrier, whose result its threads may still read (INVARIANTS.md X3).
+  Arrivals last_barrier_;
 
   // Where the signal handler jumps to after a fault.
   sigjmp_buf recover_;
@@ -116,7 +117,7 @@ inline __attribute__((always_inline)) Fiber* Executor::next_ready(unsigned warp)
 
 // Suspends the running thread, which keeps its stack, and runs another one. This is a ready thread
 // or, if no thread is ready, the next thread that has not started, on another stack. If no such
-// thread exists either, the block is deadlocked (X5).
+// thread exists either, the block is deadlocked (INVARIANTS.md X5).
 inline __attribute__((always_inline)) void Executor::suspend() {
   Fiber* self = running_;
   self->thread = block_->current;

@@ -1,5 +1,5 @@
 // Signal handlers that turn memory and arithmetic faults of device code into sticky errors
-// (invariant E4). All other signals are passed to the previously installed handler.
+// (INVARIANTS.md E4). All other signals are passed to the previously installed handler.
 #include <signal.h>
 #include <ucontext.h>
 #include <unistd.h>

@@ -1,4 +1,4 @@
-// Observation of the GIL and of Python stacks (invariants L1-L5).
+// Observation of the GIL and of Python stacks (INVARIANTS.md L1 to L5).
 #include "gil.h"
 
 #include <dlfcn.h>
@@ -70,7 +70,8 @@ std::string stack_from(Object* frame) {
 
 // ---- requests for the GIL ---------------------------------------------------------------------
 // The interpreter guards the state of the GIL with a mutex. It is the first mutex that a thread
-// locks when it requests the GIL. To find this mutex, a helper thread requests the GIL once (L2).
+// locks when it requests the GIL. To find this mutex, a helper thread requests the GIL once
+// (INVARIANTS.md L2).
 std::atomic<void*> g_gil_mutex{nullptr};
 thread_local bool t_finding_mutex = false;
 constexpr int kFindTicks = 20000;

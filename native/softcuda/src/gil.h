@@ -1,5 +1,5 @@
 // Observation of the Python interpreter of this process, if there is one: requests for the GIL and
-// Python stacks (invariants L1-L5). The soft device is not linked against Python. It looks up
+// Python stacks (INVARIANTS.md L1 to L5). The soft device is not linked against Python. It looks up
 // Python's functions at run time.
 #pragma once
 
@@ -27,8 +27,8 @@ bool gil_watched();
 
 // Redirection of calls between the libraries of this process. A library calls the functions of
 // other libraries through its global offset table (GOT). Replacing an entry of this table redirects
-// the calls (call_redirection.cpp). `Callers` selects whose calls are redirected: `inside` means
-// the library that contains the address `code`, and `outside` means all other libraries.
+// the calls (call_redirection.cpp). `Callers` selects the libraries whose calls are redirected:
+// `inside` is the library that contains the address `code`; `outside` is all other libraries.
 enum class Callers { inside, outside };
 // Redirects the calls of the function `symbol` to `replacement` in the selected libraries. Calls
 // that do not go through a GOT, such as most calls inside one library, are not redirected.

@@ -1,4 +1,4 @@
-// Executable graphs: instantiation, launch and update (invariants G3-G8).
+// Executable graphs: instantiation, launch and update (INVARIANTS.md G3 to G8).
 #include <algorithm>
 #include <functional>
 #include <set>
@@ -17,9 +17,9 @@ Exec::~Exec() { live_add(Resource::graph_exec, -1); }
 
 namespace {
 
-// Returns the nodes of a graph such that every node follows its dependencies. The nodes stay in the
-// order in which they were added if all dependencies allow it. A cycle, which can be created by
-// cuGraphAddDependencies, is refused (G2).
+// Returns the nodes of a graph in an order in which every node follows its dependencies. This is
+// the order in which they were added if the dependencies allow it. A cycle, which can be created by
+// cuGraphAddDependencies, is refused (INVARIANTS.md G2).
 std::vector<const Node*> sorted_nodes(const Graph& graph) {
   std::vector<const Node*> sorted;
   std::set<const Node*> done;
@@ -53,9 +53,9 @@ std::vector<unsigned> joined(unsigned entry, const std::map<const Node*, unsigne
 
 // Appends the nodes of a graph to a flat list. The nodes of a child graph are placed between two
 // empty nodes. The first empty node has the dependencies of the child graph node, and the
-// successors of the child graph node depend on the second one (G4). The root nodes of `graph`
-// depend on the list indices `before`. For each node of `graph`, `tail` receives the list index on
-// which the node's successors depend.
+// successors of the child graph node depend on the second one (INVARIANTS.md G4). The root nodes of
+// `graph` depend on the list indices `before`. For each node of `graph`, `tail` receives the list
+// index on which the node's successors depend.
 void append_flat(const Graph& graph, const std::vector<unsigned>& before,
                  std::vector<FlatNode>* out, References* references,
                  std::map<const Node*, unsigned>* tail) {
@@ -98,7 +98,7 @@ bool has_kernel(const std::vector<FlatNode>& flat) {
 
 // Creates the work of a conditional node. `top` is the program of the whole graph. If the node's
 // handle has a default value, this value is added to the defaults of `top`, which are stored when a
-// launch of `top` begins (N3).
+// launch of `top` begins (INVARIANTS.md N3).
 Work conditional_work(const FlatNode& node, Program* top) {
   auto work = std::make_shared<ConditionalWork>();
   work->type = node.condition_type;
@@ -245,9 +245,9 @@ static bool is_in_body(const Exec& exec, const FlatNode& node) {
 }
 
 // Applies the change of one node to the program of the executable graph. The change must not affect
-// queued launches, which keep the program with which they were queued (G5). If there are such
-// launches, or if the node is in a conditional body, a new program is created. Otherwise the node
-// of the program is changed in place.
+// queued launches, which keep the program with which they were queued (INVARIANTS.md G5). If there
+// are such launches, or if the node is in a conditional body, a new program is created. Otherwise
+// the node of the program is changed in place.
 static void replace_work(Exec& exec, const FlatNode& changed) {
   const FlatNode* const first = exec.flat.data();
   if (is_in_body(exec, changed) ||

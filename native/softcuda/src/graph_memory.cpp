@@ -1,4 +1,4 @@
-// Memory that graph nodes allocate and free (invariant M9).
+// Memory that graph nodes allocate and free (INVARIANTS.md M9).
 #include <algorithm>
 
 #include "graph_nodes.h"
@@ -7,12 +7,12 @@
 namespace softcuda {
 namespace {
 
-// Memory that is associated with graphs, as the graph memory attributes of the device report it.
-// It has no release threshold, so memory stays reserved until it is trimmed.
+// Counts the memory of allocation nodes, which the graph memory attributes of the device report
+// (cuDeviceGetGraphMemAttribute). Memory stays reserved until cuDeviceGraphMemTrim releases it.
 MemoryPool& g_pool = *new MemoryPool;
 // The allocations of g_pool. Destroyed ones are removed when another one is added.
 std::vector<std::weak_ptr<Allocation>>& g_counted = *new std::vector<std::weak_ptr<Allocation>>;
-// Unit in which memory is associated with graphs.
+// Unit in bytes in which the memory of graphs is counted.
 constexpr size_t kUnit = 2 << 20;
 
 size_t charged_bytes(const Allocation& a) { return (a.size + kUnit - 1) / kUnit * kUnit; }

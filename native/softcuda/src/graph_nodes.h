@@ -1,5 +1,5 @@
 // Parameters of graph nodes. All functions that add or change a node convert its parameters to
-// CUgraphNodeParams and create its work with build_work() (G1).
+// CUgraphNodeParams and create its work with build_work() (INVARIANTS.md G1).
 #pragma once
 
 #include "graphs.h"

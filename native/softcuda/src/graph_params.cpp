@@ -74,7 +74,7 @@ Params params_of(CUgraphNode handle, CUgraphNodeType type) {
 }
 
 // Replaces the parameters of a node of a definition. Executable graphs that were instantiated
-// before keep the old parameters (G3).
+// before keep the old parameters (INVARIANTS.md G3).
 void set_params(CUgraphNode handle, const Params& params) {
   const auto node = find_node(handle, params.type);
   if (params.type == kGraph) {

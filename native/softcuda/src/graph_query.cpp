@@ -104,7 +104,8 @@ SC_API(cuGraphNodeGetType, 10000, 0, CUgraphNode, handle, int*, out) {
   *out = node->type;
 }
 
-// Returns the number of a handle among all handles of its kind, which are never reused (A5).
+// Returns the number of a handle among all handles of its kind, which are never reused
+// (INVARIANTS.md A5).
 static unsigned number_of(const void* handle) {
   return static_cast<unsigned>(reinterpret_cast<uint64_t>(handle) / 16 & 0xffffffff);
 }

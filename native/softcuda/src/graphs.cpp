@@ -1,4 +1,4 @@
-// Graph definitions: nodes, dependencies and child graphs (invariants G1, G2, G7, G9).
+// Graph definitions: nodes, dependencies and child graphs (INVARIANTS.md G1, G2, G7, G9).
 #include "graphs.h"
 
 #include <algorithm>
@@ -167,7 +167,7 @@ static bool contains(const Graph& top, const Graph* wanted) {
 }
 
 // Adds a child graph node that takes ownership of `child`. The child graph keeps its handle and its
-// user-object references (G7).
+// user-object references (INVARIANTS.md G7).
 static void move_child(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
                        CUgraph child) {
   const auto moving = graphs.find(child);
@@ -187,7 +187,7 @@ static void move_child(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps,
   moving->moved = true;
 }
 
-// Checks an edge and returns its from_port, which is 0 for a full dependency (G9).
+// Checks an edge and returns its from_port, which is 0 for a full dependency (INVARIANTS.md G9).
 static unsigned char port_of(const CUgraphEdgeData& edge, CUgraphNodeType from,
                              CUgraphNodeType to) {
   constexpr auto kernel = CU_GRAPH_NODE_TYPE_KERNEL;

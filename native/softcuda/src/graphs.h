@@ -8,7 +8,7 @@
 
 namespace softcuda {
 
-// ---- user objects (invariants U1-U4) ----------------------------------------------------------
+// ---- user objects (INVARIANTS.md U1 to U4) ----------------------------------------------------
 struct UserObject {
   void* handle = nullptr;
   void* data = nullptr;
@@ -36,7 +36,7 @@ class References {
 };
 
 // Allows inline destructors. While an object of this class exists and SOFTCUDA_DESTRUCTORS=inline
-// is set, the destructors of user objects run on the current thread (U3).
+// is set, the destructors of user objects run on the current thread (INVARIANTS.md U3).
 class InlineDestructorScope {
  public:
   InlineDestructorScope();
@@ -46,7 +46,7 @@ class InlineDestructorScope {
   bool outer_;
 };
 
-// ---- graphs (invariants G1-G9) ----------------------------------------------------------------
+// ---- graphs (INVARIANTS.md G1 to G9) ----------------------------------------------------------
 struct Graph;
 struct Condition;
 
@@ -73,7 +73,7 @@ struct Node {
   std::vector<CUgraph> body_handles;
   std::vector<Node*> dependencies;
   // For each programmatic edge to this node: the source node and the port of the source from which
-  // the edge starts (G9). All other edges are full dependencies, which have port 0.
+  // the edge starts (INVARIANTS.md G9). All other edges are full dependencies, which have port 0.
   std::map<const Node*, unsigned char> ports;
   unsigned char port(const Node* from) const { return ports.count(from) ? ports.at(from) : 0; }
 };
@@ -89,18 +89,19 @@ struct Graph {
   std::shared_ptr<References> references = std::make_shared<References>();
   // If this graph is a conditional body: the graph that contains the conditional node.
   Graph* body_of = nullptr;
-  // Whether the graph was moved into a parent graph, which owns it (G7).
+  // Whether the graph was moved into a parent graph, which owns it (INVARIANTS.md G7).
   bool moved = false;
   // The conditional handles that were created for this graph.
   std::vector<std::shared_ptr<Condition>> conditions;
   // Number of active stream captures that add nodes to this graph.
   std::atomic<int> captures{0};
-  // The executable graph of a graph with memory nodes, of which only one may exist (M9).
+  // The executable graph of a graph with memory nodes, of which only one may exist
+  // (INVARIANTS.md M9).
   std::weak_ptr<Exec> instance;
 };
 
 // One node of an executable graph. Child graphs are replaced by their nodes. The dependencies of a
-// node are indices of earlier nodes (G4).
+// node are indices of earlier nodes (INVARIANTS.md G4).
 struct FlatNode {
   CUgraphNodeType type;
   Work work;
@@ -108,7 +109,7 @@ struct FlatNode {
   // Handle of the node in the definition, by which callers address this node.
   void* source = nullptr;
   std::vector<unsigned> dependencies;
-  // For each dependency, the port of the source node; 0 for a full dependency (G9).
+  // For each dependency, the port of the source node; 0 for a full dependency (INVARIANTS.md G9).
   std::vector<unsigned char> ports{};
   // The next three members are used by conditional nodes only.
   std::shared_ptr<Condition> condition{};
@@ -149,7 +150,7 @@ void add_free_node(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, siz
                    CUdeviceptr p);
 // Whether the graph or a child graph has nodes that allocate or free memory.
 bool has_memory_node(const Graph& graph);
-// Refuses the call if the graph has such nodes; `text` is the error text (M9).
+// Refuses the call if the graph has such nodes; `text` is the error text (INVARIANTS.md M9).
 void require_no_memory_node(const Graph& graph, const char* text);
 CUgraphNodeType type_of(WorkKind kind);
 const char* type_name(CUgraphNodeType type);

@@ -1,5 +1,5 @@
-// Device resources and green contexts. A green context has its own streams and records the
-// resources it was created with. They have no effect on where and how its work runs.
+// Device resources and green contexts. A green context has its own streams, and stores the
+// resources with which it was created. These resources have no effect on where its work runs.
 #include <algorithm>
 #include <cstring>
 
@@ -47,7 +47,7 @@ struct GroupParams {
 static_assert(sizeof(GroupParams) == 64, "driver ABI");
 
 enum : unsigned { kBackfill = 1 };
-// As many processors form the smallest partition, and share a cluster.
+// Number of multiprocessors in the smallest partition, and in a cluster.
 constexpr unsigned kAlignment = 2;
 
 using Resources = std::vector<CUdevResource>;
@@ -69,7 +69,8 @@ CUdevResource sm_resource(unsigned count, unsigned alignment, unsigned flags) {
   return out;
 }
 
-// Stores the resource of a type: one of `given` or, if there is none, that of the device.
+// Stores the resource with the given type in `out`: the one in `given` or, if `given` has none, the
+// resource of the device.
 void query(const Resources& given, CUdevResource* out, int type) {
   require(out != nullptr);
   require(type == kSm || type == kQueueConfig || type == kQueue, CUDA_ERROR_INVALID_RESOURCE_TYPE,
@@ -97,8 +98,8 @@ std::shared_ptr<GreenContext> green_context_of(CUcontext context) {
   return nullptr;
 }
 
-// The green context of a stream: that of its context or, for the default streams, that of the
-// current context. Null if there is none.
+// Returns the green context in which a stream was created or, for the default streams, the current
+// green context; null if there is none.
 std::shared_ptr<GreenContext> green_context_of_stream(CUstream handle) {
   const auto stream = find_stream(handle);
   const bool is_default = reinterpret_cast<uint64_t>(handle) <= 2;
@@ -111,7 +112,7 @@ void require_sm(const CUdevResource* input) {
           "only a resource of multiprocessors can be split");
 }
 
-// Returns the size of the next group, of which `rest` processors are left.
+// Returns the number of multiprocessors of the next group, given that `rest` ones are left.
 unsigned group_size(const GroupParams& p, unsigned alignment, unsigned rest) {
   constexpr CUresult kInvalid = CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION;
   require((p.flags & ~kBackfill) == 0, CUDA_ERROR_NOT_SUPPORTED,
@@ -151,7 +152,7 @@ SC_API(cuStreamGetDevResource, 13010, 0, CUstream, stream, CUdevResource*, out, 
   query(green ? green->resources : Resources(), out, type);
 }
 
-// Without `out`, only the number of possible groups is returned.
+// If `out` is null, only the number of possible groups is returned.
 SC_API(cuDevSmResourceSplitByCount, 12040, 0, CUdevResource*, out, unsigned*, groups,
        const CUdevResource*, input, CUdevResource*, remaining, unsigned, flags, unsigned,
        min_count) {
@@ -173,7 +174,7 @@ SC_API(cuDevSmResourceSplitByCount, 12040, 0, CUdevResource*, out, unsigned*, gr
   *groups = created;
 }
 
-// The sizes of the groups are stored in `params`. Without `out`, nothing else is returned.
+// The sizes of the groups are stored in `params`. If `out` is null, nothing else is returned.
 SC_API(cuDevSmResourceSplit, 13010, 0, CUdevResource*, out, unsigned, groups, const CUdevResource*,
        input, CUdevResource*, remaining, unsigned, flags, GroupParams*, params) {
   require(groups > 0 && flags == 0 && params != nullptr);

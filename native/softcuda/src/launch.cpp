@@ -138,8 +138,8 @@ struct ProgrammaticEvent {
   int trigger_at_block_start;
 };
 
-// Accepts launch attributes that are hints, because hints do not change results, clusters of one
-// block, and those of programmatic launches. Refuses all others.
+// Accepts launch attributes that are hints, which cannot change results; clusters of one block; and
+// the attributes of programmatic launches. Refuses all other attributes.
 static void check_launch_attribute(const CUlaunchAttribute& attribute, bool* programmatic,
                                    CUevent* event) {
   const int id = attribute.id;
@@ -150,7 +150,8 @@ static void check_launch_attribute(const CUlaunchAttribute& attribute, bool* pro
       require(size[0] == 1 && size[1] == 1 && size[2] == 1, CUDA_ERROR_NOT_SUPPORTED,
               "clusters of more than one block are not implemented");
       return;
-    // The launch starts when the preceding work is complete, which the attributes allow.
+    // The attributes allow, but do not require, that the launch starts before the preceding work is
+    // complete. Here it starts afterwards.
     case CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION:
       *programmatic = size[0] != 0;
       return;

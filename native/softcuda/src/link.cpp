@@ -1,5 +1,5 @@
-// Linking of PTX texts (cuLink*). The linked image contains the texts; cuModuleLoadData links them
-// again. An error is therefore reported by cuLinkComplete and could not occur later.
+// Linking of PTX texts (cuLink*). cuLinkComplete links the texts to find errors, and returns an
+// image that contains the texts. cuModuleLoadData links them again.
 #include <fstream>
 #include <iterator>
 
@@ -27,7 +27,7 @@ struct LinkState {
 Handles<LinkState>& link_states =
     *new Handles<LinkState>(0x5c000000000000, "the linker state is unknown or was destroyed");
 
-// Links texts and unloads the result. Reports an error in the log of the state.
+// Checks that texts can be linked: loads and unloads them. Writes an error to the state's log.
 void check(LinkState& state, const std::vector<std::string>& texts) {
   std::string log;
   try {

@@ -1,4 +1,4 @@
-// Managed memory: allocation, hints and prefetching (invariant M7). Host and device share the
+// Managed memory: allocation, hints and prefetching (INVARIANTS.md M7). Host and device share the
 // memory of the machine, so nothing is migrated. Hints are stored per allocation and returned by
 // queries.
 #include "memory.h"
@@ -33,8 +33,8 @@ std::shared_ptr<Allocation> find_managed(CUdeviceptr p, size_t bytes) {
          why.empty() ? hex(p) + " is not in managed memory" : "managed memory: " + why);
 }
 
-// Returns the managed allocation of a range that must cover the allocation, up to the granularity
-// of a page.
+// Returns the managed allocation that a range covers completely. Refuses any other range; the range
+// may end up to a page after the allocation.
 std::shared_ptr<Allocation> find_whole(CUdeviceptr p, size_t bytes) {
   const auto a = find_managed(p, bytes);
   constexpr size_t kPage = 4096;
@@ -90,7 +90,7 @@ void prefetch(CUdeviceptr p, size_t bytes, const CUmemLocation& location, CUstre
   a->hints.prefetched = location;
 }
 
-// Returns a location as the attributes report it that know only devices and the CPU.
+// Returns a location for the older attributes, which can express only devices and the CPU.
 int device_of(const CUmemLocation& location) {
   if (location.type == CU_MEM_LOCATION_TYPE_DEVICE) return location.id;
   return location.type == CU_MEM_LOCATION_TYPE_HOST ? kCpu : kNowhere;

@@ -1,4 +1,4 @@
-// Parameter checks and entry points of stream memory operations (W5).
+// Parameter checks and entry points of stream memory operations (INVARIANTS.md W5).
 #include <algorithm>
 
 #include "capture.h"

@@ -1,4 +1,5 @@
-// Execution of stream memory operations, and the poller thread that watches pending waits (W2-W4).
+// Execution of stream memory operations, and the poller thread that watches pending waits
+// (INVARIANTS.md W2 to W4).
 #include "memops.h"
 
 #include <sys/prctl.h>
@@ -68,9 +69,9 @@ bool satisfied(const Memop& op) {
   }
 }
 
-// Keeps the mapping of a word in a reserved range while an operation accesses the word. Returns
-// false after a fault, because the memory was unmapped after the operation had been created or
-// because the device has no access to it.
+// If the word of an operation is in a reserved range, locks the mappings in `lock`, so that the
+// memory stays mapped during the access. If the memory was unmapped after the operation was
+// created, or if the device may not access it, records a fault and returns false.
 bool lock_mapping(const Memop& op, std::unique_lock<std::mutex>* lock) {
   if (op.word.owner == nullptr || op.word.owner->kind != MemoryKind::reserved) return true;
   *lock = std::unique_lock<std::mutex>(virtual_mutex());
@@ -88,8 +89,8 @@ bool lock_mapping(const Memop& op, std::unique_lock<std::mutex>* lock) {
   return false;
 }
 
-// Runs the operations of a batch in array order, starting at `next` (W1). Returns the index of the
-// first unsatisfied wait, or the number of operations if the batch is complete.
+// Runs the operations of a batch in array order, starting at `next` (INVARIANTS.md W1). Returns the
+// index of the first unsatisfied wait, or the number of operations if the batch is complete.
 size_t advance(const MemopWork& work, size_t next) {
   for (; next < work.ops.size(); ++next) {
     const Memop& op = work.ops[next];

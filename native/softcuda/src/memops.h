@@ -1,5 +1,5 @@
 // Stream memory operations: batches of waits for a value in memory, writes of a value, and barriers
-// (invariants W1-W6).
+// (INVARIANTS.md W1 to W6).
 #pragma once
 
 #include <vector>
@@ -36,7 +36,8 @@ std::shared_ptr<const MemopWork> make_memops(const CUDA_BATCH_MEM_OP_NODE_PARAMS
 bool start_memops(Op* op);
 
 // With SOFTCUDA_QUEUES=1, holds back an operation that becomes ready while a wait is pending, as a
-// wait at the head of a single hardware queue would do (W4). Returns whether `op` was held back.
+// wait at the head of a single hardware queue would do (INVARIANTS.md W4). Returns whether `op` was
+// held back.
 bool hold_behind_wait(Op* op);
 
 }  // namespace softcuda

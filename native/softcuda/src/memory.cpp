@@ -1,5 +1,5 @@
 // Allocation and freeing of memory, device addresses (aliases) and their translation to storage
-// addresses (invariants M1-M6).
+// addresses (INVARIANTS.md M1 to M6).
 #include "memory.h"
 
 #include <sys/mman.h>
@@ -79,7 +79,7 @@ size_t alias_bytes(size_t size) { return round_up(size + kAliasStep, kAliasStep)
 
 // Returns the start of the next free range of `span` device addresses. The search continues upwards
 // from the last assigned alias, and starts again at the lowest address when it reaches the end
-// (M1). Returns 0 if no range is free.
+// (INVARIANTS.md M1). Returns 0 if no range is free.
 CUdeviceptr next_free(size_t span) {
   CUdeviceptr at = g_table.next;
   for (bool wrapped = false;;) {
@@ -129,7 +129,7 @@ void assign_alias(const std::shared_ptr<Allocation>& a) {
 
 // The value with which the padding is filled: the bytes between the storage and the ends of its
 // pages. Guard pages do not protect these bytes. The fill value is therefore checked when the
-// allocation is freed (M6).
+// allocation is freed (INVARIANTS.md M6).
 constexpr unsigned char kPadding = 0xc5;
 
 // Calls visit(first, last) for the padding before and after the storage.
@@ -163,7 +163,8 @@ void check_padding(const Allocation& a) {
 // Maps the storage of an allocation between two guard pages. Returns false on failure.
 bool map_storage(Allocation* a) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  // Use whole huge pages, which save TLB misses, if they waste at most a quarter (M2).
+  // Use whole huge pages, which save TLB misses, if they waste at most a quarter
+  // (INVARIANTS.md M2).
   const bool huge = round_up(a->size, kHugePage) - a->size <= a->size / 4;
   const size_t unit = huge ? kHugePage : page;
   const size_t body = round_up(a->size, unit);
@@ -196,13 +197,13 @@ size_t physical_memory() {
   return bytes;
 }
 
-// The counter of live resources that counts the allocation.
+// Returns the kind of resource as which the allocation is counted.
 Resource resource_of(const Allocation& a) {
   return a.host && !a.unified() ? Resource::pinned_memory : Resource::device_memory;
 }
 
-// Bytes of device memory that are free. The memory of graphs is counted while it is allocated by a
-// launch, so that more than the total may be in use.
+// Returns the bytes of device memory that are free. Memory of graph nodes is counted as used while
+// a launch has it allocated, so more than the total memory may be in use; the result is then 0.
 size_t free_device_bytes() {
   const size_t total = total_memory();
   return total > g_table.used ? total - g_table.used : 0;
@@ -243,7 +244,7 @@ std::shared_ptr<Allocation> allocate(size_t size, MemoryKind kind, unsigned flag
 }
 
 // Frees an allocation: callers can no longer use it, and its pages return to the system. Its
-// address range remains reserved until the last reference is released (M4).
+// address range remains reserved until the last reference is released (INVARIANTS.md M4).
 void retire(const std::shared_ptr<Allocation>& a) {
   a->live.store(false, std::memory_order_release);
   g_table.by_alias.erase(a->alias);
@@ -376,7 +377,7 @@ static void protect(const Allocation& a, int protection) {
 std::shared_ptr<Allocation> allocate_closed(size_t size, MemoryKind kind) {
   auto a = allocate(size, kind, 0);
   std::lock_guard<std::mutex> lock(g_table.mutex);
-  if (!a->host) g_table.used -= a->size;  // counted while the range is open
+  if (!a->host) g_table.used -= a->size;  // a closed range does not count as used
   live_add(resource_of(*a), -1);
   a->live.store(false);
   protect(*a, PROT_NONE);

@@ -12,8 +12,9 @@ struct MemoryPool;
 struct GraphMemory;
 
 // The kinds of memory. Programs use pooled pinned memory and managed memory by one address in host
-// code and in device code. This address is the storage address, not the alias (M7). `reserved` is a
-// range of virtual memory management (M10), and `module` holds the variables of a module.
+// code and in device code. This address is the storage address, not the alias (INVARIANTS.md M7).
+// `reserved` is a range of virtual memory management (INVARIANTS.md M10), and `module` holds the
+// variables of a module.
 enum class MemoryKind { device, pinned, pooled_pinned, managed, reserved, module };
 
 // Hints of cuMemAdvise and cuMemPrefetchAsync about one allocation of managed memory. They are
@@ -27,10 +28,10 @@ struct ManagedHints {
 };
 
 // One allocation of device memory or pinned host memory. Programs use `alias`, an address in a
-// reserved PROT_NONE range. Host code that dereferences it therefore faults (M1). Kernels and
-// copies access `storage`, which is in a separate mapping. The mapping has a guard page at each
-// end, and the storage ends at the upper guard page (M2). The mapping exists until the last
-// operation that refers to the allocation is destroyed.
+// reserved PROT_NONE range. Host code that dereferences it therefore faults (INVARIANTS.md M1).
+// Kernels and copies access `storage`, which is in a separate mapping. The mapping has a guard page
+// at each end, and the storage ends at the upper guard page (INVARIANTS.md M2). The mapping exists
+// until the last operation that refers to the allocation is destroyed.
 struct Allocation {
   Allocation();
   ~Allocation();
@@ -59,7 +60,7 @@ struct Allocation {
   // State of memory that a graph node allocates; null for other memory.
   std::unique_ptr<GraphMemory> graph;
   ManagedHints hints;
-  // Whether host and device use the same address (M7).
+  // Whether host and device use the same address (INVARIANTS.md M7).
   bool unified() const { return kind == MemoryKind::pooled_pinned || kind == MemoryKind::managed; }
   // The address that device code and the driver API use.
   CUdeviceptr device_address() const {
@@ -83,25 +84,25 @@ bool is_alias(unsigned long long address);
 // `why` to the reason.
 bool resolve(unsigned long long p, size_t bytes, Target* out, std::string* why);
 // Resolves an address range that device code accesses. The address must be a device address or,
-// because the device has unified addressing, the host address of pinned memory (K6). The call fails
-// for pageable memory.
+// because the device has unified addressing, the host address of pinned memory (INVARIANTS.md K6).
+// The call fails for pageable memory.
 bool resolve_for_device(unsigned long long p, size_t bytes, Target* out, std::string* why);
 // Allocates memory. Refuses the call if there is not enough memory.
 std::shared_ptr<Allocation> allocate_memory(size_t size, MemoryKind kind, unsigned flags = 0);
-// Frees an allocation (M4). If bytes outside of it were overwritten, records a fault.
+// Frees an allocation (INVARIANTS.md M4). If bytes outside of it were overwritten, records a fault.
 void free_memory(const std::shared_ptr<Allocation>& allocation);
 // Returns the allocation that starts at a device address and that cuMemFree or a free node may
 // free; null if there is none.
 std::shared_ptr<Allocation> find_device_start(CUdeviceptr p);
 // Allocates the address range of graph memory. The memory is accessible only while the range is
-// open: from the run of an allocation node until the memory is freed (M9).
+// open: from the run of an allocation node until the memory is freed (INVARIANTS.md M9).
 std::shared_ptr<Allocation> allocate_closed(size_t size, MemoryKind kind);
 // Opens or closes the range of graph memory, and returns it. The caller holds memory_mutex().
 void open_range(Allocation& allocation);
 void close_range(const std::shared_ptr<Allocation>& allocation);
 void release_range(const std::shared_ptr<Allocation>& allocation);
 // Reserves and releases a range of device addresses for virtual memory management. Its storage is
-// an inaccessible range of addresses, into which the caller maps memory (M10).
+// an inaccessible range of addresses, into which the caller maps memory (INVARIANTS.md M10).
 std::shared_ptr<Allocation> reserve_range(size_t size);
 void unreserve_range(const std::shared_ptr<Allocation>& range);
 // The mutex of the mappings of reserved ranges, and whether memory is mapped at a target in such a

@@ -13,7 +13,7 @@ constexpr uint64_t kReserveStep = 2 << 20;
 
 uint64_t round_up(uint64_t n) { return (n + kReserveStep - 1) / kReserveStep * kReserveStep; }
 
-// The default and the current pool of one kind of memory. A default pool cannot be destroyed.
+// The default pool and the current pool of one `MemoryKind`. A default pool cannot be destroyed.
 struct Slot {
   std::shared_ptr<MemoryPool> fallback, current;
 };
@@ -137,7 +137,7 @@ static std::shared_ptr<Allocation> find_to_free(CUdeviceptr p, const char* funct
   return allocation;
 }
 
-// Marks an allocation as freed by a call that was made now. A second free is refused.
+// Marks an allocation as being freed by the current call, so that a second free is refused.
 static void mark_free(Allocation& a) {
   std::lock_guard<std::mutex> lock(memory_mutex());
   if (a.graph == nullptr) {
@@ -158,7 +158,7 @@ using namespace softcuda;
 SC_API(cuMemFree_v2, 3020, kContext | kUnsafe, CUdeviceptr, p) {
   if (p == 0) return;
   // The documentation allows cuMemFree to synchronize with the device. The soft device always does
-  // so (M5).
+  // so (INVARIANTS.md M5).
   wait_idle("cuMemFree: all work to finish");
   require(sticky() == CUDA_SUCCESS, sticky());
   const auto allocation = find_to_free(p, "cuMemFree");

@@ -1,13 +1,14 @@
 // Memory pools, and memory that is allocated and freed in stream order or by graph nodes
-// (invariants M7-M9).
+// (INVARIANTS.md M7 to M9).
 #pragma once
 
 #include "scheduler.h"
 
 namespace softcuda {
 
-// A memory pool. A pool only counts memory: each allocation is mapped when it is made. The
-// reserved size is what a pool of the driver would hold, and only attributes show it (M8).
+// A memory pool. It holds no memory, because each allocation is mapped when it is made. The pool
+// only counts: its reserved size, which attributes report, is the size of the memory that a pool of
+// NVIDIA's driver would hold (INVARIANTS.md M8).
 struct MemoryPool {
   void* handle = nullptr;
   MemoryKind kind = MemoryKind::device;
@@ -25,15 +26,15 @@ struct MemoryPool {
   void trim(uint64_t keep);
 };
 
-// The work of an operation that allocates or frees memory. Only graph nodes allocate by an
-// operation. Stream-ordered allocations exist when the call returns.
+// The work of an operation that allocates or frees memory. Only an allocation node of a graph
+// allocates in an operation; cuMemAllocAsync allocates before it returns.
 struct MemoryWork {
   std::shared_ptr<Allocation> allocation;
   // Allocation nodes only: the caller's parameters, and the array to which they point.
   CUDA_MEM_ALLOC_NODE_PARAMS params{};
   std::vector<CUmemAccessDesc> access;
-  // Allocation nodes only: releases the address range when the last graph that contains the node
-  // is destroyed (M9).
+  // Allocation nodes only: releases the address range when the last graph that contains the node is
+  // destroyed (INVARIANTS.md M9).
   std::shared_ptr<void> lease;
 };
 
@@ -57,8 +58,8 @@ std::shared_ptr<MemoryWork> make_free(CUdeviceptr p);
 // Completes the work of an allocation or free node that is added to `graph`: allocates the address
 // range, or registers the free node. Called under graph_mutex.
 void attach_memory(const void* graph, const Work& work);
-// Records the effects of a launch of `program` on its graph memory (M9). Refuses the launch if it
-// would allocate memory that is not freed yet or free memory that is not allocated.
+// Records the effects of a launch of `program` on its graph memory (INVARIANTS.md M9). Refuses the
+// launch if it would allocate memory that is not freed yet or free memory that is not allocated.
 void submit_graph_memory(const Program& program, bool auto_free);
 // Returns the kind of memory for an allocation type and a location. Refuses unknown values.
 MemoryKind kind_of(int type, const CUmemLocation& location);

@@ -1,5 +1,5 @@
 // Loading of kernel images. An image is an ELF shared library; each worker loads a private copy of
-// it (invariants K1-K4).
+// it (INVARIANTS.md K1 to K4).
 #include "modules.h"
 
 #include <dlfcn.h>
@@ -40,9 +40,10 @@ size_t image_size(const void* image) {
   return header.e_shoff + static_cast<size_t>(header.e_shentsize) * header.e_shnum;
 }
 
-// Returns a path of an open file. No two calls return the same path: dlopen returns the loaded
-// library if it knows the path, and descriptor numbers are reused. The path therefore encodes a
-// counter: each bit is written as "./" or ".//", which does not change the file.
+// Returns a path of an open file that no earlier call has returned. dlopen would return the library
+// that was loaded first if two files had the same path, and descriptor numbers are reused. The path
+// therefore encodes a counter: each bit is written as "./" or ".//", which does not change the file
+// to which the path leads.
 std::string unique_path(int descriptor) {
   static std::atomic<unsigned> counter{1};
   std::string path = "/proc/self/fd/";

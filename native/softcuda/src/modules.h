@@ -10,8 +10,8 @@ struct Module;
 // Value of CU_LIMIT_STACK_SIZE: bytes per thread for recursive calls of PTX kernels.
 size_t stack_limit();
 
-// One kernel of a module. Each worker has its own copy of the kernel image (K1). The tables of the
-// image therefore exist once per worker.
+// One kernel of a module. Each worker has its own copy of the kernel image (INVARIANTS.md K1). The
+// tables of the image therefore exist once per worker.
 struct Function {
   std::string name;
   void* handle = nullptr;
@@ -28,7 +28,8 @@ struct Function {
   // Preferred shared memory in percent; -1: no preference. It has no effect.
   std::atomic<int> carveout{-1};
   // Moving average of the kernel's run time per thread in nanoseconds; 0 before the first
-  // measurement. The device uses it to decide whether several workers share a launch (S8).
+  // measurement. The device uses it to decide whether several workers share a launch
+  // (INVARIANTS.md S8).
   std::atomic<float> ns_per_thread{0};
   const softcuda_entry& entry() const { return *copies[0]; }
   // The kernel of the PTX library if it was loaded from PTX; null otherwise. The module owns it.

@@ -1,5 +1,5 @@
-// Occupancy queries. They apply the limits of the device attributes, so that programs that choose a
-// block size work. They do not predict speed, because a worker runs one block at a time.
+// Occupancy queries. They apply the limits that the device attributes state, so that programs can
+// choose a block size. They do not predict speed, because a worker runs one block at a time.
 #include <algorithm>
 #include <cstring>
 
@@ -36,7 +36,8 @@ int blocks_per_sm(const Function& f, int block_size, size_t dynamic_shared) {
   return std::min({by_shared, by_threads, limit});
 }
 
-// Chooses the block size with the most threads per multiprocessor; of several, the largest.
+// Chooses the block size with the most threads per multiprocessor. If several block sizes have the
+// same number of threads, it chooses the largest one.
 void choose_block_size(int* grid, int* block, CUfunction handle, BlockToShared shared_of,
                        size_t dynamic_shared, int limit) {
   const auto f = functions.find(handle);

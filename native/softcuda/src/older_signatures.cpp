@@ -58,7 +58,8 @@ SC_API_CODE(cuDeviceGetUuid, 9020, kAlways, unsigned char*, uuid, CUdevice, devi
 }
 
 // ---- copies ------------------------------------------------------------------------------------
-// The index of the copy that failed is SIZE_MAX, because the checks of the batch do not report it.
+// The returned index of the copy that failed is always SIZE_MAX, because the checks of the batch do
+// not report which copy has failed.
 SC_API_CODE(cuMemcpyBatchAsync, 12080, kAlways, const CUdeviceptr*, dsts, const CUdeviceptr*, srcs,
             const size_t*, sizes, size_t, count, const CUmemcpyAttributes*, attributes,
             const size_t*, first_copies, size_t, groups, size_t*, failed, CUstream, stream) {
@@ -157,8 +158,8 @@ SC_API_CODE(cuGraphKernelNodeGetParams, 10000, kAlways, CUgraphNode, node, void*
 }
 
 // ---- executable graphs -------------------------------------------------------------------------
-// Reports the node that caused an error and a text in the caller's buffer. No node is known, and
-// softcuda_last_refusal() has the text.
+// In CUDA, the function returns the node that caused an error, and an error text in the caller's
+// buffer. Here it returns no node and an empty text; softcuda_last_refusal() has the text.
 SC_API_CODE(cuGraphInstantiate_v2, 11000, kAlways, CUgraphExec*, out, CUgraph, graph, CUgraphNode*,
             error_node, char*, log, size_t, log_size) {
   if (error_node != nullptr) *error_node = nullptr;
@@ -168,7 +169,7 @@ SC_API_CODE(cuGraphInstantiate_v2, 11000, kAlways, CUgraphExec*, out, CUgraph, g
 
 SC_API_CODE(cuGraphExecUpdate, 10020, kAlways, CUgraphExec, exec, CUgraph, graph, CUgraphNode*,
             error_node, int*, result) {
-  // A call that is refused before it compares the graphs leaves this result.
+  // The result if the call is refused before it compares the graphs.
   CUgraphExecUpdateResultInfo info{CU_GRAPH_EXEC_UPDATE_ERROR, nullptr, nullptr};
   const bool complete = error_node != nullptr && result != nullptr;
   const CUresult code = cuGraphExecUpdate_v2(exec, graph, complete ? &info : nullptr);

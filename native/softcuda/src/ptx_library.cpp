@@ -113,7 +113,8 @@ const softcuda_ptx_device& device_functions() {
 // The library; null until the first PTX module is loaded.
 std::atomic<const softcuda_ptx_library*> g_library{nullptr};
 
-// Returns the path in SOFTCUDA_PTX_LIBRARY, or that of a library in the folder of this one.
+// Returns the path in SOFTCUDA_PTX_LIBRARY or, by default, the path of libgraft_ptx.so in the
+// folder of the soft device's library.
 std::string library_path() {
   const char* configured = std::getenv("SOFTCUDA_PTX_LIBRARY");
   if (configured != nullptr && *configured != 0) return configured;
@@ -129,7 +130,8 @@ std::string library_path() {
   refuse(CUDA_ERROR_JIT_COMPILER_NOT_FOUND, *log);
 }
 
-// Returns the library. Loads it the first time; a program may set its path after a failed attempt.
+// Returns the library, and loads it if it is not loaded yet. After a failed attempt, the next call
+// tries again, because the program may have set SOFTCUDA_PTX_LIBRARY in the meantime.
 const softcuda_ptx_library& load_library(std::string* log) {
   static std::mutex& mutex = *new std::mutex;
   std::lock_guard<std::mutex> lock(mutex);
@@ -157,7 +159,7 @@ const softcuda_ptx_library& library() { return *g_library.load(std::memory_order
 void check_result(const softcuda_ptx_module& result, std::string* log) {
   *log = result.text;
   if (result.error == CUDA_SUCCESS) return;
-  // Without a text, a function of the device has already explained the error.
+  // If the result has no text, the log already contains the reason.
   require(!log->empty(), result.error);
   refuse(result.error, *log);
 }
@@ -264,7 +266,8 @@ void begin_launch(Op& op) {
   const softcuda_ptx_kernel* kernel = op.work.kernel->function->ptx;
   auto launch = std::make_shared<Launch>();
   launch->log = op.precedes_programmatically ? std::make_shared<AccessLog>(kernel) : op.log;
-  // Kernels for architectures without griddepcontrol are ordered fully.
+  // A kernel for an architecture without griddepcontrol starts after the preceding kernel has
+  // completed, so its accesses need no check against that kernel's log.
   if (kernel->waits_for_grid) {
     launch->preceding = op.unordered;
     for (const Op* primary : op.primaries) {

@@ -1,5 +1,5 @@
-// PTX modules. The soft device recognizes PTX texts itself. It passes them to the PTX library
-// (../ptx/interface.h), which it loads with the first of them, and this library runs their kernels.
+// PTX modules. The soft device recognizes PTX texts and passes them to the PTX library
+// (../ptx/interface.h), which runs their kernels. The first PTX text loads the library.
 #pragma once
 
 #include <string>
@@ -13,8 +13,8 @@ namespace ptx {
 
 // Whether a module image is PTX text: after white space and comments it begins with ".version".
 bool is_ptx(const void* image);
-// Returns an image that contains several PTX texts, and the texts of such an image or of an image
-// that is one text.
+// pack_texts() returns an image that contains several PTX texts. unpack_texts() returns the texts
+// of such an image; if the image is a single PTX text, it returns this text.
 std::string pack_texts(const std::vector<std::string>& texts);
 std::vector<std::string> unpack_texts(const char* image);
 
@@ -48,8 +48,8 @@ struct Launch {
   // The accesses of the kernels that precede this one over programmatic edges.
   std::vector<std::shared_ptr<const AccessLog>> preceding;
 };
-// Prepares the state of a launch before a worker runs its first block, and releases what is not
-// needed after the last block. They do nothing if no accesses are checked.
+// begin_launch() prepares the state of a launch before a worker runs its first block, and
+// end_launch() releases it after the last block. Both do nothing if no accesses are checked.
 void begin_launch(Op& op);
 void end_launch(Op& op);
 // Runs blocks of a kernel on a worker. Returns false after a fault.

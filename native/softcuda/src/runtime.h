@@ -1,6 +1,6 @@
 // Declarations that all files of the soft device share: settings, errors, counters, entry points
 // and handles. An entry point is an exported function of the CUDA driver API. Comments cite the
-// invariants of INVARIANTS.md by letter and number, such as (A1).
+// rules of native/softcuda/INVARIANTS.md by letter and number, such as (INVARIANTS.md A1).
 #pragma once
 
 #include <atomic>
@@ -66,8 +66,8 @@ inline void require(bool condition, CUresult code = CUDA_ERROR_INVALID_VALUE) {
 inline void require(bool condition, CUresult code, const char* text) {
   if (!condition) refuse(code, text);
 }
-// Copies as much of `text` as fits into the buffer and terminates it with a null byte. Returns the
-// length of `text`.
+// Copies as much of `text` as fits into `buffer`, followed by a null byte. Returns the length of
+// the whole `text`.
 size_t copy_text(const std::string& text, char* buffer, size_t size);
 void log_line(const std::string& text);
 std::string hex(unsigned long long value);
@@ -89,7 +89,7 @@ enum class Counter { graph_launch, kernel_launch, host_func, node, count_ };
 void live_add(Resource resource, long delta);
 void count_add(Counter counter, long delta = 1);
 // Adds the counters of live resources to the counters of leaked resources. The counters of live
-// resources are then zero for the rest of the process (E3).
+// resources are then zero for the rest of the process (INVARIANTS.md E3).
 void count_live_as_leaked();
 
 // ---- entry points ----------------------------------------------------------------------------
@@ -131,7 +131,8 @@ class ApiCall {
   ~ApiCall();
   ApiCall(const ApiCall&) = delete;
   ApiCall& operator=(const ApiCall&) = delete;
-  // Applies the checks of the entry point's flags and waits for the modelled context lock.
+  // Applies the checks that the entry point's flags select, and waits for the simulated context
+  // lock.
   void check_preconditions();
 
  private:
@@ -222,7 +223,8 @@ void describe_workers(std::string* out);
 #define SC_P11(f, flags, t, n, ...) f(t, n), SC_P10(f, flags, __VA_ARGS__)
 
 // ---- handles ---------------------------------------------------------------------------------
-// Maps handles to objects of one kind. Handles are numbers that are never reused (A5).
+// Maps handles to objects of one kind. Handles are numbers that are never reused
+// (INVARIANTS.md A5).
 template <class T>
 class Handles {
  public:

@@ -1,4 +1,5 @@
-// Dependencies between operations: streams, events and graph launches (invariants S1-S6, V1-V3).
+// Dependencies between operations: streams, events and graph launches (INVARIANTS.md S1 to S6, V1
+// to V3).
 #include "scheduler.h"
 
 #include <time.h>
@@ -39,7 +40,8 @@ void add_dependency(Op* op, const OpRef& dependency) {
   op->pending.fetch_add(1, std::memory_order_relaxed);
 }
 
-// Notes that the host knows that an operation is complete.
+// Records that the host has seen the completion of an operation, so that all launches after this
+// call see the operation's writes.
 void know_complete(const Op& op) {
   if (op.log) op.log->known.store(true, std::memory_order_relaxed);
   if (op.event_log) op.event_log->known.store(true, std::memory_order_relaxed);
@@ -89,11 +91,11 @@ std::shared_ptr<Stream> find_stream(CUstream handle) {
   return streams.find(handle);
 }
 
-// Notes which writes a kernel of a stream does not see before griddepcontrol.wait (P13): those of
-// the preceding kernel, if the launch is programmatic, and those of a kernel whose programmatic
-// event the stream waits for. An operation of another stream that is enqueued between the two
-// kernels and waits for the first (S4) makes the order full: `between` is the number of the last
-// operation of another stream for which `op` waits. The caller holds the mutex.
+// Notes which writes a kernel of a stream does not see before griddepcontrol.wait (INVARIANTS.md
+// P13): those of the preceding kernel, if the launch is programmatic, and those of a kernel whose
+// programmatic event the stream waits for. An operation of another stream that is enqueued between
+// the two kernels and waits for the first (INVARIANTS.md S4) makes the order full: `between` is the
+// number of the last operation of another stream for which `op` waits. The caller holds the mutex.
 static void note_programmatic_order(Op* op, const OpRef& tail, const OpRef& after,
                                     uint64_t between) {
   if (after) op->event_log = after.get()->log;
@@ -107,7 +109,7 @@ static void note_programmatic_order(Op* op, const OpRef& tail, const OpRef& afte
 }
 
 OpRef enqueue(Stream& stream, Work work, const OpRef& after, OpRef* serial) {
-  auto* op = new Op;  // its first reference belongs to the scheduler (S3)
+  auto* op = new Op;  // its first reference belongs to the scheduler (INVARIANTS.md S3)
   op->work = std::move(work);
   OpRef ref(op);
   const bool legacy = &stream == &g_legacy;
@@ -117,7 +119,7 @@ OpRef enqueue(Stream& stream, Work work, const OpRef& after, OpRef* serial) {
     std::lock_guard<std::mutex> lock(g_mutex);
     op->number = ++g_last_number;
     add_dependency(op, stream.tail);
-    // The legacy stream and every blocking stream wait for each other (S4).
+    // The legacy stream and every blocking stream wait for each other (INVARIANTS.md S4).
     uint64_t between = 0;
     const auto wait_for = [&](const OpRef& other) {
       add_dependency(op, other);
@@ -174,7 +176,8 @@ std::shared_ptr<const LaunchEvents> launch_events(const Program& program) {
   }
   for (const Op* node : program.event_nodes) {
     if (node->work.kind != WorkKind::event_record) continue;
-    // The new operation has one reference, which finish() releases as for any other operation (S3).
+    // The new operation has one reference, which finish() releases as for any other operation
+    // (INVARIANTS.md S3).
     const OpRef signal(new Op);
     node->work.event->op = signal;
     (*resolved)[node->event_slot] = signal;
@@ -271,7 +274,7 @@ void finish(Op* op, std::vector<Op*>* ready) {
     if (op->work.kind == WorkKind::conditional && begin_body(op, ready, false)) return;
   }
   // Release the operands before `done` is set. A thread that synchronizes with the operation and
-  // then reads the resource counters sees their final values (S5).
+  // then reads the resource counters sees their final values (INVARIANTS.md S5).
   op->work = Work();
   std::vector<Op*> successors;
   {
@@ -295,7 +298,8 @@ const OpRef& event_of(const Op& node) {
 }
 
 // Starts an event wait node. Returns true if the operation for which the node waits is complete.
-// Otherwise returns false, and the node becomes ready when that operation completes (V2).
+// Otherwise returns false, and the node becomes ready when that operation completes
+// (INVARIANTS.md V2).
 bool begin_wait(Op* op) {
   Op* before = event_of(*op).get();
   if (before == nullptr) return true;
@@ -312,7 +316,7 @@ void begin_launch(Op* op, std::vector<Op*>* ready) {
   Program& program = *op->work.program;
   if (program.nodes.empty() || sticky() != CUDA_SUCCESS) {
     // Complete the operations of the record nodes, so that operations that wait for the events
-    // proceed (V3).
+    // proceed (INVARIANTS.md V3).
     for (const Op* node : program.event_nodes) {
       if (node->work.kind != WorkKind::event_record) continue;
       const OpRef signal = (*op->work.events)[node->event_slot];
@@ -355,7 +359,7 @@ static Op* dispatch_all(std::vector<Op*>* ready, bool keep_one) {
         break;
       case WorkKind::mem_alloc:
       case WorkKind::mem_free:
-        // After a fault no memory is freed, because its users did not run (E2).
+        // After a fault no memory is freed, because its users did not run (INVARIANTS.md E2).
         if (sticky() == CUDA_SUCCESS && op->work.memory->allocation) run_memory(op->work);
         finish(op, ready);
         break;

@@ -1,5 +1,5 @@
 // Operations, streams and events, and the scheduler that starts each operation when its
-// dependencies are complete (invariants S1-S9).
+// dependencies are complete (INVARIANTS.md S1 to S9).
 #pragma once
 
 #include <array>
@@ -66,7 +66,7 @@ struct CopyWork {
   CUDA_MEMCPY3D params;  // the caller's values
   CopySide dst, src;
   CopyShape shape;
-  // If the source is pageable: its contents, which were copied during the call (C1).
+  // If the source is pageable: its contents, which were copied during the call (INVARIANTS.md C1).
   std::vector<char> staged;
 };
 
@@ -99,8 +99,8 @@ enum class WorkKind : uint8_t {
 
 class OpRef;
 // The operations to which the event nodes of one graph launch refer, in the order of
-// Program::event_nodes (V1). The entry of a record node is the operation that completes when the
-// node runs. The entry of a wait node is the operation for which the node waits.
+// Program::event_nodes (INVARIANTS.md V1). The entry of a record node is the operation that
+// completes when the node runs. The entry of a wait node is the operation for which the node waits.
 using LaunchEvents = std::vector<OpRef>;
 
 // The work of one operation: its kind and the data of that kind. The work of a graph node is built
@@ -149,16 +149,17 @@ struct Op {
   int indegree = 0;            // number of nodes on which this node depends
   // For an event node: the index of its operation in LaunchEvents.
   unsigned event_slot = 0;
-  // Kernels only (S8).
+  // Kernels only (INVARIANTS.md S8).
   std::atomic<uint64_t> next_block{0};  // index of the next block to run
   std::atomic<int> users{0};            // number of workers that run blocks of the kernel
   // Kernels loaded from PTX only: the state of the running launch, which its workers share.
   std::shared_ptr<ptx::Launch> launch_state;
-  // Kernel nodes from which programmatic edges lead to this one (G9).
+  // Kernel nodes from which programmatic edges lead to this one (INVARIANTS.md G9).
   std::vector<const Op*> primaries;
   bool precedes_programmatically = false;  // a programmatic edge leads from this node
-  // Stream operations only: the writes of this kernel, those of a kernel whose programmatic event
-  // this operation waits for, and those that this kernel does not see before griddepcontrol.wait.
+  // Stream operations only: the accesses of this kernel; those of a kernel whose programmatic event
+  // this operation waits for; and those of kernels that this kernel may overlap until
+  // griddepcontrol.wait.
   std::shared_ptr<ptx::AccessLog> log, event_log;
   std::vector<std::shared_ptr<const ptx::AccessLog>> unordered;
 };
@@ -212,25 +213,26 @@ struct Event {
 };
 
 // The operations of an executable graph or of a conditional body, with the counters of its running
-// launch. Launches of one executable are serialized, so that one set of counters is enough (S6).
+// launch. Launches of one executable are serialized, so that one set of counters is enough
+// (INVARIANTS.md S6).
 struct Program {
   std::vector<std::unique_ptr<Op>> nodes;
   std::vector<unsigned> roots;    // indices of the nodes without dependencies
   std::atomic<int> remaining{0};  // nodes that are not complete
-  // Number of launches that hold a reference to this program (G8).
+  // Number of launches that hold a reference to this program (INVARIANTS.md G8).
   std::atomic<int> launches_in_flight{0};
   // The operation of the running launch. For a conditional body, this is the conditional node.
   Op* launch = nullptr;
   // The cell and the default value of each conditional handle that has a default. The default
-  // values are stored in the cells when a launch begins (N3).
+  // values are stored in the cells when a launch begins (INVARIANTS.md N3).
   std::vector<std::pair<unsigned*, unsigned>> defaults;
   std::vector<Op*> event_nodes;
   std::vector<Op*> memory_nodes;     // allocation and free nodes
-  std::shared_ptr<void> references;  // keeps the user objects alive (U2)
+  std::shared_ptr<void> references;  // keeps the user objects alive (INVARIANTS.md U2)
 };
 
 // Returns a reference to the program for one launch and counts the launch as in flight until the
-// reference is released (G8). The caller holds graph_mutex.
+// reference is released (INVARIANTS.md G8). The caller holds graph_mutex.
 std::shared_ptr<Program> launch_reference(const std::shared_ptr<Program>& program);
 
 const CUstream kPerThread = reinterpret_cast<CUstream>(2);  // CU_STREAM_PER_THREAD
@@ -268,9 +270,9 @@ void detach(Stream& stream);
 bool is_done(const OpRef& op);
 // Completion time in nanoseconds of CLOCK_MONOTONIC; 0 for an empty reference.
 uint64_t finished_ns(const OpRef& op);
-// Resolves the event nodes of a launch (V1). First binds each wait node to the operation that its
-// event recorded before the launch. Then sets the event of each record node to the operation of
-// this launch's record node. Returns null if the program has no event nodes.
+// Resolves the event nodes of a launch (INVARIANTS.md V1). First binds each wait node to the
+// operation that its event recorded before the launch. Then sets the event of each record node to
+// the operation of this launch's record node. Returns null if the program has no event nodes.
 std::shared_ptr<const LaunchEvents> launch_events(const Program& program);
 // wait_op() blocks until the operation is complete; wait_idle() blocks until all queued work is
 // complete. Both functions return the sticky error. `description` names the awaited work in the
@@ -300,7 +302,8 @@ bool run_blocks(Executor* executor, const Op& op, uint64_t first, uint64_t last)
 bool run_copy(Executor* executor, const CopyWork& work);
 bool run_fill(Executor* executor, const FillWork& work);
 // Installs the signal handlers of device faults. If another library (such as faulthandler) has
-// installed a handler, our handler calls it for signals that device code did not cause (E4).
+// installed a handler, our handler calls it for signals that device code did not cause
+// (INVARIANTS.md E4).
 void install_fault_handlers();
 // Installs the signal handlers again if another library has replaced them. Called by each launch;
 // costs one system call.

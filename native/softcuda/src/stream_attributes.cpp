@@ -30,7 +30,7 @@ void check_attribute(int attribute) {
 AttributeValue default_value(const Stream& stream, int attribute) {
   AttributeValue value{};
   if (attribute == CU_LAUNCH_ATTRIBUTE_MEM_SYNC_DOMAIN_MAP) {
-    value[1] = 1;  // the domain of remote accesses; that of local accesses is 0
+    value[1] = 1;  // default memory synchronization domain of remote accesses; 0 for local accesses
     return value;
   }
   int number = 0;

@@ -39,7 +39,7 @@ SC_API(cuStreamCreateWithPriority, 5050, kContext, CUstream*, out, unsigned, fla
   create_stream(out, flags, priority);
 }
 
-// The call returns immediately. Queued work still runs.
+// The call returns immediately. Work that is queued on the stream still runs.
 SC_API(cuStreamDestroy_v2, 4000, 0, CUstream, handle) {
   const auto stream = streams.remove(handle);
   live_add(Resource::stream, -1);

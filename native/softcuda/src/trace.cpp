@@ -1,4 +1,4 @@
-// The trace buffer and its exported functions (invariants T1-T3).
+// The trace buffer and its exported functions (INVARIANTS.md T1 to T3).
 #include "trace.h"
 
 #include "graphs.h"

@@ -1,5 +1,5 @@
 // Tracing: start and end times of the operations that workers and the host-function thread run
-// (invariants T1-T3).
+// (INVARIANTS.md T1 to T3).
 #pragma once
 
 #include "scheduler.h"

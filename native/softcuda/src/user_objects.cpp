@@ -1,4 +1,4 @@
-// User objects: reference counts and destructors (invariants U1-U4).
+// User objects: reference counts and destructors (INVARIANTS.md U1 to U4).
 #include <condition_variable>
 #include <deque>
 #include <thread>
@@ -44,7 +44,7 @@ thread_local bool t_inline_destructors = false;
 // Called after the last reference to a user object was released. Runs the destructor now or queues
 // it for the destructor thread. With SOFTCUDA_DESTRUCTORS=inline, the destructor runs in the driver
 // call that released the reference. If the setting is not `inline`, or if a completed launch
-// released the reference, the destructor thread runs it (U3).
+// released the reference, the destructor thread runs it (INVARIANTS.md U3).
 void queue_destructor(std::shared_ptr<UserObject> object) {
   objects.take(object->handle);
   if (settings().inline_destructors && t_inline_destructors) {
@@ -60,7 +60,7 @@ void queue_destructor(std::shared_ptr<UserObject> object) {
 
 // Releases references. Returns false if fewer than `count` exist.
 bool release_references(const std::shared_ptr<UserObject>& object, unsigned count) {
-  if (sticky() != CUDA_SUCCESS) return true;  // after a fault no destructor runs (E2)
+  if (sticky() != CUDA_SUCCESS) return true;  // after a fault no destructor runs (INVARIANTS.md E2)
   unsigned now = object->refs.load();
   do {
     if (now < count) return false;
@@ -103,7 +103,7 @@ bool References::release(const std::shared_ptr<UserObject>& object, unsigned cou
 
 using namespace softcuda;
 
-constexpr unsigned kMaxReferences = 0x7fffffffu;  // per call
+constexpr unsigned kMaxReferences = 0x7fffffffu;  // references that one call can add or release
 
 SC_API(cuUserObjectCreate, 11030, 0, CUuserObject*, out, void*, data, CUhostFn, destroy_fn,
        unsigned, initial, unsigned, flags) {

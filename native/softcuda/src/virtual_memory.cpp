@@ -1,5 +1,5 @@
 // Virtual memory management: reserved address ranges, physical memory, and mappings of the memory
-// into the ranges (invariant M10).
+// into the ranges (INVARIANTS.md M10).
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -26,7 +26,9 @@ struct Physical {
   const size_t size;
   const CUmemAllocationProp prop;
   void* handle = nullptr;
-  int references = 1;  // of cuMemCreate, cuMemImportFromShareableHandle and cuMemRetain...
+  // References that cuMemCreate, cuMemImportFromShareableHandle and cuMemRetainAllocationHandle
+  // have returned and cuMemRelease has not released.
+  int references = 1;
 };
 
 struct Mapping {
@@ -171,7 +173,7 @@ SC_API(cuMemCreate, 10020, kContext, unsigned long long*, out, size_t, size,
   add_physical(out, fd, size, *prop);
 }
 
-// The memory exists until it is released and no longer mapped.
+// The physical memory exists until all references are released and it is not mapped any more.
 SC_API(cuMemRelease, 10020, kContext, unsigned long long, handle) {
   std::lock_guard<std::mutex> lock(g_virtual_mutex);
   const auto memory = g_physical.get(as_handle(handle));

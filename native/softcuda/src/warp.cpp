@@ -1,4 +1,4 @@
-// Warp operations (invariants X6-X8). The last lane that arrives at an operation computes the
+// Warp operations (INVARIANTS.md X6 to X8). The last lane that arrives at an operation computes the
 // results of all lanes.
 #include <cstring>
 
@@ -7,7 +7,8 @@
 namespace softcuda {
 namespace {
 
-// The value that a lane reads from an absent lane: NaN as a float, -1 as an integer (X8).
+// The value that a lane reads from an absent lane: NaN as a float, -1 as an integer
+// (INVARIANTS.md X8).
 constexpr unsigned long long kAbsentLane = ~0ull;
 
 float as_float(unsigned long long word) {
@@ -95,7 +96,8 @@ unsigned long long hook_warp(softcuda_block* block, unsigned op, unsigned mask,
   return static_cast<Executor*>(block->executor)->warp(op, mask, value, arg, width);
 }
 
-// Computes softcuda_warp_sum or softcuda_warp_max for all lanes. Absent lanes contribute NaN (X8).
+// Computes softcuda_warp_sum or softcuda_warp_max for all lanes. Absent lanes contribute NaN
+// (INVARIANTS.md X8).
 void Executor::reduce_warp(Lane* lanes, unsigned group, unsigned op) {
   float x[32];
   for (unsigned i = 0; i < 32; ++i) x[i] = as_float(group >> i & 1 ? lanes[i].value : kAbsentLane);
@@ -141,8 +143,8 @@ inline __attribute__((always_inline)) void Executor::resolve_lane(Lane* lanes, u
 }
 
 // Releases the lanes of `mask` if all of them that exist and have not exited wait at the same
-// operation with this mask (X6). Lanes of the same warp that wait with other masks are not
-// affected. Returns whether the lanes were released.
+// operation with this mask (INVARIANTS.md X6). Lanes of the same warp that wait with other masks
+// are not affected. Returns whether the lanes were released.
 bool Executor::try_release_warp(unsigned w, unsigned mask) {
   const unsigned in_block = block_->count - w * 32;
   const unsigned exists = in_block >= 32 ? 0xffffffffu : (1u << in_block) - 1;

@@ -125,7 +125,8 @@ std::string thread_name() {
   return name;
 }
 
-// Returns the resources that the thread holds in its restricted scope, as a JSON array (L3).
+// Returns the resources that the thread holds in its restricted scope, as a JSON array
+// (INVARIANTS.md L3).
 const char* held_resources() {
   if (std::strcmp(t_restricted_scope, "host function") == 0) {
     return "[\"driver lock\", \"device work\"]";

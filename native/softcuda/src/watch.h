@@ -1,12 +1,11 @@
 // The lock-order watch (SOFTCUDA_WATCH=FILE). When a thread holds a resource A while it requests a
-// resource B, the watch records the edge A -> B (invariants L1-L5). `graft doctor --watch` searches
-// the edges for cycles, which are possible deadlocks. There are three resources:
+// resource B, the watch records the edge A -> B (INVARIANTS.md L1 to L5). `graft doctor --watch`
+// searches the edges for cycles, which are possible deadlocks. There are three resources:
 //   - The GIL, Python's global interpreter lock.
 //   - The driver lock, which represents all locks of a real driver.
 //   - Device work, a pseudo-lock that represents the progress of the device. A thread holds it
-//   while
-//     the device cannot continue without the thread. A driver call requests it if the call may wait
-//     for the device.
+//     while the device cannot continue without the thread. A driver call requests it if the call
+//     may wait for the device.
 #pragma once
 
 #include <string>
@@ -27,8 +26,8 @@ void record_held_gil(const char* api, WaitsFor resource, const char* reason);
 // destructor that runs. It is null if the scope was entered because a pending stream wait depends
 // on the thread.
 void watch_restricted_scope(void* function);
-// Ends the record. Writes how often each edge was observed. Also writes `hang`, the watchdog's
-// report about a process that hangs, or "" if there is none.
+// Ends the record: writes how often each edge was observed, and `hang`, the watchdog's report about
+// a process that hangs ("" if the process does not hang).
 void end_watch(const std::string& hang);
 
 }  // namespace softcuda

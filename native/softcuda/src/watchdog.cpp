@@ -1,5 +1,5 @@
 // Reports of what each thread is doing in the driver, and the watchdog that prints them for a
-// process that hangs (invariants A1, L4-L6).
+// process that hangs (INVARIANTS.md A1, L4 to L6).
 #include <unistd.h>
 
 #include <algorithm>
@@ -76,7 +76,8 @@ std::string extract_stack(std::string* stacks, uint64_t pthread) {
 }
 
 // The watchdog counts its own ticks instead of reading a clock. Its time therefore stops when the
-// process is stopped or gets no processor time, and such a process does not count as stuck (L6).
+// process is stopped or gets no processor time, and such a process does not count as stuck
+// (INVARIANTS.md L6).
 constexpr uint64_t kTickNs = 50000000;
 
 // The call in which the watchdog has last seen a thread. A call is identified by its start time.

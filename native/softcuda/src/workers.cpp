@@ -1,5 +1,5 @@
 // The threads of the device: the workers, which play the role of SMs and run kernels, copies and
-// memsets, and the host-function thread (invariants S7-S9).
+// memsets, and the host-function thread (INVARIANTS.md S7 to S9).
 #include <pthread.h>
 #include <sched.h>
 
@@ -120,7 +120,7 @@ void update_run_time(Function& function, double estimate, double measured) {
 }
 
 // Runs blocks of a kernel until none is left. Returns true if this worker was the last one to
-// leave, so that the operation is complete (S8).
+// leave, so that the operation is complete (INVARIANTS.md S8).
 bool run_kernel(Executor* executor, Op* op, bool helping) {
   const KernelWork& work = *op->work.kernel;
   const uint64_t blocks = blocks_of(work);
@@ -214,7 +214,7 @@ void host_main() {
       op = g_hosts.ready.front();
       g_hosts.ready.pop_front();
     }
-    // After a fault, host functions are not called (E2).
+    // After a fault, host functions are not called (INVARIANTS.md E2).
     if (sticky() == CUDA_SUCCESS) {
       count_add(Counter::host_func);
       TraceSpan span(op);

@@ -58,7 +58,7 @@ void test_stream(CUstream stream) {
   WANT(cuMemsetD8Async(to.address, 0, kBytes + 1, stream) == CUDA_ERROR_INVALID_VALUE);
 }
 
-// A host node that works on what a copy before it has written. A copy reads its result.
+// Launches a graph in which a host node changes the output of a copy, and another copy reads it.
 void test_graph(CUstream stream) {
   Pinned from, between, to;
   for (unsigned i = 0; i < kWords; ++i) from.words[i] = i;
@@ -110,7 +110,7 @@ void test_ptx(CUstream stream) {
   CALL(cuModuleUnload(module));
 }
 
-// Without an interpreter of PTX, loading it is an error that says what is missing.
+// If the PTX library does not exist, loading PTX fails with an error text that names the library.
 void test_ptx_without_library() {
   CUmodule module = nullptr;
   char reason[512] = "";

@@ -67,7 +67,7 @@ bool run_in_child(const char* text, unsigned seconds) {
     alarm(seconds);
     const int status = run_module(text);
     std::fflush(stdout);
-    // Threads of the device still run, so that static objects must not be destroyed.
+    // Threads of the device still run and use static objects, which must not be destroyed.
     _exit(status);
   }
   int status = 0;
