@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from guide_util import MATCHER_KINDS, OTHER_STOP, SPECS, STOP, Rig, joined, oracle_row
-from reference_round import DEAD_END, NOT_READY, Tree, bits, chain, legal_tree
+from reference_round import DEAD_END, NOT_READY, Tree, bits, chain
+from reference_trees import legal_tree
 
 from graft.grammar.decoder import GuidedRequest
 from graft.sampling.mode import TREE_CANDIDATES, DraftMode

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import reference_round as ref
+from reference_trees import candidates, shares
 from test_verify import FORGED, add_drafts, forged_row, random_adjustment, random_slot
 
 from graft.sampling.mode import DraftMode
@@ -90,7 +91,7 @@ def test_draft_chain_matches_reference(make_round, block, mapped, how):
         row = random_row(rng, s, j - 1)
         wanted = []
         if moved[i] and ref.is_drafting(s, j):
-            wanted = ref.candidates(s, j, logits, ids, limit)[:MAX_CANDIDATES]
+            wanted = candidates(s, j, logits, ids, limit)[:MAX_CANDIDATES]
         is_probed = tuple(record[:2]) == (r.replay, j)
         assert is_probed == bool(wanted)
         if not wanted:
@@ -237,11 +238,11 @@ def test_lattice_candidates_match_reference(make_round, block, mapped, branch):
             for level in range(count):
                 adjusted = ref.adjusted_draft(s, (), logits[level, i], ids, V, depth=level)
                 arguments = (s, level + 1, adjusted, ids, limit)
-                wanted = ref.candidates(*arguments)[:max_candidates]
+                wanted = candidates(*arguments)[:max_candidates]
                 seen["without candidates"] += not wanted
                 terminated = [*wanted, -1][:max_candidates]
                 assert found_ids[level, : len(terminated)].tolist() == terminated
-                probs = ref.shares(*arguments)
+                probs = shares(*arguments)
                 wanted_probs = [probs[token] for token in wanted]
                 found = found_probs[level, : len(wanted)]
                 np.testing.assert_allclose(found, wanted_probs, rtol=1e-4, atol=1e-9)

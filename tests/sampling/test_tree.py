@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import reference_round as ref
+from reference_trees import children, grow, grow_given
 from round_simulator import read_drafted
 from test_verify import random_adjustment, random_slot
 
@@ -173,7 +174,7 @@ class TreeRound:
             if self.probed and not self.free[i]:
                 legal = partial(is_legal, number, path)
             logits = logits_of(number, path, len(self.ids))
-            return ref.children(
+            return children(
                 s,
                 s.n + len(path) + 1,
                 ref.adjusted_draft(s, path, logits, self.ids, V),
@@ -185,10 +186,10 @@ class TreeRound:
             )
 
         if self.ranks:
-            s.tree, feeds, gap = ref.grow_given(s, self.ranks, s.limit, children_of)
+            s.tree, feeds, gap = grow_given(s, self.ranks, s.limit, children_of)
         else:
             levels = min(LEVELS, nodes)
-            s.tree, feeds, gap = ref.grow(s, BRANCH, levels, nodes, s.limit, children_of)
+            s.tree, feeds, gap = grow(s, BRANCH, levels, nodes, s.limit, children_of)
         s.kinds = (ref.POINT,) * len(s.drafts)
         s.q = (None,) * len(s.drafts)
         return feeds, gap > 1e-5
