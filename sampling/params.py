@@ -41,9 +41,9 @@ _MAX_BIAS = 1e6
 class Relaxed:
     """Parameters of ``verify="relaxed"``, which accepts drafts that the target did not sample.
 
-    Outputs are then not exact. Probabilities are those of the masked and filtered target; for
-    greedy requests, those of the masked target at temperature 1. Tokens that a grammar forbids are
-    never accepted.
+    Outputs are then not exact. The probabilities below are taken from the target's masked and
+    filtered distribution; for greedy requests, from its masked distribution at temperature 1.
+    Tokens that a grammar forbids are never accepted.
 
     Parameters
     ----------
@@ -122,8 +122,8 @@ class SamplingParams:
         Number of most likely tokens to report with each token, with their log probabilities; 0
         reports only the token's own. None reports nothing.
     logprobs_masked
-        Whether log probabilities are those of the adjusted and masked logits, instead of those of
-        the model's logits.
+        Whether log probabilities are computed from the adjusted and masked logits instead of the
+        model's logits.
     """
 
     temperature: float = 0.0

@@ -218,7 +218,7 @@ class TreeSampler:
     def draft(self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int) -> None:
         """Choose the nodes of a level, or at the last level the drafts.
 
-        The arguments are those of `candidates`.
+        The arguments have the same meaning as in `candidates`.
         """
         if not self._probes:
             self._rank(lane, logits, row_slot, level)

@@ -103,7 +103,8 @@ def prepare_driver_call(api: str) -> None:
 def call(function: Callable[..., tuple], *args: Any) -> Any:
     """Call a function of ``cuda.bindings.driver`` and return its values without the result code.
 
-    DeviceError is raised if the driver returned an error, or as in :func:`prepare_driver_call`.
+    DeviceError is raised if the driver returns an error, and in the cases that
+    :func:`prepare_driver_call` lists.
     """
     name = function.__name__
     prepare_driver_call(name)

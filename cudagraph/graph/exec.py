@@ -211,8 +211,8 @@ class GraphExec:
         """Enable or disable a kernel node for later launches. A disabled node does nothing.
 
         The driver cannot disable host nodes. If a host step should do nothing in some replays, pass
-        it a payload and let the step check the payload's value. `node` and `within` are as in
-        :meth:`update_kernel`.
+        it a payload and let the step check the payload's value. `node` and `within` have the same
+        meaning as in :meth:`update_kernel`.
         """
         handle = self._find_kernel_node(node, within)
         prepare_driver_call("cuGraphNodeSetEnabled")

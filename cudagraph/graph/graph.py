@@ -710,7 +710,7 @@ class GraphLane:
         """Add a host node that runs a callable, PythonWork or NativeWork.
 
         Python work receives the value of `payload`, a payload of this graph, as its first argument;
-        native work receives it in place of ``data``. `spin` is as in
+        native work receives it in place of ``data``. `spin` has the same meaning as in
         :func:`~graft.cudagraph.host.hostwork.hostfunc`.
         """
         item = as_work(work)

@@ -52,8 +52,9 @@ def add_kernel(
 ) -> Any:
     """Add a kernel node to a CUgraph and return the CUgraphNode.
 
-    `priority` is the launch priority; None selects that of the stream that the graph is launched
-    on. `programmatic` is set if the edges from the dependencies (CUgraphNodes) are programmatic.
+    `priority` is the launch priority; None selects the priority of the stream that the graph is
+    launched on. `programmatic` is set if the edges from the dependencies (CUgraphNodes) are
+    programmatic.
     """
     params = cu.CUgraphNodeParams()
     params.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL

@@ -395,7 +395,7 @@ def _spawn(
 
 
 class ProcessPool:
-    """A pool of reusable child processes, with `preload` as in `ChildProcess`. Thread-safe."""
+    """A thread-safe pool of reusable child processes; `preload` is passed to each of them."""
 
     def __init__(self, preload: tuple[str, ...] = ()):
         self._preload = preload

@@ -31,14 +31,14 @@
 //    request waits for the order of a replay's only request, so the step waits longer for this
 //    order (kSlowFactor).
 // 8. A slot that is busy when the budget ends is late. The budget limits processor time, so waiting
-//    for a processor makes no slot late. The rows that are finished are stamped; the others are not
-//    ready, so the slot is left out of the round or its round ends at its last ready row. Later
-//    steps ignore the slot, except for a commit: it is copied (`pending`), because the device will
-//    overwrite it. The order that is being served is then outdated, because it is for a state
-//    before the commit: the slot's stamps are invalidated, and the step stamps no more rows of this
-//    order. The first step that finds the slot idle takes the result and continues with the pending
-//    commit. While a commit is pending, none of the slot's rows is ready and the device commits
-//    nothing, so there is at most one pending commit.
+//    for a processor makes no slot late. The finished mask rows of the slot are stamped. Its other
+//    rows are not ready, so the slot is left out of the round or its round ends at its last ready
+//    row. Later steps ignore the slot, except for a commit: it is copied (`pending`), because the
+//    device will overwrite it. The order that is being served is then outdated, because it is for a
+//    state before the commit: the slot's stamps are invalidated, and the step stamps no more rows
+//    of this order. The first step that finds the slot idle takes the result and continues with the
+//    pending commit. While a commit is pending, none of the slot's rows is ready and the device
+//    commits nothing, so there is at most one pending commit.
 //    A request fails if its slow orders take too much processor time (kMaxSlow), or if the process
 //    grows by too much memory during its late orders (kMaxMemory). A call of a matcher cannot be
 //    interrupted, so the request fails when the call returns.

@@ -168,9 +168,9 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   const MailboxOutput output_;
   const MailboxLimits limits_;
   const std::int64_t launches_before_;    // launches of the definition before this step was added
-  const std::uint32_t completed_before_;  // those of them that the device has counted
+  const std::uint32_t completed_before_;  // number of these launches that the device has counted
   const std::uint32_t first_;             // number from which the device counts the requests
-  // The initial claim is that of request `first_`, which needs no answer.
+  // Initially, the worker has claimed request `first_`, which needs no answer.
   std::atomic<std::uint64_t> claim_{pack(first_, kWorker)};
   std::atomic<bool> serving_{false};           // whether the worker is in serve()
   std::atomic<std::int64_t> due_since_ns_{0};  // start of the replay deadline of the next request

@@ -71,9 +71,9 @@ __device__ inline void adjust_slice(float* x, const Slice& own, const Columns& c
   block_sync();
 }
 
-// Adjusts a slice of the drafter's logits for the token at `position`, in place. Other parameters
-// are those of adjust_slice. At positions below `earliest_stop`, stop ids are illegal. The target
-// allows them there if no other id is legal; in this case, no draft is made.
+// Adjusts a slice of the drafter's logits for the token at `position`, in place. The other
+// parameters are the same as for adjust_slice. At positions below `earliest_stop`, stop ids are
+// illegal. The target allows them there if no other id is legal; in this case, no draft is made.
 __device__ inline void adjust_draft(float* x, const Slice& own, const Columns& columns,
                                     const Slot& slot, u64 path, int position, const int* table,
                                     int vocab_size, float* drafted) {

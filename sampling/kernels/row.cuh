@@ -285,8 +285,8 @@ __device__ __forceinline__ int read_best(const Row& row, u64 packed, int* column
   return ROW_OK;
 }
 
-// Weights are in [0, 1]. Sums are exact integers in units of 2^-45; those of 2^17 columns are below
-// 2^63.
+// Weights are in [0, 1]. Sums are exact integers in units of 2^-45; the sum of 2^17 weights is
+// below 2^63.
 __device__ __forceinline__ u64 fixed_point(float weight) {
   return static_cast<u64>(static_cast<long long>(weight * 35184372088832.0f));
 }
@@ -662,8 +662,8 @@ __device__ __forceinline__ int row_sample(const Row& row, bool filtered, const F
 
 // Called in place of row_sample by a block whose row needs no sampling or is not ready. Each block
 // reads host memory separately, so an answer that is late may have reached only some blocks of a
-// row. The others then find an invalid best column and get ROW_BAD_LOGIT. Returns true in the last
-// block to finish.
+// row. The other blocks then find an invalid best column and get ROW_BAD_LOGIT. Returns true in the
+// last block to finish.
 __device__ __forceinline__ bool skip_row(CrossBlockScratch& cross_block, Scratch& scratch) {
   const bool leader = threadIdx.x == 0;
   if (leader) atomicMax(&cross_block.best, ~0ull);
