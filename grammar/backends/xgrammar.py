@@ -108,7 +108,9 @@ def _keep_signal_handler(number: int) -> Iterator[None]:
 
 @functools.cache
 def load_native() -> None:
-    """Load XGrammar's functions into the native worker, which checks their signatures.
+    """Load XGrammar's methods into the native worker.
+
+    The worker checks the ABI version of TVM-FFI and the signatures of the methods.
 
     Raise `OptionError` if XGrammar cannot be loaded, or if the native worker does not support this
     release.

@@ -1,7 +1,8 @@
-"""Expressions over characters, which the native code compiles to a finite automaton.
+"""Regular expressions as lists of integers, which native code compiles to a finite automaton.
 
-An expression is a list of integers in postfix notation (``native/guide/automaton.cpp`` defines the
-operations). The functions of this module build expressions from smaller ones.
+An expression matches a set of texts. It is written in postfix notation;
+``native/guide/automaton.cpp`` defines the operations. The functions of this module build
+expressions from smaller ones.
 """
 
 from __future__ import annotations
@@ -32,18 +33,19 @@ Expression = list[int]
 Ranges = Sequence[tuple[int, int]]
 
 MAX_CHARACTER = 0x10FFFF
-#: Maximum number of integers of an expression. It limits the time and memory of a lowering.
+#: Maximum number of integers of an expression. It limits the time and memory that the conversion of
+#: a grammar takes.
 MAX_EXPRESSION = 1 << 17
 _SET, _CONCAT, _UNION, _REPEAT = 1, 2, 3, 4
 
-#: The empty text.
+#: Expression that matches only the empty text.
 EMPTY: Expression = [0]
 
 
 def characters(ranges: Ranges) -> Expression:
-    """Return the expression of one character of the given ranges.
+    """Return the expression that matches one character of the given ranges.
 
-    Surrogates (U+D800 to U+DFFF) are never included, because UTF-8 cannot encode them.
+    It never matches surrogates (U+D800 to U+DFFF), because UTF-8 cannot encode them.
     """
     codes = [code for pair in ranges for code in pair]
     return [_SET, len(ranges), *codes]
@@ -73,32 +75,32 @@ def intersection(first: Ranges, second: Ranges) -> list[tuple[int, int]]:
 
 
 def text(value: str) -> Expression:
-    """Return the expression of one text."""
+    """Return the expression that matches exactly one text."""
     return concat([characters([(ord(char), ord(char))]) for char in value])
 
 
 def concat(parts: Iterable[Expression]) -> Expression:
-    """Return the expression of the parts, one after the other."""
+    """Return the concatenation of expressions."""
     return _combine(_CONCAT, list(parts))
 
 
 def union(options: Iterable[Expression]) -> Expression:
-    """Return the expression of any of the options, of which there must be at least one."""
+    """Return the union of expressions. There must be at least one option."""
     return _combine(_UNION, list(options))
 
 
 def repeat(part: Expression, low: int, high: int | None) -> Expression:
-    """Return the expression of `low` to `high` repetitions; None means any number."""
+    """Return the expression of `low` to `high` repetitions; without a maximum if `high` is None."""
     return [*part, _REPEAT, low, -1 if high is None else high]
 
 
 def optional(part: Expression) -> Expression:
-    """Return the expression of `part` or the empty text."""
+    """Return the expression that matches the texts of `part` and the empty text."""
     return repeat(part, 0, 1)
 
 
 def words(expression: Expression, max_words: int) -> list[str] | None:
-    """Return the texts of an expression; None if there are more than `max_words`."""
+    """Return all texts that an expression matches; None if there are more than `max_words`."""
     stack: list[list[str]] = []
     at = 0
     while at < len(expression):
@@ -140,7 +142,7 @@ def words(expression: Expression, max_words: int) -> list[str] | None:
 
 
 def _products(parts: list[list[str]], max_words: int) -> list[str] | None:
-    """Return the texts that consist of one text of each part."""
+    """Return all concatenations of one text from each part; None if more than `max_words`."""
     if math.prod(map(len, parts)) > max_words:
         return None
     return ["".join(texts) for texts in itertools.product(*parts)]

@@ -1,8 +1,9 @@
-"""Lowering of regular expressions to expressions over characters.
+"""Lowering of regular expressions to the expressions of `graft.grammar.regular.expression`.
 
-The syntax is the part of Rust's ``regex`` crate, which LLGuidance uses, whose meaning does not
-depend on Unicode tables or flags. Every other pattern raises `NotRegular`, and the request's
-matcher remains the one of the grammar library.
+LLGuidance reads patterns with Rust's ``regex`` crate. The supported syntax is the part of that
+crate's syntax whose meaning does not depend on Unicode tables or flags. For any other pattern,
+`lower_regex` raises `NotRegular`, and the request uses the matcher of the grammar library instead
+of an automaton.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ def lower_regex(
 ) -> Expression:
     """Return the expression of the texts that match a pattern from start to end.
 
-    `one_of` returns the expression of one character of some ranges. `classes` contains the
-    characters of class escapes such as ``\\d``, by letter. Raise `NotRegular` if the pattern has
-    syntax outside the supported part.
+    For each character, class and escape of the pattern, `one_of` converts the ranges of matching
+    characters to an expression. For example, it can add the escape sequences of JSON strings.
+    `classes` contains the characters of class escapes such as ``\\d``, by letter. Raise
+    `NotRegular` if the pattern has unsupported syntax.
     """
     return _Parser(pattern, one_of, classes or {}).parse()
 
