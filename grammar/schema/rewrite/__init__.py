@@ -57,7 +57,7 @@ def rewrite(
     assert_formats: bool | None = None,
     impossible: frozenset[str] = frozenset(),
 ) -> Rewritten:
-    """Rewrite a schema.
+    """Rewrite a schema into an equivalent schema that LLGuidance can enforce.
 
     Parameters
     ----------
@@ -66,7 +66,8 @@ def rewrite(
     draft, assert_formats
         As in `graft.grammar.route`.
     impossible
-        JSON pointers of subschemas that no value satisfies.
+        JSON pointers of subschemas that no value satisfies. References to them are replaced with
+        ``false``.
     """
     if not isinstance(schema, dict):
         return Rewritten(schema)

@@ -135,7 +135,7 @@ class Disjointness:
         return parts
 
     def _objects_are_apart(self, one: SchemaObject, other: SchemaObject, depth: int) -> bool:
-        """Return whether two object schemas have disjoint schemas for one required property."""
+        """Return whether two object schemas have disjoint schemas for some required property."""
         for name in dict.fromkeys(required_of(one) + required_of(other)):
             schema = _property_schema(one, name)
             other_schema = _property_schema(other, name)

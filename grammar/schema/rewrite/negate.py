@@ -35,14 +35,15 @@ _KNOWN_FORMATS = word_set(
     """date-time time date duration email hostname ipv4 ipv6 uuid uri idn-email idn-hostname iri
     iri-reference json-pointer relative-json-pointer regex uri-reference uri-template"""
 )
-#: Keywords that are annotations or are negated together with other keywords.
+#: Keywords that `Negation._keyword` does not handle: annotations, and keywords that other methods
+#: negate, because their complement depends on several keywords.
 _HANDLED_ELSEWHERE = word_set(
     """$schema $id id $anchor $defs definitions $comment title description default examples
     deprecated readOnly writeOnly type const enum required properties additionalProperties
     patternProperties items additionalItems prefixItems minimum maximum exclusiveMinimum
     exclusiveMaximum then else"""
 )
-#: The only type that each keyword constrains.
+#: JSON type of the values that each keyword constrains. All values of other types are valid.
 _TYPE_OF_KEYWORD = {
     **dict.fromkeys(
         ("minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType"),
@@ -75,6 +76,7 @@ _TYPE_OF_KEYWORD = {
     "multipleOf": "number",
 }
 
+#: Names of all properties that an object can have; None if it can have properties of any name.
 Names = frozenset[str] | None
 
 
@@ -91,9 +93,9 @@ class Negation:
     def complement(self, schema: Any, types: JsonTypes = JSON_TYPES, names: Names = None) -> Any:
         """Return a schema that allows exactly the values that `schema` does not allow.
 
-        The result must be correct for values of the JSON types `types`. `names` are all properties
-        that objects can have; None if they can have any name. Raise `NoExactForm` if JSON schema
-        cannot express the complement.
+        The result is only correct for values of the JSON types `types`, and for objects without
+        properties outside `names`. Raise `NoExactForm` if JSON schema cannot express the
+        complement.
         """
         if isinstance(schema, bool):
             return not schema
@@ -165,7 +167,7 @@ class Negation:
                 yield from self._keyword(keyword, value, types, names)
 
     def _keyword(self, keyword: str, value: Any, types: JsonTypes, names: Names) -> Iterator[Any]:
-        """Yield schemas whose union is the complement of one keyword."""
+        """Yield schemas whose union contains the values that violate one keyword."""
         if keyword in ("minLength", "minItems", "minProperties"):
             if value > 0:
                 yield {"type": _TYPE_OF_KEYWORD[keyword], "max" + keyword[3:]: int(value) - 1}
@@ -251,7 +253,7 @@ class Negation:
         return {"type": "array", "minItems": index + 1, prefix: [True] * index + [schema]}
 
     def _arrays(self, schema: SchemaObject) -> Iterator[Any]:
-        """Yield schemas whose union contains the arrays with an item that violates a schema."""
+        """Yield schemas whose union contains the arrays with an item that `schema` forbids."""
         items = schema.get("items")
         if isinstance(items, list):
             prefix = items
@@ -274,7 +276,10 @@ class Negation:
             yield self._item(index, complement)
 
     def _objects(self, schema: SchemaObject, names: Names) -> Iterator[Any]:
-        """Yield schemas whose union contains the objects with a missing or invalid property."""
+        """Yield schemas whose union contains the objects with a missing or invalid property.
+
+        These are the objects that violate the keywords of `schema` for properties.
+        """
         properties = schema.get("properties", {})
         for name in required_of(schema):
             yield {"type": "object", "properties": {name: False}}

@@ -1,8 +1,8 @@
 """Normalization of a schema before it is rewritten.
 
 Keywords that the schema's draft ignores, unused definitions and keywords without effect are
-removed. References by name, and dynamic references with a single target, are replaced by JSON
-pointers. ``unevaluatedProperties`` and ``unevaluatedItems`` are replaced by other keywords if the
+removed. References by name, and dynamic references with a single target, are replaced with JSON
+pointers. ``unevaluatedProperties`` and ``unevaluatedItems`` are replaced with other keywords if the
 schema alone, independently of the value, determines the properties or items that they apply to.
 """
 
@@ -46,7 +46,8 @@ _SINCE = {
 #: Keywords that are kept next to ``$ref`` in drafts that ignore its siblings.
 _KEPT_NEXT_TO_REF = word_set("$schema $defs definitions title description $comment")
 _DEFINITIONS = ("$defs", "definitions")
-#: Keywords whose subschemas apply to the same value, depending on that value.
+#: Keywords whose subschemas apply to the same value as the schema that contains the keyword, but
+#: only if the value meets a condition.
 _CONDITIONAL = ("anyOf", "oneOf", "if", "then", "else", "dependentSchemas")
 _DYNAMIC_REFERENCES = ("$dynamicRef", "$recursiveRef")
 
@@ -57,10 +58,10 @@ Names = tuple[dict[str, Any], dict[str, Any]]
 def normalize(
     root: SchemaObject, draft: int, impossible: frozenset[str] = frozenset()
 ) -> SchemaObject | bool:
-    """Return a normalized copy of a schema document; False if it has the form of ``false``.
+    """Return a normalized copy of a schema document; False if the document becomes ``false``.
 
-    References to the JSON pointers `impossible`, which no value satisfies, are replaced by
-    ``false``.
+    References to the subschemas at the JSON pointers `impossible`, which no value satisfies, are
+    replaced with ``false``.
     """
     root = _without_ignored(root, draft, is_map=False)
     if not References(root).nested:
@@ -120,7 +121,7 @@ def _without_ignored(part: Any, draft: int, is_map: bool) -> Any:
 
 
 def _resolve_names(root: SchemaObject) -> None:
-    """Replace references by name, and dynamic references with a single target, by JSON pointers.
+    """Convert references by name, and dynamic references with a single target, to JSON pointers.
 
     The document is modified in place.
     """
@@ -156,7 +157,10 @@ def _pointers_by_name(root: SchemaObject) -> dict[str, list[str]]:
 def _replace_unevaluated_properties(
     part: SchemaObject, rest: Any, references: References, draft: int
 ) -> None:
-    """Replace ``unevaluatedProperties: rest`` by ``additionalProperties``."""
+    """Replace ``unevaluatedProperties: rest`` with ``additionalProperties`` in `part`.
+
+    The caller then removes ``unevaluatedProperties``.
+    """
     found = _evaluated_names(part, references, ("unevaluatedProperties",), [])
     if found is None or rest is True or rest == {}:
         return
@@ -171,10 +175,10 @@ def _evaluated_names(
 ) -> Names | None:
     """Return the property names and patterns that a schema evaluates; None for all properties.
 
-    In JSON schema, a property is evaluated if a keyword such as ``properties`` applies to it. The
-    keywords `ignored` of `part` are not considered. `ancestors` are the schemas that contain or
-    refer to `part`: a reference to one of them is recursive and adds no names. Raise `NoExactForm`
-    if the names depend on the value.
+    In JSON schema, a property is evaluated if a keyword such as ``properties`` applies to it.
+    Keywords of `part` that are listed in `ignored` are skipped. `ancestors` are the schemas that
+    contain or refer to `part`: a reference to one of them is recursive and adds no names. Raise
+    `NoExactForm` if the names depend on the value.
     """
     if not isinstance(part, dict) or any(part is one for one in ancestors):
         return {}, {}
@@ -222,7 +226,7 @@ def _conditional_parts(part: SchemaObject) -> list[Any]:
 def _replace_unevaluated_items(
     part: SchemaObject, rest: Any, references: References, draft: int
 ) -> None:
-    """Replace ``unevaluatedItems: rest`` by ``items`` or ``additionalItems``."""
+    """Replace ``unevaluatedItems: rest`` with ``items`` or ``additionalItems`` in `part`."""
     if rest is True or rest == {}:
         return
     if "contains" in part:

@@ -1,4 +1,4 @@
-"""Rewrites bounds, multiples and values of numbers into forms that LLGuidance enforces exactly.
+"""Rewrite numeric bounds, multiples and listed values so that LLGuidance enforces them exactly.
 
 LLGuidance 1.9 reads all numbers of a schema as doubles, and some numbers with 16 or more digits as
 a neighbor of the nearest double. It converts bounds to 64-bit integers. For ``integer``, it makes
@@ -25,7 +25,7 @@ _MAX_EXACT = 1 << 53
 _MAX_INTEGER = (1 << 63) - 1  # largest number in LLGuidance's patterns of numbers
 _LARGEST_DOUBLE = (1 << 63) - 1024  # largest double below 2**63
 _LARGEST = "9.22e18"
-#: LLGuidance needs an upper bound if the lower bound has this many digits.
+#: If a lower bound is at least this large, LLGuidance needs an upper bound, too.
 _MANY_DIGITS = 10**18
 _DOUBLE_DIGITS = 15
 _MAX_EXPONENT = 300  # numbers with a larger exponent of 10 are treated as read inexactly
@@ -45,12 +45,12 @@ class _Bound(NamedTuple):
 
 
 class Restricted(NamedTuple):
-    """Numbers of one subschema in a form that LLGuidance enforces exactly.
+    """The numeric keywords of one subschema in a form that LLGuidance enforces exactly.
 
     Attributes
     ----------
     keywords
-        Keywords that replace all keywords of the subschema for numbers.
+        Keywords that replace the bounds and the ``multipleOf`` of the subschema.
     narrowed
         Descriptions of the valid numbers that are excluded, by the keyword that excludes them.
     empty
@@ -63,7 +63,7 @@ class Restricted(NamedTuple):
 
 
 class Numbers:
-    """Rewrites the numbers of one schema document, `root`."""
+    """Rewrites the numeric keywords of the subschemas of one document, `root`."""
 
     def __init__(self, root: Any):
         self._has_integers = False
@@ -85,10 +85,10 @@ class Numbers:
         return [value for value in values if self._is_written(value)]
 
     def restrict(self, schema: SchemaObject, types: JsonTypes) -> Restricted:
-        """Return the bounds and the ``multipleOf`` of a schema of any draft in an exact form.
+        """Return the bounds and the ``multipleOf`` of a schema in a form that is enforced exactly.
 
-        `types` are the JSON types of the schema's values. Raise `NoExactForm` if no exact form is
-        known.
+        The schema may follow any draft. `types` are the JSON types of the schema's values. Raise
+        `NoExactForm` if no exact form is known.
         """
         keywords = {key: schema[key] for key in (*BOUNDS, "multipleOf") if key in schema}
         step = None
@@ -131,7 +131,11 @@ class Numbers:
         return Restricted(_keywords(low, high), narrowed)
 
     def _step(self, value: Any) -> Fraction:
-        """Return ``multipleOf`` if LLGuidance reads it exactly."""
+        """Return the value of a ``multipleOf`` that LLGuidance reads exactly.
+
+        Raise `NoExactForm` if LLGuidance cannot read it exactly, or cannot combine it with the
+        multiples of other subschemas.
+        """
         step = _exact(value)
         if step > _MAX_COEFFICIENT or _read_multiple(float(value)) != step:
             raise NoExactForm("multipleOf", f"LLGuidance cannot read {str(value)[:40]} exactly")
@@ -153,7 +157,11 @@ class Numbers:
         is_integer: bool,
         narrowed: dict[str, str],
     ) -> Restricted:
-        """Return the exact form of a ``multipleOf`` with bounds. Each bound becomes a multiple."""
+        """Return the exact form of a ``multipleOf`` with bounds.
+
+        Each bound is replaced with the first multiple of `step` inside the bound. The method adds
+        descriptions of excluded valid numbers to `narrowed`.
+        """
         if is_integer:
             step = Fraction(step.numerator)  # least common multiple with 1
         low = _multiple(low, step, 1)
@@ -207,7 +215,8 @@ class Numbers:
     ) -> _Bound | None:
         """Return the closest bound that LLGuidance reads exactly and that allows no invalid number.
 
-        `sign` is 1 for lower bounds and -1 for upper bounds.
+        `sign` is 1 for lower bounds and -1 for upper bounds. If the new bound excludes valid
+        numbers, the method adds their description to `narrowed`.
         """
         if bound is None:
             return None
@@ -236,7 +245,7 @@ class Numbers:
         return _Bound(value, False, bound.keyword)
 
     def _above(self, bound: _Bound, sign: int, narrowed: dict[str, str]) -> _Bound:
-        """Return an inclusive fractional bound close to an exclusive whole bound."""
+        """Return an inclusive fractional bound just inside an exclusive whole bound."""
         digits = max(1, 15 - len(str(abs(bound.value.numerator)).lstrip("0")))
         gap = self._gap(bound, sign)
         while Fraction(1, 10**digits) * 10 > gap:
@@ -295,7 +304,7 @@ def _named_numbers(schema: SchemaObject) -> set[Fraction]:
 
 
 def _json(value: Fraction) -> int | float:
-    """Return a number as JSON value."""
+    """Return a number as an int if it is whole, and as a float otherwise."""
     return value.numerator if value.denominator == 1 else float(value)
 
 
@@ -316,7 +325,7 @@ def _bounds(schema: SchemaObject) -> tuple[_Bound | None, _Bound | None]:
 
 
 def _keywords(low: _Bound | None, high: _Bound | None) -> SchemaObject:
-    """Return the keywords of bounds."""
+    """Return the JSON schema keywords that express two bounds."""
     keywords: SchemaObject = {}
     for bound, name in ((low, "inimum"), (high, "aximum")):
         if bound:
@@ -326,12 +335,15 @@ def _keywords(low: _Bound | None, high: _Bound | None) -> SchemaObject:
 
 
 def _whole(bound: _Bound | None, sign: int) -> _Bound | None:
-    """Return the bound of integers that is equivalent to a bound."""
+    """Return the inclusive whole bound that is equivalent to `bound` for integers."""
     return _multiple(bound, Fraction(1), sign)
 
 
 def _multiple(bound: _Bound | None, step: Fraction, sign: int) -> _Bound | None:
-    """Return the first multiple inside a bound, as a bound."""
+    """Return the first multiple of `step` inside a bound, as an inclusive bound.
+
+    `sign` is 1 for lower bounds and -1 for upper bounds.
+    """
     if bound is None:
         return None
     count = sign * math.ceil(sign * bound.value / step)
@@ -388,7 +400,10 @@ def _text(value: Fraction) -> str:
 
 
 def _is_read(value: Fraction) -> bool:
-    """Return whether LLGuidance reads a number exactly that is below 2**53 and not too small."""
+    """Return whether LLGuidance reads a bound exactly.
+
+    Whole bounds must be below 2**53, and fractions must not be smaller than `_SMALLEST`.
+    """
     if value.denominator == 1:
         return abs(value) < _MAX_EXACT
     number = float(value)
@@ -427,7 +442,10 @@ def _read_multiple(value: float) -> Fraction | None:
 
 
 def _finds_multiple(low: _Bound, high: _Bound, step: float, is_integer: bool) -> bool:
-    """Return whether LLGuidance, which calculates with doubles, finds a multiple in the bounds."""
+    """Return whether LLGuidance finds a multiple of `step` between two bounds.
+
+    LLGuidance calculates with doubles, so rounding errors may hide the only multiple.
+    """
     first = math.ceil(float(low.value) / step) * step
     last = math.floor(float(high.value) / step) * step
     if is_integer:

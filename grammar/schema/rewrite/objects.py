@@ -28,12 +28,13 @@ def dependencies(value: Any, required: list[str], objects_only: bool) -> list[An
     The function also handles ``dependentRequired`` and ``dependentSchemas``, the successors of
     ``dependencies``. `value` contains the dependency of each property: a schema, or the names of
     properties that must be present. The dependency of a required property applies to all objects.
-    Every other dependency is replaced by a union, because either the property is absent, or the
+    Every other dependency is replaced with a union, because either the property is absent, or the
     property is present and its dependency holds. Properties that depend on each other share one
     union.
 
-    With `objects_only`, all values are objects; other values need no required property. Raise
-    `NoExactForm` if there are too many unions.
+    `required` are the required properties. If `objects_only` is False, values may be no objects, so
+    that ``required`` does not apply to them. A schema on which a required property depends is then
+    put into a union, too. Raise `NoExactForm` if there are too many unions.
     """
     name_lists: dict[str, list[str]] = {}
     parts: list[Any] = []
@@ -152,8 +153,8 @@ def property_count(schema: SchemaObject) -> tuple[list[Any] | None, bool]:
     """Return schemas whose union is equivalent to ``minProperties`` and ``maxProperties``.
 
     The second result is whether the schemas exclude valid objects. The union has one option for
-    each set of optional properties that may be present together. The same unlisted name may occur
-    twice in an object. At most one unlisted property is therefore counted.
+    each set of optional properties that may be present together. Outputs may repeat a name that is
+    not listed in ``properties``, so at most one unlisted property is counted.
 
     The list is empty if the bounds always hold. It is None if no listed property is optional, so
     that the two keywords can be kept. Raise `NoExactForm` if there are too many combinations, or

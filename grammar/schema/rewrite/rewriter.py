@@ -43,7 +43,7 @@ _DRAFT_3 = frozenset(("extends", "disallow", "divisibleBy"))
 #: Keywords that are removed, because they are annotations. ``x-guidance`` would change LLGuidance's
 #: options.
 _REMOVED = ("x-guidance", "contentEncoding", "contentMediaType")
-#: The only type that each keyword constrains.
+#: JSON type of the values that each keyword constrains. All values of other types are valid.
 _TYPE_OF_KEYWORD = {
     **dict.fromkeys(("format", "pattern"), "string"),
     **dict.fromkeys(("uniqueItems", "contains", "unevaluatedItems"), "array"),
@@ -60,8 +60,8 @@ _TYPE_OF_KEYWORD = {
         "object",
     ),
 }
-#: Keywords that are rewritten after all others (which have 0), because their rules read the new
-#: form of other keywords.
+#: Rank of the keywords that are rewritten after those of a lower rank, because their rules read the
+#: rewritten form of other keywords. All other keywords have rank 0.
 _LAST = {"oneOf": 1, "minProperties": 2, "maxProperties": 2}
 
 
@@ -76,7 +76,7 @@ class Site:
     at
         JSON pointer of the subschema.
     types
-        JSON types of the values that the subschema applies to.
+        JSON types that values of the subschema can have. Keywords for other types have no effect.
     out
         The new subschema: the keywords that have been rewritten so far.
     extra
@@ -187,7 +187,7 @@ class Rewriter:
         return new
 
     def replace_keyword(self, keyword: str, value: Any, site: Site) -> None:
-        """Rewrite a new value of a keyword and replace the keyword's old value by the result."""
+        """Rewrite `value` and set it as the keyword's value in `site.out`."""
         site.out.pop(keyword, None)
         self._rewrite_keyword(keyword, value, site)
 
@@ -323,9 +323,10 @@ Rule = Callable[[Rewriter, Any, Site], None]
 
 
 def _make_adjacent(out: SchemaObject, first: str, second: str) -> None:
-    """Move the keyword `second` to the place after `first` if an applicator is between them.
+    """Move the keyword `second` directly after `first` if the schema has an applicator.
 
-    LLGuidance reads the keywords between two keywords of `_APPLICATORS` as a separate schema.
+    LLGuidance reads the keywords between two keywords of `_APPLICATORS` as a separate schema. An
+    applicator between `first` and `second` would therefore separate them.
     """
     if first not in out or second not in out or not _APPLICATORS & out.keys():
         return
@@ -340,7 +341,7 @@ def _make_adjacent(out: SchemaObject, first: str, second: str) -> None:
 
 
 def _add_conjuncts(out: SchemaObject, extra: list[Any]) -> SchemaObject:
-    """Return the schema `out` with the additional schemas `extra`, all of which must hold."""
+    """Return `out`, extended so that values must also satisfy all schemas in `extra`."""
     if len(extra) == 1:
         [schema] = extra
         if isinstance(schema, dict) and not schema.keys() & out.keys():

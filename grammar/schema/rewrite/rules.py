@@ -43,9 +43,10 @@ _NARROWED_FORMATS = {
     "time": "leap seconds are not produced",
     "date-time": "leap seconds are not produced",
 }
-#: Keywords that are left out of the schema that all options of a ``oneOf`` are combined with.
+#: Keywords of a subschema with ``oneOf`` that are left out when the other keywords of the subschema
+#: are combined with each option.
 _NOT_ABOUT_VALUES = word_set("oneOf $schema $id id $defs definitions")
-#: Keywords that a schema which lists all its values may have.
+#: Keywords that a schema may have if its ``enum`` lists all its values.
 _PLAIN = word_set("type enum const title description default examples $comment")
 _MAX_OVERLAPS = 40
 #: By type: the keyword for the schema of its elements, and the keyword for their minimum number.
@@ -55,7 +56,7 @@ _OBJECT_KEYWORDS = ("properties", "patternProperties", "additionalProperties")
 
 
 def _one_of(rewriter: Rewriter, value: Any, site: Site) -> None:
-    """Replace ``oneOf`` by an ``anyOf`` whose options exclude each other."""
+    """Replace ``oneOf`` with an ``anyOf`` whose options exclude each other."""
     narrowed_before = len(rewriter.narrowed)
     rewritten = []
     for index, part in enumerate(value):
@@ -106,10 +107,11 @@ def _exclusive_options(
 ) -> tuple[list[Any], list[Reason]]:
     """Restrict each option of a ``oneOf`` to the values that no other option allows.
 
-    `overlaps` contains the indices of the options that may overlap with each option, and `base` the
-    other keywords of the subschema, which hold in addition to each option. The result are the
-    restricted options, without unsatisfiable options, and a reason for each group of valid values
-    that the options leave out.
+    `options` are the original options, and `rewritten` their rewritten forms. `overlaps` contains,
+    for each option, the indices of the options that may overlap with it. `base` contains the other
+    keywords of the subschema, which values must satisfy in addition to an option. The results are
+    the restricted options, without unsatisfiable options, and a reason for each group of valid
+    values that the options leave out.
     """
     exclusive: list[Any] = []
     narrowed: list[Reason] = []
@@ -150,13 +152,14 @@ def _exclude(
     names: frozenset[str] | None,
     omitted: list[NoExactForm],
 ) -> Any:
-    """Return the restriction of one option of a ``oneOf`` to the values that another excludes.
+    """Return a schema that excludes the values of the second option of `pair` from the first.
 
-    The caller combines the first option of `pair` with the result. The result may therefore allow
-    or exclude values that do not satisfy the option or the schema `base`. It does not restrict the
-    JSON types for which the two options are disjoint. `names` are all properties that objects can
-    have; None if they can have any name. If a part of the other option's complement cannot be
-    expressed, the result lacks this part, and the function appends the error to `omitted`.
+    The options are those of a ``oneOf``. The caller combines the first option and the schema `base`
+    with the result, so the result may allow or exclude values that do not satisfy them. It does not
+    restrict the JSON types for which the two options are disjoint. `names` are all properties that
+    objects can have; None if they can have any name. If a part of the second option's complement
+    cannot be expressed, the result lacks this part, and the function appends the error to
+    `omitted`.
     """
 
     def complement(types: JsonTypes) -> Any:
@@ -205,21 +208,21 @@ def _exclude_empty(rewriter: Rewriter, one: Any, other: Any) -> SchemaObject | N
 
 
 def _require(rewriter: Rewriter, schema: Any, site: Site, keyword: str) -> None:
-    """Rewrite a schema that replaces a keyword, and add the result to the site."""
+    """Rewrite a schema that replaces a keyword, and add the result to `site.extra`."""
     pointer = f"{site.at}/{keyword}"
     new_schema = rewriter.rewrite_exactly(schema, pointer, site.types)
     site.extra.append(new_schema)
 
 
 def _not(rewriter: Rewriter, value: Any, site: Site) -> None:
-    """Replace ``not`` by the complement of its schema."""
+    """Replace ``not`` with the complement of its schema."""
     names = _closed_names(rewriter, site.schema)
     complement = rewriter.negation.complement(value, site.types, names)
     _require(rewriter, complement, site, "not")
 
 
 def _if(rewriter: Rewriter, value: Any, site: Site) -> None:
-    """Replace ``if C then T else E`` by ``(C and T) or (not C and E)``."""
+    """Replace ``if C then T else E`` with ``(C and T) or (not C and E)``."""
     then = site.schema.get("then", True)
     otherwise = site.schema.get("else", True)
     if then is True and otherwise is True:
@@ -253,7 +256,7 @@ def _property_names(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 
 def _property_counts(rewriter: Rewriter, value: Any, site: Site) -> None:
-    """Replace ``minProperties`` and ``maxProperties``."""
+    """Replace ``minProperties`` and ``maxProperties`` with a union of schemas, where necessary."""
     bounds = {key: int(site.schema[key]) for key in _COUNTS if key in site.schema}
     required_count = len(set(required_of(site.schema)))
     new_keywords = {key: site.out[key] for key in _OBJECT_KEYWORDS if key in site.out}
@@ -306,7 +309,10 @@ def _other_than_arrays(site: Site) -> list[Any]:
 
 
 def _format(rewriter: Rewriter, value: Any, site: Site) -> None:
-    """Replace ``format``. Formats that the standard does not define are annotations."""
+    """Keep ``format``, replace it with a pattern, or raise `NoExactForm`.
+
+    Formats that the standard does not define are annotations and are removed.
+    """
     if not rewriter.assert_formats:
         return
     if value in _KEPT_FORMATS:

@@ -1,4 +1,4 @@
-"""Regular expressions that replace ``pattern``, ``format`` and exclusions of literal strings."""
+"""Build the patterns that replace ``pattern``, ``format`` and the exclusion of certain strings."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _without_nul(characters: str) -> str:
 
 
 def _escape(pattern: str, at: int, in_class: bool) -> tuple[str, int]:
-    """Return the converted form of the escape sequence at a position, and the original length."""
+    """Convert the escape sequence at `at`; return the result and the length of the original."""
     char = pattern[at + 1 : at + 2]
     control = re.match(r"\\c([A-Za-z])", pattern[at:])
     if control:
@@ -180,7 +180,7 @@ def _escape(pattern: str, at: int, in_class: bool) -> tuple[str, int]:
 
 
 def _not_space(in_class: bool) -> str:
-    """Return the converted form of ``\\S``, for the inside or the outside of a character class."""
+    """Return the converted form of ``\\S``, for use inside or outside a character class."""
     ranges = []
     start = 0
     spaces = [
