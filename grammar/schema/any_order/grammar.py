@@ -1,9 +1,9 @@
-"""Lark grammars for LLGuidance in which objects accept their keys in any order.
+"""Build Lark grammars for LLGuidance in which objects have their keys in any order.
 
 LLGuidance's own schema compiler (``%json``) produces the properties of an object in one order only.
 The grammars of this module contain Lark rules for each object instead. The rules have a parameter
-with one bit per named property. The bit is set after the property has been written, so that no
-property occurs twice. For example::
+with one bit per named property. A property's bit is set after the property has been written, so
+that no property occurs twice. For example::
 
     pairs::_: "\\"a\\"" COLON r1 more::set_bit(0) %if bit_clear(0) | ...
     more::_: "" %if is_ones([0:1]) | COMMA pairs::_
@@ -40,7 +40,7 @@ from graft.grammar.spec import Whitespace
 
 __all__ = ["any_order_grammar"]
 
-_WHOLE = "schema"  # keyword of `NoExactForm` errors that concern the schema as a whole
+_WHOLE = "schema"  # keyword of `NoExactForm` errors because of which no grammar can be built
 _MAX_RULES = 3000
 _MAX_OPTIONS = 256  # maximum number of options of an anyOf
 _MAX_CHARACTERS = 400_000
@@ -130,10 +130,12 @@ def _size_of_cause(part: SchemaObject, error: NoExactForm) -> int:
 
 
 class _RuleBuilder:
-    """Builds the rules of one document from its JSON parts.
+    """Builds the Lark rules of one schema document from its JSON parts.
 
-    There is one rule per conjunction of schemas, that is, per set of schemas that must all hold.
-    `any_order_grammar` returns the errors in `ordered` and `excluded` as reasons.
+    There is one rule per conjunction of schemas, that is, per set of schemas that a value must all
+    satisfy. The methods take a conjunction as a tuple `parts`. The rule matches the JSON texts of
+    the values that satisfy all schemas in `parts`. `any_order_grammar` returns the errors in
+    `ordered` and `excluded` as reasons.
     """
 
     def __init__(self, json_parts: JsonParts):
@@ -144,7 +146,7 @@ class _RuleBuilder:
         # is unsatisfiable.
         self._names: dict[tuple[int, ...], str | None] = {}
         self._unfinished: set[str] = set()  # names of rules that are being built
-        self._recursive: set[str] = set()  # rules that refer to themselves
+        self._recursive: set[str] = set()  # names of rules that refer to themselves
         self._alive: list[Any] = []  # keeps schemas alive, so that their ids stay unique
         self._rules: dict[str, str] = {}  # rule bodies by name
         self._name_of_body: dict[str, str] = {}
@@ -170,7 +172,10 @@ class _RuleBuilder:
     # Names -------------------------------------------------------------------------------------
 
     def _rule(self, parts: Conjuncts) -> str | None:
-        """Return the name of a conjunction's rule; None if the conjunction is unsatisfiable."""
+        """Return the name of a conjunction's rule, and build the rule if it is new.
+
+        Return None if no value satisfies the conjunction.
+        """
         conjuncts = self._json_parts.conjuncts(parts)
         if conjuncts is None:
             return None
@@ -224,7 +229,7 @@ class _RuleBuilder:
     def _shared_rule(self, body: str, name: str = "") -> str:
         """Return the name of the rule with this body. If there is no such rule, define it.
 
-        A new rule gets the given name, or else a name that is not in use.
+        A new rule gets the name `name` or, if `name` is empty, a name that is not in use.
         """
         if body not in self._name_of_body:
             self._name_of_body[body] = name or self._new_name("r")
@@ -238,7 +243,7 @@ class _RuleBuilder:
     # Bodies ------------------------------------------------------------------------------------
 
     def _body(self, parts: tuple[SchemaObject, ...]) -> str | None:
-        """Return the body of a conjunction's rule; None if the conjunction is unsatisfiable."""
+        """Return the rule body of a conjunction; None if no value satisfies the conjunction."""
         if not any(self._json_parts.has_orders(part) for part in parts):
             return self._json_parts.json_part(parts)
         for index, part in enumerate(parts):
@@ -253,10 +258,11 @@ class _RuleBuilder:
         return self._plain(parts)
 
     def _union(self, options: list[Any], rest: Conjuncts) -> str | None:
-        """Return the body of the rule of a conjunction of ``anyOf`` and the schemas `rest`.
+        """Return the rule body for values that satisfy one of `options` and all schemas in `rest`.
 
-        The rule has one alternative per option. Each alternative is the conjunction of the option
-        and `rest`.
+        `options` are the schemas of an ``anyOf``. Each option becomes an alternative of the rule,
+        except that the options that need no Lark rules share one JSON part. Return None if there
+        are no such values.
         """
         if len(options) > _MAX_OPTIONS:
             raise NoExactForm("anyOf", f"more than {_MAX_OPTIONS} options ({len(options)})")
@@ -276,7 +282,10 @@ class _RuleBuilder:
         return " | ".join(distinct) or None
 
     def _plain(self, parts: tuple[SchemaObject, ...]) -> str | None:
-        """Return the rule body of a conjunction of schemas that have no ``$ref`` and no union."""
+        """Return the rule body of a conjunction whose schemas have neither ``$ref`` nor ``anyOf``.
+
+        Return None if no value satisfies the conjunction.
+        """
         for part in parts:
             unknown = part.keys() - KNOWN
             if unknown:
@@ -300,10 +309,10 @@ class _RuleBuilder:
         return " | ".join(filter(None, names)) or None
 
     def _object_or_array(self, json_type: str, parts: tuple[SchemaObject, ...]) -> str | None:
-        """Return the rule of the objects or the arrays that satisfy a conjunction.
+        """Return the name of the rule for the objects or the arrays that satisfy a conjunction.
 
         If no rule with keys in any order is known, the rule is a JSON part, in which keys have the
-        schema's order.
+        schema's order. Return None if there are no such objects or arrays.
         """
         try:
             if json_type == "object":
@@ -316,12 +325,18 @@ class _RuleBuilder:
             return self._json_rule(parts, frozenset((json_type,)))
 
     def _json_rule(self, parts: Conjuncts, types: frozenset[str]) -> str | None:
-        """Return the rule of a conjunction as a JSON part; None if it is unsatisfiable."""
+        """Return the name of the rule for the values of some types that satisfy a conjunction.
+
+        The rule is a JSON part. Return None if `JsonParts` knows that there are no such values.
+        """
         body = self._json_parts.json_part(parts, types)
         return None if body is None else self._shared_rule(body)
 
     def _array(self, shape: ArrayShape, parts: Conjuncts) -> str | None:
-        """Return the rule of the arrays that satisfy a conjunction; None if there are none."""
+        """Return the name of the rule for arrays; None if no array is valid.
+
+        `shape` contains the merged constraints of the conjunction `parts`.
+        """
         if not any(map(self._json_parts.has_orders, shape.items)):
             return self._json_rule(parts, frozenset(("array",)))
         item = None if shape.high == 0 else self._rule(shape.items)
@@ -331,7 +346,10 @@ class _RuleBuilder:
         return self._shared_rule(lark.array_body(item, shape.low, high))
 
     def _object(self, shape: ObjectShape) -> str | None:
-        """Return the rule of the objects with the given constraints; None if there are none."""
+        """Return the name of the rule for objects with the constraints `shape`.
+
+        Return None if no object satisfies the constraints.
+        """
         required = [name for name in shape.names if name in shape.required]
         optional = [name for name in shape.names if name not in shape.required]
         rules: dict[str, str] = {}
@@ -354,9 +372,9 @@ class _RuleBuilder:
         return self._name_of_body[key]
 
     def _other_pairs(self, shape: ObjectShape) -> str | None:
-        """Return the rule of a key-value pair whose key is not one of the schema's property names.
+        """Return the name of the rule for a key-value pair whose key is not in `shape.names`.
 
-        Return None if the schema allows no such pair.
+        Return None if no such pair is allowed.
         """
         names = [literal(lark.key(name)) for name in shape.names]
         patterns = [lark.regex(lark.pattern_key(pattern)) for pattern in shape.patterns]

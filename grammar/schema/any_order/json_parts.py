@@ -1,9 +1,9 @@
 """JSON parts of an any-order grammar.
 
-An any-order grammar is a Lark grammar in which objects accept their keys in any order. A JSON part
-is a part of the schema document that needs no such rules. LLGuidance compiles a JSON part with its
-own schema compiler (``%json``). Usually, a JSON part contains no object with several possible key
-orders.
+An any-order grammar is a Lark grammar in which objects have their keys in any order. A JSON part is
+a part of the schema document for which the grammar has no rules of its own: the grammar contains
+the part as a ``%json`` expression, which LLGuidance compiles with its own schema compiler. Usually,
+a JSON part contains no object with several possible key orders.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _StripKey = tuple[int, tuple[str, ...]]  # id of a schema object, removed keywor
 
 
 class JsonParts:
-    """JSON parts of the schema document `root`.
+    """Converts parts of the schema document `root` to JSON parts.
 
-    With `check_satisfiable`, the method `json_part` checks with LLGuidance that each JSON part is
-    satisfiable, which takes time. The errors in `excluded` name the valid values that the JSON
+    With `check_satisfiable`, the method `json_part` checks with LLGuidance whether each JSON part
+    is satisfiable, which takes time. The errors in `excluded` name the valid values that the JSON
     parts exclude.
     """
 
@@ -110,10 +110,11 @@ class JsonParts:
         return has_orders(part) or any(map(self.has_orders, self._inner(part)))
 
     def json_part(self, parts: Conjuncts, types: frozenset[str] | None = None) -> str | None:
-        """Return a conjunction of schemas as a ``%json`` expression; None if it is unsatisfiable.
+        """Return a ``%json`` expression for the values that satisfy all schemas in `parts`.
 
-        Unsatisfiable conjunctions that are not known to be unsatisfiable have an expression.
         `types` are the JSON types that the values may have; by default, they may have any type.
+        Return None if the object was created with `check_satisfiable` and LLGuidance finds that no
+        value is valid.
         """
         reached: dict[str, None] = {}
         copies = [self._copy(part, reached) for part in parts]
@@ -185,8 +186,8 @@ class JsonParts:
     def _copy(self, part: Any, reached: dict[str, None]) -> Any:
         """Return a copy of a schema without annotations.
 
-        The references in the copy refer to the definitions of the JSON part. The method adds the
-        JSON pointers that the references refer to, to `reached`.
+        References in the copy are renamed, so that they refer to the definitions of the JSON part.
+        The method adds the JSON pointers of the original references to `reached`.
         """
         if not isinstance(part, dict):
             return part
@@ -214,7 +215,7 @@ class JsonParts:
 
 
 def _conjunction(schemas: list[SchemaObject], types: frozenset[str] | None) -> SchemaObject:
-    """Return the conjunction of schemas, restricted to values of the given JSON types.
+    """Return one schema for the values of the given JSON types that satisfy all `schemas`.
 
     The object and array keywords that are irrelevant for these types are removed from the schemas
     in place. If `types` is None, the types are not restricted.

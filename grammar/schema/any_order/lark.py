@@ -100,8 +100,9 @@ def regex(expression: str) -> str:
 def separators(options: dict[str, Any]) -> str:
     """Return the Lark definitions of the terminals between JSON values, such as ``COMMA``.
 
-    ``%json`` allows no white space before a value. If the options, which `json_options` returns,
-    allow a varying layout, the terminals that precede a value therefore include white space.
+    `options` is the result of `json_options`. If the options allow flexible white space, the
+    terminals that precede a value include white space, because ``%json`` allows none before a
+    value.
     """
     space = r"[\x20\x0A\x0D\x09]"
     if options["whitespace_flexible"]:
@@ -121,9 +122,10 @@ def separators(options: dict[str, Any]) -> str:
 
 
 def array_body(item: str | None, low: int, high: int | None) -> str:
-    """Return the body of the rule of an array of `low` to `high` items; `high` may be None.
+    """Return the rule body for arrays of `low` to `high` items.
 
-    `item` is the rule of the items; None if no item is possible, so that the array is empty.
+    `high` is None if there is no maximum. `item` is the name of the items' rule; None if no item is
+    possible, so that the array is empty.
     """
     if item is None or high == 0:
         return 'OPEN "]"'
@@ -141,11 +143,12 @@ class Pairs(NamedTuple):
     Attributes
     ----------
     names
-        Each named key with the rule of its value. Required keys come first.
+        Each named key, with the name of the rule of its value. Required keys come first.
     required
         Number of required keys.
     others
-        Rule of a pair with a key that is not in `names`; None if such pairs are not allowed.
+        Name of the rule of a pair with a key that is not in `names`; None if such pairs are not
+        allowed.
     """
 
     names: tuple[tuple[str, str], ...]
@@ -156,11 +159,11 @@ class Pairs(NamedTuple):
 def object_rules(name: str, pairs: Pairs) -> dict[str, str]:
     """Return the rules of an object, as a dict from rule head to rule body.
 
-    The name of the object's rule begins the names of the other rules. Consecutive pairs with keys
-    that the schema does not name form a run. Only a named key or the end of the object may follow a
-    run, so that the grammar is unambiguous. The closing brace belongs to the rules that follow a
-    pair and not to the rule of the object. The parser then does not have to complete a rule at the
-    end of each pair.
+    `name` is the name of the object's rule, and the names of the other rules begin with it.
+    Consecutive pairs with keys that the schema does not name form a run. Only a named key or the
+    end of the object may follow a run, so that the grammar is unambiguous. The closing brace
+    belongs to the rules that follow a pair and not to the rule of the object. The parser then does
+    not have to complete a rule at the end of each pair.
     """
     count = len(pairs.names)
     required = pairs.required

@@ -35,17 +35,17 @@ Conjuncts = tuple[Any, ...]
 
 @dataclass
 class ObjectShape:
-    """Constraints of an object.
+    """Constraints that a conjunction of schemas imposes on an object.
 
     Attributes
     ----------
     names
-        Schemas of each property that a schema names.
+        For each property that one of the schemas names: the schemas that its value must satisfy.
     patterns
-        For each pattern of ``patternProperties``: the schemas of the properties whose name contains
-        a match of the pattern and is not one of `names`.
+        For each pattern of ``patternProperties``: the schemas for the values of the properties
+        whose name contains a match of the pattern and is not in `names`.
     rest
-        Schemas of all properties that belong neither to `names` nor to `patterns`.
+        Schemas for the values of all other properties.
     required
         Names of the required properties.
     """
@@ -57,7 +57,7 @@ class ObjectShape:
 
 
 class ArrayShape(NamedTuple):
-    """Constraints of an array.
+    """Constraints that a conjunction of schemas imposes on an array.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ class ArrayShape(NamedTuple):
 
 
 def merge_objects(parts: Conjuncts) -> ObjectShape:
-    """Return the combined constraints of schemas on objects.
+    """Return the constraints that the schemas in `parts` together impose on objects.
 
     Raise `NoExactForm` if a schema limits the number of properties, or if two schemas have
     different patterns.
@@ -143,7 +143,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def merge_arrays(parts: Conjuncts) -> ArrayShape:
-    """Return the combined constraints of schemas on arrays.
+    """Return the constraints that the schemas in `parts` together impose on arrays.
 
     Raise `NoExactForm` if individual items have different schemas.
     """
