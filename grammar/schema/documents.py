@@ -1,4 +1,4 @@
-"""Queries of JSON schema documents: subschemas, types, values, drafts and names of properties."""
+"""Helpers that read JSON schema documents: subschemas, types, values, drafts, property names."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def copy_json(value: Any) -> Any:
 
 
 def texts_of_keys(value: Any, keys: Collection[str]) -> Iterator[str]:
-    """Yield the strings that are values of some keys anywhere in a JSON value."""
+    """Yield the strings that are values of one of `keys`, anywhere in a JSON value."""
     pending = [value]
     while pending:
         part = pending.pop()
@@ -161,7 +161,7 @@ def type_of_value(value: Any) -> str:
 
 
 def types_of(schema: Any) -> JsonTypes:
-    """Return the types that the schema's own ``type``, ``const`` and ``enum`` allow."""
+    """Return the JSON types that the ``type``, ``const`` and ``enum`` of a schema allow."""
     if not isinstance(schema, dict):
         return JSON_TYPES if schema is not False else frozenset()
     types = JSON_TYPES

@@ -2,8 +2,9 @@
 
 LLGuidance refuses schemas with unsupported keywords (see `schema_error`). XGrammar ignores many
 keywords without an error. It uses the first of ``$ref``, ``const``, ``enum``, ``anyOf``, ``oneOf``,
-``allOf`` and ``type`` that a schema has, and ignores the keywords that do not belong to this
-keyword. `ignored_keywords` finds the keywords of a schema that XGrammar ignores.
+``allOf`` and ``type`` that a schema has. Next to ``type``, it reads the keywords for this type;
+next to the others, it reads no further keywords. `ignored_keywords` finds the keywords of a schema
+that XGrammar ignores.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ __all__ = ["BACKENDS", "KEYWORDS", "ignored_keywords"]
 BACKENDS = ("llguidance", "xgrammar")
 
 
+#: Treatment by LLGuidance, treatment by XGrammar, and keywords; see `KEYWORDS`.
 _BY_TREATMENT = (
     (
         "exact",
@@ -141,9 +143,10 @@ def _inferred_types(schema: SchemaObject) -> frozenset[str]:
 
 
 def _type_is_redundant(schema: SchemaObject, used: str) -> bool:
-    """Return whether all values that the keyword `used` of a schema allows have one of its types.
+    """Return whether ``type`` has no effect, because the keyword `used` is more restrictive.
 
-    `used` is one of the keywords `_EXCLUSIVE`. The keyword ``type`` then has no effect.
+    This is the case if all values that `used`, one of `_EXCLUSIVE`, allows have one of the types
+    that ``type`` lists.
     """
     types = types_of({"type": schema["type"]})
     if used in ("const", "enum"):

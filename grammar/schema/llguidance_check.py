@@ -25,14 +25,14 @@ __all__ = [
     "validate",
 ]
 
-#: Limits of LLGuidance. The native worker uses the same ones (``native/guide/llguidance_abi.cpp``).
+#: Limits of LLGuidance's parser and lexer, the same as in ``native/guide/llguidance_abi.cpp``.
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 10**7,
     "step_lexer_fuel": 10**7,
     "max_items_in_row": 10**6,
     "step_max_items": 10**6,
 }
-#: Lower limits for proofs of unsatisfiability. A proof that exceeds them is given up.
+#: Lower limits for proofs that no value satisfies a schema. A proof that exceeds them is given up.
 _SMALL_LIMITS: dict[str, Any] = {"max_grammar_size": 20_000, "initial_lexer_fuel": 50_000}
 _MAX_SEARCHED = 400  # maximum number of subschemas that are searched for the cause of an error
 #: Patterns of error messages, with the keyword that causes the error.
@@ -64,7 +64,7 @@ def schema_grammar(text: str) -> str:
 
 
 def text_error(text: str) -> str:
-    """Return LLGuidance's error for the result of `document_text`; empty if it accepts it."""
+    """Return LLGuidance's error for the result of `document_text`; empty if there is no error."""
     return _first_error(*validate(schema_grammar(text)))
 
 
@@ -119,7 +119,7 @@ def _first_error(refused: bool, messages: list[str]) -> str:
 
 
 def explain_assertion(message: str) -> str:
-    """Replace LLGuidance's name of an unsupported assertion in a regular expression."""
+    """Rewrite LLGuidance's error message for an unsupported assertion in a regular expression."""
     found = _ASSERTION.search(message)
     if found is None:
         return message

@@ -1,4 +1,4 @@
-"""LLGuidance's representation of the options of `Spec`, and its string literals."""
+"""Convert options of `Spec`, and strings, to the notation of LLGuidance."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def with_options(schema: Any, whitespace: Whitespace) -> dict[str, Any]:
 
 
 def literal(text: str) -> str:
-    """Return a string literal of LLGuidance's Lark dialect."""
+    """Return a text as a string literal of LLGuidance's Lark dialect."""
     quoted = json.dumps(text, ensure_ascii=False)
 
     def escape(match: re.Match[str]) -> str:

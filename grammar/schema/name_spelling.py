@@ -26,7 +26,7 @@ __all__ = ["CONTROL", "EVERY_NAME", "NO_CONTROL", "OneSpelling", "with_one_spell
 
 #: Control characters without a short escape sequence such as ``\n``.
 CONTROL = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
-#: Pattern of the strings without these characters.
+#: Pattern that matches the strings without characters of `CONTROL`.
 NO_CONTROL = r"^[^\x00-\x07\x0B\x0E-\x1F\x7F]*$"
 #: Pattern that every name matches. The pattern "" is equivalent, but LLGuidance then needs about 25
 #: times as long for the mask of a name, because it does not see that most tokens are legal.
@@ -35,7 +35,7 @@ _ESCAPED = re.compile("[\x00-\x1f\x7f]")
 
 
 class OneSpelling(NamedTuple):
-    """A schema whose compared names have one spelling.
+    """A schema in which the names that LLGuidance compares have one spelling.
 
     Attributes
     ----------

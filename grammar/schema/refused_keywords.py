@@ -55,7 +55,7 @@ _EXPLANATIONS = (
 )
 #: Error of a schema that cannot be rewritten after a removal.
 _ENDLESS = "rewriting does not end"
-#: Errors that only the removal of other keywords causes.
+#: Errors that occur only because the search has removed other keywords.
 _ARTIFACT = re.compile(rf"does not exist|{_ENDLESS}")
 
 
@@ -153,8 +153,8 @@ class _Search:
     def find(self, error: str, removed: Sequence[_Place]) -> tuple[_Place, str]:
         """Return a cause of an error, and the error message that refers to this cause.
 
-        `error` is the error of the schema without the causes `removed`, which were found before.
-        Raise `_NotFound` if no cause was found.
+        `removed` are the causes that were found before, and `error` is the error of the schema
+        without these keywords. Raise `_NotFound` if no cause is found.
         """
         kind = _kind(error)
         for candidates in self._candidates(kind):
@@ -176,7 +176,10 @@ class _Search:
     def _quoted_cause(
         self, error: str, candidates: list[_Place], removed: Sequence[_Place]
     ) -> _Place | None:
-        """Return a candidate whose value the error message quotes and that alone causes it."""
+        """Return a candidate whose value the error message quotes and that alone causes the error.
+
+        Return None if there is no such candidate.
+        """
         for place in candidates:
             value = self._values[place]
             if not isinstance(value, str) or not value or value not in error:
@@ -187,7 +190,7 @@ class _Search:
         return None
 
     def _candidates(self, kind: str) -> list[list[_Place]]:
-        """Return lists of keywords that may cause errors of a kind, most probable ones first."""
+        """Return lists of keywords that may cause errors of a kind, the likeliest list first."""
         named = [place for place in self._places if place.keyword == kind]
         if kind in ("schema too large", "Schema intersection stack level exceeded"):
             named = [place for place in self._places if place.keyword in _COMBINING]
@@ -197,11 +200,12 @@ class _Search:
     def _narrow(
         self, kind: str, candidates: list[_Place], removed: list[_Place]
     ) -> tuple[_Place, list[_Place]]:
-        """Return one of the candidates that together cause an error, and the removed keywords.
+        """Find one of the candidates that together cause an error by binary search.
 
-        If the removal of one half of the candidates ends the error, the search goes on in this
-        half. Otherwise, the error has several causes. The search then removes one half and goes on
-        in the other half. At the end, the cause alone remains.
+        If the removal of one half of the candidates ends the error, the search continues in this
+        half. Otherwise, the error has several causes: the search removes one half and continues in
+        the other half. Return the last remaining candidate, and the list of all removed keywords,
+        which begins with `removed`.
         """
         while len(candidates) > 1:
             middle = len(candidates) // 2
@@ -218,7 +222,10 @@ class _Search:
     def _innermost(
         self, kind: str, cause: _Place, candidates: list[_Place], removed: list[_Place]
     ) -> _Place:
-        """Return the innermost candidate inside a cause whose removal alone ends the error."""
+        """Return the innermost candidate whose removal alone ends the error.
+
+        Only `cause` itself and the candidates inside the value of `cause` are considered.
+        """
         while True:
             inside = f"{cause.pointer}/{cause.keyword}/"
             inner = []
@@ -240,7 +247,10 @@ class _Search:
         return _kind(error) == kind or _ARTIFACT.search(error) is not None
 
     def _error(self, removed: Sequence[_Place]) -> str:
-        """Return the error of the schema without some keywords; raise `_NotFound` if too late."""
+        """Return the error of the schema without the keywords `removed`.
+
+        Raise `_NotFound` after the deadline.
+        """
         if time.thread_time() > self._deadline:
             raise _NotFound
         try:
@@ -289,7 +299,7 @@ def _all_subschemas(schema: SchemaObject) -> list[tuple[str, SchemaObject]]:
 
 
 def _without(schema: SchemaObject, removed: Sequence[_Place]) -> SchemaObject:
-    """Return a copy of a schema without some keywords."""
+    """Return a copy of a schema without the keywords `removed`."""
     remaining = copy.deepcopy(schema)
     parts = dict(_all_subschemas(remaining)) if removed else {}
     for pointer, keyword in removed:

@@ -37,8 +37,8 @@ __all__ = ["Route", "refusal", "route"]
 
 _MAX_REASONS = 20
 _MAX_REASONS_IN_MESSAGE = 5
-#: Processor time in which the keywords of a rewritten schema that LLGuidance refuses are searched
-#: for, and again for those of the given schema.
+#: Maximum processor time of each of two searches: for the keywords of the rewritten schema that
+#: LLGuidance refuses, and then for their causes in the given schema.
 _SEARCH_SECONDS = 2.0
 #: Parts of a pattern that may match a character of `CONTROL`.
 _CONTROL_IN_PATTERN = re.compile(r"\\(?:x[017]|u00[017]|U000000[017]|v)|[\x00-\x1f\x7f]")
@@ -54,8 +54,8 @@ class Route:
     backend
         ``"llguidance"``; None if LLGuidance refuses even the closest form of the schema.
     schema
-        Schema to compile. Keywords that LLGuidance does not support are rewritten into equivalent
-        ones. If the route is not exact, the parts that `reasons` names are missing.
+        Schema to compile. Keywords that LLGuidance does not support are replaced with equivalent
+        keywords. If the route is not exact, the parts that `reasons` names are missing.
     text
         `schema` with LLGuidance's options as the JSON text that LLGuidance has accepted; empty if
         `backend` is None.
@@ -162,9 +162,9 @@ class _Checked(NamedTuple):
     Attributes
     ----------
     schema
-        The form.
+        The rewritten schema, without the keywords that LLGuidance refuses.
     spelled
-        The form that is compiled; see `with_one_spelling`.
+        The form of `schema` that LLGuidance compiles; see `with_one_spelling`.
     text
         Text of `spelled` that LLGuidance accepts; empty if LLGuidance refuses it.
     """
@@ -179,9 +179,10 @@ def _closest_form(
 ) -> tuple[Rewritten, list[Reason], _Checked]:
     """Return the closest form of a schema that LLGuidance accepts, and why it is not exact.
 
-    References to definitions that no finite value satisfies are replaced by ``false`` if LLGuidance
-    refuses the definitions, or would begin a value that never ends. The pointers of the reasons
-    refer to the given schema. The third result is LLGuidance's check of the closest form.
+    References to definitions that no finite value satisfies are replaced with ``false`` if
+    LLGuidance refuses the definitions, or if outputs could begin a value that never ends. The
+    pointers of the reasons refer to the given schema. The third result is LLGuidance's check of the
+    closest form.
     """
     narrowed: tuple[Reason, ...] = ()
     impossible: frozenset[str] = frozenset()
@@ -221,8 +222,8 @@ def _closest_form(
 def _closest_accepted(schema: Any, whitespace: Whitespace, deadline: float) -> _Checked:
     """Remove the keywords that LLGuidance refuses from a rewritten schema, one by one.
 
-    `deadline` is the time of ``time.thread_time()`` at which searches for a keyword end. If the
-    search for the refused keywords fails, the result is the given schema.
+    The searches for a refused keyword end when ``time.thread_time()`` reaches `deadline`. If a
+    search fails, the result contains the given schema, and its `text` is empty.
     """
     remaining = schema
     count = 0
@@ -254,7 +255,7 @@ def _closest_accepted(schema: Any, whitespace: Whitespace, deadline: float) -> _
 
 
 def _only_control(schema: Any) -> Iterator[Reason]:
-    """Yield a reason for each keyword that requires a character of `CONTROL` in a string."""
+    """Yield a reason for each keyword that needs strings with a character of `CONTROL`."""
     why = "control characters cannot be enforced next to compared names of additional properties"
     for pointer, part in subschemas(schema):
         for keyword in ("enum", "const"):
@@ -276,7 +277,7 @@ def _has_control(value: Any) -> bool:
 
 
 def _restricted_spellings(schema: Any) -> Iterator[Reason]:
-    """Yield a reason for each subschema whose numbers have only some of the spellings of JSON."""
+    """Yield a reason for each subschema whose numbers are written in some JSON spellings only."""
     for pointer, part in subschemas(schema):
         json_type = part.get("type")
         types = json_type if isinstance(json_type, list) else [json_type]

@@ -59,7 +59,7 @@ def endless_definitions(document: Any) -> frozenset[str]:
     """Return the JSON pointers of definitions that only infinitely nested values satisfy.
 
     An example is a definition that requires a property with the same definition. LLGuidance would
-    begin to generate a value and never end.
+    let a model begin such a value, which can never end.
     """
     parts = subschemas(document)
     if not any("$ref" in part for _, part in parts):

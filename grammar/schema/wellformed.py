@@ -117,8 +117,8 @@ def _is_map_of(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return is_map
 
 
-#: Forms that keyword values must have: description for error messages, predicate, and keywords
-#: separated by spaces.
+#: Forms that keyword values must have: a description for error messages, a predicate, and the
+#: keywords whose values must have the form.
 _FORMS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("a number", _is_number, "minimum maximum"),
     (
@@ -243,13 +243,13 @@ def _resolve(references: References, pointer: str, keyword: str, reference: Any)
 def finite_values(
     parts: list[tuple[str, SchemaObject]], references: References
 ) -> Callable[[Any], bool]:
-    """Return a function that returns whether a finite value satisfies a schema of a document.
+    """Return a predicate that tells whether a finite value satisfies a schema of a document.
 
-    The function computes a least fixed point over all subschemas of the document, where parents
-    precede children. A subschema has a finite value if everything that it requires has a finite
-    value: the target of its reference, the required properties and items, every part of ``allOf``,
-    and at least one part of ``anyOf`` and of ``oneOf``. All other keywords are assumed to be
-    satisfied.
+    `parts` are all subschemas of the document; parents precede children. The function computes a
+    least fixed point over them. A subschema has a finite value if everything that it requires has a
+    finite value: the target of its reference, the required properties and items, every part of
+    ``allOf``, and at least one part of ``anyOf`` and of ``oneOf``. All other keywords are assumed
+    to be satisfied.
     """
     finite = {id(part): False for _, part in parts}
 
@@ -292,7 +292,7 @@ def _check_finite(
 def _endless_keyword(
     part: SchemaObject, is_finite: Callable[[Any], bool], references: References
 ) -> tuple[str, Any] | None:
-    """Return a keyword of a subschema that no finite value satisfies, and the schema in it.
+    """Return a keyword that no finite value satisfies, and the subschema in it that is the cause.
 
     Return None if the subschema has a finite value, as far as `is_finite` knows.
     """

@@ -27,13 +27,24 @@ _CONTROL_LETTERS = "nrtfv0ae"
 _PLAIN_SET = re.compile(
     r"(?:[A-Z]-[A-Z]|[a-z]-[a-z]|[0-9]-[0-9]|[A-Za-z0-9_]|[^\x00-\x7f](?:-[^\x00-\x7f])?)*"
 )
-#: Properties whose strings some styles of structural formats write as plain text, not as JSON.
+#: JSON pointers of the properties whose strings some styles of structural formats write as plain
+#: text, not as JSON.
 _RAW = re.compile(r"#/(properties/[^/]*|additionalProperties)")
 _CALENDAR = "XGrammar allows dates that do not exist, such as 2024-02-30"
 
 
 class UnsafeString(NamedTuple):
-    """A keyword of a subschema, its key if the keyword is `patternProperties`, and the reason."""
+    """A keyword with which XGrammar would write wrong strings.
+
+    Attributes
+    ----------
+    schema, keyword
+        The subschema and its keyword.
+    pattern
+        Pattern in the value of ``patternProperties``; empty for other keywords.
+    reason
+        Why the strings would be wrong.
+    """
 
     schema: SchemaObject
     keyword: str
@@ -44,9 +55,10 @@ class UnsafeString(NamedTuple):
 def unsafe_strings(
     schema: Any, assert_formats: bool | None, *, raw: bool = False
 ) -> Iterator[UnsafeString]:
-    """Yield the keywords with which XGrammar would write strings that are not JSON, or not exact.
+    """Yield the keywords with which XGrammar would write strings that are not JSON or not valid.
 
-    With `raw`, the strings of the outermost object are written as plain text.
+    With `raw`, the properties of the outermost object are not checked, because the style of the
+    structural format writes their strings as plain text.
     """
     if assert_formats is None:
         assert_formats = dialect(schema, 7) <= 7
@@ -70,10 +82,10 @@ def unsafe_strings(
 
 
 def without_unsafe_strings(schema: Any, assert_formats: bool | None) -> Any:
-    """Remove the keywords with which XGrammar would write text that is not JSON, in place.
+    """Remove the keywords with which XGrammar would write text that is not JSON.
 
-    A length bound becomes a pattern, which allows no characters that need an escape. Returns the
-    schema.
+    A length bound becomes a pattern, which allows no characters that need an escape. The schema is
+    modified in place and returned.
     """
     for part, keyword, pattern, reason in list(unsafe_strings(schema, assert_formats)):
         if keyword == "patternProperties":
