@@ -66,7 +66,16 @@ class TriggerLookup:
 
 
 class _Field(NamedTuple):
-    """A field of a type of formats: its reader, and its default value (`_REQUIRED` if none)."""
+    """A field of a type of formats.
+
+    Attributes
+    ----------
+    read
+        Function that checks the field's value and returns it in parsed form. Its arguments are the
+        value, the place of the field, and the nesting depth.
+    default
+        Value of an absent field; ``...`` if the field is required.
+    """
 
     read: Callable[[Any, str, int], Any]
     default: Any = ...
@@ -138,7 +147,7 @@ def plain_format(form: Format) -> Format:
 
 
 def _check_combination(form: Format, path: str) -> None:
-    """Check the conditions that concern several fields of a format."""
+    """Raise `GrammarError` if fields of a format contradict each other."""
     kind = form["type"]
     if kind == "repeat" and form["max"] != -1 and form["min"] > form["max"]:
         raise _error(path, f"min {form['min']} is greater than max {form['max']}")

@@ -33,12 +33,12 @@ _ANY = "/(?s:.*)/"
 
 
 def lark_text(form: Format, whitespace: Whitespace, special: Mapping[str, int] = NO_TOKENS) -> str:
-    """Return a Lark grammar that allows exactly the texts of a parsed format with routed schemas.
+    """Return a Lark grammar that allows exactly the texts of a structural format.
 
-    `special` contains ids of special tokens by name. In the begin, end and trigger texts of tags, a
-    special token is legal instead of its name. If no exact grammar with these tokens is known, only
-    the names are legal. Raise `GrammarError` if no exact grammar is known for a part of the
-    format.
+    `form` is a parsed format whose schemas have been routed. `special` contains ids of special
+    tokens by name. In the begin, end and trigger texts of tags, a special token is legal instead of
+    its name. If no exact grammar with these tokens is known, only the names are legal. Raise
+    `GrammarError` if no exact grammar is known for a part of the format.
     """
     if special:
         try:
@@ -49,9 +49,9 @@ def lark_text(form: Format, whitespace: Whitespace, special: Mapping[str, int] =
 
 
 def split_names(text: str, names: Mapping[str, int]) -> list[tuple[str, bool]]:
-    """Split a text into parts that are not empty, each with whether it is a name of a token.
+    """Split a text at the names of tokens in it. Longer names take precedence.
 
-    The longest names are searched first.
+    Return the non-empty parts of the text, each with whether it is a name in `names`.
     """
     if not names:
         return [(text, False)] if text else []
@@ -70,7 +70,7 @@ def _lark_text(form: Format, lowering: _Lowering) -> str:
 
 
 def lark_pattern(pattern: str) -> str:
-    """Return a regular expression as a terminal. In Lark, a slash or a line feed would end it."""
+    """Return a regular expression in the notation of Lark, with escaped slashes and line feeds."""
     escaped = re.sub(
         r"(\\[^\n])|\\?\n|/", lambda m: m[1] or (r"\/" if m[0] == "/" else r"\n"), pattern
     )
@@ -78,11 +78,11 @@ def lark_pattern(pattern: str) -> str:
 
 
 class _Lowering:
-    """Lowers formats to pieces.
+    """Lowers formats to pieces (`Piece`).
 
     The methods for the types of formats have the parameters `form`, the format, and `ends`, the
-    texts at which the free text of the format must end: the ends of the tag that contains it.
-    `ends` is None where free text cannot be lowered.
+    texts at which free text in the format must end, that is, the ends of the tag around the format.
+    `ends` is None where free text cannot be lowered, for example in a repetition.
     """
 
     def __init__(self, whitespace: Whitespace, special: Mapping[str, int]):
@@ -91,7 +91,7 @@ class _Lowering:
         self._special = special
 
     def lower(self, form: Format, ends: Sequence[str] | None) -> list[Piece]:
-        """Return the pieces of a format, which follow each other."""
+        """Return the pieces that a format consists of, in order."""
         alternatives = self._spread(form, ends)
         if len(alternatives) == 1:
             return alternatives[0]
@@ -109,10 +109,10 @@ class _Lowering:
         return self.joiner.alternatives(pieces, name, check=not is_free)
 
     def _spread(self, form: Format, ends: Sequence[str] | None) -> list[list[Piece]]:
-        """Return the alternatives of a format, each as pieces that follow each other.
+        """Return the alternatives of a format, each as a list of consecutive pieces.
 
-        What follows the format can be added to each alternative, so that free text at the end of an
-        alternative and the text that ends it become one terminal.
+        The caller can append the pieces that follow the format to each alternative. Free text at
+        the end of an alternative and the text that ends it then become one terminal.
         """
         try:
             return self._spread_parts(form, ends)
@@ -269,7 +269,7 @@ class _Lowering:
         return [[*pieces, *rest] for pieces in begins]
 
     def _spellings(self, text: str) -> list[list[Piece]]:
-        """Return the ways to write a text of a tag, as pieces.
+        """Return the ways to write a text of a tag, each as a list of consecutive pieces.
 
         If the text begins with the name of a special token, there are two ways: the name as text,
         and the token. Each later name is one piece that matches the text or the token.

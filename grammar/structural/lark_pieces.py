@@ -1,9 +1,9 @@
-"""Pieces of a Lark grammar, from which `graft.grammar.structural.lark` builds structural formats.
+"""Pieces of Lark grammars, from which `graft.grammar.structural.lark` builds grammars of formats.
 
-LLGuidance reads a grammar with a greedy lexer: a terminal matches as much text as it can, and the
-lexer never goes back. A grammar therefore allows exactly the intended texts only if the lexer can
-see where each terminal ends, and which of several alternatives the text begins with. `Joiner`
-checks both. It joins adjacent terminals into one, because within a terminal nothing is greedy.
+LLGuidance reads text with a greedy lexer: a terminal matches as much text as it can, and the lexer
+never backtracks. A grammar therefore allows exactly the intended texts only if the lexer can see
+where each terminal ends, and which of several alternatives the text begins with. `Joiner` checks
+both. It joins adjacent terminals into one, because matching within a terminal is not greedy.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ class Piece:
     text
         Expression in the Lark dialect.
     name
-        Type of the format, for error messages.
+        Type of the format that the piece comes from, for error messages.
     terminal
-        Whether the expression is regular, so that it can be a part of a terminal.
+        Whether the expression is regular, so that it can be a part of a terminal. Other pieces are
+        expressions for rules.
     closed
-        Whether no match is the beginning of a longer match. Exceptions are continuations with a
-        text of `more`, and with digits if the piece is `numeric`.
+        Whether no match is the beginning of a longer match, except that a match may be continued
+        with a text of `more` or, if the piece is `numeric`, with digits.
     starts
         Texts such that every match starts with one of them, except for the empty match of a piece
         that is `empty`; None if they are not known.
@@ -55,9 +56,11 @@ class Piece:
         Whether the piece is known to match the empty text. `starts` then contains the starts of the
         other matches.
     more
-        Starts of the texts that may continue a match of the rule; None if they are not known.
+        If the piece is a rule: beginnings of the texts that may continue a match; None if they are
+        not known.
     repeated
-        The same language as a rule; None if the lexer might read this rule wrongly.
+        Piece that matches the same texts with a rule instead of a terminal; None if the lexer might
+        read this rule wrongly.
     """
 
     text: str
@@ -76,7 +79,7 @@ class Piece:
 
 
 def constant(text: str) -> Piece:
-    """Return the piece that matches exactly a text."""
+    """Return the piece that matches exactly one text."""
     starts = frozenset([text]) if text else None
     return Piece(literal(text), "const_string", closed=True, starts=starts, exact=bool(text))
 
@@ -139,7 +142,7 @@ class Joiner:
         return self._names[key]
 
     def reference(self, piece: Piece) -> str:
-        """Return an expression for the piece that rules may contain."""
+        """Return an expression for a piece that can be used in a rule."""
         return self.define(piece.text, terminal=True) if piece.terminal else piece.text
 
     def named(self, piece: Piece) -> Piece:
@@ -171,7 +174,7 @@ class Joiner:
         return replace(piece, repeated=rule) if rule and rule.closed else piece
 
     def _rule(self, groups: Sequence[Piece]) -> Piece:
-        """Return the rule of a sequence of pieces."""
+        """Define a rule that matches pieces one after the other, and return it as a piece."""
         for index, piece in enumerate(groups):
             for following in groups[index + 1 :]:
                 check_boundary(piece, following)
@@ -273,9 +276,9 @@ class Joiner:
 
 
 def _split_repetitions(parts: Sequence[Piece]) -> list[Piece]:
-    """Join terminals. Repetitions at the end become rules if this is possible.
+    """Join terminals into one, except that repetitions at the end become rules if possible.
 
-    In contrast to a terminal, a rule has the field `more`, the texts that may continue it.
+    A rule is preferred because its field `more` says which texts may continue a match.
     """
     front = list(parts)
     rules: list[Piece] = []

@@ -1,4 +1,4 @@
-"""Convert structural formats for XGrammar, which lacks tokens and limits of free text."""
+"""Convert structural formats for XGrammar, and refuse the formats that XGrammar cannot enforce."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ def xgrammar_format(
 ) -> dict[str, Any]:
     """Return a parsed format in the JSON form that XGrammar reads.
 
-    `schema_rules` and `regex_rules` return the EBNF rules of a ``json_schema`` and of a pattern.
-    XGrammar would itself allow any white space in JSON, and read some patterns differently.
+    Schemas and patterns are replaced with EBNF rules, because XGrammar's own conversion would allow
+    any white space in JSON and read some patterns differently. `schema_rules` returns the rules of
+    a ``json_schema`` format, and `regex_rules` those of a pattern.
     """
 
     def convert(part: Format) -> Format:
@@ -51,7 +52,7 @@ def xgrammar_format(
             # Without a maximum, a model could generate unlimited white space.
             most = part["max_whitespace_cnt"]
             most = 1 if most is None else most
-            unknown = dict.fromkeys(("strict", "place", "text"))  # fields that XGrammar has not
+            unknown = dict.fromkeys(("strict", "place", "text"))  # fields unknown to XGrammar
             return {**part, **unknown, "max_whitespace_cnt": most}
         return part
 
@@ -71,10 +72,11 @@ def _has_free_text(form: Format) -> bool:
 
 
 def _ends_early(ends: Sequence[str]) -> str:
-    """Return an end of free text before which an end could occur earlier, or an empty string.
+    """Return one of `ends` with which XGrammar could miss an earlier end, or an empty string.
 
-    XGrammar allows free text that contains no end, followed by an end. An earlier occurrence of an
-    end could begin in the free text and overlap with the end, or lie within the end.
+    `ends` are the texts that can end a tag's free text. XGrammar allows free text that contains
+    none of them, followed by one of them. Nevertheless, a text of `ends` may occur earlier: it may
+    begin in the free text and overlap with the final end, or lie within the final end.
     """
     for end in ends:
         for length in range(1, len(end)):
@@ -104,7 +106,7 @@ def _other_starts(texts: Iterable[str]) -> str:
 
 
 def _escape(char: str) -> str:
-    """Return a character as a part of a regular expression, in or outside of a class."""
+    """Return a regular expression of one character, which is also valid in a character class."""
     return char if char.isalnum() or ord(char) >= 0x80 else f"\\x{ord(char):02x}"
 
 
