@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from graft.native.errors import GraftError, OptionError
 
-class GraftError(Exception):
-    """Base class of all errors that graft raises deliberately.
-
-    `param` names the argument or the field of the request that is at fault; None if the error does
-    not belong to a single one.
-    """
-
-    param: str | None = None
+__all__ = [
+    "DeadlineError",
+    "DeviceError",
+    "GraftError",
+    "HostWorkError",
+    "KernelError",
+    "OptionError",
+    "ShapeError",
+    "SoftImportError",
+]
 
 
 class DeviceError(GraftError):
@@ -41,14 +44,6 @@ class KernelError(GraftError):
 
 class ShapeError(GraftError):
     """An array has the wrong shape, dtype or size."""
-
-
-class OptionError(GraftError):
-    """An argument has an invalid value, or the state of the object does not allow the call."""
-
-    def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
 
 
 class DeadlineError(GraftError):

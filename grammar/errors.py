@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from graft.cudagraph.errors import GraftError
 from graft.native.children.errors import Refusal
+from graft.native.errors import GraftError
 
 __all__ = [
     "GrammarBackendError",

@@ -8,9 +8,9 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 
-from graft.cudagraph.errors import OptionError
 from graft.grammar.errors import GrammarError
 from graft.grammar.schema.keyword_support import BACKENDS
+from graft.native.errors import OptionError
 
 __all__ = ["require_usable", "unusable_reason", "usable_backends", "warn_if_unusable"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.models.errors import ConfigError
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 
 _REQUIRED: Any = object()
 #: Maximum size of a JSON file of a checkpoint in bytes. Even an index of thousands of shards is

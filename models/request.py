@@ -11,7 +11,8 @@ from typing import NamedTuple
 from graft.cudagraph.errors import OptionError
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.models.errors import RequestError
-from graft.sampling.checks import check_ids, check_integer, check_real, short_repr
+from graft.native.errors import short_repr
+from graft.sampling.checks import check_ids, check_integer, check_real
 from graft.sampling.exchange import NUMBERS
 from graft.sampling.params import VERIFY_MODES, Relaxed, SamplingParams
 

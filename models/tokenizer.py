@@ -14,7 +14,7 @@ from graft.models.errors import ConfigError, TokenizerError
 from graft.models.json_fields import Fields
 from graft.models.text.chat import ChatTemplate
 from graft.models.text.stream import Detokenizer, IncrementalDecoder, call_tokenizer
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 
 __all__ = ["RESERVED_VARIABLES", "Tokenizer"]
 

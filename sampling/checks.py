@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from graft.cudagraph.errors import OptionError, ShapeError
+from graft.native.errors import short_repr
 
-__all__ = ["check_ids", "check_integer", "check_range", "check_real", "expect", "short_repr"]
+__all__ = ["check_ids", "check_integer", "check_range", "check_real", "expect"]
 
 
 def expect(name: str, array: Any, dtype: str | tuple[str, ...], **dims: int) -> None:
@@ -79,18 +80,3 @@ def check_ids(name: str, ids: Iterable[object], vocab_size: int) -> None:
                 f"be an integer from 0 to {vocab_size - 1} ({vocab_size} tokens)",
                 param=name,
             )
-
-
-def short_repr(value: object, max_length: int = 80) -> str:
-    """Return the repr of a value, truncated to `max_length` characters.
-
-    If `repr` raises an exception, for example for an integer with thousands of digits, return a
-    description of the type.
-    """
-    try:
-        text = repr(value)
-    except Exception:
-        return f"a {type(value).__name__} without a printable value"
-    if len(text) > max_length:
-        return f"{text[:max_length]}..."
-    return text

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from graft.cudagraph.driver.cstruct import read_numbers
 from graft.cudagraph.errors import OptionError
-from graft.sampling.checks import check_ids, check_integer, check_real, short_repr
+from graft.native.errors import short_repr
+from graft.sampling.checks import check_ids, check_integer, check_real
 from graft.sampling.kernels.loader import KERNELS
 
 __all__ = ["MAX_LOGPROBS", "MAX_STOP_IDS", "Relaxed", "SamplingParams", "VERIFY_MODES"]

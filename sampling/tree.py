@@ -13,8 +13,9 @@ from graft.cudagraph.driver.cstruct import read_struct
 from graft.cudagraph.driver.memory import DeviceArray
 from graft.cudagraph.errors import OptionError
 from graft.cudagraph.lanes import Lane
+from graft.native.errors import short_repr
 from graft.sampling.arrays import SamplingArrays
-from graft.sampling.checks import check_range, expect, short_repr
+from graft.sampling.checks import check_range, expect
 from graft.sampling.kernels.loader import KERNELS, load
 from graft.sampling.state import MAX_DRAFTS
 

@@ -22,7 +22,7 @@ from graft.cudagraph.driver import chooser
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.cudagraph.kernels.ptx import missing_compiler
 from graft.native import _native
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 from graft.tools import lock_order
 
 #: Default of ``--limit`` in seconds.

@@ -17,7 +17,7 @@ from graft.cudagraph.errors import OptionError
 from graft.grammar.errors import GrammarError
 from graft.grammar.grammar_spec import GrammarSpec, StructuralTag
 from graft.grammar.spec import KEY_ORDERS, parse_json
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 
 #: Keys of a row that define a grammar. A row has at most one of them.
 GRAMMARS = ("schema", "json_object", "regex", "ebnf", "lark", "choice", "structural_tag")

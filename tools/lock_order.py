@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from graft.cudagraph.errors import OptionError
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 from graft.tools.soft import resolve_command, soft_environment
 
 GIL = "GIL"

@@ -21,7 +21,7 @@ from graft.grammar.errors import GrammarError
 from graft.models.engine.engine import Engine
 from graft.models.request import Request
 from graft.models.tokenizer import RESERVED_VARIABLES
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 from graft.sampling.params import SamplingParams
 from graft.tools import grammar_options as grammars
 from graft.tools.output_check import is_valid

@@ -6,11 +6,11 @@ import importlib.metadata
 from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
-from graft.cudagraph.errors import OptionError
 from graft.grammar.errors import GrammarError
 from graft.grammar.matcher import CompiledGrammar, GrammarBackend
 from graft.grammar.spec import Spec
 from graft.native.children.process import Call
+from graft.native.errors import OptionError
 
 __all__ = ["BoundedBackend", "ending_ids", "require_release"]
 

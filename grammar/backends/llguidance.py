@@ -11,7 +11,6 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from graft.cudagraph.errors import OptionError
 from graft.grammar.automaton.lower import compile_automaton
 from graft.grammar.backends.base import ending_ids, require_release
 from graft.grammar.backends.llguidance_ebnf import lark_grammar
@@ -25,6 +24,7 @@ from graft.grammar.structural.lark import NO_TOKENS, lark_pattern, lark_text, sp
 from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native
 from graft.native.children.process import Call
+from graft.native.errors import OptionError
 
 __all__ = ["LLGuidanceBackend", "Prepared", "check_syntax", "load_native", "prepare"]
 

@@ -6,13 +6,13 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from graft.cudagraph.errors import GraftError, OptionError
 from graft.grammar.backends import llguidance, xgrammar
 from graft.grammar.errors import describe
 from graft.grammar.matcher import GrammarBackend
 from graft.grammar.resolve import resolve_spec
 from graft.grammar.spec import Spec
 from graft.grammar.vocabulary import Vocabulary
+from graft.native.errors import GraftError, OptionError
 
 __all__ = ["BACKENDS", "check_syntax", "make_backend"]
 

@@ -20,8 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from graft.cudagraph.driver.heap import return_free_memory
-from graft.cudagraph.errors import OptionError
 from graft.grammar.backends.base import ending_ids, require_release
 from graft.grammar.backends.xgrammar_regex import convert_pattern, convert_patterns
 from graft.grammar.errors import GrammarError, clean_message
@@ -34,6 +32,8 @@ from graft.grammar.structural.xgrammar import xgrammar_format
 from graft.grammar.vocabulary import Vocabulary
 from graft.native import _native
 from graft.native.children.process import Call, Setup
+from graft.native.errors import OptionError
+from graft.native.heap import return_free_memory
 
 __all__ = ["XGrammarBackend", "check_syntax", "library", "load_native", "tokenizer_info"]
 

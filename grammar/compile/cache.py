@@ -6,9 +6,9 @@ import sys
 import threading
 from collections import OrderedDict
 
-from graft.cudagraph.errors import OptionError
 from graft.grammar.matcher import CompiledGrammar
 from graft.grammar.spec import Spec
+from graft.native.errors import OptionError
 
 __all__ = ["CACHE_BYTES", "GrammarCache"]
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from graft.cudagraph.errors import OptionError
 from graft.grammar.backends.base import BoundedBackend
 from graft.grammar.backends.registry import BACKENDS, make_backend
 from graft.grammar.compile.cache import CACHE_BYTES, GrammarCache, Outcome
@@ -34,7 +33,7 @@ from graft.grammar.vocabulary import Vocabulary
 from graft.native.children.errors import ChildCrashed, ChildLost, ChildTimeout, ChildUnavailable
 from graft.native.children.process import MEMORY_BYTES, TIMEOUT_S, ChildProcess
 from graft.native.children.usage import TimeLimit
-from graft.sampling.checks import short_repr
+from graft.native.errors import OptionError, short_repr
 
 __all__ = ["GrammarService"]
 

@@ -18,7 +18,7 @@ from graft.cudagraph.lanes import Lane
 from graft.models.drafters.base import Drafter, DrafterContext, TreeShape
 from graft.models.drafters.feed import Feed
 from graft.models.llm.rows import Rows
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 from graft.sampling.kernels.loader import row_block
 from graft.sampling.tree import TreePlan
 

@@ -27,7 +27,6 @@ from tqdm import tqdm
 
 from graft.cudagraph.device import Device, open_device
 from graft.cudagraph.driver.driver import is_forked, prepare_driver_call
-from graft.cudagraph.driver.heap import return_free_memory
 from graft.cudagraph.errors import DeviceError, GraftError, HostWorkError, OptionError
 from graft.cudagraph.host.transports import choose_transport
 from graft.cudagraph.ranks.ranks import RankGroup
@@ -51,7 +50,8 @@ from graft.models.llm.config import LlamaConfig
 from graft.models.request import Event, Output, Request
 from graft.models.round.round import RoundGraph
 from graft.models.tokenizer import Tokenizer
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
+from graft.native.heap import return_free_memory
 
 __all__ = ["Engine"]
 

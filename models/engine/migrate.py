@@ -40,7 +40,7 @@ from graft.models.engine.request_state import RequestState
 from graft.models.errors import MigrationError, RequestError
 from graft.models.llm.config import LlamaConfig
 from graft.models.request import Logprob, Output, Request
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 from graft.sampling.params import Relaxed
 
 __all__ = ["MigratedRequest", "Migrator"]

@@ -23,7 +23,7 @@ from graft.grammar.vocabulary import Vocabulary
 from graft.models.llm.kernels.products import ACTIVATIONS
 from graft.models.llm.weights import WEIGHTS
 from graft.models.request import VERIFY_MODES, Limits
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 from graft.sampling.state import MAX_DRAFTS
 from graft.sampling.tree import TreePlan
 

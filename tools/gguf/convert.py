@@ -30,7 +30,7 @@ from graft.cudagraph.errors import GraftError
 from graft.models.llm.config import TARGETS, LlamaConfig
 from graft.models.llm.rope import Llama3, Rope
 from graft.models.tokenizer import Tokenizer
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 from graft.tools.console import exit_on_sigterm
 from graft.tools.gguf.tokenizer import tokenizer_files
 

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from graft.cudagraph.errors import GraftError, OptionError
 from graft.models.request import Event, Output
 from graft.models.tokenizer import Tokenizer
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 from graft.tools.serve.completion_writer import CompletionWriter, ResponseChoice, without_output
 from graft.tools.serve.engine_driver import EngineDriver
 from graft.tools.serve.errors import ApiError, check_output, to_api_error

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from graft.cudagraph.errors import OptionError
 from graft.models.engine.engine import Engine
 from graft.models.request import Limits
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 from graft.sampling.params import VERIFY_MODES
 from graft.tools import generate
 from graft.tools.grammar_options import BACKEND_HELP, BACKEND_METAVAR, parse_backend, read_text

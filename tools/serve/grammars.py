@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from graft.grammar.grammar_spec import GrammarSpec
 from graft.grammar.spec import JsonValue, parse_json
 from graft.models.request import Limits, check_size
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 from graft.tools.grammar_options import make_grammar
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.requests import GRAMMAR_FIELDS, ChatRequest, CompletionRequest

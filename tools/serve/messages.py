@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, StrictStr
 
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.fields import Fields, read_fields
 

@@ -17,7 +17,7 @@ from graft.grammar.vocabulary import Vocabulary
 from graft.models.errors import TemplateUnavailableError, TokenizerError
 from graft.models.request import MAX_SAMPLES, Limits, Request, check_size, check_token_ids
 from graft.models.tokenizer import Tokenizer
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 from graft.tools.serve import reasoning
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.grammars import requires_answer

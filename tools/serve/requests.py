@@ -20,7 +20,7 @@ from pydantic import (
 
 from graft.models.request import MAX_SAMPLES
 from graft.models.tokenizer import RESERVED_VARIABLES
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 from graft.sampling.params import MAX_LOGPROBS
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.fields import Fields, only, rule_error

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, StrictBool, StrictInt, StrictStr
 
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.fields import Fields, only, read_fields, rule_error
 from graft.tools.serve.requests import ChatRequest, GenerationFields, TemplateFields

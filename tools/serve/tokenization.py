@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graft.models.request import check_size, check_token_ids
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.fields import read_fields
 from graft.tools.serve.request_parser import RequestParser

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 from graft.tools.serve.errors import ApiError
 
 #: Schema of the arguments of a function without ``parameters``.

@@ -9,7 +9,7 @@ from typing import Any
 from graft.grammar.errors import GrammarError
 from graft.grammar.schema.documents import word_set
 from graft.grammar.schema.wellformed import check_schema
-from graft.sampling.checks import short_repr
+from graft.native.errors import short_repr
 from graft.tools.serve.errors import ApiError
 from graft.tools.serve.tool_calls import NO_ARGUMENTS
 
