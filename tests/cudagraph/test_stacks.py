@@ -88,7 +88,7 @@ def test_deadline_report_of_engine_round(
     monkeypatch.setattr(replay, "POLL_S", 0.001)
     rounds = SimpleNamespace(
         _stream=SimpleNamespace(query=lambda: False),
-        _parts=SimpleNamespace(
+        _resources=SimpleNamespace(
             outputs=SimpleNamespace(wait=lambda number, timeout_s: time.sleep(timeout_s))
         ),
     )

@@ -226,7 +226,7 @@ def test_guide_fails_runaway_matcher(xgrammar, slots, seconds, nbytes, message):
     matchers[0] = RunawayMatcher(matchers[0], seconds, nbytes)
     requests = [GuidedRequest(slot, 1, matcher, 0) for slot, matcher in enumerate(matchers)]
     work = decoder.open_work()
-    text = b"ab".ljust(400, b"c")
+    text = b"ab".ljust(100_000, b"c")  # longer than the number of replays
     done = [0] * slots
     replay = 0
     deadline = time.monotonic() + 120

@@ -71,9 +71,8 @@ def output_of(code: str, *arguments: str, limit: int = 400) -> str:
         {"draft_length": 5, "draft_tree": [2, 3]},
         {"draft_length": 3, "draft_masking": "probe"},
         {"draft_length": 3, "generation": "graph"},
-        {"draft_length": 3, "generation": "graph", "device_automata": True},
     ],
-    ids=["chain", "tree", "probe", "loops", "loops with automata"],
+    ids=["chain", "tree", "probe", "loops with automata"],
 )
 def test_engine_tokens_on_ptx_equal_host_tokens(options):
     host, found = (output_of(code, "-c", CELLS, json.dumps(options)) for code in ("host", "ptx"))

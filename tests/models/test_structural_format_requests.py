@@ -47,9 +47,5 @@ def test_structural_formats_have_equal_outputs_in_all_modes():
     expected = outputs(demo_model()[:1])
     assert {reason for _, reason in expected} <= {"stop", "length"}
     assert len({tuple(tokens) for tokens, _ in expected}) > len(FORMATS)
-    for options in (
-        {},
-        {"draft_masking": "probe"},
-        {"device_automata": True, "generation": "graph"},
-    ):
+    for options in ({}, {"draft_masking": "probe"}, {"generation": "graph"}):
         assert outputs(demo_model(), **options) == expected
