@@ -83,9 +83,9 @@ class GraphExec:
         for payload in self._payloads:
             payload.native.restart()  # replays of this executable are numbered from 1
 
-        # The driver copies the parameters of a changed node but does not keep the memory alive that
-        # they refer to. The executable therefore holds the owners of the current operands by node,
-        # and the owners of replaced operands until no launch is in flight.
+        # The driver copies the parameters of a changed node but does not keep alive the memory to
+        # which the parameters refer. The executable therefore holds the owners of the current
+        # operands by node, and the owners of replaced operands until no launch is in flight.
         self._operands: dict[int, object] = {}
         self._replaced_operands: list[object] = []
         self._native.keep((self._operands, self._replaced_operands))

@@ -313,7 +313,7 @@ struct SetHash {
 
 }  // namespace
 
-// Converts a nondeterministic automaton with the subset construction.
+// Converts a nondeterministic automaton to a deterministic one with the subset construction.
 class Determinizer {
  public:
   Determinizer(const Nfa& nfa, const AutomatonLimits& limits) : nfa_(nfa), limits_(limits) {}

@@ -17,15 +17,15 @@
 //    first. A matcher never consumes a stop token; this file tracks termination. LLGuidance's own
 //    end-of-text token is an id after the vocabulary, so that a grammar can name a stop token. Such
 //    a token is legal only where it is the last token of the grammar, because it ends the request.
-// 5. LLGuidance caches the last mask and returns it if the parser's row and the lexer's state have
-//    the same numbers. In release 1.9.1, rollback does not invalidate this cache, so a row that was
-//    undone and computed again may get the mask of the undone row. On the path to the state of the
-//    cached mask, the cache is correct, because equal row numbers mean the same row there. After
-//    the fork at which another path leaves that path, a mask that equals the cached one may be
-//    wrong. The cached mask is then replaced by computing a mask at or before the fork, and the
-//    mask in question is computed again. A mask does not replace the cached one if the grammar has
-//    ended. `is_kept` detects such a mask by the tokens that it allows. If the result is uncertain,
-//    either mask may be cached.
+// 5. LLGuidance caches the last mask and returns it again for a state whose parser row and lexer
+//    state have the same numbers. In release 1.9.1, rollback does not invalidate this cache. A row
+//    that is computed after an undone row of the same number may therefore get the mask of the
+//    undone row. States on the path to the state of the cached mask are safe, because equal row
+//    numbers mean the same row there. On a path that forks off before that state, a mask that
+//    equals the cached one may be wrong. Computing a mask at or before the fork then replaces the
+//    cached mask, and the mask in question is computed again. If the grammar has ended, computing a
+//    mask does not replace the cached one. `is_kept` concludes from the tokens that a mask allows
+//    whether the mask has certainly replaced the cached one; otherwise, either mask may be cached.
 // 6. If no token is legal, LLGuidance refuses all further calls. A rollback then creates another
 //    copy of the start state, which consumes the accepted tokens again. It also does so if the
 //    grammar has lexemes that LLGuidance cannot roll back.

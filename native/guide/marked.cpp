@@ -92,8 +92,7 @@ class Marker {
   const std::vector<int32_t>& first_illegal(int32_t state) const noexcept {
     return first_illegal_[static_cast<size_t>(state)];
   }
-  // Tokens that consist of white space, with their numbers of characters, which are at most
-  // `max_skipped`.
+  // White-space tokens of at most `max_skipped` characters. `size` is the number of characters.
   struct Space {
     int32_t token;
     int32_t size;

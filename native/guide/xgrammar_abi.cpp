@@ -149,7 +149,7 @@ void load(const char* tvm_ffi_library) {
   api = loaded;
 }
 
-// Matcher of a Python object of XGrammar, whose reference is borrowed.
+// Calls a matcher object of XGrammar's Python module, to which this class has a borrowed reference.
 class XGrammarMatcher final : public NativeMatcher {
  public:
   // The arrays have one bit per id and are borrowed. `acceptable` is set for the stop ids of the

@@ -70,8 +70,8 @@ struct MailboxWords {
   const std::uint32_t* completed = nullptr;
 };
 
-// Buffers of the results. The work fills `scratch`. If the worker answers in time, it copies
-// `scratch` to `output`.
+// Buffers for the results of the work. The work fills `scratch`. If the worker answers in time, it
+// copies `scratch` to `output`.
 struct MailboxOutput {
   void* scratch = nullptr;
   void* output = nullptr;

@@ -37,7 +37,7 @@ struct Failure {
 class LaunchListener {
  public:
   virtual ~LaunchListener() = default;
-  // Called after every launch, without the GIL.
+  // Called after every launch. The caller does not hold the GIL.
   virtual void launched() noexcept = 0;
   // Returns whether host work that missed its deadline is still running although its replay has
   // ended.

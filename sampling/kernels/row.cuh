@@ -192,15 +192,16 @@ struct Filter {
   float min_p;  // 0: disabled
 };
 
-// Returns an integer with the order of floats. NaN is greater than +inf, and both zeros are equal.
+// Returns an integer for x, such that greater floats have greater integers. NaN is greater than
+// +inf, and both zeros are equal.
 __device__ __forceinline__ int order_key(float x) {
   const u32 bits = __float_as_uint(x + 0.0f);
   const int key = static_cast<int>(bits ^ ((bits >> 31) ? 0x7fffffffu : 0u));
   return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fffffff : key;
 }
 
-// Mask bits of the 32 columns from `base` on. If `row.map` maps columns to target ids, the result
-// is all ones, and legal() reads the mask bit of each column.
+// Returns the mask bits of the 32 columns from `base` on. If `row.map` maps columns to target ids,
+// the result is all ones, and legal() reads the mask bit of each column.
 template <bool MAPPED>
 __device__ __forceinline__ u32 legal_word(const Row& row, int base) {
   if (MAPPED) return 0xffffffffu;
@@ -347,7 +348,7 @@ struct Weights {
     }
   }
 
-  // Sets the weights of a slice that min_p removes to 0.
+  // Sets the weights that min_p removes from a slice to 0.
   __device__ __forceinline__ void apply_min_p(const Slice& own) const {
     const float least = min_weight();
     if (!(least > 0.0f)) return;
