@@ -22,8 +22,8 @@ class SamplingArrays:
     state
         State of all slots. The kernels run on its device.
     exchange
-        Exchanged records of the same number of slots. It determines the draft mode, the maximum
-        number of drafts K, and the number of target ids V, which must be less than 2**24.
+        Exchanged records for as many slots as `state` has. It determines the draft mode, the
+        maximum number of drafts K, and the number of target ids V, which must be less than 2**24.
     replay
         int32 [1], number of the replay.
     token_limit

@@ -26,7 +26,7 @@ VERIFY_MODES = ("rejection", "coupled", "per_token", "relaxed")
 
 #: Inclusive ranges of the integer parameters.
 _INTEGERS = {"top_k": (0, 2**31 - 1), "sample": (0, 2**24 - 1), "min_tokens": (0, 2**31 - 1)}
-#: Ranges of the real parameters; True if the lower bound itself is excluded.
+#: Lower and upper bounds of the real parameters, and whether the lower bound itself is excluded.
 _REALS = {
     "temperature": (0.0, 1e4, False),
     "top_p": (0.0, 1.0, True),

@@ -823,7 +823,7 @@ class GraphLane:
                 )
             self.count_completed()
             completed = graph.root.completed
-            # The worker counts only launches from now on.
+            # The worker counts only launches from now on, so no earlier launch may be in flight.
             graph.root.wait_for_earlier_launches()
         thread = graph.root.worker if worker is None else worker
         box = Mailbox(
