@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from reference_round import Tree
+from round_simulator import result_row, write_committed, write_draft_tree
 
 from graft.cudagraph.device import Device, Stream
 from graft.cudagraph.driver.cstruct import read_struct
@@ -12,15 +14,12 @@ from graft.cudagraph.lanes import StreamLane
 from graft.grammar import Matcher, Vocabulary
 from graft.grammar.automaton.device import KERNELS, DeviceAutomata
 from graft.sampling.arrays import SamplingArrays
-from graft.sampling.exchange import NUMBERS, Exchange
+from graft.sampling.exchange import Exchange
 from graft.sampling.mode import DraftMode
 from graft.sampling.params import SamplingParams
-from graft.sampling.results import ROUND_ROW
 from graft.sampling.sampler import Sampler
 from graft.sampling.state import SlotRequest, SlotState
 
-READY = NUMBERS["ROW_READY"]
-NOT_READY = NUMBERS["ROW_NOT_READY"]
 LIMIT = 1 << 20
 _ITEM = read_struct(KERNELS / "automaton.cuh", "FillItem")
 _CACHED_ROW = read_struct(KERNELS / "automaton.cuh", "CachedRow")
@@ -82,18 +81,11 @@ class AutomatonRig:
         self.replay.copy_from(np.array([number], np.int32))
         return number
 
-    def write_drafts(self, slot: int, ids: list[int], parents: list[int]) -> None:
-        """Make a tree of drafts the drafts of a slot."""
+    def write_drafts(self, slot: int, tree: Tree) -> None:
+        """Make the drafts of a tree the drafts of a slot."""
         self.stream.synchronize()
         slots = self.state.to_host().copy()
-        record = slots[slot]
-        record["draft_len"] = len(ids)
-        paths = [0]
-        for j, (token, parent) in enumerate(zip(ids, parents, strict=True), 1):
-            record["drafts"][j - 1] = token
-            record["parent"][j - 1] = parent
-            paths.append(paths[parent] | 1 << (j - 1))
-            record["path"][j - 1] = paths[j]
+        write_draft_tree(slots[slot], tree)
         self.state.copy_from(slots)
 
     def write_commit(self, slot: int, ids: list[int]) -> None:
@@ -104,16 +96,10 @@ class AutomatonRig:
         if ids:
             slots[slot]["draft_len"] = 0
         self.state.copy_from(slots)
-        replay = int(self.replay.to_host()[0])
-        committed = self.exchange.committed[slot]
-        committed[:2] = replay, len(ids)
-        committed[2 : 2 + len(ids)] = ids
+        write_committed(self.exchange, slot, int(self.replay.to_host()[0]), ids)
+        result = result_row(ids, slot=slot)
         rows = self.sampler.arrays.results.to_host().copy()
-        header = rows[slot][: ROUND_ROW.itemsize // 4].view(ROUND_ROW)
-        header["slot"] = slot
-        header["count"] = len(ids)
-        first = ROUND_ROW.itemsize // 4
-        rows[slot][first : first + len(ids)] = ids
+        rows[slot, : len(result)] = result
         self.sampler.arrays.results.copy_from(rows)
 
     def check_cache(self) -> None:

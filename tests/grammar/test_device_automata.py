@@ -7,7 +7,9 @@ import random
 
 import numpy as np
 import pytest
-from automaton_rig import NOT_READY, READY, AutomatonRig
+from automaton_rig import AutomatonRig
+from guide_util import oracle_row
+from reference_round import NOT_READY, READY, bits, chain
 from test_automata import (
     BACKEND,
     FIRST_BYTE,
@@ -62,15 +64,7 @@ def byte_tokens(text):
 
 def oracle(spec, tokens):
     """Return LLGuidance's mask row after some tokens; None if a token is illegal or the last."""
-    matcher = llguidance_matcher(compiled(spec))
-    for token in tokens:
-        if not matcher.accept(token):
-            return None
-    if matcher.is_terminated():
-        return None
-    row = np.zeros(VOCABULARY.words, np.int32)
-    assert matcher.fill(row)
-    return row
+    return oracle_row(functools.partial(llguidance_matcher, compiled(spec)), tokens)
 
 
 @pytest.mark.parametrize("kind", GRAMMARS)
@@ -93,32 +87,17 @@ def test_device_automaton_has_rows_of_llguidance_in_every_state(device, stream, 
             assert stamps[slot, 0].tolist() == (READY, epoch, len(text), 0)
 
 
-def legal_tokens(row):
-    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
-
-
 def random_tree(generator, spec, history, count, is_chain):
-    """Return drafts, mostly legal, and their parents."""
-    ids = []
-    parents = []
-    for j in range(1, count + 1):
-        parent = j - 1 if is_chain else generator.randrange(j)
-        row = oracle(spec, history + path_tokens(ids, parents, parent))
+    """Return a tree of drafts, most of which are legal."""
+    tree = chain(0)
+    for j in range(count):
+        parent = j if is_chain else generator.randrange(j + 1)
+        row = oracle(spec, [*history, *tree.path(parent)])
         choices = [5, STOP]
         if row is not None and generator.random() < 0.9:
-            choices = legal_tokens(row)
-        ids.append(generator.choice(choices or [STOP]))
-        parents.append(parent)
-    return ids, parents
-
-
-def path_tokens(ids, parents, j):
-    """Return the drafts on the path from the last token to draft `j`."""
-    tokens = []
-    while j > 0:
-        tokens.append(ids[j - 1])
-        j = parents[j - 1]
-    return tokens[::-1]
+            choices = bits(row).tolist()
+        tree = tree.grow(parent, generator.choice(choices or [STOP]))
+    return tree
 
 
 def check_row(masks, stamps, slot, j, spec, tokens, position, epoch=1):
@@ -131,7 +110,7 @@ def check_row(masks, stamps, slot, j, spec, tokens, position, epoch=1):
     assert stamps[slot, j].tolist() == (READY, epoch, position, 0)
 
 
-def committed_tokens(generator, spec, history, ids, parents):
+def committed_tokens(generator, spec, history, tree):
     """Return a path of legal drafts and one more legal token, as verification commits them."""
     tokens = []
     node = 0
@@ -139,15 +118,16 @@ def committed_tokens(generator, spec, history, ids, parents):
         row = oracle(spec, history + tokens)
         if row is None:
             return tokens
-        children = [c for c, parent in enumerate(parents, 1) if parent == node]
         children = [
-            c for c in children if oracle(spec, [*history, *tokens, ids[c - 1]]) is not None
+            child
+            for child in tree.children(node)
+            if oracle(spec, [*history, *tokens, tree.token[child]]) is not None
         ]
         if not children or generator.random() < 0.3:
-            legal = [token for token in legal_tokens(row) if token != STOP]
+            legal = [token for token in bits(row).tolist() if token != STOP]
             return [*tokens, generator.choice(legal)] if legal else tokens
         node = generator.choice(children)
-        tokens.append(ids[node - 1])
+        tokens.append(tree.token[node])
 
 
 @pytest.mark.parametrize("is_chain", [True, False], ids=["chain", "tree"])
@@ -161,31 +141,29 @@ def test_device_automaton_follows_commits_and_drafts(device, stream, shape, is_c
     for slot, spec in enumerate(specs):
         assert rig.join(slot, 1, compiled(spec).matcher())
     history = [[] for _ in specs]
-    trees = [([], []) for _ in specs]
+    trees = [chain(0) for _ in specs]
     checked = 0
     for number in range(1, 13):
         rig.begin()
         rig.automata.add_open(rig.lane, rig.row_slot, 5, copied=number % 3 == 0)
         masks, stamps = rig.rows()
         for slot, spec in enumerate(specs):
-            ids, parents = trees[slot]
-            for j in range(len(ids) + 1):
-                path = path_tokens(ids, parents, j)
-                position = 10 + len(history[slot]) + len(path)
-                check_row(masks, stamps, slot, j, spec, history[slot] + path, position)
+            for j in range(len(trees[slot].token)):
+                tokens = [*history[slot], *trees[slot].path(j)]
+                check_row(masks, stamps, slot, j, spec, tokens, 10 + len(tokens))
                 checked += 1
             late = generator.random() < 0.2
-            tokens = committed_tokens(generator, spec, history[slot], ids, parents)
+            tokens = committed_tokens(generator, spec, history[slot], trees[slot])
             rig.write_commit(slot, [] if late else tokens)
             if not late and tokens:
                 history[slot] += tokens
-                trees[slot] = ([], [])
+                trees[slot] = chain(0)
         if number % 2:  # otherwise the next open step applies the commits
             rig.automata.add_commit(rig.lane, rig.row_slot, fill=False)
         for slot, spec in enumerate(specs):
-            if not trees[slot][0]:
+            if len(trees[slot].token) == 1:
                 trees[slot] = random_tree(generator, spec, history[slot], 4, is_chain)
-                rig.write_drafts(slot, *trees[slot])
+                rig.write_drafts(slot, trees[slot])
     assert checked > 300
 
 
@@ -201,14 +179,14 @@ def test_device_automaton_fills_rows_while_a_chain_is_drafted(device, stream, sh
         rig.begin()
         rig.automata.add_open(rig.lane, rig.row_slot, 4, copied=False)
         for slot, spec in enumerate(specs):
-            tokens = committed_tokens(generator, spec, history[slot], [], [])
+            tokens = committed_tokens(generator, spec, history[slot], chain(0))
             rig.write_commit(slot, tokens)
             history[slot] += tokens
         rig.automata.add_commit(rig.lane, rig.row_slot, fill=True)
         drafts = [random_tree(generator, spec, history[s], 3, True) for s, spec in enumerate(specs)]
         for j in (1, 2, 3):
-            for slot, (ids, parents) in enumerate(drafts):
-                rig.write_drafts(slot, ids[:j], parents[:j])
+            for slot, tree in enumerate(drafts):
+                rig.write_drafts(slot, tree.first(j))
             if j < 3:
                 rig.automata.add_draft(rig.lane, rig.row_slot, j)
         check_chain(rig, specs, history, drafts, 3)
@@ -247,9 +225,8 @@ def test_device_automaton_fills_rows_again_that_may_be_overwritten(device, strea
 def check_chain(rig, specs, history, drafts, end, first=0):
     masks, stamps = rig.rows()
     for slot, spec in enumerate(specs):
-        ids, _ = drafts[slot]
         for j in range(first, end):
-            tokens = history[slot] + ids[:j]
+            tokens = [*history[slot], *drafts[slot].path(j)]
             check_row(masks, stamps, slot, j, spec, tokens, 10 + len(tokens))
 
 
@@ -320,7 +297,7 @@ def test_row_cache_has_no_stop_ids_of_requests(device, stream, shape):
         assert rig.join(0, epoch, matcher, 1)
         rig.begin()
         rig.automata.add_open(rig.lane, rig.row_slot, 1, copied=True)
-        found.append(legal_tokens(rig.rows()[0][0, 0]))
+        found.append(bits(rig.rows()[0][0, 0]).tolist())
     assert found == [sorted([stop, FIRST_BYTE + ord("b")]) for stop in (STOP, other_stop, STOP)]
     assert rig.automata.counters()["hits"] == 2
 
