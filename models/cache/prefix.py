@@ -34,7 +34,7 @@ from graft.models.cache.kv import PagedKV
 
 __all__ = ["PageGroup", "PrefixCache", "page_keys"]
 
-#: Pages of the same positions, one page index for each cache (target and drafter).
+#: One page index for each KV cache (target and drafter), all for the same token positions.
 PageGroup = tuple[int, ...]
 
 
@@ -116,8 +116,8 @@ class PrefixCache:
     def insert(self, slot: int, tokens: Sequence[int]) -> None:
         """Cache the full pages of a slot whose tokens are `tokens`.
 
-        The writes of the keys and values of all tokens except the last must have been enqueued in
-        all caches.
+        The caller must already have enqueued the work that writes the keys and values of all tokens
+        except the last to all KV caches.
         """
         if self.max_pages == 0:
             return
@@ -199,7 +199,7 @@ class PrefixCache:
     def _insert(self, pages: Sequence[tuple[bytes, PageGroup]]) -> None:
         """Cache pages, and evict the least recently used ones if there are too many.
 
-        The first page becomes the most recently used one.
+        The first page becomes the most recently used one, for the reason given in `match`.
         """
         for key, group in reversed(pages):
             if key not in self._cached:

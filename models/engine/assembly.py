@@ -239,7 +239,7 @@ def _load_drafter(
     target: LlamaModel,
     tokenizer: Tokenizer,
 ) -> Drafter | None:
-    """Load and check the drafter; return None to decode without speculation.
+    """Load and check the drafter; return None if the engine decodes without speculation.
 
     Drafters such as EAGLE-3 read hidden states of the target. The target is told which layers must
     provide them.
@@ -265,7 +265,7 @@ def _load_drafter(
 
 
 def _check_drafter(options: Options, name: str, drafter: Drafter) -> None:
-    """Raise OptionError unless the drafter's shape is complete and matches the options."""
+    """Raise OptionError if the drafter's attributes are missing or do not match the options."""
     shape = getattr(drafter, "shape", None)
     if not isinstance(shape, TreeShape):
         raise OptionError(f"drafter {name} does not define `shape`")

@@ -141,8 +141,8 @@ class Engine:
         self._ids = itertools.count()
         self._guard = CallGuard()
         self._submissions = itertools.count()
-        # Work for `_end_abandoned`. `cancel` and each stream that ends append an entry: the
-        # requests whose events the stream no longer claims, and the requests to cancel.
+        # Work for `_end_abandoned`. `cancel` and each stream that ends append a pair: the requests
+        # whose events the stream no longer fetches, and the requests to cancel.
         self._abandoned: deque[tuple[Iterable[_Submission], Iterable[_Submission]]] = deque()
         self.failure: str | None = None
         self._device_failed = False
@@ -558,7 +558,7 @@ class Engine:
     def counters(self) -> dict[str, Any]:
         """Return the counters of engine, grammar, compiler, device and prefix cache.
 
-        If grammar steps can run on the device, this method waits for it.
+        If grammar steps can run on the device, this method waits until the device is idle.
 
         The entry "held" counts the slots, pages and replays that are in use at the time of the
         call.
@@ -595,7 +595,7 @@ class Engine:
         }
 
     def reset_stats(self) -> None:
-        """Reset `stats`."""
+        """Set all counters in `stats` to zero, by replacing `stats` with a new object."""
         self._require_working()
         counters = self._resources.decoder.counters()
         self._forced_tokens_at_reset = self._count_forced_tokens(counters)

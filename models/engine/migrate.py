@@ -55,7 +55,7 @@ _MAX_SAMPLES = 64
 _THREADS = 128
 _KERNELS = Path(__file__).parents[1] / "cache" / "kernels" / "pages.cu"
 
-#: Exceptions of the code that reads a description of another form.
+#: Exceptions that reading a malformed description may raise.
 _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError)
 
 #: Fields of `Output` that the receiving engine sets itself or that are transferred separately.
@@ -119,7 +119,7 @@ class MigratedRequest:
         Raises
         ------
         MigrationError
-            If the data is no safetensors, or has another format.
+            If the data is not in safetensors format, or was written in another `FORMAT`.
         """
         try:
             tensors = load(data)
@@ -198,7 +198,8 @@ def read_request(description: Mapping[str, Any]) -> Request:
 def check_output(description: Mapping[str, Any]) -> None:
     """Raise MigrationError unless `restore_output` can use the output in a description.
 
-    A counter that is no number, for example, would make a later round of the engine fail.
+    Without this check, a counter that is not a number, for example, would make a later round of the
+    engine fail.
     """
     types = {**get_type_hints(Output), "age_s": float}
     try:
@@ -394,8 +395,8 @@ class Migrator:
     def _check_pages(self, pages: Sequence[np.ndarray]) -> None:
         """Raise MigrationError unless there are no pages, or pages for all caches.
 
-        NumPy would stretch an array with axes of length 1, and other requests would reuse the
-        wrong pages.
+        Without this check, NumPy would broadcast an array with axes of length 1, and other requests
+        with the same prefix would reuse wrong pages.
         """
         if not pages:
             return

@@ -38,9 +38,9 @@ from graft.sampling.state import LOGPROBS
 
 __all__ = ["ReplayInFlight", "Replays", "RowAssignment", "RowResult"]
 
-#: Maximum time that the host waits without a result and without prefill progress.
+#: Maximum time in seconds that the host waits for a result while no prefill chunk completes.
 ROUND_DEADLINE_S = 120.0
-#: Interval at which a wait checks for device failures and Ctrl-C.
+#: Interval in seconds at which a wait checks for device failures and Ctrl-C.
 POLL_S = 0.1
 #: Weight of the latest sample in the moving average of the round time.
 ROUND_SHARE = 0.2

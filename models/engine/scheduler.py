@@ -41,8 +41,8 @@ from graft.sampling.params import SamplingParams
 
 LOG = logging.getLogger("graft")
 
-#: A request fails as stuck when it has committed no token for more than this many consecutive
-#: rounds and for more than this many seconds.
+#: A request fails as stuck when it has committed no token for more than `MAX_STALLED_ROUNDS`
+#: consecutive rounds and for more than `MAX_STALL_S` seconds.
 MAX_STALLED_ROUNDS = 256
 MAX_STALL_S = 30.0
 
@@ -60,7 +60,8 @@ MAX_BYPASSES = 16
 #: than this number plus twice the number of unfinished requests.
 MIN_DEADLINES = 64
 
-#: A warning is logged after this many consecutive rounds without drafts.
+#: A warning is logged after this many consecutive rounds in which a drafter that computes logits
+#: had no drafts.
 MAX_UNDRAFTED_ROUNDS = 64
 
 #: Entry of the ready queue: (-priority, sequence number, request).
@@ -149,7 +150,7 @@ class Scheduler:
     selector
         Selects the graph of each launch.
     stats
-        Counters to update. `Engine.reset_stats` replaces this attribute by a new object.
+        Counters to update. `Engine.reset_stats` replaces this attribute with a new object.
     budget
         Chooses the number of drafts of each round.
     max_in_flight
@@ -418,10 +419,11 @@ class Scheduler:
         return True
 
     def _should_leave_loop(self) -> bool:
-        """Return whether the running loop should end, because a request can join or leave.
+        """Return whether the host should ask the running loop to end.
 
-        The slots and pages of requests that have left are free only after the loop. If many have
-        left, a graph with fewer batch rows can run the others.
+        It should if a prompt is being prefilled; if ready requests wait while slots and pages of
+        requests that have left are not free, which they are only after the loop; or if so many
+        requests have left that a graph with fewer batch rows can run the others.
         """
         if self.slots.num_prefilling or (self._ready and self.slots.num_leaving):
             return True
@@ -691,10 +693,10 @@ class Scheduler:
 def _report_compiled(
     number: int, compiled: deque[int], woken: threading.Event, _: Future[CompiledGrammar]
 ) -> None:
-    """Report to a scheduler that the grammar of a queue number has been compiled.
+    """Tell a scheduler that the grammar of the request with queue number `number` is compiled.
 
-    The function gets attributes of the scheduler instead of the scheduler itself, so that the
-    future does not keep the scheduler alive.
+    `compiled` and `woken` are attributes of the scheduler. The function gets them instead of the
+    scheduler itself, so that the grammar's future does not keep the scheduler alive.
     """
     compiled.append(number)
     woken.set()

@@ -64,8 +64,8 @@ class GraphSelector:
     max_loop_rounds
         Maximum number of rounds of a generation loop; None sets no limit.
     serves_all
-        Whether the grammar worker serves requests without a grammar, too. It chooses the drafts of
-        trees that are drafted for all levels at once.
+        Whether the grammar worker serves requests without a grammar, too. This is required for
+        trees that are drafted for all levels at once, because the worker chooses their drafts.
     """
 
     def __init__(

@@ -42,13 +42,15 @@ from graft.sampling.state import SlotRequest, SlotState
 
 __all__ = ["SlotManager"]
 
-#: Greatest epoch. The next epoch is 1. By then, no round with the first epoch 1 is in flight.
+#: Greatest epoch (`RequestState.epoch`). The epoch after it is 1 again. By then, no round of the
+#: first slot assignment with epoch 1 is in flight.
 MAX_EPOCH = 2**31 - 1
 
 #: Number of free pages that are allocated in advance, so that few rounds have to allocate.
 PAGES_AHEAD = 4
 
-#: Maximum number of pages that a request gets for the rounds of a loop after the first one.
+#: Maximum number of pages that a request gets for the rounds of a generation loop after its first
+#: round.
 LOOP_PAGES_AHEAD = 16
 
 
@@ -61,7 +63,7 @@ class _PrefillingRequest:
     state
         The request.
     chunks
-        Iterator that enqueues one prefill chunk per step.
+        Iterator; each iteration enqueues one prefill chunk.
     last_token
         Last token of the request. Its first round processes this token.
     """
@@ -294,7 +296,7 @@ class SlotManager:
         return True
 
     def reserve_ahead(self, states: Sequence[RequestState]) -> None:
-        """Allocate pages for the rounds of a loop after the first one.
+        """Allocate pages for the rounds of a generation loop after its first round.
 
         The free pages are divided among the requests. If a request gets fewer than `PAGES_AHEAD` of
         them, unused pages of the prefix cache are evicted until it has this many. No more pages are
