@@ -76,8 +76,8 @@ class TreeShape:
     def check(self, max_drafts: int) -> None:
         """Raise OptionError unless a round can be built for this shape.
 
-        It is refused if it has more than `max_drafts` drafts, or is neither a chain nor a tree that
-        a round can verify.
+        A shape is refused if it has more than `max_drafts` drafts, or is neither a chain nor a tree
+        that a round can verify.
         """
         if not 1 <= self.nodes <= max_drafts:
             raise OptionError(f"{self.nodes} drafts per round, expected 1 to {max_drafts}")
@@ -170,7 +170,7 @@ class Drafter:
         """
 
     def resume(self, lane: Lane, rows: Rows) -> None:
-        """Process the tokens of a prefix-cache hit.
+        """Process prompt tokens that the prefix cache has.
 
         The KV cache entries of these tokens already exist; only other state has to be updated.
         """
@@ -207,8 +207,8 @@ class Drafter:
     def failure(self, slot: int, epoch: int) -> DrafterError | None:
         """Return the error with which the drafter terminated a request, or None if it did not.
 
-        `epoch` counts the requests that have used the slot. It distinguishes the request from
-        earlier requests of the same slot.
+        `epoch` is the number of the slot assignment (`RequestState.epoch`). It distinguishes the
+        request from earlier requests of the same slot.
         """
         return None
 

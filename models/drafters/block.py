@@ -160,10 +160,10 @@ class BlockDrafter(Drafter):
         return feed.scratch.logits[: len(self.shape.levels) * feed.batch]
 
     def _lay_out_block(self, lane: Lane, feed: Feed) -> tuple[Rows, Rows]:
-        """Return the rows of the blocks of all requests, and the same rows for attention.
+        """Add the kernel that lays out the rows of all requests' blocks, and return them twice.
 
-        The position of a row for attention is not its own but the last position that the row
-        attends to, which is the end of its block.
+        In the second result, which attention reads, the position of a row is the last position that
+        the row attends to, which is the end of its block.
         """
         config = self._config
         width = config.first_row + len(self.shape.levels)
@@ -183,7 +183,7 @@ class BlockDrafter(Drafter):
         self._stack.run(lane, rows, x, attend_rows=attend_rows)
 
     def _embed(self, lane: Lane, rows: Rows, norm: Norm | None) -> None:
-        """Write the embeddings of the rows to the residual stream and, if given, compute a norm."""
+        """Write the embeddings of the rows to the residual stream; compute `norm` unless None."""
         kernels = self._kernels
         residual = self._stack.buffers.residual[: rows.count]
         scale = self._config.input_embedding_scale
@@ -240,7 +240,7 @@ class BlockDrafter(Drafter):
 
 
 def _draft_shape(config: DFlashConfig, context: DrafterContext) -> TreeShape:
-    """Return the requested draft shape, limited to the levels of a block."""
+    """Return the requested draft shape, with at most as many levels as a block can draft."""
     max_levels = config.block_size - config.first_row
     if context.tree is None:
         return TreeShape.by_level(min(context.max_drafts, max_levels))

@@ -190,7 +190,7 @@ class Feed:
 
     @property
     def round_args(self) -> list[object]:
-        """Arguments that all layout kernels have in common."""
+        """Arguments that all kernels that lay out rows have in common."""
         sampler = self.sampler
         return [self.row_slot, self.state.array, sampler.arrays.results, sampler.arrays.row_words]
 

@@ -209,9 +209,10 @@ class Mtp(Drafter):
         return Rows(rows.token, rows.slot, earlier, rows_per_slot=rows.rows_per_slot)
 
     def _run(self, lane: Lane, j: int, rows: Rows, hidden: DeviceArray) -> None:
-        """Run module j on entries and replace `hidden` in place by the module's output.
+        """Run module j on entries and overwrite `hidden` with the module's output.
 
-        `hidden` float32[R, hidden] contains h of the previous module before the call.
+        `hidden` float32[R, hidden] contains the hidden states of the previous module before the
+        call.
         """
         count = rows.count
         module = self._modules[j]

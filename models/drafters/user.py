@@ -188,7 +188,10 @@ class UserDrafter(Drafter):
                 self._histories.setdefault(slot, [])[position:] = [token]
 
     def _draft(self, rows: NDArray, first: NDArray, *outputs: NDArray) -> None:
-        """Request drafts for every active request with committed tokens, and wait for them.
+        """Let the drafter's thread propose drafts, and write its proposals to the outputs.
+
+        The user's function is called for every active request with committed tokens. This method
+        waits for the results until the deadline.
 
         `rows` is as in `_record`; `first` int32[B] is the index in `rows` of each request's first
         row. The outputs, int32[B, max_drafts], are the proposed ids and, in a tree, their parents.
@@ -229,7 +232,10 @@ class UserDrafter(Drafter):
 def _serve(
     queries: SimpleQueue[_Query | None], name: str, propose: Callable[[list[int]], _Proposal]
 ) -> None:
-    """Answer queries until None arrives. This function runs on the drafter's thread."""
+    """Call `propose` for the requests of each query, until None arrives instead of a query.
+
+    This function runs on the drafter's thread.
+    """
     while True:
         query = queries.get()
         if query is None:
