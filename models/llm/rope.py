@@ -56,7 +56,7 @@ class Scaling(ABC):
 
     @property
     def variant(self) -> str:
-        """Name of the scaling. Scalings that `for_length` returns differ if their names differ."""
+        """Name of the scaling, which tells apart the scalings that `for_length` may return."""
         return self.kind
 
     @classmethod
@@ -69,7 +69,7 @@ class Scaling(ABC):
         """Return the inverse frequencies, float64[head_dim // 2]."""
 
     def for_length(self, length: int) -> Scaling | None:
-        """Return the scaling of sequences with at most `length` tokens."""
+        """Return the scaling for sequences of at most `length` tokens; None for no scaling."""
         return self
 
     def max_length(self, max_positions: int) -> int:

@@ -132,7 +132,7 @@ class LoopGraph(RoundGraph):
 
     @property
     def kind(self) -> str:
-        """Kind of the graph."""
+        """Kind of the graph: always "loop"."""
         return "loop"
 
     def _make_lanes(self) -> tuple[GraphLane, GraphLane]:
@@ -160,7 +160,10 @@ class LoopGraph(RoundGraph):
         return body.lane("model"), body.lane("grammar")
 
     def _input_args(self) -> list[object]:
-        """Return the input ring of the body: one entry, which is stamped with the next replay."""
+        """Return the arguments of ``begin`` for the ring of the body.
+
+        The ring has one entry. Its stamp is the number of the next replay.
+        """
         control = self._control
         return [control.row_slot, self.batch, control.loop[1:], 1, 1]
 

@@ -21,7 +21,7 @@ from graft.sampling.checks import expect
 _WARP_BLOCK = 128
 _TILE = 16
 _THREAD_QUERIES = 48
-_THREAD_BLOCKS = 8  # blocks for the attention of few rows, to use several CPU threads
+_THREAD_BLOCKS = 8  # few rows are divided among this many blocks, to use several CPU threads
 _SPLIT = 64  # minimum positions per part of split attention
 _MAX_PARTS = 32
 _BLOCKS = 512  # approximate number of blocks that a GPU runs at the same time
@@ -61,9 +61,9 @@ class Attention:
     ) -> None:
         """Compute queries, keys and values, apply RoPE, and write keys and values to the KV cache.
 
-        If there are no head norms (Qwen3) and `Products.can_fuse_rope` returns True, this is one
-        kernel, which stores only the queries in `qkv`. Otherwise it is the sequence
-        `Products.linear`, `Norms.head_norm`, `rope_and_store`.
+        If `head_norms` is None and `Products.can_fuse_rope` returns True, this is one kernel, which
+        stores only the queries in `qkv`. Otherwise it is the sequence `Products.linear`,
+        `Norms.head_norm` (if there are head norms, as in Qwen3) and `rope_and_store`.
 
         `x` is as in `Products.linear`. `weight` is [(heads + 2 kv_heads) * head_dim, inner], in the
         layout that `qkv_interleave` selects. `qkv` is float32[R, (heads + 2 kv_heads) * head_dim].

@@ -43,7 +43,7 @@ class KernelLoader:
             )
         self.is_thread = self.form == "thread"
         # Keeps the compiled modules loaded. A module that no graph references would otherwise be
-        # unloaded after each launch of a prefill.
+        # unloaded after each launch on a stream.
         self.loaded: dict[tuple, Kernel] = {}
 
     def load(self, file: str, name: str, **defines: object) -> Kernel:

@@ -19,7 +19,7 @@ _TILE_COLUMNS = 128
 # Number of inner indices that the pipeline stages of linear_many hold in shared memory together, by
 # bytes per weight and rows per tile.
 _STAGED = {1: {32: 320, 64: 384, 128: 256}, 2: {32: 192, 64: 256, 128: 192}}
-# Tiles of this number of rows need more shared memory than some GPUs have, and inputs of 16 bits.
+# Tiles with this many rows need more shared memory than some GPUs have, and 16-bit inputs.
 _TALL_TILE = 256
 _TALL_STAGED = 128
 TALL_SHARED = 227 * 1024
@@ -118,7 +118,10 @@ def _choose_block(rows: int, columns: int, inner: int) -> int:
 
 
 def _choose_splits(tiles: int, rows: int, inner: int) -> int:
-    """Return the number of K splits with the least estimated time for `tiles` of `rows` rows."""
+    """Return the number of K splits with the least estimated time.
+
+    The product has `tiles` tiles of `rows` rows each.
+    """
     # min() returns the first, that is the smallest, of several equally good numbers.
     return min(
         (1, 2, 4, _MAX_SPLITS), key=lambda splits: _estimated_time(tiles, rows, inner, splits)
