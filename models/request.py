@@ -45,9 +45,9 @@ MAX_SAMPLES = 128
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits on the host resources of requests.
+    """Limits on the size of requests, on the queue and on the time of compiling a grammar.
 
-    The engine checks these limits before it does any other work for a request.
+    The engine checks sizes and queue before it does any other work for a request.
 
     Parameters
     ----------

@@ -401,10 +401,10 @@ def _target_layer_ids(fields: Fields, target_layers: int) -> tuple[int, ...]:
 
 
 def _check_quantization(fields: Fields) -> None:
-    """Check that quantised weights are E4M3 with one scale per row or per matrix.
+    """Check that quantized weights are E4M3 with one scale per row or per matrix.
 
-    The dtypes in the checkpoint, not the config, decide which matrices are quantised. Settings for
-    quantised inputs are ignored, because graft never quantises inputs and the weights do not depend
+    The dtypes in the checkpoint, not the config, decide which matrices are quantized. Settings for
+    quantized inputs are ignored, because graft never quantizes inputs and the weights do not depend
     on these settings.
     """
     section = fields.section("quantization_config")

@@ -212,7 +212,7 @@ class DecoderStack:
         self.kernels.attention.reserve(max_rows, self.config.num_attention_heads, self.kv)
 
     def input_norm(self, count: int, layer: int = 0, producer: Matrix | None = None) -> Norm:
-        """Return the norm of `count` rows before the attention of a layer.
+        """Return the `Norm` that computes the input of a layer's attention for `count` rows.
 
         `producer` is the weight of the product that writes the rows, as in
         `ActivationBuffers.norm`.

@@ -14,7 +14,7 @@ from graft.cudagraph.ranks.ranks import AllGather
 from graft.models.errors import CheckpointError
 from graft.models.llm.checkpoint import FLOATS, Checkpoint
 
-#: Storage of decoder layer matrices on the device: as in the checkpoint, or quantised to E4M3.
+#: Storage of decoder layer matrices on the device: as in the checkpoint, or quantized to E4M3.
 WEIGHTS = ("checkpoint", "fp8")
 _E4M3_MAX = np.float32(448)
 _SMALLEST_NORMAL = np.float32(2.0**-126)
@@ -57,7 +57,7 @@ Matrix = DeviceArray | ScaledMatrix
 class Weights:
     """Uploads the tensors of one checkpoint and records which ones were used.
 
-    `weights`, one of `WEIGHTS`, determines how stacked matrices are stored. "fp8" quantises them to
+    `weights`, one of `WEIGHTS`, determines how stacked matrices are stored. "fp8" quantizes them to
     E4M3; each row gets a scale that maps its largest magnitude to the largest E4M3 value.
     """
 
@@ -188,8 +188,8 @@ class Weights:
         """Raise CheckpointError unless all tensors of the checkpoint were used.
 
         An unused tensor, such as a bias or another layer, means that the checkpoint does not match
-        its config. The output would be wrong without any error. Scales of statically quantised
-        inputs may be unused, because graft does not quantise inputs; so may tensors whose names
+        its config. The output would be wrong without any error. Scales of statically quantized
+        inputs may be unused, because graft does not quantize inputs; so may tensors whose names
         begin or end with a string in `ignored`.
         """
         ignored += (".input_scale",)

@@ -25,7 +25,7 @@ __device__ __forceinline__ Lanes load_lanes(const float* from) {
   return x;
 }
 
-// Compilers do not vectorise the generic load_lanes well for 16-bit types. These overloads use
+// Compilers do not vectorize the generic load_lanes well for 16-bit types. These overloads use
 // vector instructions directly.
 #ifdef __AVX2__
 __device__ __forceinline__ Lanes load_lanes(const bf16_t* from) {

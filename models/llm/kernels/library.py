@@ -7,7 +7,7 @@ Matrix and attention kernels exist in two forms; norm kernels have one block siz
 
 ``thread``
     For the soft device, which runs kernels on the CPU. Each thread computes many outputs in loops
-    without barriers, which a C++ compiler can vectorise.
+    without barriers, which a C++ compiler can vectorize.
 ``warp``
     For GPUs. The soft device runs this form in tests only.
 

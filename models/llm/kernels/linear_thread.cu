@@ -83,8 +83,8 @@ __device__ __forceinline__ void tile(const Product& y, int row, int column, int 
   }
 }
 
-// Computes ROWS rows of columns [column, end), at most COLUMNS of them, and writes each row in one
-// piece.
+// Computes columns [column, end) of ROWS rows, and writes each row with one copy. There are at most
+// COLUMNS columns.
 template <int ROWS, int PAIRS>
 __device__ __noinline__ void band(const Product& y, int row, int column, int end) {
   float sums[ROWS * COLUMNS];

@@ -1,6 +1,6 @@
 // Functions that several model kernels use: arithmetic, and addresses in the paged KV cache. The
 // arithmetic gives the same bits on every device. It is written such that C++ compilers, which
-// compile the kernels for the soft device, can vectorise it.
+// compile the kernels for the soft device, can vectorize it.
 #pragma once
 #include "graft.cuh"
 
@@ -35,7 +35,7 @@ __device__ __forceinline__ float gated(float gate, float up) {
 }
 
 // Sums COUNT values (a power of two) in a fixed tree, folding the halves onto each other. The
-// values are overwritten. The function is recursive, because compilers vectorise a loop nest only
+// values are overwritten. The function is recursive, because compilers vectorize a loop nest only
 // if they unroll the outer loop.
 template <int COUNT>
 __device__ __forceinline__ float tree_sum(float* values) {
