@@ -139,8 +139,7 @@ class GuidedDecoder:
         mask rows of the request that are already filled, and the request takes no part in further
         rounds until the worker thread has finished the request's work. The budget does not change
         the tokens of a request, except with rejection sampling, because the budget changes the
-        positions at which rounds end.
-        ``native/guide/matcher.h`` describes the cost of a budget.
+        positions at which rounds end. ``native/guide/matcher.h`` describes the cost of a budget.
 
         A request fails if its matcher is much too slow or too large. A step of the request is slow
         if it takes more than 20 times the budget (at least 100 ms). The matcher is much too slow if
@@ -181,7 +180,8 @@ class GuidedDecoder:
         self._last_with_steps = 0  # last replay that was published
         # Numbers of skipped replays that have not been retired.
         self._skipped: set[int] = set()
-        self._late: list[GuidedRequest] = []  # retired requests whose matcher a thread still uses
+        # Requests of retired replays whose matcher a worker thread still uses.
+        self._late: list[GuidedRequest] = []
         self._in_flight: dict[int, tuple[GuidedRequest, ...]] = {}  # requests by replay number
         self._owners: dict[int, GuidedRequest] = {}  # latest request of each slot
         self._closed = False
@@ -405,7 +405,7 @@ class GuidedDecoder:
         Returns
         -------
         dict
-            New requests, by slot: those that did not own their slot in the previous replay.
+            New requests by slot: those that differ from the latest published request of their slot.
         """
         seen: set[int] = set()
         new_owners: dict[int, GuidedRequest] = {}

@@ -129,9 +129,8 @@ class Matcher(ABC):
 
     A matcher is not thread-safe. The guided decoder owns the matcher while a replay (graph launch)
     whose requests include the matcher is in flight. A backend in pure Python derives a class from
-    `Matcher` and
-    implements the abstract methods. The guided decoder's native worker calls these methods on its
-    threads with the GIL held.
+    `Matcher` and implements the abstract methods. The guided decoder's native worker calls these
+    methods on its threads with the GIL held.
 
     Attributes
     ----------

@@ -33,7 +33,10 @@ def unusable_reason(name: str) -> str:
 
 
 def usable_backends() -> Iterator[str]:
-    """Yield the usable backends in order of preference. Libraries are loaded one by one."""
+    """Yield the names of the usable backends in order of preference.
+
+    Each library is loaded only when the iteration reaches it.
+    """
     for name in BACKENDS:
         if not unusable_reason(name):
             yield name

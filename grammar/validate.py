@@ -91,8 +91,8 @@ def search_pattern(pattern: str, text: str) -> bool:
 def _python_pattern(pattern: str) -> str:
     """Convert an ECMA-262 pattern to an equivalent pattern for Python's ``re``.
 
-    Unlike in ``re``, ``$`` does not match before a final line feed in ECMA-262, ``\\d`` and ``\\w``
-    match only ASCII characters, and ``.`` matches no line separators.
+    In ECMA-262, other than in ``re``, ``$`` does not match before a final line feed, ``\\d`` and
+    ``\\w`` match only ASCII characters, and ``.`` matches no line separators.
     """
 
     def replacement(match: re.Match[str]) -> str:

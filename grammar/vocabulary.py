@@ -26,8 +26,8 @@ class Vocabulary:
         Bytes of each token, by id; empty for ids without text (special tokens, unused ids). Several
         ids may have the same bytes.
     size
-        Number of logit columns of the model, at least ``len(tokens)``. Ids that are not in `tokens`
-        are never legal.
+        Number of logit columns of the model, at least ``len(tokens)``. Ids without an entry in
+        `tokens` are never legal, unless they are stop ids.
     stop_ids
         Ids that end a sequence. Their bytes in `tokens` are ignored, so a grammar never treats them
         as text.

@@ -36,7 +36,7 @@ __all__ = [
 
 #: Mask word in which every token is legal.
 ALL_LEGAL = -1
-#: Maximum length of a jump-forward string, in bytes.
+#: Length in bytes from which a jump-forward string is not extended any more.
 MAX_JUMP_BYTES = 4096
 
 
@@ -317,7 +317,7 @@ class GrammarMatcher:
             prefix = min(texts)[: common_length(min(texts), max(texts))]
             forced += prefix
             token = texts.get(prefix)
-            if token is None:  # the legal tokens differ after the common prefix, or there is none
+            if token is None:  # the common prefix is empty, or several continuations are legal
                 break
             self._matcher.accept(token)
             accepted += 1

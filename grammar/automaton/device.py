@@ -154,7 +154,7 @@ class DeviceAutomata:
         max_rows = sampler.arrays.max_batch * (exchange.drafts + 1)
         self._items = device.zeros((max_rows, _ITEM.itemsize), "uint8")
         self._kernels = device.load(KERNELS / "automaton.cu", {"BLOCK": str(self._block)})
-        # By native grammar, least recently used first.
+        # Tables by native grammar, the least recently used table first.
         self._tables: dict[Any, _Table] = {}
         self._counts: Counter[str] = Counter()
         self._slot_tables: dict[int, _Table] = {}

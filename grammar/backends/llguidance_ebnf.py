@@ -60,28 +60,28 @@ _MAX_POSITIONS = 2000
 
 @dataclass(frozen=True)
 class Set:
-    """One character of the given ranges."""
+    """A node that matches one character of the given ranges."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """A sequence of parts; without parts, the empty text."""
+    """A node that matches its parts one after the other; without parts, the empty text."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several options."""
+    """A node that matches one of several options."""
 
     options: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """A part, repeated `low` to `high` times; `high` is None if there is no maximum."""
+    """A node that matches `low` to `high` repetitions of a part; None means no maximum."""
 
     part: Node
     low: int
@@ -90,7 +90,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Rule:
-    """A reference to a rule."""
+    """A reference to a rule. It matches the texts of the rule."""
 
     name: str
 
@@ -344,7 +344,7 @@ class _Positions:
         # few connections. If x can match the empty text, the repetition can, too, and `low` has no
         # effect.
         first, last, nullable = self._add(node.part)
-        if not last:  # the only text is empty
+        if not last:  # x matches only the empty text
             return empty, empty, True
         low = 0 if nullable else node.low
         ends = last if low <= 1 else empty

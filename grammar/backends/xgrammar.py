@@ -163,7 +163,7 @@ def _compile(info: Any, grammar: ResolvedGrammar) -> Any:
 
 
 def new_compiler(info: Any) -> Any:
-    """Return a compiler with one thread and without a cache."""
+    """Return an XGrammar compiler with one thread and without a cache."""
     arguments = [info, 1, False, -1]
     if require_xgrammar() != "0.2.8":
         # Disable dynamic compilation: it would compile the masks of a state when a matcher first
@@ -282,7 +282,7 @@ def _structural_tag(document: Any, whitespace: Whitespace) -> str:
 def _schema_rules(
     schema: Any, whitespace: Whitespace, any_order: bool = False, strict: bool = True
 ) -> str:
-    """Return the EBNF rules of a JSON schema."""
+    """Convert a JSON schema to EBNF rules with XGrammar."""
     any_whitespace, indent, separators, strict, max_whitespace, _ = _layout(whitespace, strict)
     rules = library().Grammar.from_json_schema(
         _schema_text(schema),

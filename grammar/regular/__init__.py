@@ -1,1 +1,1 @@
-"""Regular languages over characters: expressions, and regular expressions as expressions."""
+"""Regular languages: expressions that describe them, and a parser of regular expressions."""

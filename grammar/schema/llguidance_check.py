@@ -35,7 +35,7 @@ _LIMITS: dict[str, Any] = {
 #: Lower limits for proofs that no value satisfies a schema. A proof that exceeds them is given up.
 _SMALL_LIMITS: dict[str, Any] = {"max_grammar_size": 20_000, "initial_lexer_fuel": 50_000}
 _MAX_SEARCHED = 400  # maximum number of subschemas that are searched for the cause of an error
-#: Patterns of error messages, with the keyword that causes the error.
+#: Patterns of LLGuidance's error messages, each with the keyword that causes the error.
 _KEYWORD_OF = (
     (r"Unknown format", "format"),
     (r"range: min=None", "maximum"),
@@ -51,7 +51,7 @@ _ASSERTION = re.compile(r"lookarounds not supported yet; (\w+) in regex (/.*/)",
 
 
 def document_text(schema: Any, whitespace: Whitespace) -> str:
-    """Return a schema with options as the JSON text that LLGuidance compiles.
+    """Return the JSON text that LLGuidance compiles: the schema with LLGuidance's options.
 
     Raise `GrammarError` if the schema cannot be written as JSON.
     """
@@ -59,7 +59,7 @@ def document_text(schema: Any, whitespace: Whitespace) -> str:
 
 
 def schema_grammar(text: str) -> str:
-    """Return the grammar of a `document_text` in LLGuidance's JSON format."""
+    """Return a grammar in LLGuidance's JSON format. `text` is the result of `document_text`."""
     return f'{{"grammars": [{{"json_schema": {text}}}]}}'
 
 

@@ -240,7 +240,7 @@ class _Search:
             cause = inner_cause
 
     def _remains(self, kind: str, removed: Sequence[_Place]) -> bool:
-        """Return whether an error of a kind occurs in the schema without some keywords."""
+        """Return whether an error of a kind occurs in the schema without the keywords `removed`."""
         error = self._error(removed)
         if not error:
             return False
@@ -279,7 +279,7 @@ def _explain(error: str) -> str:
 
 
 def _all_subschemas(schema: SchemaObject) -> list[tuple[str, SchemaObject]]:
-    """Return all subschemas, including the targets of references in unknown keywords."""
+    """Return all subschemas with pointers, including reference targets inside unknown keywords."""
     references = References(schema)
     parts = subschemas(schema)
     known = {id(part) for _, part in parts}

@@ -25,9 +25,9 @@ def impossible_definitions(document: SchemaObject) -> frozenset[str]:
     """Return the JSON pointers of definitions that are proved unsatisfiable.
 
     The document is a rewritten schema. A definition is in the result if it is unsatisfiable even
-    after its references to definitions that LLGuidance refuses are replaced by ``true``. After the
-    references to the definitions in the result are replaced by ``false``, another call may find
-    further definitions.
+    after its references to definitions that LLGuidance refuses are replaced with ``true``. After
+    the caller has replaced the references to these definitions with ``false``, another call may
+    find further definitions.
     """
     references = References(document)
     reached: set[str] = set()

@@ -1,1 +1,1 @@
-"""Structural formats: trees of tags, schemas, patterns and free text of XGrammar."""
+"""Structural formats: XGrammar's trees of tags, schemas, patterns and free text."""

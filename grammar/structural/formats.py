@@ -242,7 +242,7 @@ def _formats(value: Any, path: str, depth: int) -> list[Format]:
 
 
 def _tags(value: Any, path: str, depth: int) -> list[Format]:
-    """Read a list of tags. The type of a tag may be absent, as in XGrammar."""
+    """Read a list of tags. The field ``type`` of a tag may be absent, as in XGrammar."""
     tags = []
     for i, item in _items(_not_empty(value, path), path):
         if isinstance(item, dict):
@@ -269,7 +269,7 @@ def _token(value: Any, path: str, depth: int) -> int | str:
 
 
 def _begin(value: Any, path: str, depth: int) -> str | Format:
-    """Read the begin of a tag: a text, or a format of the type ``token``."""
+    """Read the field ``begin`` of a tag: a text, or a format of the type ``token``."""
     if isinstance(value, str):
         return _string(value, path, depth)
     form = parse_format(value, path, depth)
@@ -279,7 +279,7 @@ def _begin(value: Any, path: str, depth: int) -> str | Format:
 
 
 def _end(value: Any, path: str, depth: int) -> list[str] | Format:
-    """Read the end of a tag: one text or several, or a format of the type ``token``."""
+    """Read the field ``end`` of a tag: one text or several, or a format of the type ``token``."""
     if isinstance(value, list):
         texts = _items(_not_empty(value, path), path)
         return [_string(item, f"{path}[{i}]", depth) for i, item in texts]

@@ -356,7 +356,11 @@ class _Lowering:
 
 
 def _with_texts_in_tags(elements: Sequence[Format]) -> list[Format]:
-    """Return the elements of a sequence. A text before tags becomes their field ``before``."""
+    """Return the elements of a sequence, in which texts before tags have become a part of the tags.
+
+    A ``const_string`` directly before a ``tags_with_separator`` with ``at_least_one`` becomes its
+    field ``before``.
+    """
     merged: list[Format] = []
     for element in elements:
         has_tags = element["type"] == "tags_with_separator" and element["at_least_one"]

@@ -43,11 +43,11 @@ class Piece:
         Texts such that every match starts with one of them, except for the empty match of a piece
         that is `empty`; None if they are not known.
     exact
-        Whether the texts of `starts` are all matches.
+        Whether the texts in `starts` are the matches themselves, not only their beginnings.
     absent
-        Texts that do not occur in a match of this free text.
+        If the piece is or ends with free text: texts that do not occur in the free text.
     not_first
-        Texts with which no match of this free text begins.
+        If the piece is free text: texts with which it does not begin.
     numeric
         Whether a match may end with a JSON number, which further digits would continue.
     special
@@ -85,10 +85,10 @@ def constant(text: str) -> Piece:
 
 
 def overlap(texts: Iterable[str]) -> tuple[str, str] | None:
-    """Return two texts of which one contains the other, or begins with the other's end.
+    """Return two of `texts` of which one contains the other, or begins with the other's end.
 
-    The two may be the same text. Where no texts overlap, the first occurrence of a text is also the
-    occurrence that ends first.
+    Both may be the same text. Return None if no texts overlap. In this case, the text that occurs
+    first in a longer text also ends first.
     """
     for a, b in itertools.product(dict.fromkeys(texts), repeat=2):
         if a != b and b in a:

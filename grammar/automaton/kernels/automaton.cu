@@ -34,7 +34,7 @@ struct Advance {
   FillItem* items;
   RowCache* cache;
   CachedRow* rows;
-  unsigned int num_rows;  // of the cache
+  unsigned int num_rows;  // number of rows in the cache
 };
 
 // Writes the AutomatonSlot of a request that joins, and renews the slot's Committed record: the
@@ -159,7 +159,8 @@ __device__ inline void assign_row(const Advance& a, FillItem& item, unsigned int
   atomicExch(own, ROW_ABSENT);
 }
 
-// Finds or assigns rows of the cache for the items of this kernel. All threads call this function.
+// Finds or assigns rows of the cache for the items of this kernel. All threads of the block must
+// call this function.
 __device__ inline void use_cache(const Advance& a, int num_items) {
   if (a.num_rows == 0) return;
   block_sync();  // the items are written
@@ -167,7 +168,7 @@ __device__ inline void use_cache(const Advance& a, int num_items) {
   for (int i = static_cast<int>(threadIdx.x); i < num_items; i += BLOCK) {
     if (a.items[i].action == FILL_ROW) find_row(a, a.items[i], now);
   }
-  block_sync();  // invariants 2 and 3: all rows are found before any is assigned
+  block_sync();  // invariants 2 and 3 of RowCache: all rows are found before any is assigned
   if (threadIdx.x == 0) a.cache->launch = now;
   for (int i = static_cast<int>(threadIdx.x); i < num_items; i += BLOCK) {
     FillItem& item = a.items[i];

@@ -127,7 +127,7 @@ class Disjointness:
         return False
 
     def _conjuncts(self, schema: SchemaObject) -> list[Any]:
-        """Return the schemas of ``allOf`` and the target of ``$ref``."""
+        """Return the schemas in ``allOf`` and the target of ``$ref`` of a schema."""
         parts = list(schema.get("allOf", ()))
         if "$ref" in schema:
             with contextlib.suppress(NoExactForm):
@@ -195,9 +195,9 @@ def _property_schema(schema: SchemaObject, name: str) -> Any:
 
 
 def _all_refused(words: list[Any], schema: SchemaObject) -> bool:
-    """Return whether the schema's own string keywords allow none of the words.
+    """Return whether a schema's ``minLength``, ``maxLength`` and ``pattern`` allow none of `words`.
 
-    Words that are not strings count as refused.
+    Values in `words` that are not strings count as not allowed.
     """
     min_length = schema.get("minLength", 0)
     max_length = schema.get("maxLength", math.inf)

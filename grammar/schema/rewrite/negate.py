@@ -26,8 +26,8 @@ __all__ = ["Negation"]
 
 _MAX_DEPTH = 12
 _MAX_ONE_OF = 6  # maximum number of options of a oneOf whose complement is expanded
-_MAX_ITEMS = 4  # maximum length of arrays for which "some item is invalid" is expanded
-# Maximum number of properties for which "the object has another property" is expanded.
+_MAX_ITEMS = 4  # maximum length of arrays for which "some item is invalid" is written as a union
+# Maximum number of properties for which "the object has another property" is written as a union.
 _MAX_LISTED = 5
 _SOME_PROPERTY_DIFFERS = "that some property differs cannot be expressed in JSON schema"
 _SOME_ITEM_DIFFERS = "that some item differs cannot be expressed in JSON schema"
@@ -81,7 +81,10 @@ Names = frozenset[str] | None
 
 
 class Negation:
-    """Complements of the schemas of one document, whose draft is 3, 4, 6, 7, 2019 or 2020."""
+    """Computes complements of schemas of one document.
+
+    `draft` is the document's JSON schema draft: 3, 4, 6, 7, 2019 or 2020.
+    """
 
     def __init__(self, references: References, draft: int):
         self._references = references
@@ -202,7 +205,7 @@ class Negation:
             raise NoExactForm(keyword, "its complement cannot be expressed in JSON schema")
 
     def _other_values(self, values: Any, types: JsonTypes) -> Iterator[Any]:
-        """Yield schemas whose union contains all values except `values`."""
+        """Yield schemas whose union contains all values of the given types except `values`."""
         by_type: dict[str, list[Any]] = {}
         for value in values:
             by_type.setdefault(type_of_value(value), []).append(value)
@@ -368,8 +371,7 @@ def _other_types(schema: SchemaObject, types: JsonTypes) -> Iterator[Any]:
 
 
 def _numbers(schema: SchemaObject, json_type: str) -> Iterator[Any]:
-    """Yield schemas of the numbers that violate a bound of a schema of any draft.
-
+    """Yield schemas whose union contains the numbers that violate a bound of `schema`.
     In draft 4, ``exclusiveMinimum`` is a boolean that modifies ``minimum``. In later drafts,
     ``exclusiveMinimum`` is a bound itself.
     """

@@ -86,7 +86,7 @@ def normalize(
 
 
 def _remove_idle_contains(part: SchemaObject) -> None:
-    """Remove a ``contains`` that has no effect, and bounds that belong to no ``contains``."""
+    """Remove ``contains`` if it has no effect, and its bounds if there is no ``contains``."""
     if part.get("minContains") == 0 and "maxContains" not in part:
         part.pop("contains", None)
     if "contains" not in part:

@@ -31,7 +31,8 @@ _DOUBLE_DIGITS = 15
 _MAX_EXPONENT = 300  # numbers with a larger exponent of 10 are treated as read inexactly
 #: Smallest absolute value of a bound. LLGuidance nests the pattern of a bound once per digit.
 _SMALLEST = 1e-22
-_MAX_COEFFICIENT = (1 << 32) - 1  # maximum coefficient of a multipleOf
+# LLGuidance reads a multipleOf as an integer divided by a power of 10. This is the largest integer.
+_MAX_COEFFICIENT = (1 << 32) - 1
 _MAX_MULTIPLES = 16  # maximum number of multiples between bounds that are written as an enum
 _NOT_BELOW_0 = "not all numbers between -1 and 0 are produced"
 
@@ -113,7 +114,8 @@ class Numbers:
             return self._multiples_between(keywords, step, low, high, is_integer, narrowed)
         is_read = all(_is_read(bound.value) for bound in (low, high) if bound)
         if is_read and (is_integer or not (self._is_ignored(low) or self._is_ignored(high, -1))):
-            # LLGuidance divides the digits of 9007199254740991.0 by 10, which rounds the number.
+            # Whole bounds are written without a fraction: LLGuidance would divide the digits of
+            # 9007199254740991.0 by 10, which rounds the number.
             whole = {
                 key: _json(_exact(keywords[key])) for key in BOUNDS if _is_number(keywords.get(key))
             }
@@ -163,7 +165,7 @@ class Numbers:
         descriptions of excluded valid numbers to `narrowed`.
         """
         if is_integer:
-            step = Fraction(step.numerator)  # least common multiple with 1
+            step = Fraction(step.numerator)  # least common multiple of step and 1
         low = _multiple(low, step, 1)
         high = _multiple(high, step, -1)
         if low and high and low.value > high.value:
@@ -206,7 +208,10 @@ class Numbers:
         return sign * bound.value >= 0 and self._gap(bound, sign) < 1
 
     def _gap(self, bound: _Bound, sign: int) -> Fraction:
-        """Return the distance from a bound to the next bound in the direction of valid numbers."""
+        """Return the distance from a bound to the next bound in the direction of valid numbers.
+
+        Return 1 if there is no such bound.
+        """
         distances = [sign * (value - bound.value) for value in self._bounds]
         return min((distance for distance in distances if distance > 0), default=Fraction(1))
 
@@ -368,7 +373,10 @@ def _is_power_of_ten(step: Fraction) -> bool:
 def _within_64_bits(
     low: _Bound | None, high: _Bound | None, is_integer: bool, narrowed: dict[str, str]
 ) -> tuple[_Bound | None, _Bound | None]:
-    """Return the bounds, limited to 64 bits where LLGuidance requires it."""
+    """Return the bounds, limited to 64 bits where LLGuidance requires it.
+
+    The function adds descriptions of excluded valid numbers to `narrowed`.
+    """
     largest = Fraction(_MAX_INTEGER if is_integer else _LARGEST_DOUBLE)
     smallest = Fraction(-_LARGEST_DOUBLE)
     if high and high.value > _MAX_INTEGER:

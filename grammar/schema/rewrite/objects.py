@@ -32,9 +32,10 @@ def dependencies(value: Any, required: list[str], objects_only: bool) -> list[An
     property is present and its dependency holds. Properties that depend on each other share one
     union.
 
-    `required` are the required properties. If `objects_only` is False, values may be no objects, so
-    that ``required`` does not apply to them. A schema on which a required property depends is then
-    put into a union, too. Raise `NoExactForm` if there are too many unions.
+    `required` are the required properties. `objects_only` is whether all values are objects. If
+    not, values of other types need not have the required properties, so a schema that is the
+    dependency of a required property is put into a union, too. Raise `NoExactForm` if there are too
+    many unions.
     """
     name_lists: dict[str, list[str]] = {}
     parts: list[Any] = []
@@ -129,7 +130,8 @@ def property_names(names: Any, schema: SchemaObject) -> SchemaObject:
 def _name_pattern(names: Any, excluded: Collection[str] = ()) -> str:
     """Return a pattern that matches exactly the names that ``propertyNames`` allows.
 
-    If the names are listed, the names in `excluded` do not match.
+    `names` is the value of ``propertyNames``. If it lists the allowed names, the names in
+    `excluded` are left out.
     """
     keywords = names.keys() - _ANNOTATIONS
     if keywords == {"pattern"}:

@@ -261,7 +261,7 @@ class Rewriter:
             return
         for keyword, why in numbers.narrowed.items():
             self.narrowed.append(Reason(site.at, keyword, why))
-        # Unlike dicts, JSON texts distinguish 1.0 from 1.
+        # The texts are compared because they distinguish 1.0 from 1, which equal dicts do not.
         if repr(numbers.keywords) == repr(old) and not numbers.empty:
             return
         for keyword in old:
@@ -286,7 +286,7 @@ class Rewriter:
         for pattern in list(patterns):
             words = literals(pattern)
             names = {*out.get("properties", ()), *required_of(out)}
-            if self._combines:  # LLGuidance may combine the subschema with others
+            if self._combines:  # LLGuidance may combine the subschema with other subschemas
                 names |= self._names
             if not words or not names.issuperset(words):
                 continue

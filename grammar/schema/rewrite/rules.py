@@ -332,7 +332,7 @@ def _pattern(rewriter: Rewriter, value: Any, site: Site) -> None:
 
 
 def _listed_values(rewriter: Rewriter, items: Any) -> list[Any] | None:
-    """Return the distinct values of the schema `items` if it is an ``enum``, else None."""
+    """Return the distinct values that the schema `items` lists; None if it does not list them."""
     items = rewriter.references.follow(items)
     if not isinstance(items, dict) or "enum" not in items or items.keys() - _PLAIN:
         return None

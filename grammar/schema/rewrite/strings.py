@@ -18,7 +18,8 @@ ANY = r"[\x00-\U0010FFFF]"
 _SPACE = r"\t-\r \xA0\u1680\u2000-\u200A\u2028\u2029\u202F\u205F\u3000\uFEFF"
 _NOT_LINE_END = r"[^\n\r\u2028\u2029]"
 _BOUNDS = re.compile(r"\{\d+(?:,\d*)?\}")
-#: Escape sequences, character classes, starts of groups, quantifiers and single characters.
+#: One piece of a pattern: an escape sequence, a character class, the start of a group, a quantifier
+#: or a single character.
 _PIECE = re.compile(rf"\\.|\[(?:\\.|[^\]\\])*\]|\(\??|[*+?]|{_BOUNDS.pattern}|.", re.DOTALL)
 #: Escape sequences with a letter: those that Rust and ECMA-262 share, and those of `code_point`.
 _ESCAPE = re.compile(r"\\([dDwWtnvfr]|x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8})")
@@ -126,7 +127,7 @@ def _character(pattern: str, at: int) -> str:
 
 
 def _without_nul(characters: str) -> str:
-    """Return a character class, without U+0000 if LLGuidance would enforce it incorrectly.
+    """Return a character class, without U+0000 if LLGuidance would enforce the class incorrectly.
 
     If a class contains all characters from U+0000 to U+001F, LLGuidance 1.9 allows every JSON
     escape sequence. It thus allows an escaped quote and an escaped backslash even if the class
@@ -205,7 +206,7 @@ def _not_space(in_class: bool) -> str:
 
 
 def literals(pattern: str) -> list[str] | None:
-    """Return the words that a pattern such as ``^(a|b)$`` allows; None for other patterns."""
+    """Return the words that a pattern such as ``^(a|b)$`` allows; None if they cannot be listed."""
     body = pattern[1:-1]
     anchored = pattern.startswith("^") and pattern.endswith("$") and not pattern.endswith("\\$")
     if not anchored or has_alternatives(body):
@@ -228,9 +229,10 @@ def none_of(excluded: Iterable[str]) -> str:
 
 
 def _complement(node: dict) -> str:
-    """Return a pattern of the strings that do not complete a word, starting at a prefix-tree node.
+    """Return a pattern of the continuations that do not complete a word.
 
-    A node maps each next character to a node. The key ``""`` marks the end of a word.
+    `node` is the node of the prefix tree at which the continuations start. A node maps each next
+    character to a node. The key ``""`` marks the end of a word.
     """
     chars = [char for char in node if char]
     options = []
