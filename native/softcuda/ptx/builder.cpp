@@ -161,12 +161,13 @@ struct Builder::Instance {
   std::map<std::string, uint64_t> locals;  // addresses of .local and .param variables
   std::map<std::string, uint64_t> params;  // offsets of kernel parameters
   int begin = -1;                          // label of the inlined body
-  int end = -1;                            // label behind the inlined body
+  int end = -1;                            // label after the inlined body
   int number = 0;                          // distinguishes the inlined copies
-  bool recursive = false;                  // a call inside of the body leads to its beginning
+  bool recursive = false;                  // whether a recursive call jumps to `begin`
 };
 
-// A call instruction. A guarded call is a jump over the call, so that `statement` has no guard.
+// A call instruction. A guarded call becomes a jump over the call and the call without its guard,
+// so `statement` has no guard.
 struct Builder::Call {
   const Statement& statement;
   const Operand& callee;
@@ -327,8 +328,8 @@ int32_t Builder::pred_src(const Operand& o) {
 int32_t Builder::symbol_constant(const Operand& o, unsigned bytes) {
   Space space = Space::none;
   uint64_t at = symbol_address(o, &space);
-  // The parameters of an inlined function are local variables. Their addresses are generic, so that
-  // ld.param can tell them from the parameters of the kernel.
+  // The parameters of an inlined function are in local memory. ld.param therefore gets a generic
+  // address, which shows whether the parameter is one of such a function or of the kernel.
   if (space == Space::local && bytes == 8 && instance_->end >= 0 && is_formal(o.name)) {
     at += kLocalWindow;
   }
@@ -678,10 +679,11 @@ void Builder::emit_body(Instance& instance, const Call& call, const Function& f,
   emit_copies(instance, inner, call, true);
 }
 
-// A call of a function that is being inlined: saves the state of the copies from the outer one to
-// the caller, and jumps to the beginning of the outer one (recursion.cpp).
+// Adds a recursive call: a call of a function whose inlined copy, number `outer` of the active
+// copies, contains the call. It saves the state of the active copies from `outer` on, and jumps to
+// the beginning of copy `outer` (recursion.cpp).
 void Builder::emit_recursive_call(Instance& instance, const Call& call, size_t outer) {
-  constexpr int32_t kFrameBytes = 32;  // for the return address and registers
+  constexpr int32_t kFrameBytes = 32;  // stack bytes counted for the return address and registers
   Instance& called = *instances_[outer];
   const Function& f = *called.function;
   const unsigned line = call.statement.line;
@@ -736,8 +738,9 @@ static bool fits(const Function& f, size_t arguments, size_t results) {
   return f.params.size() == arguments && f.results.size() == results;
 }
 
-// An indirect call is a branch to one of the inlined copies of all functions that it can reach:
-// those in its list of targets, or those whose address is taken and that have as many arguments.
+// Adds an indirect call, as a branch to one of several inlined functions: those in the call's list
+// of targets or, without a list, those whose address is taken and whose numbers of arguments and
+// results are those of the call.
 void Builder::emit_indirect_call(Instance& instance, const Call& call, unsigned depth) {
   const std::vector<Operand>& operands = call.statement.operands;
   std::vector<const Function*> candidates;
@@ -831,7 +834,7 @@ void Builder::emit_function(const Function& f, Instance& instance, unsigned dept
 
 namespace {
 
-// Names of the symbols that the body of a function uses.
+// Adds the names of the symbols in an operand.
 void add_names(const Operand& o, std::map<std::string, bool>* names) {
   if (o.kind == Operand::symbol) (*names)[o.name] = true;
   for (const Operand& part : o.parts) add_names(part, names);
@@ -850,8 +853,8 @@ std::map<std::string, bool> names_in(const Function& f) {
 
 }  // namespace
 
-// Assigns addresses to the shared variables that the kernel and the functions that it may call use.
-// Dynamic ones come last.
+// Assigns addresses to the shared variables that the kernel uses itself or through functions that
+// it may call. Dynamic shared memory comes last.
 void Builder::place_shared(const Function& entry) {
   std::vector<const Function*> reached = {&entry};
   std::set<const Function*> known = {&entry};
@@ -908,7 +911,7 @@ void Builder::place_params(const Function& entry, Instance& instance) {
   k.param_bytes = static_cast<unsigned>(at);
 }
 
-// Writes the distances of branches, which are known when all instructions are.
+// Writes the distances of branches. They are known only after all instructions have been added.
 void Builder::resolve_jumps() {
   Kernel& k = *kernel_;
   const auto distance = [&](size_t from, int label) {

@@ -11,17 +11,17 @@ namespace ptx {
 
 class Builder;
 
-// The names that the functions of one module see: those of the module itself, and the visible ones
-// of the modules with which it is linked.
+// The names that the functions of one module can use: the names of the module itself, and the
+// visible names of the modules with which it is linked.
 struct Symbols {
   const ModuleText* module = nullptr;
-  unsigned number = 0;                        // of the module's text
-  std::map<std::string, uint64_t> addresses;  // of .global and .const variables
+  unsigned number = 0;                        // number of the module's text
+  std::map<std::string, uint64_t> addresses;  // addresses of .global and .const variables
   std::map<std::string, const Function*> functions;
 };
 
-// An opcode that is being decoded. The decoder of its family takes the modifiers that it knows. An
-// instruction with a modifier that no function took is refused.
+// An opcode that is being decoded. The decoder of its instruction family removes ("takes") the
+// modifiers that it supports. If a modifier remains, the instruction is refused.
 class Opcode {
  public:
   Opcode(const std::string& text, unsigned line);
@@ -45,7 +45,8 @@ class Opcode {
   std::vector<std::string> parts_;
 };
 
-// What a decoder knows about the operands of an instruction.
+// Builds a kernel from its syntax tree. Its public functions give the decoders access to the
+// operands of the instruction that is being decoded.
 class Builder {
  public:
   // `called` contains the functions whose addresses the modules take.
@@ -57,26 +58,27 @@ class Builder {
   // ---- used by decoders ----
   const Operand& operand(size_t i) const;
   size_t operand_count() const { return operands_->size(); }
-  // Operand i as a register that the instruction writes. Its size must be `bytes`, or at least
-  // `bytes` if `wider` is set. kNoRegister for "_".
+  // dst(), src(), pred_dst() and pred_src() return an operand in the form of Instr::op. dst() is
+  // for a register that the instruction writes. The size of the register must be `bytes`, or at
+  // least `bytes` if `wider` is set. The result is kNoRegister for the operand "_".
   int32_t dst(const Operand& o, unsigned bytes, bool wider = false);
   // An operand that the instruction reads as `type`: a register or a constant.
   int32_t src(const Operand& o, Type type, bool wider = false);
-  // Predicates. pred_src() sets kNegated for "!p".
+  // pred_src() sets kNegated for "!p".
   int32_t pred_dst(const Operand& o);
   int32_t pred_src(const Operand& o);
   // Size in bytes of a register operand; 0 for predicates and constants.
   unsigned register_bytes(const Operand& o) const;
   bool is_register(const Operand& o) const { return o.kind == Operand::reg; }
-  // Lanes that all contain `bits`.
+  // Returns a constant operand with the value `bits` in all lanes.
   int32_t constant(uint64_t bits, unsigned bytes);
-  // The value of lanes that are constant.
+  // If the operand `o` is a constant, stores its value and returns true.
   bool constant_value(int32_t o, uint64_t* value) const;
   uint64_t integer(const Operand& o);
-  // The base of a memory operand, with its width in bytes (4 or 8); sets the offset. `space` may
-  // become the state space of the symbol that the operand names.
+  // Returns the base of a memory operand [base + offset], and sets `width` to the base's size in
+  // bytes (4 or 8) and `offset`. If the base is a symbol, `space` may be set to its state space.
   int32_t address(const Operand& o, Space* space, unsigned* width, int64_t* offset);
-  // Lanes that contain the address of a symbol, as mov returns it.
+  // Returns a constant operand with the address of a symbol, as mov returns it.
   int32_t symbol_constant(const Operand& o, unsigned bytes);
   // The carry flag of the .cc instructions, a predicate that the kernel does not name.
   int32_t carry_flag();
@@ -135,7 +137,7 @@ class Builder {
   std::map<std::pair<const Symbols*, std::string>, uint64_t> shared_;
   std::vector<size_t> labels_;                 // instruction by label number
   std::vector<std::pair<size_t, int>> jumps_;  // instructions whose `imm` is a label
-  // Elements of the operand pool that are distances from an instruction to a label.
+  // An element of the operand pool that will contain the distance from an instruction to a label.
   struct PoolJump {
     size_t instruction;
     size_t pool;
@@ -143,7 +145,7 @@ class Builder {
   };
   std::vector<PoolJump> pool_jumps_;
   std::vector<const Function*> active_;  // functions that are being inlined
-  std::vector<Instance*> instances_;     // their copies
+  std::vector<Instance*> instances_;     // the inlined copies of the functions in `active_`
 };
 
 // Decoders of the instruction families. Each returns false if the opcode is not of its family, and
@@ -153,12 +155,12 @@ Decoder decode_integer, decode_float, decode_half, decode_move, decode_compare, 
     decode_memory, decode_atomic, decode_warp, decode_mma, decode_async, decode_mbarrier,
     decode_wmma, decode_control;
 
-// Handlers that the builder emits itself. run_guarded calls Instr::guarded for the lanes whose
-// guard predicate is true.
+// Handlers of instructions that the builder adds itself. run_guarded calls Instr::guarded for the
+// lanes whose guard predicate is true.
 HandlerFunction run_guarded, move_b16, move_b32, move_b64, jump, exit_lanes, special_call,
     indirect_call, recursive_call, recursive_return;
 
-// Calls of functions that the device provides, in Instr::kind.
+// Functions that the device provides. For special_call, Instr::kind says which one is called.
 enum SpecialCall : uint16_t { kVprintf, kAssertFail, kSetConditional, kTrapCall };
 
 }  // namespace ptx

@@ -14,8 +14,8 @@ constexpr uint64_t kWordsPerPage = 256;
 // Pages of 1 KiB that a launch may track, for which race detection needs up to 800 MB. Accesses of
 // other pages are not checked.
 constexpr size_t kMaxPages = 1 << 16;
-// Blocks that may publish in one word, and clocks of blocks that may be published in all words, for
-// which race detection needs 12 MB.
+// Maximum number of blocks whose clocks are published in one word, and maximum number of such
+// clocks in all words, which need 12 MB. Publishing is what a release does (INVARIANTS.md P12).
 constexpr size_t kMaxBlocks = 2048;
 constexpr size_t kMaxClocks = 1 << 16;
 
@@ -30,7 +30,8 @@ void join_clocks(BlockClocks* to, const BlockClocks& from) {
   for (const auto& item : from) join_clocks(to, item.first, item.second);
 }
 
-// Replaces an access. Accesses of one warp with the same clock count as one, to all their bytes.
+// Replaces a recorded access with `now`. If both are by the same warp with the same clock, they
+// count as one access to the bytes of both, which is strong only if both are strong.
 void replace(GlobalAccess* access, const GlobalAccess& now) {
   const bool same =
       access->clock == now.clock && access->block == now.block && access->warp == now.warp;
@@ -41,7 +42,7 @@ void replace(GlobalAccess* access, const GlobalAccess& now) {
   access->strong = access->strong && strong;
 }
 
-// Makes what the warp has read known to it.
+// Adds the clocks in words that the warp has read (WarpOrder::read) to the clocks that it knows.
 void learn(Races& races, unsigned warp, bool wide) {
   WarpOrder& order = races.orders[warp];
   for (const auto& item : order.read) {
@@ -57,7 +58,8 @@ void learn(Races& races, unsigned warp, bool wide) {
   if (wide) order.read.clear();
 }
 
-// Makes the warp's earlier accesses, and all that it knows, part of what its strong writes publish.
+// Adds the warp's own clock and the clocks that it knows to the clocks that its strong writes
+// publish (WarpOrder::fenced).
 void fence(Races& races, unsigned warp, bool wide) {
   WarpOrder& order = races.orders[warp];
   if (wide) join_clocks(&order.fenced, order.known);

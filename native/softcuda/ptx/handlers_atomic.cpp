@@ -78,8 +78,8 @@ struct Dec {
   }
 };
 
-// Floating-point additions, on the bits. The mode of the worker flushes denormals, as atom.add.f32
-// in global memory does.
+// Floating-point additions, which read and return bits. Workers flush denormals, and so does
+// atom.add.f32 in global memory.
 struct AddF32 {
   template <class T>
   static inline T apply(T* p, T b, T) {
@@ -132,7 +132,7 @@ const Instr* atomic(Warp& w, const Instr* in) {
   uint32_t left = w.mask;
   char* at[kLanes] = {};
   if ((in->aux & kRelease) != 0) publish_stores(w, in->aux);
-  // With a seed, the lanes' order is random too.
+  // With SOFTCUDA_PTX_SEED, the lanes perform the operation in an order that starts at random.
   const unsigned rotate = block.adversarial ? static_cast<unsigned>(block.next_random() & 31) : 0;
   for (unsigned n = 0; n < kLanes && left != 0; ++n) {
     const unsigned lane = (n + rotate) & 31;

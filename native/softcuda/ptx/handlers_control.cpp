@@ -9,8 +9,8 @@
 namespace softcuda {
 namespace ptx {
 
-// Splits the running group: `lanes` continue at `to`, the others at `from`. The group with the
-// lower address runs first, so that the groups meet again (INVARIANTS.md P8).
+// Splits the running group: `lanes` continue at `to`, the other lanes at `from`. The group with the
+// lower address runs first, so that the two groups merge again later (INVARIANTS.md P8).
 static const Instr* split(Warp& w, uint32_t lanes, const Instr* to, const Instr* from) {
   const bool to_first = to < from;
   Group& other = w.groups[w.group_count++];
@@ -54,7 +54,7 @@ const Instr* exit_lanes(Warp& w, const Instr* in) {
 // ---- calls that the device provides -----------------------------------------------------------
 namespace {
 
-// Reads an argument of 8 bytes of a call, which lies in the local memory of the thread.
+// Returns argument number `index` of a call. Arguments are in the local memory of the thread.
 uint64_t argument(const Warp& w, const Instr* in, unsigned lane, unsigned index,
                   unsigned bytes = 8) {
   const Block& b = *w.block;
@@ -76,7 +76,8 @@ bool read_text(Warp& w, const Instr* in, unsigned lane, uint64_t address, std::s
   return true;
 }
 
-// Formats a printf text of one thread. The values lie one after another, aligned to their sizes.
+// Formats the printf output of one thread. At the address `values`, the values follow each other,
+// each aligned to its size.
 bool format_text(Warp& w, const Instr* in, unsigned lane, const std::string& format,
                  uint64_t values, std::string* out) {
   uint64_t at = values;
@@ -222,8 +223,9 @@ namespace {
 
 const Instr* no_operation(Warp&, const Instr* in) { return in + 1; }
 
-// Splits the group by targets: each active lane goes to target(lane), which is null after a fault,
-// and the others go to the next instruction. The group with the lowest address runs on.
+// Splits the running group by branch target. Each active lane goes to target(lane), which is null
+// after a fault. Inactive lanes go to the next instruction. The lanes with the lowest target remain
+// the running group.
 template <class F>
 const Instr* branch_by_lane(Warp& w, const Instr* in, F target) {
   const uint32_t active = active_lanes(w, in);
@@ -268,8 +270,9 @@ const Instr* indexed_branch(Warp& w, const Instr* in) {
   });
 }
 
-// bar and barrier. op[0]: number of the barrier, op[1]: number of threads or kNoRegister,
-// op[2]: predicate or kNoRegister, op[3]: destination. count: 1 = waits, 2 = aligned.
+// bar and barrier. Operands: op[0] is the number of the barrier, op[1] the number of threads or
+// kNoRegister, op[2] the predicate or kNoRegister, op[3] the destination. `count` is a sum of 1
+// (the lanes wait) and 2 (the barrier is aligned).
 const Instr* barrier(Warp& w, const Instr* in) {
   const uint32_t lanes = active_lanes(w, in);
   if (lanes == 0) return in + 1;
@@ -347,8 +350,9 @@ bool decode_barrier(Builder& b, Opcode& op, Instr& in) {
 }
 
 // ---- cp.async -----------------------------------------------------------------------------------
-// op[0]: destination, op[1]: source, op[2]: bytes of the source or kNoRegister, op[3]: predicate
-// that makes the source ignored, or kNoRegister. count: bytes.
+// Operands: op[0] is the destination, op[1] the source, op[2] the number of source bytes or
+// kNoRegister, op[3] kNoRegister or a predicate; where it is true, the destination is filled with
+// zeros instead. `count` is the number of bytes of the destination.
 const Instr* copy_async(Warp& w, const Instr* in) {
   AsyncCopy copy;
   copy.mask = w.mask;
@@ -448,8 +452,8 @@ bool decode_async(Builder& b, Opcode& op, Instr& in) {
   return true;
 }
 
-// op[0]: address of the function. The operand pool has pairs of the number of a function that the
-// call may reach and the distance to its inlined body; count is the number of pairs.
+// op[0] is the address of the called function. The operand pool at `imm` has `count` pairs: the
+// number of a function that the call may reach, and the distance to its inlined body.
 const Instr* indirect_call(Warp& w, const Instr* in) {
   const uint64_t* address = src_lanes<uint64_t>(w, in->op[0]);
   const int32_t* table = w.block->kernel->operand_pool.data() + in->imm;
@@ -464,7 +468,7 @@ const Instr* indirect_call(Warp& w, const Instr* in) {
   });
 }
 
-// The operand pool at imm is described in recursion.cpp.
+// recursion.cpp describes the operand pool at `imm`.
 const Instr* recursive_call(Warp& w, const Instr* in) {
   for (uint32_t left = w.mask; left != 0; left &= left - 1) {
     if (!push_frame(w, in, static_cast<unsigned>(__builtin_ctz(left)))) return in;
@@ -472,7 +476,8 @@ const Instr* recursive_call(Warp& w, const Instr* in) {
   return in + w.block->kernel->operand_pool[static_cast<size_t>(in->imm)];
 }
 
-// The end of a function that is called recursively. imm: the number of the function instance.
+// The end of an inlined copy that is called recursively. `imm` is the number of the copy. A thread
+// that entered the copy by a recursive call continues after this call, any other thread at in + 1.
 const Instr* recursive_return(Warp& w, const Instr* in) {
   return branch_by_lane(w, in, [&](unsigned lane) -> const Instr* {
     const Instr* to = pop_frame(w, lane, static_cast<int32_t>(in->imm));

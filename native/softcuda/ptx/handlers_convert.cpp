@@ -21,8 +21,8 @@ constexpr Format kE5m2 = {5, 2, true};
 
 enum class Round : uint8_t { even, zero, down, up, away };
 
-// Rounds a value to a format and returns its bits, with the sign above them. `saturate` replaces
-// values out of range, infinity included, by the largest finite value.
+// Rounds a value to a format and returns its bits; the sign is the highest bit. With `saturate`,
+// values out of range, including infinity, are replaced with the largest finite value.
 uint32_t encode(double value, const Format& format, Round round, bool saturate) {
   const uint64_t bits = bit_cast<uint64_t>(value);
   const bool negative = bits >> 63 != 0;
@@ -182,12 +182,12 @@ const Instr* s32_from_f32(Warp& w, const Instr* in) {
 }
 
 // ---- the general conversion ---------------------------------------------------------------------
-// A conversion goes through one of three wide types: a 64-bit integer for integers, a double for
-// floats. imm indexes Kernel::operand_pool, which holds these values.
+// The parameters of a conversion, which are packed in Instr::aux. A value is first converted to a
+// wide type, a 64-bit integer for integers and a double for floats, and then to the type `to`.
 struct General {
   Type from, to;
   Round round;
-  bool to_integral;  // .rni and the like
+  bool to_integral;  // whether the result is rounded to an integral value (.rni, ...)
   bool flush, saturate, finite, relu;
 };
 General unpack_general(const Instr* in) {
@@ -304,7 +304,8 @@ uint64_t convert(uint64_t raw, const General& g) {
     const FloatMode nearest(false);
     const bool negative = is_signed(g.from) && static_cast<int64_t>(value) < 0;
     uint64_t magnitude = negative ? 0 - value : value;
-    // Magnitudes of more than 53 bits overflow f16 and are sticky for bf16.
+    // A magnitude of more than 53 bits is not exact in a double. It overflows f16 in any case. For
+    // bf16, the low bits only matter as a sticky bit.
     const uint64_t low = magnitude & 2047;
     magnitude =
         (magnitude & ~uint64_t{2047}) | (magnitude >> 53 != 0 ? (low != 0 ? 2048u : 0u) : low);
@@ -361,7 +362,7 @@ void write_lane(Warp& w, int32_t o, unsigned bytes, unsigned lane, uint64_t valu
   if (o >= 0) std::memcpy(w.regs + o + size_t{lane} * bytes, &value, bytes);
 }
 
-// kind: bytes of the source register; count: bytes of the destination register.
+// `kind` is the size of the source register in bytes, `count` that of the destination register.
 const Instr* convert_lanes(Warp& w, const Instr* in) {
   const General g = unpack_general(in);
   for (uint32_t left = w.mask; left != 0; left &= left - 1) {
@@ -370,7 +371,7 @@ const Instr* convert_lanes(Warp& w, const Instr* in) {
     const unsigned bytes = size_of(g.from);
     if (bytes < 8) raw &= (uint64_t{1} << (8 * bytes)) - 1;
     uint64_t value = convert(raw, g);
-    // A wider register gets the value extended by its sign or by zeros.
+    // If the destination register is wider than the type, the value is sign- or zero-extended.
     const unsigned have = std::max(1u, size_of(g.to));
     if (have < 8 && have < in->count) {
       const unsigned shift = 64 - 8 * have;
@@ -382,7 +383,8 @@ const Instr* convert_lanes(Warp& w, const Instr* in) {
   return in + 1;
 }
 
-// Conversions of pairs. Floats to pairs: op[1] is the high half, op[2] the low one.
+// Conversions to pairs. If the sources are two floats, op[1] is the high half and op[2] the low
+// one.
 const Instr* convert_to_pair(Warp& w, const Instr* in) {
   General g = unpack_general(in);
   const Type pair = g.to;
@@ -563,7 +565,7 @@ bool decode_convert(Builder& b, Opcode& op, Instr& in) {
   in.run = convert_lanes;
   const bool same_from = from_bytes == size_of(from);
   if (!is_float(to) && !is_float(from)) {
-    // Truncation, or extension by the type of the source.
+    // The value is truncated, or extended as the type of the source requires.
     const bool narrow_register = to_bytes == size_of(to) || size_of(to) >= size_of(from);
     if (!saturate && same_from && narrow_register && size_of(to) >= 2 &&
         (size_of(to) > size_of(from) || to_bytes == size_of(to))) {

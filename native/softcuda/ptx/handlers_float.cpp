@@ -19,8 +19,8 @@ inline T saturate(T x) {
   return x > 0 ? (x < 1 ? x : T{1}) : T{0};  // NaN gives 0
 }
 
-// `Default` handlers run in the mode of the worker: denormals are flushed, results are rounded to
-// nearest. The others set the mode of the instruction.
+// With `Default`, the handler uses the floating-point mode of the worker: denormals are flushed,
+// and results are rounded to nearest. Otherwise, it sets the mode that the instruction requires.
 template <class T, class Op, unsigned Sources, bool Default>
 const Instr* arithmetic(Warp& w, const Instr* in) {
   const T* a = src_lanes<T>(w, in->op[1]);
@@ -59,7 +59,7 @@ const Instr* pair_arithmetic(Warp& w, const Instr* in) {
   return in + 1;
 }
 
-// Flushes a denormal to zero if the current mode does.
+// Flushes a denormal to zero if the current floating-point mode flushes denormals.
 template <class T>
 inline T flushed(T x) {
   return x == 0 ? std::copysign(T{0}, x) : x;
@@ -90,7 +90,8 @@ SC_FLOAT_OP(Tanh, canonical(static_cast<T>(std::tanh(static_cast<double>(flushed
 SC_FLOAT_OP(Rsqrt, canonical(static_cast<T>(1.0 / std::sqrt(static_cast<double>(flushed(a))))))
 #undef SC_FLOAT_OP
 
-// -0 is less than +0. A NaN operand is ignored (min, max) or returned (min.NaN, max.NaN).
+// Comparison for min and max, in which -0 is less than +0. If an operand is NaN, min and max return
+// the other one, and min.NaN and max.NaN return NaN.
 template <class T>
 inline bool less(T a, T b) {
   return a < b || (a == b && std::signbit(a) && !std::signbit(b));
@@ -129,7 +130,8 @@ struct XorSign {
   }
 };
 
-// testp: kind: 0 finite, 1 infinite, 2 number, 3 notanumber, 4 normal, 5 subnormal.
+// testp. `in->kind` is the property: 0 finite, 1 infinite, 2 number, 3 notanumber, 4 normal,
+// 5 subnormal.
 template <class U, unsigned ExponentBits, unsigned MantissaBits>
 const Instr* testp(Warp& w, const Instr* in) {
   const U* a = src_lanes<U>(w, in->op[1]);
@@ -220,7 +222,7 @@ bool decode_type(Builder& b, Opcode& op, Instr& in, Type type) {
   }
   const Entry<T>* entry = find_entry<T>(name);
   if (entry == nullptr) return false;
-  // Approximate functions are computed with at most one rounding error more than the exact ones.
+  // .approx and .full have no effect, because all functions are computed accurately.
   op.take("approx");
   op.take("full");
   const bool flush = op.take("ftz");

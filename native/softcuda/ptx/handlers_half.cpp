@@ -25,8 +25,8 @@ struct Bf16 {
   static constexpr uint16_t kMinNormal = 0x0080;
 };
 
-// Rounds a double that was rounded to odd to a 16-bit float. The conversion to float is to odd too,
-// so that the last rounding decides.
+// Converts a double, which was rounded to odd, to a float that is rounded to odd. Rounding this
+// float to 16 bits then gives the same result as rounding the exact value once.
 inline float to_float_odd(double d) {
   const float f = static_cast<float>(d);
   const double back = f;
@@ -153,8 +153,8 @@ const Instr* half_arithmetic(Warp& w, const Instr* in) {
   return in + 1;
 }
 
-// fma.rn.bf16x2 whose third operand is the constant -0, which is how weights of 8 bits are widened:
-// a product with one rounding.
+// fma.rn.bf16x2 whose third operand is the constant -0: a product with one rounding. Kernels use it
+// to widen 8-bit weights.
 const Instr* product_bf16x2(Warp& w, const Instr* in) {
   const uint32_t* a = src_lanes<uint32_t>(w, in->op[1]);
   const uint32_t* b = src_lanes<uint32_t>(w, in->op[2]);

@@ -33,7 +33,8 @@ const Instr* ternary(Warp& w, const Instr* in) {
   return in + 1;
 }
 
-// Operations on bits wrap around, so signed types compute with unsigned ones.
+// Defines an operation of two operands. It computes with unsigned types, whose results wrap around;
+// overflow of signed types is undefined in C++.
 #define SC_BINARY(Name, expression)           \
   struct Name {                               \
     template <class T>                        \
@@ -51,7 +52,7 @@ SC_BINARY(Min, a < b ? a : b)
 SC_BINARY(Max, a < b ? b : a)
 #undef SC_BINARY
 
-// uint16_t is promoted to int, whose product may overflow.
+// C++ promotes uint16_t to int, whose product may overflow, so the product is computed in uint32_t.
 template <class T>
 inline T multiply(T a, T b) {
   using Wide = std::conditional_t<(sizeof(T) < 4), uint32_t, Unsigned<T>>;
@@ -70,8 +71,8 @@ struct MadLo {
   }
 };
 
-// Division: by zero, all bits are set, as on a GPU. Compilers assume that INT_MIN / -1 does not
-// happen; it gives INT_MIN here.
+// Division. As on a GPU, the quotient of a division by zero has all bits set. INT_MIN / -1, which
+// is undefined in C++, is INT_MIN.
 struct Div {
   template <class T>
   static inline T apply(T a, T b) {
@@ -212,7 +213,8 @@ const Instr* mad_wide(Warp& w, const Instr* in) {
   return in + 1;
 }
 
-// Shifts by the width or more give 0, or the sign.
+// Shifts. If the shift amount is at least the width of the type, the result is 0 or, for arithmetic
+// right shifts, the sign.
 template <class T>
 const Instr* shift_left(Warp& w, const Instr* in) {
   const T* a = src_lanes<T>(w, in->op[1]);
@@ -237,7 +239,8 @@ const Instr* shift_right(Warp& w, const Instr* in) {
   });
   return in + 1;
 }
-// shf: in->kind: 1 = right; in->aux: 1 = wrap, otherwise clamp.
+// shf. `in->kind` is 1 for a right shift. `in->aux` is 1 if the shift amount wraps around,
+// otherwise it is clamped.
 const Instr* funnel_shift(Warp& w, const Instr* in) {
   const uint32_t* a = src_lanes<uint32_t>(w, in->op[1]);
   const uint32_t* b = src_lanes<uint32_t>(w, in->op[2]);
@@ -310,7 +313,8 @@ const Instr* clz(Warp& w, const Instr* in) {
   });
   return in + 1;
 }
-// bfind: position of the highest bit that differs from the sign; aux: as a shift amount.
+// bfind: position of the highest bit that differs from the sign. If `in->aux` is not 0, the result
+// is the left shift that moves this bit to the highest position (.shiftamt).
 template <class T>
 const Instr* bfind(Warp& w, const Instr* in) {
   const T* a = src_lanes<T>(w, in->op[1]);
@@ -426,7 +430,7 @@ const Instr* lop3(Warp& w, const Instr* in) {
   return in + 1;
 }
 
-// prmt: in->kind is the mode, 0 for the general one.
+// prmt. `in->kind` is the mode: an index into the table below, 0 for the mode without a suffix.
 inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector, unsigned mode) {
   constexpr uint32_t kSelectors[7][4] = {
       {0, 0, 0, 0},                      // general
@@ -456,7 +460,7 @@ const Instr* prmt(Warp& w, const Instr* in) {
   store_lanes<uint32_t>(w, in->op[0], [=](unsigned i) { return permute(a[i], b[i], c[i], mode); });
   return in + 1;
 }
-// prmt with a constant selector without sign replication. imm: the shift of each byte.
+// prmt with a constant selector, which is `in->imm` and replicates no sign.
 const Instr* prmt_constant(Warp& w, const Instr* in) {
   const uint32_t* a = src_lanes<uint32_t>(w, in->op[1]);
   const uint32_t* b = src_lanes<uint32_t>(w, in->op[2]);
@@ -471,7 +475,8 @@ const Instr* prmt_constant(Warp& w, const Instr* in) {
   return in + 1;
 }
 
-// dp4a and dp2a. kind: bit 0 signed a, bit 1 signed b, bit 2 the upper half of b (dp2a.hi).
+// dp4a and dp2a. Bits of `kind`: bit 0 is set if a is signed, bit 1 if b is signed, and bit 2 if
+// the upper half of b is used (dp2a.hi).
 inline uint32_t byte_product(uint32_t a, uint32_t b, unsigned kind) {
   const auto x = (kind & 1) != 0 ? static_cast<int32_t>(static_cast<int8_t>(a))
                                  : static_cast<int32_t>(a & 255);
@@ -536,7 +541,8 @@ const Instr* add_carry(Warp& w, const Instr* in) {
   if ((in->aux & 2) != 0) set_pred(w, in->op[4], carry);
   return in + 1;
 }
-// mad with carry. kind: 1 = high half. The carry is that of the addition.
+// mad with carry. `in->kind` is 1 for the high half of the product. The carry is the carry of the
+// addition.
 template <class T>
 const Instr* mad_carry(Warp& w, const Instr* in) {
   const T* a = src_lanes<T>(w, in->op[1]);
@@ -558,7 +564,7 @@ const Instr* mad_carry(Warp& w, const Instr* in) {
 }
 
 // ---- predicates ---------------------------------------------------------------------------------
-// kind: 0 and, 1 or, 2 xor, 3 not, 4 mov.
+// Logic of predicates. `in->kind` is the operation: 0 and, 1 or, 2 xor, 3 not, 4 mov.
 const Instr* logic_pred(Warp& w, const Instr* in) {
   const uint32_t a = pred_of(w, in->op[1]);
   switch (in->kind) {
@@ -582,7 +588,8 @@ const Instr* logic_pred(Warp& w, const Instr* in) {
 }
 
 // ---- tables -------------------------------------------------------------------------------------
-// Selects the instantiation of a handler for an integer type. `bits` types are unsigned.
+// Selects the instantiation of a handler for an integer type. The types .b16, .b32 and .b64 count
+// as unsigned.
 #define SC_BY_INTEGER(type, template_of) \
   switch (type) {                        \
     case Type::b16:                      \
@@ -627,7 +634,7 @@ bool is_integer(Type type) {
   }
 }
 
-// Reads the destination and `count` sources of one type.
+// Decodes the operands of an instruction whose destination and `count` sources have the same type.
 void same_type(Builder& b, Instr& in, Type type, unsigned count) {
   in.op[0] = b.dst(b.operand(0), size_of(type));
   for (unsigned k = 1; k <= count; ++k) in.op[k] = b.src(b.operand(k), type);

@@ -1,5 +1,5 @@
-// mbarrier objects: barriers in shared memory. Only arrivals of threads and of cp.async are
-// supported, because transactions are completed by TMA alone.
+// mbarrier objects: barriers in shared memory. Arrivals of threads and of cp.async are supported.
+// Transactions are not, because only TMA, which is not supported either, completes them.
 #include <algorithm>
 
 #include "lanes.h"
@@ -54,7 +54,8 @@ bool arrive(Warp& w, const Instr* in, unsigned lane, uint64_t* object, uint32_t 
   return true;
 }
 
-// op[0]: result, op[1]: address, op[2]: count, state or parity, or kNoRegister.
+// Operands: op[0] is the result, op[1] the address of the object, op[2] the count, state or parity,
+// or kNoRegister.
 template <unsigned K>
 const Instr* mbarrier(Warp& w, const Instr* in) {
   const bool wide = (in->aux & kWide) != 0;
@@ -89,7 +90,8 @@ const Instr* mbarrier(Warp& w, const Instr* in) {
       if (!arrive(w, in, lane, object, count)) return in;
       if (in->op[0] >= 0) dst_lanes<uint64_t>(w, in->op[0])[lane] = before;
     }
-    // Without .noinc the arrival was not part of the count, so that it changes nothing.
+    // Without .noinc, the instruction first adds its arrival to the pending count, so in total
+    // nothing changes.
     if (K == kAsync && (in->kind & kNoIncrement) != 0 && !arrive(w, in, lane, object, 1)) return in;
     if (K == kTest || K == kTestParity) {
       const bool phase = unpacked(*object).phase;
@@ -115,7 +117,8 @@ const Instr* pending_count(Warp& w, const Instr* in) {
   return in + 1;
 }
 
-// cp.async.mbarrier.arrive: the copies of the threads are complete, then they arrive.
+// cp.async.mbarrier.arrive. On a GPU, a thread arrives when its copies are complete. This handler
+// completes the copies of the active lanes, and then the lanes arrive.
 const Instr* arrive_after_copies(Warp& w, const Instr* in) {
   Instr all = *in;
   all.aux = 1;
@@ -127,7 +130,8 @@ void take_scope(Opcode& op) {
   for (const char* order : {"release", "acquire", "relaxed", "cta", "cluster"}) op.take(order);
 }
 
-// The operands [address] and, if there is one, the next one.
+// Decodes operand number `at`, which is the address of the object, and the operand after it, if
+// there is one.
 void decode_operands(Builder& b, Instr& in, size_t at, Space space) {
   unsigned width = 8;
   in.op[1] = b.address(b.operand(at), &space, &width, &in.imm);

@@ -129,7 +129,7 @@ inline const int32_t* element_operands(const Warp& w, const Instr* in) {
   return in->count == 1 ? &in->op[0] : w.block->kernel->operand_pool.data() + in->op[2];
 }
 
-// Whether an access uses the buffers of stores.
+// Whether an access uses the store buffers (stores.cpp).
 template <Space S>
 inline bool uses_stores(const Warp& w, const Instr* in) {
   return (S == Space::global || S == Space::generic) && w.block->stores != nullptr &&
@@ -187,7 +187,7 @@ const Instr* store(Warp& w, const Instr* in) {
   return in + 1;
 }
 
-// ld.param with a constant address: the same value for all lanes.
+// ld.param with a constant address, which loads the same value for all lanes.
 template <class M, class D>
 const Instr* load_param(Warp& w, const Instr* in) {
   const int32_t* to = element_operands(w, in);
@@ -330,7 +330,7 @@ bool decode_access(Builder& b, Opcode& op, Instr& in, bool is_store) {
   in.imm = offset;
   if (width == 8) in.aux |= kWide;
   in.site = b.new_site();
-  // The size of the registers; that of constants is the size of the element.
+  // The size of the operand registers. For constant operands, it is the size of an element.
   unsigned bytes = 0;
   for (const Operand* o : elements) bytes = std::max(bytes, b.register_bytes(*o));
   if (bytes == 0) bytes = std::max(is_store ? 2u : 4u, element);
@@ -351,7 +351,7 @@ bool decode_access(Builder& b, Opcode& op, Instr& in, bool is_store) {
   }
   const bool constant_address = (in.op[1] & kConstant) != 0;
   if (!is_store && space == Space::param && constant_address) {
-    // A constant address is checked here.
+    // A constant address of a parameter is checked now, so load_param() does not check it.
     uint64_t at = 0;
     if (!b.constant_value(in.op[1], &at)) return false;
     at += static_cast<uint64_t>(offset);

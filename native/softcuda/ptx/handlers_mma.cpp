@@ -66,10 +66,10 @@ float value_of(unsigned element, uint32_t reg, unsigned e) {
 
 namespace {
 
-// Fragments: lane 4 g + t holds in register r the elements of row (A) or column (B) g, with
-// `per` elements per register from column (A) or row (B) t * per on. The registers of A alternate
-// between the rows g and g + 8; every register of B and every second one of A is 4 * per elements
-// further.
+// Layout of fragments. A register has `per` elements. In lane 4 g + t, the first register of A has
+// the elements of row g from column t * per on, and the first register of B has the elements of
+// column g from row t * per on. The next register of B is 4 * per rows further. The registers of A
+// alternate between the rows g and g + 8; every second register is 4 * per columns further.
 template <unsigned E>
 void gather_a(const Warp& w, const int32_t* operands, unsigned inner, float (*a)[32]) {
   const unsigned per = 32 / bits_of(E);
@@ -118,7 +118,7 @@ void accumulate_sequential(const float (*a)[32], const float (*b)[kColumns], uns
 
 __extension__ typedef __int128 Int128;
 
-// A product or sum as significand * 2^exponent.
+// A product or sum, represented as significand * 2^exponent.
 struct Term {
   int64_t significand;
   int exponent;
@@ -130,8 +130,9 @@ Term term_of(double x) {
   return {static_cast<int64_t>(std::ldexp(fraction, 53)), exponent - 53};
 }
 
-// Adds products and a sum as fixed-point numbers: each term is cut off `fraction_bits` bits below
-// the largest exponent of the terms, and the sum is cut off to a float (`nearest`: rounded).
+// Adds terms (products and the previous sum) as fixed-point numbers. Each term is truncated
+// `fraction_bits` bits below the largest exponent of the terms. The sum is truncated to a float or,
+// with `nearest`, rounded to nearest.
 float fixed_point_sum(const double* terms, unsigned count, int fraction_bits, bool nearest) {
   double special = 0;
   bool finite = true;
@@ -231,7 +232,7 @@ void accumulate(const Kernel& kernel, unsigned element, const float (*a)[32],
     case Accumulation::hardware:
       break;
   }
-  // Number of products that are added at once, and fraction bits of their sum.
+  // The hardware model: `step` products are added at once, with `fraction_bits` fraction bits.
   const bool hopper = kernel.target >= 90;
   const unsigned bits = bits_of(element);
   const unsigned step = (hopper ? 256 : 128) / bits;
@@ -240,7 +241,8 @@ void accumulate(const Kernel& kernel, unsigned element, const float (*a)[32],
   accumulate_fixed_point(a, b, inner, d, step, fraction_bits, false);
 }
 
-// Integer products are exact in a float, and their sums in 32 bits wrap around or saturate.
+// Multiplies 8-bit integers. They are stored as floats, which represent them exactly. A sum wraps
+// around at 32 bits or, with `saturates`, is clamped.
 void accumulate_integer(const float (*a)[32], const float (*b)[kColumns], unsigned inner,
                         int32_t (*d)[kColumns], bool saturates) {
   for (unsigned i = 0; i < kRows; ++i) {
@@ -274,8 +276,9 @@ bool all_lanes(Warp& w, const Instr* in, const Instr** next) {
 
 namespace {
 
-// count: inner dimension. kind: element of A; aux: element of B, bit 8: float16 accumulators,
-// bit 9: saturates. The operand pool at imm has d, a, b and c.
+// mma.sync. `count` is the inner dimension, `kind` the element type of A. `aux` has the element
+// type of B; bit 8 is set for float16 accumulators, and bit 9 if sums saturate. The operand pool at
+// `imm` has the registers of D, A, B and C.
 const Instr* mma(Warp& w, const Instr* in) {
   const Instr* next = in;
   if (!all_lanes(w, in, &next)) return next;
@@ -337,9 +340,9 @@ const Instr* mma(Warp& w, const Instr* in) {
   return in + 1;
 }
 
-// ldmatrix and stmatrix. count: matrices; kind: 1 = transposed, 2 = store. Lane 8 m + i has the
-// address of row i of matrix m. The operand pool at imm has the registers, and the offset of the
-// address at its end.
+// ldmatrix and stmatrix. `count` is the number of matrices; `kind` is a sum of 1 (transposed) and 2
+// (store). Lane 8 m + i has the address of row i of matrix m. The operand pool at `imm` has the
+// registers, followed by the offset of the address.
 const Instr* matrix_access(Warp& w, const Instr* in) {
   const Instr* next = in;
   if (!all_lanes(w, in, &next)) return next;

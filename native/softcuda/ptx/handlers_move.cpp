@@ -47,8 +47,8 @@ uint64_t now() {
   clock_gettime(CLOCK_MONOTONIC, &t);
   return static_cast<uint64_t>(t.tv_sec) * 1000000000u + static_cast<uint64_t>(t.tv_nsec);
 }
-// Registers whose value changes. kind: 0 %globaltimer and clocks of 64 bits, 1 their low half,
-// 2 their high half.
+// Reads a special register that contains the time. `in->kind` is 0 for %globaltimer and 64-bit
+// clocks, 1 for their low half, and 2 for their high half.
 const Instr* read_time(Warp& w, const Instr* in) {
   const uint64_t t = now();
   if (in->kind == 0) {
@@ -60,7 +60,8 @@ const Instr* read_time(Warp& w, const Instr* in) {
   return in + 1;
 }
 
-// Conversion of an address to or from generic addressing. imm: the window; kind: 1 = from generic.
+// cvta: converts an address of a state space to a generic address or, if `in->kind` is 1, back.
+// `in->imm` is the base address of the state space's window.
 const Instr* convert_address(Warp& w, const Instr* in) {
   const uint64_t window = static_cast<uint64_t>(in->imm);
   const uint64_t* a = src_lanes<uint64_t>(w, in->op[1]);
@@ -338,7 +339,8 @@ struct Nan {
   }
 };
 
-// Results of setp: p = compare op c, q = !compare op c. kind: 0 none, 1 and, 2 or, 3 xor.
+// Stores the results of setp. `m` is the result of the comparison, p = m OP c, and q = !m OP c.
+// `in->kind` is OP: 0 none (p = m, q = !m), 1 and, 2 or, 3 xor.
 inline void set_results(Warp& w, const Instr* in, uint32_t m) {
   if (in->kind == 0) {
     set_pred(w, in->op[0], m);
@@ -359,7 +361,7 @@ const Instr* compare(Warp& w, const Instr* in) {
   set_results(w, in, lane_mask([=](unsigned i) { return Op::template apply<T>(a[i], b[i]); }));
   return in + 1;
 }
-// Comparison of floats without .ftz, and of 16-bit floats (Half: 1 f16, 2 bf16).
+// Comparison of floats without .ftz, or of 16-bit floats: `Half` is 1 for f16 and 2 for bf16.
 template <class T, class Op, int Half>
 const Instr* compare_exact(Warp& w, const Instr* in) {
   uint32_t m = 0;
@@ -481,8 +483,8 @@ Handler comparison_of(const Comparison& c, Type type, bool flush) {
   }
 }
 
-// set.CmpOp: like setp, with a result of 32 bits. op[5] is the destination, imm the value of true,
-// and `guarded` the comparison.
+// set: a comparison like setp, with a 32-bit result. op[5] is the destination, `imm` the value that
+// means true, and `guarded` the handler of the comparison.
 const Instr* set_value(Warp& w, const Instr* in) {
   Instr inner = *in;
   const uint32_t* saved = reinterpret_cast<const uint32_t*>(w.regs + in->op[0]);

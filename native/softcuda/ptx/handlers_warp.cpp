@@ -6,8 +6,8 @@ namespace softcuda {
 namespace ptx {
 namespace {
 
-// Calls body(lanes) for each set of active lanes that has the same member mask. Returns the next
-// instruction, or the same one if lanes are missing.
+// Calls body(lanes) once for each member mask of the active lanes, with the lanes that have this
+// mask. Returns the next instruction, or the same instruction if lanes of a mask are missing.
 template <class F>
 inline const Instr* for_members(Warp& w, const Instr* in, int32_t mask_operand, F body) {
   const uint32_t active = active_lanes(w, in);
@@ -56,7 +56,7 @@ inline const Instr* for_members(Warp& w, const Instr* in, int32_t mask_operand, 
 
 enum ShuffleKind : uint16_t { kUp, kDown, kBfly, kIdx };
 
-// The source lane of a shuffle, and whether it is in range.
+// Returns the source lane of a shuffle. Sets `in_range` to whether it is in the lane's segment.
 inline unsigned source_lane(unsigned kind, unsigned lane, uint32_t b, uint32_t c, bool* in_range) {
   const unsigned segment = c >> 8 & 31;
   const unsigned clamp = c & 31;
@@ -95,7 +95,7 @@ const Instr* shuffle(Warp& w, const Instr* in) {
     for (unsigned i = 0; i < kLanes; ++i) {
       bool in_range = false;
       const unsigned j = source_lane(in->kind, i, b[i], c[i], &in_range);
-      // A lane that does not take part has no value. All bits are set (INVARIANTS.md X8).
+      // If the source lane does not take part, all bits of the result are set (INVARIANTS.md X8).
       r[i] = (lanes >> j & 1) != 0 ? a[j] : kAllLanes;
       valid |= in_range ? 1u << i : 0u;
     }
@@ -104,7 +104,7 @@ const Instr* shuffle(Warp& w, const Instr* in) {
   });
 }
 
-// Votes. kind: 0 all, 1 any, 2 uni, 3 ballot.
+// vote. `in->kind` is the mode: 0 all, 1 any, 2 uni, 3 ballot.
 const Instr* vote(Warp& w, const Instr* in) {
   return for_members(w, in, in->op[2], [&](uint32_t lanes) {
     const uint32_t m = pred_of(w, in->op[1]) & lanes;
@@ -183,7 +183,7 @@ const Instr* reduce(Warp& w, const Instr* in) {
     store_lanes<T>(w, in->op[0], [=](unsigned) { return r; });
   });
 }
-// redux.sync of f32: aux: 1 = absolute values, 2 = NaN is returned.
+// redux.sync of f32. `in->aux` is a sum of 1 (absolute values) and 2 (a NaN operand is returned).
 const Instr* reduce_f32(Warp& w, const Instr* in) {
   return for_members(w, in, in->op[2], [&](uint32_t lanes) {
     const FloatMode mode(false);

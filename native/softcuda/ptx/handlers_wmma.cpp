@@ -1,6 +1,7 @@
-// wmma: matrices of a warp whose fragments have no documented layout. Here the elements lie row by
-// row: lane n has the elements n * E to n * E + E - 1, where E is a 32nd of the matrix. Fragments
-// of A and B that hold each element twice on GPUs repeat the elements of the lane.
+// wmma: products of matrices whose fragments have no documented layout. On this device, the
+// elements of a matrix are numbered row by row, and lane n has the elements n * E to n * E + E - 1,
+// where E is the number of elements divided by 32. If fragments of A or B contain each element
+// twice on GPUs, a lane has its elements twice here.
 #include <algorithm>
 
 #include "mma.h"
@@ -34,7 +35,7 @@ Size size_of_matrix(const Shape& shape, unsigned role) {
   return {shape.m, shape.n};
 }
 
-// Element `s` of a lane: register and bits.
+// The place of element `s` of a lane: its register, and its first bit in the register.
 struct Place {
   unsigned reg, shift;
 };
@@ -43,9 +44,10 @@ Place place(unsigned s, unsigned bits) {
   return {s / per, s % per * bits};
 }
 
-// wmma.load and wmma.store. op[0]: address, op[1]: stride or kNoRegister; kind: role; count: bytes
-// of an element. The operand pool at imm has the shape, the offset of the address, the number of
-// registers, the registers, and a last word that is 1 for a store.
+// wmma.load and wmma.store. op[0] is the address, op[1] the stride or kNoRegister, `kind` the role
+// of the matrix (A, B or C), and `count` the bytes of an element. The operand pool at `imm` has the
+// index of the shape, the offset of the address, the number of registers, the registers, and a last
+// word that is 1 for a store.
 const Instr* matrix_access(Warp& w, const Instr* in) {
   const Instr* next = in;
   if (!all_lanes(w, in, &next)) return next;
@@ -113,7 +115,7 @@ struct Matrices {
   uint32_t c[32][32];  // bits of floats or integers
 };
 
-// Multiplies the part of 16 x 8 elements of D that begins at (row, column).
+// Computes the 16 x 8 elements of D that begin at (row, column).
 void multiply_part(const Kernel& kernel, const Instr* in, const Shape& shape, Matrices& m,
                    unsigned row, unsigned column) {
   alignas(64) float a[kRows][32] = {};
@@ -139,8 +141,8 @@ void multiply_part(const Kernel& kernel, const Instr* in, const Shape& shape, Ma
   for (unsigned i = 0; i < rows; ++i) std::memcpy(m.c[row + i] + column, d[i], sizeof d[i]);
 }
 
-// kind: element type. The operand pool at imm has the shape, the numbers of registers of D, A, B
-// and C, and the registers.
+// wmma.mma. `kind` is the element type of A and B. The operand pool at `imm` has the index of the
+// shape, the numbers of registers of D, A, B and C, and the registers.
 const Instr* multiply(Warp& w, const Instr* in) {
   const Instr* next = in;
   if (!all_lanes(w, in, &next)) return next;
@@ -250,7 +252,7 @@ bool decode_matrix(Builder& b, Opcode& op, Instr& in, bool stores) {
 }
 
 bool decode_product(Builder& b, Opcode& op, Instr& in) {
-  // The layouts were applied by wmma.load.
+  // The layouts of A and B need not be known here, because wmma.load has already applied them.
   for (int i = 0; i < 2; ++i) {
     if (!op.take("row") && !op.take("col")) return false;
   }

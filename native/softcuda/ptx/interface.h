@@ -25,7 +25,7 @@ struct softcuda_memory {
 // Functions of the soft device that the PTX library calls.
 struct softcuda_ptx_device {
   unsigned workers;  // worker threads of the device
-  // Makes the error of device code the sticky error.
+  // Reports a fault of device code, which becomes the sticky error.
   void (*fault)(int code, const char* text);
   // CU_LIMIT_STACK_SIZE: bytes per thread for recursive calls.
   size_t (*stack_limit)();
@@ -46,7 +46,7 @@ struct softcuda_ptx_device {
   int (*is_condition)(unsigned long long handle);
 };
 
-// A kernel of a module. The library continues it with the kernel's instructions.
+// A kernel of a module. The library derives a structure from it that also has the instructions.
 struct softcuda_ptx_kernel {
   softcuda_entry entry;     // `run` is null
   unsigned shared_bytes;    // bytes of static shared memory
@@ -77,8 +77,8 @@ struct softcuda_ptx_work {
   const char* parameters;  // the caller's parameter bytes
 };
 
-// The library continues these, too: the words of global memory that a kernel has read and written,
-// and the state of a launch that the workers running its blocks share.
+// The library derives structures from these two: the log of the words of global memory that a
+// kernel has read and written, and the state of a launch that the workers running its blocks share.
 struct softcuda_ptx_log {};
 struct softcuda_ptx_launch {};
 
@@ -97,9 +97,10 @@ struct softcuda_ptx_library {
   int (*checks_accesses)();
   softcuda_ptx_log* (*make_log)(const softcuda_ptx_kernel* kernel);
   void (*free_log)(softcuda_ptx_log* log);
-  // Begins a launch before its first block runs. `log` receives its accesses and may be null.
-  // `preceding` are logs of kernels that may still run until griddepcontrol.wait. The caller keeps
-  // all logs until end_launch(), which it calls after the last block.
+  // Begins a launch before its first block runs. The launch's accesses are added to `log`, which
+  // may be null. `preceding` are the logs of kernels that, on a GPU, could still run until this
+  // kernel executes griddepcontrol.wait. The caller keeps all logs until end_launch(), which it
+  // calls after the last block.
   softcuda_ptx_launch* (*begin_launch)(const softcuda_ptx_kernel* kernel, softcuda_ptx_log* log,
                                        softcuda_ptx_log* const* preceding, unsigned count);
   void (*end_launch)(softcuda_ptx_launch* launch);

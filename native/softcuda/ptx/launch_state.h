@@ -22,8 +22,8 @@ class AccessLog : public softcuda_ptx_log {
  public:
   explicit AccessLog(std::string kernel) : kernel_(std::move(kernel)) {}
   void add(const char* storage, unsigned bytes, bool write);
-  // Return whether the launch has written, or has read or written, one of the words. Only valid
-  // after the launch has completed.
+  // writes() returns whether the launch has written one of the words, and accesses() whether it has
+  // read or written one. Both are valid only after the launch has completed.
   bool writes(const char* storage, unsigned bytes) const;
   bool accesses(const char* storage, unsigned bytes) const;
   const std::string& kernel() const { return kernel_; }
@@ -45,13 +45,13 @@ class AccessLog : public softcuda_ptx_log {
 struct LaunchState : softcuda_ptx_launch {
   LaunchState();
   ~LaunchState();
-  // Null unless a kernel follows over a programmatic edge.
+  // Log of this launch's accesses. Null unless a programmatic edge leads to another kernel.
   AccessLog* log = nullptr;
   // The accesses of the kernels that precede this one over programmatic edges. These kernels may
   // still run before griddepcontrol.wait.
   std::vector<const AccessLog*> unordered;
   std::unique_ptr<GlobalRaces> races;      // null: race detection is off
-  std::unique_ptr<PendingStores> pending;  // null: there is no seed
+  std::unique_ptr<PendingStores> pending;  // null: SOFTCUDA_PTX_SEED is not set
 };
 
 }  // namespace ptx

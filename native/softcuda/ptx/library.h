@@ -1,4 +1,4 @@
-// The functions behind the interface of the library (interface.h).
+// The functions that implement the interface of the PTX library (interface.h).
 #pragma once
 
 #include <memory>
@@ -13,7 +13,8 @@ namespace ptx {
 // A loaded module, or the error that made loading fail.
 struct LoadedModule : softcuda_ptx_module {
   LoadedModule() : softcuda_ptx_module{} {}
-  // Fill in the pointers of the interface.
+  // Sets the pointers in the base class, which the soft device reads, to the contents of this
+  // class.
   void publish();
 
   std::string error_text;

@@ -21,7 +21,7 @@ std::string error_text(const Error& e, size_t text, size_t count) {
   return where + ": " + e.text + (e.unsupported ? " is not supported by the soft device" : "");
 }
 
-// Links modules: gives each function the names that it sees, and places the variables.
+// Links modules: determines which names each function can use, and assigns addresses to variables.
 class Linker {
  public:
   Linker(const std::vector<std::string>& texts, LoadedModule* module)
@@ -51,7 +51,8 @@ class Linker {
   size_t current() const { return current_; }
 
  private:
-  // Whether a definition replaces the one that is known to all modules.
+  // Whether a definition with linkage `found` replaces an earlier one with linkage `known` as the
+  // definition that all modules see.
   static bool replaces(Linkage known, Linkage found) {
     return known == Linkage::weak && found == Linkage::visible;
   }
@@ -102,8 +103,8 @@ class Linker {
     }
   }
 
-  // Adds the visible names of all modules to those of each module. A weak definition that another
-  // one replaces is not used.
+  // Adds the visible names of all modules to the names of each module. A weak definition that was
+  // replaced is no longer used, also in its own module.
   void share_names() {
     for (Symbols& own : symbols_) {
       std::set<std::string> internal_names;
@@ -136,7 +137,8 @@ class Linker {
     }
   }
 
-  // Makes the variables known to cuModuleGetGlobal, the ones that all modules see with priority.
+  // Enters the variables into the table that cuModuleGetGlobal reads. If several modules have a
+  // variable of one name, the variable that all modules see takes precedence.
   void name_variables() {
     const auto add = [&](const Placed& item) {
       target_->addresses.emplace(item.variable->name, std::make_pair(memory_->address + item.offset,
@@ -146,7 +148,7 @@ class Linker {
     for (const Placed& item : placed_) add(item);
   }
 
-  // Writes the initial value of a variable, with the addresses that it contains.
+  // Writes the initial value of a variable, including the addresses of other variables in it.
   void initialize(const Variable& v, char* to) {
     const Symbols& own = symbols_[current_];
     if (!v.initial.empty()) {

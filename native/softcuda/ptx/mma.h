@@ -6,7 +6,7 @@
 namespace softcuda {
 namespace ptx {
 
-// The size of a product. Larger ones are computed in parts.
+// Rows and columns of the product that accumulate() computes. Larger products consist of several.
 constexpr unsigned kRows = 16;
 constexpr unsigned kColumns = 8;
 
@@ -21,7 +21,8 @@ void accumulate(const Kernel& kernel, unsigned element, const float (*a)[32],
                 const float (*b)[kColumns], unsigned inner, float (*d)[kColumns]);
 void accumulate_integer(const float (*a)[32], const float (*b)[kColumns], unsigned inner,
                         int32_t (*d)[kColumns], bool saturates);
-// Checks that all lanes of the warp are at the instruction. Sets `next` if they are not.
+// Returns whether all 32 lanes of the warp are at the instruction. Otherwise, sets `next` to the
+// instruction that the handler must return, after a fault if lanes have exited.
 bool all_lanes(Warp& w, const Instr* in, const Instr** next);
 
 }  // namespace ptx

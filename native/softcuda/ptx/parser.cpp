@@ -591,7 +591,8 @@ void Parser::directive() {
   } else if (space_of(name) != Space::none) {
     do {
       Variable v = variable(space_of(name), Linkage::internal);
-      // Blocks of one function may declare variables of the same name.
+      // Different blocks of a function may declare variables with the same name, so each variable
+      // gets a unique name.
       const std::string unique = v.name + "#" + std::to_string(++unique_);
       scopes_.back().variables[v.name] = unique;
       v.name = unique;
@@ -632,7 +633,7 @@ void Parser::instruction() {
       return;
     }
     if (token_.is(".callprototype")) {
-      // The arguments of the call show what the prototype says.
+      // The prototype is not needed, because the arguments of the call have the same types.
       skip_to(';');
       return;
     }
@@ -739,8 +740,8 @@ Operand Parser::simple_operand() {
   return out;
 }
 
-// Returns the number of a declared register, or -1. Registers of a range get numbers when they are
-// used first, so that a range may be declared larger than memory.
+// Returns the number of a declared register, or -1. A register of a range such as %r<100> gets its
+// number when it is first used, so a huge declared range needs no memory.
 int Parser::find_register(std::string_view name) {
   size_t digits = name.size();
   while (digits > 0 && std::isdigit(static_cast<unsigned char>(name[digits - 1]))) --digits;

@@ -46,15 +46,16 @@ using Handler = HandlerFunction*;
 // A decoded instruction. The meaning of the fields depends on the handler.
 struct Instr {
   Handler run = nullptr;
-  Handler guarded =
-      nullptr;  // the handler that run_guarded() calls if the guard predicate allows it
+  // The handler of the instruction itself. If the instruction has a guard predicate, `run` is
+  // run_guarded(), which calls `guarded` for the lanes whose predicate is true.
+  Handler guarded = nullptr;
   // Operands: byte offsets of registers. Bit 0 marks constants, bit 1 negated predicates.
   int32_t op[6] = {};
   int64_t imm = 0;     // offset of a memory operand, target of a branch, ...
   int32_t guard = -1;  // predicate, or -1
   uint32_t aux = 0;    // modifiers that the handler reads at run time
   uint32_t site = 0;   // number of the memory access in the kernel, see Block::sites
-  uint16_t count = 0;  // vector elements, or bytes
+  uint16_t count = 0;  // number of vector elements, or bytes
   uint16_t kind = 0;
 };
 
@@ -67,16 +68,16 @@ constexpr uint32_t kDeviceScope = 16;   // scope .gpu or .sys
 constexpr uint32_t kSystemScope = 32;   // scope .sys
 constexpr uint32_t kBuffered = 64;      // a weak ld or st, which uses the store buffers
 constexpr uint32_t kNonCoherent = 128;  // ld.nc, which may read from a cache of read-only data
-// The state space of an instruction that decides it at run time.
+// From this bit on, Instr::aux contains the state space, for handlers that read it at run time.
 constexpr unsigned kSpaceShift = 8;
 
 constexpr int32_t kConstant = 1;
 constexpr int32_t kNegated = 2;
 constexpr int32_t kNoRegister = -1;
 
-// Base addresses of the windows of generic addresses. An address in a window is an offset in the
-// shared memory of the block, in the local memory of the thread or in the kernel's parameters. No
-// other address has these bits.
+// Base addresses of the three windows of generic addresses. A generic address minus the base of its
+// window is an offset in the shared memory of the block, in the local memory of the thread or in
+// the kernel's parameters. No address of global memory has these high bits.
 constexpr uint64_t kSharedWindow = uint64_t{1} << 56;
 constexpr uint64_t kLocalWindow = uint64_t{2} << 56;
 constexpr uint64_t kParamWindow = uint64_t{3} << 56;
@@ -119,7 +120,7 @@ enum class Special : uint8_t {
   count_
 };
 
-// Model of the accumulation of mma.sync, see PTX.md.
+// How mma.sync adds products (SOFTCUDA_PTX_MMA in PTX.md).
 enum class Accumulation : uint8_t { sequential, exact, hardware };
 
 struct Options {
@@ -149,13 +150,13 @@ struct Kernel : softcuda_ptx_kernel {
   // By instruction: the line in the PTX text and the location in the source.
   std::vector<unsigned> lines;
   std::vector<Location> locations;
-  // By instruction: the number of the text in which it is, if several texts were linked.
+  // If several PTX texts were linked: for each instruction, the number of its text.
   std::vector<uint16_t> texts;
-  bool linked = false;  // from several texts
+  bool linked = false;  // whether several texts were linked
   // Names of source files, by the number of the text and of the file.
   std::map<std::pair<unsigned, unsigned>, std::string> files;
   std::vector<std::string> text;  // by instruction: opcode, for error messages
-  // Constant lanes that instructions refer to with kConstant.
+  // The constant operands of instructions (kConstant), each with one value per lane.
   std::unique_ptr<char[]> constant_memory;
   const char* constants = nullptr;
   size_t constant_bytes = 0;
@@ -166,8 +167,8 @@ struct Kernel : softcuda_ptx_kernel {
   unsigned sites = 0;
   unsigned max_threads = 0;
   std::vector<int32_t> operand_pool;
-  // Set if a function calls itself: the registers of a thread, which such a call saves, by offset
-  // and bytes of a lane. A predicate has 0 bytes.
+  // Whether the kernel has recursive calls. Such a call saves the thread's registers, which
+  // `saved_registers` lists as pairs of offset and bytes per lane. A predicate has 0 bytes.
   bool recursive = false;
   std::vector<std::pair<int32_t, unsigned>> saved_registers;
   std::vector<std::string> strings;  // texts of refused or special calls
@@ -178,7 +179,7 @@ struct Kernel : softcuda_ptx_kernel {
   std::string where(const Instr* in) const;
 };
 
-// Lanes of a warp that execute the same instruction next.
+// A group of lanes of a warp that are at the same instruction, which they execute next.
 struct Group {
   const Instr* pc;
   uint32_t mask;
@@ -186,7 +187,7 @@ struct Group {
   uint8_t barrier;
 };
 
-// Why the runner's inner loop ended.
+// Why run_warp() stopped executing instructions of a group.
 enum class Stop : uint8_t { none, exited, warp_sync, barrier, yielded, failed };
 
 // State of a warp. `mask` and `regs` are those of the running group.
@@ -196,9 +197,9 @@ struct Warp {
   uint32_t mask = 0;  // active lanes
   Stop why = Stop::none;
   uint8_t barrier = 0;          // barrier at which the group stopped
-  const Instr* stop = nullptr;  // the inner loop ends at this instruction or after it
+  const Instr* stop = nullptr;  // the group runs until it is at or after this instruction
   Block* block = nullptr;
-  uint32_t exists = 0;  // lanes that the block has
+  uint32_t exists = 0;  // lanes that have a thread; the last warp of a block may have fewer than 32
   uint32_t exited = 0;
   unsigned index = 0;  // number of the warp in the block
   unsigned group_count = 0;
@@ -209,7 +210,7 @@ struct Warp {
   uint32_t live() const { return exists & ~exited; }
 };
 
-// A range of device addresses that an instruction accessed last.
+// The address range of the allocation that an instruction accessed last (INVARIANTS.md P7).
 struct Site {
   uint64_t from = 1;
   uint64_t span = 0;
@@ -223,14 +224,14 @@ struct Barrier {
   bool used = false;
 };
 
-// cp.async operations of one warp that have not landed.
+// A cp.async instruction that a warp has executed, but whose copies have not been made yet.
 struct AsyncCopy {
   uint32_t mask;
   unsigned bytes;  // of the destination
   unsigned group;  // number of the commit group
   const Instr* in;
   uint32_t to[kLanes];
-  unsigned valid[kLanes];  // bytes of the source; the rest is zero
+  unsigned valid[kLanes];  // bytes to copy; the rest of the destination is filled with zeros
   const char* from[kLanes];
 };
 
@@ -274,9 +275,9 @@ struct Block {
   unsigned worker = 0;
   // Race detection, see races.cpp.
   Races* races = nullptr;
-  // Stores that are not visible everywhere, see stores.cpp. Null without a seed.
+  // Stores that are not visible everywhere, see stores.cpp. Null without SOFTCUDA_PTX_SEED.
   BlockStores* stores = nullptr;
-  alignas(64) char scratch[128];  // accesses of inactive lanes
+  alignas(64) char scratch[128];  // memory that loads and stores access for inactive lanes
 
   // Records a fault of device code. `lane` is -1 if no thread caused it.
   void fail(CUresult code, const Warp* w, int lane, const Instr* in, const std::string& text);
@@ -288,8 +289,8 @@ struct Block {
   }
 };
 
-// Returns the address in host memory of `bytes` bytes at a global address. Reports a fault and
-// returns null if they are not inside one allocation.
+// Returns the host address of global memory that a lane accesses. Reports a fault and returns null
+// if the `bytes` bytes at `address` are not inside one allocation.
 char* resolve_global(Warp& w, const Instr* in, unsigned lane, uint64_t address, unsigned bytes,
                      bool write);
 // Reports an access outside of shared, local or parameter memory.
@@ -298,27 +299,30 @@ void bad_window_access(Warp& w, const Instr* in, unsigned lane, const char* spac
 void misaligned(Warp& w, const Instr* in, unsigned lane, uint64_t address, unsigned bytes);
 // Ends the running group's turn because lanes of a warp-synchronous operation are missing.
 const Instr* wait_for_lanes(Warp& w, const Instr* in);
-// Lets other warps run after the instruction, because this one waits for them in a loop.
+// Ends the running group's turn after the current instruction, because the program waits in a loop
+// for other warps.
 inline void yield_turn(Warp& w) {
   w.why = Stop::yielded;
   w.stop = nullptr;
 }
-// Lets the lanes of `mask` arrive at a barrier.
+// The given lanes arrive at a barrier of the block. `threads` is the number of threads that the
+// barrier waits for, or 0 for all threads. With `wait`, the lanes wait until it is complete.
 const Instr* arrive_at_barrier(Warp& w, const Instr* in, uint32_t lanes, unsigned barrier,
                                unsigned threads, bool wait, uint32_t predicate);
 // The barrier instruction's reduction, in Instr::kind.
 enum BarrierKind : uint16_t { kBarrier, kBarrierCount, kBarrierAnd, kBarrierOr };
-// Lets lanes exit, which may complete barriers.
+// Records that lanes have exited, which may complete barriers.
 void lanes_exited(Warp& w, uint32_t lanes);
 // cp.async: queues copies of the active lanes, commits groups and waits for them (runner.cpp).
 bool queue_copy(Warp& w, const AsyncCopy& copy);
 void commit_copies(Warp& w);
 bool land_copies(Warp& w, const Instr* in, unsigned groups_left);
 // Buffers of stores (stores.cpp). publish_stores makes the earlier stores of a warp visible in a
-// scope, which is kDeviceScope, with kSystemScope or without it, or 0 for the block.
+// scope: 0 for the block, kDeviceScope, or kDeviceScope | kSystemScope.
 void publish_stores(Warp& w, uint32_t scope);
-// The next functions are only called with a seed. forward_stores lets a load of the active lanes
-// read what is in the buffers. A store writes to the addresses that begin_stores puts in `at`, and
+// The next functions are called only with SOFTCUDA_PTX_SEED. `at` has the host address of each
+// active lane's access. forward_stores changes it so that a load also reads values that are in the
+// buffers. begin_stores changes it so that a store writes to temporary memory, from which
 // end_stores moves the values to the buffer of the warp.
 void forward_stores(Warp& w, char** at, unsigned bytes);
 void begin_stores(Warp& w, char** at);
@@ -327,14 +331,15 @@ void end_stores(Warp& w, unsigned bytes);
 // instruction after the call, or null if the function instance was not called recursively.
 bool push_frame(Warp& w, const Instr* in, unsigned lane);
 const Instr* pop_frame(Warp& w, unsigned lane, int32_t instance);
-// Race detection (races.cpp, global_races.cpp); only called if it is on. note_shared reports races
-// of an access to shared memory, note_strong_read is called after strong reads with the addresses
-// of the active lanes in host memory.
+// Race detection (races.cpp, global_races.cpp). These functions are called only if it is on.
+// note_shared checks an access to shared memory and reports a race. note_strong_read is called
+// after a strong read of global memory, with the host addresses that the active lanes have read.
 void note_shared(Warp& w, const Instr* in, unsigned lane, uint32_t address, unsigned bytes,
                  bool write);
 void note_strong_read(Warp& w, const Instr* in, char* const* at);
 void note_fence(Warp& w, const Instr* in);
-// A thread arrives at the mbarrier object at `storage`, or has waited for its phase.
+// Records that a thread arrives at the mbarrier object at `storage` or, if `arrives` is false, that
+// it has waited until a phase of the object was complete.
 void note_mbarrier(Warp& w, const char* storage, bool arrives);
 
 }  // namespace ptx

@@ -14,8 +14,8 @@ namespace softcuda {
 namespace ptx {
 
 constexpr unsigned kMaxWarps = 32;
-// By warp of a block: the number of its clock up to which its accesses are ordered before some
-// point of the execution. 0: no access is.
+// A vector clock, which describes a point of the execution: for each warp of a block, the clock up
+// to which the warp's accesses are ordered before this point. 0: none of its accesses is.
 using Clocks = std::array<uint32_t, kMaxWarps>;
 // Clocks of the warps of several blocks, by block number. The bit kOwnBlockOnly marks clocks that
 // only warps of the same block may use, because they were published with scope .cta.
@@ -24,9 +24,9 @@ constexpr uint32_t kOwnBlockOnly = 0x80000000u;
 
 // What one warp knows about the accesses of other blocks.
 struct WarpOrder {
-  BlockClocks known;   // ordered before the warp's next access
-  BlockClocks read;    // published in words that it read; known after its next fence
-  BlockClocks fenced;  // ordered before its last fence; published by its next strong write
+  BlockClocks known;   // accesses that are ordered before the warp's next access
+  BlockClocks read;    // clocks published in words that it has read; known after its next fence
+  BlockClocks fenced;  // accesses ordered before its last fence; its strong writes publish them
   bool empty() const { return known.empty() && read.empty() && fenced.empty(); }
   void join(const WarpOrder& other);
 };
@@ -48,7 +48,7 @@ struct Races {
   Clocks barriers[16];
   WarpOrder orders[kMaxWarps];
   WarpOrder barrier_orders[16];
-  // What was ordered before the arrivals at mbarrier objects.
+  // For each mbarrier object, by address: the accesses that are ordered before its arrivals.
   std::unordered_map<const char*, std::pair<Clocks, WarpOrder>> mbarriers;
   uint32_t block = 0;  // number of the block in the grid
   std::vector<RaceWord> words;
@@ -73,10 +73,10 @@ class GlobalRaces {
   ~GlobalRaces();
   // Returns the text of a race, or "".
   std::string note(const Warp& w, const Instr* in, char* storage, unsigned bytes, bool write);
-  // Returns what was published in a word; empty if nothing was.
+  // Returns the clocks that were published in a word; empty if there are none.
   BlockClocks published(const char* storage);
   void publish(const char* storage, const BlockClocks& clocks);
-  // Whether too much was published to know which accesses are ordered. Nothing is checked then.
+  // Whether more clocks were published than can be kept. No further access is checked then.
   bool overflowed() const { return overflowed_.load(std::memory_order_relaxed); }
 
  private:
@@ -101,14 +101,14 @@ class GlobalRaces {
   std::mutex mutex_;
   std::unordered_map<uint64_t, std::unique_ptr<Page>> pages_;  // by storage address / 1024
   std::unordered_map<uint64_t, BlockClocks> published_;
-  size_t clocks_ = 0;  // in published_
+  size_t clocks_ = 0;  // number of clocks in published_
   std::atomic<bool> overflowed_{false};
   uint64_t unchecked_ = 0;  // accesses that were not checked
 };
 
 // Prepares race detection for a block, if it is on.
 void start_races(Block& b);
-// A warp arrives at a barrier, and a barrier is complete.
+// Record that a warp arrives at a barrier, and that a barrier is complete.
 void arrive_for_races(Warp& w, unsigned barrier);
 void join_at_barrier(Block& b, unsigned barrier);
 // Reports a race of an access to global memory. Returns false if there is one.

@@ -1,5 +1,6 @@
-// Recursive calls. Functions are inlined, so that a recursive call saves what the inlined copies of
-// the functions that are being called use, and jumps to the beginning of the outer copy.
+// Recursive calls. Functions are inlined, so a recursive call jumps back to the beginning of an
+// inlined copy that contains the call. Before the jump, it saves the registers and parameters that
+// the active copies use, and restores them when the called copy ends.
 #include <cstring>
 
 #include "builder.h"
@@ -9,9 +10,10 @@ namespace ptx {
 
 namespace {
 
-// The operand pool of a recursive call: the distance to the body, the number of the function
-// instance, the bytes of the frame, and three lists with their lengths: (from, to, bytes) of
-// arguments, (from, to, bytes) of results, and (address, bytes) of parameter memory that is saved.
+// The operand pool of a recursive call contains: the distance to the body of the called copy; the
+// number of this copy (Builder::Instance); the bytes of the frame; and three lists, each preceded
+// by its length. The lists are (from, to, bytes) of each argument, (from, to, bytes) of each
+// result, and (address, bytes) of the parameter memory to save.
 constexpr size_t kHeader = 3;
 
 char* local_memory(const Warp& w, unsigned lane) {
@@ -26,8 +28,8 @@ void copy_parameters(const int32_t* list, char* local) {
   }
 }
 
-// Calls visit(memory, bytes) for the registers and the parameter memory of a thread. Predicates are
-// visited by visit_predicate(word).
+// Calls visit(memory, bytes) for each register and each piece of parameter memory of a thread that
+// a recursive call saves, and visit_predicate(word) for each predicate.
 template <class Visit, class VisitPredicate>
 void visit_saved(const Warp& w, const int32_t* ranges, unsigned lane, const Visit& visit,
                  const VisitPredicate& visit_predicate) {
@@ -90,7 +92,7 @@ const Instr* pop_frame(Warp& w, unsigned lane, int32_t instance) {
   }
   frames.pop_back();
   const int32_t* results = skip_triples(pool + kHeader);
-  // The results are in memory that is restored.
+  // The results are in memory that pop_frame() restores, so they are copied out of it first.
   char* const local = local_memory(w, lane);
   std::vector<char> values;
   for (int32_t i = 0; i < *results; ++i) {

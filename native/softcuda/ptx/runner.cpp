@@ -37,10 +37,11 @@ const Options& options() {
 
 namespace {
 
-// Instructions that a warp executes before another warp gets its turn, so that a warp may wait in a
-// loop for another one.
+// Number of instructions that a warp executes before the next warp gets its turn. It is limited
+// because a warp may wait in a loop for another warp.
 constexpr uint64_t kTurn = 20000;
-// Instructions that a group executes out of turn while the groups with lower addresses wait.
+// Number of instructions that the group with the highest address executes when it runs before the
+// groups with lower addresses.
 constexpr uint64_t kOutOfTurn = 200;
 
 std::string triple(unsigned x, unsigned y, unsigned z) {
@@ -243,7 +244,7 @@ const Instr* arrive_at_barrier(Warp& w, const Instr* in, uint32_t lanes, unsigne
   }
   barrier.used = true;
   barrier.expected = threads;
-  // A warp counts with all its lanes if the number of threads is given.
+  // If the instruction gives a number of threads, an aligned barrier counts all 32 lanes of a warp.
   const bool aligned = (in->count & 2) != 0;
   barrier.arrived +=
       threads != 0 && aligned ? kLanes : static_cast<unsigned>(__builtin_popcount(lanes));
@@ -303,7 +304,7 @@ bool queue_copy(Warp& w, const AsyncCopy& copy) {
     land(b, copy);
     return true;
   }
-  // Until its group is waited for, the destination holds poison.
+  // The destination contains 0xff until the program waits for the copy's group.
   for (uint32_t left = copy.mask; left != 0; left &= left - 1) {
     std::memset(b.shared + copy.to[__builtin_ctz(left)], 0xff, copy.bytes);
   }
@@ -320,7 +321,8 @@ bool land_copies(Warp& w, const Instr* in, unsigned groups_left) {
   const unsigned commits = b.commits[w.index];
   size_t kept = 0;
   for (AsyncCopy& copy : queue) {
-    // wait_all (aux) also waits for copies that are not committed. Lanes wait for their own copies.
+    // cp.async.wait_all (aux != 0) also waits for copies that are not committed. A lane waits only
+    // for its own copies.
     const bool done = in->aux != 0 || copy.group + groups_left < commits;
     if (done && (copy.mask & w.mask) != 0) {
       AsyncCopy part = copy;
@@ -421,8 +423,8 @@ bool run_warp(Warp& w, uint64_t turn) {
       highest = !highest;
       continue;
     }
-    // A group that used up its budget may wait for lanes with higher addresses, so these get a
-    // turn.
+    // A group that has used up its budget may be waiting in a loop for the group with the highest
+    // address, so that group gets a turn.
     highest = steps == 0 && !alone && !highest;
     if (b.adversarial && w.group_count > 1) highest = (b.next_random() & 3) == 0;
   }
@@ -430,7 +432,8 @@ bool run_warp(Warp& w, uint64_t turn) {
 }
 
 void report_deadlock(Block& b) {
-  // A warp-synchronous operation whose lanes are elsewhere explains the deadlock best.
+  // If a warp-synchronous operation waits for lanes that are elsewhere, report it: this is the most
+  // likely cause of the deadlock.
   for (Warp& w : b.warps) {
     for (unsigned g = 0; g < w.group_count; ++g) {
       const Group& group = w.groups[g];
@@ -664,7 +667,7 @@ bool run_block(Block& b) {
       }
     }
     if (b.adversarial && !ran) {
-      // The random choice may have missed the warps that can run.
+      // Warps are chosen at random, so a warp that can run may not have been chosen. Try all.
       for (Warp& w : b.warps) {
         if (finished(w)) continue;
         alive = true;

@@ -1,5 +1,5 @@
-// Buffers of weak stores. A store moves from the buffer of its warp to that of the block, to that
-// of the device, which only has words of host memory, and to memory.
+// Buffers of weak stores. A store moves from the buffer of its warp to the buffer of the block,
+// from there to the buffer of the device if it is a store to host memory, and then to memory.
 #include "stores.h"
 
 #include <unistd.h>
@@ -41,7 +41,7 @@ class WriteLock {
   std::mutex** const held_;
 };
 
-// Words of host memory that were published to the device, but not to the system.
+// Stores to host memory that are visible to all blocks of the device, but not to the host.
 struct DeviceStores {
   std::mutex mutex;
   StoreBuffer words;
@@ -118,7 +118,8 @@ void flush_word(Warp& w, uint64_t word) {
   if (stores.warps[w.index].take(word, &bytes)) write_word(word, bytes);
 }
 
-// Makes the stores of a warp, and those of its block that it may have observed, visible in a scope.
+// Makes the stores of a warp, and those stores of its block that it may have read, visible in a
+// scope.
 void publish(Warp& w, uint32_t scope) {
   Block& b = *w.block;
   BlockStores& stores = *b.stores;
@@ -168,7 +169,8 @@ void flush_pending(PendingStores& pending, uint64_t random) {
   const auto words = pending.words.take_all();
   size_t hosts = 0;
   for (const auto& item : words) hosts += host_can_read(item.second.owner) ? 1 : 0;
-  // Host memory that a kernel stores without a fence becomes visible word by word.
+  // The kernel had no fence between these stores, so the host may see some of them and not others.
+  // A random pause between two words makes this likely.
   size_t pause = hosts > 1 && random % 4 == 0 ? 1 + random / 4 % (hosts - 1) : 0;
   for (const auto& item : words) {
     flush_device_word(item.first);
@@ -285,7 +287,8 @@ void order_stores(Warp& w, const Instr* in, char* storage, unsigned bytes, bool 
   if (!write || (in->aux & kStrong) == 0) return;
   const Memory* owner = owner_of(*w.block, storage);
   if (owner == nullptr || !host_can_read(owner) || !host_words_wait(w)) return;
-  // The host may see this store before the earlier ones: give it time to do so.
+  // The host may see this store before the earlier ones. age_stores() pauses, so that the host has
+  // time to act on it.
   w.block->stores->delay = true;
   yield_turn(w);
 }

@@ -1,6 +1,6 @@
-// Stores of device code that are not visible everywhere yet (INVARIANTS.md P14). With a seed, weak
-// stores to global memory are kept in buffers, so that a program cannot depend on their order
-// without a fence, a release or a barrier.
+// Stores of device code that are not visible everywhere yet (INVARIANTS.md P14). With
+// SOFTCUDA_PTX_SEED, weak stores to global memory are kept in buffers, so that a program fails if
+// it depends on their order without a fence, a release or a barrier.
 #pragma once
 
 #include <memory>
@@ -20,22 +20,23 @@ struct StoredWord {
   const Memory* owner = nullptr;
 };
 
-// Words by storage address divided by 8.
+// Stored words that are not in memory yet, by storage address divided by 8.
 class StoreBuffer {
  public:
   bool empty() const { return words_.empty(); }
   size_t size() const { return words_.size(); }
   void clear() { words_.clear(); }
-  // Adds a word. Its bytes replace older ones.
+  // Adds the stored bytes of a word. They replace older values of the same bytes.
   void put(uint64_t word, const StoredWord& bytes);
-  // Copies the bytes of [storage, storage + bytes) that it has to `out`. Returns false if it has
-  // none.
+  // Copies those bytes of [storage, storage + bytes) that are in the buffer to their places in
+  // `out`. Returns false if the buffer has none of them.
   bool read(const char* storage, unsigned bytes, char* out) const;
-  // Removes a word. Returns false if there is none.
+  // Removes a word and stores it in `out`. Returns false if it is not in the buffer.
   bool take(uint64_t word, StoredWord* out);
-  // Chooses a word. Returns false if there is none.
+  // Stores in `word` one of the buffered words, which `random` selects. Returns false if the buffer
+  // is empty.
   bool random_word(uint64_t random, uint64_t* word) const;
-  // Whether it has words that the host can read.
+  // Whether the buffer has words of host memory.
   bool has_host_memory() const;
   std::unordered_map<uint64_t, StoredWord> take_all();
 
@@ -43,12 +44,13 @@ class StoreBuffer {
   std::unordered_map<uint64_t, StoredWord> words_;
 };
 
-// Buffers of the block that a worker runs. A word may be in several of them; the value of the warp
-// is the latest, then that of the block, then that of the device.
+// Buffers of the block that a worker runs. If a word is in several buffers, the warp's buffer has
+// the newest value, the block's buffer an older one, and the device's buffer the oldest one.
 struct BlockStores {
   StoreBuffer warps[kLanes];  // visible to one warp
   StoreBuffer block;          // visible to the block
-  // Targets of the store that is being executed, and its values or those of a load.
+  // The store that is being executed: the host address and the value of each lane. A load that
+  // reads from the buffers also uses `values`.
   char* targets[kLanes];
   alignas(64) char values[kLanes][32];
   bool delay = false;
@@ -61,9 +63,9 @@ struct PendingStores {
   std::vector<std::shared_ptr<Memory>> owners;
 };
 
-// Prepares the buffers for a block, if there is a seed.
+// Prepares the buffers for a block. Does nothing without SOFTCUDA_PTX_SEED.
 void begin_block_stores(Block& b);
-// Keeps the stores of a block that has ended.
+// Moves the stores of a block that has ended to LaunchState::pending.
 void end_block_stores(Block& b);
 // Makes all stores visible at the end of a launch.
 void end_launch_stores(LaunchState& launch);

@@ -86,7 +86,7 @@ struct Location {
   unsigned line = 0;
 };
 
-// How other modules see a name. Internal names are known in their own module only.
+// Whether other modules can use a name. Internal names are known in their own module only.
 enum class Linkage : uint8_t { internal, visible, weak, external };
 
 struct Statement {
@@ -132,15 +132,17 @@ struct Symbols;
 struct Function {
   std::string name;
   Linkage linkage = Linkage::internal;
-  // Set when modules are linked: the names that the function sees, and its number, which its
-  // address contains.
+  // Set when modules are linked: the names that the function can use, and its number, which is part
+  // of its address (kFunctionWindow).
   const Symbols* symbols = nullptr;
   unsigned number = 0;
   bool address_taken = false;
   unsigned line = 0;
   bool entry = false;
   bool defined = false;
-  std::vector<Variable> params;   // or registers: space == none and `type`, `name` of the register
+  // Parameters. If a parameter is a register, its space is `none`, and `type` and `name` are those
+  // of the register.
+  std::vector<Variable> params;
   std::vector<Variable> results;  // of a device function
   std::vector<Register> registers;
   std::vector<Variable> variables;  // .shared, .local and .param variables of the body
