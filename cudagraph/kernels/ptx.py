@@ -98,7 +98,7 @@ def provide_ptx_library(cache: Path) -> None:
     Raises
     ------
     KernelError
-        No C++ compiler is found, or the library does not compile.
+        No C++ compiler is found, the library does not compile, or `cache` cannot be used.
     """
     if os.environ.get("SOFTCUDA_PTX_LIBRARY"):
         return
@@ -107,6 +107,8 @@ def provide_ptx_library(cache: Path) -> None:
             library = build_ptx_library(cache)
     except KernelCompileError as error:
         raise KernelError(str(error)) from error
+    except OSError as error:
+        raise KernelError(f"the PTX library cannot be kept in {cache}: {error}") from error
     os.environ["SOFTCUDA_PTX_LIBRARY"] = str(library)
 
 

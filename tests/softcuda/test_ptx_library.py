@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 import softcuda_util as util
 
+from graft.cudagraph.errors import KernelError
+from graft.cudagraph.kernels.ptx import provide_ptx_library
+
 TEXT = ".version 8.0 // a text for the stand-in"
 
 
@@ -175,6 +178,15 @@ def test_ptx_library_that_does_not_compile_is_tried_again(fake):
 
 def test_ptx_library_without_compiler_is_an_error(fake):
     assert "no C++ compiler was found" in fake.run(CXX="absent-compiler")
+
+
+def test_ptx_library_in_unusable_cache_is_an_error(tmp_path, monkeypatch):
+    """The error of a folder that cannot be written is one of graft's errors."""
+    monkeypatch.delenv("SOFTCUDA_PTX_LIBRARY", raising=False)
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(KernelError, match=r"the PTX library cannot be kept in .*file"):
+        provide_ptx_library(file)
 
 
 def test_ptx_library_includes_only_files_of_the_wheel():

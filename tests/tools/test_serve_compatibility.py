@@ -503,6 +503,19 @@ def test_messages_with_unknown_roles_and_keys_are_refused(message, words):
     assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "", "content": "x"}, "messages[0].role must be a non-empty string"),
+        ({"role": "user", "content": "x", "": 1}, "has the key ''"),
+    ],
+)
+def test_empty_roles_and_keys_are_refused(message, words):
+    """An empty text occurs in every template, but is neither a role nor a key."""
+    with pytest.raises(ApiError, match=re.escape(words)):
+        read_messages([message], "{{ '' }}{% for m in messages %}{{ m.role }}{% endfor %}")
+
+
 def test_messages_can_have_roles_and_keys_of_the_template():
     message = {"role": "developer", "content": "x", "plan": "y", "unused": None}
     template = "{% if m.role == 'developer' %}{{ m.plan }}{% endif %}"
@@ -614,6 +627,8 @@ def test_lone_surrogates_in_names_and_values_are_reported(server, http):
     for fields, param in (
         ({"\ud800": 1}, "\ud800"),
         ({"truncation_side": "\ud800"}, "truncation_side"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"bad_words": ["\ud800"]}, "bad_words"),
         ({"stream_options": {"\ud800": 1}}, "stream_options"),
     ):
         body = json.dumps({"prompt": TEXT, "stream": True, **fields})
@@ -622,6 +637,30 @@ def test_lone_surrogates_in_names_and_values_are_reported(server, http):
         error = response.json()["error"]
         assert (response.status_code, error["param"]) == (400, param)
         assert "\\ud800" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("function", "output", "param"),
+    [
+        ({"parameters": {"type": "object", "required": 5}}, {"type": "object"}, "tools"),
+        ({"parameters": {"\ud800": 1}}, {"type": "object"}, "tools"),
+        ({}, {"type": "object", "required": 5}, "response_format"),
+        ({}, {"\ud800": 1}, "response_format"),
+    ],
+)
+def test_error_of_required_call_names_the_field_at_fault(server, http, function, output, param):
+    """A required call has the grammar of the tools, and response_format is only checked."""
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "function", "function": {"name": "f", **function}}],
+        "tool_choice": "required",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": output}},
+    }
+    headers = KEY | {"content-type": "application/json"}
+    response = http.post(
+        f"{server.url}/chat/completions", content=json.dumps(body), headers=headers
+    )
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 def test_wrong_method_and_path_have_error_bodies(send):

@@ -8,6 +8,7 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graft.cudagraph.errors import GraftError, OptionError
+from graft.grammar.errors import GrammarError
 from graft.models.request import Event, Output
 from graft.models.tokenizer import Tokenizer
 from graft.native.errors import short_repr
@@ -30,7 +32,7 @@ from graft.tools.serve.completion_writer import CompletionWriter, ResponseChoice
 from graft.tools.serve.engine_driver import EngineDriver
 from graft.tools.serve.errors import ApiError, check_output, to_api_error
 from graft.tools.serve.fields import read_fields
-from graft.tools.serve.grammars import find_grammars, make_grammar_spec, shown_schema
+from graft.tools.serve.grammars import field_of, find_grammars, make_grammar_spec, shown_schema
 from graft.tools.serve.metrics import Metrics
 from graft.tools.serve.prompt_logprobs import score_prompts
 from graft.tools.serve.replicas import Replicas
@@ -253,14 +255,13 @@ class Service:
             If a field is invalid.
         """
         found = find_grammars(body, self.parser.limits, self.parser.tool_format)
-        try:
-            grammars = [
-                await _run_in(self._grammar_threads, make_grammar_spec, grammar)
-                for grammar in found
-            ]
-        except OptionError as error:
-            error.param = "grammar"
-            raise
+        grammars = []
+        for one in found:
+            try:
+                grammars.append(await _run_in(self._grammar_threads, make_grammar_spec, one))
+            except (GrammarError, OptionError) as error:
+                error.param = "grammar"
+                raise use_api_fields(to_api_error(error), (field_of(one, body),)) from error
         grammar = grammars[0] if grammars else None
         schema = shown_schema(found[0]) if found else None
         return await _run_in(self._parser_thread, self.parser.parse, body, grammar, schema)
@@ -399,7 +400,7 @@ class _GenerateEndpoint:
         service.check_key(request)
         service.check_capacity()
         is_counted = False
-        fields: Collection[str] = ()
+        fields: AbstractSet[str] = frozenset()
         try:
             given = await service.read_body(request)
             # The capacity is checked after the body has arrived. Clients that do not send their
@@ -413,6 +414,8 @@ class _GenerateEndpoint:
             body = self._read(given)
             fields = body.model_fields_set
             api_request = await self._parse(body, given)
+            if body.chosen_tools.required:  # response_format has no effect
+                fields = fields - {"response_format"}
             stream = RequestStream(service.driver, api_request.requests)
             respond = self._stream if api_request.body.stream else self._respond
             response = asyncio.ensure_future(respond(api_request, stream, send))

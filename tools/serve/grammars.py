@@ -76,12 +76,15 @@ def find_grammars(
         found.append(FoundGrammar("tools", "structural_tag", {"format": form}))
     if len(found) > 1:
         names = " and ".join(grammar.name for grammar in found)
-        second = found[1].name
-        param = second if second in body.model_fields_set else "structured_outputs"
-        raise ApiError(f"give at most one grammar, got {names}", param=param)
+        raise ApiError(f"give at most one grammar, got {names}", param=field_of(found[1], body))
     for grammar in found + unused:
         grammar.check_size(limits)
     return found + unused
+
+
+def field_of(grammar: FoundGrammar, body: ChatRequest | CompletionRequest) -> str:
+    """Return the name of the field that contains a grammar of a request."""
+    return grammar.name if grammar.name in body.model_fields_set else "structured_outputs"
 
 
 def requires_answer(body: ChatRequest | CompletionRequest) -> bool:

@@ -51,7 +51,7 @@ class _Message(Fields):
 
     model_config = ConfigDict(extra="allow")  # keys of the template, see `read_messages`
 
-    role: StrictStr
+    role: StrictStr = Field(min_length=1)
     content: Any = None
     tool_calls: Annotated[
         list[_ToolCall], FailFast(), BeforeValidator(lambda calls: calls or [])
@@ -94,7 +94,7 @@ def _convert(message: _Message, template: str) -> dict[str, Any]:
     if role == "developer" and not _has_role(template, role):
         role = "system"
     for key in message.model_extra or ():
-        if re.search(rf"\b{re.escape(key)}\b", template) is None:
+        if not key or re.search(rf"\b{re.escape(key)}\b", template) is None:
             raise ApiError(
                 f"a message has the key {short_repr(key)}, which is unknown, or not supported",
                 param="messages",

@@ -207,6 +207,13 @@ class RequestParser:
             )
         return prompts
 
+    def encode(self, field: str, text: str, **options: bool) -> list[int]:
+        """Return the tokens of a text in a field of a request; see `Tokenizer.encode`."""
+        try:
+            return self.tokenizer.encode(text, **options)
+        except TokenizerError as error:
+            raise ApiError(str(error), param=field) from error
+
     def chat_prompt(self, body: PromptFields) -> list[int]:
         """Apply the chat template to the messages of a request, and return the prompt's tokens.
 
@@ -288,7 +295,7 @@ class RequestParser:
         tokens = []
         for one in prompts:
             if isinstance(one, str):
-                one = self.tokenizer.encode(one, special=body.add_special_tokens)
+                one = self.encode("prompt", one, special=body.add_special_tokens)
             tokens.append(one)
         return tokens
 
@@ -389,7 +396,7 @@ class RequestParser:
         return bad_words
 
     def _word_ids(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, special=False, parse_special=False)
+        return self.encode("bad_words", text, special=False, parse_special=False)
 
     def _ignore_stop_ids(self, options: Mapping[str, Any], has_grammar: bool) -> dict[str, Any]:
         """Return the fields of `Request` that prevent stop ids of the model.

@@ -23,7 +23,7 @@ def tokenize(parser: RequestParser, fields: Mapping[str, Any]) -> dict[str, Any]
     else:
         check_size("prompt", body.prompt, "prompt_bytes", parser.limits)
         special = body.add_special_tokens is not False
-        tokens = parser.tokenizer.encode(body.prompt, special=special)
+        tokens = parser.encode("prompt", body.prompt, special=special)
     names = None
     if body.return_token_strs:
         names = [parser.tokenizer.backend.id_to_token(token) for token in tokens]
