@@ -249,7 +249,7 @@ This page lists how graft enforces each JSON schema keyword in structured output
 current.
 
 Each row of the table is an example of a JSON schema keyword. The column `with` describes the value
-of the keyword in the example. The column `why refused` summarizes the reason of a refusal. The
+of the keyword in the example. The column `why refused` says why graft refuses the example. The
 column `auto` shows how graft treats the example with `backend="auto"` if LLGuidance is installed:
 
 * *exact*: The keyword is enforced as written.
@@ -257,16 +257,19 @@ column `auto` shows how graft treats the example with `backend="auto"` if LLGuid
 * *narrowed*: Every output satisfies the schema, but some valid values are never produced.
   `Route.narrowed` names them.
 * *refused*: `GrammarSpec.check()` raises an error that names the JSON pointer and the keyword,
-  and the engine ends a request with the same error. The given schema has the keyword at this place,
-  and without the named keywords the schema would be accepted. If LLGuidance refuses the rewritten
-  schema, graft finds the keyword by removing keywords of the given schema. This search ends after
-  two seconds of processor time, and a message names at most 5 keywords. If the search finds no
-  keyword, the error names only LLGuidance's error or limit. With `partial=True`, the schema is
-  accepted, and all parts of the schema except this keyword are enforced. Call
-  `graft.grammar.check_output(schema, text)` to check a finished output against the whole schema.
-  `graft generate --json` reports this check as `valid`.
+  and the engine ends a request with the same error.
 * *annotation*: The JSON Schema standard does not require the keyword to be enforced. It has no
   effect.
+
+The JSON pointers in an error refer to the user's schema, which would be accepted without the named
+keywords. An error names at most 5 keywords. If LLGuidance refuses the rewritten schema, graft
+searches for the keywords that cause this by removing keywords from the user's schema. If the search
+finds no keyword within two seconds of processor time, the error contains only LLGuidance's message.
+
+With `partial=True`, a refused schema is accepted, and all parts of the schema except the named
+keywords are enforced. Call `graft.grammar.check_output(schema, text)` to check a finished output
+against the whole schema. `graft generate --json` writes the result of this check to the field
+`valid`.
 
 The last two columns show how XGrammar and LLGuidance treat the keyword without graft's router. They
 describe the keyword as a whole, so they are the same in all rows of a keyword:
