@@ -113,7 +113,7 @@ class DeviceAutomata:
     Attributes
     ----------
     slots : DeviceArray
-        uint8 [S, AUTOMATON_SLOT.itemsize]; the type of the kernels' argument is ``AutomatonSlot*``.
+        ``AutomatonSlot`` of each slot, as uint8 [S, AUTOMATON_SLOT.itemsize].
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Lowering of grammar specifications to finite automata."""
+"""Lowering of grammars to finite automata, which run instead of LLGuidance's matchers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Lowering of JSON schemas without recursion to expressions over characters.
+"""Lowering of JSON schemas to the expressions of `graft.grammar.regular.expression`.
 
-Only schemas are lowered whose values LLGuidance writes in one known way: objects that allow no
-additional properties, arrays, strings, numbers, enumerations and unions of these. Every other
-schema raises `NotRegular`.
+A schema is lowered if it is not recursive and it is known exactly how LLGuidance writes its values:
+objects that allow no additional properties, arrays, strings, numbers, enumerations, and unions of
+these. For any other schema, `lower_schema` raises `NotRegular`.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ _PRINTABLE = re.compile(r"[ !#-\[\]-~]*")
 def lower_schema(schema: Any, whitespace: object) -> Expression:
     """Return the expression of the JSON texts that LLGuidance writes for a routed schema.
 
-    Raise `NotRegular` if the schema or the value of `Spec.whitespace` is outside the supported
-    part.
+    `whitespace` is the value of `Spec.whitespace`. Raise `NotRegular` if the schema or this value
+    is not supported.
     """
     if not isinstance(whitespace, str) or whitespace not in SEPARATORS:
         raise NotRegular(f"whitespace {whitespace!r} is not supported")
@@ -112,7 +112,10 @@ class _Lowering:
     def _lower_only(
         self, schema: dict[str, Any], keywords: set[str], allowed: set[str], nesting: int
     ) -> Expression:
-        """Lower a schema whose only keyword, given by `allowed`, is ``$ref`` or ``anyOf``."""
+        """Lower a schema with ``$ref`` or ``anyOf``.
+
+        Raise `NotRegular` if the schema has keywords that are not in `allowed`.
+        """
         if keywords - allowed:
             raise NotRegular(f"keywords beside {sorted(allowed)[0]!r} are not supported")
         if "$ref" in keywords:

@@ -149,7 +149,8 @@ class GrammarService:
     `graft.native.children.usage`), so that the compilation of a fast grammar is not aborted because
     the machine is busy.
 
-    If a child process dies, the compilation is repeated in a new process.
+    If a child process is killed or crashes during a compilation, the compilation is repeated in a
+    new process. After several failures, it fails with an error.
 
     Services of one process with equal vocabularies and settings share their backends and compiled
     grammars, unless `choice` is a factory. The shared objects exist as long as at least one of
@@ -313,9 +314,10 @@ class GrammarService:
             self._finish(job, compiled, "compiled")
 
     def _handle_lost_child(self, job: _Compilation, jobs: _CompileQueue, error: ChildLost) -> None:
-        """Move a job that the fast queue could not finish in time to the slow queue.
+        """Handle a compilation that its child process did not finish.
 
-        Complete the futures of all other jobs with an error.
+        In the fast queue, a job that timed out or had no usable child process moves to the slow
+        queue. The futures of all other jobs are completed with an error.
         """
         crashed = isinstance(error, ChildCrashed)  # the call would crash in the slow queue, too
         unavailable = isinstance(error, ChildUnavailable) and not crashed
