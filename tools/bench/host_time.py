@@ -48,7 +48,8 @@ _PROMPT = 1024
 _SHARED = 512  # number of cached tokens of a waiting request's prompt
 _LONG_PROMPT = 1 << 16  # prompt length of a waiting request for which there are too few pages
 _MAX_CACHED = 1 << 16  # maximum number of cached tokens of a prompt
-#: Number of tokens per running request for which the free pages suffice at the beginning.
+#: In the case with cached prompts, a waiting prompt has this number of uncached tokens per running
+#: request, so that its pages are not available.
 _FREE_PER_REQUEST = 640
 _MAX_LENGTH = 1 << 17
 _WARM_STEPS = 20

@@ -568,7 +568,7 @@ def leaves(value: Json, path: str = "") -> dict[str, Json]:
 
 
 def score_fields(answer_text: str, task: Task) -> tuple[int, int, bool]:
-    """Return the numbers of correct fields and of fields, and whether the whole answer is correct.
+    """Return the number of correct fields, the number of fields, and whether the answer is correct.
 
     Each leaf of the correct answer is a field. If the generated answer is not JSON, it has no
     correct fields. If the task has no schema, the whole answer is one field.

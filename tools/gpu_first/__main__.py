@@ -46,7 +46,7 @@ from graft.tools.gpu_first.session import Session
 
 #: Sections that run by default.
 DEFAULT_SECTIONS = [name for name in SECTIONS if name != "suite"]
-#: Time limit in seconds of a section with small sizes.
+#: Time limit in seconds of a section with ``--small``.
 SMALL_LIMIT_S = 600.0
 #: Time limit in seconds of ``graft doctor`` and ``nvidia-smi``.
 DOCTOR_LIMIT_S = 30.0

@@ -19,7 +19,7 @@ from graft.tools.gpu_first.session import Session
 LIMIT_S = 35.0
 #: Arguments of ``graft generate`` for a short run with drafts and, if possible, a grammar.
 GENERATE = ["-m", "graft.tools.cli", "generate", "--prompt", "name: Olga Novak; age: 42"]
-#: Kernel launches that Nsight Compute skips and measures.
+#: Numbers of kernel launches that Nsight Compute first skips and then measures.
 SKIPPED_LAUNCHES = 400
 MEASURED_LAUNCHES = 60
 

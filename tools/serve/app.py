@@ -454,7 +454,10 @@ class _GenerateEndpoint:
         return CompletionWriter(api_request, self._service.parser.name, choices)
 
     def _locate(self, error: ApiError, fields: Collection[str]) -> ApiError:
-        """Return an error with the name of the API's field that caused it."""
+        """Return `error` with ``param`` set to the API's field that caused it.
+
+        `fields` are the names of the request's fields.
+        """
         return use_api_fields(error, fields)
 
     async def _respond(

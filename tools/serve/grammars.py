@@ -242,7 +242,7 @@ def _with_schema(tag: Any) -> Any:
 
 
 def _as_format(grammar: FoundGrammar) -> dict[str, Any]:
-    """Return a grammar as a format of structural tags, or raise ApiError if its kind has none."""
+    """Return the structural format of a grammar, or raise ApiError if its kind has none."""
     key, value = grammar.key, grammar.value
     if key == "structural_tag":
         value = _structural_tag(value)

@@ -320,7 +320,11 @@ class RequestParser:
     def _echo(
         self, given: Any, prompts: Sequence[list[int]], whole_prompts: Sequence[list[int]]
     ) -> list[str]:
-        """Return the text of each truncated prompt of a completion."""
+        """Return the text of each prompt, which precedes the generated text in the response.
+
+        `given` is the value of the field ``prompt``. `prompts` are the token ids of the prompts
+        after truncation, and `whole_prompts` those before.
+        """
         texts = []
         for i, tokens in enumerate(prompts):
             text = given[i] if isinstance(given, list) and len(given) == len(prompts) else given
@@ -417,7 +421,10 @@ class RequestParser:
 
 
 def _without_bad_words(texts: list[str], grammar: GrammarSpec | None) -> GrammarSpec | None:
-    """Return the grammar of a request, or of text without the bad words of several tokens."""
+    """Return a grammar that excludes the bad words `texts`; if there are none, return `grammar`.
+
+    ApiError is raised if there are bad words and a grammar, because they cannot be combined.
+    """
     if not texts:
         return grammar
     if grammar is not None:

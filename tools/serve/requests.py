@@ -69,7 +69,7 @@ _API_FIELDS: dict[str, tuple[str, ...]] = {
     "stop_after": ("min_tokens",),
     "grammar": ("response_format", "structured_outputs", *GRAMMAR_FIELDS, "tools", "bad_words"),
 }
-#: Fields of `Request` whose names in messages are replaced by those of the API.
+#: Fields of `Request` whose names in error messages are replaced with the names of API fields.
 _RENAMED_FIELDS = ("stop_ids", "allowed_ids", "max_tokens", "stop_after")
 
 
@@ -352,9 +352,10 @@ class ChatRequest(PromptFields, CompletionFields):
 
 
 def use_api_fields(error: ApiError, given: Collection[str]) -> ApiError:
-    """Return an error about a field of `Request` as an error about the field of the API.
+    """Convert an error about a field of `Request` to an error about the API field that set it.
 
-    `given` contains the names of the API request's fields. Other errors are returned unchanged.
+    `given` contains the names of the API request's fields. If the error has no ``engine_param``, it
+    is returned unchanged.
     """
     field = error.engine_param
     if field is None or error.status >= 500:

@@ -278,7 +278,10 @@ def _join(
     part: Any,
     tokens: list[dict[str, Any]],
 ) -> None:
-    """Append a part to the parts of an output, or join it with the last part."""
+    """Append a part to `parts`, or add it to the last part if both are text of the same kind.
+
+    Parts of the same call are joined too.
+    """
     last: tuple[str, Any, list[dict[str, Any]]] = parts[-1] if parts else ("", "", [])
     last_kind, last_part, last_tokens = last
     if last_kind != kind or (kind == "call" and last_part["index"] != part["index"]):

@@ -26,7 +26,7 @@ WAIT_COLOURS = ("#fee2e2", "#dc2626")
 
 
 def check_trace_path(path: Path) -> None:
-    """Raise OptionError if the name of a trace does not end in .json, or there is no folder."""
+    """Raise OptionError if a trace's path does not end in .json, or its folder does not exist."""
     if path.suffix != ".json":
         raise OptionError(f"--trace {path}: the name must end in .json")
     if not path.parent.is_dir():

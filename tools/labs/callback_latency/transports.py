@@ -63,7 +63,7 @@ class Samples(NamedTuple):
     hop: np.ndarray | None
     #: CLOCK_MONOTONIC in nanoseconds at which a callback began, and at which the previous callback
     #: ended; int64 [n, 2]. If hops of Python bodies are recorded, there is one entry per callback.
-    #: Otherwise there is one entry per replay, and its first time is the time of the launch.
+    #: Otherwise there is one entry per replay, with the time of its launch in place of the begin.
     begun: np.ndarray
 
 

@@ -59,7 +59,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of calls, for outputs that can be something else."""
+        """Return the structural format of calls, for outputs that can be other text instead."""
 
     def required_calls(self, tools: ToolChoice) -> Format:
         """Return the structural format of an output that must consist of calls."""

@@ -69,7 +69,7 @@ class Llama3Json(ToolFormat):
         return one_of([objects, some_calls(functions, _SEPARATOR, tools)])
 
     def required_calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of JSON objects."""
+        """Return the structural format of calls written as JSON objects without a tag."""
         tags = []
         for function in tools.functions:
             head = call_head(function, "parameters")

@@ -47,7 +47,11 @@ class Parameter:
 
     @property
     def alternatives(self) -> list[dict[str, Any]]:
-        """Schemas of which the argument satisfies one: members of ``anyOf``, or one per type."""
+        """Schemas, of which the argument must satisfy at least one.
+
+        They are the members of ``anyOf``, one schema per type if the schema only lists types, or
+        the schema itself.
+        """
         keywords = constraints(self.schema)
         definitions = definitions_of(self.schema)
         if keywords == {"anyOf"}:

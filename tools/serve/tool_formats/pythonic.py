@@ -41,7 +41,7 @@ _ESCAPED = ["\\", "\n", "\r"]
 
 
 class Pythonic(ToolFormat):
-    """Python's function calls."""
+    """Calls as a Python list of function calls."""
 
     name = "pythonic"
 

@@ -37,7 +37,7 @@ _KEY = re.compile(r"[^<>\r\n]+")
 
 
 class Qwen3Coder(ToolFormat):
-    """XML tags."""
+    """Calls in XML tags."""
 
     name = "qwen3_coder"
     markers = (_BEGIN, "</tool_call>")
