@@ -14,6 +14,7 @@ import numpy_llama
 import pytest
 from machine_code import Variant, compile_variant
 from model_util import download, make_rows, same_bits, upload
+from reference_round import Tree
 from tiny_models import rounded
 
 from graft.cudagraph.graph.graph import Graph
@@ -254,31 +255,25 @@ def test_split_attention_tree_rows_equal_chain_rows(device, stream, base):
     """
     rng = np.random.default_rng(base)
     case = Case(device)
-    parent = [0, 0, 0]
-    # The parent of a draft is 0 for the last token. Draft 2 gets no children.
-    while len(parent) < 24:
+    parent = [-1, 0, 0]
+    while len(parent) < 24:  # draft 2 gets no children
         candidates = [i for i in range(len(parent)) if i != 2]
         parent.append(int(rng.choice(candidates)))
-    depth = [0]
-    paths = [0]
-    for j in range(1, len(parent)):
-        depth.append(depth[parent[j]] + 1)
-        paths.append(paths[parent[j]] | 1 << (j - 1))
+    tree = Tree(tuple(range(24)), tuple(parent))
+    depth = [len(tree.nodes(j)) for j in range(24)]
+    paths = [tree.route(j) for j in range(24)]
     keys = case.key.copy()
     values = case.value.copy()
     keys[0, base + 2] = np.nan
     values[0, base + 2] = np.inf
-    keys[0, base + len(parent) :] = np.inf
-    values[0, base + len(parent) :] = np.nan
+    keys[0, base + 24 :] = np.inf
+    values[0, base + 24 :] = np.nan
     case.fill(keys, values)
-    queries = case.query[0, base : base + len(parent)]
+    queries = case.query[0, base : base + 24]
     got = case.on_stream(stream, 0, base + np.array(depth), 12, paths, queries)
     assert np.isnan(got[2]).all()
-    for j in {*range(len(parent))} - {2}:
-        path = []
-        for i in range(1, j + 1):
-            if paths[j] >> (i - 1) & 1:
-                path.append(i)
+    for j in {*range(24)} - {2}:
+        path = tree.nodes(j)
         chain_keys = keys.copy()
         chain_values = values.copy()
         chain = slice(base + 1, base + 1 + len(path))

@@ -35,6 +35,7 @@ from engine_util import (
     patch_kernel_source,
     task_request,
 )
+from round_simulator import read_draft_tree
 
 from graft.models.drafters import NGram, UserDrafter
 from graft.models.request import Request
@@ -178,10 +179,9 @@ def test_drafts_do_not_change_outputs(drafter, count):
 
 
 def drafts_by_position(lengths, **options):
-    """Run a coupled request with given draft lengths; return the drafts after each round.
+    """Run a coupled request with given draft lengths; return the draft tree after each round.
 
-    The keys of the result are the positions of the last committed token. The values are tuples of
-    draft ids and parents.
+    The keys of the result are the positions of the last committed token.
     """
     coupled = {"temperature": 0.9, "verify": "coupled", "seed": 3}
     request = Request(tokens=[300, 301, 302], max_tokens=60, min_tokens=60, **coupled)
@@ -195,10 +195,7 @@ def drafts_by_position(lengths, **options):
             engine.synchronize()
             for state in engine._scheduler.unfinished.values():
                 slot = engine._resources.state.to_host()[state.slot]
-                num_drafts = slot["draft_len"]
-                ids = slot["drafts"][:num_drafts].tolist()
-                parents = slot["parent"][:num_drafts].tolist()
-                found[int(slot["n"])] = ids, parents
+                found[int(slot["n"])] = read_draft_tree(slot)
     return found
 
 
@@ -230,8 +227,8 @@ def test_drafter_continues_after_rounds_without_drafts(options):
     # If all drafts are accepted, a round commits four tokens. During the pause, eight rounds commit
     # one token each, so that later rounds are at the same positions in both runs.
     paused = drafts_by_position([3] * 3 + [0] * 7 + [3] * 60, **options)
-    assert sum(not ids for ids, _ in paused.values()) >= 4
-    both = [n for n in always if n in paused and paused[n][0]]
+    assert sum(len(tree.token) == 1 for tree in paused.values()) >= 4
+    both = [n for n in always if n in paused and len(paused[n].token) > 1]
     assert max(both) - min(both) > 40 and len(both) > 8
     assert [paused[n] for n in both] == [always[n] for n in both]
 
