@@ -183,11 +183,14 @@ class SteppingCache(PagedKV):
 
 
 class SteppingDevice:
-    """Simulated device: slots, pages, a queue of replays, and side work that updates slots.
+    """Simulated device: slots, pages, a queue of replays, and side work that updates slots."""
 
-    The attributes `caches`, `inputs`, `outputs` and `decoder` are set after construction, and
-    `control` if there are generation loops.
-    """
+    # Parts with which host and device communicate. They are set after construction.
+    caches: list[SteppingCache]
+    inputs: SteppingRing
+    outputs: SteppingRing
+    decoder: SteppingDecoder
+    control: SteppingControl  # only if there are generation loops
 
     def __init__(
         self,
