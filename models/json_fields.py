@@ -55,7 +55,7 @@ class Fields:
 
     @staticmethod
     def from_file(path: Path) -> Fields:
-        """Return the object in a JSON file.
+        """Read a JSON file that contains an object.
 
         Raises
         ------

@@ -276,7 +276,7 @@ class Tokenizer:
         return self._ids[token]
 
     def _stop_ids(self, vocab_size: int) -> tuple[int, ...]:
-        """Return the stop ids of all files.
+        """Return the stop ids that the files of the checkpoint list.
 
         In many checkpoints, the files list different ids. For example, ``config.json`` has the id
         that ends a text, and ``generation_config.json`` the id that ends a message.

@@ -160,10 +160,10 @@ class BlockDrafter(Drafter):
         return feed.scratch.logits[: len(self.shape.levels) * feed.batch]
 
     def _lay_out_block(self, lane: Lane, feed: Feed) -> tuple[Rows, Rows]:
-        """Add the kernel that lays out the rows of all requests' blocks, and return them twice.
+        """Add the kernel that writes the rows of all requests' blocks.
 
-        In the second result, which attention reads, the position of a row is the last position that
-        the row attends to, which is the end of its block.
+        Return the rows, and the same rows for attention. The position of a row for attention is the
+        last position that the row attends to, which is the end of its block.
         """
         config = self._config
         width = config.first_row + len(self.shape.levels)

@@ -16,7 +16,7 @@ __all__ = ["DSpark"]
 
 
 class DSpark(BlockDrafter):
-    """Drafter that adds w2 w1[previous token] to the logits of a single forward pass.
+    """Drafter that adds ``w2 @ w1[previous token]`` to the logits of a single forward pass.
 
     The folder has the tensors of a `DFlash` folder and ``markov_head.*``.
     """

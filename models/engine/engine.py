@@ -740,15 +740,15 @@ def _wait_for_release(device: Device) -> None:
 def _has_id(request: Request) -> bool:
     """Return whether a request has an id that is a string.
 
-    The object may have another type than `Request`. `Admission.admit` refuses such objects.
+    The caller may have passed an object that is not a `Request`; `Admission.admit` refuses it.
     """
     return isinstance(getattr(request, "id", None), str)
 
 
 def _expand_samples(requests: Iterable[Request]) -> list[Request]:
-    """Replace each request with ``n > 1`` by one request per sample.
+    """Return the requests, with one request per sample for each request that has ``n > 1``.
 
-    Objects of other types are kept. `Admission.admit` refuses them.
+    Objects that are not a `Request` are kept. `Admission.admit` refuses them.
     """
     if not isinstance(requests, Iterable):
         raise RequestError(f"requests must be a list of Request, got {short_repr(requests)}")

@@ -174,9 +174,9 @@ def describe_request(state: RequestState, verify: str) -> dict[str, Any]:
 
 
 def read_request(description: Mapping[str, Any]) -> Request:
-    """Create the request that a result of `describe_request` describes.
+    """Create a request from the result of `describe_request`.
 
-    Raise MigrationError if the description has another form.
+    Raise MigrationError if the description is malformed.
     """
     try:
         values = dict(description["request"])

@@ -1,7 +1,7 @@
 """Engine configuration: names, defaults, checks and meaning of all options.
 
-The docstring of `Options` is the only statement of what an option means. The help of the command
-line tools and the table in the page of graft.models have its first sentences, see `meaning`.
+The docstring of `Options` is the only place that says what an option means. The help of the command
+line tools and the table in models/README.md quote the first sentence of each option (`meaning`).
 """
 
 from __future__ import annotations

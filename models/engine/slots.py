@@ -174,7 +174,7 @@ class SlotManager:
 
     @property
     def num_free_pages(self) -> int:
-        """Number of pages that are free in all caches."""
+        """Number of pages that can be allocated in every cache."""
         return min(len(cache.free) for cache in self._caches)
 
     @property

@@ -555,8 +555,8 @@ def _sliding_window(fields: Fields, architecture: Architecture, layers: int) -> 
     """Return the window size, or None if no layer has a sliding window.
 
     Without `use_sliding_window`, all layers have the window (Mistral). If `use_sliding_window` is
-    true, `layer_types` lists the layers with a window; if it is absent, these are the layers from
-    `max_window_layers` on (Qwen).
+    true, `layer_types` tells which layers have the window. If `layer_types` is absent, these are
+    the layers from `max_window_layers` on (Qwen).
     """
     kinds = fields.get("layer_types")
     known = ("full_attention", "sliding_attention")

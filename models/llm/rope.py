@@ -18,9 +18,9 @@ from graft.models.errors import ConfigError
 from graft.models.json_fields import Fields
 
 MAX_POSITIONS = 1 << 24
-#: Names of the config sections that contain the parameters, in transformers 5 and before.
+#: Names of the config section with the RoPE parameters: in transformers 5, and in older versions.
 _SECTIONS = ("rope_parameters", "rope_scaling")
-#: Fields of a section that are read for every kind of scaling, or never have an effect.
+#: Fields that may be present for every kind of scaling. Some are read; the others have no effect.
 _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 
 

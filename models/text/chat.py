@@ -85,7 +85,7 @@ class ChatTemplate:
 
 
 def render_json(source: str, variables: str) -> str:
-    """Return the rendered template. Runs in the child process. The variables are a JSON object."""
+    """Render a template in the child process. `variables` is the text of a JSON object."""
     try:
         template = _compile(source)
         return template.render(**json.loads(variables))
@@ -120,7 +120,7 @@ class _GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012 - the base class declares the type
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parse a block whose first tag is the current token."""
+        """Parse a ``generation`` block whose first tag is the current token."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
@@ -138,7 +138,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return a value as JSON, without the HTML escapes of Jinja's own filter."""
+    """Return a value as JSON. Unlike Jinja's own filter ``tojson``, do not escape HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

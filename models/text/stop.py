@@ -69,10 +69,10 @@ class StopFinder:
         self._match_length[state] = len(string)
 
     def _link_suffixes(self) -> None:
-        """Compute the suffix links breadth first.
+        """Compute the suffix links of all states, those of shorter prefixes first.
 
-        The link of a state leads to a shorter prefix, and the links of all shorter prefixes have
-        been computed before.
+        The link of a state leads to a shorter prefix and is computed from the links of shorter
+        prefixes.
         """
         queue = deque(self._children[0].values())
         while queue:

@@ -48,8 +48,8 @@ class Detokenizer:
     There are two kinds of tokens. All tokens of a byte-level tokenizer, and the tokens ``<0x80>``
     to ``<0xFF>`` of a byte-fallback tokenizer, represent bytes: the bytes of consecutive tokens are
     concatenated and decoded as UTF-8. The tokenizers library converts all other tokens. The text of
-    these tokens depends on the token before it only in two respects: whether there is one, because
-    a leading space is stripped at the beginning of a text, and how that token ends.
+    such a token depends on two properties of the previous token only: whether there is one, because
+    a leading space is stripped at the beginning of a text, and how it ends.
 
     All ids are less than `size`. A decoder that combines ByteLevel with steps that change the text
     raises TokenizerError.

@@ -45,7 +45,7 @@ struct Lookup {
   const int* histories;
   int count;
   int length;
-  int self;            // index of the request's own history; its occurrences are preferred
+  int self;            // index of the request's own history; occurrences in it are preferred
   int n;               // index of the request's last token
   bool everywhere;     // search all histories, not only the request's own
   bool oldest;         // prefer the earliest occurrence, not the latest

@@ -22,7 +22,7 @@
 // inputs have to be converted and are therefore prefetched to registers, half a stage ahead.
 #define STAGE (TALL ? 32 : 64)
 #define STAGES (TALL ? 4 : 3 + (ROW_BLOCK == 64) + WEIGHT8 * (ROW_BLOCK == 128 ? 1 : 2))
-#define PACKS (STAGE / 8)                               // packs of a row of a stage
+#define PACKS (STAGE / 8)                               // packs per row in a stage
 #define COPIED (16 / static_cast<int>(sizeof(Weight)))  // weights per asynchronous copy
 #define COPIES (STAGE / COPIED)
 #define ROW_WARPS (ROW_BLOCK >= 128 ? 4 : 2)
@@ -74,7 +74,7 @@ struct StageIterator {
   int end;
   int chunks;
   int chunk;
-  int offset;  // of the stage in its chunk
+  int offset;  // first inner index of the stage in its chunk
 
   __device__ __forceinline__ bool valid() const { return part < end; }
   __device__ __forceinline__ int inner() const { return chunk * CHUNK + offset; }

@@ -14,7 +14,7 @@ __device__ __forceinline__ float exp_exact(float x) {
   const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
   const float rounded = fmaf(x, 1.44269504088896341f, shift);
   const float n = rounded - shift;
-  float r = fmaf(n, -0.693145751953125f, x);  // high part of ln 2; n * it is exact
+  float r = fmaf(n, -0.693145751953125f, x);  // high part of ln 2; its product with n is exact
   r = fmaf(n, -1.42860682030941723e-6f, r);
   float p = 1.98412698e-4f;
   p = fmaf(p, r, 1.38888889e-3f);
