@@ -493,7 +493,7 @@ def record_task(rng: random.Random, unseen: bool = False) -> Task:
 
 
 def regex_task(rng: random.Random, unseen: bool = False) -> Task:
-    """Return a task that asks for one value of a text. Its grammar is a regular expression."""
+    """Return a task that asks for one value in a text. The grammar is a regular expression."""
     fields = _make_fields(rng, unseen, 1, 3, SCALARS)
     kind = rng.choice(("date", "code", "integer", "phone"))
     used = {field.key for field in fields}

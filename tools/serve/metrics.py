@@ -37,7 +37,7 @@ _COUNTERS = (
     ),
     ("graft_prefix_evictions", "Pages evicted from the prefix cache.", "prefixes", "evictions"),
 )
-#: Gauges, as tuples of the same form.
+#: Gauges, as tuples in the form of `_COUNTERS`.
 _GAUGES = (
     ("graft_prefix_pages", "Pages in the prefix cache.", "prefixes", "pages"),
     ("graft_pages", "KV-cache pages of running requests.", "held", "pages"),

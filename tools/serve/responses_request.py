@@ -65,7 +65,10 @@ def _not_stored(_value: Any) -> None:
 
 
 class ResponsesRequest(GenerationFields, TemplateFields):
-    """A request of ``/v1/responses``. Values of type ``Any`` are checked as those of a chat."""
+    """A request of ``/v1/responses``.
+
+    Values of type ``Any`` are checked when the request is converted to a chat completion.
+    """
 
     input: Any = None
     instructions: StrictStr | None = None

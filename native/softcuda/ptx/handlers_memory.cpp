@@ -1,4 +1,4 @@
-// Loads and stores in all state spaces (invariants P6 and P7).
+// Loads and stores in all state spaces (INVARIANTS.md P6, P7).
 #include "lanes.h"
 
 namespace softcuda {

@@ -81,7 +81,7 @@ constexpr int32_t kNoRegister = -1;
 constexpr uint64_t kSharedWindow = uint64_t{1} << 56;
 constexpr uint64_t kLocalWindow = uint64_t{2} << 56;
 constexpr uint64_t kParamWindow = uint64_t{3} << 56;
-// Addresses of device functions: 16 times the number of the function.
+// Base of the addresses of device functions: function n has the address kFunctionWindow + 16 * n.
 constexpr uint64_t kFunctionWindow = uint64_t{4} << 56;
 constexpr uint64_t kWindowSize = uint64_t{1} << 32;
 // The first shared address. Address 0 is invalid, so that null pointers are detected.

@@ -1,5 +1,5 @@
-// Copies (memcpy) and fills (memset): parameter checks, execution and entry points (invariants C1
-// and C2).
+// Copies (memcpy) and fills (memset): parameter checks, execution and entry points
+// (INVARIANTS.md C1, C2).
 #include <algorithm>
 #include <cstring>
 

@@ -13,7 +13,7 @@
 #endif
 
 // SOFTCUDA_ASAN_FIBERS and SOFTCUDA_TSAN_FIBERS are defined in builds with a sanitizer, to which
-// every switch must be announced (INVARIANTS.md X9).
+// every switch between stacks must be announced (INVARIANTS.md X9).
 
 namespace softcuda {
 

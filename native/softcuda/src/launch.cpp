@@ -1,5 +1,5 @@
 // Launches of kernels and host functions: checks of the launch configuration and translation of
-// kernel parameters (invariants K5 and K6).
+// kernel parameters (INVARIANTS.md K5, K6).
 #include <cstring>
 
 #include "capture.h"

@@ -52,8 +52,8 @@ struct Allocation {
   MemoryKind kind = MemoryKind::device;
   // The pool from which the memory was allocated; null for other memory.
   std::shared_ptr<MemoryPool> pool;
-  // The next members are guarded by the mutex of the allocation tables.
-  // Whether the memory will be freed by an operation that is queued (cuMemFreeAsync).
+  // memory_mutex() guards this member and the following ones.
+  // Whether a queued operation will free the memory (cuMemFreeAsync).
   bool free_queued = false;
   // Value of CU_POINTER_ATTRIBUTE_SYNC_MEMOPS. All copies of the device have this property.
   bool sync_memops = false;
@@ -97,7 +97,8 @@ std::shared_ptr<Allocation> find_device_start(CUdeviceptr p);
 // Allocates the address range of graph memory. The memory is accessible only while the range is
 // open: from the run of an allocation node until the memory is freed (INVARIANTS.md M9).
 std::shared_ptr<Allocation> allocate_closed(size_t size, MemoryKind kind);
-// Opens or closes the range of graph memory, and returns it. The caller holds memory_mutex().
+// open_range() makes the range of graph memory accessible, and close_range() makes it inaccessible.
+// release_range() frees the address range. The caller holds memory_mutex().
 void open_range(Allocation& allocation);
 void close_range(const std::shared_ptr<Allocation>& allocation);
 void release_range(const std::shared_ptr<Allocation>& allocation);
@@ -113,7 +114,8 @@ bool find_mapping(const Target& target, size_t bytes, int* flags);
 void reserve_physical(long delta);
 // The mutex of the allocation tables. It guards some members of Allocation.
 std::mutex& memory_mutex();
-// Allocates the memory of a module's variables. Such memory is not counted as the caller's.
+// Allocates the memory of a module's variables. It is not counted as memory that the program has
+// allocated.
 std::shared_ptr<Allocation> allocate_for_module(size_t bytes);
 void free_for_module(const std::shared_ptr<Allocation>& allocation);
 // Returns the allocation whose alias range or mapping, including guard pages, contains `address`;

@@ -1,4 +1,4 @@
-// Memory pools and stream-ordered allocation (invariants M7 and M8).
+// Memory pools and stream-ordered allocation (INVARIANTS.md M7, M8).
 #include "memory_pools.h"
 
 #include <algorithm>
@@ -242,7 +242,7 @@ SC_API(cuMemPoolSetAttribute, 11020, 0, void*, handle, int, attribute, void*, va
   if (attribute == CU_MEMPOOL_ATTR_USED_MEM_HIGH) pool->used_high = pool->used;
 }
 
-// Returns an attribute of 64 bits.
+// Returns the value of a 64-bit attribute of a pool.
 static uint64_t long_attribute(const MemoryPool& pool, int attribute) {
   switch (attribute) {
     case CU_MEMPOOL_ATTR_RELEASE_THRESHOLD:

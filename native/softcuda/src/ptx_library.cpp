@@ -212,7 +212,7 @@ std::vector<std::string> unpack_texts(const char* image) {
     char* next = nullptr;
     const size_t size = std::strtoull(p, &next, 10);
     if (next == p || next > end) break;
-    // A text contains no zeros, so that a damaged size does not lead out of the image.
+    // A stored size may be damaged and too large. strnlen() stops at the zero that ends the image.
     const size_t length = strnlen(text, std::min(size, kMaxText));
     texts.emplace_back(text, length);
     text += length;

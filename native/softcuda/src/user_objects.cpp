@@ -18,7 +18,7 @@ struct DestructorThread {
 };
 DestructorThread& g_destructor_thread = *new DestructorThread;
 
-// Runs the destructor of a user object in a restricted scope.
+// Runs the destructor of a user object in a restricted scope, in which driver calls are refused.
 void destroy(const UserObject& object) {
   const char* outer = t_restricted_scope;
   t_restricted_scope = "user-object destructor";

@@ -78,7 +78,10 @@ def definitions_of(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def document_of(schema: Any, definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a subschema as a separate document. A mere reference is replaced by its target."""
+    """Return a subschema as a separate document, which includes the definitions.
+
+    If the subschema only consists of a reference, it is replaced with the target of the reference.
+    """
     for _ in range(_MAX_REFERENCES):
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
