@@ -114,7 +114,7 @@ class Tokenizer:
                 )
 
     def _model_vocab_size(self) -> int:
-        """Return `vocab_size` of config.json or, without it, the size of the own vocabulary."""
+        """Return `vocab_size` of config.json; without it, that of the tokenizer."""
         config = _read_optional(self.path / "config.json")
         return config.integer("vocab_size", low=1, high=1 << 31, default=self.vocab_size)
 

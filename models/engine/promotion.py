@@ -1,4 +1,4 @@
-"""Promotion of requests: kernels do their grammar steps instead of the host."""
+"""Promotion of requests: kernels, instead of the host, do their grammar steps."""
 
 from __future__ import annotations
 

@@ -326,7 +326,8 @@ class Scheduler:
             if entry_priority == priority:
                 candidates.append(state)
         candidates = self.slots.may_join(candidates)
-        candidates.sort(key=self.slots.cached_pages, reverse=True)  # stable
+        # The sort is stable: requests with equally many cached pages stay in the queue's order.
+        candidates.sort(key=self.slots.cached_pages, reverse=True)
         return candidates or [first]
 
     def _dequeue(self, state: RequestState) -> None:
@@ -421,8 +422,8 @@ class Scheduler:
     def _should_leave_loop(self) -> bool:
         """Return whether the host should ask the running loop to end.
 
-        It should if a prompt is being prefilled; if ready requests wait while slots and pages of
-        requests that have left are not free, which they are only after the loop; or if so many
+        There are three reasons to do so. A prompt is being prefilled. Ready requests wait for slots
+        or pages of requests that have left, which become free only after the loop. Or so many
         requests have left that a graph with fewer batch rows can run the others.
         """
         if self.slots.num_prefilling or (self._ready and self.slots.num_leaving):

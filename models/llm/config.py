@@ -387,7 +387,7 @@ def _dflash_section(fields: Fields, sizes: Mapping[str, int]) -> Fields:
 
 
 def _target_layer_ids(fields: Fields, target_layers: int) -> tuple[int, ...]:
-    """Return the feature layers of a block drafter."""
+    """Return the ids of the target layers whose outputs a block drafter reads."""
     ids = fields.integers("target_layer_ids") or ()
     is_ascending = list(ids) == sorted(set(ids))
     last_layer = target_layers - 1

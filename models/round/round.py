@@ -247,7 +247,7 @@ class RoundGraph:
         stream
             Stream of the round.
         wait_for
-            Waits until an executable has completed.
+            Function that waits until an executable has completed.
         """
 
     def check(self) -> None:

@@ -38,8 +38,8 @@ extern "C" __global__ void compact_cache(CACHE* keys, CACHE* values, long long l
   }
 }
 
-// Moves the rows of an array [rows, columns] in the same way. The rows of batch row b begin at row
-// first_row[b]. Grid: (batch rows).
+// Moves rows of `array` [rows, columns] as compact_cache moves cache entries: row from[i] of a tree
+// to row i of the tree. The tree of batch row b begins at row first_row[b]. Grid: (batch rows).
 extern "C" __global__ void compact_rows(float* array, const int* first_row, int columns,
                                         const int* row_slot, const RoundRow* rows, int row_words) {
   const int b = static_cast<int>(blockIdx.x);

@@ -174,11 +174,11 @@ __device__ __forceinline__ float store(const Output& y, const EpilogueInputs& in
 }
 
 #if ROPE_HEAD_DIM
-// Returns the number of the output `column` among the outputs that are rotated with another one.
+// Returns the index of the pair of outputs `column` and `column` + 8, which are rotated together.
 __device__ __forceinline__ int rotation_of(int column) { return column / 16 * 8 + column % 16; }
 
-// Rotates a dimension of a head with the one ROPE_HEAD_DIM / 2 after it and stores both. The
-// arithmetic is that of rope.cu, so the results have the same bits.
+// Rotates dimensions i and i + ROPE_HEAD_DIM / 2 of a head, which have the values `a` and `b`, and
+// stores both. The arithmetic is that of rope.cu, so the results have the same bits.
 __device__ __forceinline__ void store_rotated(const Output& y, const EpilogueInputs& in,
                                               const RopeStore& to, int row, int column, float a,
                                               float b) {
