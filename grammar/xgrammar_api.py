@@ -447,7 +447,7 @@ class BatchGrammarMatcher:
         fills = run(
             lambda matcher, row: matcher.fill_next_token_bitmask(bitmask, row), matchers, rows
         )
-        for _ in fills:  # raises the first exception
+        for _ in fills:  # the iteration raises the first exception of a thread
             pass
 
     @staticmethod

@@ -264,7 +264,7 @@ class DeviceAutomata:
             offset = self._allocate(lane, len(data))
             if offset is None:
                 self._counts["refused"] += 1
-                if self._counts["refused"] == 1:  # the counter `refused` counts all refusals
+                if self._counts["refused"] == 1:  # `tables_refused` counts the later requests, too
                     LOG.warning(
                         "no memory for an automaton of %d bytes on the device (the option "
                         "automaton_bytes is %d); requests with this or a later automaton that does "

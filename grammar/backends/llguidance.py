@@ -33,8 +33,8 @@ __all__ = ["LLGuidanceBackend", "Prepared", "check_syntax", "load_native", "prep
 _MATCHER_BYTES = 180_000
 #: Maximum number of tokenizers that a backend keeps, see `LLGuidanceBackend`.
 _MAX_TOKENIZERS = 4
-#: A string, comment, regular expression or special token of a Lark grammar. Only the special tokens
-#: are captured.
+#: Matches a string, comment, regular expression or special token of a Lark grammar. The group
+#: captures only special tokens.
 _LARK_TOKEN = re.compile(
     r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(<\[[^\]]*\]>|<[^<>\s]+>)'
 )
@@ -77,10 +77,10 @@ def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
     else:
         rules = lark_rules(grammar, special)
         text = _lark_grammar(rules)
-    if spec.kind != "json_schema":  # the router has checked schemas
+    if spec.kind != "json_schema":  # the router has already checked the schema with LLGuidance
         _check_text(spec, text)
     references = tuple({name for name in _LARK_TOKEN.findall(rules) if name})
-    # An automaton reads bytes, and special tokens have none.
+    # An automaton reads bytes, and special tokens have no bytes.
     automaton = compile_automaton(grammar) if automata and not special else None
     return Prepared(text, references, automaton)
 
@@ -105,7 +105,7 @@ def load_native() -> str:
 
 def check_syntax(grammar: ResolvedGrammar) -> None:
     """Raise `GrammarError` if LLGuidance refuses a grammar. LLGuidance only parses the grammar."""
-    if grammar.spec.kind != "json_schema":  # the router has checked schemas
+    if grammar.spec.kind != "json_schema":  # the router has already checked schemas
         _check_text(grammar.spec, _lark_grammar(lark_rules(grammar)))
 
 
@@ -327,7 +327,10 @@ class LLGuidanceBackend:
         return found
 
     def _special_tokens(self, spec: Spec) -> dict[str, int]:
-        """Return the ids of the special tokens whose names occur in a grammar with tags."""
+        """Return the special tokens whose names occur in a structural tag or format: ids by name.
+
+        The result is empty for grammars of other kinds.
+        """
         if spec.kind not in ("structural_tag", "structural_format"):
             return {}
         return {

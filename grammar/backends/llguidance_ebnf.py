@@ -108,7 +108,7 @@ def lark_grammar(text: str, root: str) -> str:
         rules = _Parser(text).parse()
         if root not in rules:
             raise _error(f'the root rule "{root}" is not found')
-        _references_from(root, rules)  # refuses undefined rules
+        _references_from(root, rules)  # raises GrammarError for undefined rules
         finite = _finite_rules(rules)
         if root not in finite:
             raise _error(f'the root rule "{root}" has no text, because its recursion never ends')

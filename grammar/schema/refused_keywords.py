@@ -36,7 +36,7 @@ _NEUTRAL = word_set(
     """$schema $id id $defs definitions $comment title description default examples $anchor
     $dynamicAnchor $recursiveAnchor"""
 )
-#: Errors that name no keyword, and their explanation.
+#: Patterns of LLGuidance's errors that name no keyword, each with an explanation for users.
 _EXPLANATIONS = (
     (
         r"schema too large",
@@ -60,7 +60,7 @@ _ARTIFACT = re.compile(rf"does not exist|{_ENDLESS}")
 
 
 class _Place(NamedTuple):
-    """A keyword of a subschema."""
+    """A keyword of the subschema at a JSON pointer."""
 
     pointer: str
     keyword: str

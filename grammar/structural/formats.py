@@ -21,7 +21,8 @@ __all__ = [
     "plain_format",
 ]
 
-#: A format whose fields have been checked. The field ``path`` is its place, for error messages.
+#: A format whose fields have been checked. `parse_format` adds the field ``path``, the place of the
+#: format in the request, for error messages.
 Format = dict[str, Any]
 _STYLES = (
     "json",
@@ -35,7 +36,7 @@ _STYLES = (
     "kimi_k3_xml",
 )
 _MAX_COUNT = 2**31 - 1
-#: Maximum depth of a format. The parsers of the backends are recursive.
+#: Maximum nesting of formats. The limit protects the recursive parsers of the backends.
 _MAX_DEPTH = 64
 
 
@@ -108,7 +109,7 @@ def parse_format(value: Any, path: str = "format", depth: int = 0) -> Format:
             parsed[name] = field.default
         else:
             parsed[name] = field.read(found, f"{path}.{name}", depth + 1)
-    if kind == "qwen_xml_parameter":  # the former name of this style
+    if kind == "qwen_xml_parameter":  # former name of json_schema with the style qwen_xml
         return parsed | {"type": "json_schema", "style": "qwen_xml", "strict": True, "place": None}
     _check_combination(parsed, path)
     if parsed.get("place") is not None:
@@ -293,7 +294,7 @@ _FALSE = _Field(_flag, False)
 _TRUE = _Field(_flag, True)
 _NO_TEXTS = _Field(_texts, [])
 _NO_LIMIT = _Field(_count, None)
-#: Fields by type. `parse_format` reports types that are not in this table.
+#: Fields of each type of formats. `parse_format` refuses all other types.
 _FIELDS: dict[str, dict[str, _Field]] = {
     "any_text": {
         "excludes": _NO_TEXTS,

@@ -18,7 +18,7 @@ __all__ = ["NO_TOKENS", "lark_pattern", "lark_text", "split_names"]
 
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 
-#: Characters with which JSON of a type can start.
+#: First characters of JSON texts, by JSON type.
 _JSON_STARTS = {
     "object": "{",
     "array": "[",
@@ -346,7 +346,8 @@ class _Lowering:
     def _loop(self, parts: Sequence[Sequence[Piece]], free: Piece, name: str) -> Piece:
         """Return the piece that matches any number of parts, each preceded by free text."""
         following = [self.joiner.sequence([free, *part]) for part in parts]
-        # A part begins with free text, as the end does. The lexer decides by the trigger of a part.
+        # Each part begins with free text, and so does the end of the loop. The lexer tells them
+        # apart by the trigger after the free text.
         either = self.joiner.alternatives(following, name, check=False)
         if either.terminal:
             return Piece(f"({either.text})*", name)

@@ -40,7 +40,7 @@ from graft.grammar.spec import Whitespace
 
 __all__ = ["any_order_grammar"]
 
-_WHOLE = "schema"  # keyword of `NoExactForm` errors because of which no grammar can be built
+_WHOLE = "schema"  # keyword of the `NoExactForm` errors that end the construction of a grammar
 _MAX_RULES = 3000
 _MAX_OPTIONS = 256  # maximum number of options of an anyOf
 _MAX_CHARACTERS = 400_000
@@ -172,9 +172,9 @@ class _RuleBuilder:
     # Names -------------------------------------------------------------------------------------
 
     def _rule(self, parts: Conjuncts) -> str | None:
-        """Return the name of a conjunction's rule, and build the rule if it is new.
+        """Return the name of the rule for values that satisfy all schemas in `parts`.
 
-        Return None if no value satisfies the conjunction.
+        The rule is built if it is new. Return None if there are no such values.
         """
         conjuncts = self._json_parts.conjuncts(parts)
         if conjuncts is None:
@@ -243,7 +243,7 @@ class _RuleBuilder:
     # Bodies ------------------------------------------------------------------------------------
 
     def _body(self, parts: tuple[SchemaObject, ...]) -> str | None:
-        """Return the rule body of a conjunction; None if no value satisfies the conjunction."""
+        """Return the rule body for values that satisfy all schemas in `parts`; None if none do."""
         if not any(self._json_parts.has_orders(part) for part in parts):
             return self._json_parts.json_part(parts)
         for index, part in enumerate(parts):
@@ -282,9 +282,9 @@ class _RuleBuilder:
         return " | ".join(distinct) or None
 
     def _plain(self, parts: tuple[SchemaObject, ...]) -> str | None:
-        """Return the rule body of a conjunction whose schemas have neither ``$ref`` nor ``anyOf``.
+        """Return the rule body for values that satisfy all schemas in `parts`; None if none do.
 
-        Return None if no value satisfies the conjunction.
+        The schemas must have neither ``$ref`` nor ``anyOf``.
         """
         for part in parts:
             unknown = part.keys() - KNOWN
@@ -383,8 +383,8 @@ class _RuleBuilder:
             why = "keys with characters that JSON escapes are not produced"
             self.excluded.append(NoExactForm("patternProperties", why))
         # There is one group of keys per pattern, and one group of the keys that match no pattern.
-        # An element of `groups` consists of the prefix of the terminal, the keys to exclude from
-        # the group, and the schemas of the values.
+        # An element of `groups` consists of the beginning of the keys' terminal, the keys to
+        # exclude from the group, and the schemas of the values.
         groups: list[tuple[str, list[str], Conjuncts]] = []
         for pattern, schemas in zip(patterns, shape.patterns.values(), strict=True):
             groups.append((f"{pattern} & ", names, schemas))

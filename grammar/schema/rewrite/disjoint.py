@@ -27,7 +27,7 @@ from graft.grammar.validate import search_pattern
 __all__ = ["Disjointness"]
 
 _MAX_DEPTH = 6
-_MAX_QUERIES = 60  # maximum number of checks with LLGuidance per document
+_MAX_QUERIES = 60  # maximum number of schemas that LLGuidance checks for one document
 # Maximum length of a schema to check. LLGuidance takes half a second for some longer schemas.
 _MAX_QUERY_CHARACTERS = 15_000
 

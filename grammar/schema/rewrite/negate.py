@@ -25,7 +25,7 @@ from graft.grammar.validate import search_pattern
 __all__ = ["Negation"]
 
 _MAX_DEPTH = 12
-_MAX_ONE_OF = 6  # maximum number of options of a oneOf whose complement is expanded
+_MAX_ONE_OF = 6  # maximum number of options of a oneOf whose complement is written as a union
 _MAX_ITEMS = 4  # maximum length of arrays for which "some item is invalid" is written as a union
 # Maximum number of properties for which "the object has another property" is written as a union.
 _MAX_LISTED = 5

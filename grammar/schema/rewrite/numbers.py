@@ -29,7 +29,8 @@ _LARGEST = "9.22e18"
 _MANY_DIGITS = 10**18
 _DOUBLE_DIGITS = 15
 _MAX_EXPONENT = 300  # numbers with a larger exponent of 10 are treated as read inexactly
-#: Smallest absolute value of a bound. LLGuidance nests the pattern of a bound once per digit.
+#: Smallest absolute value of a bound. LLGuidance nests the pattern of a bound once per digit, so
+#: smaller bounds would be nested too deeply.
 _SMALLEST = 1e-22
 # LLGuidance reads a multipleOf as an integer divided by a power of 10. This is the largest integer.
 _MAX_COEFFICIENT = (1 << 32) - 1
@@ -358,7 +359,10 @@ def _multiple(bound: _Bound | None, step: Fraction, sign: int) -> _Bound | None:
 
 
 def _inner_whole(bound: _Bound | None, sign: int, narrowed: dict[str, str]) -> _Bound | None:
-    """Return the closest whole bound inside a bound, and record the numbers that it excludes."""
+    """Return the closest whole bound inside a bound.
+
+    The function adds a description of the numbers that this excludes to `narrowed`.
+    """
     inner = _whole(bound, sign)
     if bound and inner and inner.value != bound.value:
         narrowed.setdefault(bound.keyword, _not_produced(bound.value, inner.value))

@@ -102,7 +102,8 @@ def property_names(names: Any, schema: SchemaObject) -> SchemaObject:
     listed = dict(schema.get("properties", {}))
     rest = schema.get("additionalProperties", True)
     words = names.get("enum", [names["const"]] if "const" in names else None)
-    # A schema for additional properties does not apply to listed properties.
+    # A schema for additional properties does not apply to listed properties, so the pattern of
+    # additional properties must not match these.
     pattern = _name_pattern(names, () if rest in (True, {}) else listed)
     if schema.get("patternProperties"):
         raise NoExactForm("propertyNames", "is combined with patternProperties")

@@ -49,7 +49,8 @@ _NOT_ABOUT_VALUES = word_set("oneOf $schema $id id $defs definitions")
 #: Keywords that a schema may have if its ``enum`` lists all its values.
 _PLAIN = word_set("type enum const title description default examples $comment")
 _MAX_OVERLAPS = 40
-#: By type: the keyword for the schema of its elements, and the keyword for their minimum number.
+#: For arrays and objects: the keyword for the schema of all elements, and the keyword for the
+#: minimum number of elements.
 _ELEMENTS = {"array": ("items", "minItems"), "object": ("additionalProperties", "minProperties")}
 _COUNTS = ("minProperties", "maxProperties")
 _OBJECT_KEYWORDS = ("properties", "patternProperties", "additionalProperties")

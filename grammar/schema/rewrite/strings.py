@@ -296,7 +296,7 @@ def _uri_reference(v6: str) -> str:
     The variables are named after the rules of the RFC's grammar. IPv4 addresses need no alternative
     of their own, because they also match the rule for registered names.
     """
-    unreserved = r"A-Za-z0-9._~!$&'()*+,;=\-"  # with sub-delims
+    unreserved = r"A-Za-z0-9._~!$&'()*+,;=\-"  # the RFC's rules unreserved and sub-delims
     encoded = "%[0-9A-Fa-f]{2}"
     pchar = f"(?:[{unreserved}:@]|{encoded})"
     segment_without_colon = f"(?:[{unreserved}@]|{encoded})+"
