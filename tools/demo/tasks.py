@@ -174,7 +174,7 @@ def make_integer(rng: random.Random) -> int:
 
 
 def _join_words(rng: random.Random, parts: Sequence[str]) -> str:
-    """Return the text of a list, with commas between the parts or "and" before the last part."""
+    """Join the parts of a list with commas, or with "and" before the last part."""
     if not parts:
         return "none"
     if len(parts) > 1 and rng.random() < 0.4:

@@ -91,7 +91,7 @@ class Checker:
         lane.kernel(self.session.kernels["count_different"], blocks, 256, args)
 
     def take_count(self) -> int:
-        """Return the number of differences since the last call."""
+        """Return the number of differences that were counted since the last call."""
         self.session.stream.synchronize(LIMIT_S)
         count = int(self._wrong.to_host()[0])
         self.lane.fill(self._wrong)

@@ -270,10 +270,10 @@ def random_model(device: Any, shape: dict[str, int], form: str | None = None) ->
 
 @contextmanager
 def random_engine(shape: dict[str, int], drafts: int, programmatic: bool) -> Iterator[Engine]:
-    """Open an engine with random weights and `drafts` drafts per round by an EAGLE-3 head.
+    """Open an engine with random weights, whose EAGLE-3 head proposes `drafts` drafts per round.
 
-    Without drafts, it decodes without speculation. `programmatic` says whether its graphs have
-    programmatic edges.
+    If `drafts` is 0, the engine has no EAGLE-3 head and decodes without speculation. `programmatic`
+    says whether the engine's graphs have programmatic edges.
     """
     backend: Any = "auto" if has_grammar_backend() else UnusedBackend
     with tempfile.TemporaryDirectory() as folder, random_weights():

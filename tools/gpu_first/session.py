@@ -253,7 +253,7 @@ def make_figure(
 
 
 def failure(name: str, why: str) -> dict[str, Any]:
-    """Return the line of a case that failed without a result."""
+    """Return the line of a section's output file for a case that failed without a result."""
     return make_figure(name, None, "", note=f"failed: {why}", passed=False)
 
 

@@ -291,7 +291,7 @@ class ResponseChoice:
         }
 
     def _token_name(self, token: int) -> str:
-        """Return the text of a token, or its id if the request asks for ids as names."""
+        """Return the text of a token, or "token_id:ID" with ``return_tokens_as_token_ids``."""
         if self._api_request.body.return_tokens_as_token_ids:
             return f"token_id:{token}"
         return self._parser.token_text(token)

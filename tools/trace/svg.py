@@ -10,7 +10,7 @@ CHARACTER_WIDTH = 6.6
 
 
 def document(width: float, height: float, title: str, parts: Sequence[str]) -> str:
-    """Return a picture with a title in its upper left corner."""
+    """Return an SVG picture of the elements `parts`, with a title in its upper left corner."""
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '

@@ -28,8 +28,8 @@ from graft.native import _native
 CLOCK_KERNELS = Path(__file__).parents[2] / "kernels" / "clock.cu"
 #: Transport name of a graph with empty nodes in place of host steps.
 BASELINE = "empty"
-#: Transport names of the library cuda.core's callbacks, for comparison: Python callables, and C
-#: functions that the driver calls directly.
+#: Names of the two transports that use callbacks of cuda.core, for comparison: a Python callable,
+#: and a C function that the driver calls directly.
 CUDA_CORE = "cuda.core"
 CUDA_CORE_NATIVE = "cuda.core native"
 #: Signature of the C functions that cuda.core accepts as callbacks.
