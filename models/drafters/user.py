@@ -110,7 +110,7 @@ class UserDrafter(Drafter):
         self._prompt = context.device.pinned((context.max_rows, 4), "int32")
         self._histories: dict[int, list[int]] = {}  # tokens by slot
         self._failures: dict[int, tuple[int, DrafterError]] = {}  # epoch and error by slot
-        self._query: _Query | None = None  # the last query
+        self._query: _Query | None = None  # the latest query
         self._queries: SimpleQueue[_Query | None] = SimpleQueue()
         vocab = context.target.config.vocab_size
         max_drafts = context.max_drafts

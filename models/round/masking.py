@@ -110,16 +110,16 @@ class DraftMasking:
     def add_commit(self) -> None:
         """Add the grammar step that advances the matchers by the committed tokens.
 
-        Call it after verification has been added to the model lane.
+        Call this method after verification has been added to the model lane.
         """
         self._request_step("commit")
         self._steps.add_commit(self._grammar_lane, self.commit_row, name=self.commit_name)
         self._step_done = self._grammar_lane.record("commit: done")
 
     def add_all_levels(self, drafter: Drafter, max_drafts: int) -> int:
-        """Add the drafts that can be chosen for all levels at once.
+        """Add the nodes that choose the drafts of all levels at once; by default none.
 
-        Call it after the logits of level 0 have been added to the model lane.
+        Call this method after the logits of level 0 have been added to the model lane.
 
         Parameters
         ----------
