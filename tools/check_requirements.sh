@@ -3,7 +3,7 @@
 # argument, or the first suitable one of python3.13, 3.12, 3.11 and python3. If something is missing,
 # prints one sentence that says what, and exits with status 1.
 #
-# The candidates are run, because the shim of a version manager can exist and not work.
+# Each candidate is run, because the shim of a version manager may exist and still not work.
 set -u
 
 fail() {

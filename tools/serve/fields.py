@@ -60,7 +60,7 @@ def rule_error(rule: str) -> PydanticCustomError:
 
 
 def only(supported: Any) -> AfterValidator:
-    """Return a validator of a field of which only one value is supported."""
+    """Return a validator for a field that may only have the value `supported`."""
 
     def check(value: Any) -> Any:
         if value != supported or isinstance(value, bool) != isinstance(supported, bool):

@@ -321,7 +321,7 @@ class ChatRequest(PromptFields, CompletionFields):
     logprobs: StrictBool = False
     top_logprobs: Any = None  # the engine checks it
     verbosity: Literal["low", "medium", "high"] = "medium"  # has no effect
-    # Functions are given in the field tools.
+    # This older field must be empty: functions are given in the field `tools`.
     functions: Annotated[Any, only([])] = None
     function_call: Annotated[Any, only("none")] = "none"
 

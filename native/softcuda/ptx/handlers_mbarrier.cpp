@@ -8,7 +8,8 @@ namespace softcuda {
 namespace ptx {
 namespace {
 
-// The 64 bits of an object. The upper bits mark initialized objects.
+// The state of an mbarrier object, which is packed into its 64 bits. The upper 16 bits have the
+// value kMark if the object is initialized.
 struct State {
   uint32_t pending;   // arrivals until the phase is complete
   uint32_t expected;  // arrivals of the next phase

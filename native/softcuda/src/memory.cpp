@@ -197,7 +197,7 @@ size_t physical_memory() {
   return bytes;
 }
 
-// Returns the kind of resource as which the allocation is counted.
+// Returns the resource counter that counts the allocation while it is live.
 Resource resource_of(const Allocation& a) {
   return a.host && !a.unified() ? Resource::pinned_memory : Resource::device_memory;
 }
