@@ -640,20 +640,25 @@ def test_lone_surrogates_in_names_and_values_are_reported(server, http):
 
 
 @pytest.mark.parametrize(
-    ("function", "output", "param"),
+    ("choice", "function", "output", "param"),
     [
-        ({"parameters": {"type": "object", "required": 5}}, {"type": "object"}, "tools"),
-        ({"parameters": {"\ud800": 1}}, {"type": "object"}, "tools"),
-        ({}, {"type": "object", "required": 5}, "response_format"),
-        ({}, {"\ud800": 1}, "response_format"),
+        ("required", {"parameters": {"type": "object", "required": 5}}, {}, "tools"),
+        ("required", {"parameters": {"\ud800": 1}}, {}, "tools"),
+        ("auto", {"parameters": {"\ud800": 1}}, {}, "tools"),
+        ("required", {}, {"type": "object", "required": 5}, "response_format"),
+        ("auto", {}, {"type": "object", "required": 5}, "response_format"),
+        ("auto", {}, {"\ud800": 1}, "response_format"),
+        ("auto", {}, 5, "response_format"),
     ],
 )
-def test_error_of_required_call_names_the_field_at_fault(server, http, function, output, param):
-    """A required call has the grammar of the tools, and response_format is only checked."""
+def test_error_of_tools_or_response_format_names_the_field(
+    server, http, choice, function, output, param
+):
+    """With required calls, response_format has no effect, but is checked."""
     body = {
         "messages": [{"role": "user", "content": "x"}],
         "tools": [{"type": "function", "function": {"name": "f", **function}}],
-        "tool_choice": "required",
+        "tool_choice": choice,
         "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": output}},
     }
     headers = KEY | {"content-type": "application/json"}

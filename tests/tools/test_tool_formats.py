@@ -547,7 +547,7 @@ def test_output_consists_of_calls_or_satisfies_response_format(notation, paralle
         "parallel_tool_calls": parallel,
         "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
     }
-    [found] = find_grammars(chat_request(**fields), Limits(), TOOL_FORMATS[form])
+    found, _ = find_grammars(chat_request(**fields), Limits(), TOOL_FORMATS[form])
     spec = GrammarSpec.structural_format(found.value["format"])
     compiled = make_backend("llguidance", BYTES).compile(spec)
 

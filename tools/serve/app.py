@@ -255,14 +255,13 @@ class Service:
             If a field is invalid.
         """
         found = find_grammars(body, self.parser.limits, self.parser.tool_format)
-        grammars = []
-        for one in found:
+        grammar = None
+        for one in reversed(found):
             try:
-                grammars.append(await _run_in(self._grammar_threads, make_grammar_spec, one))
+                grammar = await _run_in(self._grammar_threads, make_grammar_spec, one)
             except (GrammarError, OptionError) as error:
                 error.param = "grammar"
                 raise use_api_fields(to_api_error(error), (field_of(one, body),)) from error
-        grammar = grammars[0] if grammars else None
         schema = shown_schema(found[0]) if found else None
         return await _run_in(self._parser_thread, self.parser.parse, body, grammar, schema)
 

@@ -50,8 +50,8 @@ def find_grammars(
 ) -> list[FoundGrammar]:
     """Return the grammars that response_format, structured_outputs or tools define.
 
-    The first one is the grammar of the output. Others are checked but have no effect. The list is
-    empty if the output is free text.
+    The first one is the grammar of the output. Others are only checked, before the first one. The
+    list is empty if the output is free text.
 
     If the model may call tools, a request can also have one other grammar. The output is then
     either a sequence of calls or text of this grammar. If the model must call a tool, the request
@@ -69,7 +69,8 @@ def find_grammars(
         if len(found) == 1 and not tools.required:
             found[0].check_size(limits)
             form = one_of([tool_format.calls(tools), _as_format(found[0])])
-            found = []
+            # It is also checked alone, so that its errors name its field.
+            unused, found = found, []
         elif tools.required and [grammar.name for grammar in found] == ["response_format"]:
             # The output is a call, so there is no content to which response_format applies.
             unused, found = found, []
