@@ -76,9 +76,9 @@ class Proposals:
     def forced(self, lane: Lane, row_slot: DeviceArray, proposal: DeviceArray) -> None:
         """Propose the tokens that the grammar forces, as drafts.
 
-        A mask row forces a token if it allows no other one. `proposal` int32 [B, K] receives the
-        tokens that mask rows 0, 1, .. of the slots `row_slot` int32 [B] force; -1 for a row that
-        forces no token.
+        The grammar steps record the forced token of each mask row. `proposal` int32 [B, K] receives
+        the tokens that mask rows 0, 1, .. of the slots `row_slot` int32 [B] force; -1 for a row
+        that forces no token.
         """
         arrays = self._arrays
         batch = arrays.check_slots(row_slot)
