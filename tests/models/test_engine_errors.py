@@ -401,7 +401,7 @@ def test_engine_load_releases_resources_on_keyboard_interrupt(owner, name, engin
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"device_automata": True, "generation": "graph"}], ids=["default", "modes"]
+    "options", [{}, {"device_automata": True, "generation": "graph"}], ids=["rounds", "loops"]
 )
 def test_failed_engine_load_releases_resources_without_garbage_collector(options, monkeypatch):
     """After an error, device memory is free at once, so that another engine can be created."""
