@@ -603,7 +603,8 @@ void Builder::check_inlining(unsigned depth) const {
   if (inlined_ >= kMaxInlined) unsupported(line, "a kernel with more than 20000 inlined calls");
 }
 
-// Copies arguments or results that are registers between a function and its inlined callee.
+// Adds instructions that copy arguments or results in registers between a function and its inlined
+// callee.
 void Builder::emit_copies(Instance& instance, Instance& inner, const Call& call, bool results) {
   const std::vector<Variable>& formals = results ? inner.function->results : inner.function->params;
   const std::vector<Operand>& actuals = results ? call.results : call.arguments;
@@ -680,9 +681,9 @@ void Builder::emit_body(Instance& instance, const Call& call, const Function& f,
   emit_copies(instance, inner, call, true);
 }
 
-// Adds a recursive call: a call of a function whose inlined copy, number `outer` of the active
-// copies, contains the call. It saves the state of the active copies from `outer` on, and jumps to
-// the beginning of copy `outer` (recursion.cpp).
+// Adds a recursive call. The called function is active_[outer], and the call is inside its inlined
+// copy. At run time, the call saves the state of the active copies from number `outer` on, and
+// jumps to the beginning of copy `outer` (recursion.cpp).
 void Builder::emit_recursive_call(Instance& instance, const Call& call, size_t outer) {
   constexpr int32_t kFrameBytes = 32;  // stack bytes counted for the return address and registers
   Instance& called = *instances_[outer];

@@ -15,7 +15,7 @@ class Builder;
 // visible names of the modules with which it is linked.
 struct Symbols {
   const ModuleText* module = nullptr;
-  unsigned number = 0;                        // number of the module's text
+  unsigned number = 0;                        // number of the PTX text with the module
   std::map<std::string, uint64_t> addresses;  // addresses of .global and .const variables
   std::map<std::string, const Function*> functions;
 };
@@ -34,7 +34,7 @@ class Opcode {
   Type take_type();
   // Takes modifiers that are hints for caches and memory ordering domains.
   void take_cache_hints();
-  // Takes the next modifier, whatever it is; "" if none is left.
+  // Takes and returns the next modifier, whichever it is; returns "" if none is left.
   std::string take_any();
   bool finished() const { return parts_.empty(); }
   const std::string& text() const { return text_; }
@@ -52,7 +52,7 @@ class Builder {
   // `called` contains the functions whose addresses the modules take.
   explicit Builder(const std::vector<const Function*>& called) : called_(called) {}
   std::shared_ptr<Kernel> build(const Function& entry, bool linked);
-  // Number of the text of the function that is being built, for errors.
+  // Number of the PTX text that contains the function being built. Error texts name this text.
   unsigned text_number() const { return text_number_; }
 
   // ---- used by decoders ----

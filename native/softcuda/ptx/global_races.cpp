@@ -155,7 +155,9 @@ GlobalRaces::Word* GlobalRaces::find(uint64_t word) {
   return &found->second->words[word % kWordsPerPage];
 }
 
-// Returns the text of the race of two accesses, or "" if they are ordered or do not conflict.
+// If the access `now` races with the earlier access `then`, returns the text of the race; returns
+// "" if the accesses are ordered or do not conflict. `write` and `wrote` say whether `now` and
+// `then` write.
 std::string GlobalRaces::conflict(const Warp& w, const GlobalAccess& now, const GlobalAccess& then,
                                   bool write, bool wrote) const {
   if (then.clock == 0 || (then.bytes & now.bytes) == 0) return "";

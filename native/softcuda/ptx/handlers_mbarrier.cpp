@@ -91,8 +91,8 @@ const Instr* mbarrier(Warp& w, const Instr* in) {
       if (!arrive(w, in, lane, object, count)) return in;
       if (in->op[0] >= 0) dst_lanes<uint64_t>(w, in->op[0])[lane] = before;
     }
-    // Without .noinc, the instruction first adds its arrival to the pending count, so in total
-    // nothing changes.
+    // Without .noinc, the instruction adds 1 to the pending count before it arrives. The arrival
+    // subtracts this 1 again, so the handler does nothing.
     if (K == kAsync && (in->kind & kNoIncrement) != 0 && !arrive(w, in, lane, object, 1)) return in;
     if (K == kTest || K == kTestParity) {
       const bool phase = unpacked(*object).phase;

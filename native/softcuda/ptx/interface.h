@@ -108,8 +108,8 @@ struct softcuda_ptx_library {
   // checked. Returns 0 after a fault.
   int (*run_blocks)(const softcuda_ptx_work* work, softcuda_ptx_launch* launch, unsigned worker,
                     unsigned long long first, unsigned long long last);
-  // Releases what the calling thread held in run_blocks(). The device calls this function if a
-  // signal ended run_blocks().
+  // Releases the mutexes that the calling thread has locked in run_blocks(). The device calls this
+  // function if a signal ended run_blocks().
   void (*recover)();
 };
 

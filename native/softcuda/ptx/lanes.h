@@ -12,7 +12,8 @@
 
 #include "builder.h"
 
-// Vectorizes the loop: lanes of different operands are the same memory or do not overlap.
+// A loop over the lanes. The pragma lets the compiler vectorize it. This is safe because two
+// operands are the same register or do not overlap (INVARIANTS.md P2).
 #define SC_LANES _Pragma("GCC ivdep") for (unsigned i = 0; i < kLanes; ++i)
 
 namespace softcuda {
@@ -62,7 +63,7 @@ inline void set_pred(Warp& w, int32_t o, uint32_t value) {
   *p = (*p & ~w.mask) | (value & w.mask);
 }
 
-// The active lanes of an instruction that evaluates its own guard.
+// Returns the active lanes of an instruction whose handler evaluates the guard predicate itself.
 inline uint32_t active_lanes(const Warp& w, const Instr* in) {
   return in->guard < 0 ? w.mask : w.mask & pred_of(w, in->guard);
 }
@@ -115,7 +116,7 @@ class FloatMode {
 #endif
 };
 
-// The NaN that arithmetic instructions return.
+// Returns x or, if x is NaN, the NaN that arithmetic instructions return.
 inline float canonical(float x) { return x == x ? x : bit_cast<float>(0x7fffffffu); }
 inline double canonical(double x) {
   return x == x ? x : bit_cast<double>(uint64_t{0x7fffffffffffffff});

@@ -28,7 +28,7 @@ struct LoadedModule : softcuda_ptx_module {
 // Parses PTX texts, links them and adds their kernels and variables to `module`. The error is
 // CUDA_ERROR_INVALID_PTX, or CUDA_ERROR_NOT_SUPPORTED if an instruction is valid but not supported.
 void load(const std::vector<std::string>& texts, LoadedModule* module);
-// Checks that a text has the syntax of PTX.
+// Checks that a text has the syntax of PTX. `module` receives the error, if there is one.
 void check_syntax(const std::string& text, LoadedModule* module);
 // Runs blocks of a kernel on a worker. Returns false after a fault.
 bool run_blocks(const softcuda_ptx_work& work, LaunchState* launch, unsigned worker, uint64_t first,

@@ -153,7 +153,8 @@ struct Kernel : softcuda_ptx_kernel {
   // If several PTX texts were linked: for each instruction, the number of its text.
   std::vector<uint16_t> texts;
   bool linked = false;  // whether several texts were linked
-  // Names of source files, by the number of the text and of the file.
+  // Names of source files. The key is the number of the PTX text and of the file in its .file
+  // directives.
   std::map<std::pair<unsigned, unsigned>, std::string> files;
   std::vector<std::string> text;  // by instruction: opcode, for error messages
   // The constant operands of instructions (kConstant), each with one value per lane.
@@ -305,8 +306,9 @@ inline void yield_turn(Warp& w) {
   w.why = Stop::yielded;
   w.stop = nullptr;
 }
-// The given lanes arrive at a barrier of the block. `threads` is the number of threads that the
-// barrier waits for, or 0 for all threads. With `wait`, the lanes wait until it is complete.
+// The lanes `lanes` arrive at a barrier of the block; those in `predicate` contribute a true
+// predicate to its reduction. `threads` is the number of threads that the barrier waits for, or 0
+// for all threads. With `wait`, the lanes wait until the barrier is complete.
 const Instr* arrive_at_barrier(Warp& w, const Instr* in, uint32_t lanes, unsigned barrier,
                                unsigned threads, bool wait, uint32_t predicate);
 // The barrier instruction's reduction, in Instr::kind.

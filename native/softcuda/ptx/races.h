@@ -42,7 +42,7 @@ struct RaceWord {
   const Instr* read_at = nullptr;
 };
 
-// State of the block that a worker runs.
+// Race-detection state of the block that a worker runs.
 struct Races {
   Clocks clocks[kMaxWarps];
   Clocks barriers[16];
@@ -71,7 +71,7 @@ class GlobalRaces {
   explicit GlobalRaces(const Kernel& kernel) : kernel_(kernel) {}
   // Reports accesses that were not checked, to standard error.
   ~GlobalRaces();
-  // Returns the text of a race, or "".
+  // Records an access. If it races with an earlier one, returns the text of the race, otherwise "".
   std::string note(const Warp& w, const Instr* in, char* storage, unsigned bytes, bool write);
   // Returns the clocks that were published in a word; empty if there are none.
   BlockClocks published(const char* storage);
@@ -111,7 +111,8 @@ void start_races(Block& b);
 // Record that a warp arrives at a barrier, and that a barrier is complete.
 void arrive_for_races(Warp& w, unsigned barrier);
 void join_at_barrier(Block& b, unsigned barrier);
-// Reports a race of an access to global memory. Returns false if there is one.
+// Checks an access to global memory for races. If it races with an earlier access, reports a fault
+// and returns false.
 bool note_global(Warp& w, const Instr* in, unsigned lane, uint64_t address, char* storage,
                  unsigned bytes, bool write);
 

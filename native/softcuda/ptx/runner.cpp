@@ -417,14 +417,15 @@ bool run_warp(Warp& w, uint64_t turn) {
       if (w.why == Stop::barrier) check_barrier(b, w.barrier);
     }
     if (w.why == Stop::yielded) {
-      // The other lanes of the warp run first, then the other warps.
+      // The group waits in a loop for other lanes or warps. The other groups of this warp run
+      // first, then the other warps.
       if (w.group_count == 1) return true;
       left -= std::min(left, kTurn / 16);
       highest = !highest;
       continue;
     }
-    // A group that has used up its budget may be waiting in a loop for the group with the highest
-    // address, so that group gets a turn.
+    // A group that has executed `budget` instructions may be waiting in a loop for the group with
+    // the highest address. This group therefore runs next.
     highest = steps == 0 && !alone && !highest;
     if (b.adversarial && w.group_count > 1) highest = (b.next_random() & 3) == 0;
   }
@@ -432,8 +433,8 @@ bool run_warp(Warp& w, uint64_t turn) {
 }
 
 void report_deadlock(Block& b) {
-  // If a warp-synchronous operation waits for lanes that are elsewhere, report it: this is the most
-  // likely cause of the deadlock.
+  // A warp-synchronous operation that waits for lanes at other instructions is the most likely
+  // cause of the deadlock, so it is reported first.
   for (Warp& w : b.warps) {
     for (unsigned g = 0; g < w.group_count; ++g) {
       const Group& group = w.groups[g];

@@ -56,7 +56,8 @@ struct BlockStores {
   bool delay = false;
 };
 
-// Stores of blocks that have ended. No other block of the launch sees them.
+// Stores of blocks that have ended. Other blocks of the launch do not see them until they are
+// written to memory.
 struct PendingStores {
   std::mutex mutex;
   StoreBuffer words;
