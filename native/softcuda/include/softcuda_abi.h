@@ -23,7 +23,7 @@ struct softcuda_block {
   unsigned count;          // threads in the block
   unsigned current;        // linear index of the running thread
   unsigned exited;         // threads that have returned
-  unsigned tracked;  // nonzero once a thread of this block has waited; thread states are valid then
+  unsigned tracked;        // nonzero after a thread of this block has waited (INVARIANTS.md X2)
   void* dynamic_shared;
   unsigned dynamic_bytes;
   void* executor;  // softcuda::Executor
@@ -67,7 +67,7 @@ struct softcuda_hooks {
 // parameter.
 struct softcuda_entry {
   const char* name;
-  void (*run)(softcuda_block*, void** params);  // runs threads until all threads have started
+  void (*run)(softcuda_block*, void** params);  // runs a block's threads until all have started
   unsigned nparams;
   unsigned max_threads;  // threads per block from __launch_bounds__; 0 without it
   const unsigned* sizes;
@@ -82,7 +82,7 @@ struct softcuda_image {
   const softcuda_entry* const* entries;
   softcuda_block* block;
   const softcuda_hooks** hooks;
-  unsigned checks_alignment;  // nonzero if an illegal instruction stands for a misaligned access
+  unsigned checks_alignment;  // nonzero if misaligned accesses raise SIGILL
 };
 
 }  // extern "C"

@@ -1,5 +1,5 @@
 // Atomic functions and memory fences. Blocks run concurrently on the workers, while the threads of
-// one block run one after another. The functions with block, device and system scope are the same.
+// one block run one after another. The variants for block, device and system scope behave the same.
 #pragma once
 
 #define SOFTCUDA_SCOPES(name, ret, params, args)              \

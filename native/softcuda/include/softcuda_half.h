@@ -1,5 +1,5 @@
 // 16-bit floating-point types. Arithmetic is done in fp32 and rounded once to the 16-bit format.
-// With p bits of precision in the 16-bit format, fp32 has more than 2p + 2 bits, so +, -, *, / and
+// With p bits of precision in the 16-bit format, fp32 has at least 2p + 2 bits, so +, -, *, / and
 // sqrt are rounded correctly. For a fused multiply-add this is not enough; its intermediate result
 // is rounded to odd instead.
 #pragma once
@@ -24,7 +24,7 @@ static inline unsigned short softcuda_float_to_half(float f) {
   const unsigned magnitude = bits & 0x7fffffffu;
   unsigned half;
   if (magnitude > 0x7f800000u) {
-    half = 0x7fffu;  // the NaN that GPUs convert to
+    half = 0x7fffu;  // as on a GPU, which converts every NaN to 0x7fff
   } else if (magnitude >= 0x477ff000u) {
     half = 0x7c00u;
   } else if (magnitude < 0x38800000u) {
@@ -57,7 +57,7 @@ static inline double softcuda_to_odd(double value, double lost) {
   bits += (lost > 0.0) == (value > 0.0) ? 1 : -1;
   return __longlong_as_double(bits);
 }
-// Converts a double to a float that is rounded to odd.
+// Rounds a double to odd in float precision.
 static inline float softcuda_odd_float(double value) {
   const float f = static_cast<float>(value);
   if (!isfinite(f) || static_cast<double>(f) == value) return f;

@@ -15,8 +15,9 @@ struct Array {
   CopyShape shape;
 };
 
-// Resolves the address of one side of a copy in an array, and checks that the copy is inside of the
-// array. Returns the reason of a failure; "" if there is none.
+// Resolves the address at which a copy begins in an array, and checks that the copy is inside of
+// the array. `end` is the source or the destination of the copy; `side` receives the result.
+// Returns an error text, or "" on success.
 std::string resolve_array(const CopyEnd& end, const CopyShape& shape, CopySide* side);
 
 }  // namespace softcuda

@@ -100,14 +100,15 @@ void invalidate_for_legacy_stream() {
           "synchronizes with that stream; the capture is invalidated");
 }
 
-// Adds the nodes that are not in the list yet, in order.
+// Appends to `list` those elements of `nodes` that it does not contain yet.
 void merge(Dependencies* list, const Dependencies& nodes) {
   for (CUgraphNode node : nodes) {
     if (std::find(list->begin(), list->end(), node) == list->end()) list->push_back(node);
   }
 }
 
-// Returns the dependencies that the caller passed. All must be nodes of the graph.
+// Converts the caller's array of dependencies to a list. Refuses the call if an element is not a
+// node of `graph`.
 Dependencies checked_dependencies(const CUgraphNode* nodes, size_t count, const Graph* graph) {
   require(count == 0 || nodes != nullptr);
   for (size_t i = 0; i < count; ++i) {
@@ -168,8 +169,8 @@ void begin(CUstream handle, int mode, const std::shared_ptr<Graph>& graph = null
   update_member_count();
 }
 
-// Whether the captured work of other streams has been joined, so that the origin stream depends on
-// it. Checks all streams of the capture or, if `only` is set, this stream only.
+// Whether the next captured node of the origin stream depends, directly or not, on all captured
+// work of the other streams. If `only` is set, only the work of this stream is checked.
 bool joined(const std::shared_ptr<Capture>& capture, CUstream only = nullptr) {
   std::lock_guard<std::mutex> lock(graph_mutex);
   std::set<const void*> seen;
@@ -407,7 +408,7 @@ SC_API(cuStreamBeginCapture_v2, 10010, kNoLock, CUstream, stream, int, mode) {
   begin(stream, mode);
 }
 
-// All edges from the dependencies to the first captured node are full dependencies.
+// The edges from `dependencies` to the first captured node must be full dependencies.
 SC_API(cuStreamBeginCaptureToGraph, 12030, kNoLock, CUstream, stream, CUgraph, handle,
        const CUgraphNode*, dependencies, const CUgraphEdgeData*, edges, size_t, count, int, mode) {
   const auto graph = graphs.find(handle);

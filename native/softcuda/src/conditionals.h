@@ -26,8 +26,8 @@ struct ConditionalWork {
   std::vector<std::shared_ptr<Program>> bodies;
 };
 
-// Whether the graph contains a conditional node, also in its child graphs. Such a graph cannot be
-// cloned.
+// Whether the graph or a child graph at any depth contains a conditional node. Such a graph cannot
+// be cloned.
 bool has_conditional(const Graph& graph);
 // Rejects work that is not allowed in a conditional body (INVARIANTS.md N4).
 void check_in_body(const Work& work);
@@ -43,7 +43,7 @@ void check_conditions(const Graph& graph, bool in_body);
 // Adds a conditional node with empty bodies, whose handles are returned in `params`.
 void add_conditional(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, size_t n,
                      CUDA_CONDITIONAL_NODE_PARAMS* params);
-// Whether a pointer is the address of a condition's cell, which is what a conditional handle is.
+// Whether a pointer is the address of a condition's cell and therefore a conditional handle.
 bool is_condition(const softcuda_condition* cell);
 // Returns the body that runs next, or null if the node is complete (INVARIANTS.md N2). `first` is
 // true when the node becomes ready and false after a run of a body.

@@ -27,8 +27,9 @@ bool overflows(const CopyEnd& end, const CopyShape& shape) {
   return slice >= kLimit || slice * slices >= kLimit;
 }
 
-// Resolves the address of one side of a copy in linear memory, and checks its bounds
-// (INVARIANTS.md C2). Returns the reason of a failure; "" if there is none.
+// Resolves the address at which a copy begins in linear memory, and checks the bounds of the copy
+// (INVARIANTS.md C2). `end` is the source or the destination of the copy; `side` receives the
+// result. Returns an error text, or "" on success.
 std::string resolve_linear(const CopyEnd& end, const CopyShape& shape, CopySide* side) {
   side->row_pitch = end.pitch;
   side->slice_pitch = end.pitch * end.height;
@@ -57,7 +58,8 @@ std::string resolve_linear(const CopyEnd& end, const CopyShape& shape, CopySide*
   return hex(from) + " is not a device address";
 }
 
-// Resolves one side of a copy. `name` is "source" or "destination" and appears in the error text.
+// Resolves the address of the source or destination `end` of a copy. `name` is "source" or
+// "destination" and appears in the error text.
 void resolve_side(const CopyEnd& end, const CopyShape& shape, CopySide* side, const char* name) {
   require(end.lod == 0, CUDA_ERROR_INVALID_VALUE, "the level of detail of a copy must be 0");
   require(end.type >= CU_MEMORYTYPE_HOST && end.type <= CU_MEMORYTYPE_UNIFIED,

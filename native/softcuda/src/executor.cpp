@@ -52,7 +52,8 @@ std::string triple(const softcuda_dim3& v) {
 Executor::Executor(unsigned worker) : worker_(worker), fibers_(fiber_entry) {
   t_executor = this;
   flush_denormals();
-  // After a stack overflow the signal handler cannot use the overflowed stack.
+  // The signal handler runs on a stack of its own, because it cannot use a stack that has
+  // overflowed.
   constexpr size_t kHandlerStack = 64 << 10;
   stack_t alternate{};
   alternate.ss_sp =

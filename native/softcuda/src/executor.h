@@ -90,7 +90,8 @@ class Executor {
     unsigned predicates = 0;
   };
   Arrivals pending_barrier_;
-  // The last complete barrier, whose result its threads may still read (INVARIANTS.md X3).
+  // The arrivals at the barrier that was completed last. Threads that waited at it may still read
+  // its result (INVARIANTS.md X3).
   Arrivals last_barrier_;
 
   // Where the signal handler jumps to after a fault.

@@ -277,8 +277,8 @@ static FlatNode* find_flat(Exec& exec, CUgraphNode node) {
   return flat;
 }
 
-// Replaces the work of the nodes of a child graph by the work of the nodes of `child_handle`, which
-// must have the same topology.
+// Replaces the work of the nodes of a child graph with the work of the nodes of `child_handle`,
+// which must have the same topology.
 static void set_exec_child(Exec& exec, CUgraphNode node, CUgraph child_handle) {
   InlineDestructorScope inline_destructors;
   const auto child = graphs.find(child_handle);
@@ -360,7 +360,8 @@ SC_API(cuGraphExecGetFlags, 12000, 0, CUgraphExec, handle, uint64_t*, flags) {
   *flags = exec->flags;
 }
 
-// Uploading does no work on this device. It only waits for earlier launches of the executable.
+// Uploading does no work on this device. It only waits for earlier launches of the executable
+// graph.
 SC_API(cuGraphUpload, 11010, 0, CUgraphExec, handle, CUstream, stream_handle) {
   const auto exec = graph_execs.find(handle);
   const auto stream = find_stream(stream_handle);
@@ -404,9 +405,9 @@ SC_API(cuGraphExecDestroy, 10000, 0, CUgraphExec, handle) {
   graph_execs.remove(handle);
 }
 
-// Replaces the parameters and user-object references of an executable by those of a definition with
-// the same topology. The old references are released when the launches that were queued with them
-// are complete.
+// Replaces the parameters and user-object references of an executable graph with those of a
+// definition with the same topology. The old references are released when the launches that were
+// queued with them are complete.
 SC_API(cuGraphExecUpdate_v2, 12000, 0, CUgraphExec, handle, CUgraph, graph_handle,
        CUgraphExecUpdateResultInfo*, info) {
   InlineDestructorScope inline_destructors;

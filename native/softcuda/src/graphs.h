@@ -95,8 +95,8 @@ struct Graph {
   std::vector<std::shared_ptr<Condition>> conditions;
   // Number of active stream captures that add nodes to this graph.
   std::atomic<int> captures{0};
-  // The executable graph of a graph with memory nodes, of which only one may exist
-  // (INVARIANTS.md M9).
+  // If the graph has memory nodes: its executable graph. The instantiation of a second one is
+  // refused while this one exists (INVARIANTS.md M9).
   std::weak_ptr<Exec> instance;
 };
 
@@ -150,7 +150,7 @@ void add_free_node(CUgraphNode* out, CUgraph graph, const CUgraphNode* deps, siz
                    CUdeviceptr p);
 // Whether the graph or a child graph has nodes that allocate or free memory.
 bool has_memory_node(const Graph& graph);
-// Refuses the call if the graph has such nodes; `text` is the error text (INVARIANTS.md M9).
+// Refuses the call with the error text `text` if has_memory_node(graph) (INVARIANTS.md M9).
 void require_no_memory_node(const Graph& graph, const char* text);
 CUgraphNodeType type_of(WorkKind kind);
 const char* type_name(CUgraphNodeType type);
@@ -159,7 +159,7 @@ void require_not_capturing(const Graph& graph);
 // Refuses the call if the graph is a conditional body or was moved into a parent graph.
 void require_standalone(const Graph& graph);
 std::shared_ptr<Graph> clone_graph(const Graph& graph);
-// Replaces the child graph of a child graph node by a clone of `child`.
+// Replaces the child graph of a child graph node with a clone of `child`.
 void replace_child(Node& node, CUgraph child);
 // Returns a definition with the nodes of an executable graph and their current parameters, for the
 // capture of a launch.

@@ -112,7 +112,8 @@ void require_sm(const CUdevResource* input) {
           "only a resource of multiprocessors can be split");
 }
 
-// Returns the number of multiprocessors of the next group, given that `rest` ones are left.
+// Returns the number of multiprocessors of the group that `p` describes. `rest` multiprocessors are
+// in no group yet.
 unsigned group_size(const GroupParams& p, unsigned alignment, unsigned rest) {
   constexpr CUresult kInvalid = CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION;
   require((p.flags & ~kBackfill) == 0, CUDA_ERROR_NOT_SUPPORTED,

@@ -24,8 +24,8 @@ struct MemopWork {
   std::vector<Memop> ops;
 };
 
-// Refuses new parameters of a batch in an executable graph that change the number or the kinds of
-// its operations. Does nothing if the work is not a batch.
+// Called when the work `now` of a node of an executable graph is replaced with `after`. If the work
+// is a batch, refuses the call if the number or the kinds of its operations change.
 void check_same_operations(const Work& now, const Work& after);
 
 // Checks the parameters of a batch and returns its work.

@@ -171,8 +171,8 @@ bool map_storage(Allocation* a) {
   const size_t bytes = body + unit + page;
   void* range = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (range == MAP_FAILED) return false;
-  // The body starts at a multiple of its page size. The rest of the range is unmapped, except one
-  // guard page on each side.
+  // The memory between the guard pages starts at a multiple of `unit`. munmap() returns those parts
+  // of `range` that precede the lower guard page or follow the upper one.
   const size_t from = reinterpret_cast<size_t>(range);
   const size_t at = round_up(from + page, unit);
   char* const start = static_cast<char*>(range) + (at - from);
@@ -368,7 +368,7 @@ std::shared_ptr<Allocation> find_device_start(CUdeviceptr p) {
   return host != g_table.by_host.end() && host->second->unified() ? host->second : nullptr;
 }
 
-// Makes the body of a mapping accessible or inaccessible.
+// Changes the protection of the memory between the guard pages of a mapping.
 static void protect(const Allocation& a, int protection) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   mprotect(static_cast<char*>(a.mapping) + page, a.mapping_bytes - 2 * page, protection);
@@ -517,7 +517,8 @@ SC_API(cuMemHostRegister_v2, 6050, kContext | kUnsafe, void*, p, size_t, size, u
   live_add(Resource::pinned_memory, 1);
 }
 
-// An address inside of registered memory is an invalid value; it must be the start.
+// `p` must be the start of registered memory. An address inside of it is refused with
+// INVALID_VALUE.
 SC_API(cuMemHostUnregister, 4000, kContext | kUnsafe, void*, p) {
   const auto from = reinterpret_cast<unsigned long long>(p);
   {

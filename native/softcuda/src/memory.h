@@ -55,7 +55,7 @@ struct Allocation {
   // memory_mutex() guards this member and the following ones.
   // Whether a queued operation will free the memory (cuMemFreeAsync).
   bool free_queued = false;
-  // Value of CU_POINTER_ATTRIBUTE_SYNC_MEMOPS. All copies of the device have this property.
+  // Value of CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, which is only stored and returned (pointers.cpp).
   bool sync_memops = false;
   // State of memory that a graph node allocates; null for other memory.
   std::unique_ptr<GraphMemory> graph;
@@ -106,11 +106,12 @@ void release_range(const std::shared_ptr<Allocation>& allocation);
 // an inaccessible range of addresses, into which the caller maps memory (INVARIANTS.md M10).
 std::shared_ptr<Allocation> reserve_range(size_t size);
 void unreserve_range(const std::shared_ptr<Allocation>& range);
-// The mutex of the mappings of reserved ranges, and whether memory is mapped at a target in such a
-// range. `flags` receives the access that the device has. The caller holds the mutex.
+// virtual_mutex() guards the mappings of memory into reserved ranges. find_mapping() returns
+// whether memory is mapped at `target`, which is in a reserved range. `flags` receives the access
+// rights of the device. The caller of find_mapping() holds virtual_mutex().
 std::mutex& virtual_mutex();
 bool find_mapping(const Target& target, size_t bytes, int* flags);
-// Adds `delta` bytes to the amount of used device memory. Refuses the call if they are not free.
+// Adds `delta` bytes to the amount of used device memory. Refuses the call if fewer bytes are free.
 void reserve_physical(long delta);
 // The mutex of the allocation tables. It guards some members of Allocation.
 std::mutex& memory_mutex();

@@ -77,7 +77,7 @@ MemoryKind kind_of(int type, const CUmemLocation& location) {
 }
 
 void MemoryPool::grow(size_t bytes) {
-  const size_t limit = std::max(max_size, round_up(max_size));  // the sum may overflow
+  const size_t limit = std::max(max_size, round_up(max_size));  // round_up() may overflow
   if (max_size != 0 && used + bytes > limit) {
     refuse(CUDA_ERROR_OUT_OF_MEMORY, "the pool is limited to " + std::to_string(max_size) +
                                          " bytes, of which " + std::to_string(used) + " are used");

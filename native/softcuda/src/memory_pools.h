@@ -41,7 +41,7 @@ struct MemoryWork {
 // State of memory that an allocation node of a graph provides. Guarded by memory_mutex().
 struct GraphMemory {
   const void* graph = nullptr;  // the graph with the allocation node; never dereferenced
-  // Whether the memory is allocated after the launches and frees that were submitted so far.
+  // Whether the memory will be allocated when all launches and frees submitted so far have run.
   bool allocated = false;
   bool has_free_node = false;    // whether the graph itself frees the memory
   bool freed_elsewhere = false;  // whether another graph has a free node for the memory

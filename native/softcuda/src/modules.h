@@ -56,7 +56,7 @@ inline Handles<Module>& modules =
 inline Handles<Function>& functions = *new Handles<Function>(
     0x53000000000000, "the function handle is unknown, or its module was unloaded");
 // Loads a copy of a kernel image for each worker and returns the handle of the new module. The
-// image may also be PTX text. If it is refused, `log` receives the reason.
+// image may also be PTX text. If the image is refused, `log` receives the reason.
 CUmodule load_module(const void* image, std::string* log = nullptr);
 // Copies a text to the buffer for errors that the caller passes in the JIT options. The other
 // options have no effect.

@@ -36,8 +36,8 @@ int blocks_per_sm(const Function& f, int block_size, size_t dynamic_shared) {
   return std::min({by_shared, by_threads, limit});
 }
 
-// Chooses the block size with the most threads per multiprocessor. If several block sizes have the
-// same number of threads, it chooses the largest one.
+// Chooses the block size with the most threads per multiprocessor. If several block sizes give the
+// same number, it chooses the largest one.
 void choose_block_size(int* grid, int* block, CUfunction handle, BlockToShared shared_of,
                        size_t dynamic_shared, int limit) {
   const auto f = functions.find(handle);

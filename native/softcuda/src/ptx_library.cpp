@@ -152,7 +152,7 @@ const softcuda_ptx_library& load_library(std::string* log) {
   return *found;
 }
 
-// The library, after a PTX module was loaded.
+// Returns the library. A PTX module must have been loaded before.
 const softcuda_ptx_library& library() { return *g_library.load(std::memory_order_acquire); }
 
 // Refuses the call if the library could not load a module.

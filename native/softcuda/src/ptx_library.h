@@ -23,7 +23,7 @@ std::vector<std::string> unpack_texts(const char* image);
 // supported, or with CUDA_ERROR_JIT_COMPILER_NOT_FOUND if the library cannot be loaded. `log`
 // receives the same text.
 void load(const std::vector<std::string>& texts, Module* module, std::string* log);
-// Refuses the call in the same way if a text does not have the syntax of PTX.
+// Refuses the call with the same errors as load() if a text does not have the syntax of PTX.
 void check_syntax(const std::string& text, std::string* log);
 
 // The words of global memory that a kernel has read and written.
@@ -54,7 +54,8 @@ void begin_launch(Op& op);
 void end_launch(Op& op);
 // Runs blocks of a kernel on a worker. Returns false after a fault.
 bool run_blocks(const Op& op, unsigned worker, uint64_t first, uint64_t last);
-// Releases what the calling thread held in run_blocks(). Called if a signal ended it.
+// Releases the mutexes that the calling thread has locked in run_blocks(). Called if a signal ended
+// run_blocks().
 void recover();
 
 }  // namespace ptx

@@ -47,8 +47,8 @@ int device_attribute(int attribute);
 // A fault is an error of device code, which makes the device unusable. A refused call returns an
 // error code but leaves the device usable.
 //
-// Returns the sticky error, the code of the first fault, which every later call returns.
-// CUDA_SUCCESS if there was no fault.
+// Returns the sticky error, which is the error code of the first fault; CUDA_SUCCESS if there was
+// no fault. After a fault, every driver call returns this code.
 CUresult sticky();
 // Records a fault. Only the first fault becomes the sticky error and keeps its text.
 void fault(CUresult code, const std::string& text);

@@ -91,11 +91,12 @@ std::shared_ptr<Stream> find_stream(CUstream handle) {
   return streams.find(handle);
 }
 
-// Notes which writes a kernel of a stream does not see before griddepcontrol.wait (INVARIANTS.md
-// P13): those of the preceding kernel, if the launch is programmatic, and those of a kernel whose
-// programmatic event the stream waits for. An operation of another stream that is enqueued between
-// the two kernels and waits for the first (INVARIANTS.md S4) makes the order full: `between` is the
-// number of the last operation of another stream for which `op` waits. The caller holds the mutex.
+// Adds to `op` the logs of the kernels that may still run until `op` executes griddepcontrol.wait
+// (INVARIANTS.md P13): the preceding kernel of the stream, if the launch is programmatic, or the
+// kernel whose programmatic event the stream waits for. `between` is the number of the last
+// operation of another stream for which `op` waits because of the legacy stream (INVARIANTS.md S4).
+// If that operation was enqueued after `tail`, it waits for `tail`, so that `tail` is complete
+// before `op` starts. The caller holds the mutex.
 static void note_programmatic_order(Op* op, const OpRef& tail, const OpRef& after,
                                     uint64_t between) {
   if (after) op->event_log = after.get()->log;

@@ -157,8 +157,9 @@ struct Op {
   // Kernel nodes from which programmatic edges lead to this one (INVARIANTS.md G9).
   std::vector<const Op*> primaries;
   bool precedes_programmatically = false;  // a programmatic edge leads from this node
-  // Stream operations only: the accesses of this kernel; those of a kernel whose programmatic event
-  // this operation waits for; and those of kernels that this kernel may overlap until
+  // Stream operations only, for the checks of programmatic edges. `log` has the accesses of this
+  // kernel. `event_log` has those of the kernel whose programmatic event this operation waits for.
+  // `unordered` has those of kernels that may still run until this kernel executes
   // griddepcontrol.wait.
   std::shared_ptr<ptx::AccessLog> log, event_log;
   std::vector<std::shared_ptr<const ptx::AccessLog>> unordered;
@@ -185,7 +186,7 @@ class OpRef {
   Op* op_ = nullptr;
 };
 
-// The value of a stream attribute: a union of the driver's ABI.
+// The bytes of the union CUstreamAttrValue.
 using AttributeValue = std::array<char, 64>;
 
 struct Stream {
@@ -246,8 +247,8 @@ inline Handles<Event>& events =
 // Check the parameters of a copy or memset, resolve its addresses and return its work.
 std::shared_ptr<CopyWork> make_copy(const CUDA_MEMCPY3D& params);
 std::shared_ptr<FillWork> make_fill(const CUDA_MEMSET_NODE_PARAMS& params);
-// Enqueue or capture a copy or memset. With `wait`, the call returns when it is complete. With
-// `read_now`, the source of the copy is read before the call returns.
+// Enqueue or capture a copy or memset. With `wait`, the call returns after the copy or memset is
+// complete. With `read_now`, the source of the copy is read before the call returns.
 CUresult enqueue_copy(const std::shared_ptr<CopyWork>& copy, CUstream stream, bool wait,
                       bool read_now = false);
 CUresult enqueue_fill(const CUDA_MEMSET_NODE_PARAMS& params, CUstream stream, bool wait);

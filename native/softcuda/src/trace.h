@@ -10,8 +10,8 @@ extern std::atomic<bool> g_tracing;
 constexpr unsigned kHostWorker = 0xffffffffu;  // worker index of the host-function thread
 
 // Records the time that one worker spends on one operation. Construct the object before the
-// operation runs. It copies what it needs, because the operation may be destroyed when it is
-// complete.
+// operation runs. The constructor copies the operation's data, because the operation may be
+// destroyed when it is complete.
 class TraceSpan {
  public:
   explicit TraceSpan(const Op* op) {

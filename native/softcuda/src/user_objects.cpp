@@ -58,7 +58,7 @@ void queue_destructor(std::shared_ptr<UserObject> object) {
   g_destructor_thread.wake.notify_one();
 }
 
-// Releases references. Returns false if fewer than `count` exist.
+// Releases `count` references to a user object. Returns false if fewer references exist.
 bool release_references(const std::shared_ptr<UserObject>& object, unsigned count) {
   if (sticky() != CUDA_SUCCESS) return true;  // after a fault no destructor runs (INVARIANTS.md E2)
   unsigned now = object->refs.load();

@@ -38,12 +38,15 @@ Watch& g_watch = *new Watch;
 
 std::atomic<bool> g_on{false};
 std::atomic<long> g_gil_requests{0};
-// State of the restricted scope in which the thread runs (see t_restricted_scope).
+// Whether the thread has requested the GIL in its current restricted scope (see
+// t_restricted_scope).
 thread_local bool t_requested_gil = false;
-// The host function or destructor that the driver has called.
+// The host function or destructor of the current restricted scope; null if it is a scope of another
+// kind.
 thread_local void* t_function = nullptr;
-// Key of the edge that the thread has recorded last. The Python stack of the edge is still unknown
-// while this is set. It is added when the thread enters its first Python function.
+// Key of the lock-order edge that the thread has recorded last; null before the first one. The
+// edge's Python stack becomes known when the thread enters its first Python function
+// (on_first_python_call).
 thread_local std::string* t_edge = nullptr;
 
 std::string quoted(const std::string& text) {

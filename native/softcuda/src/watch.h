@@ -22,9 +22,9 @@ enum class WaitsFor { driver_lock, device_work };
 // Records that the driver call `api`, whose thread holds the GIL, requests `resource`. `reason` is
 // a text that `graft doctor` prints.
 void record_held_gil(const char* api, WaitsFor resource, const char* reason);
-// Must be called when the thread enters a restricted scope. `function` is the host function or
-// destructor that runs. It is null if the scope was entered because a pending stream wait depends
-// on the thread.
+// Must be called when the thread enters a restricted scope (t_restricted_scope in runtime.h).
+// `function` is the host function or destructor that runs. It is null if the scope was entered
+// because a pending stream wait depends on the thread.
 void watch_restricted_scope(void* function);
 // Ends the record: writes how often each edge was observed, and `hang`, the watchdog's report about
 // a process that hangs ("" if the process does not hang).
