@@ -57,7 +57,7 @@ class GuidedRequest:
     Attributes
     ----------
     slot
-        Slot of the request, ``0 <= slot < slots``.
+        Slot of the request, less than `GuidedDecoder.slots`.
     epoch
         Number of requests that have used the slot so far, including this request. It distinguishes
         the request from earlier requests in the same slot.

@@ -128,7 +128,7 @@ class Matcher(ABC):
     """State of one request in its grammar. It determines which tokens are legal next.
 
     A matcher is not thread-safe. The guided decoder owns the matcher while a replay (graph launch)
-    whose requests include the matcher is in flight. A backend in pure Python derives a class from
+    in which its request takes part is in flight. A backend in pure Python derives a class from
     `Matcher` and implements the abstract methods. The guided decoder's native worker calls these
     methods on its threads with the GIL held.
 

@@ -66,8 +66,8 @@ class Marker:
         Text that begins the free text, such as ``<think>``. An output has free text only if it
         begins with the opening, after at most `MAX_SPACE` characters of `WHITE_SPACE`.
         The grammar applies to any other output from the first token. As long as an output can still
-        begin with the opening, the tokens of both continuations are legal. If empty, every output
-        begins with free text.
+        begin with the opening, both the tokens that continue the opening and the tokens that the
+        grammar allows are legal. If empty, every output begins with free text.
     skips_space
         Whether white-space tokens may follow the marker before the text of the grammar begins, with
         at most `MAX_SPACE` characters of `WHITE_SPACE` in total. The first token that the grammar
@@ -81,7 +81,9 @@ class Marker:
     skips_space: bool = False
 
     def ids(self, vocabulary: Vocabulary) -> tuple[int, ...]:
-        """Return the ids of all tokens that alone form this marker.
+        """Return the ids of the tokens that end the free text on their own.
+
+        These are `token`, and the added token whose text is `text`.
 
         Raises
         ------
@@ -92,7 +94,7 @@ class Marker:
         return self._checked_ids(ids, self.text, vocabulary)
 
     def opening_ids(self, vocabulary: Vocabulary) -> tuple[int, ...]:
-        """Return the ids of all tokens whose text is exactly the opening.
+        """Return the id of the added token whose text is the opening, if there is one.
 
         Raises
         ------

@@ -61,7 +61,7 @@ def check_output(schema: Any, text: str) -> bool:
 
 
 def search_pattern(pattern: str, text: str) -> bool:
-    """Return whether ``re.search`` finds a user's pattern of ECMA-262 in the text.
+    """Return whether ``re.search`` finds a match of a user's ECMA-262 pattern in the text.
 
     The search runs in this process if it provably takes at most `_MAX_STEPS` steps, and in a child
     process otherwise. A bound on the number of steps is known if the pattern repeats no group and
@@ -91,7 +91,7 @@ def search_pattern(pattern: str, text: str) -> bool:
 def _python_pattern(pattern: str) -> str:
     """Convert an ECMA-262 pattern to an equivalent pattern for Python's ``re``.
 
-    In ECMA-262, other than in ``re``, ``$`` does not match before a final line feed, ``\\d`` and
+    In ECMA-262, unlike in ``re``, ``$`` does not match before a final line feed, ``\\d`` and
     ``\\w`` match only ASCII characters, and ``.`` matches no line separators.
     """
 

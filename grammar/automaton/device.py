@@ -2,7 +2,8 @@
 
 A request whose grammar has an automaton can be *promoted*: instead of the grammar worker
 (native/guide/worker.h), kernels advance the request's grammar state by drafts and committed tokens,
-fill its mask rows and write their stamps. They write the same rows and stamps as the worker would.
+fill its mask rows and write the stamp of each row, which says for which position the row is valid.
+They write the same rows and stamps as the worker would.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class _Table:
     Attributes
     ----------
     grammar
-        Native grammar that the table belongs to.
+        Native grammar whose automaton the table holds.
     offset, nbytes
         Location in `DeviceAutomata._memory`, in bytes.
     users
@@ -75,7 +76,7 @@ class _Table:
 
 
 def _aligned(offset: int) -> int:
-    """Return the lowest multiple of the alignment of tables that is at least `offset`."""
+    """Round an offset up to a multiple of `_ALIGNMENT`, at which a table may begin."""
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -87,10 +88,11 @@ class DeviceAutomata:
     state
         State of all slots. The kernels run on its device.
     exchange
-        Records and mask rows of the same slots. Its draft mode must not probe.
+        Memory with the records and mask rows of the same slots. Its draft mode must not probe, that
+        is, test candidates with the matcher.
     sampler
-        Sampler of the rounds. The kernels read the committed tokens from its results of
-        verification.
+        Sampler whose kernels verify the drafts of each round. The kernels of this class read the
+        committed tokens from the results of the verification.
     replay
         int32 [1], number of the current replay, which kernels read.
     vocabulary
@@ -206,7 +208,7 @@ class DeviceAutomata:
         Parameters
         ----------
         lane
-            Lane of the rounds.
+            Lane on which the rounds run. The kernel that stores the request's state is added to it.
         slot
             Index of the slot. `release` must have been called for its previous request.
         epoch
@@ -264,7 +266,7 @@ class DeviceAutomata:
             offset = self._allocate(lane, len(data))
             if offset is None:
                 self._counts["refused"] += 1
-                if self._counts["refused"] == 1:  # `tables_refused` counts the later requests, too
+                if self._counts["refused"] == 1:  # later refusals are only counted
                     LOG.warning(
                         "no memory for an automaton of %d bytes on the device (the option "
                         "automaton_bytes is %d); requests with this or a later automaton that does "
@@ -306,9 +308,9 @@ class DeviceAutomata:
     def _find_place(self, nbytes: int) -> tuple[int, list[_Table]] | None:
         """Return the offset of a range for a new table, and the unused tables in this range.
 
-        A range without tables is preferred. Otherwise, the function compares the ranges by the time
-        at which any of their tables was last used, and chooses the range with the earliest time.
-        It returns None if every range contains a table with users.
+        A range without tables is preferred. Otherwise, the function chooses the range in which no
+        table has been used for the longest time. It returns None if every range contains a table
+        with users.
         """
         age = {table.grammar: number for number, table in enumerate(self._tables.values())}
         tables = sorted(self._tables.values(), key=lambda table: table.offset)
@@ -335,7 +337,7 @@ class DeviceAutomata:
     # Grammar steps ------------------------------------------------------------------------------
 
     def add_open(self, lane: Lane, row_slot: DeviceArray, num_rows: int, *, copied: bool) -> None:
-        """Add the kernels that fill the mask rows of this round's drafts that are not filled yet.
+        """Add the kernels that fill the mask rows that verification needs and that are still empty.
 
         Parameters
         ----------
@@ -344,7 +346,8 @@ class DeviceAutomata:
         row_slot
             int32 [B], slot of each batch row; -1: padding.
         num_rows
-            Number of mask rows that the round can need.
+            Maximum number of mask rows that verification needs per request: one per draft, and row
+            0.
         copied
             Whether an earlier node of the round copies the host's mask rows to the device, which
             overwrites the rows of promoted requests, so that all of them have to be filled.

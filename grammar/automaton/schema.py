@@ -114,7 +114,8 @@ class _Lowering:
     ) -> Expression:
         """Lower a schema with ``$ref`` or ``anyOf``.
 
-        Raise `NotRegular` if the schema has keywords that are not in `allowed`.
+        `keywords` are the schema's keywords, without annotations. Raise `NotRegular` if one of them
+        is not in `allowed`.
         """
         if keywords - allowed:
             raise NotRegular(f"keywords beside {sorted(allowed)[0]!r} are not supported")

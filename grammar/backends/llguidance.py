@@ -28,8 +28,8 @@ from graft.native.errors import OptionError
 
 __all__ = ["LLGuidanceBackend", "Prepared", "check_syntax", "load_native", "prepare"]
 
-# LLGuidance does not report the size of a grammar. This value was measured: the growth of the
-# process per JSON schema, after a request has used the grammar.
+# Memory of a compiled grammar, in bytes. LLGuidance does not report it. The value is the measured
+# number of bytes by which the process grows per JSON schema that a request has used.
 _MATCHER_BYTES = 180_000
 #: Maximum number of tokenizers that a backend keeps, see `LLGuidanceBackend`.
 _MAX_TOKENIZERS = 4

@@ -340,8 +340,8 @@ class _Positions:
             firsts, lasts, nullables = zip(*added, strict=True)
             return empty.union(*firsts), empty.union(*lasts), any(nullables)
         assert isinstance(node, Repeat)
-        # x{2,4} is read as x(x(x(x)?)?). Each copy follows only the copy before it, so there are
-        # few connections. If x can match the empty text, the repetition can, too, and `low` has no
+        # x{2,4} is read as x(x(x(x)?)?). Each copy follows only the copy before it, so `following`
+        # stays small. If x can match the empty text, the repetition can, too, and `low` has no
         # effect.
         first, last, nullable = self._add(node.part)
         if not last:  # x matches only the empty text
@@ -490,7 +490,7 @@ class _Lowering:
         return self._names[key]
 
     def _rule_text(self, node: Node) -> str:
-        """Return an expression for the right side of a rule."""
+        """Return the Lark expression that matches `node` within a rule."""
         if isinstance(node, Rule) and node.name == self._root and self._is_regular(node):
             return self._define(node, terminal=True)
         if self._is_terminal(node):
@@ -500,7 +500,7 @@ class _Lowering:
         return _combined(node, self._rule_text)
 
     def _terminal_text(self, node: Node) -> str:
-        """Return an expression for the right side of a terminal."""
+        """Return the Lark expression that matches `node` within a terminal."""
         if isinstance(node, Rule):
             return self._define(node, terminal=True)
         if isinstance(node, Set):
@@ -599,7 +599,10 @@ def _finite_rules(rules: dict[str, Node]) -> dict[str, Node]:
 
 
 def _is_finite(node: Node, finite: set[str]) -> bool:
-    """Return whether a node matches a finite text, provided that exactly the rules `finite` do."""
+    """Return whether a node matches a finite text.
+
+    `finite` are the names of the rules that match a finite text.
+    """
     if isinstance(node, Rule):
         return node.name in finite
     if isinstance(node, Choice):
@@ -627,7 +630,7 @@ def _finite_part(node: Node, finite: set[str]) -> Node:
 
 
 class _Following:
-    """Computes with which characters the text after each terminal can begin."""
+    """Computes, for each terminal, the characters with which the text after it can begin."""
 
     def __init__(self, lowering: _Lowering, machines: dict[Node, _Positions]):
         self._lowering = lowering

@@ -79,11 +79,11 @@ def _missing_members(backend: object) -> list[str]:
 
 
 def check_syntax(spec: Spec, backend: str) -> None:
-    """Raise `GrammarError` if an engine with the option `grammar_backend` refuses a grammar.
+    """Raise `GrammarError` if an engine refuses a grammar.
 
-    The function needs no vocabulary. It must run in a child process, because its running time
-    depends on the grammar and is not bounded, and because graft reads XGrammar's warnings from the
-    standard output of the child process.
+    `backend` is the engine's option `grammar_backend`. The function must run in a child process,
+    because its running time depends on the grammar and is not bounded, and because graft reads
+    XGrammar's warnings from the standard output of the child process.
     """
     grammar = resolve_spec(spec, backend)
     readers = {"llguidance": llguidance.check_syntax, "xgrammar": xgrammar.check_syntax}

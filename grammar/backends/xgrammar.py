@@ -212,7 +212,9 @@ def _require_no_warnings(spec: Spec) -> None:
 
 
 def _schema_text(schema: Any, text: str = "") -> str:
-    """Return a JSON schema as the text that XGrammar reads. Converts its patterns in place.
+    """Return a JSON schema as the JSON text that XGrammar reads.
+
+    The patterns in `schema` are converted in place; see `convert_patterns`.
 
     `text` is the JSON text of `schema` if the caller has it; it is returned if the schema has no
     pattern.
@@ -397,8 +399,8 @@ class XGrammarBackend:
         """Create the compiled grammar from the JSON text that `compiled_text` returned."""
         native = self._types.CompiledGrammar.deserialize_json(result, self._info)
         if len(result) > _TRIM_BYTES:
-            # Otherwise, the C library would never return the memory that was used to read the text
-            # to the system.
+            # Otherwise, the C library would keep the memory that was used to read the text, instead
+            # of returning it to the operating system.
             return_free_memory()
         return self._compiled_grammar(spec, native)
 

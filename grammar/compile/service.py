@@ -331,7 +331,7 @@ class GrammarService:
         self._finish(job, call_error(job.spec.kind, error), "killed_or_crashed", keep=False)
 
     def _compile(self, spec: Spec, child: ChildProcess, timeout_s: float) -> CompiledGrammar:
-        """Compile a grammar with the first candidate backend that supports it.
+        """Compile a grammar with the first of its `candidate_backends` that supports it.
 
         Each attempt is one call of the child process. All attempts together have the time limit
         `timeout_s`.

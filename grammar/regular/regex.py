@@ -131,7 +131,7 @@ class _Parser:
                 raise NotRegular("lazy and possessive repetitions are not supported")
 
     def _counts(self) -> tuple[int, int | None]:
-        """Read the rest of ``{n}``, ``{n,}`` or ``{n,m}``."""
+        """Read ``{n}``, ``{n,}`` or ``{n,m}`` after the ``{``; return the minimum and maximum."""
         low = self._number()
         high: int | None = low
         if self._skip(","):
@@ -175,7 +175,7 @@ class _Parser:
         return expression
 
     def _escape(self) -> Ranges:
-        """Read the rest of an escape and return its characters."""
+        """Read an escape after its backslash and return the characters that it matches."""
         character = self._take()
         if character in self._classes:
             return self._classes[character]
@@ -198,7 +198,7 @@ class _Parser:
         return int(text, 16)
 
     def _class(self) -> Ranges:
-        """Read the rest of a character class and return its characters."""
+        """Read a character class after its ``[`` and return its characters."""
         negated = self._skip("^")
         ranges: list[tuple[int, int]] = []
         if self._peek() in ("]", "-"):

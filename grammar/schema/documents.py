@@ -35,7 +35,7 @@ SchemaObject = dict[str, Any]
 
 
 def word_set(text: str) -> frozenset[str]:
-    """Return the set of the words of a text."""
+    """Split a text at white space and return the set of its words."""
     return frozenset(text.split())
 
 

@@ -35,7 +35,7 @@ _ESCAPED = re.compile("[\x00-\x1f\x7f]")
 
 
 class OneSpelling(NamedTuple):
-    """A schema in which the names that LLGuidance compares have one spelling.
+    """A schema in which each property name that LLGuidance compares has only one JSON spelling.
 
     Attributes
     ----------
@@ -81,7 +81,10 @@ def with_one_spelling(schema: Any) -> OneSpelling:
 
 
 def _compares(part: SchemaObject) -> bool:
-    """Return whether LLGuidance would compare names whose spelling can differ."""
+    """Return whether LLGuidance compares names that JSON can spell in several ways.
+
+    The names are those of the properties of objects that satisfy `part`.
+    """
     if "object" not in types_of(part):
         return False
     names = [*part.get("properties", ()), *required_of(part)]

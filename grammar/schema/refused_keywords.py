@@ -67,7 +67,7 @@ class _Place(NamedTuple):
 
 
 class _NotFound(Exception):
-    """No cause was found: the time is over, or no list of candidates ends the error."""
+    """Raised if the search finds no cause before the deadline."""
 
 
 def find_causes(
@@ -93,7 +93,7 @@ def find_causes(
     max_reasons
         Number of reasons after which the search ends.
     deadline
-        Time of ``time.thread_time()`` after which no further schema is compiled.
+        Value of ``time.thread_time()`` after which no further schema is compiled.
 
     Returns
     -------
@@ -190,7 +190,10 @@ class _Search:
         return None
 
     def _candidates(self, kind: str) -> list[list[_Place]]:
-        """Return lists of keywords that may cause errors of a kind, the likeliest list first."""
+        """Return lists of keywords that may cause an error, the likeliest list first.
+
+        `kind` is the error's kind, as `_kind` returns it.
+        """
         named = [place for place in self._places if place.keyword == kind]
         if kind in ("schema too large", "Schema intersection stack level exceeded"):
             named = [place for place in self._places if place.keyword in _COMBINING]
@@ -200,12 +203,12 @@ class _Search:
     def _narrow(
         self, kind: str, candidates: list[_Place], removed: list[_Place]
     ) -> tuple[_Place, list[_Place]]:
-        """Find one of the candidates that together cause an error by binary search.
+        """Find, by binary search, one of several candidates that together cause an error.
 
-        If the removal of one half of the candidates ends the error, the search continues in this
-        half. Otherwise, the error has several causes: the search removes one half and continues in
-        the other half. Return the last remaining candidate, and the list of all removed keywords,
-        which begins with `removed`.
+        `kind` is the error's kind, as `_kind` returns it. If the removal of one half of the
+        candidates ends the error, the search continues in this half. Otherwise, the error has
+        several causes: the search removes one half and continues in the other half. Return the last
+        remaining candidate, and the list of all removed keywords, which begins with `removed`.
         """
         while len(candidates) > 1:
             middle = len(candidates) // 2
@@ -240,7 +243,7 @@ class _Search:
             cause = inner_cause
 
     def _remains(self, kind: str, removed: Sequence[_Place]) -> bool:
-        """Return whether an error of a kind occurs in the schema without the keywords `removed`."""
+        """Return whether the schema without the keywords `removed` has an error of this kind."""
         error = self._error(removed)
         if not error:
             return False
@@ -305,6 +308,6 @@ def _without(schema: SchemaObject, removed: Sequence[_Place]) -> SchemaObject:
     for pointer, keyword in removed:
         part = parts.get(pointer, {})
         part.pop(keyword, None)
-        if keyword == "patternProperties":  # otherwise, more properties would be forbidden
+        if keyword == "patternProperties":  # alone, it would forbid more properties
             part.pop("additionalProperties", None)
     return remaining

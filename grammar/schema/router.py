@@ -67,8 +67,8 @@ class Route:
         Reasons why the route is not exact.
     narrowed
         Valid values that are never produced, including the values that `ordered` describes. For
-        example, if the overlap of two options of a ``oneOf`` has no exact complement, outputs avoid
-        values near the overlap. If the route is exact and `narrowed` is empty, every value that
+        example, if the overlap of two options of a ``oneOf`` has no exact complement, further
+        values are excluded with it. If the route is exact and `narrowed` is empty, every value that
         satisfies the schema can be produced.
     ordered
         Objects whose keys are produced in one order only. By default, these are all objects with

@@ -26,8 +26,8 @@ def impossible_definitions(document: SchemaObject) -> frozenset[str]:
 
     The document is a rewritten schema. A definition is in the result if it is unsatisfiable even
     after its references to definitions that LLGuidance refuses are replaced with ``true``. After
-    the caller has replaced the references to these definitions with ``false``, another call may
-    find further definitions.
+    the caller has replaced the references to the returned definitions with ``false``, another call
+    may find further definitions.
     """
     references = References(document)
     reached: set[str] = set()

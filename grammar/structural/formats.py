@@ -41,14 +41,17 @@ _MAX_DEPTH = 64
 
 
 class LoweringError(Exception):
-    """A part of a format that a backend does not support. The message does not name its place."""
+    """Raised for a part of a format that a backend does not support.
+
+    The message does not name the place of the part; `convert_format` adds it.
+    """
 
 
 class TriggerLookup:
-    """Finds the triggers that a text begins with. Equal triggers count separately.
+    """Finds the triggers that a text begins with. Equal triggers are found separately.
 
-    The time does not depend on the number of triggers, only on the text's length and on the number
-    of different lengths of triggers.
+    The time of a search depends only on the text's length and on the number of different lengths of
+    triggers, not on the number of triggers.
     """
 
     def __init__(self, triggers: Iterable[str]):
@@ -138,7 +141,7 @@ def convert_format(form: Format, convert: Callable[[Format], Format]) -> Format:
 
 
 def plain_format(form: Format) -> Format:
-    """Return a format as JSON that `parse_format` and XGrammar read."""
+    """Convert a parsed format back to the JSON form that `parse_format` and XGrammar read."""
     return convert_format(
         form,
         lambda part: {

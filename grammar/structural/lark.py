@@ -81,7 +81,7 @@ class _Lowering:
     """Lowers formats to pieces (`Piece`).
 
     The methods for the types of formats have the parameters `form`, the format, and `ends`, the
-    texts at which free text in the format must end, that is, the ends of the tag around the format.
+    texts at which free text in the format must end: the texts ``end`` of the tag around the format.
     `ends` is None where free text cannot be lowered, for example in a repetition.
     """
 
@@ -101,7 +101,10 @@ class _Lowering:
             raise _place(form, error) from error
 
     def _choose(self, alternatives: Sequence[Sequence[Piece]], name: str) -> Piece:
-        """Return the piece that matches one of several sequences of pieces."""
+        """Return the piece that matches one of several sequences of pieces.
+
+        `name` is the type of the format, for error messages.
+        """
         first = alternatives[0][0]
         # If all sequences begin with the same free text, the text after it decides between them.
         is_free = bool(first.absent) and all(pieces[0] is first for pieces in alternatives)
@@ -177,10 +180,10 @@ class _Lowering:
         max_chars: int | None = None,
         excluded_starts: Sequence[str] = (),
     ) -> Piece:
-        """Return a piece of free text.
+        """Return the piece that matches free text.
 
-        The free text contains no text of `excluded` or `ends`, and does not begin with a text of
-        `excluded_starts`.
+        The free text contains none of the strings in `excluded` and `ends`, and begins with none of
+        the strings in `excluded_starts`.
         """
         if ends is None:
             raise LoweringError("LLGuidance cannot repeat free text")
@@ -210,7 +213,7 @@ class _Lowering:
         types = keywords.get("type", [])
         types = (types if isinstance(types, list) else [types]) or list(_JSON_STARTS)
         numeric = "number" in types or "integer" in types
-        # The router has already written the text of a schema that it has checked.
+        # If the router has checked the schema, the field `text` contains the schema as JSON text.
         document = form.get("text") or json.dumps(with_options(schema, self._whitespace))
         text = self.joiner.define(f"%json {document}", terminal=False)
         starts = frozenset("".join(_JSON_STARTS[name] for name in types))
@@ -271,8 +274,9 @@ class _Lowering:
     def _spellings(self, text: str) -> list[list[Piece]]:
         """Return the ways to write a text of a tag, each as a list of consecutive pieces.
 
-        If the text begins with the name of a special token, there are two ways: the name as text,
-        and the token. Each later name is one piece that matches the text or the token.
+        If the text begins with the name of a special token, there are two ways: one begins with the
+        name as text, the other with the token. Each later name in the text becomes one piece, which
+        matches the name as text or as the token.
         """
         parts = split_names(text, self._special)
         if not any(is_name for _, is_name in parts):
@@ -283,7 +287,8 @@ class _Lowering:
         name = parts[0][0]
         token = _special_piece(f"<[{self._special[name]}]>")
         if len(parts) > 1 and not parts[1][1]:
-            # Free text before the tag excludes its trigger, which may be longer than the name.
+            # The name and the text after it form one piece, because the trigger, at which free text
+            # before the tag ends, may be longer than the name.
             return [[constant(name + parts[1][0]), *pieces[2:]], [token, *pieces[1:]]]
         return [[constant(name), *pieces[1:]], [token, *pieces[1:]]]
 
@@ -357,10 +362,10 @@ class _Lowering:
 
 
 def _with_texts_in_tags(elements: Sequence[Format]) -> list[Format]:
-    """Return the elements of a sequence, in which texts before tags have become a part of the tags.
+    """Return the elements of a sequence, with each text moved into the tags that follow it.
 
-    A ``const_string`` directly before a ``tags_with_separator`` with ``at_least_one`` becomes its
-    field ``before``.
+    A ``const_string`` directly before a ``tags_with_separator`` with ``at_least_one`` becomes the
+    field ``before`` of the ``tags_with_separator``.
     """
     merged: list[Format] = []
     for element in elements:
@@ -372,7 +377,10 @@ def _with_texts_in_tags(elements: Sequence[Format]) -> list[Format]:
 
 
 def _special_piece(text: str) -> Piece:
-    """Return the piece that matches a special token, given as a name or an id in Lark."""
+    """Return the piece that matches a special token.
+
+    `text` is the token in Lark's notation: ``<name>`` or ``<[id]>``.
+    """
     starts = frozenset([f"\0{text}"])
     return Piece(text, "token", terminal=False, closed=True, starts=starts, special=True)
 

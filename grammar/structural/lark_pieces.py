@@ -360,7 +360,7 @@ def _ends_before(free: Piece, following: Piece) -> bool:
 
 
 def check_boundary(piece: Piece, following: Piece) -> None:
-    """Raise `LoweringError` unless the lexer sees where a piece ends, given what follows."""
+    """Raise `LoweringError` unless the lexer sees where `piece` ends when `following` is next."""
     if following.special:
         return
     starts = following.starts

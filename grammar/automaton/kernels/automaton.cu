@@ -22,7 +22,7 @@ __device__ __forceinline__ void block_sync() {
   if (BLOCK > 1) __syncthreads();
 }
 
-// Arguments that the kernels that advance states have in common.
+// Arguments common to all kernels that advance states.
 struct Advance {
   const int* row_slot;
   const Slot* slots;
@@ -48,9 +48,9 @@ extern "C" __global__ void automaton_join(AutomatonSlot* states, int slot, const
   states[slot].applied = *replay;
 }
 
-// Counts the accepted drafts of a chain that were forced tokens. The stamps at this time are those
-// of the mask rows that verification has used. The request may already have ended, so its slot may
-// be inactive.
+// Counts the accepted drafts of a chain that were forced tokens. When a kernel calls this function,
+// the stamps still describe the mask rows that verification has used. The request may already have
+// ended, so its slot may be inactive.
 __device__ inline void count_forced(const Advance& a, const RoundRow* row) {
   const int index = row->slot;
   if (index < 0) return;
@@ -97,7 +97,8 @@ __device__ __forceinline__ void enter(const Advance& a, const Slot& slot, Automa
   own.state[j] = before < 0 ? NODE_ILLEGAL : automaton.walk(before, slot.drafts[j - 1]);
 }
 
-// Requests mask row j and marks it as filled, unless the state of draft j is NODE_ILLEGAL.
+// Requests mask row j, that is, describes it in `item` for automaton_fill, and marks the row as
+// filled. Does nothing if the state of draft j is NODE_ILLEGAL.
 __device__ __forceinline__ void request_row(const Slot& slot, AutomatonSlot& own, int index, int j,
                                             FillItem* item) {
   const int state = own.state[j];
@@ -211,8 +212,8 @@ __device__ __forceinline__ void count_ids(unsigned int word, int w, int& legal, 
   last = w * 32 + 31 - __clz(static_cast<int>(word));
 }
 
-// Open step: requests the mask rows that follow the last committed token and the drafts, as far as
-// they are not filled yet. If `copied` is set, the host's mask rows were copied over the rows of
+// Open step: requests those mask rows that verification needs and that are not filled yet: row 0
+// and the rows of the drafts. If `copied` is set, the host's mask rows were copied over the rows of
 // all slots, so all rows are requested.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_open(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
@@ -323,8 +324,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 
 // Fills the mask rows of the items that the previous kernel has written, and writes their stamps.
 // Block (i, p) fills part p of the row of item i. The block of an item that finishes last writes
-// the stamp. With `forced`, the stamp of a row with a single legal id contains this id, the one
-// that Forced::token returns with `unique_only`.
+// the stamp. With `forced`, the stamp of a row with a single legal id contains this id, which is
+// the id that Forced::token returns with `unique_only`.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_fill(FillItem* items, const AutomatonSlot* states, int* masks, int* exchange,
                    const ExchangeLayout layout, unsigned char* memory, const int* offsets,

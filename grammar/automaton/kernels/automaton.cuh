@@ -44,7 +44,7 @@ struct AutomatonSlot {
   long long table;  // offset of an AutomatonTable in the memory of all tables
   int epoch;        // epoch of the request, see Slot
   int applied;      // last replay whose commit was applied to state[0]
-  int drafted;      // replay during whose drafting the rows in `filled` were filled
+  int drafted;      // replay whose commit and draft steps have filled the rows in `filled`
   int num_stop_ids;
   int stop_ids[AUTOMATON_STOPS];  // ids that end the text in an accepting state
   int state[AUTOMATON_NODES];     // state of each node of the draft tree
@@ -64,7 +64,7 @@ struct FillItem {
   int store;      // row of the cache to store the computed row in; -1: none
   int position;   // position of the token before the token that the row constrains
   int num_legal;  // number of legal ids, summed by the blocks that share the row; if automaton_fill
-                  // does not look for forced tokens, it is only known to be 0 if no id is legal
+                  // does not look for forced tokens, only whether the number is 0 is meaningful
   int last_legal;        // largest legal id, if automaton_fill looks for forced tokens
   unsigned int arrived;  // number of blocks that have finished their part of the row
 };

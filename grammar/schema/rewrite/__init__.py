@@ -2,7 +2,7 @@
 
 Grammar backends can neither complement a language nor count the properties of an object. The
 keywords ``not``, ``oneOf``, ``if``, ``dependencies``, ``propertyNames``, ``uniqueItems``,
-``contains``, ``minProperties`` and ``maxProperties`` are therefore replaced by unions and
+``contains``, ``minProperties`` and ``maxProperties`` are therefore replaced with unions and
 intersections of schemas (``anyOf`` and ``allOf``). For example, a ``oneOf`` whose options exclude
 each other becomes an ``anyOf``. Formats that the standard does not define are only annotations and
 are removed.
@@ -40,8 +40,8 @@ class Rewritten(NamedTuple):
         Parts of the original schema for which the new schema excludes some valid values, because no
         form is known that allows exactly the valid values.
     origins
-        JSON pointers of subschemas that were copied to the definitions, by the pointers of their
-        copies.
+        Maps the JSON pointer of each definition that rewriting has added to the pointer of the
+        original subschema of which the definition is a copy.
     """
 
     schema: Any

@@ -372,6 +372,7 @@ def _other_types(schema: SchemaObject, types: JsonTypes) -> Iterator[Any]:
 
 def _numbers(schema: SchemaObject, json_type: str) -> Iterator[Any]:
     """Yield schemas whose union contains the numbers that violate a bound of `schema`.
+
     In draft 4, ``exclusiveMinimum`` is a boolean that modifies ``minimum``. In later drafts,
     ``exclusiveMinimum`` is a bound itself.
     """

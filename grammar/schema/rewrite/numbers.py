@@ -28,7 +28,7 @@ _LARGEST = "9.22e18"
 #: If a lower bound is at least this large, LLGuidance needs an upper bound, too.
 _MANY_DIGITS = 10**18
 _DOUBLE_DIGITS = 15
-_MAX_EXPONENT = 300  # numbers with a larger exponent of 10 are treated as read inexactly
+_MAX_EXPONENT = 300  # LLGuidance is assumed to read numbers with a larger exponent inexactly
 #: Smallest absolute value of a bound. LLGuidance nests the pattern of a bound once per digit, so
 #: smaller bounds would be nested too deeply.
 _SMALLEST = 1e-22
@@ -163,7 +163,7 @@ class Numbers:
         """Return the exact form of a ``multipleOf`` with bounds.
 
         Each bound is replaced with the first multiple of `step` inside the bound. The method adds
-        descriptions of excluded valid numbers to `narrowed`.
+        to `narrowed` descriptions of the valid numbers that the new form excludes.
         """
         if is_integer:
             step = Fraction(step.numerator)  # least common multiple of step and 1
@@ -222,7 +222,7 @@ class Numbers:
         """Return the closest bound that LLGuidance reads exactly and that allows no invalid number.
 
         `sign` is 1 for lower bounds and -1 for upper bounds. If the new bound excludes valid
-        numbers, the method adds their description to `narrowed`.
+        numbers, the method adds to `narrowed` a description of these numbers.
         """
         if bound is None:
             return None
@@ -361,7 +361,7 @@ def _multiple(bound: _Bound | None, step: Fraction, sign: int) -> _Bound | None:
 def _inner_whole(bound: _Bound | None, sign: int, narrowed: dict[str, str]) -> _Bound | None:
     """Return the closest whole bound inside a bound.
 
-    The function adds a description of the numbers that this excludes to `narrowed`.
+    The function adds to `narrowed` a description of the numbers between the two bounds.
     """
     inner = _whole(bound, sign)
     if bound and inner and inner.value != bound.value:
@@ -379,7 +379,7 @@ def _within_64_bits(
 ) -> tuple[_Bound | None, _Bound | None]:
     """Return the bounds, limited to 64 bits where LLGuidance requires it.
 
-    The function adds descriptions of excluded valid numbers to `narrowed`.
+    The function adds to `narrowed` descriptions of the valid numbers that the new bounds exclude.
     """
     largest = Fraction(_MAX_INTEGER if is_integer else _LARGEST_DOUBLE)
     smallest = Fraction(-_LARGEST_DOUBLE)

@@ -148,7 +148,7 @@ class Rewriter:
         return new
 
     def origins(self) -> dict[str, str]:
-        """Return the JSON pointers of copied reference targets, by the pointers of the copies."""
+        """Map the JSON pointer of each added definition to that of the target that it copies."""
         keyword = self._definitions_keyword
         return {f"/{keyword}/{name}": pointer for pointer, name in self._aliases.items()}
 

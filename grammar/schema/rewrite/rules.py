@@ -156,11 +156,11 @@ def _exclude(
     """Return a schema that excludes the values of the second option of `pair` from the first.
 
     The options are those of a ``oneOf``. The caller combines the first option and the schema `base`
-    with the result, so the result may allow or exclude values that do not satisfy them. It does not
-    restrict the JSON types for which the two options are disjoint. `names` are all properties that
-    objects can have; None if they can have any name. If a part of the second option's complement
-    cannot be expressed, the result lacks this part, and the function appends the error to
-    `omitted`.
+    with the result, so the result may allow or exclude values that do not satisfy both of them. The
+    result allows all values of the JSON types for which the two options are disjoint. `names` are
+    all properties that objects can have; None if they can have any name. If a part of the second
+    option's complement cannot be expressed, the result lacks this part, and the function appends
+    the error to `omitted`.
     """
 
     def complement(types: JsonTypes) -> Any:
@@ -209,7 +209,10 @@ def _exclude_empty(rewriter: Rewriter, one: Any, other: Any) -> SchemaObject | N
 
 
 def _require(rewriter: Rewriter, schema: Any, site: Site, keyword: str) -> None:
-    """Rewrite a schema that replaces a keyword, and add the result to `site.extra`."""
+    """Replace a keyword of a subschema with the requirement that values satisfy `schema`.
+
+    `schema` is rewritten first, because it may contain keywords that have rules.
+    """
     pointer = f"{site.at}/{keyword}"
     new_schema = rewriter.rewrite_exactly(schema, pointer, site.types)
     site.extra.append(new_schema)
