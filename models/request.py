@@ -47,7 +47,8 @@ MAX_SAMPLES = 128
 class Limits:
     """Limits on the size of requests, on the queue and on the time of compiling a grammar.
 
-    The engine checks sizes and queue before it does any other work for a request.
+    The engine checks these sizes and the queue's limits before it does any other work for a
+    request.
 
     Parameters
     ----------
@@ -136,7 +137,7 @@ class Request(SamplingParams):
         grammar.
     stop_after
         A stop string that ends within the first `stop_after` output tokens is ordinary text and
-        does not end the output. None: `min_tokens`.
+        does not end the output. None: the value of `min_tokens`.
     special_tokens
         Whether names of special tokens in the prompt or messages are encoded as special ids. If
         not, they are plain text. Names in the chat template itself always become special ids.
@@ -435,7 +436,7 @@ def _field_error(name: str, allowed: str, value: object) -> RequestError:
 
 
 def _check_prompt(request: Request, limits: Limits) -> None:
-    """Check id, prompt and messages."""
+    """Check `id`, `prompt` and `messages`, and that the request has exactly one prompt."""
     if request.id is not None and not isinstance(request.id, str):
         raise _field_error("id", "a string", request.id)
     given = []
@@ -464,7 +465,7 @@ def _check_prompt(request: Request, limits: Limits) -> None:
 
 
 def _check_types(request: Request, limits: Limits) -> None:
-    """Check the types of the list fields and boolean fields, and type and size of the grammar."""
+    """Check the types of the list and boolean fields, and type and size of the grammar."""
     for name in ("stop", "stop_ids", "tokens", "allowed_ids", "banned_ids"):
         value = getattr(request, name)
         if value is not None and not isinstance(value, Sequence):
@@ -483,7 +484,7 @@ def _check_types(request: Request, limits: Limits) -> None:
 
 
 def _check_ranges(request: Request) -> None:
-    """Check the integer fields and the timeout."""
+    """Check the integer fields and the timeout of a request."""
     if request.max_tokens is not None:
         check_integer("max_tokens", request.max_tokens, 1, 2**31 - 1)
     max_min_tokens = request.max_tokens or 2**31 - 1

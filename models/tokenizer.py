@@ -96,7 +96,7 @@ class Tokenizer:
             self._id_of("bos_token", bos)
         self.stop_ids = self._stop_ids(vocab_size)
         sources = self._chat_templates() if chat_template is None else {"default": chat_template}
-        #: Source of the template of conversations with tools; None if there is no template.
+        #: Source of the chat template for conversations with tools; None if there is no template.
         self.tool_template = sources.get("tool_use", sources.get("default"))
         self._templates: dict[str, ChatTemplate] = {}
         for name in sources.keys() & {"default", "tool_use"}:
@@ -114,7 +114,7 @@ class Tokenizer:
                 )
 
     def _model_vocab_size(self) -> int:
-        """Return `vocab_size` of config.json; without it, that of the tokenizer."""
+        """Return `vocab_size` of config.json; if it is absent, the tokenizer's vocabulary size."""
         config = _read_optional(self.path / "config.json")
         return config.integer("vocab_size", low=1, high=1 << 31, default=self.vocab_size)
 
@@ -257,7 +257,7 @@ class Tokenizer:
         return template.render(all_variables)
 
     def _content(self, name: str) -> str | None:
-        """Return the text of a special token of tokenizer_config.json, or None if it is absent.
+        """Return the text of the special token `name` of tokenizer_config.json; None if absent.
 
         In the file, a special token is a string or an object with a string in the field "content".
         """

@@ -70,7 +70,7 @@ class Transfer(ABC):
     Attributes
     ----------
     sent
-        Resource (`SendBuffer.resource`) of each ticket that has not been freed.
+        Maps each ticket whose data has not been freed to its `SendBuffer.resource`.
     """
 
     def __init__(self) -> None:
@@ -239,8 +239,8 @@ class Mooncake(Transfer):
         return buffer.data
 
     def release_buffer(self, address: int, resource: Any) -> None:
-        # If a receiver is still reading this memory, the checksum tells it that the memory has been
-        # freed. The first eight bytes of safetensors are never zero.
+        # This changes the data, because the first eight bytes of safetensors are never all zero. A
+        # receiver that reads the freed memory therefore finds a wrong checksum.
         resource[:8] = 0
         self._engine.unregister_memory(address)
 

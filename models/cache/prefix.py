@@ -66,7 +66,7 @@ class PrefixCache:
     disables the prefix cache. `lookahead` is as in `page_keys`.
 
     `hit_tokens` counts the tokens that were not prefilled because their pages were cached, and
-    `evictions` the evicted pages.
+    `evictions` counts the evicted pages.
     """
 
     def __init__(self, caches: Sequence[PagedKV], lookahead: int, max_pages: int) -> None:
@@ -99,7 +99,7 @@ class PrefixCache:
         return page_keys(tokens, self._caches[0].page_size, self._lookahead)
 
     def count_hits(self, keys: Iterable[bytes]) -> tuple[int, int]:
-        """Return the number of pages that `match` would find, and how many of them no slot uses."""
+        """Return how many pages `match` would find, and how many of these pages no slot uses."""
         found = self._find(keys)
         idle = self._caches[0].idle
         return len(found), sum(self._cached[key][0] in idle for key in found)
@@ -157,7 +157,7 @@ class PrefixCache:
         self._insert(pages)
 
     def _next_free_pages(self, count: int) -> list[PageGroup]:
-        """Return the free pages that would be allocated next. They remain free."""
+        """Return the next `count` page groups that would be allocated. Their pages remain free."""
         pages_by_cache = []
         for cache in self._caches:
             pages = cache.free[-count:]

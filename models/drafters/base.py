@@ -114,8 +114,8 @@ class Drafter:
         Vocabulary of the logits; None for a drafter that makes all drafts at once.
     num_candidates
         Number of ids per position that the drafter scores as drafts; None for a drafter whose
-        logits rank all ids. The grammar tests these ids and, if there are fewer than 16, the most
-        likely of the others, also with ``draft_masking="auto"``.
+        logits rank all ids. The drafts are then probed even with ``draft_masking="auto"``: the
+        grammar tests these ids first, then the most likely other ids, at least 16 in total.
     caches
         KV caches of the drafter. The engine allocates pages for every slot in each of these caches.
     reads_mask_rows
@@ -181,9 +181,9 @@ class Drafter:
         If ``feed.width`` is 1, the next round verifies no drafts, and the engine does not read the
         returned logits.
 
-        Return the logits of level 0, float32[B, Vd], with Vd columns of the draft vocabulary. The
-        sampler changes them in place for requests with logit adjustments. A drafter that writes all
-        drafts to ``feed.proposal`` returns None.
+        Return the logits of level 0, float32[B, Vd], where Vd is the size of the draft vocabulary.
+        The sampler changes them in place for requests with logit adjustments. A drafter that writes
+        all drafts to ``feed.proposal`` returns None.
         """
         raise DrafterError(f"{type(self).__name__} does not define start")
 
@@ -247,7 +247,7 @@ class DrafterContext:
 
 
 def check_target(target: LlamaModel, **expected: int) -> None:
-    """Raise ConfigError unless the target's config has the values a drafter was trained for."""
+    """Raise ConfigError unless the fields of the target's config have the `expected` values."""
     for name, value in expected.items():
         actual = getattr(target.config, name)
         if actual != value:

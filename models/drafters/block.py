@@ -109,16 +109,17 @@ class BlockDrafter(Drafter):
         """
 
     def _choose_candidates(self, lane: Lane, normed: DeviceArray, logits: DeviceArray) -> None:
-        """Add work between the logits of all levels and their use; by default none.
+        """Add kernels that run after the logits of all levels have been computed; by default none.
 
-        `normed` [R, hidden] contains the final hidden states of the rows of `logits`.
+        `normed` [R, hidden] contains the final hidden states from which `logits` were computed.
         """
 
     def _adjust_level(
         self, lane: Lane, feed: Feed, level: int, logits: DeviceArray, previous: DeviceArray
     ) -> None:
-        """Change the logits of a level in place. `previous` is the token before each row or node.
+        """Change the logits of a level in place.
 
+        `previous` contains the token before each row or, in a tree, before each node.
         The method is called only if the drafter does not set `logits_at_once`.
         """
 

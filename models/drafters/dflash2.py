@@ -11,10 +11,10 @@ and h its final hidden state, the k most likely ids x of the row get the scores
 
     u(x) + sum over r of predecessor[previous token]_r (W h)_r successor[x]_r
 
-The drafts are sampled from the softmax of the scores, from left to right. All other ids get logits
-so low that they are not sampled, but keep their relative order. The published selector does not
-define scores for them. The grammar tests the k candidates first (`Drafter.num_candidates`), and
-then the most likely of the other ids.
+The drafts are sampled from the softmax of the scores, from left to right. The published selector
+defines no scores for the other ids. Here they get logits so low that they are not sampled, but keep
+their relative order. The grammar tests the k candidates first (`Drafter.num_candidates`), and then
+the most likely of the other ids.
 """
 
 from __future__ import annotations
@@ -194,8 +194,9 @@ class _Selector:
     def score(
         self, lane: Lane, logits: DeviceArray, level: int, batch: int, previous: DeviceArray
     ) -> None:
-        """Replace the logits of a level, from 0, of `batch` requests with the selector's scores.
+        """Replace the logits of a level of `batch` requests with the selector's scores.
 
+        Levels are numbered from 0.
         `logits` is float32[nodes, V]; in a tree, the logits of consecutive nodes come from the same
         row of the block. `previous` int32[nodes] contains the token before each node.
         """

@@ -97,7 +97,7 @@ class Eagle3Head:
         self._gathered = device.empty((max_rows, hidden), "float32")
 
     def _load(self, weights: Weights) -> list[DecoderLayer]:
-        """Upload all tensors and return the decoder layers."""
+        """Upload all tensors of the head and return its decoder layers."""
         config = self.config
         checkpoint = weights.checkpoint
         hidden = config.hidden_size
@@ -207,7 +207,10 @@ class Eagle3Head:
         return out
 
     def _final_norm(self, count: int, producer: Matrix | None = None) -> Norm:
-        """Return the norm before the LM head, as described in `ActivationBuffers.norm`."""
+        """Return the `Norm` of `count` rows before the LM head.
+
+        `producer` is as in `ActivationBuffers.norm`.
+        """
         return self.stack.buffers.norm(count, self.final_norm, self.lm_head, producer)
 
     def gather(
@@ -219,7 +222,7 @@ class Eagle3Head:
         again: bool = False,
         norm: Norm | None = None,
     ) -> DeviceArray:
-        """Gather rows of the output `out`, float32[R, hidden], and compute a norm if requested.
+        """Gather rows of `out`, float32[R, hidden], and compute `norm` of them unless it is None.
 
         `index` int32[B] selects the rows. If `again` is set, `out` may be the result of an earlier
         `gather`. The rows are then written to a second buffer, which `entries` overwrites. The

@@ -83,7 +83,7 @@ class Feed:
         Maximum number of rows per request in the next target forward pass. The drafter makes at
         most ``width - 1`` drafts; if the width is 1 it makes none.
     branch
-        Number of rows per request of a draft level; 1 for a chain.
+        Number of rows that each request has in a draft level; 1 for a chain.
     row_map
         Maps forward rows to batch rows and draft indices.
     row_slot
@@ -190,7 +190,7 @@ class Feed:
 
     @property
     def round_args(self) -> list[object]:
-        """Arguments that all kernels that lay out rows have in common."""
+        """First arguments of each kernel that lays out the rows of a drafter."""
         sampler = self.sampler
         return [self.row_slot, self.state.array, sampler.arrays.results, sampler.arrays.row_words]
 

@@ -75,7 +75,7 @@ def make_drafter(choice: DrafterChoice, context: DrafterContext) -> Drafter:
 
 
 def _name(choice: object) -> str:
-    """Return the name of a choice for error messages."""
+    """Return the name of a drafter choice for error messages."""
     return getattr(choice, "__qualname__", None) or str(choice)
 
 

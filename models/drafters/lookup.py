@@ -48,7 +48,7 @@ class PromptLookup(Drafter):
     longest, shortest
         Maximum and minimum number of tokens of a suffix that is searched for.
     drafts
-        Maximum number of drafts per request; None for the maximum of a round.
+        Maximum number of drafts per request; None: as many as a round can verify.
     public
         Whether to search the histories of all requests, including finished ones. The drafts of a
         request then depend on other requests. The output tokens of the request do not depend on
@@ -62,12 +62,12 @@ class PromptLookup(Drafter):
         Whether to choose the earliest of several equally good occurrences instead of the latest.
         Occurrences in the request's own history are always preferred.
     vote
-        Occurrences that vote: "NONE"; "ALL" for all occurrences that match at least `shortest`
-        tokens; or "LONGEST" for all occurrences of the longest suffix that occurs.
+        Which occurrences vote: none ("NONE"), all that match at least `shortest` tokens ("ALL"), or
+        those of the longest suffix that occurs ("LONGEST").
     factor
         Maximum number of drafts per token of the matched suffix.
     threshold
-        Minimum product of the vote shares on a draft's path, 0 to 1.
+        Minimum score of a draft, from 0 to 1.
 
     Raises
     ------

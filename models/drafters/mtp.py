@@ -8,9 +8,9 @@ The first module reads h_i from the target, after the target's final norm. The r
 whether the norm is applied, but DeepSeek's code and the serving engines apply it.
 
 Implementations differ in the h_i that a module passes on, to the next module or to its own next
-step: SGLang passes it after the module's ``shared_head.norm``, vLLM before. Modules that were
-trained for the other variant lose acceptance from the second draft on. The option `norm_hidden` of
-`Mtp` selects the variant.
+step: SGLang passes it after the module's ``shared_head.norm``, vLLM before. If a module was trained
+for one variant and runs with the other, fewer drafts are accepted from the second draft on. The
+option `norm_hidden` of `Mtp` selects the variant.
 """
 
 from __future__ import annotations
@@ -145,9 +145,9 @@ class Mtp(Drafter):
         if feed.branch > 1:
             return self._tree_step(lane, feed, level)
         j = level if self._several else 0
-        # Of several modules, module j has to process entries n - j .. n - 1, which combine hidden
-        # states with drafts. A single module has to process only the entry of the draft at this
-        # level.
+        # If there are several modules, module j has to process entries n - j .. n - 1, which
+        # combine hidden states with drafts. A single module has to process only the entry of this
+        # level's draft.
         for back in reversed(range(max(j, 1))):
             rows = feed.drafts(lane, level - back, -j)
             self._run(lane, j, rows, self._last_hidden[back][: feed.batch])

@@ -14,9 +14,9 @@ _VOTES = {"longest": "NONE", "all": "ALL"}
 class NGram(PromptLookup):
     """Drafter that proposes the tokens after an earlier occurrence of the request's last tokens.
 
-    With `match` "longest" it proposes the continuation of the occurrence that matches the most
-    tokens. "all" searches for every suffix of `shortest` to `longest` tokens and proposes the most
-    frequent continuations. The other options are those of `PromptLookup`.
+    With ``match="longest"``, it proposes the continuation of the occurrence that matches the most
+    tokens. With ``match="all"``, it searches for every suffix of `shortest` to `longest` tokens and
+    proposes the most frequent continuations. The other options are those of `PromptLookup`.
     """
 
     def __init__(

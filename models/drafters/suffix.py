@@ -12,7 +12,9 @@ __all__ = ["Suffix"]
 
 
 class Suffix(PromptLookup):
-    """Drafter that proposes the most frequent continuation of the longest suffix found earlier.
+    """Drafter that proposes the most frequent continuation of the request's last tokens.
+
+    The continuations are those of earlier occurrences of the longest suffix that occurs earlier.
 
     Parameters
     ----------

@@ -118,8 +118,8 @@ class Admission:
         output.logprobs = None if request.logprobs is None else []
         grammar: Future[CompiledGrammar] | None = None
         if request.grammar is not None:
-            # A child process checks and compiles the grammar. If it is invalid, this future fails,
-            # and the scheduler finishes the request with reason "refused".
+            # A child process checks and compiles the grammar. If the grammar is invalid, this
+            # future fails, and the scheduler finishes the request with reason "refused".
             grammar = self._compiler.submit(request.grammar)
         return RequestState(
             request=request,
@@ -134,7 +134,10 @@ class Admission:
         )
 
     def _check_waiting_tokens(self, prompt: int, waiting: Collection[RequestState]) -> None:
-        """Check the limit on waiting tokens. It does not apply if no other request is waiting."""
+        """Raise QueueFullError if `prompt` tokens more would exceed the queue's limit on tokens.
+
+        The limit does not apply if no other request is waiting.
+        """
         limit = self._limits.waiting_tokens
         if limit is None or not waiting:
             return

@@ -241,8 +241,8 @@ def _load_drafter(
 ) -> Drafter | None:
     """Load and check the drafter; return None if the engine decodes without speculation.
 
-    Drafters such as EAGLE-3 read hidden states of the target. The target is told which layers must
-    provide them.
+    Drafters such as EAGLE-3 read hidden states of the target. This function selects the target
+    layers that provide them.
     """
     if choice is None:
         return Forced(options.max_drafts) if options.forced_drafts else None

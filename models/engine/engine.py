@@ -385,7 +385,7 @@ class Engine:
             )
 
     def _begin_call(self) -> None:
-        """Raise an error unless the engine works, and end the requests that have been cancelled.
+        """Raise EngineError if the engine has failed or is closed, and end the cancelled requests.
 
         If cancelled requests were not ended here, their ids would stay in use until the next step.
         """
@@ -685,8 +685,8 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # A forked child can leave the context too, for example by sys.exit. It does not own the
-        # engine.
+        # A forked child can leave the ``with`` block too, for example by sys.exit. The child does
+        # not own the engine.
         if not is_forked():
             self.close()
 

@@ -223,10 +223,10 @@ class Options:
         requests have ended, a request joins or is removed by the host, a request needs pages, or
         the host has not read the last 63 rounds. With ``draft_length="auto"``, a launch runs at
         most 32 rounds. While a prompt is being prefilled, rounds are launched one by one. Where
-        drafts are probed (`draft_masking`), or tokens are forced without a drafter, all batches
-        with a grammar run in single rounds, and a warning is logged. If the probed drafts are trees
-        of a drafter that computes the logits of all levels at once, all batches run in single
-        rounds. Requires a drafter that runs on the device.
+        drafts are probed (`draft_masking`), or tokens are forced without a drafter, a launch runs
+        one round if a request of the batch has a grammar, and a warning is logged. If the probed
+        drafts are trees of a drafter that computes the logits of all levels at once, every launch
+        runs one round. "graph" requires a drafter that runs on the device.
     weights
         Format of the weights of the target's decoder layers: "checkpoint" or "fp8". "checkpoint":
         as stored. "fp8": rounded to E4M3 per row while loading, which halves the bytes that are
@@ -328,7 +328,7 @@ class Options:
 
     @property
     def slack(self) -> int:
-        """Number of positions after a request's last possible position that drafts may write.
+        """Number of positions, after a request's last possible position, to which drafts may write.
 
         The request needs pages for these positions too.
         """

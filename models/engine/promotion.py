@@ -19,9 +19,9 @@ class Promotion:
     """Decides for each request whether its grammar steps run on the host.
 
     The decision is made when a request starts to take part in rounds, and holds until the request
-    leaves its slot. A request without a grammar has no grammar steps. `start` writes the stamps of
-    its mask rows once; these stamps tell kernels that every id is allowed. A request whose grammar
-    has an automaton is *promoted*: kernels do its grammar steps.
+    leaves its slot. A request without a grammar has no grammar steps. For such a request, `start`
+    writes stamps of its mask rows that tell kernels that every id is allowed. A request whose
+    grammar has an automaton is *promoted*: kernels do its grammar steps.
 
     Parameters
     ----------

@@ -109,7 +109,7 @@ class RowResult:
     tested
         Number of drafts verified.
     cut
-        Number of pending drafts that were dropped because the round had no forward rows for them.
+        Number of drafts that the round did not verify, because it had no forward rows for them.
     relaxed
         Number of accepted drafts that exact verification would have rejected.
     tokens
@@ -209,7 +209,7 @@ class Replays:
         states
             Requests of the batch rows.
         served
-            Requests among them that the grammar worker serves if the graph has host steps.
+            Those of the requests for which the host runs grammar steps.
         max_rounds
             Maximum number of rounds that the launch runs.
         """
@@ -287,7 +287,7 @@ class Replays:
         return self._resources.decoder.error(state.slot)
 
     def drafter_error(self, assignment: RowAssignment) -> GraftError | None:
-        """Return the drafter's error if the drafter failed for the request of a row, or None."""
+        """Return the error with which the drafter failed for the request of a row, or None."""
         drafter = self._resources.drafter
         return None if drafter is None else drafter.failure(assignment.slot, assignment.epoch)
 
@@ -448,7 +448,7 @@ class Replays:
 def _read_logprob(record: np.void, num_top: int) -> Logprob:
     """Convert a `LOGPROBS` record of the device to a `Logprob`.
 
-    It contains the `num_top` most likely ids, without ids of probability 0.
+    The `Logprob` contains the `num_top` most likely ids, without ids of probability 0.
     """
     ids = record["ids"].tolist()
     logprobs = record["logprobs"].tolist()

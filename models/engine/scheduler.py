@@ -424,7 +424,7 @@ class Scheduler:
 
         There are three reasons to do so. A prompt is being prefilled. Ready requests wait for slots
         or pages of requests that have left, which become free only after the loop. Or so many
-        requests have left that a graph with fewer batch rows can run the others.
+        requests have left that a graph with fewer batch rows can run the remaining ones.
         """
         if self.slots.num_prefilling or (self._ready and self.slots.num_leaving):
             return True
@@ -484,7 +484,7 @@ class Scheduler:
             self.stats.count_round(flight.graph)
 
     def _process_row(self, state: RequestState, row: RowResult, graph: RoundGraph) -> None:
-        """Append the committed tokens of a batch row to its request. End a complete request."""
+        """Append a batch row's committed tokens to its request; end the request if complete."""
         self.stats.count_row(len(row.tokens), row.tested, row.accepted)
         self._update_stall(state, row)
         if row.tokens:
@@ -640,7 +640,7 @@ class Scheduler:
         text: str = "",
         ended_on_device: bool = False,
     ) -> None:
-        """Finish a request in any state and post its last event.
+        """Finish a request, waiting or running, and post its last event.
 
         Parameters
         ----------
@@ -651,7 +651,7 @@ class Scheduler:
         error
             Cause, if the request failed.
         text
-            Text that has not been posted yet.
+            Text that `RequestState.append_tokens` has returned and no event has reported.
         ended_on_device
             Whether the device has already deactivated the slot.
         """

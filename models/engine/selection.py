@@ -40,7 +40,7 @@ class Selection(NamedTuple):
     graph
         The graph.
     served
-        Requests that the grammar worker serves.
+        Requests for which the host runs grammar steps.
     max_rounds
         Maximum number of rounds that the launch runs.
     """
@@ -58,7 +58,7 @@ class GraphSelector:
     graphs
         All graphs by key. Entries may be added after this object has been created.
     promotion
-        Knows which requests need grammar steps on the host.
+        Tells which requests need grammar steps on the host.
     kind_without_host
         Kind of the graphs for batches that need no grammar steps on the host.
     max_loop_rounds

@@ -65,7 +65,8 @@ class _PrefillingRequest:
     chunks
         Iterator; each iteration enqueues one prefill chunk.
     last_token
-        Last token of the request. Its first round processes this token.
+        Last token of the prompt or, after a preemption or migration, of the output so far. The
+        first round of the request processes this token.
     """
 
     state: RequestState
@@ -416,9 +417,10 @@ class SlotManager:
         state.reserved_positions = 0
 
     def reclaim(self, retired: int) -> None:
-        """Free the slots that requests have left and that no replay after `retired` refers to.
+        """Free the slots that requests have left and that no unfinished replay refers to.
 
-        The pages of these slots are freed too.
+        `retired` is the number of the last replay known to be complete. The pages of these slots
+        are freed too.
         """
         reclaimable = [slot for slot, replay in self._leaving.items() if replay <= retired]
         for slot in reclaimable:

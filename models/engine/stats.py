@@ -144,8 +144,8 @@ class EngineStats:
         """Fraction of the round time in which forward passes and sampling waited for the grammar.
 
         None without the option `timeline`. The grammar steps of a round run concurrently with the
-        model's kernels, on a separate lane. Only the time for which a kernel had to wait is counted
-        here.
+        model's kernels. The fraction counts only the time for which a kernel had to wait for a
+        step.
         """
         if not self.part_ns:
             return None

@@ -63,7 +63,7 @@ class DraftBudget:
     bucket. A request with K drafts is expected to get ``1 + s_1 + ... + s_K`` tokens. Here ``s_j``
     is the product of the acceptance probabilities of drafts 1 to j, where the probability of a
     draft is conditional on the acceptance of the previous drafts. The rows of a round are assigned
-    to the drafts with the greatest ``s_j`` of all requests.
+    to the drafts with the greatest ``s_j``, over all requests.
 
     An acceptance probability is a moving average over the rounds of a request. It starts at the
     average of all requests. If the drafter generated fewer drafts than it could have, the missing
@@ -89,14 +89,16 @@ class DraftBudget:
     def __init__(self, lengths: Sequence[int], max_depth: int, is_tree: bool = False):
         self.lengths = tuple(lengths)
         self._is_tree = is_tree
-        # Acceptance probabilities, [lengths or 1 for a chain, depth]; NaN: never measured.
+        # Acceptance probabilities averaged over all requests, [lengths, or 1 for a chain; depth].
+        # NaN if never measured.
         num_tables = len(self.lengths) if is_tree else 1
         self._overall = np.full((num_tables, max_depth), np.nan)
         self._by_request: WeakKeyDictionary[object, NDArray[np.float64]] = WeakKeyDictionary()
         self._idle_ns: dict[tuple[int, int], float] = {}  # by bucket and length
         self._round_ns: dict[tuple[int, int], Ema] = {}
         self._chosen: dict[int, int] = {}  # index into lengths, by bucket
-        # Numbers of launches and, since the last decision, of completed rounds, by bucket.
+        # For each bucket, the number of launches, and the number of rounds completed since the
+        # draft length was last chosen.
         self._num_launches: Counter[int] = Counter()
         self._undecided_rounds: Counter[int] = Counter()
         self._reported_zero = False
@@ -109,7 +111,7 @@ class DraftBudget:
         bucket
             Batch rows of the replay.
         length
-            Draft length.
+            Draft length of the replay.
         ns
             Time in nanoseconds.
         idle
@@ -204,7 +206,7 @@ class DraftBudget:
         return self.lengths[index]
 
     def _neighbour(self, index: int, longer: bool) -> int:
-        """Return the index of the next longer or next shorter length.
+        """Return the index of the length next to `index`: the longer or the shorter one.
 
         At the end of the list of lengths, the neighbour on the other side is returned.
         """
@@ -215,7 +217,7 @@ class DraftBudget:
         return index - step
 
     def _decide(self, bucket: int, requests: Sequence[object]) -> None:
-        """Choose the length with the highest rate; keep the current one if it is nearly as good."""
+        """Choose the length with the highest rate, or keep the current one (`MIN_GAIN`)."""
         rates = self.expected_rates(bucket, requests)
         best = rates.index(max(rates))
         current = self._chosen.get(bucket, best)
@@ -271,9 +273,9 @@ class DraftBudget:
 
 
 def _fill_unknown(probs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return an array [..., depth] in which each NaN is replaced by the value before it.
+    """Return an array [..., depth] in which each NaN is replaced with the value before it.
 
-    A NaN at depth 0 is replaced by `INITIAL_ACCEPTANCE`.
+    A NaN at depth 0 is replaced with `INITIAL_ACCEPTANCE`.
     """
     filled = probs.copy()
     previous = np.full(probs.shape[:-1], INITIAL_ACCEPTANCE)

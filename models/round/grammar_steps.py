@@ -14,9 +14,9 @@ __all__ = ["GrammarSteps"]
 class GrammarSteps:
     """Adds the grammar steps to the grammar lane of a round.
 
-    The host part of a step is work of the guided decoder, followed by a copy of the filled mask
-    rows to the device. The kernels that do the step for promoted requests come after this copy,
-    because it overwrites the mask rows of all slots.
+    A step has two parts. On the host, the guided decoder fills mask rows, which are then copied to
+    the device. Kernels then do the step for promoted requests, whose mask rows kernels fill. They
+    run after the copy, because it overwrites the mask rows of all slots.
 
     Parameters
     ----------
@@ -25,7 +25,7 @@ class GrammarSteps:
     exchange
         Memory that contains the mask rows.
     automata
-        Adds the kernels for promoted requests; None: no request is promoted.
+        Adds the kernels that do the steps of promoted requests; None: no request is promoted.
     row_slot
         int32 [B], slot of each batch row.
     """

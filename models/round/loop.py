@@ -7,7 +7,7 @@
 The round of the body is that of `RoundGraph`, without grammar steps on the host, because the driver
 allows no host nodes in the body. After verification, the kernel ``decide`` chooses whether the loop
 runs another replay. The results of the replay contain this decision. All replays of a loop have the
-same batch rows. A request that ends leaves its row empty.
+same batch rows. After a request has ended, its row is empty.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LoopControl:
     max_batch
         Maximum number of batch rows.
     slack
-        Number of positions after a request's last possible position that drafts may write.
+        Number of positions, after a request's last possible position, to which drafts may write.
     entries
         Number of entries of the output ring.
 
@@ -162,7 +162,7 @@ class LoopGraph(RoundGraph):
     def _input_args(self) -> list[object]:
         """Return the arguments of ``begin`` for the ring of the body.
 
-        The ring has one entry. Its stamp is the number of the next replay.
+        The loop's ring has one entry. Its stamp is the number of the next replay of the loop.
         """
         control = self._control
         return [control.row_slot, self.batch, control.loop[1:], 1, 1]

@@ -79,8 +79,9 @@ class DraftMasking:
     commit_name
         Node name of the commit step.
     commit_row
-        Mask row that is copied to the device after the commit step, because the first draft of this
-        round is sampled under it. None if drafts are not sampled under mask rows.
+        Index of the mask row that is copied to the device after the commit step, because the first
+        draft of this round is sampled under this mask row. None if drafts are not sampled under
+        mask rows.
     """
 
     commit_name = "commit, fill row 0"
@@ -196,7 +197,7 @@ class FillMasking(DraftMasking):
 
 
 class ProbeMasking(DraftMasking):
-    """Draft, at each level, the best of the candidates that the grammar accepts."""
+    """At each level, draft the best of those candidates that the grammar accepts."""
 
     commit_name = "commit"
 

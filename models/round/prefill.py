@@ -32,7 +32,7 @@ CHUNK = CHUNK_SIZES[-1]
 MAX_ROWS = 1024
 #: Maximum time for prefill between two rounds, as a fraction of the time of a round.
 MAX_ROUND_FRACTION = 0.8
-#: Weight of a new time in the moving average of a chunk size.
+#: Weight of a new sample in the moving average of a chunk size's times.
 TIME_WEIGHT = 0.2
 #: Each time a chunk size is skipped because it takes too long, its average time is multiplied by
 #: this factor. A size whose average is too high because of an outlier is thus tried again later.
@@ -72,7 +72,7 @@ class PrefillScheduler:
     Parameters
     ----------
     fixed_rows
-        Number of rows between two rounds; None to choose it by time.
+        Number of prompt tokens between two rounds; None to choose it by measured times.
     """
 
     def __init__(self, fixed_rows: int | None) -> None:
@@ -106,7 +106,7 @@ class PrefillScheduler:
         return CHUNK * min(num_chunks, MAX_ROWS // CHUNK)
 
     def charged_rows(self, rows: int, allowed: int) -> int:
-        """Return how many of the allowed rows a chunk uses up.
+        """Return how many of the `allowed` rows a chunk of `rows` rows uses up.
 
         The number is proportional to the chunk's time, and at least the chunk's number of rows.
         Small chunks take more time per row than large ones.
@@ -116,7 +116,7 @@ class PrefillScheduler:
         rows
             Rows of the chunk.
         allowed
-            Rows that are still allowed before the next round.
+            Number of prompt tokens that may still be prefilled before the next round.
         """
         allowed = min(allowed, CHUNK)
         fraction = 0.0
@@ -195,7 +195,7 @@ class Prefill:
         self._write_rows = device.load(_KERNELS)["prompt_rows"]
 
     def warm(self, lane: StreamLane) -> list[PrefillChunk]:
-        """Run each chunk size twice, with rows that are all padding.
+        """Run a chunk of each size twice; all its rows are padding.
 
         The first run of a size compiles and loads its kernels, so that no prompt waits for the
         compiler between rounds.
@@ -285,7 +285,7 @@ class Prefill:
         Yields
         ------
         PrefillChunk
-            Each chunk after it has been enqueued.
+            Each chunk, after it has been enqueued.
         """
         last = len(tokens) - 1
         end_of_prompt = last  # the first round feeds the last token to the target
@@ -310,7 +310,7 @@ class Prefill:
     def _resume(
         self, lane: StreamLane, drafter: Drafter, slot: int, num_cached: int, last: int
     ) -> None:
-        """Let the drafter process the first `num_cached` tokens of a prompt.
+        """Let the drafter process those tokens of a prompt that were in the prefix cache.
 
         The KV-cache entries of these tokens exist already. The drafter only updates the state that
         it keeps outside the KV cache.

@@ -1,8 +1,9 @@
 """One round of guided speculative decoding as one CUDA graph.
 
 The graph has two lanes, in-order sequences of nodes. The model lane runs kernels, and the grammar
-lane runs the host functions of the grammar. A lane waits for a mark that the other lane has
-recorded::
+lane runs the host functions of the grammar. The lanes synchronize at marks: one lane
+records a mark, and the other lane waits for it. ``^`` shows where the model lane waits for the
+grammar lane::
 
     model    begin - target forward - [masks] - verify - draft ...
     grammar  open ----------------------^          `- commit ...
@@ -65,7 +66,7 @@ class RoundResources:
     masking
         Class that adds the grammar steps for the draft mode to a graph.
     sampler
-        Samples and verifies tokens, and samples the drafts of a chain.
+        Samples target tokens, verifies drafts, and samples the drafts of a chain.
     tree
         Grows draft trees; None for other modes.
     state
@@ -73,7 +74,7 @@ class RoundResources:
     decoder
         Creates the grammar steps that run on the host.
     automata
-        Adds the grammar steps that kernels run; None: all grammar steps run on the host.
+        Adds the kernels that do grammar steps; None: all grammar steps run on the host.
     exchange
         Memory shared by kernels, grammar worker and host.
     inputs, outputs
@@ -328,7 +329,7 @@ class RoundGraph:
         self._model.kernel(kernel, 1, _THREADS, args, name="begin")
 
     def _input_args(self) -> list[object]:
-        """Return the arguments of ``begin`` for the ring that has the slot of each batch row."""
+        """Return the arguments with which ``begin`` reads the slots from the input ring."""
         inputs = self.resources.inputs
         slots = inputs["slot"]
         stamp = inputs.stamp

@@ -66,7 +66,7 @@ class Stamps:
     lane
         Model lane.
     every
-        Whether to write a stamp after every part, or only at the end of the round.
+        Whether to write a stamp after every part. If not, only the end of the round gets a stamp.
 
     Attributes
     ----------

@@ -56,7 +56,7 @@ class StopFinder:
         return first_begin
 
     def _insert(self, string: str) -> None:
-        """Add the states of one stop string."""
+        """Add the states that represent the prefixes of one stop string."""
         state = 0
         for depth, char in enumerate(string, 1):
             children = self._children[state]
@@ -85,7 +85,7 @@ class StopFinder:
                 queue.append(child)
 
     def _step(self, state: int, char: str) -> int:
-        """Return the state after `char`."""
+        """Return the state that `char` leads to from `state`."""
         while state and char not in self._children[state]:
             state = self._suffix[state]
         children = self._children[state]

@@ -51,8 +51,8 @@ class Detokenizer:
     such a token depends on two properties of the previous token only: whether there is one, because
     a leading space is stripped at the beginning of a text, and how it ends.
 
-    All ids are less than `size`. A decoder that combines ByteLevel with steps that change the text
-    raises TokenizerError.
+    Valid ids are less than `size`. If the tokenizer's decoder combines ByteLevel with steps that
+    change the text, the constructor raises TokenizerError.
 
     Attributes
     ----------
@@ -108,11 +108,11 @@ class Detokenizer:
 
     @cached_property
     def anchor(self) -> list[int]:
-        """Ids that represent the text before a run of ids that the library converts.
+        """At most one id, to decode before other ids so that their leading space is kept.
 
-        The library strips a leading space at the beginning of a text. One id with a non-empty text
-        before the run prevents this. The list is empty if there is no such id, or if the tokenizer
-        is byte-level and the library converts no ids.
+        The library strips a leading space at the beginning of a text. An id with a non-empty text
+        before the space prevents this. The list is empty if no id that the library converts has a
+        non-empty text, or if the tokenizer is byte-level and the library therefore converts no ids.
         """
         if self._is_byte_level:
             return []
@@ -136,8 +136,7 @@ class IncrementalDecoder:
         self._detokenizer = detokenizer
         self._hidden = frozenset() if special else detokenizer.special_ids.difference(shown)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(detokenizer.utf8_errors)
-        # Ids to pass to the library before the next id, because the text of the next id depends on
-        # them.
+        # Ids to decode together with the next id, because its text depends on them.
         self._context: list[int] = []
 
     def push(self, ids: Iterable[int]) -> str:

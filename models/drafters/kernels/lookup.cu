@@ -38,8 +38,8 @@ extern "C" __global__ void record_tokens(const int* token, const int* slot, cons
   }
 }
 
-// Search for one batch row. The suffix is the last tokens of the request. An occurrence (s, p) is a
-// place where the suffix, or the end of the suffix, matches the tokens of history s up to and
+// Search for one batch row. The suffix is the last tokens of the request. An occurrence (s, p)
+// means that the suffix, or the end of the suffix, matches the tokens of history s up to and
 // including token p.
 struct Lookup {
   const int* histories;
@@ -51,8 +51,8 @@ struct Lookup {
   bool oldest;         // prefer the earliest occurrence, not the latest
   const int* drafted;  // drafts between the last token and the tree node, which extend the suffix
 
-  // Returns how many tokens before and including (s, p) match the last tokens of the request. The
-  // result is at most `max_tokens`.
+  // Returns how many tokens of history s, up to and including token p, match the last tokens of the
+  // request. The result is at most `max_tokens`.
   __device__ int match_length(int s, int p, int max_tokens) const {
     const int* history = histories + static_cast<long long>(s) * length;
     const int* own = histories + static_cast<long long>(self) * length;
@@ -62,9 +62,8 @@ struct Lookup {
     return found;
   }
 
-  // Returns the token j + 1 positions after an occurrence, or -1 after the end of the history. In
-  // the request's own history, the drafts follow the last token. A sequence that repeats can
-  // therefore be continued beyond the last token.
+  // Returns token p + 1 + j of history s, or -1 after its end. The request's own history is
+  // continued by the drafts, so a sequence that repeats can be drafted beyond the last token.
   __device__ int following(int s, int p, int j) const {
     const int at = p + 1 + j;
     if (s == self && at > n) return drafted[at - n - 1];
@@ -114,7 +113,7 @@ struct Candidate {
   int token;
   int parent;  // number of the parent draft, from 1; 0 for the last token of the request
   int depth;
-  bool single;  // its descendants are read from the same occurrence, without another search
+  bool single;  // the drafts after it are read from the same occurrence, without another search
   float score;
   unsigned long long rank;  // rank of the occurrence that the token follows
 };
