@@ -25,7 +25,7 @@ from graft.tools.serve.replicas import Actor
 
 #: Maximum number of concurrent method calls of an actor.
 _MAX_CONCURRENCY = 16
-#: Bytes of Ray's object store. Messages are small.
+#: Size of Ray's object store in bytes. It can be small because all messages are small.
 _OBJECT_STORE_BYTES = 1 << 27
 #: Number of attempts to delete Ray's files, and interval between two attempts in seconds.
 _DELETE_ATTEMPTS = 20
@@ -73,7 +73,7 @@ class ReplicaActor:
         return events
 
     async def counters(self) -> dict[str, Any] | None:
-        """Return `Engine.counters`, or None if the engine does not answer."""
+        """Return the result of `Engine.counters`, or None if the engine does not answer."""
         return (await self._driver.counters())[0]
 
 
@@ -142,7 +142,7 @@ def ray_cluster(count: int) -> Iterator[Callable[[], Actor]]:
 
 @contextmanager
 def private_folder() -> Iterator[str]:
-    """Create a folder for Ray's files, which only this user can read, and delete it at the end."""
+    """Create a folder that only this user can read, for Ray's files, and delete it at the end."""
     with scratch_folder("graft-ray-") as parent:  # mode 0700; Ray sets that of `folder` to 0777
         folder = parent / "ray"
         folder.mkdir()
@@ -181,7 +181,7 @@ def _import_ray() -> Any:
 
 
 def _start_ray(ray: Any, count: int, folder: str) -> None:
-    """Start a local cluster with `count` CPUs, which keeps its files in `folder`."""
+    """Start a local cluster that has `count` CPUs and stores its files in `folder`."""
     try:
         ray.init(
             address="local",

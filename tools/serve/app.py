@@ -45,7 +45,7 @@ from graft.tools.serve.tokenization import detokenize, tokenize
 from graft.tools.version import version
 
 T = TypeVar("T")
-#: Maximum number of bytes that are read after the maximum size of a body, and discarded.
+#: Maximum number of bytes that are read and discarded after a body has exceeded its maximum size.
 _MAX_DISCARDED_BYTES = 1 << 26
 #: Maximum total size in bytes of the bodies that are being received.
 MAX_RECEIVED_BYTES = 1 << 28
@@ -62,13 +62,13 @@ class Settings:
 
     #: Model name that clients use.
     name: str
-    #: Keys of which clients must send one. An empty tuple disables authentication.
+    #: API keys. A client must send one of them. An empty tuple disables authentication.
     api_keys: tuple[str, ...] = ()
     #: Names that the header ``Host`` of a request may have; None for any name. Without this check,
     #: a web page could use a server without authentication through a browser on this machine, if
     #: the DNS name of the page resolves to the address of the server (DNS rebinding).
     hosts: frozenset[str] | None = None
-    #: Jinja template that replaces the chat template of the model.
+    #: Jinja template that replaces the model's chat template; None to use the model's.
     chat_template: str | None = None
     #: One of `graft.tools.serve.reasoning.REASONING_PARSERS`; None if the model does not reason.
     reasoning_parser: str | None = None
@@ -219,7 +219,7 @@ class Service:
         return fields
 
     async def _receive(self, request: HttpRequest) -> bytes:
-        """Return the body of a request."""
+        """Receive the body of a request and return its bytes; called by `read_body`."""
         max_bytes = self.settings.max_body_bytes
         max_received = max(MAX_RECEIVED_BYTES, max_bytes)
         body = bytearray()
@@ -315,7 +315,10 @@ class Service:
         request: HttpRequest,
         function: Callable[[RequestParser, dict[str, Any]], dict[str, Any]],
     ) -> Response:
-        """Return the result of a function of the parser and the fields of a request."""
+        """Call `function` with the parser and the fields of a request; return its result as JSON.
+
+        The function runs in the parser's thread.
+        """
         fields = await self.read_body(request)
         try:
             body = await _run_in(self._parser_thread, function, self.parser, fields)
@@ -437,7 +440,7 @@ class _GenerateEndpoint:
             service.api_requests -= is_counted
 
     def _read(self, given: dict[str, Any]) -> ChatRequest | CompletionRequest:
-        """Validate the fields of a request."""
+        """Validate the fields `given` and return them as a chat completion or a completion."""
         is_chat = "messages" in given if self._chat is None else self._chat
         name = self._service.settings.name
         if is_chat:
@@ -453,9 +456,9 @@ class _GenerateEndpoint:
         return CompletionWriter(api_request, self._service.parser.name, choices)
 
     def _locate(self, error: ApiError, fields: Collection[str]) -> ApiError:
-        """Return `error` with ``param`` set to the API's field that caused it.
+        """Return `error` with ``param`` set to the name of the API field that caused the error.
 
-        `fields` are the names of the request's fields.
+        `fields` are the names of the fields that the request has.
         """
         return use_api_fields(error, fields)
 
@@ -471,7 +474,7 @@ class _GenerateEndpoint:
         return _json_response(writer.body([outputs[i] for i in range(len(outputs))]))
 
     async def _writer(self, api_request: ApiRequest) -> _Writer:
-        """Return a writer whose choices have the log probabilities of their prompts."""
+        """Return a writer for the response, after computing the prompts' log probabilities."""
         service = self._service
         logprobs = None
         if api_request.prompt_logprobs is not None:
@@ -548,7 +551,8 @@ async def _events(
 ) -> AsyncIterator[tuple[int, Event]]:
     """Yield the events of a request.
 
-    ApiError is raised if a request of the engine was refused, failed or was cancelled.
+    ApiError is raised if the engine refused one of the API request's engine requests, or if one of
+    them failed or was cancelled.
     """
     async for index, event in stream:
         if event.output is not None:

@@ -238,7 +238,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_api_keys(keys: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the API keys of the option ``--api-key``, or of the environment variable."""
+    """Return `keys`, the values of ``--api-key``, or the keys of the environment variable."""
     if keys is None:
         keys = os.environ.get(API_KEY_VARIABLE, "").split(",")
     return tuple(key.strip() for key in keys if key.strip())
@@ -249,7 +249,7 @@ def allowed_hosts(options: argparse.Namespace) -> frozenset[str] | None:
 
     A server on a loopback address without API keys accepts only local names. Otherwise, a web page
     could send it requests from a browser on this machine. A server on another address does not
-    know its names.
+    know the names under which clients reach it. It accepts any name, or those of --allowed-host.
     """
     names = set(options.allowed_host or ())
     if is_loopback(options.host):

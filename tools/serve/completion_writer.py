@@ -13,11 +13,10 @@ from graft.tools.serve.reasoning import END, ReasoningParser
 from graft.tools.serve.request_parser import ApiRequest, RequestParser
 from graft.tools.serve.tool_formats.parser import ToolCallParser
 
-#: OpenAI's finish reasons by the engine's finish reasons. An output with any other reason is an
-#: error.
+#: Maps the engine's finish reasons to OpenAI's. An output with another reason becomes an error.
 _FINISH_REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "timeout": "length"}
-#: Lower bound of reported log probabilities. JSON cannot represent minus infinity, the value of
-#: masked tokens.
+#: Lower bound of reported log probabilities. The log probability of masked tokens is minus
+#: infinity, which JSON cannot represent.
 _MIN_LOGPROB = -9999.0
 # If an event has several chunks in a stream, the first chunk has the fields that describe the
 # tokens of the event, and the last chunk has the fields that describe the end of the output.
@@ -28,8 +27,9 @@ _END_FIELDS = ("finish_reason", "stop_reason", "matched_stop")
 class ResponseChoice:
     """Builds one choice of a response from the events or from the output of an engine request.
 
-    `parser` provides the text of each token. `prompt_logprobs` are the log probabilities of the
-    prompt's tokens except for the first one; None unless requested.
+    `index` is the index of the choice and of its request in `api_request`. `parser` provides the
+    text of each token. `prompt_logprobs` are the log probabilities of the prompt's tokens except
+    for the first one; None unless requested.
     """
 
     def __init__(
@@ -94,9 +94,10 @@ class ResponseChoice:
         return choice | {"message": message}
 
     def chunks(self, event: Event) -> Iterator[dict[str, Any]]:
-        """Yield the choices of an event, one per chunk of the stream, with at most one call each.
+        """Convert an event to stream chunks, and yield the choice that each chunk contains.
 
-        In a chat, the last chunk has the finish reason and no text.
+        A chunk has a part of at most one tool call. In a chat, the last chunk has the finish reason
+        and no text.
         """
         reasoning, content, calls = self._split(event)
         self._num_tokens += len(event.tokens)
@@ -125,7 +126,11 @@ class ResponseChoice:
     def _chat_chunk(
         self, choice: dict[str, Any], delta: dict[str, Any], is_first: bool, is_last: bool
     ) -> dict[str, Any]:
-        """Return one of the chunks of an event."""
+        """Return the choice of one chunk of a chat.
+
+        `choice` has the event's fields, and `delta` the chunk's new text or call. `is_first` and
+        `is_last` say whether it is the first or the last chunk of the event.
+        """
         chunk = dict(choice)
         if not is_first:
             chunk |= {name: None for name in _TOKEN_FIELDS if name in choice}
@@ -228,7 +233,7 @@ class ResponseChoice:
         }
 
     def _matched_stop(self, output: Output) -> str | int | None:
-        """Return the stop string or the stop id that ended an output; None if there is none."""
+        """Return the stop string or stop id that ended an output; None if neither ended it."""
         if output.reason == "stop":
             return output.tokens[-1]
         if output.reason != "stop_string":
@@ -325,7 +330,7 @@ class CompletionWriter:
         return body | {"usage": token_usage(outputs)}
 
     def messages(self, index: int, event: Event) -> Iterator[str]:
-        """Yield the server-sent events for an event of the engine."""
+        """Yield the server-sent events for an engine event of the choice `index`."""
         if event.output is not None:
             self._outputs.append(event.output)
         for chunk in self._choices[index].chunks(event):
@@ -360,7 +365,7 @@ def output_event(output: Output) -> Event:
 
 
 def _reasoning_fields(text: str | None) -> dict[str, str | None]:
-    """Return the reasoning section under the names of vLLM, and of SGLang and DeepSeek."""
+    """Return the response fields with the reasoning text: vLLM's, and SGLang's and DeepSeek's."""
     return {"reasoning": text, "reasoning_content": text}
 
 

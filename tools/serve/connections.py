@@ -24,7 +24,7 @@ HEADER_TIMEOUT_S = 15.0
 #: Time in seconds for which a connection stays open after a response if the client sends nothing.
 KEEP_ALIVE_S = 5
 #: Maximum number of connections that the event loop accepts before it handles other events. The
-#: connections of a few such iterations can exceed the maximum number of connections.
+#: number of connections can exceed its limit by a few times this value, until the excess is closed.
 ACCEPT_BATCH = 16
 #: Number of file descriptors reserved for the rest of the process: files, pipes, child processes.
 RESERVED_DESCRIPTORS = 128
@@ -59,8 +59,8 @@ class Connection(H11Protocol):
     server_state: Connections
     #: Time at which the client connected or received its last response.
     waiting_since: float
-    #: Time at which the server stopped sending, because the client must first receive a part of the
-    #: response; None if the server is not waiting for that.
+    #: Time at which the server stopped sending because the client had not read what was sent; None
+    #: if the server can send.
     blocked_since: float | None = None
 
     @property
@@ -85,12 +85,12 @@ class Connection(H11Protocol):
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """Record that the server waits until the client has received a part of the response."""
+        """Record that the server cannot send more until the client reads what was sent."""
         self.blocked_since = time.monotonic()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """Record that the response continues."""
+        """Record that the client has read enough for the server to send more."""
         self.blocked_since = None
         super().resume_writing()
 
@@ -98,8 +98,9 @@ class Connection(H11Protocol):
 class Connections(ServerState):
     """The open connections of a server, at most `limit`.
 
-    `send_timeout_s` is the time limit in seconds for a client to receive a part of a response for
-    which the server waits, or the rest of a response after the server has closed the connection.
+    `send_timeout_s` is a time limit in seconds. If the server cannot send more because the client
+    has not read what was sent, the client must read within this time. It must also read the rest of
+    a response within this time after the server has closed the connection.
     """
 
     connections: set[Connection]  # type: ignore[assignment]
@@ -112,8 +113,8 @@ class Connections(ServerState):
     def make_room(self) -> None:
         """If there are too many connections, close those that have waited for a request longest.
 
-        Connections with a request in progress stay open. If all other connections have one, the new
-        connection is closed.
+        Connections with a request in progress stay open. If all connections except for the new one
+        have a request in progress, the new connection is closed.
         """
         excess = len(self.connections) - self.limit
         if excess <= 0:
@@ -127,7 +128,8 @@ class Connections(ServerState):
             for connection in self.connections
             if connection.is_waiting or connection.transport.is_closing()
         ]
-        # Searching all connections takes time, so each search closes a sixteenth of them.
+        # Searching all connections takes time, so each search closes up to a sixteenth of the limit
+        # instead of one connection.
         count = min(len(unused) - 1, max(excess, self.limit // 16))
         for connection in heapq.nsmallest(max(count, 1), unused, _waiting_since):
             self._abort(connection)
@@ -135,8 +137,8 @@ class Connections(ServerState):
     def close_unused(self) -> None:
         """Close the connections whose clients have exceeded a time limit.
 
-        The limits are `HEADER_TIMEOUT_S` for the header of the next request, and `send_timeout_s`
-        for receiving a part of a response.
+        The limits are `HEADER_TIMEOUT_S` for sending the header of the next request, and
+        `send_timeout_s` for reading a part of a response.
         """
         now = time.monotonic()
         for connection in list(self.connections):
@@ -149,7 +151,8 @@ class Connections(ServerState):
                 connection.transport.close()
 
     def _abort(self, connection: Connection) -> None:
-        # The event loop calls connection_lost later. Other clients may connect before that.
+        # The event loop removes the connection only later, in connection_lost. New connections that
+        # are made before that must not count this one.
         self.connections.discard(connection)
         connection.transport.abort()
 
@@ -211,7 +214,7 @@ def is_no_send_warning(record: logging.LogRecord) -> bool:
 
 
 def handle_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an error of the event loop. Use one line if the process or system is out of resources."""
+    """Log an error of the event loop, in one line if the process or system is out of resources."""
     error = context.get("exception")
     if isinstance(error, OSError) and error.errno in _RESOURCE_ERRORS:
         _logger.error("%s: %s", context.get("message"), error)

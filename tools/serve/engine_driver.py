@@ -103,7 +103,7 @@ class EngineDriver:
             self._put(partial(self._engine.cancel, request_id))
 
     def cancel_all(self) -> None:
-        """Cancel all requests. The last event of each is still delivered."""
+        """Cancel all requests. The last event of each request is still delivered."""
         for request_id in self._sinks:
             self._put(partial(self._engine.cancel, request_id))
 

@@ -32,9 +32,9 @@ _COMPLETE = ("stop", "stop_string", "length", "timeout")
 class ApiError(GraftError):
     """An API request that cannot be answered.
 
-    `param` is the field of the request at fault, and `code` is OpenAI's error code; None if there
-    is none. If only the field of `graft.models.request.Request` at fault is known, it is
-    `engine_param`, and `use_api_fields` of the module `requests` finds the field of the API.
+    `param` is the API field at fault, and `code` is OpenAI's error code; each is None if there is
+    none. An error of the engine names a field of `graft.models.request.Request` instead. This field
+    is `engine_param`, and `requests.use_api_fields` finds the API field that set it.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from graft.tools.serve.errors import ApiError
 #: Type of the pydantic errors that `rule_error` returns. Their message says what is wrong.
 _RULE = "rule"
 _UNKNOWN_KEY = "unknown_key"
-#: What a value must be, by pydantic's type of the error.
+#: Maps pydantic's error types to a description of the values that are allowed.
 _ALLOWED = {
     "bool_type": "true or false",
     "string_type": "a string",
@@ -29,8 +29,8 @@ _ALLOWED = {
 class Fields(BaseModel):
     """An object in a request. A value of null counts as absent.
 
-    A validator raises the result of `rule_error`, or `ApiError` if the message needs another form;
-    pydantic passes `ApiError` on unchanged. Values of type ``Any`` are checked elsewhere.
+    A validator raises the result of `rule_error`, or `ApiError` if the message needs another form.
+    pydantic does not catch `ApiError`. Values of type ``Any`` are checked elsewhere.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -73,10 +73,11 @@ def only(supported: Any) -> AfterValidator:
 def read_fields(
     model: type[FieldsT], given: Mapping[str, Any], served: str | None = None
 ) -> FieldsT:
-    """Validate the fields of a request for the language model `served`.
+    """Validate the fields `given` of a request and return them as an instance of `model`.
 
-    ApiError is raised if a field is unknown or invalid. If the request asks for another language
-    model, the error has status 404. Without `served`, the request names no language model.
+    ApiError is raised if a field is unknown or invalid. `served` is the name of the language model
+    that the server runs. If the request asks for another one, the error has status 404. If `served`
+    is None, the name of the language model is not checked.
     """
     try:
         body = model.model_validate(given)
@@ -94,7 +95,7 @@ def read_fields(
 
 
 def _to_api_error(model: type[Fields], error: ErrorDetails) -> ApiError:
-    """Convert an error of pydantic. The message has the path of the value, and the value."""
+    """Convert a validation error of pydantic to an error that names the value and its path."""
     place = error["loc"]
     path = ""
     for part in place:

@@ -19,8 +19,8 @@ _STRUCTURED_KEYS = {"json", "json_object", "regex", "choice", "grammar", "struct
 #: Options of structured_outputs that have no effect, because JSON is always generated on one line,
 #: and no second backend is tried after an error.
 _NEUTRAL_OPTIONS = ("disable_fallback", "disable_any_whitespace")
-#: Name of a grammar in messages about values that JSON cannot express, by `FoundGrammar.key`. If a
-#: key is missing, the key itself is the name.
+#: Maps `FoundGrammar.key` to the name of the grammar in error messages about values that JSON
+#: cannot express. For all other keys, the name is the key.
 _SUBJECTS = {
     "json": "JSON schema",
     "strict_json": "JSON schema",
@@ -50,12 +50,12 @@ def find_grammars(
 ) -> list[FoundGrammar]:
     """Return the grammars that response_format, structured_outputs or tools define.
 
-    The first one is the grammar of the output. Others are only checked, before the first one. The
-    list is empty if the output is free text.
+    The first grammar of the list constrains the output. The others are only checked for errors,
+    before the first one. The list is empty if the output is free text.
 
     If the model may call tools, a request can also have one other grammar. The output is then
-    either a sequence of calls or text of this grammar. If the model must call a tool, the request
-    can also have a response_format, which must be valid and has no effect.
+    either a sequence of calls or text that matches this grammar. If the model must call a tool, the
+    request can also have a response_format, which must be valid but has no effect.
 
     ApiError or RequestError is raised if the request has more than one grammar, or the grammar is
     too large.
@@ -69,7 +69,7 @@ def find_grammars(
         if len(found) == 1 and not tools.required:
             found[0].check_size(limits)
             form = one_of([tool_format.calls(tools), _as_format(found[0])])
-            # It is also checked alone, so that its errors name its field.
+            # The other grammar is also checked on its own, so that its errors name its field.
             unused, found = found, []
         elif tools.required and [grammar.name for grammar in found] == ["response_format"]:
             # The output is a call, so there is no content to which response_format applies.
@@ -89,7 +89,7 @@ def field_of(grammar: FoundGrammar, body: ChatRequest | CompletionRequest) -> st
 
 
 def requires_answer(body: ChatRequest | CompletionRequest) -> bool:
-    """Return whether the output of a request with a grammar must contain text of the grammar.
+    """Return whether an output with a grammar must contain text that matches the grammar.
 
     This is not the case if the grammar only constrains calls that the model may make, or only
     excludes bad words.
@@ -136,7 +136,7 @@ def _structured_outputs(body: ChatRequest | CompletionRequest) -> list[FoundGram
 
 
 def _is_enabled(grammar: FoundGrammar) -> bool:
-    """Return whether a grammar constrains the output: json_object can be switched off."""
+    """Return whether a grammar is in use: its value is not null, nor false for json_object."""
     if grammar.key == "json_object":
         if not isinstance(grammar.value, bool):
             raise ApiError(
@@ -148,7 +148,7 @@ def _is_enabled(grammar: FoundGrammar) -> bool:
 
 
 def _read_structured_outputs(structured: Any) -> dict[str, Any]:
-    """Return the grammars of structured_outputs by key, without options and nulls."""
+    """Check structured_outputs and return its grammars by key, without options and nulls."""
     grammars = {}
     if isinstance(structured, dict):
         grammars = {key: value for key, value in structured.items() if value is not None}
@@ -215,9 +215,10 @@ def _make_grammar_spec(key: str, document: JsonValue | str) -> GrammarSpec | Non
 
 
 def _structural_tag(value: Any) -> Any:
-    """Convert a structural tag from the format of OpenAI, or of XGrammar, for `make_grammar`.
+    """Convert the structural tag of a request to the form that `make_grammar` expects.
 
-    A tag whose schema is missing or null allows any JSON.
+    The older form lists the tags under ``structures``. A tag without a schema, or whose schema is
+    null, allows any JSON.
     """
     if isinstance(value, str):
         value = parse_json("structural tag", value)
@@ -236,7 +237,7 @@ def _structural_tag(value: Any) -> Any:
 
 
 def _with_schema(tag: Any) -> Any:
-    """Return a tag of a structural tag with the schema of any JSON if it has no schema."""
+    """Return a tag of a structural tag. If it has no schema, add one that allows any JSON."""
     if isinstance(tag, dict) and tag.get("schema") is None:
         return tag | {"schema": {}}
     return tag
@@ -264,5 +265,5 @@ def _as_format(grammar: FoundGrammar) -> dict[str, Any]:
 
 
 def _parsed(schema: Any) -> Any:
-    """Return a JSON schema, which may be given as JSON text."""
+    """Return a JSON schema. If it is given as JSON text, parse the text."""
     return parse_json("JSON schema", schema) if isinstance(schema, str) else schema

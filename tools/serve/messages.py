@@ -47,7 +47,7 @@ class _ToolCall(Fields):
 
 
 class _Message(Fields):
-    """A message. The keys ``annotations`` and ``parsed`` have no meaning in a prompt."""
+    """A message. The keys ``annotations`` and ``parsed`` are ignored: they are not for prompts."""
 
     model_config = ConfigDict(extra="allow")  # keys of the template, see `read_messages`
 

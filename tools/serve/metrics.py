@@ -37,7 +37,7 @@ _COUNTERS = (
     ),
     ("graft_prefix_evictions", "Pages evicted from the prefix cache.", "prefixes", "evictions"),
 )
-#: Gauges, as tuples in the form of `_COUNTERS`.
+#: Gauges whose values the engines report, as tuples in the form of `_COUNTERS`.
 _GAUGES = (
     ("graft_prefix_pages", "Pages in the prefix cache.", "prefixes", "pages"),
     ("graft_pages", "KV-cache pages of running requests.", "held", "pages"),
@@ -49,7 +49,7 @@ _SERVER_GAUGES = {
     "calls": "API requests in progress.",
     "requests_waiting": "Engine requests that wait for a slot.",
 }
-#: Counters of rounds, as tuples of key, label and description.
+#: Counters of rounds that have a second label, as tuples of key, label and description.
 _ROUND_COUNTERS = (
     ("rounds_by_kind", "kind", "Decoding rounds by kind of graph: host, device or loop."),
 )
@@ -111,9 +111,9 @@ class Metrics:
     def page(self, counters: Sequence[Mapping[str, Any] | None], **gauges: float) -> bytes:
         """Return the metrics in Prometheus's text format.
 
-        `counters` are `Engine.counters` of each replica, or None for a replica that does not
-        answer, whose last known counters are reported. `gauges` are the values of the gauges in
-        `_SERVER_GAUGES`.
+        `counters` has the result of `Engine.counters` for each replica. It is None if the replica
+        does not answer; its last known counters are then reported. `gauges` has the values of the
+        gauges in `_SERVER_GAUGES`.
         """
         alive = {}
         for index, engine in enumerate(counters):
@@ -126,7 +126,10 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of the engines. The registry calls this method for each page."""
+        """Yield the gauges of the server and the metrics of the engines.
+
+        The registry calls this method whenever `page` is called.
+        """
         for name, value in self._gauges.items():
             yield GaugeMetricFamily(f"graft_{name}", _SERVER_GAUGES[name], value)
         alive = {(replica,): is_alive for replica, is_alive in self._alive.items()}
@@ -189,7 +192,7 @@ def _inter_token_latency(output: Output) -> float | None:
 def _family(
     kind: Any, name: str, description: str, labels: Sequence[str], values: Mapping[Any, float]
 ) -> Any:
-    """Return a metric with the label ``replica`` and additional labels.
+    """Return a metric of class `kind` with the label ``replica`` and the additional `labels`.
 
     The keys of `values` are tuples: the number of the replica, followed by the values of `labels`.
     """

@@ -23,10 +23,10 @@ from graft.tools.serve.request_stream import RequestStream
 async def score_prompts(
     driver: EngineDriver | Replicas, prompts: Sequence[Sequence[int]], count: int
 ) -> list[list[Logprob]]:
-    """Return the log probabilities of all tokens of each prompt except for the first token.
+    """Return, for each prompt, the log probabilities of its tokens except for the first token.
 
-    Each position has the `count` most likely tokens. ApiError is raised if a prompt is invalid, or
-    the engine fails.
+    For each position, the result also has the `count` most likely tokens. ApiError is raised if a
+    prompt is invalid, or the engine fails.
     """
     return [await _score_prompt(driver, prompt, count) for prompt in prompts]
 
@@ -57,7 +57,7 @@ async def _score_prompt(
 async def _generate_one(
     driver: EngineDriver | Replicas, requests: Sequence[Request]
 ) -> list[Logprob]:
-    """Run requests for one token each, and return the log probabilities of the tokens."""
+    """Run requests that generate one token each, and return the tokens' log probabilities."""
     stream = RequestStream(driver, requests)
     found: dict[int, Logprob] = {}
     try:

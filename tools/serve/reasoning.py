@@ -24,11 +24,11 @@ REASONING_PARSERS = ("deepseek_r1", "qwen3")
 
 
 def has_reasoning(prompt: str, continued: str = "") -> bool:
-    """Return whether the output can have a reasoning section after the end of a prompt.
+    """Return whether the output that follows a prompt can have a reasoning section.
 
     `continued` is the message that the output continues, or "". The result is False if this message
-    has closed the section, or if the chat template has closed it at the end of the prompt, as some
-    templates do with ``enable_thinking=False``.
+    already contains the end of the section. It is also False if the chat template has put an empty
+    section at the end of the prompt, as some templates do with ``enable_thinking=False``.
     """
     is_closed = continued.rfind(END) > continued.rfind(BEGIN)
     return not is_closed and not prompt.rstrip().endswith(END)
@@ -37,7 +37,8 @@ def has_reasoning(prompt: str, continued: str = "") -> bool:
 def starts_in_reasoning(parser: str, prompt: str, continued: str = "") -> bool:
     """Return whether the output starts within the reasoning section, without `BEGIN`.
 
-    The parameters are those of `has_reasoning`, which must be true.
+    `parser` is one of `REASONING_PARSERS`. The other arguments are those of `has_reasoning`, which
+    must have returned True.
     """
     return parser == "deepseek_r1" or BEGIN in continued or prompt.rstrip().endswith(BEGIN)
 
@@ -70,10 +71,10 @@ class ReasoningParser:
         self._text = ""
 
     def feed(self, text: str, last: bool) -> tuple[str, str]:
-        """Process the next piece of the output, and return new text of section and answer.
+        """Process the next piece of the output; return its reasoning text and its answer text.
 
-        Text that may be a part of `BEGIN` or `END` is held back until the parser can decide. `last`
-        says whether this is the last piece.
+        Text that may be a part of `BEGIN` or `END` is held back until more text shows whether it
+        is. `last` says whether this is the last piece.
         """
         if self._has_ended:
             return self._split_space(text)

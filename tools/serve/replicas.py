@@ -34,13 +34,13 @@ from graft.tools.serve.router import Router
 LOG = logging.getLogger("graft")
 #: Number of replicas that must have died while they ran a request before it becomes a suspect.
 SUSPECT_DEATHS = 2
-#: Delay in seconds after the first failed attempt to restart a replica, and its upper bound. The
-#: delay doubles after each failed attempt.
+#: Delay in seconds between the first failed attempt to restart a replica and the next attempt, and
+#: upper bound of the delay. The delay doubles after each failed attempt.
 RESTART_DELAY_S = 1.0
 MAX_RESTART_DELAY_S = 60.0
-#: Maximum interval in seconds between two queries whether a replica answers.
+#: Maximum interval in seconds between two queries that test whether a replica still answers.
 QUERY_INTERVAL_S = 1.0
-#: Number of seconds without an answer after which `Replicas.alive` no longer counts a replica.
+#: Number of seconds without an answer after which `Replicas.alive` reports a replica as not alive.
 SILENT_S = 10.0
 
 
@@ -91,7 +91,7 @@ class _RoutedRequest:
     received: tuple[int, int] = 0, 0
 
     def start(self) -> Request:
-        """Return the request for the next replica, with the remaining time as its timeout."""
+        """Return the request to send to a replica, with the remaining time as its timeout."""
         self.received = (0, 0)
         timeout_s = self.request.timeout_s
         if timeout_s is not None:
@@ -100,11 +100,11 @@ class _RoutedRequest:
         return replace(self.request, timeout_s=timeout_s)
 
     def undelivered(self, event: Event) -> Event | None:
-        """Remove tokens and text from an event that the client has already received.
+        """Return an event without the tokens and text that the client has already received.
 
-        A restarted request generates its first tokens a second time. An earlier replica has
-        delivered some of them. If nothing new is left of the event, the result is None. EngineError
-        is raised if the tokens differ from those of an earlier replica.
+        A restarted request generates its first tokens a second time, although an earlier replica
+        has delivered some of them. If the event contains nothing new, the result is None.
+        EngineError is raised if the tokens differ from those of an earlier replica.
         """
         token_start, character_start = self.received
         overlap = max(0, len(self.tokens) - token_start)
@@ -217,7 +217,7 @@ class Replicas:
         ]
 
     async def stop(self) -> None:
-        """Cancel all requests and stop these tasks."""
+        """Cancel all requests and stop the tasks that `start` has started."""
         self.cancel_all()
         for supervisor in self._supervisors:
             supervisor.cancel()
@@ -325,7 +325,7 @@ class Replicas:
                     self._deliver(replica, request, event)
 
     def _deliver(self, replica: _Replica, request: _RoutedRequest, event: Event) -> None:
-        """Deliver an event, without the tokens that the client has already received."""
+        """Deliver to the client those tokens of an event that the client has not received yet."""
         try:
             rest = request.undelivered(event)
         except EngineError as error:
@@ -353,7 +353,7 @@ class Replicas:
         raise EngineError(f"the replica has not answered for {self._timeout_s:g} s")
 
     def _handle_death(self, replica: _Replica, message: str) -> None:
-        """Terminate a dead replica, and assign its requests to other replicas.
+        """Terminate the process of a dead replica, and assign its requests to other replicas.
 
         A request fails if more than `SUSPECT_DEATHS` replicas have died while they ran it. If the
         last restart of every replica has failed, all waiting requests fail.

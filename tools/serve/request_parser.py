@@ -26,8 +26,8 @@ from graft.tools.serve.requests import ENGINE_FIELDS, ChatRequest, CompletionReq
 from graft.tools.serve.tool_calls import shown_schema, template_tools
 from graft.tools.serve.tool_formats import TOOL_FORMATS, find_tool_format
 
-#: Maximum number of bad_words, and of their characters in total. They are limited because the
-#: parser's only thread encodes them, and other requests wait for it.
+#: Maximum number of bad_words, and of their characters in total. They are limited because other
+#: requests wait while the parser's only thread encodes them.
 _MAX_BAD_WORDS = 1024
 _MAX_BAD_WORD_CHARACTERS = 1 << 14
 
@@ -82,7 +82,8 @@ class RequestParser:
     """A converter of API requests to requests of the engine. It is not thread-safe.
 
     `name` is the name of the model in the API, and `max_length` the maximum number of tokens of
-    prompt and output together. The two parsers are those of `graft.tools.serve.app.Settings`.
+    prompt and output together. The reasoning parser and the tool format are those that
+    `graft.tools.serve.app.Settings` selects.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class RequestParser:
         return found or self._added_tokens.get(token, b"")
 
     def token_text(self, token: int) -> str:
-        """Return the text of a token. Incomplete characters are replaced by U+FFFD."""
+        """Return the text of a token. Incomplete characters are replaced with U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def parse(
@@ -124,9 +125,9 @@ class RequestParser:
     ) -> ApiRequest:
         """Convert an API request to requests of the engine.
 
-        `grammar` is the grammar of the output, and `schema` the JSON schema of the output for the
-        chat template. ApiError or another GraftError is raised if a field is invalid. The engine
-        checks most sampling parameters on submission.
+        `grammar` is the grammar of the output. `schema` is the JSON schema of the output, which is
+        passed to the chat template. ApiError or another GraftError is raised if a field is invalid.
+        The engine checks most sampling parameters on submission.
         """
         reasoning_starts: list[bool | None]
         role = "assistant"
@@ -179,7 +180,8 @@ class RequestParser:
 
         If ``truncate_prompt_tokens`` is -1, a prompt is truncated to the context length minus the
         maximum length of the output. The engine checks the lengths too, but its error messages name
-        options of the engine. The messages of this function are those of vLLM and SGLang.
+        options of the engine. The messages of this function have the wording of vLLM and SGLang and
+        name fields of the API.
         """
         max_tokens = 1 if body.prompt_only else body.token_limit
         size = body.truncate_prompt_tokens
@@ -208,7 +210,10 @@ class RequestParser:
         return prompts
 
     def encode(self, field: str, text: str, **options: bool) -> list[int]:
-        """Return the tokens of a text in a field of a request; see `Tokenizer.encode`."""
+        """Return the tokens of a text. Error messages name the request's field that contains it.
+
+        `options` are those of `Tokenizer.encode`.
+        """
         try:
             return self.tokenizer.encode(text, **options)
         except TokenizerError as error:
@@ -322,8 +327,8 @@ class RequestParser:
     ) -> list[str]:
         """Return the text of each prompt, which precedes the generated text in the response.
 
-        `given` is the value of the field ``prompt``. `prompts` are the token ids of the prompts
-        after truncation, and `whole_prompts` those before.
+        `given` is the value of the field ``prompt``. `prompts` are the token ids of the truncated
+        prompts, and `whole_prompts` the token ids before truncation.
         """
         texts = []
         for i, tokens in enumerate(prompts):
@@ -340,7 +345,10 @@ class RequestParser:
         grammar: GrammarSpec | None,
         bad_word_ids: set[int],
     ) -> dict[str, Any]:
-        """Return the fields of `Request` except for prompt, grammar and id."""
+        """Return the values of all fields of `Request` except for prompt, grammar and id.
+
+        `bad_word_ids` are tokens that must not be generated.
+        """
         options: dict[str, Any] = {
             "temperature": 1.0,
             # The engine generates at least one token. If the request asks for none, the token is
@@ -403,13 +411,14 @@ class RequestParser:
         return self.encode("bad_words", text, special=False, parse_special=False)
 
     def _ignore_stop_ids(self, options: Mapping[str, Any], has_grammar: bool) -> dict[str, Any]:
-        """Return the fields of `Request` that prevent stop ids of the model.
+        """Return fields of `Request` that keep the model's stop ids from being generated.
 
-        With a grammar, a stop id is still generated where the grammar allows nothing else.
+        `options` are the request's other fields. With a grammar, a stop id is still generated where
+        the grammar allows nothing else.
         """
         if has_grammar:
-            # The new `min_tokens` only prevents stop ids; `stop_after` keeps the value that the
-            # request gives for stop strings.
+            # This `min_tokens` applies to stop ids only. Stop strings still end the output after
+            # the request's own `min_tokens`, which is the value of `stop_after`.
             return {
                 "min_tokens": options["max_tokens"] or 2**31 - 1,
                 "stop_after": options.get("min_tokens", 0),

@@ -29,7 +29,7 @@ from graft.tools.serve.tool_calls import ToolChoice, choose_tools
 _MAX_INT32 = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
 _RESERVED_VARIABLES = RESERVED_VARIABLES | {"schema", "tools"}
-#: Fields that are copied to the engine's `Request`, which checks them, and their names there.
+#: Maps fields of the API that the engine's `Request` receives and checks to their names there.
 ENGINE_FIELDS = {
     name: name
     for name in (
@@ -57,7 +57,7 @@ GRAMMAR_FIELDS = {
     "ebnf": "ebnf",
     "json_schema": "json",
 }
-#: Fields of the API by the field of `Request` that they set. The first one takes precedence.
+#: Maps each field of `Request` to the API fields that can set it. The first one takes precedence.
 _API_FIELDS: dict[str, tuple[str, ...]] = {
     **{engine_name: (name,) for name, engine_name in ENGINE_FIELDS.items()},
     "prompt": ("prompt", "messages"),
@@ -155,7 +155,7 @@ class GenerationFields(Fields):
     seed: StrictInt | None = Field(None, ge=-_MAX_INT64 - 1, le=_MAX_INT64)
     ignore_eos: StrictBool = False
     bad_words: Annotated[list[StrictStr], FailFast()] = Field(default_factory=list)
-    # In the API, as in vLLM, requests with a lower value run first.
+    # Requests with a lower value run first, as in vLLM.
     priority: StrictInt = Field(0, ge=-_MAX_INT32, le=_MAX_INT32)
     truncate_prompt_tokens: Annotated[StrictInt | None, AfterValidator(_check_not_zero)] = Field(
         None, ge=-1, le=_MAX_INT64
@@ -206,7 +206,7 @@ class PromptFields(TemplateFields):
 
     @property
     def adds_generation_prompt(self) -> bool:
-        """Whether the prompt begins a new message."""
+        """Whether the prompt ends with the beginning of a new message of the assistant."""
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
@@ -352,10 +352,10 @@ class ChatRequest(PromptFields, CompletionFields):
 
 
 def use_api_fields(error: ApiError, given: Collection[str]) -> ApiError:
-    """Convert an error about a field of `Request` to an error about the API field that set it.
+    """Convert an error about a field of the engine's `Request` to one about the API field.
 
-    `given` contains the names of the API request's fields. If the error has no ``engine_param``, it
-    is returned unchanged.
+    `given` contains the names of the fields that the API request has. If the error has no
+    ``engine_param``, it is returned unchanged.
     """
     field = error.engine_param
     if field is None or error.status >= 500:

@@ -115,7 +115,7 @@ def to_chat(fields: Mapping[str, Any], served: str) -> ChatRequest:
 
 
 def rename_error(error: ApiError) -> ApiError:
-    """Return an error about chat fields with the names that these fields have in this API."""
+    """Return an error that names fields of ``/v1/responses`` instead of fields of a chat."""
     message = str(error)
     for name, name_here in _NAMES_IN_MESSAGES.items():
         message = message.replace(name, name_here)
@@ -235,7 +235,7 @@ def _read_reasoning(item: Mapping[str, Any]) -> str:
 
 
 def _read_texts(content: Any) -> str:
-    """Return the text of a content, which is a string or a list of parts."""
+    """Return the text of a ``content``, which is a string or a list of parts."""
     if isinstance(content, str):
         return content
     texts = []

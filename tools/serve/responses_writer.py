@@ -90,7 +90,7 @@ class ResponsesWriter:
         yield self._event("response.failed", response=self._response)
 
     def _finish(self) -> None:
-        """Complete the response with its output items, status and usage."""
+        """Set the output items, the status and the usage of the response, which is complete."""
         output = self._output
         assert output is not None
         response = self._response
@@ -130,10 +130,11 @@ class ResponsesWriter:
             yield from self._end(event.output)
 
     def _parts(self, event: Event) -> list[tuple[str, Any, list[dict[str, Any]]]]:
-        """Return the new parts of the output in order; text comes with its log probabilities.
+        """Return the new parts of the output in order, as tuples (kind, part, log probabilities).
 
-        A chunk does not show whether its content precedes or follows a call. If the model may call
-        tools, the text is therefore processed character by character, and the parts are joined.
+        A chunk of a chat does not show whether its content precedes or follows a call. If the model
+        may call tools, the text is therefore processed character by character, so that each chunk
+        has only one of them. The parts are then joined.
         """
         pieces = [event]
         if self._api_request.body.chosen_tools.functions and event.text:
@@ -174,7 +175,7 @@ class ResponsesWriter:
         return last.get("type") == kind and last["status"] == "in_progress"
 
     def _place(self) -> dict[str, Any]:
-        """Return the fields with which an event refers to the last item."""
+        """Return the fields of an event that refer to the last item."""
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _open(self, item: dict[str, Any]) -> Iterator[str]:
@@ -278,9 +279,10 @@ def _join(
     part: Any,
     tokens: list[dict[str, Any]],
 ) -> None:
-    """Append a part to `parts`, or add it to the last part if both are text of the same kind.
+    """Append `part` to `parts`, or join it with the last part if they belong together.
 
-    Parts of the same call are joined too.
+    Texts of the same `kind` are joined, and so are parts of the same call. `tokens` are the log
+    probabilities of a text.
     """
     last: tuple[str, Any, list[dict[str, Any]]] = parts[-1] if parts else ("", "", [])
     last_kind, last_part, last_tokens = last

@@ -15,8 +15,8 @@ class Router:
     The router estimates the contents of the replicas' prefix caches instead of querying them. For
     each replica, it stores the page keys of the prompts that were routed to the replica. It stores
     at most as many keys as the cache has pages and evicts the least recently used ones. A replica
-    is not chosen if its number of requests exceeds the lowest one by ``max_batch_size`` or more.
-    `info` are the properties that all replicas have.
+    is not chosen if it has at least ``max_batch_size`` requests more than the replica with the
+    fewest requests. `info` has the properties of the engines, which are equal in all replicas.
     """
 
     def __init__(self, count: int, info: EngineInfo):
@@ -26,8 +26,8 @@ class Router:
     def keys(self, tokens: Sequence[int]) -> list[bytes]:
         """Return the prefix-cache keys of a prompt, one for each page that can be reused.
 
-        These are the full pages that do not contain the last token, which is always computed. A
-        prompt with invalid tokens has no keys: it is routed to any replica, which refuses it.
+        These are the full pages that do not contain the last token, because the last token is
+        always computed. A prompt with invalid tokens has no keys. Any replica can refuse it.
         """
         try:
             return page_keys(tokens, self._info.page_size)

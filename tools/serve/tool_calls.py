@@ -33,9 +33,9 @@ class ToolChoice:
 def choose_tools(definitions: Sequence[dict[str, Any]], choice: Any, parallel: bool) -> ToolChoice:
     """Return the functions that the model may call in a request.
 
-    The arguments are the function definitions of ``tools``, and the fields ``tool_choice`` (None if
-    it is absent) and ``parallel_tool_calls``. ApiError is raised if two functions have the same
-    name, or ``tool_choice`` is invalid.
+    `definitions` are the function definitions in the request's field ``tools``. `choice` is the
+    field ``tool_choice``; None if it is absent. `parallel` is the field ``parallel_tool_calls``.
+    ApiError is raised if two functions have the same name, or ``tool_choice`` is invalid.
     """
     functions: dict[str, dict[str, Any]] = {}
     for definition in definitions:
@@ -72,7 +72,10 @@ def choose_tools(definitions: Sequence[dict[str, Any]], choice: Any, parallel: b
 
 
 def _named_function(functions: Mapping[str, dict[str, Any]], tool: Any) -> dict[str, Any]:
-    """Return the definition of a function that ``tool_choice`` names."""
+    """Return the definition of the function that `tool`, a part of ``tool_choice``, names.
+
+    `functions` maps the names of the functions in ``tools`` to their definitions.
+    """
     named = tool.get("function") if isinstance(tool, dict) else None
     name = named.get("name") if isinstance(named, dict) else None
     if not isinstance(name, str) or name not in functions:
@@ -96,10 +99,10 @@ def template_tools(definitions: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
 
 def shown_schema(tools: ToolChoice) -> dict[str, Any]:
-    """Return a JSON schema of required calls for chat templates that show the output's schema.
+    """Return a JSON schema of required calls, for chat templates that show the output's schema.
 
-    The schema must not be compiled: references within the parameters are not adapted to the new
-    document.
+    The schema is for display only. It must not be compiled as a grammar, because references within
+    the ``parameters`` of a function are not adapted to the new document.
     """
     calls = []
     for function in tools.functions:

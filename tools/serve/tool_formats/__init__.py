@@ -14,12 +14,12 @@ from graft.tools.serve.tool_formats.qwen3_coder import Qwen3Coder
 
 __all__ = ["TOOL_FORMATS", "ToolFormat", "find_tool_format"]
 
-#: Tool formats by the name of vLLM's ``--tool-call-parser``.
+#: Maps the names that vLLM's option ``--tool-call-parser`` has for notations to tool formats.
 TOOL_FORMATS: dict[str, ToolFormat] = {
     one.name: one for one in (Hermes(), Llama3Json(), Mistral(), Qwen3Coder(), Pythonic())
 }
 _LLAMA_OBJECT = re.compile(r'\{"name":[^{}]*"parameters":')
-#: The key of a call's arguments in quotes, which a backslash may precede.
+#: The key "arguments" in quotes. A backslash can precede each quote.
 _HERMES_KEY = re.compile(r"""["']arguments\\?["']""")
 _CALLS = re.compile(r"\btool_calls\b")
 _PYTHON_CALL = re.compile(r"\[\w+\(\w+=")
@@ -28,8 +28,8 @@ _PYTHON_CALL = re.compile(r"\[\w+\(\w+=")
 def find_tool_format(template: str | None) -> ToolFormat:
     """Return the tool format that a chat template describes.
 
-    If the template describes no known format, return hermes. If such a template contains tools, log
-    a warning, because the model probably writes calls in a notation that the server cannot read.
+    If the template describes no known format, return `Hermes`. If such a template renders tool
+    calls, log a warning, because the model probably writes calls in another notation.
     """
     template = template or ""
     if "<tool_call>" in template and "<function=" in template:

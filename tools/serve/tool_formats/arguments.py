@@ -27,9 +27,10 @@ _MAX_NESTING = 4
 def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of a function's arguments, which allows objects only.
 
-    Clients read arguments as an object. The type "object" is therefore added to the schema. It is
-    added only if ``parameters`` also allow other values, because XGrammar refuses a type next to a
-    union. ApiError is raised if ``parameters`` are not a JSON schema, or allow no objects.
+    Clients expect arguments to be an object. If the schema ``parameters`` also allows other values,
+    the type "object" is therefore added to it. Otherwise, it is not added, because XGrammar refuses
+    a type next to a union. ApiError is raised if ``parameters`` is not a JSON schema, or allows no
+    objects.
     """
     given = function.get("parameters") or NO_ARGUMENTS
     try:
@@ -52,7 +53,10 @@ def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _allows_only_objects(schema: Any, definitions: Mapping[str, Any], depth: int) -> bool:
-    """Return whether the keywords for types show that all values are objects."""
+    """Return whether ``type`` and unions show that the schema allows objects only.
+
+    References are resolved with `definitions`, and unions are searched down to `depth` levels.
+    """
     if not isinstance(schema, (dict, bool)) or depth == 0:
         return False
     schema = document_of(schema, definitions)
@@ -78,9 +82,9 @@ def definitions_of(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def document_of(schema: Any, definitions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a subschema as a separate document, which includes the definitions.
+    """Return a subschema as a separate document that includes `definitions`.
 
-    If the subschema only consists of a reference, it is replaced with the target of the reference.
+    If the subschema consists of a reference only, it is replaced with the reference's target.
     """
     for _ in range(_MAX_REFERENCES):
         if isinstance(schema, bool):

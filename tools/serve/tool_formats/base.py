@@ -46,8 +46,9 @@ class ToolFormat(ABC):
     name
         Name of vLLM's parser of the notation.
     markers
-        Texts of the notation that are special tokens of some tokenizers. The engine includes these
-        tokens in the text of the output.
+        Texts of the notation that are special tokens of some tokenizers. By default, the engine
+        omits special tokens from the text of an output. It includes these, so that the parser sees
+        them.
     """
 
     name: ClassVar[str]
@@ -59,7 +60,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of calls, for outputs that can be other text instead."""
+        """Return the structural format of calls, for a union with another format (`one_of`)."""
 
     def required_calls(self, tools: ToolChoice) -> Format:
         """Return the structural format of an output that must consist of calls."""
@@ -87,22 +88,25 @@ def const(text: str) -> Format:
 
 
 def sequence(*elements: Format) -> Format:
-    """Return the structural format of several formats one after the other."""
+    """Return the structural format of text that matches several formats one after the other."""
     return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": [*elements]}
 
 
 def one_of(elements: Sequence[Format]) -> Format:
-    """Return the structural format of the union of several formats."""
+    """Return the structural format of text that matches at least one of several formats."""
     return elements[0] if len(elements) == 1 else {"type": "or", "elements": [*elements]}
 
 
 def tag(begin: str, content: Format, end: str) -> Format:
-    """Return the structural format of a content between two texts."""
+    """Return the structural format of the text `begin`, the content, and the text `end`."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 def some_calls(tags: Sequence[Format], separator: str, tools: ToolChoice) -> Format:
-    """Return the structural format of one tag, or of at least one if parallel calls are allowed."""
+    """Return the structural format of one call, or of several if parallel calls are allowed.
+
+    `tags` are the formats of a call to each function. `separator` is the text between two calls.
+    """
     return {
         "type": "tags_with_separator",
         "tags": [*tags],
@@ -135,13 +139,13 @@ def json_format(schema: Mapping[str, Any], place: str, *, strict: bool) -> Forma
 
 
 def call_head(function: Mapping[str, Any], arguments_key: str) -> str:
-    """Return the text that precedes the arguments of a call written as a JSON object."""
+    """Return the text before the arguments in a call that is written as a JSON object."""
     name = json.dumps(function["name"], ensure_ascii=False)
     return f'{{"name": {name}, "{arguments_key}": '
 
 
 def read_json_call(source: TextSource, arguments_key: str) -> Steps[None]:
-    """Yield the events of a call written as a JSON object with a name and arguments."""
+    """Consume a call that is written as a JSON object with name and arguments; yield its events."""
     yield from source.expect('{"name": ')
     name = yield from source.json_string()
     yield from source.expect(f', "{arguments_key}": ')
@@ -152,7 +156,7 @@ def read_json_call(source: TextSource, arguments_key: str) -> Steps[None]:
 
 
 def check_names(tools: ToolChoice, format_name: str) -> None:
-    """Raise ApiError unless a notation without quotes can express the names of functions."""
+    """Raise ApiError if a function has a name that a notation without quotes cannot express."""
     for function in tools.functions:
         if not NAME.fullmatch(function["name"]):
             raise ApiError(

@@ -59,7 +59,8 @@ class Llama3Json(ToolFormat):
     def calls(self, tools: ToolChoice) -> Format:
         """Return the structural format of calls that begin with a tag.
 
-        The output may be other JSON instead. Only a tag distinguishes calls from it.
+        The request also allows an output that consists of other JSON. A tag at the beginning
+        distinguishes calls from this JSON.
         """
         functions = []
         for function in tools.functions:

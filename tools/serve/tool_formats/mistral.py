@@ -3,7 +3,7 @@
 * ``[TOOL_CALLS]`` and a JSON array of objects with ``name`` and ``arguments``. A space may precede
   the array.
 * For each call, ``[TOOL_CALLS]``, the name of the function, and the arguments. ``[ARGS]`` may
-  precede the arguments. Models use this notation since 2025.
+  precede the arguments. Models since 2025 use this notation.
 
 ``[TOOL_CALLS]`` and ``[ARGS]`` are special tokens of the models.
 """
@@ -68,7 +68,10 @@ class Mistral(ToolFormat):
                 raise Mismatch
 
     def call_id(self, random_hex: str) -> str:
-        """Return an id of nine letters and digits. The chat templates refuse all other ids."""
+        """Return an id of nine letters and digits; Mistral's chat templates refuse all other ids.
+
+        `random_hex` has 24 random hexadecimal digits.
+        """
         return random_hex[:9]
 
 

@@ -47,10 +47,10 @@ class Parameter:
 
     @property
     def alternatives(self) -> list[dict[str, Any]]:
-        """Schemas, of which the argument must satisfy at least one.
+        """List of schemas. The argument must satisfy at least one of them.
 
-        They are the members of ``anyOf``, one schema per type if the schema only lists types, or
-        the schema itself.
+        The schemas are the members of ``anyOf``. If the schema only lists types, there is one
+        schema per type. Otherwise, the only element is the schema itself.
         """
         keywords = constraints(self.schema)
         definitions = definitions_of(self.schema)
@@ -64,7 +64,7 @@ class Parameter:
 
     @property
     def texts(self) -> list[str] | None:
-        """Texts that ``enum`` or ``const`` allows; None if the schema also allows other values."""
+        """Strings that ``enum`` or ``const`` allows; None if other values are allowed as well."""
         values = self.schema.get("enum")
         if "const" in self.schema:
             values = [self.schema["const"]]
@@ -95,8 +95,8 @@ def read_parameters(
 ) -> list[Parameter]:
     """Return the parameters of a function in the order of its schema.
 
-    `names` are the names of parameters that the notation can express. ApiError is raised if the
-    notation cannot express the schema of the arguments.
+    `names` matches the names of parameters that the notation `format_name` can express. ApiError is
+    raised if the notation cannot express the schema of the arguments.
     """
     schema = arguments_schema(function)
     definitions = definitions_of(schema)

@@ -26,9 +26,9 @@ MAX_TOOL_CALLS = 128
 class ToolCallParser:
     """Incremental parser that separates generated text into content and tool calls.
 
-    `calls` are all calls that have been parsed so far, in OpenAI's format, without those that
-    exceed the maximum number of calls. The arguments of the last call can be incomplete. If the
-    output has ended within them, `cut_text` is the text of this call; otherwise it is empty.
+    `calls` are the calls that have been parsed so far, in OpenAI's format, at most as many as the
+    request allows. The arguments of the last call can be incomplete. If the output has ended within
+    these arguments, `cut_text` is the text of this call; otherwise it is empty.
     """
 
     def __init__(self, tools: ToolChoice, tool_format: ToolFormat):
@@ -45,11 +45,11 @@ class ToolCallParser:
     def feed(self, text: str, last: bool) -> tuple[str, list[dict[str, Any]]]:
         """Process the next piece of the output, and return new content and new parts of calls.
 
-        The content belongs to no call. Text that may be the beginning of a call is held back until
-        the parser can decide. The parts, at most one for each call, are deltas in the format of a
-        streamed response: the first delta of a call has its id and name, and the arguments of all
-        its deltas together are the arguments of the call. `last` says whether this is the last
-        piece.
+        The content is text that belongs to no call. Text that may be the beginning of a call is
+        held back until more text shows whether it is. The parts, at most one for each call, are
+        deltas in the format of a streamed response. The first delta of a call has its id and name.
+        The arguments of its deltas, joined, are the arguments of the call. `last` says whether this
+        is the last piece.
         """
         self._source.feed(text, last)
         content = ""
@@ -74,8 +74,8 @@ class ToolCallParser:
     def _parse(self) -> Steps[None]:
         """Yield the events of the output.
 
-        If the output ends before the arguments of a call, the text of the call is content. If it
-        ends after the arguments, the incomplete end of the call is omitted.
+        If the output ends before the arguments of a call begin, the text of the call is content. If
+        it ends after the arguments, the incomplete text after the arguments is omitted.
         """
         source = self._source
         is_omitted = self._tools.required

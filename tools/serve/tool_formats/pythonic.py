@@ -46,7 +46,7 @@ class Pythonic(ToolFormat):
     name = "pythonic"
 
     def text_with_calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of calls, or of text that does not begin like a call."""
+        """Return the structural format of calls, or of free text that begins unlike any call."""
         begins = [f"[{begin}" for begin in _begins(tools)]
         return one_of([self.calls(tools), {"type": "any_text", "excluded_starts": begins}])
 
@@ -80,7 +80,7 @@ class Pythonic(ToolFormat):
 
 
 def _begins(tools: ToolChoice) -> dict[str, Mapping[str, Any]]:
-    """Return the functions by the text with which their calls begin."""
+    """Return a map from the text with which a call begins to the function that it calls."""
     return {f"{function['name']}(": function for function in tools.functions}
 
 
@@ -92,8 +92,8 @@ def _call(function: Mapping[str, Any], tools: ToolChoice) -> Format:
 def _arguments(parameters: list[Parameter]) -> Format:
     """Return the format of keyword arguments in the order of the parameters.
 
-    No comma precedes the first argument, so there is one alternative for each parameter that can
-    come first.
+    No comma precedes the first argument of a call. Optional parameters can be missing, so the
+    format has one alternative for each parameter that can come first.
     """
     alternatives = []
     for index, first in enumerate(parameters):
@@ -116,7 +116,7 @@ def _argument(parameter: Parameter, separator: str) -> Format:
 
 
 def _value(parameter: Parameter) -> Format:
-    """Return the format of a value: Python's constants, a text in quotes, or JSON."""
+    """Return the format of an argument's value: a constant of Python, a text in quotes, or JSON."""
     options = []
     as_json = []
     for schema in parameter.alternatives:

@@ -85,14 +85,21 @@ def _value_begin(parameter: Parameter) -> str:
 
 
 def _is_text(parameter: Parameter) -> bool:
-    """Return whether any text is a valid value. The text ``null`` is null if null is allowed."""
+    """Return whether the schema allows all strings, and no other values except possibly null.
+
+    Any text is then a valid value. If null is allowed, the text ``null`` stands for null.
+    """
     types = parameter.alternatives
     texts = [one for one in types if is_plain(one, "string")]
     return bool(texts) and all(one in texts or is_plain(one, "null") for one in types)
 
 
 def _texts(parameter: Parameter) -> list[str] | None:
-    """Return the texts of an enumeration; None if the value is not written as one of its texts."""
+    """Return the texts of an enumeration of strings, which are written without quotes.
+
+    The result is None if the schema is no such enumeration, or if one of the texts contains the tag
+    that ends a value.
+    """
     texts = parameter.texts
     return None if texts is None or any(_VALUE_END in text for text in texts) else texts
 

@@ -61,9 +61,10 @@ class Mismatch(Exception):
 
 
 class TextSource:
-    """The text of one output: `text` has arrived and has not been consumed.
+    """The text of one output, which arrives in pieces and is consumed from its beginning.
 
-    `call_text` is the text of the current call, from its first character on; None between calls.
+    `text` is the part that has arrived but has not been consumed. `call_text` is the text of the
+    current call, from its first character on; None between calls.
     """
 
     def __init__(self) -> None:
@@ -89,7 +90,7 @@ class TextSource:
         return taken
 
     def wait(self) -> Steps[None]:
-        """Wait for more text. Mismatch is raised if the output has ended."""
+        """Wait for more text by yielding None. Mismatch is raised if the output has ended."""
         if self._has_ended:
             raise Mismatch
         yield None
@@ -123,7 +124,7 @@ class TextSource:
             yield from self.wait()
 
     def match(self, *texts: str) -> Steps[str]:
-        """Consume and return the longest of `texts` that follows; return "" if none does."""
+        """Consume and return the longest of `texts` that comes next; return "" if none does."""
         while True:
             found = max((text for text in texts if self.text.startswith(text)), key=len, default="")
             can_grow = any(text.startswith(self.text) and text != found for text in texts)
@@ -132,7 +133,7 @@ class TextSource:
             yield from self.wait()
 
     def expect(self, *texts: str) -> Steps[str]:
-        """Consume and return the one of `texts` that follows. Mismatch is raised if none does."""
+        """Consume and return the one of `texts` that comes next; raise Mismatch if none does."""
         found = yield from self.match(*texts)
         if not found:
             raise Mismatch
@@ -145,7 +146,7 @@ class TextSource:
         return self.text[0]
 
     def json_value(self) -> Steps[None]:
-        """Consume a JSON value, and yield its text as arguments."""
+        """Consume a JSON value, and yield its text as `Arguments` events."""
         scanner = _ValueScanner()
         end = None
         while end is None:
@@ -168,7 +169,7 @@ class TextSource:
         return str(json.loads(text))
 
     def quoted_text(self, end: str) -> Steps[None]:
-        """Consume plain text and the text `end` after it; yield it as a JSON string."""
+        """Consume plain text and the text `end` after it; yield the plain text as a JSON string."""
         yield Arguments('"')
         while end not in self.text:
             length = len(self.text) - partial_length(self.text, [end])
@@ -203,7 +204,7 @@ class _ValueScanner:
         self._is_escaped = False
 
     def feed(self, text: str) -> int | None:
-        """Scan the next piece. Return the end of the value, or None if the value continues."""
+        """Scan the next piece. Return the index at which the value ends; None if it continues."""
         for position, char in enumerate(text):
             if self._in_string:
                 self._scan_string(char)
