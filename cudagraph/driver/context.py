@@ -138,7 +138,7 @@ class Context:
 
 
 def wait_streams(handles: list[int], timeout_s: float | None, subject: str) -> None:
-    """Wait until every stream (a CUstream) has been idle once.
+    """Wait until each of the streams `handles` (CUstreams) has been idle once.
 
     The wait polls and can be interrupted by Ctrl-C. DeadlineError, which names the streams by
     `subject`, is raised if a stream was busy for ``timeout_s`` seconds.

@@ -32,7 +32,7 @@ _COMMENT = re.compile(r"//[^\n]*")
 
 @functools.cache
 def read_numbers(path: Path) -> dict[str, int]:
-    """Return the integer macros and the enumerators of a header, by name."""
+    """Return the values of the integer macros and enumerators of a header, by name."""
     text = path.read_text()
     constants = _NUMBER.findall(text) + _ENUMERATOR.findall(text)
     return {name: int(value) for name, value in constants}
@@ -40,9 +40,10 @@ def read_numbers(path: Path) -> dict[str, int]:
 
 @functools.cache
 def read_struct(path: Path, name: str) -> np.dtype:
-    """Return the NumPy dtype of a struct of a header, with the alignment and padding of C.
+    """Return the NumPy dtype of the struct `name` in a header, with C's alignment and padding.
 
-    KernelError is raised if the header has no such struct, or a field of it is not supported.
+    KernelError is raised if the header has no struct of this name, or if the parser does not
+    support one of its fields.
     """
     numbers = read_numbers(path)
     body = dict(_STRUCT.findall(path.read_text())).get(name)

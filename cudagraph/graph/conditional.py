@@ -34,7 +34,7 @@ class Condition(int):
 def condition(
     graph: GraphBase, default: int | None = None, *, name: str = "condition"
 ) -> Condition:
-    """Create a condition for one conditional node of a graph or of a body in it.
+    """Create a condition for one conditional node in `graph` or in a body inside it.
 
     `default` is the value of the condition at the start of each replay. If it is None, each replay
     starts with the value from the end of the previous one.
@@ -62,7 +62,7 @@ def if_(lane: GraphLane, condition: Condition, *, name: str = "if") -> GraphBody
 def if_else(
     lane: GraphLane, condition: Condition, *, name: str = "if"
 ) -> tuple[GraphBody, GraphBody]:
-    """Add an IF node with two bodies; the second one runs if the condition is 0."""
+    """Add an IF node and return its two bodies; the second one runs if the condition is 0."""
     then, otherwise = _add_conditional(lane, "if", condition, [name, f"{name}/else"])
     return then, otherwise
 

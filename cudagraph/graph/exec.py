@@ -91,7 +91,7 @@ class GraphExec:
         self._native.keep((self._operands, self._replaced_operands))
 
     def _use_definition(self, graph: Definition) -> None:
-        """Store the objects of a definition that launches of this executable use."""
+        """Use the state, status words and payloads of `graph` for all later launches."""
         self.name = graph.name
         self.status = graph.status
         self._state = graph.state

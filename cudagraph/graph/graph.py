@@ -421,9 +421,10 @@ class Graph(GraphBase):
             self.check_open()
 
     def moved_into(self, parent: GraphBase, root: Graph) -> None:
-        """Pass ownership of the CUgraph and the host-side state to the graph that now contains it.
+        """Pass the CUgraph and the host-side state of this graph to `root`.
 
-        The child-graph node was added to `parent`, a body of `root` or `root` itself.
+        Called after this graph was moved into `parent` as a child-graph node. `parent` is `root` or
+        a body inside `root`.
         """
         if self._resource is not None:
             self._resource.disown()

@@ -150,7 +150,8 @@ class Mailbox:
         self._completed = completed
         self._words = PinnedArray(context, (3, LINE_WORDS), "int32")
         self._counter = from_host(context, np.array([FIRST_REQUEST], np.uint32))
-        # The host side of the mailbox reads here with which number the device begins to count.
+        # From this word, the native side of the mailbox reads the number at which the device starts
+        # to count requests.
         self._words.array.view(np.uint32)[ACK, 0] = FIRST_REQUEST
         self._kernels = load(context, KERNELS)
         self._scratch = None if output is None else np.zeros(output.shape, output.array.dtype)

@@ -40,7 +40,8 @@ _POINTER_TYPES = (DeviceArray, PinnedArray, PinnedField)
 _ADDRESS = struct.Struct("<Q")
 #: Name and layout of a float, by its size in bytes.
 _FLOATS = {4: ("float32", struct.Struct("<f")), 8: ("float64", struct.Struct("<d"))}
-#: Kinds of NumPy dtypes that a parameter accepts, by the kind of the parameter.
+#: NumPy dtype kinds (`dtype.kind`) of the scalars that a parameter accepts, by the kind of the
+#: parameter.
 _NUMPY_KINDS = {INT: "biu", FLOAT: "f", POINTER: "u", OTHER: "biufV"}
 #: Layouts of a non-negative and of a negative int, by size in bytes.
 _INTS = {

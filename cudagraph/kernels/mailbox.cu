@@ -5,8 +5,9 @@
 // Requests are numbered 1, 2, ... by `counter`, which only the device writes. 0 means "no request".
 #include "graft.cuh"
 
-// Pauses between two loads, to leave the memory system, or the soft device's core, to the thread
-// that writes the answer.
+// Pauses between two polls of a word. Without pauses, polling would slow down the thread that
+// writes the answer: on a GPU it would load the memory system, and on the soft device it would
+// occupy a core.
 #ifndef __CUDA_ARCH__
 extern "C" int sched_yield(void) noexcept;
 __device__ __forceinline__ void pause_polling() { sched_yield(); }

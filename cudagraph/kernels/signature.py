@@ -132,7 +132,7 @@ def _parameter(text: str) -> Parameter:
 
 
 def _kind(words: list[str]) -> str:
-    """Return the kind of a type that is not a pointer."""
+    """Return the kind of a non-pointer type that is written as `words` in the source."""
     if words and all(word in _INT_WORDS for word in words):
         return INT
     if words in (["float"], ["double"]):

@@ -44,9 +44,8 @@ HEARTBEATS_PER_DEADLINE = 4
 #: Values of heartbeat messages; the last one precedes the header that stops the other ranks.
 _ALIVE = 1
 _LAST = 2
-#: Maximum number of seconds by which one poll increases the measured time without a message. A
-#: process that was suspended has not received messages meanwhile, although rank 0 may have sent
-#: them.
+#: Maximum number of seconds that one poll adds to the time for which rank 0 counts as silent. If
+#: this process was suspended, rank 0 may have sent messages that the process could not receive.
 _MAX_SILENT_STEP_S = 1.0
 
 Buffer = PinnedArray | NDArray[Any]
@@ -284,7 +283,7 @@ class RankGroup:
 
 
 def _native_communicator(mpi: Any, comm: Any) -> Any:
-    """Return an MPI communicator for native code, which calls MPI's C functions."""
+    """Return the object through which native code calls MPI's C functions on `comm`."""
     library = ctypes.CDLL(mpi.__file__)
     functions = (
         ctypes.cast(getattr(library, name), ctypes.c_void_p).value
