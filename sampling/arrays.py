@@ -15,15 +15,16 @@ __all__ = ["SamplingArrays"]
 
 
 class SamplingArrays:
-    """Arrays and sizes of the sampling kernels, with the checks that all of them need.
+    """Device arrays and sizes that the sampling kernels share, and checks of common arguments.
 
     Parameters
     ----------
     state
         State of all slots. The kernels run on its device.
     exchange
-        Exchanged records for as many slots as `state` has. It determines the draft mode, the
-        maximum number of drafts K, and the number of target ids V, which must be less than 2**24.
+        Records that kernels, grammar worker and host exchange, for as many slots as `state` has. It
+        determines the draft mode, the maximum number of drafts K, and the number of target ids V,
+        which must be less than 2**24.
     replay
         int32 [1], number of the replay.
     token_limit
@@ -89,8 +90,8 @@ class SamplingArrays:
         # Filtered distribution of each forward row, from which its token is sampled. Undefined for
         # rows that are not ready and for greedy requests (temperature < 1e-5).
         self.probs = device.zeros((rows, self.vocab_size), "float32")
-        # Logits of the rows of requests with log probabilities, as the model computed them or, with
-        # `logprobs_masked`, adjusted and masked.
+        # Logits of the forward rows of requests that ask for log probabilities: as the model
+        # computed them or, with `logprobs_masked`, after adjustment and masking.
         self.raw_logits = device.zeros((rows, self.vocab_size), "float32")
         # Token sampled for each forward row; -1 if the `Verifier` determines it by testing a draft.
         self.target_tokens = device.zeros((rows,), "int32")

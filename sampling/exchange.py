@@ -53,9 +53,9 @@ class Exchange:
         int32 [S, ...]: the fields of ``Committed``, ``Drafted`` and ``Candidates``, followed by
         the ids.
     answer
-        Answer [S].
+        ``Answer`` record of each slot, [S].
     legal
-        uint32 [S, ...]: the words that follow each answer.
+        uint32 [S, ...]: the words that follow each ``Answer`` record.
     """
 
     def __init__(self, context: Context, slots: int, vocab_size: int, mode: DraftMode) -> None:
@@ -108,7 +108,7 @@ class Exchange:
         self.answer[slot] = (word, -1, -1)
 
     def free_rows(self, slot: int, epoch: int) -> None:
-        """Stamp all mask rows of a slot whose request has no grammar as allowing every id.
+        """Mark all mask rows of a slot as allowing every id, for a request without a grammar.
 
         No launched replay may refer to the slot of the request. `epoch` is the number of the slot
         assignment.
@@ -125,9 +125,10 @@ class Exchange:
         return self.memory.host_ptr
 
     def copy_masks_to_device(self, lane: Lane, first: int, end: int) -> None:
-        """Add a copy of the mask rows `first` to `end` (exclusive) of all slots to a lane.
+        """Add to a lane a copy of mask rows of all slots from `host_masks` to `device_masks`.
 
-        The lane must be ordered after the grammar step that writes the rows.
+        The rows are `first` to `end` (exclusive). The lane must be ordered after the grammar step
+        that writes them.
         """
         _, slots, words = self.host_masks.shape
         offset = first * slots * words
@@ -161,7 +162,10 @@ def _struct_words(name: str) -> int:
 
 
 def _offsets(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
-    """Return the offset of each record, aligned to cache lines, and the words per slot."""
+    """Return the offset of each record within a slot, and the size of a slot, in 32-bit words.
+
+    Every record starts on its own cache line.
+    """
     offsets = {}
     end = 0
     for name, count in sizes.items():

@@ -38,7 +38,7 @@ class MaskApply:
         d2t: DeviceArray | None = None,
         token_limit: int | None = None,
     ) -> None:
-        """Add the kernel that applies the masks to a lane.
+        """Add to a lane the kernel that sets the logits of illegal tokens to -inf.
 
         Parameters
         ----------
@@ -47,11 +47,11 @@ class MaskApply:
         mask
             int32 [N, W]. Bit ``t % 32`` of word ``t // 32`` is 1 if target id t is legal.
         mask_row
-            int32 [R], mask row of each row; a negative value leaves the row unchanged. Default: row
-            r uses mask row r.
+            int32 [R], index into `mask` for each row of logits. A negative index leaves that row of
+            logits unchanged. Default: row r of `logits` uses row r of `mask`.
         d2t
-            int32 [C], target id of each column. Columns mapped to an id outside of
-            ``0 <= id < token_limit`` are illegal. Default: the column is the id.
+            int32 [C], target id of each column of `logits`. Columns whose id is
+            negative or not below `token_limit` are illegal. Default: column c belongs to id c.
         token_limit
             Ids at or above it are illegal. Default: ``min(32 W, C)``, or 32 W with `d2t`.
         """

@@ -46,7 +46,7 @@ class Proposals:
             int32 [B, K], parent of each proposed id: 0 is the last token, j the j-th proposed id.
             None: each id follows the previous one.
         max_drafts
-            Maximum number of drafts, K by default; the first ones are kept.
+            Maximum number of drafts, K by default; further proposed ids are dropped.
         """
         arrays = self._arrays
         if proposal is None and not arrays.mode.is_lattice:

@@ -32,8 +32,8 @@ def output_ring(device: Device, entries: int, max_batch: int, draft_length: int)
     """Create the ring through which rounds of at most `max_batch` rows B return their results.
 
     Replay ``r`` uses entry ``r % entries``. The field ``rows`` is int32 [B, row words]. The field
-    ``logprobs``, int32 [B, (K + 1) words of LOGPROBS], is written only for requests that ask for
-    log probabilities. K is `draft_length`, the maximum number of drafts.
+    ``logprobs`` has K + 1 records of dtype `LOGPROBS` per row, stored as int32. It is written only
+    for requests that ask for log probabilities. K is `draft_length`, the maximum number of drafts.
     """
     logprobs_words = (draft_length + 1) * (LOGPROBS.itemsize // 4)
     return Ring(
@@ -47,7 +47,7 @@ def output_ring(device: Device, entries: int, max_batch: int, draft_length: int)
 
 
 def output_layout(ring: Ring, field: PinnedField) -> Any:
-    """Return the ``OutputLayout`` of a field of the output ring."""
+    """Return the ``OutputLayout`` with which kernels find the entries and rows of `field`."""
     layout = np.zeros((), read_struct(RECORDS_HEADER, "OutputLayout"))
     layout["entries"] = ring.entries
     layout["stride"] = field.stride

@@ -30,7 +30,7 @@ LOGPROBS = read_struct(_HEADER, "Logprobs")
 
 @dataclass(frozen=True, kw_only=True)
 class SlotRequest:
-    """A request as `SlotState.join` writes it to a slot.
+    """The data of a request that `SlotState.join` writes to a slot.
 
     Attributes
     ----------
@@ -44,8 +44,8 @@ class SlotRequest:
     limit
         Exclusive upper bound of the request's positions.
     capacity
-        Exclusive upper bound of the positions with KV-cache pages. Drafts of a tree may need more
-        positions than `limit`, which is the default.
+        Exclusive upper bound of the positions with KV-cache pages. Default: `limit`. The drafts of
+        a tree may need more positions.
     prompt, output
         Token ids of the prompt and of the output so far, for penalties and `min_tokens`.
     """
@@ -60,7 +60,10 @@ class SlotRequest:
     output: Sequence[int] = ()
 
     def check(self) -> None:
-        """Check positions. The sampling parameters were checked at admission."""
+        """Raise OptionError if a position is out of range.
+
+        The sampling parameters were checked when the request was admitted.
+        """
         check_range("position", self.position, 0, 2**31 - 2)
         check_range("limit", self.limit, self.position + 2, 2**31 - 1)
         if self.capacity is not None:

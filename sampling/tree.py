@@ -31,8 +31,9 @@ class TreePlan(NamedTuple):
     `branch` is the maximum number of children per node, and of nodes that are fed to the drafter
     per level. `levels` is the maximum depth of a draft.
 
-    The paths of a fixed tree contain, for each draft, the ranks (from 0) of the nodes on its path,
-    ordered by level and then by rank. Without paths, the most likely nodes become drafts.
+    A fixed tree has one path per draft: the ranks of the nodes from level 1 to the draft, where
+    rank 0 is the most likely child of its parent. Paths are sorted by length, then by rank. Without
+    paths, the most likely nodes become drafts.
     """
 
     branch: int
@@ -102,7 +103,10 @@ class TreePlan(NamedTuple):
         return table
 
     def _fed_nodes(self, level: int) -> dict[tuple[int, ...], int]:
-        """Return the path of each node of a level that has children, with the node's index."""
+        """Return the paths of those nodes of a level that have children.
+
+        Each path is mapped to the index of its node among these nodes.
+        """
         nodes: dict[tuple[int, ...], int] = {}
         for path in self.paths:
             if len(path) == level + 1:

@@ -3,9 +3,10 @@
 //
 // Each request has one stream, whose key is its 64-bit seed (low word, high word). Random numbers
 // are addressed by counter: (position of the sampled token, purpose | sample index << 8, id div 4,
-// round). The word of id mod 4 is used; scalars use id 0. A random number therefore depends on the
-// request and on what is sampled. It does not depend on the other requests of the batch, the batch
-// size of the graph or the KV-cache pages.
+// round). Of the four words that Philox returns, the random number is word id mod 4. Random numbers
+// that belong to no token id use id 0. A random number therefore depends on the request and on what
+// is sampled. It does not depend on the other requests of the batch, the batch size of the graph or
+// the KV-cache pages.
 //
 // The last counter word is 0 for purpose NOISE, which samples each position once. For DRAFT, COIN
 // and RESIDUAL it is the position of the last token at the beginning of the round. Block
@@ -125,7 +126,7 @@ __device__ __forceinline__ Words4 noise_words(const Noise& noise, unsigned int i
                        static_cast<unsigned int>(noise.seed >> 32));
 }
 
-// Word of an id. A run-time array index would move the words to local memory.
+// Returns words.x[id % 4]. A run-time array index would move the words to local memory.
 __device__ __forceinline__ unsigned int word_of(const Words4& words, unsigned int id) {
   const unsigned int low = id & 1u ? words.x[1] : words.x[0];
   const unsigned int high = id & 1u ? words.x[3] : words.x[2];
@@ -146,8 +147,8 @@ __device__ __forceinline__ float uniform24(unsigned int x) {
 // Categorical sampling by the exponential race, argmax(p / E), is equivalent to the Gumbel-max
 // trick, argmax(log p + Gumbel), with Gumbel = -log(E). The race needs one logarithm instead of
 // three and has relative instead of absolute rounding errors. Both tails have full fp32 accuracy:
-// near v = 0 the series runs in v itself (E is at least 2^-33, so rare tokens can win), and near v
-// = 1 the complement is computed from the integer (~x). E is at most 24 log 2.
+// near v = 0 the series is evaluated in v itself (E is at least 2^-33, so rare tokens can win), and
+// near v = 1 the complement 1 - v is computed from the integer ~x. E is at most 24 log 2.
 __device__ __forceinline__ float exponential(unsigned int x) {
   const float v = fmul(fadd(static_cast<float>(x), 0.5f), 2.3283064365386963e-10f);
   if (v < 0.29289f) return -log1p_small(-v);

@@ -9,8 +9,9 @@
 // SAMPLE_BLOCK, the number of threads per block, is set when the kernel is compiled: large on a
 // GPU, 1 on the soft device, where a barrier costs more than the work that it separates. Several
 // blocks (gridDim.y) may share a row, each with a slice of its columns; the last block to finish
-// does the work that needs the whole row. Results depend on neither number, because sums are
-// integers, and of equal maxima the one with the smaller column is taken.
+// does the work that needs the whole row. Results depend neither on the number of threads nor on
+// the number of blocks, because sums are integers, and of equal maxima the one with the smaller
+// column is taken.
 //
 // Element i of a slice belongs to thread i mod SAMPLE_BLOCK. A thread needs no barrier between two
 // passes over its own elements.
@@ -50,8 +51,9 @@ struct CrossBlockScratch {
   unsigned int spans[COUNTS];  // Histogram<SPANS>
 };
 
-// Fixed-point masses and member counts per bin. Masses are stored in two halves, because GPUs have
-// no 64-bit atomic addition in shared memory.
+// For each bin, the number of its columns (members) and the sum of their weights in fixed point
+// (mass). Masses are stored in two halves, because GPUs have no 64-bit atomic addition in shared
+// memory.
 template <int N>
 struct Histogram {
   u32 low[N];
@@ -276,7 +278,8 @@ __device__ __forceinline__ u64 row_best(const Row& row, const Slice& own, float*
   return block_reduce(packed, scratch, Max());
 }
 
-// Unpacks the best column of all slices. Returns ROW_OK, ROW_NO_TOKEN or ROW_BAD_LOGIT.
+// Unpacks the maximum of the values that row_best returned for the slices of a row: the best column
+// and its logit. Returns ROW_OK, ROW_NO_TOKEN or ROW_BAD_LOGIT.
 __device__ __forceinline__ int read_best(const Row& row, u64 packed, int* column, float* logit) {
   if (packed == 0) return ROW_NO_TOKEN;
   const int key = static_cast<int>(static_cast<u32>(packed >> 32) ^ 0x80000000u);
@@ -362,7 +365,7 @@ struct Weights {
 // of the last span whose rank is at least `floor`.
 struct Cut {
   int end;    // index of the last span, plus 1
-  u64 floor;  // smallest rank in the last span that is kept
+  u64 floor;  // smallest kept rank in the last span
   u64 sum;    // total weight of the kept columns
 
   __device__ __forceinline__ bool keeps(const Weights& w, int column, float logit) const {
@@ -662,9 +665,9 @@ __device__ __forceinline__ int row_sample(const Row& row, bool filtered, const F
 }
 
 // Called in place of row_sample by a block whose row needs no sampling or is not ready. Each block
-// reads host memory separately, so an answer that is late may have reached only some blocks of a
-// row. The other blocks then find an invalid best column and get ROW_BAD_LOGIT. Returns true in the
-// last block to finish.
+// reads host memory separately, so an answer of the grammar that arrives late may be visible to
+// only some blocks of a row. The other blocks then find an invalid best column and get
+// ROW_BAD_LOGIT. Returns true in the last block to finish.
 __device__ __forceinline__ bool skip_row(CrossBlockScratch& cross_block, Scratch& scratch) {
   const bool leader = threadIdx.x == 0;
   if (leader) atomicMax(&cross_block.best, ~0ull);

@@ -3,7 +3,7 @@
 //
 // The nodes that are fed to the drafter are rows 1, 2, .. of a temporary tree with `branch` rows
 // per level. While the tree grows, these rows are stored in the slot's `drafts`, `parent` and
-// `path`. The last level replaces them by the drafts.
+// `path`. The last level replaces them with the drafts.
 //
 // The score of a child is its parent's score plus its log probability among the legal tokens. A
 // child therefore never has a higher score than its parent. Of nodes with equal scores, the earlier
