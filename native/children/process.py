@@ -56,8 +56,8 @@ _PIPE_TIMEOUT_S = 10
 _EXIT_TIMEOUT_S = 5.0
 # Seconds between two samples of the state of a process that runs a call.
 _SAMPLE_INTERVAL_S = 0.05
-# Maximum number of attempts to run a call, each in a new process: if the process crashes or exits,
-# and if it is killed or stopped from outside.
+# Maximum number of attempts to run a call, each in a new process. _MAX_CRASHES applies if the
+# process crashes or exits, _MAX_KILLS if it is killed or stopped from outside.
 _MAX_CRASHES = 2
 _MAX_KILLS = 3
 # Signals by which a process ends because of its own actions.

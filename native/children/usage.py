@@ -18,7 +18,7 @@ __all__ = ["ProcessClock", "TimeLimit", "memory_of"]
 # the used time, which may therefore wait for a processor for some time.
 _MIN_ELAPSED_S = 30.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_CPUCLOCK_SCHED = 2  # bits of a clock id: processor time, see clock_getcpuclockid(3)
+_CPUCLOCK_SCHED = 2  # bits of a clock id that select processor time, see clock_getcpuclockid(3)
 
 
 class TimeLimit:

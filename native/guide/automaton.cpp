@@ -545,7 +545,7 @@ TokenTrie::TokenTrie(const std::vector<uint32_t>& lengths, std::string bytes, in
 
 std::vector<TokenTrie::Node> TokenTrie::make_nodes(const std::vector<int32_t>& tokens) {
   std::vector<Node> nodes;
-  std::vector<int32_t> open;  // nodes of the current text, by depth
+  std::vector<int32_t> open;  // nodes on the path of the current token, by depth
   for (size_t i = 0; i < tokens.size(); ++i) {
     const std::string_view now = text_of(tokens[i]);
     if (i > 0 && now == text_of(tokens[i - 1])) {

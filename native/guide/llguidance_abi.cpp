@@ -210,8 +210,9 @@ class Tokenizer {
 
   const void* get() const { return tokenizer_; }
   int64_t vocab_size() const { return vocab_size_; }
-  // Returns whether a mask has certainly replaced the cached one (invariant 5). This is the case if
-  // an id with text is legal, because then the grammar has not ended.
+  // Returns whether `mask`, which LLGuidance has just computed, has certainly replaced its cached
+  // mask (invariant 5 of this file). This is the case if an id with text is legal, because then the
+  // grammar has not ended.
   bool is_kept(const uint32_t* mask) const noexcept {
     for (size_t w = 0; w < text_.size(); ++w) {
       if ((mask[w] & text_[w]) != 0) return true;
@@ -257,7 +258,8 @@ class Grammar {
       ++generation_;
     }
     // The matcher caches its last mask. Computing the mask of the start state must replace the
-    // cached one, or else copies of this matcher could return a wrong mask (invariant 5).
+    // cached one, or else copies of this matcher could return a wrong mask (invariant 5 of this
+    // file).
     const int64_t begun = clock_ns(CLOCK_THREAD_CPUTIME_ID);
     if (api.reset(matcher.get()) != 0 || api.compute_mask(matcher.get()) != 0) return;
     const bool slow = clock_ns(CLOCK_THREAD_CPUTIME_ID) - begun > kSlowNs;
@@ -268,10 +270,11 @@ class Grammar {
   }
 
  private:
-  // Maximum number of matchers that hand_back() keeps for reuse, one after the other. It keeps the
-  // lexer of a long-lived grammar below LLGuidance's limit of states.
+  // Maximum number of finished matchers that hand_back() resets for reuse. The lexer gains states
+  // with each reuse; the maximum keeps the lexer of a long-lived grammar below LLGuidance's limit
+  // of states.
   static constexpr int kGenerations = 32;
-  // If computing the start mask takes longer than this, later matchers are not kept for reuse.
+  // If computing the start mask takes longer than this, later matchers are not reused.
   static constexpr int64_t kSlowNs = 1'000'000;
 
   std::shared_ptr<const Tokenizer> tokenizer_;
@@ -393,9 +396,9 @@ class LLGuidanceMatcher final : public NativeMatcher {
     uint32_t sum = 0;
     bool sure = false;
   };
-  // What is known about the mask that LLGuidance caches (invariant 5). A mask is called sure if it
-  // has certainly replaced the cached mask (Seen::sure). The cached mask is the last sure mask or,
-  // if `unsure` is true, possibly a mask that was computed after it.
+  // What is known about the mask that LLGuidance caches (invariant 5 of this file). A mask is
+  // called sure if it has certainly replaced the cached mask (Seen::sure). The cached mask is the
+  // last sure mask or, if `unsure` is true, possibly a mask that was computed after it.
   struct Kept {
     static constexpr size_t kNowhere = SIZE_MAX;
 
@@ -417,7 +420,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
       return seen.sure ? some && seen.sum == sum : unsure;
     }
   };
-  // Maximum number of earlier states whose masks replace_kept() computes.
+  // Maximum number of masks that replace_kept() computes.
   static constexpr size_t kSearch = 24;
 
   Outcome failed(ErrorText* error) noexcept {
@@ -433,8 +436,9 @@ class LLGuidanceMatcher final : public NativeMatcher {
     kept_ = Kept();
   }
 
-  // Accepts the first tokens with two calls: one validates them, the other consumes them. Returns
-  // the number of accepted tokens, which may be too small, or -1 for an internal error.
+  // Accepts tokens with two calls of LLGuidance: one finds how many of the first tokens are legal,
+  // the other consumes these. Returns the number of accepted tokens, which may be too small, or -1
+  // for an internal error.
   int accept_text(const int32_t* tokens, int count, ErrorText* error) noexcept {
     const auto* ids = reinterpret_cast<const uint32_t*>(tokens);
     size_t size = 0;
@@ -458,15 +462,15 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return !contains(stop_ids_, static_cast<uint32_t>(token));
   }
 
-  // Returns whether the grammar may end after a legal token. Uses a copy of the matcher, because a
-  // rollback would affect the cached mask (invariant 5).
+  // Returns whether the grammar may end after the legal token `id`. Uses a copy of the matcher,
+  // because a rollback would affect the cached mask (invariant 5 of this file).
   bool ends_with(uint32_t id) const noexcept {
     const Handle copy(api.clone(live_.get()));
     return api.consume(copy.get(), id) == 0 && api.is_accepting(copy.get());
   }
 
-  // Returns whether a token is legal (invariant 4). Reads the bit of the token if LLGuidance has
-  // the mask of this state; otherwise LLGuidance validates the token.
+  // Returns whether a token is legal. Reads the bit of the token if LLGuidance has the mask of this
+  // state; otherwise LLGuidance validates the token.
   Outcome is_legal(uint32_t id, ErrorText* error) noexcept {
     const uint32_t* mask = api.get_mask(live_.get());
     if (mask != nullptr) {
@@ -520,9 +524,10 @@ class LLGuidanceMatcher final : public NativeMatcher {
     return Outcome::kYes;
   }
 
-  // Makes LLGuidance replace its cached mask (invariant 5). Computes the masks of earlier states of
-  // the path, beginning with the state after `back` tokens, until one of them certainly replaces
-  // the cached mask. If kSearch masks do not, the matcher becomes a new copy of the start state.
+  // Makes LLGuidance replace its cached mask (invariant 5 of this file). Rolls the matcher back to
+  // its first `back` tokens and computes the mask there, then goes back one token at a time until a
+  // mask has certainly replaced the cached one. After kSearch masks without success, `live_`
+  // becomes a new copy of the start state.
   Outcome replace_kept(size_t back, ErrorText* error) noexcept {
     for (size_t tries = kSearch; tries-- > 0;) {
       Seen seen;
@@ -564,8 +569,9 @@ class LLGuidanceMatcher final : public NativeMatcher {
   bool terminated_ = false;  // whether a stop token was accepted after the other tokens
 };
 
-// Runs a small grammar, because another release of LLGuidance could have the same symbols and
-// layout but behave differently. Throws std::runtime_error that names the difference.
+// Checks how matchers of a small grammar behave, because another release of LLGuidance could have
+// the same symbols and layout but behave differently. Throws std::runtime_error that names the
+// difference.
 void check_behaviour() {
   constexpr char kText[] =
       R"({"grammars": [{"lark_grammar": "%llguidance {\"no_forcing\": true}\nstart: \"ab\""}]})";

@@ -416,7 +416,7 @@ class MarkedMatcher final : public NativeMatcher {
  private:
   static constexpr int64_t kHistory = 64;
 
-  // Accepts a token while the tokens so far can become the opening (invariant 5).
+  // Accepts a token while the tokens so far can become the opening (invariant 5 of this file).
   Outcome accept_first(int32_t token, ErrorText* error) noexcept {
     if (token < 0 || token >= marker_->vocab_size()) return Outcome::kNo;
     Marker::FirstStep step{Marker::First::kOther, 0, false};

@@ -43,11 +43,12 @@ struct ErrorText {
   void keep(const char* message) noexcept { keep(message, std::strlen(message)); }
 };
 
-// Decides whether the orders of a grammar may run on the step's own thread although the step has a
-// time budget. An order is the work of one slot in one step (slot.h). Handing it to a pool thread
-// and waiting for the thread costs about 50 microseconds. A grammar is trusted after kProof orders
-// that finished within the budget, and never again after one that did not. A grammar can therefore
-// delay a round at most once, and the budget adds no cost if all grammars are trusted.
+// Decides whether a grammar step may serve the work orders of a grammar on its own thread although
+// the step has a time budget. A work order (`Order` in slot.h) is the work of one slot in one step.
+// Handing an order to a pool thread and waiting for the thread costs about 50 microseconds. A
+// grammar is trusted after kProof orders that finished within the budget, and never again after one
+// that did not. A grammar can therefore delay a round at most once, and the budget adds no cost if
+// all grammars are trusted.
 //
 // There is one object per grammar, used by all threads that serve its matchers.
 class OrderTiming {

@@ -16,14 +16,14 @@ bool is_filled(const SlotWork& work, int j) noexcept {
   return work.rows.state[at(j)].load(std::memory_order_relaxed) != ROW_NOT_READY;
 }
 
-// Sets the state of row j. The mask of the row must have been written before.
+// Publishes the state of mask row j. The caller must already have written the mask.
 void set_row(SlotWork& work, int j, int32_t state) noexcept {
   work.rows.state[at(j)].store(state, std::memory_order_release);
 }
 
 uint64_t bit(int j) noexcept { return uint64_t{1} << (j - 1); }
 
-// Records that the matcher has moved to node j, because it has accepted draft j.
+// Records that the matcher has moved to node j of the draft tree by accepting draft j.
 void enter_node(SlotWork& work, int j) noexcept {
   work.node = j;
   if (work.terminated) work.closed |= bit(j);
@@ -144,8 +144,8 @@ void OrderServer::commit(SlotWork& work) const noexcept {
   set_row(work, 0, ROW_DEAD_END);
 }
 
-// Fills the rows of node 0 and of all legal drafts in depth-first order, so that common prefixes
-// are accepted once. The matcher returns to node 0.
+// Fills the mask rows of node 0 and of all legal drafts in depth-first order, so that the matcher
+// accepts common prefixes only once. The matcher returns to node 0.
 void OrderServer::fill_rows(SlotWork& work) const noexcept {
   const Order& order = work.order;
   work.tested = order.drafts;
@@ -165,7 +165,7 @@ void OrderServer::fill_rows(SlotWork& work) const noexcept {
   move_to(work, 0);
 }
 
-// Fills row j unless it is filled already. Returns false if no token may follow node j.
+// Fills mask row j unless it is filled already. Returns false if no token may follow node j.
 bool OrderServer::fill_row(SlotWork& work, int j) const noexcept {
   if (is_filled(work, j)) return true;
   if (!move_to(work, j)) return false;
@@ -220,7 +220,7 @@ bool OrderServer::step_to(SlotWork& work, int j) const noexcept {
 }
 
 // Accepts forced tokens as drafts one after the other and fills their rows. The row after draft K
-// is not filled here but by the open step.
+// is not filled here but by the open step of the next replay.
 void OrderServer::follow_forced(SlotWork& work) const noexcept {
   for (int j = 1; j < exchange_.drafts() && is_filled(work, j - 1); ++j) {
     const int32_t token = work.rows.forced[at(j - 1)];

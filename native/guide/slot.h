@@ -38,7 +38,7 @@ struct Exchange {
   Candidates* candidates(int slot) const { return record<Candidates>(slot, layout.candidate_ids); }
   Answer* answer(int slot) const { return record<Answer>(slot, layout.answer); }
 
-  // Ids that follow a record.
+  // Returns the ids that follow a record in memory.
   template <class Record>
   static int32_t* ids(Record* record) {
     return reinterpret_cast<int32_t*>(record + 1);
@@ -163,7 +163,7 @@ struct Rows {
   std::vector<int32_t> forced;              // forced token of the row; -1: none
 };
 
-// Answer to the probe of an order.
+// Result of testing the candidates of an order (tasks kProbeChain, kProbeTree, kProbeLattice).
 struct Probed {
   bool answered = false;
   int32_t answer = -1;
@@ -202,7 +202,8 @@ struct SlotWork {
   bool ended = false;
   ErrorText error;
   Rows rows;
-  int tested = 0;  // drafts of the last kFillRows order, to count accepted forced tokens
+  int tested = 0;  // number of drafts of the last kFillRows order; used to count accepted forced
+                   // tokens
   Probed probed;
   std::array<int32_t, count::kinds> tally{};  // counts that the step adds to the worker's counters
   Usage usage;
@@ -232,8 +233,8 @@ class OrderServer {
 
   void serve(SlotWork& work) const noexcept;
   void fail(SlotWork& work) const noexcept;
-  // Fails the slot if its order has reached the limit of processor time. Returns whether it may go
-  // on. Call this function on the thread that serves the order.
+  // Fails the slot if its order has reached the limit of processor time. Returns whether the thread
+  // may continue to serve the order. Call this function on the thread that serves the order.
   bool check_time(SlotWork& work) const noexcept;
   void invalidate_rows(SlotWork& work) const noexcept;
 

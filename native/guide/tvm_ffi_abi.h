@@ -64,7 +64,7 @@ struct Version {
   uint32_t major, minor, patch;
 };
 
-// DLPack's tensor view, as XGrammar reads it: strides and byte_offset are ignored there.
+// DLPack's tensor struct. XGrammar ignores `strides` and `byte_offset`.
 struct DLTensor {
   void* data;
   int32_t device_type;

@@ -15,7 +15,7 @@
 namespace graft::guide {
 namespace {
 
-constexpr int64_t kHugePage = int64_t{2} << 20;  // maximum size of memory that a page fault maps
+constexpr int64_t kHugePage = int64_t{2} << 20;  // maximum number of bytes that one page fault maps
 
 OrderTiming* timing_of(const SlotWork& work) {
   return work.matcher == nullptr ? nullptr : work.matcher->timing.get();
@@ -76,9 +76,9 @@ Worker::Worker(const Exchange& exchange, int ring, int threads, const Budget& bu
   records_.push_back({this, Step::kCommit, 0});
   for (int j = 1; j <= exchange_.drafts(); ++j) records_.push_back({this, Step::kDraft, j});
   ordered_.reserve(at(exchange_.layout.slots));
-  // With a budget, the order of a late slot may occupy a pool thread for longer than a step. All
-  // slots can be late at the same time, so the pool has one thread per slot. A step wakes `threads`
-  // of them.
+  // With a budget, the work order of a slot may occupy a pool thread beyond the end of its step;
+  // the slot is then late. All slots can be late at the same time, so the pool has one thread per
+  // slot. Each step wakes `threads` of them.
   const int helpers = budget_.ns > 0 ? exchange_.layout.slots : threads_ - 1;
   if (helpers > 0) pool_.reset(new Pool(helpers, exchange_.layout.slots, &serve_posted, this));
 }
@@ -159,7 +159,7 @@ void Worker::run(const StepRecord& record) noexcept {
   timeline_.record(replay_, kind + std::max(record.draft - 1, 0), start, end);
 }
 
-// Gives each slot its order, serves the orders and stamps the results.
+// Gives each slot its work order, serves the orders and stamps the mask rows that they have filled.
 void Worker::step(const StepRecord& record) noexcept {
   ordered_.clear();
   for (const Request& request : current_->requests) {
@@ -319,8 +319,8 @@ void Worker::serve_timed(SlotWork& work) noexcept {
   work.usage.cpu_limit = cpu_start + limit;
   work.usage.time_limit = start + limit;
   server_.serve(work);
-  // The processor time cannot exceed the elapsed time, so its clock is read only if the elapsed
-  // time exceeds the budget.
+  // The processor time cannot exceed the elapsed time, so the processor-time clock is read only if
+  // the elapsed time exceeds the budget.
   int64_t taken = monotonic_ns() - start;
   if (taken >= budget_.ns) taken = clock_ns(CLOCK_THREAD_CPUTIME_ID) - cpu_start;
   const bool in_time = taken < budget_.ns;

@@ -158,12 +158,13 @@ struct StepRecord {
 
 class Worker {
  public:
-  // An order is slow if its processor time exceeds both kSlowFactor budgets and kMinSlowNs. If an
-  // order is the only one of its replay, the step waits up to this time for it.
+  // An order is slow if its processor time exceeds both kSlowFactor times the budget and
+  // kMinSlowNs. If a replay has only one request, the step waits for its order until the order is
+  // slow.
   static constexpr int64_t kSlowFactor = 20;
   static constexpr int64_t kMinSlowNs = 100'000'000;
-  // A request fails when its slow orders together have taken kMaxSlow times the time from which an
-  // order is slow.
+  // A request fails when its slow orders have together taken kMaxSlow times the processor time from
+  // which one order is slow.
   static constexpr int64_t kMaxSlow = 20;
   // Maximum time that a step waits for threads that get no processor time, as a multiple of the
   // budget.

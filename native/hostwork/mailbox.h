@@ -66,7 +66,7 @@ struct MailboxWords {
   std::uint32_t* timed_out = nullptr;
   // Number of completed launches, which the device counts. With this word, a launch may post any
   // number of requests; if it is null, each launch posts one request. While the step is added to
-  // the graph, no counted launch may be in flight.
+  // the graph, no launch that this word counts may be in flight.
   const std::uint32_t* completed = nullptr;
 };
 

@@ -382,8 +382,8 @@ class GuidedCase {
 
   // Drafts one level of the trees of all slots. The candidates for the children of the current
   // nodes are offered to the worker, which answers which of them the grammar allows. Some of the
-  // allowed children become the nodes of the next level. At the last level, some of all nodes
-  // become the drafts, each together with its parent.
+  // allowed children become the nodes of the next level. At the last level, some of the nodes of
+  // all levels become the drafts, each together with its parent.
   void draft_tree_level(const Plan& plan, const bool* advanced, int level, int32_t replay) {
     const int width = exchange_.layout.candidates;
     const int count = level == 1 ? 1 : kBranch;
