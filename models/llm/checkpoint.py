@@ -95,8 +95,8 @@ class Checkpoint:
         """Return a tensor as stored, and the name of its dtype.
 
         The array is a read-only view of the mapped file. bfloat16 is returned as uint16 bit
-        patterns, E4M3 and booleans as uint8. CheckpointError is raised if the tensor is missing or
-        does not have the shape (None allows any) or one of the dtypes.
+        patterns, E4M3 and booleans as uint8. CheckpointError is raised if the tensor is missing,
+        does not have `shape` (None allows any), or has none of the `dtypes`.
         """
         entry = self._entry(name)
         if entry.dtype not in _DTYPES:

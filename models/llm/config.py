@@ -35,7 +35,7 @@ class Architecture:
     qkv_bias: bool = False
     skips_rope: bool = False  # whether some layers have no RoPE
     rope_theta: float = 10000.0  # RoPE base of a config without `rope_theta`
-    # Values of absent fields, as in transformers, where they differ from those of Llama.
+    # Defaults of absent fields, as in transformers, that differ from the defaults of a Llama.
     defaults: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()  # fields of the config that have no effect
 
@@ -137,11 +137,11 @@ class LlamaConfig:
     rope: Rope
     max_position_embeddings: int  # before YaRN or dynamic scaling extends it
     tie_word_embeddings: bool  # whether the LM head is the embedding matrix
-    dtype: str = "float32"  # of the weights according to the config; float32 if the config has none
+    dtype: str = "float32"  # dtype of the weights that the config names; float32 if it names none
     head_norm: bool = False  # RMSNorm of each query head and key head (Qwen3)
     qkv_bias: bool = False  # biases of the query, key and value projections (Qwen2)
     layers_without_rope: tuple[int, ...] = ()  # ascending layer ids (SmolLM3)
-    # Number of positions that a row attends to including its own; None if no layer has a window.
+    # Number of positions that a row attends to, including its own; None if no layer has a window.
     sliding_window: int | None = None
     num_nextn_predict_layers: int = 0  # multi-token prediction modules after the last layer
 
@@ -155,12 +155,12 @@ class LlamaConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "config") -> Self:
-        """Read a decoded JSON object, like `from_dir`; `where` prefixes error messages."""
+        """Read a config from a decoded JSON object. Error messages begin with `where`."""
         return cls.from_fields(Fields(data, where))
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Self:
-        """Read the fields of a config, like `from_dir`."""
+        """Read a config from its fields; raise the same errors as `from_dir`."""
         return cls(**_decoder(fields, _architecture(fields, TARGETS)))
 
     @property
@@ -171,8 +171,8 @@ class LlamaConfig:
     def for_length(self, length: int, where: str | Path) -> Self:
         """Return the config for sequences with at most `length` tokens.
 
-        Some kinds of RoPE scaling depend on this length. A length that exceeds the sliding window
-        raises ConfigError, whose message begins with `where`.
+        Some kinds of RoPE scaling depend on `length`. If `length` exceeds the sliding window,
+        ConfigError is raised; its message begins with `where`.
         """
         window = self.sliding_window
         if window is not None and window < length:
@@ -349,7 +349,7 @@ class DFlashConfig(LlamaConfig):
         )
 
 
-#: Optional numbers of `dflash_config` with their defaults; DSpark has none of them.
+#: Optional number fields of `dflash_config` with their defaults; DSpark configs have none of them.
 _DFLASH_NUMBERS = {
     "input_embedding_scale": 1.0,
     "output_multiplier": 1.0,
@@ -365,7 +365,7 @@ _DFLASH2_SIZES = {
 
 
 def _speculators_decoder(fields: Fields) -> Fields:
-    """Return the nested layer config of an EAGLE-3 head in the speculators format."""
+    """Return the decoder section of an EAGLE-3 config in the speculators format."""
     fields.require("speculators_model_type", "eagle3")
     decoder = fields.section("transformer_layer_config")
     if decoder is None:

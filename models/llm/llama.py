@@ -31,7 +31,7 @@ class LlamaModel:
         Shape of the whole model. With tensor parallelism, this is not the shape of rank 0's shard.
     checkpoint
         Tensors of the model. Names, shapes and dtypes are checked. A tensor that the model does not
-        use is an error.
+        use raises CheckpointError.
     kv
         KV cache with the model's layers and heads. With tensor parallelism, the cache has only the
         heads of rank 0's shard.

@@ -18,7 +18,7 @@ from graft.models.errors import ConfigError
 from graft.models.json_fields import Fields
 
 MAX_POSITIONS = 1 << 24
-#: Names of the config section with the RoPE parameters: in transformers 5, and in older versions.
+#: Names of the config section with the RoPE parameters, in transformers 5 and in older versions.
 _SECTIONS = ("rope_parameters", "rope_scaling")
 #: Fields that may be present for every kind of scaling. Some are read; the others have no effect.
 _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
@@ -27,7 +27,7 @@ _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetune
 class _Model(NamedTuple):
     """Properties of a model on which the parameters of scaling depend.
 
-    `original` is the maximum number of positions before scaling extends it.
+    `original` is the maximum number of positions without scaling.
     """
 
     head_dim: int
@@ -192,7 +192,7 @@ class Yarn(Scaling):
 
     def frequencies(self, theta: float, head_dim: int) -> np.ndarray:
         def index(rotations: float) -> float:
-            """Return the index, a real number, of the frequency with this number of rotations."""
+            """Return the index (not rounded) of the frequency that makes this many rotations."""
             wavelength = self.original / rotations
             return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
@@ -214,7 +214,7 @@ class Yarn(Scaling):
 
 
 def _yarn_mscale(factor: float, weight: float) -> float:
-    """Return the attention factor that YaRN recommends for a scaling factor."""
+    """Return the attention factor that YaRN recommends for the scaling factor `factor`."""
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 

@@ -57,8 +57,8 @@ class Command(IntEnum):
 REPLY_BYTES = 512
 #: Time limit of LOAD, in seconds.
 LOAD_TIMEOUT_S = 900.0
-#: MLP columns are assigned to ranks in units of this many columns. The first of these sizes that
-#: divides the number of columns and gives every rank at least one unit is used.
+#: MLP columns are assigned to ranks in units of adjacent columns. The unit is the first of these
+#: sizes that divides the number of columns and gives every rank at least one unit.
 _COLUMN_UNITS = (128, 16, 1)
 _ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
 
@@ -279,8 +279,8 @@ class TensorParallelLeader:
         """Send the rows of a forward pass to the worker ranks, which run their layers over them.
 
         This method must be called before the kernels of rank 0's first layer are added to the lane.
-        `embeddings` float32[R, hidden] are those of the rows' tokens. The workers receive a copy of
-        the page table of `kv`, the KV cache of rank 0.
+        `embeddings` float32[R, hidden] contains the embeddings of the rows' tokens. The workers
+        receive a copy of the page table of `kv`, the KV cache of rank 0.
         """
         ancestors = () if rows.ancestors is None else (rows.ancestors,)
         header = (Command.FORWARD, rows.count, rows.rows_per_slot, len(ancestors))
@@ -304,8 +304,8 @@ class TensorParallelLeader:
         """Add nodes to a lane that send a message to all worker ranks.
 
         The message is a header and the contents of device arrays. The last word of the header is 1
-        if the lane belongs to a CUDA graph. The message is then sent with every launch of the
-        graph, and each worker builds a CUDA graph for its own work too.
+        if the lane belongs to a CUDA graph. Every launch of the graph then sends the message, and
+        each worker builds a CUDA graph for its own part of the work.
         """
         count = sum(array.nbytes for array in arrays) // 4
         if count > self._payload.shape[0]:

@@ -28,7 +28,7 @@ from graft.models.llm.weights import Matrix, Weights
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """Weights of one decoder layer. Matrices with the same input are stacked into one.
+    """Weights of one decoder layer. Matrices that multiply the same input are stacked into one.
 
     The rows of each head of `qkv` are interleaved if the product applies RoPE; the rows of
     `gate_up` are interleaved if the product applies the gate. Norm weights are float32[hidden].

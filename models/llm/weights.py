@@ -32,7 +32,7 @@ class ScaledMatrix:
     gathers the partial products of all ranks.
     """
 
-    values: DeviceArray  # in the stored dtype
+    values: DeviceArray  # [rows, columns] in the dtype of the checkpoint, or E4M3
     scale: DeviceArray | None = None  # float32[rows]; None if all scales are 1
     bias: DeviceArray | None = None  # float32[rows]
     all_gather: AllGather | None = None
@@ -101,8 +101,8 @@ class Weights:
         row scales (dtype E4M3); otherwise it is a plain array.
 
         If `interleave` returns a group size for the dtype and shape of the result, the two halves
-        of every group are interleaved in blocks of 8 rows, as the fused kernels read them. None, or
-        a group size of 0, keeps the order.
+        of every group are interleaved in blocks of 8 rows, as the fused kernels read them. If
+        `interleave` is None or returns 0, the rows keep their order.
         """
         arrays = []
         scales = []
@@ -148,7 +148,10 @@ class Weights:
         return to_float32(np.ascontiguousarray(array), dtype)
 
     def _rows(self, name: str, rows: int, columns: int) -> tuple[np.ndarray, str, np.ndarray]:
-        """Return a matrix, its dtype and its row scales, float32[rows], 1 for unscaled rows."""
+        """Return a matrix, its dtype and its row scales, float32[rows].
+
+        The scales of a matrix that is not quantized are 1.
+        """
         array, dtype = self.read(name, (rows, columns), (*FLOATS, E4M3))
         if dtype == E4M3:
             if (array & 0x7F == 0x7F).any():
@@ -165,7 +168,7 @@ class Weights:
         return from_float32(values / scale[:, None], E4M3), E4M3, scale
 
     def _scale(self, name: str, rows: int) -> np.ndarray:
-        """Return float32[rows] from a tensor with one scale per row or a single scale."""
+        """Read a tensor with one scale or one per row; return the row scales, float32[rows]."""
         array, dtype = self.read(name, None)
         if array.shape not in ((), (1,), (rows,), (rows, 1)):
             raise CheckpointError(
@@ -180,7 +183,7 @@ class Weights:
         return np.broadcast_to(scale, rows)
 
     def vector(self, name: str, *shape: int) -> DeviceArray:
-        """Upload a tensor as float32."""
+        """Upload a tensor of this shape as float32."""
         array, dtype = self.read(name, shape)
         return self.device.from_host(to_float32(np.ascontiguousarray(array), dtype))
 

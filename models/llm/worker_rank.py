@@ -222,7 +222,7 @@ class TensorParallelWorker:
             ) from error
 
     def _receive(self, payload: PinnedArray) -> None:
-        """Receive a payload from rank 0."""
+        """Receive a payload from rank 0 into `payload`."""
         self._ranks.receive(0, payload, timeout_s=self._ranks.deadline_s)
 
     def _pinned(self, count: int) -> PinnedArray:

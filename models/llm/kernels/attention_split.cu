@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   if (static_cast<int>(blockIdx.z) >= blocks) return;
 
   // Load queries g and g + 8 to shared memory. Every warp loads some of the dimensions.
-  int row_of[2];  // row of each query in the tile; -1 for padding rows and missing queries
+  int row_of[2];  // tile rows of queries g and g + 8; -1 for padding and missing queries
 #pragma unroll
   for (int q = 0; q < 2; ++q) {
     const int m = g + 8 * q, r = m / tile_heads, head = m % tile_heads;

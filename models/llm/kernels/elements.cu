@@ -51,8 +51,8 @@ extern "C" __global__ void silu_mul(const float* gate_up, OUT* out, int rows, in
 }
 
 // Computes out = residual + (parts[0] + parts[1] + ...), where `parts` has the partial products
-// [rows, width] of all ranks. The products are added in rank order. Unless `copy`, [rows, stride],
-// is null, the result is also written to it, from column `offset` on.
+// [rows, width] of all ranks. The products are added in rank order. The result is also written to
+// `copy`, [rows, stride], from column `offset` on, unless `copy` is null.
 extern "C" __global__ void add_parts(const float* parts, const float* residual, float* out,
                                      float* copy, int ranks, int rows, int width, int offset,
                                      int stride) {

@@ -28,7 +28,7 @@ class Elementwise:
     ) -> None:
         """Launch a kernel of ``elements.cu`` for `size` = (rows, width) elements.
 
-        `types` overrides the kernel's element types, which are float by default.
+        `types` overrides the element types with which the kernel is compiled, float by default.
         """
         chunk = self._loader.chunk
         types = {"WEIGHT": "float"} | types
@@ -111,7 +111,7 @@ class Elementwise:
         kernel_index
             Index of the kernel to use, 0 or 1.
         row_stride
-            Distance between consecutive rows of a block of a block drafter, in rows of `x`.
+            Distance, in rows of `x`, between consecutive rows of a drafter's block.
         """
         rows, width = x.shape
         size = base.shape[1]
@@ -133,10 +133,11 @@ class Elementwise:
         out: DeviceArray,
         copy_to: tuple[DeviceArray, int] | None,
     ) -> None:
-        """Compute out = sum of partials[rank] + residual, in rank order, for `Products.linear`.
+        """Add the partial products of all ranks, in rank order, and then the residual.
 
-        `partials` is float32[ranks, R, width]. The result is also copied to `copy_to`: an array
-        and its first column.
+        `partials` is float32[ranks, R, width]. The result is also copied to `copy_to`, unless it is
+        None: an array, and the first column to write. `Products.linear` calls this method for a
+        row-parallel shard.
         """
         ranks, rows, width = partials.shape
         copy, offset = copy_to if copy_to is not None else (None, 0)

@@ -74,8 +74,8 @@ __device__ __forceinline__ Lanes fma_lanes(Lanes a, Lanes b, Lanes c) {
 }
 
 // fold_eight reduces each of eight vectors to one value; lane i of the result is the reduction of
-// vector i. The order is a fixed tree: lane i + 4 is folded onto lane i, lane i + 2 onto lane i,
-// and then the last two lanes. A vector of 16 lanes is two groups of eight that are reduced
+// vector i. The order is a fixed tree: lane i + 4 is folded onto lane i, then lane i + 2 onto lane
+// i, and then lane 1 onto lane 0. A vector of 16 lanes is two groups of eight that are reduced
 // separately.
 typedef int LaneIds __attribute__((vector_size(4 * LANES)));
 typedef int WideIds __attribute__((vector_size(8 * LANES)));

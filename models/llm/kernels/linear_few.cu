@@ -84,8 +84,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   const int own_column = threadIdx.x % 8, own_row = threadIdx.x / 8;
   EpilogueInputs inputs = {};
   RowState state = {};
-  // With 16 rows and 8-bit weights, registers are short until the loop ends, unless the inputs have
-  // 16 bits and are not rotated.
+  // Whether the epilogue's inputs are loaded before the main loop. With 16 rows and 8-bit weights,
+  // there are too few registers for this, unless x has 16 bits and the outputs are not rotated.
   constexpr bool LOADS_EARLY = !WEIGHT8 || TILES == 1 || (X16 && !ROPE_HEAD_DIM);
   const auto load_own_row = [&] {
     if (own_row >= ROWS) return;

@@ -11,9 +11,8 @@
 
 #define OUTPUTS 128
 // Tiles of 256 rows halve the traffic of the weights through the L2 cache. A thread accumulates 128
-// sums of such a tile in registers. There are no registers left for the totals over the partial
-// sums (parts) that are complete, so these totals are in shared memory. Inputs must be 16-bit
-// floats.
+// sums of such a tile in registers. There are no registers left for the totals over the finished
+// partial sums (parts), so these totals are in shared memory. Inputs must be 16-bit floats.
 #define TALL (ROW_BLOCK == 256)
 #if TALL && !X16
 #error "ROW_BLOCK 256 requires inputs of 16 bits"
@@ -34,7 +33,7 @@
 #define X_AT_ONCE ((ROW_BLOCK + 63) / 64)
 #define BLOCKS_PER_MULTIPROCESSOR (ROW_BLOCK == 32 ? 2 : 1)
 // Whether the positions of the rows are loaded to shared memory before the main loop. With tall
-// tiles, the totals take up all shared memory.
+// tiles, the totals leave no shared memory for the positions.
 #define SHARES_STATES (ROPE_HEAD_DIM && !TALL)
 #define SPLIT_PAIRS (TALL ? 8 : 4)  // pairs per batch with split K
 
@@ -192,7 +191,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   const long long tile = static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x;
   float* const tile_partials = partials + tile * PARTS * ROW_BLOCK * OUTPUTS;
   float sum[COLUMN_TILES][ROW_TILES][4] = {};
-  // Totals of the finished parts in the first block of a tile, unless TALL.
+  // Sums over the finished parts, in the first block of a tile. With TALL, they are in shared
+  // memory.
   float total[COLUMN_TILES][ROW_TILES][4];
   // Returns the row and the column of sum i of a tile of a warp.
   const auto row_of = [&](int n, int i) { return own_row + n * 8 + 2 * t + i % 2 >> SPLIT_X; };
@@ -201,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
     const bool stored = splits > 1 && (begin > 0 || part == own_end - 1);
 #pragma unroll
     for (int m = 0; m < COLUMN_TILES; ++m) {
-      float before[ROW_TILES][4];  // totals in shared memory, which are all loaded before a store
+      float before[ROW_TILES][4];  // totals from shared memory, all loaded before a store
 #pragma unroll
       for (int n = 0; n < ROW_TILES && TALL; ++n) {
 #pragma unroll

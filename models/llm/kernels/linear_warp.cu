@@ -1,10 +1,10 @@
 // Computes y = x W^T (+ bias) (+ residual) without tensor cores. Each warp computes COLUMNS output
 // columns of up to 8 rows, so the weights are read once for all rows.
 //
-// Reduction order: the inner indices are divided into packs of PACK indices. Lane l adds packs l,
-// l + 32, ... in order, then at most one index of the remainder. The sums of the lanes are added as
-// a butterfly. The order depends only on `inner` and on the weight type, so the kernel is row
-// invariant.
+// Reduction order: the inner indices are divided into packs of PACK indices. Lane l adds packs
+// l, l + 32, ... in order, then at most one of the indices after the last full pack. The sums of
+// the lanes are added as a butterfly. The order depends only on `inner` and on the weight type, so
+// the kernel is row invariant.
 #include "graft.cuh"
 
 #ifndef WEIGHT

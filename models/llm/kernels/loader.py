@@ -27,7 +27,7 @@ _NORM_BLOCK = 256
 
 
 class KernelLoader:
-    """Loads the model kernels of one device in one form, each variant once.
+    """Loads the model kernels of one device in one form. Each variant is compiled once.
 
     Form ``thread`` is for the soft device only, ``warp`` for GPUs; None selects the device's
     default. A form that the device does not run raises an `OptionError`.
@@ -57,7 +57,7 @@ class KernelLoader:
         return found
 
     def load_form(self, name: str, **defines: object) -> Kernel:
-        """Return the kernel ``{name}_{form}``, which has a file of its own."""
+        """Return the kernel ``{name}_{form}`` of the file ``{name}_{form}.cu``."""
         name = f"{name}_{self.form}"
         return self.load(name, name, **defines)
 

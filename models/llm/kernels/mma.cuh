@@ -4,7 +4,7 @@
 #include "graft.cuh"
 
 #ifdef __SOFTCUDA__
-#pragma softcuda quick  // short compile time: on the soft device only tests run these kernels
+#pragma softcuda quick  // compile faster: on the soft device, only tests run these kernels
 #endif
 
 template <typename T>

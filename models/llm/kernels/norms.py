@@ -21,8 +21,8 @@ class Norms:
     ) -> None:
         """Compute the RMSNorm of each row of `x`, float32[R, width].
 
-        `out` [R, width] is float32 or has the dtype that `Products.input_dtype` returns for the
-        product that reads it.
+        `out` [R, width] is float32 or has the dtype `Products.input_dtype` of the product that
+        reads `out`.
         """
         rows, width = x.shape
         expect("norm: x", x, "float32", R=rows, width=width)

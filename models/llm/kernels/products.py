@@ -45,8 +45,8 @@ class _Product:
 
     The product has `rows` input rows, and `inner` elements per dot product. `x` is float32 or, if
     `x_is_rounded`, already has the 16-bit dtype in which tensor cores multiply. `scale` and `bias`
-    are float32[columns] or None. `square_sums` and `eps` are those of the folded norm of `x`; None
-    and 0 without a folded norm.
+    are float32[columns] or None. `square_sums` and `eps` belong to the norm that is folded into
+    `x`; they are None and 0 without a folded norm.
     """
 
     x: DeviceArray
@@ -223,7 +223,10 @@ class Products:
     def fused_qkv(
         self, lane: Lane, x: DeviceArray | Norm, weight: Matrix, qkv: DeviceArray, write: KVWrite
     ) -> None:
-        """Compute `Attention.project_qkv` in one kernel. The rows of each head are interleaved."""
+        """Do the work of `Attention.project_qkv` in one kernel.
+
+        The rows of each head in `weight` must be interleaved (`Attention.qkv_interleave`).
+        """
         name = "qkv"
         store_args = write.kernel_args(qkv)
         product = self._check(x, weight, name)
@@ -252,7 +255,7 @@ class Products:
     # Checks.
 
     def _check(self, x: DeviceArray | Norm, weight: Matrix, name: str) -> _Product:
-        """Check the inputs of x W^T and decide whether it runs on tensor cores."""
+        """Check the operands of x W^T and decide whether the product runs on tensor cores."""
         square_sums = None
         eps = 0.0
         if isinstance(x, Norm):

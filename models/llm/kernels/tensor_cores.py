@@ -1,6 +1,6 @@
 """Launch configurations of products on tensor cores (linear_few.cu, linear_many.cu).
 
-All configurations give the same bits. An estimate of the time selects one of them.
+All configurations give the same bits. The one with the least estimated time is selected.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _TILE_COLUMNS = 128
 # Number of inner indices that the pipeline stages of linear_many hold in shared memory together, by
 # bytes per weight and rows per tile.
 _STAGED = {1: {32: 320, 64: 384, 128: 256}, 2: {32: 192, 64: 256, 128: 192}}
-# Tiles with this many rows need more shared memory than some GPUs have, and 16-bit inputs.
+# Tiles with this many rows need 16-bit inputs, and more shared memory than some GPUs have.
 _TALL_TILE = 256
 _TALL_STAGED = 128
 TALL_SHARED = 227 * 1024
@@ -32,8 +32,9 @@ _BLOCKS_PER_MULTIPROCESSOR = {32: 2, 64: 1, 128: 1, _TALL_TILE: 1}
 # of their traffic through the L2 cache.
 _TALL_WAVE = 1.5
 # Estimated cost of K splits, in units of the time of one wave without splits. The wait for the last
-# block costs _SPLIT_COST. The partial sums of one row of all concurrent tiles cost
-# _SPLIT_COST_PER_ROW with up to _SPLIT_COST_INNER inner indices, and proportionally less with more.
+# block of a tile costs _SPLIT_COST. The partial sums of one row in all tiles of a wave cost
+# _SPLIT_COST_PER_ROW. With more than _SPLIT_COST_INNER inner indices, a wave takes longer, so this
+# cost is proportionally less.
 _SPLIT_COST_PER_ROW = 0.3 / 32
 _SPLIT_COST_INNER = 4096
 _SPLIT_COST = 0.05
@@ -51,7 +52,7 @@ class MmaShape(NamedTuple):
 
     @property
     def waves(self) -> int:
-        """Number of times that the blocks fill all multiprocessors of an H100 or H200."""
+        """Number of waves in which the blocks run on an H100 or H200."""
         return ceil_div(math.prod(self.grid), MULTIPROCESSORS * self.blocks_per_multiprocessor)
 
 
