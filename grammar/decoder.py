@@ -264,7 +264,7 @@ class GuidedDecoder:
         self._late = [request for request in requests if self._worker.busy(request.slot)]
 
     def add(self, lane: GraphLane, work: NativeWork, *, name: str) -> None:
-        """Append a step to a graph lane, implemented as the decoder's `transport` selects.
+        """Append a step to a graph lane. The decoder's `transport` selects the implementation.
 
         Work that is appended to the lane later starts after the step has completed.
 

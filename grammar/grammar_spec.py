@@ -312,8 +312,9 @@ class GrammarSpec(Spec):
     def check(self, backend: str = "auto") -> None:
         """Check in a child process whether an engine accepts the grammar.
 
-        The check rewrites a JSON schema and parses the grammar with the backend that an engine
-        would compile it with. It needs no vocabulary and compiles nothing.
+        If the grammar is a JSON schema, the check first rewrites it. The backend with which an
+        engine would compile the grammar then parses it. The check needs no vocabulary and compiles
+        nothing.
 
         The call blocks until the result is known. The child process has a time limit of 30 s.
         Calling `check` is optional, because an engine finds the same errors when it compiles the

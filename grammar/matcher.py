@@ -239,7 +239,7 @@ class Matcher(ABC):
 
 
 def _raises_grammar_error(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert a backend's RuntimeError into a `GrammarError` with the same message."""
+    """Decorate a method so that it raises a backend's RuntimeError as a `GrammarError`."""
 
     @functools.wraps(method)
     def wrapped(*arguments: Any) -> Any:

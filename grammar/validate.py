@@ -152,9 +152,10 @@ def _parse(text: str) -> Any:
 
 
 def _exact_number(text: str) -> Any:
-    """Parse a number with a fraction or exponent. The result is an int if the value is whole.
+    """Parse a number with a fraction or exponent.
 
-    jsonschema does not recognize whole decimal fractions as integers.
+    The result is an int if the value is whole, because jsonschema does not recognize a ``Decimal``
+    as an integer.
     """
     value = decimal.Decimal(text)
     if value.adjusted() < _MAX_DIGITS and value == value.to_integral_value():
@@ -168,5 +169,5 @@ def _reject_constant(name: str) -> None:
 
 
 def search(pattern: str, text: str) -> bool:
-    """Return whether ``re.search`` finds the pattern."""
+    """Return whether ``re.search`` finds a match of the pattern in the text."""
     return re.search(pattern, text) is not None

@@ -284,8 +284,8 @@ class GrammarMatcher:
         Returns
         -------
         bool
-            Whether the row has to be applied. It is False if every token is legal; the row is then
-            filled with ones.
+            Whether the row has to be applied to the logits. It is False if every token is legal;
+            the row is then filled with ones.
 
         Raises
         ------

@@ -81,7 +81,7 @@ def _aligned(offset: int) -> int:
 
 
 class DeviceAutomata:
-    """Promotes requests, and adds the kernels that execute their grammar steps to lanes.
+    """Promotes requests, and adds to lanes the kernels that execute their grammar steps.
 
     Parameters
     ----------

@@ -192,7 +192,10 @@ class _Lowering:
 
 
 def _lower_values(schema: dict[str, Any], keywords: set[str]) -> Expression:
-    """Lower a schema that lists its values with ``enum`` or ``const``."""
+    """Lower a schema that lists its values with ``enum`` or ``const``.
+
+    `keywords` are the schema's keywords, without annotations.
+    """
     if keywords - {"const", "enum", "type"} or {"const", "enum"} <= keywords:
         raise NotRegular("keywords beside 'enum' are not supported")
     values = [schema["const"]] if "const" in keywords else schema["enum"]

@@ -425,7 +425,7 @@ class _Lowering:
         return self._nullables[node]
 
     def _terminals(self) -> Iterator[Node]:
-        """Yield the largest nodes of the rules that become terminals."""
+        """Yield the nodes that become terminals: in each rule, the largest nodes that can."""
         seen: set[str] = set()
         queue: list[Node] = [Rule(self._root)]
         while queue:
@@ -665,7 +665,10 @@ class _Following:
             self._changed = True
 
     def nullable(self, node: Node) -> bool:
-        """Return whether a node matches the empty text, according to the table computed so far."""
+        """Return whether a node matches the empty text.
+
+        The result follows from the table `_nullable` as computed so far.
+        """
         if node in self._machines:
             return False
         if isinstance(node, Rule):
@@ -673,7 +676,10 @@ class _Following:
         return _is_nullable(node, self.nullable)
 
     def first(self, node: Node) -> Ranges:
-        """Return the characters with which a node can begin, according to the table so far."""
+        """Return the characters with which the texts of a node can begin.
+
+        The result follows from the tables `_first` and `_nullable` as computed so far.
+        """
         if node in self._machines:
             machine = self._machines[node]
             return _normalized(pair for at in machine.first for pair in machine.ranges[at])

@@ -300,7 +300,7 @@ def _schema_rules(
 
 
 def _structural_format(form: Format, whitespace: Whitespace) -> str:
-    """Return a structural format as JSON text of a structural tag, which XGrammar reads."""
+    """Return the JSON text of XGrammar's structural tag that consists of a structural format."""
 
     def schema_rules(form: Format) -> str:
         most = form["max_whitespace_cnt"]
@@ -361,7 +361,7 @@ class XGrammarBackend:
         load_native()
         self._info = tokenizer_info(vocabulary.tokens, vocabulary.size, vocabulary.stop_ids)
         tokens = vocabulary.tokens
-        # Ids that a matcher can accept, except stop ids.
+        # Token bitmask of the ids that a matcher can accept, without stop ids.
         self._acceptable_texts = self._bitmask(
             [bool(text) and not _NOT_UTF8.search(text) for text in tokens]
         )

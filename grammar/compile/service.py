@@ -52,7 +52,7 @@ class _Compilation(NamedTuple):
 
 
 class _CompileQueue:
-    """Queue of compilations, the threads that execute them, and the time limit of each."""
+    """Queue of compilations, the threads that execute them, and the time limit per compilation."""
 
     def __init__(self, timeout_s: float):
         self.timeout_s = timeout_s

@@ -117,7 +117,7 @@ def _are_distinct(a: Piece, b: Piece) -> bool:
 
 
 def _union(sets: Iterable[frozenset[str] | None]) -> frozenset[str] | None:
-    """Return the union of sets; None if one of them is not known."""
+    """Return the union of sets; None if one of the sets is None, that is, not known."""
     union: frozenset[str] = frozenset()
     for found in sets:
         if found is None:

@@ -146,7 +146,7 @@ __device__ __forceinline__ bool is_ending(const AutomatonSlot& slot, int token) 
   return found;
 }
 
-// Writes a stamp as Worker::stamp does.
+// Writes the stamp of mask row j of a slot, as Worker::stamp does on the host.
 __device__ __forceinline__ void write_stamp(int* exchange, const ExchangeLayout& x, int slot, int j,
                                             int state, int epoch, int position, int detail) {
   RowStamp* stamp = reinterpret_cast<RowStamp*>(record_of(exchange, x, slot, x.stamps)) + j;

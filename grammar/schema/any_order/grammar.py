@@ -197,7 +197,7 @@ class _RuleBuilder:
             body = self._body(conjuncts)
         except NoExactForm as error:
             del self._names[key]
-            if name in self._recursive:  # other rules may refer to this one
+            if name in self._recursive:  # a finished rule may refer to this rule
                 raise NoExactForm(_WHOLE, error.why) from None
             raise
         finally:

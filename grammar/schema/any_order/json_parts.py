@@ -166,9 +166,10 @@ class JsonParts:
         return any(id(inner) in self._with_orders for inner in self._inner(part))
 
     def _copy_definitions(self, reached: dict[str, None]) -> dict[str, Any]:
-        """Return copies of the schemas that the pointers in `reached` refer to, by name.
+        """Return the definitions of a JSON part: a dict from name to a copy of the schema.
 
-        `reached` grows while the schemas are copied, because they may contain further references.
+        `reached` contains the JSON pointers of the schemas that the part needs. It grows while the
+        schemas are copied, because they may contain further references.
         """
         definitions: dict[str, Any] = {}
         while len(definitions) < len(reached):

@@ -40,7 +40,7 @@ PLAIN_KEY = f'"{_PLAIN_CHARACTER}*"'
 
 
 def key(name: str) -> str:
-    """Return a key with its quotes, in its only spelling."""
+    """Return a property name as a JSON string, in the only spelling that the grammar allows."""
     return '"' + "".join(map(_spelling, name)) + '"'
 
 

@@ -21,7 +21,7 @@ __all__ = [
     "merge_objects",
 ]
 
-#: Keywords that constrain objects, and keywords that constrain arrays.
+#: Keywords that constrain objects (`OBJECTS`) and arrays (`ARRAYS`).
 OBJECTS = word_set(
     "properties patternProperties additionalProperties required minProperties maxProperties"
 )

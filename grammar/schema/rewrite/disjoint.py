@@ -112,8 +112,8 @@ class Disjointness:
     ) -> bool:
         """Return whether a part of `one` proves that `one` and `other` are disjoint.
 
-        This is the case if a schema of an ``allOf`` of `one` is disjoint from `other`, or if all
-        options of a union of `one` are disjoint from `other`.
+        This is the case if a schema in the ``allOf`` of `one` or the target of its ``$ref`` is
+        disjoint from `other`, or if all options of its ``anyOf`` or ``oneOf`` are.
         """
 
         def is_apart(part: Any) -> bool:
@@ -127,7 +127,7 @@ class Disjointness:
         return False
 
     def _conjuncts(self, schema: SchemaObject) -> list[Any]:
-        """Return the schemas in ``allOf`` and the target of ``$ref`` of a schema."""
+        """Return the schemas in a schema's ``allOf``, and the target of its ``$ref``."""
         parts = list(schema.get("allOf", ()))
         if "$ref" in schema:
             with contextlib.suppress(NoExactForm):

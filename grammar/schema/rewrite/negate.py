@@ -170,7 +170,10 @@ class Negation:
                 yield from self._keyword(keyword, value, types, names)
 
     def _keyword(self, keyword: str, value: Any, types: JsonTypes, names: Names) -> Iterator[Any]:
-        """Yield schemas whose union contains the values that violate one keyword."""
+        """Yield schemas whose union contains the values that violate one keyword.
+
+        `types` and `names` are as in `complement`.
+        """
         if keyword in ("minLength", "minItems", "minProperties"):
             if value > 0:
                 yield {"type": _TYPE_OF_KEYWORD[keyword], "max" + keyword[3:]: int(value) - 1}

@@ -261,8 +261,8 @@ def contains(part: Any, schema: SchemaObject, prefix: str) -> list[Any]:
     """Return schemas whose union is equivalent to ``contains: part`` for arrays.
 
     The required items can be at different positions of the array. There is one schema for each set
-    of positions. `prefix` is the keyword for the schemas of the first items in the document's
-    draft: ``"prefixItems"`` or ``"items"``. Raise `NoExactForm` if the array schema has no
+    of positions. `prefix` is the keyword that the document's draft uses for the schemas of the
+    first items: ``"prefixItems"`` or ``"items"``. Raise `NoExactForm` if the array schema has no
     ``maxItems`` or has ``maxContains``, or if there are too many sets of positions.
     """
     min_contains = int(schema.get("minContains", 1))

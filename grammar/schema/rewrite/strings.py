@@ -45,9 +45,9 @@ def _quote_character(char: str) -> str:
 def ecma_pattern(pattern: str) -> str:
     """Convert an ECMA-262 pattern to the syntax of Rust's regular expressions.
 
-    ECMA-262 differs from Rust's syntax in these points: U+FEFF is white space and U+0085 is not;
-    four characters end a line; ``\\cX`` is a control character; ``[``, ``&&``, ``--`` and ``~~``
-    are literal in a character class; ``\\<`` and ``\\>`` are not word boundaries.
+    In ECMA-262, but not in Rust's syntax: U+FEFF is white space and U+0085 is not; four characters
+    end a line; ``\\cX`` is a control character; ``[``, ``&&``, ``--`` and ``~~`` are literal in a
+    character class; ``\\<`` and ``\\>`` are not word boundaries.
 
     Raises
     ------
