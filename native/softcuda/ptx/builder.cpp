@@ -616,7 +616,8 @@ void Builder::emit_copies(Instance& instance, Instance& inner, const Call& call,
     Operand formal;
     formal.kind = Operand::reg;
     formal.name = formals[i].name;
-    // The registers of the parameters are declared first, see Parser::body().
+    // Parser::body() declares the registers of parameters before those of the body, so the first
+    // register with the name belongs to the parameter.
     const auto& registers = inner.function->registers;
     const auto at = std::find_if(registers.begin(), registers.end(),
                                  [&](const Register& r) { return r.name == formal.name; });

@@ -42,7 +42,9 @@ void replace(GlobalAccess* access, const GlobalAccess& now) {
   access->strong = access->strong && strong;
 }
 
-// Adds the clocks in words that the warp has read (WarpOrder::read) to the clocks that it knows.
+// Adds the clocks in words that the warp has read (WarpOrder::read) to the clocks that the warp
+// knows. If `wide` is false, the fence has scope .cta, and only clocks of the warp's own block are
+// added.
 void learn(Races& races, unsigned warp, bool wide) {
   WarpOrder& order = races.orders[warp];
   for (const auto& item : order.read) {
@@ -98,7 +100,8 @@ bool note_global(Warp& w, const Instr* in, unsigned lane, uint64_t address, char
   Block& b = *w.block;
   GlobalRaces& global = *b.launch->races;
   if (write && (in->aux & kStrong) != 0) {
-    // Published before the value is stored, so that no block can read the value first.
+    // The clocks are published before the value is stored, so that no block reads the value without
+    // the clocks.
     if ((in->aux & kRelease) != 0) fence(*b.races, w.index, (in->aux & kDeviceScope) != 0);
     const BlockClocks& fenced = b.races->orders[w.index].fenced;
     if (!fenced.empty()) global.publish(storage, fenced);

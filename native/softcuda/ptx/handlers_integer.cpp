@@ -460,7 +460,7 @@ const Instr* prmt(Warp& w, const Instr* in) {
   store_lanes<uint32_t>(w, in->op[0], [=](unsigned i) { return permute(a[i], b[i], c[i], mode); });
   return in + 1;
 }
-// prmt with a constant selector, which is `in->imm` and replicates no sign.
+// prmt with a constant selector that replicates no sign bits. `in->imm` is the selector.
 const Instr* prmt_constant(Warp& w, const Instr* in) {
   const uint32_t* a = src_lanes<uint32_t>(w, in->op[1]);
   const uint32_t* b = src_lanes<uint32_t>(w, in->op[2]);
@@ -541,7 +541,7 @@ const Instr* add_carry(Warp& w, const Instr* in) {
   if ((in->aux & 2) != 0) set_pred(w, in->op[4], carry);
   return in + 1;
 }
-// mad with carry. `in->kind` is 1 for the high half of the product. The carry is the carry of the
+// mad with carry. `in->kind` is 1 for the high half of the product. The carry flag is that of the
 // addition.
 template <class T>
 const Instr* mad_carry(Warp& w, const Instr* in) {

@@ -173,7 +173,8 @@ float fixed_point_sum(const double* terms, unsigned count, int fraction_bits, bo
   if (sum == 0) return 0.0f;
   const bool negative = sum < 0;
   Int128 magnitude = negative ? -sum : sum;
-  // Reduce to 64 bits with a sticky bit.
+  // Shift the magnitude until it fits into 62 bits. `sticky` is true if a bit that is not 0 was
+  // lost.
   int exponent = last;
   bool sticky = lost;
   while (magnitude >> 62 != 0) {

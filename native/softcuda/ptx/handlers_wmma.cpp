@@ -263,7 +263,7 @@ bool decode_product(Builder& b, Opcode& op, Instr& in) {
   Type a = op.take_type();
   Type c = op.take_type();
   const Type last = op.take_type();
-  if (last == Type::none) {  // only the types of D and C
+  if (last == Type::none) {  // no types of A and B: both are f16
     c = a;
     a = Type::f16;
   } else {

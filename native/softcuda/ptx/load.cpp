@@ -104,7 +104,7 @@ class Linker {
   }
 
   // Adds the visible names of all modules to the names of each module. A weak definition that was
-  // replaced is no longer used, also in its own module.
+  // replaced is not used any more, not even in its own module.
   void share_names() {
     for (Symbols& own : symbols_) {
       std::set<std::string> internal_names;

@@ -52,7 +52,7 @@ struct Instr {
   // Operands: byte offsets of registers. Bit 0 marks constants, bit 1 negated predicates.
   int32_t op[6] = {};
   int64_t imm = 0;     // offset of a memory operand, target of a branch, ...
-  int32_t guard = -1;  // predicate, or -1
+  int32_t guard = -1;  // register of the guard predicate; -1: none
   uint32_t aux = 0;    // modifiers that the handler reads at run time
   uint32_t site = 0;   // number of the memory access in the kernel, see Block::sites
   uint16_t count = 0;  // number of vector elements, or bytes
@@ -319,8 +319,8 @@ void lanes_exited(Warp& w, uint32_t lanes);
 bool queue_copy(Warp& w, const AsyncCopy& copy);
 void commit_copies(Warp& w);
 bool land_copies(Warp& w, const Instr* in, unsigned groups_left);
-// Buffers of stores (stores.cpp). publish_stores makes the earlier stores of a warp visible in a
-// scope: 0 for the block, kDeviceScope, or kDeviceScope | kSystemScope.
+// Store buffers (stores.cpp). publish_stores makes the earlier stores of a warp visible in a scope:
+// 0 for the block, kDeviceScope, or kDeviceScope | kSystemScope.
 void publish_stores(Warp& w, uint32_t scope);
 // The next functions are called only with SOFTCUDA_PTX_SEED. `at` has the host address of each
 // active lane's access. forward_stores changes it so that a load also reads values that are in the

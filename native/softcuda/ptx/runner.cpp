@@ -198,7 +198,7 @@ void write_results(const Barrier& barrier, Warp& w, const Group& group) {
   *p = result ? *p | group.mask : *p & ~group.mask;
 }
 
-// Releases the groups at a barrier if all threads have arrived.
+// Releases the groups at a barrier if all threads that it waits for have arrived.
 void check_barrier(Block& b, unsigned number) {
   Barrier& barrier = b.barriers[number];
   if (barrier.arrived == 0) return;

@@ -118,8 +118,8 @@ void flush_word(Warp& w, uint64_t word) {
   if (stores.warps[w.index].take(word, &bytes)) write_word(word, bytes);
 }
 
-// Makes the stores of a warp, and those stores of its block that it may have read, visible in a
-// scope.
+// Makes the stores of a warp, and those stores of its block that it may have read, visible in
+// `scope`, which has the same meaning as for publish_stores().
 void publish(Warp& w, uint32_t scope) {
   Block& b = *w.block;
   BlockStores& stores = *b.stores;
@@ -288,7 +288,7 @@ void order_stores(Warp& w, const Instr* in, char* storage, unsigned bytes, bool 
   const Memory* owner = owner_of(*w.block, storage);
   if (owner == nullptr || !host_can_read(owner) || !host_words_wait(w)) return;
   // The host may see this store before the earlier ones. age_stores() pauses, so that the host has
-  // time to act on it.
+  // time to act on this store.
   w.block->stores->delay = true;
   yield_turn(w);
 }
