@@ -154,7 +154,7 @@ def _file(path: str, _modified_ns: int, _size: int) -> tuple[str, list[str]]:
 
 
 def _collect_includes(names: Sequence[str], folders: Sequence[str], found: dict[str, str]) -> None:
-    """Add all files in `folders` that `names` include, directly or not, to `found`."""
+    """Add to `found` the files `names` in `folders` and all files that they include."""
     for name in names:
         for folder in folders:
             path = os.path.normpath(os.path.join(folder, name))
@@ -168,7 +168,7 @@ def _collect_includes(names: Sequence[str], folders: Sequence[str], found: dict[
 
 
 def included_files(text: str, folders: Sequence[Path]) -> dict[str, str]:
-    """Return the path and text of all files in `folders` that `text` includes, directly or not."""
+    """Return the texts of all files in `folders` that `text` includes, directly or not, by path."""
     found: dict[str, str] = {}
     _collect_includes(_INCLUDE_LINE.findall(text), [str(folder) for folder in folders], found)
     return found
@@ -347,9 +347,9 @@ _STRING_OR_CHARACTER = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'')
 
 
 def rewrite(unit: str, name: str) -> str:
-    """Rewrite a preprocessed kernel source for the shim.
+    """Rewrite a preprocessed kernel source so that it compiles with the shim header.
 
-    Each declaration of dynamic shared memory is replaced by a pointer to the block's memory. The
+    Each declaration of dynamic shared memory is replaced with a pointer to the block's memory. The
     kernel table, through which the device finds the kernels, is appended.
 
     Raises

@@ -297,7 +297,7 @@ SC_EXPORT int64_t softcuda_live(const char* kind) {
   return i < 0 ? -1 : g_live[i].load();
 }
 
-// Returns how often something has happened ("kernel_launch", "node", ...); -1 for an unknown name.
+// Returns the number of events of a kind ("kernel_launch", "node", ...); -1 for an unknown kind.
 SC_EXPORT int64_t softcuda_count(const char* what) {
   const int i = index_of(kCounterNames, what);
   return i < 0 ? -1 : g_count[i].load();

@@ -17,8 +17,8 @@ enum Status : int { kNone = 0, kActive = 1, kInvalidated = 2 };
 struct Capture {
   uint64_t id = 0;
   std::shared_ptr<Graph> graph;
-  // Whether cuStreamBeginCapture has created the graph, which is then destroyed if the capture
-  // fails. cuStreamBeginCaptureToGraph adds nodes to a graph of the caller.
+  // True if cuStreamBeginCapture created the graph. A failed capture then destroys it. False if the
+  // caller passed the graph to cuStreamBeginCaptureToGraph.
   bool owns_graph = true;
   int mode = kGlobal;
   pthread_t thread{};

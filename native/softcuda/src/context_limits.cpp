@@ -110,7 +110,7 @@ SC_API(cuDeviceGetByPCIBusId, 4010, kNoLock | kAfterFault, CUdevice*, device, co
   *device = 0;
 }
 
-// There is one device, and peer attributes are defined for two different devices only.
+// There is only one device. Attributes of a pair of devices are therefore refused.
 SC_API(cuDeviceGetP2PAttribute, 8000, kNoLock, int*, out, int, attribute, CUdevice, device,
        CUdevice, peer) {
   require(out != nullptr && attribute >= 1 && attribute <= 5);

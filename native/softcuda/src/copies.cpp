@@ -10,7 +10,8 @@
 namespace softcuda {
 namespace {
 
-// Sizes are calculated with 128 bits. Memory has less than 2**62 bytes.
+// Sizes are calculated with 128 bits, so that they do not overflow before they are compared with
+// kLimit. No memory has 2**62 bytes.
 using Wide = unsigned __int128;
 constexpr Wide kLimit = Wide{1} << 62;
 

@@ -68,7 +68,8 @@ void run_memory(const Work& work) {
       if (a->pool) a->pool->shrink(a->size);
     }
   } catch (const Refused&) {
-    // The memory was overwritten outside of its bounds, which has been recorded as a fault.
+    // Bytes outside of the memory were overwritten. The function that freed it has recorded this
+    // fault.
   }
 }
 

@@ -74,7 +74,8 @@ std::string address_limit() {
          " bytes (ulimit -v)";
 }
 
-// Returns the bytes of the alias range that an allocation occupies, including the gap after it.
+// Returns the size in bytes of the alias range of an allocation of `size` bytes, including the gap
+// after it.
 size_t alias_bytes(size_t size) { return round_up(size + kAliasStep, kAliasStep); }
 
 // Returns the start of the next free range of `span` device addresses. The search continues upwards

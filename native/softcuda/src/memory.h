@@ -30,8 +30,8 @@ struct ManagedHints {
 // One allocation of device memory or pinned host memory. Programs use `alias`, an address in a
 // reserved PROT_NONE range. Host code that dereferences it therefore faults (INVARIANTS.md M1).
 // Kernels and copies access `storage`, which is in a separate mapping. The mapping has a guard page
-// at each end, and the storage ends at the upper guard page (INVARIANTS.md M2). The mapping exists
-// until the last operation that refers to the allocation is destroyed.
+// at each end, and the storage of device memory ends at the upper one (INVARIANTS.md M2). The
+// mapping exists until the last operation that refers to the allocation is destroyed.
 struct Allocation {
   Allocation();
   ~Allocation();

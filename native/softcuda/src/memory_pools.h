@@ -51,7 +51,8 @@ struct GraphMemory {
 
 // Runs an operation of kind mem_alloc or mem_free.
 void run_memory(const Work& work);
-// Checks the parameters of an allocation node and returns its work, without an allocation yet.
+// Checks the parameters of an allocation node and returns its work. attach_memory() adds the
+// allocation.
 std::shared_ptr<MemoryWork> make_alloc(const CUDA_MEM_ALLOC_NODE_PARAMS& params);
 // Returns the work of a node that frees the memory at an address.
 std::shared_ptr<MemoryWork> make_free(CUdeviceptr p);

@@ -32,7 +32,8 @@ struct Function {
   // (INVARIANTS.md S8).
   std::atomic<float> ns_per_thread{0};
   const softcuda_entry& entry() const { return *copies[0]; }
-  // The kernel of the PTX library if it was loaded from PTX; null otherwise. The module owns it.
+  // If the function was loaded from PTX: its kernel in the PTX library, which the module owns. Null
+  // otherwise.
   const softcuda_ptx_kernel* ptx = nullptr;
   std::shared_ptr<Module> module;  // keeps the image loaded while a launch or graph refers to it
 };
@@ -42,7 +43,7 @@ struct Module {
   void* handle = nullptr;
   std::atomic<bool> live{true};  // false after the module was unloaded
   std::vector<void*> libraries;  // dlopen handles, one per worker
-  // The module of the PTX library if this one was loaded from PTX; null otherwise.
+  // If the module was loaded from PTX: the PTX library's module. Null otherwise.
   std::shared_ptr<const softcuda_ptx_module> ptx;
   std::vector<std::shared_ptr<Function>> functions;
   // Addresses and sizes of the variables of a module that was loaded from PTX.

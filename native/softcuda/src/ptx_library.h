@@ -21,7 +21,7 @@ std::vector<std::string> unpack_texts(const char* image);
 // Parses PTX texts, links them and adds their kernels to `module`. Refuses the call with
 // CUDA_ERROR_INVALID_PTX, with CUDA_ERROR_NOT_SUPPORTED if an instruction is valid but not
 // supported, or with CUDA_ERROR_JIT_COMPILER_NOT_FOUND if the library cannot be loaded. `log`
-// receives the same text.
+// receives the error text.
 void load(const std::vector<std::string>& texts, Module* module, std::string* log);
 // Refuses the call with the same errors as load() if a text does not have the syntax of PTX.
 void check_syntax(const std::string& text, std::string* log);

@@ -8,7 +8,8 @@ using namespace softcuda;
 
 namespace {
 
-// CUDA_MEMCPY2D contains these fields twice, like CUDA_MEMCPY3D.
+// The source or the destination of a two-dimensional copy. CUDA_MEMCPY2D contains these fields
+// twice, once with the prefix "src" and once with the prefix "dst".
 struct CopyEnd2D {
   size_t x_in_bytes, y;
   CUmemorytype type;

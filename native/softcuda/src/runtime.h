@@ -181,7 +181,7 @@ extern thread_local const char* t_restricted_scope;
 // Runs a host function in a restricted scope. While it runs, softcuda_describe() lists it and, with
 // lock model 1, the context lock is held.
 void run_host_function(CUhostFn fn, void* data);
-// Appends one line for each running kernel.
+// Appends one line for each running kernel to `out`.
 void describe_workers(std::string* out);
 
 // Define an entry point: SC_API(symbol, CUDA version of its ABI, flags, type, parameter, ...) {}.

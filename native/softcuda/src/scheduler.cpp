@@ -177,7 +177,7 @@ std::shared_ptr<const LaunchEvents> launch_events(const Program& program) {
   }
   for (const Op* node : program.event_nodes) {
     if (node->work.kind != WorkKind::event_record) continue;
-    // The new operation has one reference, which finish() releases as for any other operation
+    // finish() releases the first reference of this operation when the record node completes it
     // (INVARIANTS.md S3).
     const OpRef signal(new Op);
     node->work.event->op = signal;

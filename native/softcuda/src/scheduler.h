@@ -200,7 +200,8 @@ struct Stream {
   std::map<int, AttributeValue> attributes;
   // The scheduler's mutex guards these fields.
   OpRef tail;  // the operation that was enqueued last
-  // The last enqueued operation that runs a host function. Lock model 2 waits for it.
+  // The last enqueued operation that runs a host function. With lock model 2, cuLaunchHostFunc
+  // waits for it.
   OpRef host;
 };
 
@@ -285,8 +286,8 @@ CUresult wait_idle(const char* description);
 void start_workers();
 // Starts a ready operation. An operation that needs no worker completes immediately, and its
 // successors are started too. Kernels, copies and memsets are queued for the workers. With
-// `keep_one`, one such operation is not queued but returned, and the calling worker must run it.
-// Returns null if there is none.
+// `keep_one`, one of these operations is not queued but returned, and the calling worker must run
+// it. Otherwise, or if there is no such operation, the function returns null.
 Op* dispatch(Op* first, bool keep_one);
 // Marks `op` as complete and dispatches the operations that become ready. The parameter `keep_one`
 // and the return value have the same meaning as for dispatch().
