@@ -244,8 +244,8 @@ def _read_cached(path: Path) -> bytes | None:
 def _write_cached(path: Path, image: bytes) -> None:
     """Write an image and its digest to the cache.
 
-    The file is written atomically, so that another process never reads an incomplete one. A failure
-    to write raises one warning.
+    The file is written atomically, so that another process never reads an incomplete one. If it
+    cannot be written, the function warns once per folder.
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

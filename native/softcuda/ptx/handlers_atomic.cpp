@@ -7,7 +7,7 @@ namespace softcuda {
 namespace ptx {
 namespace {
 
-// Replaces *p by f(*p) atomically and returns the old value.
+// Replaces *p with f(*p) atomically and returns the old value.
 template <class T, class F>
 inline T update(T* p, F f) {
   T old = __atomic_load_n(p, __ATOMIC_RELAXED);

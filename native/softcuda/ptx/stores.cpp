@@ -21,10 +21,9 @@ constexpr size_t kWarpWords = 64;
 constexpr size_t kBlockWords = 1024;
 constexpr size_t kPendingWords = 1 << 16;
 
-// Holds the mutex of a buffer while its words are written to memory. If the memory is freed during
-// the write, the fault leaves the kernel by a jump that runs no destructors; unlock_stores() then
-// releases the mutexes. A thread holds at most two of them: that of a launch and that of the
-// device.
+// The mutexes of buffers that the thread's WriteLock objects hold: at most that of a launch and
+// that of the device. If memory is freed while buffered words are written to it, the fault leaves
+// the kernel by a jump that runs no destructors. unlock_stores() then releases these mutexes.
 thread_local std::mutex* t_locked[2] = {};
 
 class WriteLock {

@@ -135,8 +135,8 @@ void poll_pending(std::vector<Op*>* done) {
 void poll_main() {
   pthread_setname_np(pthread_self(), "softcuda-poll");
   request_short_time_slice();
-  // The kernel may delay a wake-up by the timer slack. The default slack of 50 us would double the
-  // sleep time.
+  // Linux may delay a wake-up by the timer slack. The default slack of 50 us would double the sleep
+  // time.
   prctl(PR_SET_TIMERSLACK, 1000UL);
   uint64_t active = now_ns();
   std::vector<Op*> done;

@@ -128,9 +128,9 @@ void assign_alias(const std::shared_ptr<Allocation>& a) {
   if (a->host) g_table.by_host.emplace(reinterpret_cast<unsigned long long>(a->storage), a);
 }
 
-// The value with which the padding is filled: the bytes between the storage and the ends of its
-// pages. Guard pages do not protect these bytes. The fill value is therefore checked when the
-// allocation is freed (INVARIANTS.md M6).
+// The value of the padding, which consists of the bytes between the storage and the ends of its
+// pages. Guard pages do not protect these bytes. They are therefore checked when the allocation is
+// freed (INVARIANTS.md M6).
 constexpr unsigned char kPadding = 0xc5;
 
 // Calls visit(first, last) for the padding before and after the storage.
@@ -164,8 +164,8 @@ void check_padding(const Allocation& a) {
 // Maps the storage of an allocation between two guard pages. Returns false on failure.
 bool map_storage(Allocation* a) {
   const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  // Use whole huge pages, which save TLB misses, if they waste at most a quarter
-  // (INVARIANTS.md M2).
+  // Use whole huge pages, which save TLB misses, if the wasted bytes are at most a quarter of the
+  // allocation's size (INVARIANTS.md M2).
   const bool huge = round_up(a->size, kHugePage) - a->size <= a->size / 4;
   const size_t unit = huge ? kHugePage : page;
   const size_t body = round_up(a->size, unit);

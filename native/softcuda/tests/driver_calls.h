@@ -1,4 +1,5 @@
-// Declarations of the driver functions that the stress test calls, and a macro that checks results.
+// Declarations of the driver functions that the test programs call, and a macro that checks
+// results.
 #pragma once
 
 #include "../src/cuda_api.h"
