@@ -22,7 +22,7 @@ CONDITION_LIMIT = 1 << 32
 
 
 class Condition(int):
-    """Handle of a condition of a graph (a CUgraph).
+    """Handle of a condition that belongs to the CUgraph `graph_handle`.
 
     Kernels that set the condition receive it as an ``unsigned long long`` argument.
     """

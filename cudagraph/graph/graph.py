@@ -848,7 +848,7 @@ class GraphLane:
         self._add_event("event record", event, cu.cuGraphAddEventRecordNode, name)
 
     def wait_event(self, event: Event, *, name: str | None = None) -> None:
-        """Add a node that waits for the event's last record before the launch of the replay."""
+        """Add a node that waits for the event record that was last enqueued before the replay."""
         self._add_event("event wait", event, cu.cuGraphAddEventWaitNode, name)
 
     def _add_event(

@@ -282,7 +282,7 @@ def raise_eager_failure(handle: int) -> None:
 
 
 def raise_failure(failure: tuple[str, int, BaseException | None, str], where: str) -> None:
-    """Raise HostWorkError for the host step of a graph or stream.
+    """Raise HostWorkError for a failed host step.
 
     `failure` has the name of the host step, the replay number or 0, the exception or None, and the
     message. `where` names the graph or stream, as in "of the stream".
