@@ -26,7 +26,7 @@ class SamplingArrays:
         determines the draft mode, the maximum number of drafts K, and the number of target ids V,
         which must be less than 2**24.
     replay
-        int32 [1], number of the replay.
+        int32 [1], number of the current replay.
     token_limit
         Token ids at or above this number are illegal, also for requests without a grammar.
     max_batch

@@ -63,7 +63,7 @@ class ChainSampler:
     def candidates(
         self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int
     ) -> None:
-        """Write the candidates that the grammar tests.
+        """Write the candidates for draft `j`, which the grammar then tests.
 
         Parameters
         ----------

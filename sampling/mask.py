@@ -50,8 +50,8 @@ class MaskApply:
             int32 [R], index into `mask` for each row of logits. A negative index leaves that row of
             logits unchanged. Default: row r of `logits` uses row r of `mask`.
         d2t
-            int32 [C], target id of each column of `logits`. Columns whose id is
-            negative or not below `token_limit` are illegal. Default: column c belongs to id c.
+            int32 [C], target id of each column of `logits`. Columns whose id is negative or not
+            below `token_limit` are illegal. Default: column c belongs to id c.
         token_limit
             Ids at or above it are illegal. Default: ``min(32 W, C)``, or 32 W with `d2t`.
         """

@@ -85,9 +85,9 @@ class TreePlan(NamedTuple):
         it is -1.
         """
         branch = self.branch
-        children_per_level = branch**2  # of levels 2 and above; level 1 has `branch` children
+        children_per_level = branch**2  # at level 2 and deeper; level 1 has `branch` children
         table = np.full(branch + (self.levels - 1) * children_per_level, -1, np.int32)
-        node_of: dict[tuple[int, ...], int] = {(): 0}  # index of each parent in its level
+        node_of: dict[tuple[int, ...], int] = {(): 0}  # index of each parent among fed nodes
         for level in range(1, self.levels + 1):
             first = 0
             if level > 1:
@@ -174,8 +174,8 @@ class TreeSampler:
     def _allocate(self, num_children: int, candidates: int) -> None:
         """Allocate the arrays of the kernels.
 
-        A batch row has `num_children` children, over all levels, and a node at most `candidates`
-        candidates.
+        `num_children` is the number of children per batch row, over all levels. `candidates` is the
+        maximum number of candidates per node.
         """
         device = self._arrays.device
         batch = self._arrays.max_batch
@@ -210,7 +210,7 @@ class TreeSampler:
     def candidates(
         self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int
     ) -> None:
-        """Write the candidates for the children of a level's nodes, for the grammar to test.
+        """Write the candidates for the nodes of a level, which the grammar then tests.
 
         Levels are counted from 1. `logits` is float32 [B, Vd] at level 1 and [B * branch, Vd] at
         later levels; it is changed in place for requests with logit adjustments. `row_slot` int32

@@ -28,7 +28,7 @@ def row_block(device: Device) -> int:
 
 
 def row_parts(device: Device, columns: int) -> int:
-    """Return the number of blocks that share a row; each has a few thousand columns."""
+    """Return the number of blocks that share a row; each processes a few thousand columns."""
     if not device.runs_gpu_code:
         return 1
     parts = columns // 4096

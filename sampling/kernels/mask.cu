@@ -1,8 +1,8 @@
 // Applies token bitmasks to logits in place: the logits of illegal tokens become -inf.
 //
-// Row r uses mask row mask_row[r]; a negative value leaves the row unchanged. The bitmask is
-// indexed by target id, 32 ids per word. Columns may be ids of a drafter's vocabulary, which d2t
-// maps to target ids in the same pass.
+// Row r of the logits uses mask row mask_row[r]. If mask_row[r] is negative, the row of logits is
+// left unchanged. The bitmask is indexed by target id, 32 ids per word. Columns may be ids of a
+// drafter's vocabulary, which d2t maps to target ids in the same pass.
 #include "row.cuh"
 
 template <class T>

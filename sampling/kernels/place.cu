@@ -48,9 +48,9 @@ extern "C" __global__ void place_drafts(int batch, const int* row_slot, const in
   __threadfence_system();
 }
 
-// Writes a proposal that consists of the tokens that the grammar forces: proposal j - 1 is the only
-// token that mask row j - 1 allows, or -1 if the row allows several. The grammar's commit step of
-// this replay has filled the mask rows.
+// Writes a proposal that consists of the tokens that the grammar forces: proposal j - 1 is the
+// token that the grammar forces under mask row j - 1, or -1 if it forces none. The grammar's commit
+// step of this replay has filled the mask rows.
 extern "C" __global__ void propose_forced(int batch, const int* row_slot, int max_drafts,
                                           const Slot* slots, const int* exchange,
                                           const ExchangeLayout layout, int* proposal) {

@@ -44,7 +44,7 @@ static_assert(BLOCK == 1 || BLOCK % 32 == 0, "SAMPLE_BLOCK is 1 or a multiple of
 struct CrossBlockScratch {
   unsigned long long best;  // packed, see row_best
   unsigned long long sum;
-  unsigned long long race;  // packed, see draw_column
+  unsigned long long race;  // packed, see draw_packed
   unsigned long long floor;
   int end;
   unsigned int arrived;
@@ -183,7 +183,7 @@ struct Row {
   const float* logits;  // [size]
   int size;             // columns, < 2^24
   const u32* mask;      // bitmask by target id; null: unconstrained
-  int token_limit;      // target ids at or above are illegal
+  int token_limit;      // target ids at or above it are illegal
   const int* map;       // target id of each column; null: identity
 };
 
@@ -600,8 +600,8 @@ __device__ __forceinline__ int draw_column(int size, const int* map, const Noise
 // is null. Without `sampled`, no column is sampled.
 //
 // All blocks of the row share the first step of a launch. The last block to finish runs the further
-// steps. After STEP_DRAW, it returns ROW_OK, ROW_NO_TOKEN or ROW_BAD_LOGIT, and `column` and `work`
-// are complete. All other calls return 0.
+// steps. After STEP_DRAW, this block returns ROW_OK, ROW_NO_TOKEN or ROW_BAD_LOGIT, and `column`
+// and `work` are complete. All other calls return 0.
 __device__ __forceinline__ int row_sample(const Row& row, bool filtered, const Filter& filter,
                                           bool sampled, const Noise& noise, float* work,
                                           CrossBlockScratch& cross_block, int from, int to,
@@ -687,7 +687,7 @@ __device__ __forceinline__ int column_of(const int* t2d, int draft_vocab, int id
 struct Residual {
   float weight;
   const float* p;
-  const float* q;  // by drafter column; null: a point mass at `draft`
+  const float* q;  // draft distribution by drafter column; null: a point mass at `draft`
   int draft;
   const int* t2d;
   int draft_vocab;

@@ -64,7 +64,7 @@ struct Slot {
   float presence;
   float frequency;
   float repetition;
-  int relaxed_k;  // VERIFY_RELAXED, see sample.cu
+  int relaxed_k;  // for VERIFY_RELAXED, as the next two fields; see sample.cu
   float relaxed_delta;
   int relaxed_until;  // id after which verification is coupled; -1: none
 };
@@ -175,7 +175,8 @@ __device__ __forceinline__ bool is_drafting(const Slot& slot, const RoundRow& ro
          !(j > 1 && is_stop(slot, slot.drafts[j - 2]));
 }
 
-// Drafts on the path from `last` to row j, including row j, as bits.
+// Returns the drafts on the path from `last` to row j, including row j: bit i - 1 stands for draft
+// i.
 __device__ __forceinline__ unsigned long long path_of(const Slot& slot, int j) {
   return j == 0 ? 0 : slot.path[j - 1];
 }

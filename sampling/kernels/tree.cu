@@ -168,7 +168,8 @@ __device__ inline void add_children(const TreeSize& tree, const int* ids, const 
   }
 }
 
-// Whether child i is preferred to child j: by score, then by index.
+// Returns whether child i comes before child j: its score is higher or, if the scores are equal,
+// its index is smaller.
 __device__ __forceinline__ bool is_before(const float* total, int i, int j) {
   return total[i] > total[j] || (total[i] == total[j] && i < j);
 }
