@@ -1,4 +1,4 @@
-"""Memory of the process's heap."""
+"""Return of free heap memory to the system."""
 
 from __future__ import annotations
 

@@ -395,7 +395,7 @@ def _spawn(
 
 
 class ProcessPool:
-    """A thread-safe pool of reusable child processes; `preload` is passed to each of them."""
+    """A thread-safe pool of child processes that import the modules `preload` when they start."""
 
     def __init__(self, preload: tuple[str, ...] = ()):
         self._preload = preload

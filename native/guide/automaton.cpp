@@ -779,7 +779,7 @@ void bind_automaton(nb::module_& guide) {
            nb::arg("grammar"), nb::arg("stop_ids"), Release())
       .def_prop_ro("grammar",
                    [](const AutomatonMatcher& matcher) {
-                     // Python has no const objects; the class offers no method that changes one.
+                     // Safe: the Python class has no method that changes a grammar.
                      return std::const_pointer_cast<AutomatonGrammar>(matcher.grammar());
                    })
       .def_prop_ro("state", &AutomatonMatcher::state);

@@ -28,7 +28,7 @@
 
 namespace graft::guide {
 
-// The bytes of all token ids as tries, in the order of a depth-first traversal.
+// Tries of the bytes of all token ids. The nodes of a trie are stored in depth-first order.
 //
 // Most tokens are plain: they consist of printable ASCII characters except for the quotation mark
 // and the backslash. Within a JSON string, all of them are legal. They have a trie of their own, so

@@ -187,7 +187,7 @@ class Tokenizer {
       throw std::runtime_error("the lengths of the tokens do not add up to the number of bytes");
     }
     std::vector<uint32_t> all_lengths = lengths;
-    all_lengths.push_back(0);  // LLGuidance's end-of-text token (invariant 4)
+    all_lengths.push_back(0);  // LLGuidance's end-of-text token (invariant 4 of this file)
     TokenizerOptions options{};
     options.struct_size = sizeof(options);
     options.vocab_size = static_cast<uint32_t>(all_lengths.size());
@@ -513,7 +513,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
   Outcome compute(ErrorText* error) noexcept {
     Seen seen;
     if (!compute_once(&seen)) return dead_ ? Outcome::kYes : failed(error);
-    if (kept_.fork < size_ && kept_.may_equal(seen)) {  // invariant 5
+    if (kept_.fork < size_ && kept_.may_equal(seen)) {  // see replace_kept()
       if (replace_kept(kept_.fork, error) == Outcome::kFailed ||
           move(size_, error) == Outcome::kFailed) {
         return Outcome::kFailed;
@@ -603,7 +603,7 @@ void check_behaviour() {
   }
 }
 
-// Loads the symbols from the module that Python has imported, and returns its release.
+// Loads the symbols from the module that Python has imported, and returns the module's release.
 std::string load(const char* library) {
   if (api.version != nullptr) return api.version();
   void* module = dlopen(library, RTLD_NOW | RTLD_NOLOAD);

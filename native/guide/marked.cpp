@@ -391,7 +391,8 @@ class MarkedMatcher final : public NativeMatcher {
       if (outcome == Outcome::kFailed) return outcome;
       inside_ -= inside;
     }
-    // Without the opening, the grammar follows the first tokens directly.
+    // If the output has no opening, the tokens of `first_` precede those that `inside_` counts. If
+    // none of the latter is left, the output can become the opening again.
     const bool in_first = inside_ == 0 && marker_->has_opening() && !opened_;
     skipped_.resize(skipped_.size() - static_cast<size_t>(skipped));
     if (inside + skipped == tokens && !in_first) return Outcome::kYes;

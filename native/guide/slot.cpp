@@ -345,7 +345,8 @@ void OrderServer::probe_lattice(SlotWork& work) const noexcept {
       last < std::min(order.candidates, order.j) && (last == 0 || (work.closed & bit(last)) == 0);
   if (layout.mode == DRAFT_MODE_CHAIN_LATTICE && open && !work.ended) {
     work.tally[count::probe_misses] += 1;
-    if (forced_ != nullptr) fill_row(work, last);  // its forced token becomes the next draft
+    // If the row forces a token, this token becomes the next draft.
+    if (forced_ != nullptr) fill_row(work, last);
   }
   move_to(work, 0);
   work.closed = 0;
@@ -356,7 +357,7 @@ void OrderServer::probe_lattice(SlotWork& work) const noexcept {
 bool OrderServer::check_time(SlotWork& work) const noexcept {
   if (work.ended || work.usage.cpu_limit == 0) return !work.ended;
   if (monotonic_ns() < work.usage.time_limit)
-    return true;  // reading the processor-time clock is a system call
+    return true;  // saves the system call that reads the processor-time clock
   if (clock_ns(CLOCK_THREAD_CPUTIME_ID) < work.usage.cpu_limit) return true;
   work.error.keep(
       "the grammar is too slow: its matcher took more than 400 times the budget of a step "

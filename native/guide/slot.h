@@ -146,7 +146,7 @@ struct Order {
 // the steps owns these members, also while the slot is busy.
 struct Assignment {
   bool joined = false;           // whether a request has used the slot
-  int32_t epoch = 0;             // number of the request
+  int32_t epoch = 0;             // number of the slot assignment
   int32_t position = 0;          // position of its last committed token
   int64_t committed_replay = 0;  // last replay whose commit record was read
   int64_t drafted_replay = 0;    // replay whose drafts follow the last committed token; 0: none
@@ -174,15 +174,15 @@ struct Probed {
 struct Usage {
   // The slot fails when the processor-time clock of the thread that serves the order reaches
   // `cpu_limit` ns; 0 means no limit. As long as monotonic_ns() is below `time_limit`, the order
-  // cannot have used up its processor time, and this clock need not be read.
+  // cannot have used up its processor time, so the processor-time clock need not be read.
   int64_t cpu_limit = 0;
   int64_t time_limit = 0;
   int64_t slow_ns = 0;  // processor time of all slow orders of the request
   int64_t memory = 0;   // bytes by which the process has grown during the request's late orders
 };
 
-// Order of a slot, and the state of the slot's matcher. The thread that serves the order owns these
-// members while the slot is busy; otherwise, the thread that runs the steps does. `index` and
+// Work order of a slot, and the state of the slot's matcher. The thread that serves the order owns
+// these members while the slot is busy; otherwise, the thread that runs the steps does. `index` and
 // `matcher` do not change while the slot is busy, so a step may read them at any time.
 struct SlotWork {
   int index = 0;  // number of the slot

@@ -110,8 +110,8 @@ Snapshot* Worker::find_snapshot(int64_t replay) noexcept {
   return nullptr;
 }
 
-// Returns the snapshot of the first replay with grammar steps after `replay_`; null if it has not
-// been published.
+// Returns the snapshot of the next replay after `replay_` that has grammar steps; null if it has
+// not been published.
 const Snapshot* Worker::next_snapshot() const noexcept {
   for (const Snapshot& entry : snapshots_) {
     const int64_t replay = entry.replay.load(std::memory_order_acquire);

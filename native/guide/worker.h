@@ -190,7 +190,7 @@ class Worker {
   bool busy(int slot) const;
   void wait_idle() const;
 
-  // Called by the step functions.
+  // Runs a grammar step. Called by graft_guide_step().
   void run(const StepRecord& record) noexcept;
 
   const Exchange& exchange() const { return exchange_; }

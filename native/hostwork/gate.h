@@ -35,7 +35,7 @@ class PythonEntry {
 
 // Releases the GIL for its scope, like nanobind's guard. If a thread, such as a daemon thread that
 // launches a graph, reacquires the GIL while the interpreter exits, CPython makes the thread exit.
-// The destructor parks the thread instead (rule P5).
+// The destructor parks the thread instead (INVARIANTS.md P5).
 class GilRelease {
  public:
   GilRelease() : state_(PyEval_SaveThread()) {}

@@ -27,7 +27,7 @@ struct WorkerOptions {
 };
 
 // A thread and the ports that it serves. The thread sleeps while no launch of any of its graphs is
-// in flight (rule M7). It ends after the last owner of this object is gone.
+// in flight (INVARIANTS.md M7). It ends after the last owner of this object is gone.
 //
 // Created by std::make_shared only, for the reason that state.h gives for GraphState: the worker's
 // own thread may drop the last reference, which must not require the GIL.
@@ -47,13 +47,13 @@ class Worker : public std::enable_shared_from_this<Worker> {
   // because the work missed its deadline.
   bool stuck() const;
 
-  struct Core;  // shared with the thread
+  struct Core;  // state that this object and its thread share
 
  private:
   const std::shared_ptr<Core> core_;
 };
 
-// Pinned words of one mailbox, each on its own cache line, private to one executable.
+// Pinned words of one mailbox, each on its own cache line, private to one graph definition.
 struct MailboxWords {
   // Number of the posted request, which the device stores; 0: none.
   std::uint32_t* request = nullptr;
@@ -86,7 +86,7 @@ struct MailboxLimits {
 // The host side of one mailbox. Shared by its worker and the watchdog.
 //
 // Both the worker and the watchdog may answer a request. The thread that claims the request first
-// answers it (rule M5).
+// answers it (INVARIANTS.md M5).
 class Port final : public LaunchListener, public std::enable_shared_from_this<Port> {
  public:
   // Takes ownership of `record`.
@@ -101,7 +101,8 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   // Answers requests that are overdue, so that the device stops waiting. Returns whether the port
   // must be checked again. Called by the watchdog.
   bool check_deadlines(std::int64_t now_ns);
-  // Fails the replay if its spinning kernel ended at its own deadline. Any thread may call it.
+  // Fails the replay if the spinning kernel of this mailbox has ended at its own deadline. Any
+  // thread may call this function.
   void check_device_timeout();
 
   void launched() noexcept override;

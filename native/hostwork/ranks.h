@@ -23,7 +23,8 @@ struct Mpi {
   std::uint64_t comm;
   std::uint64_t byte;
   std::atomic<bool> failing{false};
-  std::atomic<bool> failed{false};  // communication was abandoned (rule T3); `reason` is valid
+  // Whether communication was abandoned (INVARIANTS.md T3). `reason` is then valid.
+  std::atomic<bool> failed{false};
   char reason[96] = "";
 };
 

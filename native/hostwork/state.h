@@ -19,7 +19,7 @@ namespace graft::hostwork {
 // Values of status word 0; word 1 holds the low 31 bits of the replay that failed first.
 enum StatusCode : std::int32_t {
   kStatusOk = 0,
-  kStatusPython = 1,    // a Python callable raised
+  kStatusPython = 1,    // a Python callable raised an exception
   kStatusNative = 2,    // a native function reported failure or threw
   kStatusShutdown = 3,  // the interpreter is shutting down
   kStatusDeadline = 4,  // a mailbox request was not posted or not answered in time

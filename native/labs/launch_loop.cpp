@@ -31,7 +31,7 @@ namespace {
 using Times = std::vector<std::uint64_t>;
 
 constexpr std::size_t kMaxGaps = 1 << 16;
-constexpr std::uint64_t kGapNs = 5000;                // shortest interval that counts as a gap
+constexpr std::uint64_t kGapNs = 5000;                // shortest time between ticks that is a gap
 constexpr std::uint64_t kTickTimeoutNs = 1000000000;  // maximum time in await_busy_thread()
 constexpr unsigned kPollUs = 20;
 
@@ -75,13 +75,13 @@ struct ReplayOptions {
   std::uint64_t stream;
   std::size_t callbacks;              // host steps per replay
   const std::uint64_t* stamps;        // device times before and after the host steps of a replay
-  std::uint64_t hops;                 // softcuda_hops(), which reports times of host steps, or 0
+  std::uint64_t hops;                 // address of softcuda_hops() (times of host steps), or 0
   const std::uint64_t* body_written;  // times that the native host steps have written; or null
   bool busy;                          // wait for the busy thread before each launch
 };
 
 struct Samples {
-  Times launched;      // (launch, end) of each replay, CLOCK_MONOTONIC
+  Times launched;      // times of launch and end of each replay, CLOCK_MONOTONIC
   Times join;          // ns between the two stamps of each replay
   Times hops;          // (entry, return) of each host step of each replay
   Times body_written;  // copies of ReplayOptions::body_written, taken after each replay

@@ -128,7 +128,7 @@ inline std::shared_ptr<const guided::Forced> forced_text() {
 }
 
 // A request in a slot: its position, its grammar state and its drafts. The device thread uses this
-// object in replays. The host thread uses it only while no replay does.
+// object in replays. The host thread uses it only while no replay refers to the slot.
 struct SlotRequest {
   SlotRequest(uint32_t seed, int number, bool slow)
       : epoch(number),
@@ -332,7 +332,7 @@ class GuidedCase {
     return request.active;
   }
 
-  // Adds draft j to the chain of every slot that already has the drafts 0 to j - 1.
+  // Adds draft j to the chain of every slot that has j - 1 drafts.
   void draft_chain(const Plan& plan, const bool* advanced, int j, int32_t replay) {
     const bool probing = exchange_.layout.candidates > 0;
     const auto drafting = [&](int s) {
