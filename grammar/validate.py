@@ -24,7 +24,7 @@ __all__ = ["CHECK_TIMEOUT_S", "SEARCH_TIMEOUT_S", "check_output", "search_patter
 CHECK_TIMEOUT_S = 5.0
 SEARCH_TIMEOUT_S = 1.0
 _MAX_STEPS = 1e5  # maximum number of steps of a search in this process
-_MAX_DIGITS = 1000  # maximum number of digits of calculations with decimal fractions
+_MAX_DIGITS = 1000  # precision of calculations with decimal fractions
 _EXACT = decimal.Context(prec=2 * _MAX_DIGITS, Emax=decimal.MAX_EMAX, Emin=decimal.MIN_EMIN)
 _IN_CLASS = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
 _OUTSIDE_CLASS = {

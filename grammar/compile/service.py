@@ -60,7 +60,7 @@ class _CompileQueue:
         self.jobs: queue.SimpleQueue[_Compilation | None] = queue.SimpleQueue()
 
     def end_threads(self) -> None:
-        """Wait until the threads have finished the jobs of the queue and have ended."""
+        """End the threads after they have finished the queued jobs, and wait for their end."""
         for _ in self.threads:
             self.jobs.put(None)
         for thread in self.threads:

@@ -228,7 +228,10 @@ def _check_keywords(pointer: str, part: SchemaObject) -> None:
 
 
 def _resolve(references: References, pointer: str, keyword: str, reference: Any) -> Any:
-    """Return the target of a local reference; raise `GrammarError` if it is not a schema."""
+    """Return the target of a local reference; raise `GrammarError` if it is not a schema.
+
+    The error message names `pointer` and `keyword`, the place of the reference.
+    """
     try:
         target = references.resolve(reference)
     except NoExactForm as error:

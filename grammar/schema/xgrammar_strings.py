@@ -127,7 +127,10 @@ def _unsafe_pattern(pattern: Any) -> str:
 
 
 def _is_wide(match: re.Match[str]) -> bool:
-    """Return whether a piece of a pattern is a class that may match characters to be escaped."""
+    """Return whether a piece of a pattern is a class that may match a character to be escaped.
+
+    JSON escapes quotes, backslashes and control characters.
+    """
     if match["set"] is not None:
         return not _PLAIN_SET.fullmatch(match["set"])
     return match[0] == "." or match["escape"] in ("s", "S", "D", "W")

@@ -317,7 +317,10 @@ class _Lowering:
         return [self.joiner.repeat(self.joiner.sequence(pieces), 0, 1, "tags_with_separator")]
 
     def _dispatch(self, form: Format, ends: Sequence[str] | None) -> list[list[Piece]]:
-        """Lower ``triggered_tags`` and ``dispatch``: free text in which triggers start a part."""
+        """Lower ``triggered_tags`` and ``dispatch``: free text in which a trigger starts a part.
+
+        A part is a tag of ``triggered_tags``, or a trigger of ``dispatch`` and its format.
+        """
         if form["type"] == "dispatch":
             triggers = [pattern for pattern, _ in form["rules"]]
             parts = []
@@ -349,7 +352,10 @@ class _Lowering:
         return [[*first, self._loop(parts, free, form["type"]), free]]
 
     def _loop(self, parts: Sequence[Sequence[Piece]], free: Piece, name: str) -> Piece:
-        """Return the piece that matches any number of parts, each preceded by free text."""
+        """Return the piece that matches any number of parts, each preceded by free text.
+
+        `free` is the piece of the free text, and `name` is the type of the format.
+        """
         following = [self.joiner.sequence([free, *part]) for part in parts]
         # Each part begins with free text, and so does the end of the loop. The lexer tells them
         # apart by the trigger after the free text.

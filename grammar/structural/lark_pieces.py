@@ -215,8 +215,8 @@ class Joiner:
     def alternatives(self, pieces: Sequence[Piece], name: str, *, check: bool = True) -> Piece:
         """Return the piece that matches one of several pieces.
 
-        With `check`, raise `LoweringError` if the lexer could not see which piece a text begins
-        with.
+        `name` is the type of the format, for error messages. With `check`, raise `LoweringError` if
+        the lexer could not see which piece a text begins with.
         """
         if len(pieces) == 1:
             return pieces[0]
@@ -241,7 +241,10 @@ class Joiner:
         )
 
     def repeat(self, piece: Piece, low: int, high: int | None, name: str) -> Piece:
-        """Return the piece that matches `low` to `high` repetitions of a piece."""
+        """Return the piece that matches `low` to `high` repetitions of a piece.
+
+        `high` is None if there is no maximum. `name` is the type of the format, for error messages.
+        """
         count = f"{{{low},{'' if high is None else high}}}"
         piece = self.named(piece)
         rule = None

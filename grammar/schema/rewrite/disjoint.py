@@ -85,7 +85,10 @@ class Disjointness:
         return document
 
     def _are_apart(self, one: Any, other: Any, types: JsonTypes, depth: int) -> bool:
-        """Return whether two schemas are disjoint, without querying LLGuidance."""
+        """Return whether a comparison proves two schemas disjoint, without LLGuidance.
+
+        `depth` is the number of levels of subschemas to compare.
+        """
         if one is False or other is False:
             return True
         if not isinstance(one, dict) or not isinstance(other, dict) or depth == 0:

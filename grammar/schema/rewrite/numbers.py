@@ -162,7 +162,9 @@ class Numbers:
     ) -> Restricted:
         """Return the exact form of a ``multipleOf`` with bounds.
 
-        Each bound is replaced with the first multiple of `step` inside the bound. The method adds
+        `keywords` are the schema's numeric keywords, `step` is the value of ``multipleOf``, and
+        `is_integer` is whether all numbers are integers. Each bound is replaced with the first
+        multiple of `step` inside the bound. The method adds
         to `narrowed` descriptions of the valid numbers that the new form excludes.
         """
         if is_integer:
@@ -221,7 +223,8 @@ class Numbers:
     ) -> _Bound | None:
         """Return the closest bound that LLGuidance reads exactly and that allows no invalid number.
 
-        `sign` is 1 for lower bounds and -1 for upper bounds. If the new bound excludes valid
+        `sign` is 1 for lower bounds and -1 for upper bounds. `is_integer` is whether all numbers are
+        integers. If the new bound excludes valid
         numbers, the method adds to `narrowed` a description of these numbers.
         """
         if bound is None:
@@ -379,7 +382,8 @@ def _within_64_bits(
 ) -> tuple[_Bound | None, _Bound | None]:
     """Return the bounds, limited to 64 bits where LLGuidance requires it.
 
-    The function adds to `narrowed` descriptions of the valid numbers that the new bounds exclude.
+    `is_integer` is whether all numbers are integers. The function adds to `narrowed` descriptions
+    of the valid numbers that the new bounds exclude.
     """
     largest = Fraction(_MAX_INTEGER if is_integer else _LARGEST_DOUBLE)
     smallest = Fraction(-_LARGEST_DOUBLE)
@@ -456,7 +460,8 @@ def _read_multiple(value: float) -> Fraction | None:
 def _finds_multiple(low: _Bound, high: _Bound, step: float, is_integer: bool) -> bool:
     """Return whether LLGuidance finds a multiple of `step` between two bounds.
 
-    LLGuidance calculates with doubles, so rounding errors may hide the only multiple.
+    LLGuidance calculates with doubles, so rounding errors may hide the only multiple. `is_integer`
+    is whether all numbers are integers.
     """
     first = math.ceil(float(low.value) / step) * step
     last = math.floor(float(high.value) / step) * step

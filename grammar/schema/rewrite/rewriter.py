@@ -192,7 +192,7 @@ class Rewriter:
         self._rewrite_keyword(keyword, value, site)
 
     def report_lost(self, at: str, keyword: str, why: str) -> None:
-        """Report that a keyword has no exact form."""
+        """Report that a keyword of the subschema at the JSON pointer `at` has no exact form."""
         self.lost.append(Reason(at, keyword, why))
 
     def _rewrite_keyword(self, keyword: str, value: Any, site: Site) -> None:

@@ -86,7 +86,8 @@ def _one_of(rewriter: Rewriter, value: Any, site: Site) -> None:
 def _overlaps(rewriter: Rewriter, options: list[Any], base: Any) -> dict[int, list[int]]:
     """Return a dict from the index of an option to the indices of the options it may overlap with.
 
-    The dict has no entry for an option that is proved disjoint from all other options.
+    Only values that satisfy the schema `base` are considered. The dict has no entry for an option
+    that is proved disjoint from all other options.
     """
     overlaps: dict[int, list[int]] = {}
     for i in range(len(options)):
