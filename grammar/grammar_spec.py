@@ -186,7 +186,7 @@ class GrammarSpec(Spec):
 
     @classmethod
     def lark(cls, text: str) -> GrammarSpec:
-        """Return a grammar in the backend's Lark dialect that starts at the rule ``start``."""
+        """Return a grammar in LLGuidance's Lark dialect that starts at the rule ``start``."""
         return cls("lark", text)
 
     @classmethod

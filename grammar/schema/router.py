@@ -257,7 +257,7 @@ def _closest_accepted(schema: Any, whitespace: Whitespace, deadline: float) -> _
 def _only_control(schema: Any) -> Iterator[Reason]:
     """Yield a reason for each keyword that requires or lists strings with control characters.
 
-    Control characters are here the characters of `CONTROL`.
+    Only the characters of `CONTROL` count as control characters.
     """
     why = "control characters cannot be enforced next to compared names of additional properties"
     for pointer, part in subschemas(schema):

@@ -164,8 +164,8 @@ class Numbers:
 
         `keywords` are the schema's numeric keywords, `step` is the value of ``multipleOf``, and
         `is_integer` is whether all numbers are integers. Each bound is replaced with the first
-        multiple of `step` inside the bound. The method adds
-        to `narrowed` descriptions of the valid numbers that the new form excludes.
+        multiple of `step` inside the bound. The method adds to `narrowed` descriptions of the valid
+        numbers that the new form excludes.
         """
         if is_integer:
             step = Fraction(step.numerator)  # least common multiple of step and 1
@@ -223,9 +223,9 @@ class Numbers:
     ) -> _Bound | None:
         """Return the closest bound that LLGuidance reads exactly and that allows no invalid number.
 
-        `sign` is 1 for lower bounds and -1 for upper bounds. `is_integer` is whether all numbers are
-        integers. If the new bound excludes valid
-        numbers, the method adds to `narrowed` a description of these numbers.
+        `sign` is 1 for lower bounds and -1 for upper bounds. `is_integer` is whether all numbers
+        are integers. If the new bound excludes valid numbers, the method adds to `narrowed` a
+        description of these numbers.
         """
         if bound is None:
             return None
@@ -418,7 +418,8 @@ def _text(value: Fraction) -> str:
 def _is_read(value: Fraction) -> bool:
     """Return whether LLGuidance reads a bound exactly.
 
-    Whole bounds must be below 2**53, and fractions must not be smaller than `_SMALLEST`.
+    A whole bound must have an absolute value below 2**53. A fraction must have one of at least
+    `_SMALLEST`, and be the shortest decimal form of a double that LLGuidance reads unchanged.
     """
     if value.denominator == 1:
         return abs(value) < _MAX_EXACT
