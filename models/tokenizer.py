@@ -322,7 +322,7 @@ class Tokenizer:
         return sources
 
     def _configured_templates(self) -> dict[str, str]:
-        """Return the chat templates of tokenizer_config.json: one, or a list of named ones."""
+        """Return the chat templates of tokenizer_config.json: one, or several with names."""
         value = self._config.get("chat_template")
         if value is None:
             return {}
@@ -387,7 +387,7 @@ class _SpecialNameEscaper:
             Parts of the text in order. Each tuple is a text and whether that text is a name that
             came from user text.
         """
-        # re.split returns the captured numbers at odd indices.
+        # The pattern captures the number of a name. re.split returns captured texts at odd indices.
         parts = re.split(rf"{re.escape(self._marker)}(\d+)\ue001", text)
         result = []
         for index, part in enumerate(parts):

@@ -41,8 +41,9 @@ _BLOCK = 64
 class BlockDrafter(Drafter):
     """Base class of the drafters that draft level by level from logits of a single forward pass.
 
-    A subclass names its `kind` of checkpoint (`DFlashConfig.kind`), uploads the tensors that only
-    this kind has in `_load_extras`, and overrides the other hooks of the forward pass that differ.
+    A subclass names its `kind` of checkpoint (`DFlashConfig.kind`), uploads in `_load_extras` the
+    tensors that only this kind has, and overrides those hooks of the forward pass that do something
+    else for this kind.
 
     Raises
     ------
@@ -184,7 +185,7 @@ class BlockDrafter(Drafter):
         self._stack.run(lane, rows, x, attend_rows=attend_rows)
 
     def _embed(self, lane: Lane, rows: Rows, norm: Norm | None) -> None:
-        """Write the embeddings of the rows to the residual stream; compute `norm` unless None."""
+        """Write the embeddings of `rows` to the residual stream; compute `norm` if given."""
         kernels = self._kernels
         residual = self._stack.buffers.residual[: rows.count]
         scale = self._config.input_embedding_scale

@@ -119,7 +119,7 @@ class Eagle3Head:
         return layers
 
     def _load_head(self, weights: Weights) -> None:
-        """Upload the LM head and the vocabulary maps."""
+        """Upload the LM head and the vocabulary maps `d2t` and `t2d`."""
         config = self.config
         checkpoint = weights.checkpoint
         vocab_map = read_vocab_map(checkpoint, config.draft_vocab_size, config.vocab_size)

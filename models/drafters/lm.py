@@ -83,7 +83,7 @@ class SmallModel(Drafter):
 def check_tokenizer(folder: Path, target: Tokenizer) -> None:
     """Raise OptionError unless the tokenizers of drafter and target assign equal ids to all tokens.
 
-    The message names the first token, in the order of ids, with different ids.
+    Of the tokens whose ids differ, the message names the one with the lowest id.
     """
     draft_ids = Tokenizer(folder).backend.get_vocab(with_added_tokens=True)
     target_ids = target.backend.get_vocab(with_added_tokens=True)

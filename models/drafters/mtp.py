@@ -125,7 +125,8 @@ class Mtp(Drafter):
         # State of each module j between calls. `_carried[j]` holds, for each slot, the module's
         # hidden state for the last committed token, which module j + 1 reads in the next call.
         # `_last_hidden[j]` holds, for each batch row, the module's hidden state for entry
-        # n - 1 - j, which the next modules process level by level.
+        # n - 1 - j, where n is the length of the request. The next modules process this state level
+        # by level.
         size = (count, context.slots * self.shape.branch, hidden)
         self._carried = device.zeros(size, "float32")
         self._last_hidden = device.zeros(size, "float32")

@@ -217,8 +217,8 @@ class UserDrafter(Drafter):
                 self._name,
                 self._deadline_s,
             )
-        # After a missed deadline, there may be fewer proposals than requests. The other requests
-        # then get no drafts.
+        # After a missed deadline, there may be fewer proposals than requests. The requests
+        # without a proposal get no drafts.
         for (row, slot, epoch), proposal in zip(requests, query.proposals.copy(), strict=False):
             if isinstance(proposal, DrafterError):
                 outputs[0][row, 0] = _FAILED

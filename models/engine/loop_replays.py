@@ -88,7 +88,7 @@ class LoopReplays(Replays):
             self._continue(flight)
 
     def _continue(self, flight: ReplayInFlight) -> None:
-        """Add the replay of the running loop that follows `flight` to `unread`."""
+        """Add to `unread` the replay that follows `flight` in the running loop."""
         number = self.launched + 1
         self._resources.outputs.reserve(number)
         self._resources.decoder.skip(number)

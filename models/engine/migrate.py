@@ -227,7 +227,7 @@ def _check_type(name: str, value: Any, allowed: Any) -> None:
 
 
 def restore_output(state: RequestState, description: Mapping[str, Any]) -> None:
-    """Copy the output in a result of `describe_request` to a newly admitted request.
+    """Copy the output in `description`, from `describe_request`, to a newly admitted request.
 
     The tokens and text of this output are marked as reported, so that later events do not repeat
     them.
@@ -408,7 +408,7 @@ class Migrator:
 
     @staticmethod
     def _packed_shape(cache: PagedKV, num_pages: int) -> tuple[int, int, int, int]:
-        """Return the shape of an array of `MigratedRequest.pages`."""
+        """Return the shape of the pages of one cache in `MigratedRequest.pages`."""
         return 2, num_pages, cache.layers, cache.page_bytes // (8 * cache.layers)
 
     def insert_pages(self, migrated: MigratedRequest) -> None:

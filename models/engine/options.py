@@ -31,8 +31,8 @@ __all__ = ["DRAFT_MASKINGS", "MAX_DRAFT_LENGTH", "Options", "meaning"]
 
 DRAFT_MASKINGS = ("auto", "probe", "none")
 MAX_DRAFT_LENGTH = 63
-#: Upper limit of the default of `max_length`. It bounds the default size of the KV caches, which
-#: have pages for this many positions in every batch row.
+#: Maximum of the default of `max_length`. By default, the KV caches have pages for `max_length`
+#: positions in every batch row, so this number bounds their default size.
 DEFAULT_LENGTH = 4096
 
 #: Maximum number of drafts with ``draft_length="auto"``, for a chain and for a tree.
@@ -339,7 +339,7 @@ class Options:
 
     @property
     def uses_automata(self) -> bool:
-        """Whether grammar steps run on the device for requests whose grammar has an automaton."""
+        """Whether kernels do the grammar steps of requests whose grammar has an automaton."""
         if self.internal.device_automata is None:
             return self.generation == "graph"
         return self.internal.device_automata

@@ -38,13 +38,14 @@ from graft.sampling.state import LOGPROBS
 
 __all__ = ["ReplayInFlight", "Replays", "RowAssignment", "RowResult"]
 
-#: Maximum time in seconds that the host waits for a result while no prefill chunk completes.
+#: Maximum time in seconds that the host waits for a result. The time starts anew whenever a prefill
+#: chunk completes.
 ROUND_DEADLINE_S = 120.0
 #: Interval in seconds at which a wait checks for device failures and Ctrl-C.
 POLL_S = 0.1
 #: Weight of the latest sample in the moving average of the round time.
 ROUND_SHARE = 0.2
-#: Number of int32 words before the tokens of a result row.
+#: Number of int32 words that precede the tokens in a result row.
 _HEADER_WORDS = ROUND_ROW.itemsize // 4
 
 
@@ -159,8 +160,8 @@ class Replays:
         Function to call for each complete replay, or None. Its arguments are the replay and the
         replay's time stamps in order, in device nanoseconds.
     on_row
-        Function to call for each row that is read, or None. Its arguments are the assignment and
-        the results of the row.
+        Function to call for each row that is read, or None. Its arguments are the row's
+        `RowAssignment` and `RowResult`.
     """
 
     def __init__(self, resources: RoundResources, stream: Stream, budget: DraftBudget):
@@ -386,7 +387,7 @@ class Replays:
     def drain(self) -> None:
         """Wait for the device and retire all replays, even those whose results were not read.
 
-        Nothing may be launched later.
+        No replay may be launched after this call.
 
         Raises
         ------

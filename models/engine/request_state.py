@@ -225,7 +225,7 @@ class RequestState:
         return tuple(self.output.tokens[first:])
 
     def finish_text(self) -> str:
-        """Return the rest of the text and set ``output.text``.
+        """Return the text that has not been emitted yet, and set ``output.text``.
 
         ``output.reason`` must be set. With reason "moved" nothing is emitted, because another
         engine continues the text. In all other cases, only an incomplete last character is omitted.

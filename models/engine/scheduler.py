@@ -247,7 +247,7 @@ class Scheduler:
         """Admit ready requests, launch up to `max_in_flight` rounds and read the oldest one."""
         posted = self.outbox.posted
         self._expire()
-        # While a loop is running, `launch` launches nothing but may ask the loop to end.
+        # While a loop is running, `launch` launches nothing. It may ask the loop to end.
         while self.replays.looping or len(self.replays.unread) < self.max_in_flight:
             self.admit()
             if not self.launch():

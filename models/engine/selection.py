@@ -64,8 +64,9 @@ class GraphSelector:
     max_loop_rounds
         Maximum number of rounds of a generation loop; None sets no limit.
     serves_all
-        Whether the grammar worker serves requests without a grammar, too. This is required for
-        trees that are drafted for all levels at once, because the worker chooses their drafts.
+        Whether the host runs grammar steps for requests without a grammar, too. This is required if
+        the drafts of all tree levels are chosen at once, because the grammar worker on the host
+        chooses them.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class GraphSelector:
         )
 
     def is_served(self, state: RequestState) -> bool:
-        """Return whether the grammar worker serves a request that has a slot."""
+        """Return whether the host runs grammar steps for a request that has a slot."""
         return self._serves_all or self._promotion.needs_host(state)
 
 

@@ -49,8 +49,8 @@ MAX_EPOCH = 2**31 - 1
 #: Number of free pages that are allocated in advance, so that few rounds have to allocate.
 PAGES_AHEAD = 4
 
-#: Maximum number of pages that a request gets for the rounds of a generation loop after its first
-#: round.
+#: Maximum number of pages that a request gets in advance for the rounds that follow the first round
+#: of a generation loop.
 LOOP_PAGES_AHEAD = 16
 
 
@@ -186,7 +186,7 @@ class SlotManager:
         return max(states, key=lambda state: state.preemption_key)
 
     def cached_pages(self, state: RequestState) -> int:
-        """Return the number of pages of a waiting request that the prefix cache has."""
+        """Return how many pages of a waiting request the prefix cache has."""
         num_cached, _ = self._prefix_hits(state)
         return num_cached
 

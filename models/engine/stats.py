@@ -93,7 +93,7 @@ class EngineStats:
         self.rounds_by_kind[graph.kind] += 1
 
     def count_row(self, count: int, tested: int, accepted: int) -> None:
-        """Count a row round.
+        """Count one round of one request.
 
         Parameters
         ----------

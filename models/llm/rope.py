@@ -46,8 +46,8 @@ def _unscaled(theta: float, head_dim: int) -> np.ndarray:
 class Scaling(ABC):
     """Scaling of RoPE for sequences longer than those that the model was first trained on.
 
-    `kind` is `rope_type` in configs, and `fields` names the kind's config fields. Cosines and sines
-    are multiplied by `attention_factor`.
+    `kind` is the `rope_type` in configs, and `fields` lists the names of the config fields. The
+    cosines and sines of the RoPE table are multiplied by `attention_factor`.
     """
 
     kind: ClassVar[str]
@@ -62,7 +62,7 @@ class Scaling(ABC):
     @classmethod
     @abstractmethod
     def from_fields(cls, section: Fields, model: _Model) -> Self:
-        """Read the fields of a config section. The caller has checked the names of the fields."""
+        """Read the scaling from a config section, whose field names the caller has checked."""
 
     @abstractmethod
     def frequencies(self, theta: float, head_dim: int) -> np.ndarray:

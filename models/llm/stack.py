@@ -132,7 +132,7 @@ class ActivationBuffers:
         return self._arrays[key]
 
     def input_of(self, weight: Matrix, name: str) -> DeviceArray:
-        """Return the buffer with this name for the input of a product with `weight`."""
+        """Return the buffer `name`, in the dtype that a product with `weight` reads fastest."""
         return self.array(name, weight.shape[1], self._kernels.products.input_dtype(weight))
 
     def gated_scratch(self, count: int, weight: Matrix) -> DeviceArray | None:
@@ -150,8 +150,9 @@ class ActivationBuffers:
         """Return the `Norm`, for `count` rows, between two products with these weights.
 
         The product `consumer` reads the normed rows. If `producer` writes the rows and the kernels
-        support it, the norm is folded into the two products; None selects a norm with its own
-        kernel. All norms whose outputs have the same width and dtype share one output buffer.
+        support it, the norm is folded into the two products. Otherwise, and if `producer` is None,
+        the norm runs as a kernel of its own. All norms whose outputs have the same width and dtype
+        share one output buffer.
         """
         out = self.input_of(consumer, "normed")[:count]
         square_sums = None

@@ -4,10 +4,10 @@
 
     loop begin - WHILE ( begin - target forward - verify - decide - publish - draft ... )
 
-The round of the body is that of `RoundGraph`, without grammar steps on the host, because the driver
-allows no host nodes in the body. After verification, the kernel ``decide`` chooses whether the loop
-runs another replay. The results of the replay contain this decision. All replays of a loop have the
-same batch rows. After a request has ended, its row is empty.
+The body is the round of `RoundGraph` without grammar steps on the host, because the driver allows
+no host nodes in the body of a WHILE node. After verification, the kernel ``decide`` chooses whether
+the loop runs another replay. The results of the replay contain this decision. All replays of a loop
+have the same batch rows. After a request has ended, its row is empty.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from graft.native import _native
 
 __all__ = ["LOOP_ENTRIES", "LoopControl", "LoopGraph"]
 
-#: Number of entries of the output ring of an engine with generation loops. A loop ends when the
-#: host has not read the results in all entries but one.
+#: Number of entries of the output ring of an engine with generation loops. A loop ends when all
+#: entries but one contain results that the host has not read.
 LOOP_ENTRIES = 64
 
 _KERNELS = Path(__file__).parent / "kernels" / "loop.cu"

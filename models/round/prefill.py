@@ -143,10 +143,10 @@ class Prefill:
     """Runs prompts through target and drafter in chunks (chunked prefill).
 
     For a prompt t_0 .. t_{P-1}, the target's KV cache gets positions 0 .. P-2, and the drafter's
-    cache gets entries 0 .. P-2, which combine feature i with token t_{i+1}. The request's first
-    round feeds the last prompt token to the target, so the first output token is sampled by the
-    same code as all others. A kernel computes a row independently of the other rows, so outputs do
-    not depend on the chunk boundaries.
+    cache gets entries 0 .. P-2, of which entry i combines feature i with token t_{i+1}. The
+    request's first round feeds the last prompt token to the target, so the first output token is
+    sampled by the same code as all others. A kernel computes a row independently of the other rows,
+    so outputs do not depend on the chunk boundaries.
 
     Each chunk is one graph launch. Without graphs, the host would need more time to launch the
     kernels of a short chunk one by one than the device needs to run them.

@@ -252,7 +252,7 @@ class RoundGraph:
         """
 
     def check(self) -> None:
-        """Raise the error of a host step of this or a previous replay, if there is one."""
+        """Raise the error of a host step that failed in this or an earlier replay, if any did."""
         for executable in self.execs:
             executable.check()
 

@@ -82,7 +82,7 @@ class Detokenizer:
     def token_bytes(self, token: int) -> bytes | None:
         """Return the bytes that an id represents; None if the library converts the id.
 
-        The result is empty for an id without a token. An id that is out of range is a
+        The result is empty for an id without a token. An id that is out of range raises
         TokenizerError.
         """
         if token not in self._bytes:

@@ -180,8 +180,8 @@ class Attention:
         if self._loader.is_thread or kv.head_dim not in (64, 128) or kv.dtype == "float32":
             return 0
         parts = min(ceil_div(kv.positions, _SPLIT), _MAX_PARTS)
-        # A launch with more queries has so many tiles that one block computes all parts of a tile
-        # and needs no workspace.
+        # A launch with more queries than this has so many tiles that one block computes all parts
+        # of a tile. It needs no workspace.
         queries = min(rows * heads, _BLOCKS // 2 * _TILE)
         size = parts * queries * (kv.head_dim + 4)
         device = self._loader.device

@@ -239,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   }
   __syncthreads();
 
-  // To combine the warps, each thread handles one query, and 4 dimensions of it per pass.
+  // To combine the results of the warps, each thread handles 4 dimensions of one query per pass.
   const int own_query = threadIdx.x / 8, sum_index = threadIdx.x % 8;
   const auto dimension_of = [&](int pass) {
     return 64 * (pass / 2) + sum_index / 2 * 16 + 8 * (pass % 2) + sum_index % 2 * 4;
@@ -350,7 +350,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       }
     }
 
-    // Combine the warps in order. A pass covers 8 of each 16 consecutive dimensions, 32 in all.
+    // Combine the results of the warps in order. A pass covers 8 of each 16 consecutive dimensions,
+    // 32 in all.
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
 #pragma unroll

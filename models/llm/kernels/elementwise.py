@@ -1,4 +1,4 @@
-"""Kernels that compute each element, or gather each row, independently of the others."""
+"""Elementwise kernels, and kernels that gather or convolve rows."""
 
 from __future__ import annotations
 

@@ -119,10 +119,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   const int own_end = current.end;
   Weights* const staged_weight = reinterpret_cast<Weights*>(staged);
   Pack16* const staged_x = reinterpret_cast<Pack16*>(staged_weight + STAGES * OUTPUTS * PACKS);
-  // Sums of the tile, at exchange_index. They share the memory of the stages unless TALL.
+  // Sums of the tile, each at its exchange_index. Unless TALL, they reuse the memory of the stages.
   float* const exchanged = reinterpret_cast<float*>(TALL ? staged_x + STAGES * X_PACKS : staged);
 
-  // Returns the address of pack i of a stage of x. Rows after the end read the last row.
+  // Returns the address of pack i of a stage of x. A row after the last one reads the last row.
   const auto x_at = [&](int i, const StageIterator& at) {
     const int row = first + (i / PACKS >> SPLIT_X);
     return x + static_cast<long long>(row < rows ? row : rows - 1) * inner + at.inner() +
@@ -139,7 +139,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
                  weight + static_cast<long long>(at) * inner + from.inner() + k);
     }
   };
-  // Copies the 16-bit rows of x of a stage and commits all copies since the last commit.
+  // Starts the copies of a stage's rows of x if they have 16 bits. Commits all copies started since
+  // the last commit.
   const auto copy_rows = [&](int stage) {
     if (next_copy.valid()) {
 #pragma unroll

@@ -274,7 +274,7 @@ template <int COUNT>
 __device__ __forceinline__ void load_scales(const float* square_sums, float eps, int first,
                                             int rows, int inner, float* scale) {
   const int groups = inner / GROUP;
-  // Rows per warp at once, to overlap the memory latency.
+  // Number of rows that a warp loads at once, so that their memory latencies overlap.
   constexpr int AT_ONCE = COUNT >= 4 * WARPS ? 4 : (COUNT + WARPS - 1) / WARPS;
   for (int r = threadIdx.x / 32; r < COUNT; r += AT_ONCE * WARPS) {
     float sum[AT_ONCE] = {};

@@ -77,7 +77,7 @@ class KernelLoader:
         return 1 if self.is_thread else _NORM_BLOCK
 
     def elementwise_launch(self, rows: int, width: int, chunk: int) -> tuple[int, int]:
-        """Return the grid and block sizes of an elementwise kernel, `chunk` elements per thread."""
+        """Return grid and block size of an elementwise kernel with `chunk` elements per thread."""
         block = 8 if self.is_thread else _ELEMENT_BLOCK
         return ceil_div(rows * ceil_div(width, chunk), block), block
 

@@ -180,7 +180,7 @@ __device__ __forceinline__ void commit_copies() {
 #endif
 }
 
-// Waits until at most COUNT of the most recent groups of the thread are in flight.
+// Waits until at most the COUNT most recent groups of copies of the thread are in flight.
 template <int COUNT>
 __device__ __forceinline__ void wait_copies() {
 #ifdef __CUDA_ARCH__

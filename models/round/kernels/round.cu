@@ -1,5 +1,5 @@
-// Begins a round: assigns token, slot and position to each row of the target forward pass. A row
-// without work has slot -1 and position -1.
+// Begins a round: assigns token, slot and position to each row of the target forward pass. An
+// unused row has slot -1 and position -1.
 #include "sampling/kernels/slot.cuh"
 #include "timing.cuh"
 
