@@ -11,10 +11,10 @@
 //    `committed`, `drafted` and `candidates`, and before the kernels that read masks, stamps and
 //    answers.
 // 2. A step never throws, prints, takes the GIL, calls the driver or drops a Python reference. It
-//    allocates only when the output of a request exceeds a power of two from 1,024 tokens on, to
-//    lengthen the matcher's path. The same holds for the pool threads that serve its slots. Only a
-//    matcher that is written in Python takes the GIL. A thread must therefore release the GIL
-//    before it waits for a step or a pool thread.
+//    allocates memory only to lengthen a matcher's path, when the output of a request grows beyond
+//    1,024 tokens or a higher power of two. The same holds for the pool threads that serve its
+//    slots. Only a matcher that is written in Python takes the GIL. A thread must therefore release
+//    the GIL before it waits for a step or a pool thread.
 // 3. A step accesses only the slots of its replay's snapshot, the list of requests that the host
 //    publishes before the launch. A step of a replay without a snapshot writes nothing;
 //    verification then finds outdated stamps and commits nothing.
@@ -27,9 +27,9 @@
 // 7. The work of a slot in a step is one order, served by one thread at a time. The flag `busy`
 //    transfers the ownership of Slot::work: it is set before the order is posted and cleared with
 //    release order after the last access. With one thread and no budget, the step serves all orders
-//    itself. With a budget, it serves the orders of trusted grammars (OrderTiming). No running
-//    request waits for the order of a replay's only request, so the step waits longer for this
-//    order (kSlowFactor).
+//    itself. With a budget, it serves the orders of trusted grammars (OrderTiming). If a replay has
+//    only one request, waiting for its order delays no other request, so the step waits longer for
+//    this order (kSlowFactor).
 // 8. A slot that is busy when the budget ends is late. The budget limits processor time, so waiting
 //    for a processor makes no slot late. The finished mask rows of the slot are stamped. Its other
 //    rows are not ready, so the slot is left out of the round or its round ends at its last ready
