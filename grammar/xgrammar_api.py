@@ -325,7 +325,7 @@ class GrammarMatcher:
         try:
             return forced.decode()
         except UnicodeDecodeError as error:
-            # The text starts within a character (error.start is 0) or ends within one.
+            # The forced bytes start (error.start is 0) or end within a UTF-8 character.
             return forced[: error.start].decode()
 
     def rollback(self, num_tokens: int = 1) -> None:

@@ -308,8 +308,8 @@ class DeviceAutomata:
     def _find_place(self, nbytes: int) -> tuple[int, list[_Table]] | None:
         """Return the offset of a range for a new table, and the unused tables in this range.
 
-        A range without tables is preferred. Otherwise, the function chooses the range in which no
-        table has been used for the longest time. It returns None if every range contains a table
+        A range without tables is preferred. Otherwise, the function chooses the range whose tables
+        have all been unused for the longest time. It returns None if every range contains a table
         with users.
         """
         age = {table.grammar: number for number, table in enumerate(self._tables.values())}

@@ -103,10 +103,10 @@ def _allows_any_addition(part: SchemaObject) -> bool:
 
 
 def _limits_patterns(parts: list[tuple[str, SchemaObject]]) -> bool:
-    """Return whether LLGuidance may refuse an additional pattern in objects of a schema.
+    """Return whether LLGuidance may refuse a schema to which the pattern `EVERY_NAME` is added.
 
-    This is the case if the schema has patterns, or counts the properties of a closed object.
-    `parts` are all subschemas with their pointers.
+    This is the case if the schema already has patterns, or counts the properties of a closed
+    object. `parts` are all subschemas with their pointers.
     """
     counts = closed = False
     for _, part in parts:

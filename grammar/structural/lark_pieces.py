@@ -37,8 +37,8 @@ class Piece:
         Whether the expression is regular, so that it can be a part of a terminal. Other pieces are
         expressions for rules.
     closed
-        Whether no match is the beginning of a longer match, except that a match may be continued
-        with a text of `more` or, if the piece is `numeric`, with digits.
+        Whether no match can be extended to a longer match, except with a text of `more` or, if the
+        piece is `numeric`, with digits.
     starts
         Texts such that every match starts with one of them, except for the empty match of a piece
         that is `empty`; None if they are not known.
@@ -193,7 +193,7 @@ class Joiner:
         )
 
     def _groups(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Join adjacent terminals, as far as the lexer can see where the result ends."""
+        """Join adjacent terminals where the lexer can see the end of the joined terminal."""
         groups: list[Piece] = []
         for terminal, run in itertools.groupby(pieces, lambda piece: piece.terminal):
             parts = list(run)

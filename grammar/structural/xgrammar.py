@@ -98,8 +98,8 @@ def _other_starts(texts: Iterable[str]) -> str:
         following.setdefault(text[0], []).append(text[1:])
     if not following:
         return "[\\s\\S]*"
-    # A text is empty, begins with a character that begins none of `texts`, or differs from each of
-    # them later.
+    # There are three kinds of texts that begin with none of `texts`: the empty text, texts whose
+    # first character begins none of `texts`, and texts that differ after a common first character.
     options = [f"[^{''.join(map(_escape, following))}][\\s\\S]*"]
     options += [f"{_escape(char)}{_other_starts(rest)}" for char, rest in following.items()]
     return f"({'|'.join(options)})?"

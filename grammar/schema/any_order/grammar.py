@@ -383,8 +383,8 @@ class _RuleBuilder:
             why = "keys with characters that JSON escapes are not produced"
             self.excluded.append(NoExactForm("patternProperties", why))
         # There is one group of keys per pattern, and one group of the keys that match no pattern.
-        # An element of `groups` consists of the beginning of the keys' terminal, the keys to
-        # exclude from the group, and the schemas of the values.
+        # An element of `groups` consists of the condition with which the keys' terminal begins, the
+        # keys that the terminal excludes, and the schemas of the values.
         groups: list[tuple[str, list[str], Conjuncts]] = []
         for pattern, schemas in zip(patterns, shape.patterns.values(), strict=True):
             groups.append((f"{pattern} & ", names, schemas))

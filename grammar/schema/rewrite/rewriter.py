@@ -277,10 +277,11 @@ class Rewriter:
             site.extra.append(numbers.keywords)
 
     def _fold_pattern_properties(self, out: SchemaObject) -> None:
-        """Move patterns that match only listed names from ``patternProperties`` to ``properties``.
+        """Move patterns that match only names in ``properties`` or ``required`` to ``properties``.
 
-        Otherwise, LLGuidance would allow a comma for a further property even if all names that
-        match the pattern are already in the object, and no name could follow.
+        An example is the pattern ``^(a|b)$`` next to the properties ``a`` and ``b``. Otherwise,
+        LLGuidance would allow a comma for a further property even if all names that match the
+        pattern are already in the object, and no name could follow.
         """
         patterns = out.get("patternProperties", {})
         for pattern in list(patterns):

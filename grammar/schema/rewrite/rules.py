@@ -64,7 +64,8 @@ def _one_of(rewriter: Rewriter, value: Any, site: Site) -> None:
         option = rewriter.rewrite(part, f"{site.at}/oneOf/{index}", site.types)
         rewritten.append(option)
     # A rewritten option may exclude some values that the original option allows. The other options
-    # must not allow these values either. In this case, the original options are compared.
+    # must not allow these values either. If rewriting has excluded any values, overlaps are
+    # therefore computed from the original options.
     complete = rewritten if len(rewriter.narrowed) == narrowed_before else value
     base = {key: site.out[key] for key in site.out if key not in _NOT_ABOUT_VALUES}
     overlaps = _overlaps(rewriter, complete, base)
