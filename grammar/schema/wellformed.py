@@ -297,7 +297,7 @@ def _endless_keyword(
 ) -> tuple[str, Any] | None:
     """Return a keyword that no finite value satisfies, and the subschema in it that is the cause.
 
-    Return None if the subschema has a finite value, as far as `is_finite` knows.
+    Return None if the subschema has a finite value according to `is_finite`.
     """
     if "$ref" in part:  # older drafts ignore the keywords next to $ref
         reference = part["$ref"]

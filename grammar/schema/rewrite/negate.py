@@ -1,4 +1,4 @@
-"""Complements of schemas (for ``not``), as far as JSON schema can express them."""
+"""Complements of schemas (for ``not``), for those that JSON schema can express."""
 
 from __future__ import annotations
 

@@ -430,8 +430,8 @@ def _is_read(value: Fraction) -> bool:
 def _read_double(value: int | float) -> float:
     """Return the double that LLGuidance reads for a number.
 
-    LLGuidance divides or multiplies the digits by a power of 10, so the result is rounded up to
-    three times.
+    LLGuidance divides or multiplies the digits by a power of 10, so as many as three roundings
+    occur.
     """
     if isinstance(value, int):
         return float(value)
