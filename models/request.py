@@ -402,7 +402,7 @@ def check_timeout(timeout_s: object) -> None:
 
 
 def check_request(request: Request, vocab_size: int, limits: Limits) -> None:
-    """Check the types and values of all fields of a request, and the limits.
+    """Check the types and values of all fields of a request, and that it is within the limits.
 
     Parameters
     ----------

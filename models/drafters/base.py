@@ -170,9 +170,9 @@ class Drafter:
         """
 
     def resume(self, lane: Lane, rows: Rows) -> None:
-        """Process prompt tokens that the prefix cache has.
+        """Process prompt tokens whose KV-cache entries are in the prefix cache.
 
-        The KV cache entries of these tokens already exist; only other state has to be updated.
+        Only state that the drafter keeps outside `caches` has to be updated.
         """
 
     def start(self, lane: Lane, feed: Feed) -> DeviceArray | None:

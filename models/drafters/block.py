@@ -164,8 +164,8 @@ class BlockDrafter(Drafter):
     def _lay_out_block(self, lane: Lane, feed: Feed) -> tuple[Rows, Rows]:
         """Add the kernel that writes the rows of all requests' blocks.
 
-        Return the rows, and the same rows for attention. The position of a row for attention is the
-        last position that the row attends to, which is the end of its block.
+        Return the rows twice: with their own positions and, for attention, with the last position
+        that each row attends to, which is the end of its block.
         """
         config = self._config
         width = config.first_row + len(self.shape.levels)

@@ -196,9 +196,9 @@ class _Selector:
     ) -> None:
         """Replace the logits of a level of `batch` requests with the selector's scores.
 
-        Levels are numbered from 0.
-        `logits` is float32[nodes, V]; in a tree, the logits of consecutive nodes come from the same
-        row of the block. `previous` int32[nodes] contains the token before each node.
+        Levels are numbered from 0. `logits` is float32[nodes, V]; in a tree, the logits of
+        consecutive nodes come from the same row of the block. `previous` int32[nodes] contains the
+        token before each node.
         """
         nodes, vocab = logits.shape
         first = level * batch

@@ -162,7 +162,7 @@ class Feed:
         return rows
 
     def drafts(self, lane: Lane, level: int, shift: int = 0) -> Rows:
-        """Add a kernel that lays out the drafts of a level, from 1, as rows.
+        """Add a kernel that lays out as rows the drafts of a level; the first level is 1.
 
         The drafts are at position ``n + shift + level - 1``, where n is the length of the request.
         There are B rows for a chain and B * branch rows for a tree. In a tree, some rows may be

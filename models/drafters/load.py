@@ -80,7 +80,7 @@ def _name(choice: object) -> str:
 
 
 def _import_attribute(name: str) -> Any:
-    """Return the attribute with the import name ``module:attribute``."""
+    """Import and return the object with the import name `name`, ``module:attribute``."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
 

@@ -43,7 +43,7 @@ _Proposal = tuple[list[int], list[int]]
 
 @dataclass
 class _Query:
-    """Request to the drafter's thread: calls of the user's function for one round, one per request.
+    """Work for the drafter's thread: calls of the user's function for one round, one per request.
 
     The arguments of the calls are `histories`, the tokens of each request. The drafter's thread
     appends a result to `proposals` when a call returns, and sets `done` after the last call.

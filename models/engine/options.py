@@ -132,8 +132,10 @@ class InternalOptions:
 class Options:
     """Engine configuration.
 
-    Outputs of greedy and coupled requests do not depend on any of these options except for
-    `weights`, which changes the model's arithmetic, and `verify="relaxed"`.
+    Apart from limits on length, time and memory, only these options can change the outputs of
+    greedy and coupled requests: `weights` changes the model's arithmetic, `max_length` determines
+    the RoPE scaling of some models, `grammar_backend` selects the backend, which may enforce a
+    grammar in its own way, and ``verify="relaxed"`` accepts drafts that the target did not sample.
 
     Parameters
     ----------

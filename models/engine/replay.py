@@ -422,7 +422,7 @@ class Replays:
             flight.graph.check()
 
     def _record_times(self, flight: ReplayInFlight, stats: EngineStats) -> None:
-        """Add the times of a complete replay to `stats`, the round time and the draft budget."""
+        """Record the times of a complete replay in `stats`, `round_s` and the draft budget."""
         timeline = self._resources.timeline
         graph = flight.graph
         parts = graph.timed

@@ -46,7 +46,8 @@ __all__ = ["SlotManager"]
 #: first slot assignment with epoch 1 is in flight.
 MAX_EPOCH = 2**31 - 1
 
-#: Number of free pages that are allocated in advance, so that few rounds have to allocate.
+#: Number of pages that a request gets in advance if they are free, so that few rounds have to
+#: allocate.
 PAGES_AHEAD = 4
 
 #: Maximum number of pages that a request gets in advance for the rounds that follow the first round

@@ -345,7 +345,7 @@ class DecoderStack:
 
 
 def check_cache(config: LlamaConfig, kv: PagedKV, layers: int) -> None:
-    """Raise ShapeError if layers, KV heads or head size of a KV cache do not fit a model."""
+    """Raise ShapeError unless layers, KV heads and head size of a KV cache match the model's."""
     expected = (layers, config.num_key_value_heads, config.head_dim)
     actual = (kv.layers, kv.kv_heads, kv.head_dim)
     if expected != actual:

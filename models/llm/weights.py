@@ -191,9 +191,9 @@ class Weights:
         """Raise CheckpointError unless all tensors of the checkpoint were used.
 
         An unused tensor, such as a bias or another layer, means that the checkpoint does not match
-        its config. The output would be wrong without any error. Scales of statically quantized
-        inputs may be unused, because graft does not quantize inputs; so may tensors whose names
-        begin or end with a string in `ignored`.
+        its config. The output would be wrong without any error. Two kinds of tensors may be unused:
+        scales of statically quantized inputs, because graft does not quantize inputs, and tensors
+        whose names begin or end with a string in `ignored`.
         """
         ignored += (".input_scale",)
         unused = []

@@ -3,9 +3,9 @@
 //
 // Row 0 of a tree is the last committed token and row j is draft j. Row j is cached j positions
 // after row 0. Entry i of the accepted path is row from[i] of the tree. Its keys and values must
-// therefore move from offset from[i] to offset i after row 0. Row numbers increase along a path, so
-// from[i] >= i. The entries are moved in ascending order, so an entry is never overwritten before
-// it has been moved.
+// therefore move from position from[i] to position i, counted from row 0. Row numbers increase
+// along a path, so from[i] >= i. The entries are moved in ascending order, so an entry is never
+// overwritten before it has been moved.
 #ifndef CACHE
 #define CACHE bf16_t
 #endif

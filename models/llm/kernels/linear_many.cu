@@ -195,7 +195,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
   // Sums over the finished parts, in the first block of a tile. With TALL, they are in shared
   // memory.
   float total[COLUMN_TILES][ROW_TILES][4];
-  // Returns the row and the column of sum i of a tile of a warp.
+  // row_of and column_of return row and column of sum i in row tile n and column tile m of the
+  // warp.
   const auto row_of = [&](int n, int i) { return own_row + n * 8 + 2 * t + i % 2 >> SPLIT_X; };
   const auto column_of = [&](int m, int i) { return own_column + m * 16 + g + i / 2 * 8; };
   const auto end_part = [&](int part) {

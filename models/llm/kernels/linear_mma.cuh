@@ -212,7 +212,7 @@ __device__ __forceinline__ RowState load_row_state(const Output& y, const RopeSt
 }
 
 // Loads the cosine and the sine by which an output is rotated, and the page that it is stored to.
-// They depend on the state of the row.
+// Both depend on the state of the row.
 __device__ __forceinline__ void load_rotation(EpilogueInputs* in, const Output& y,
                                               const RopeStore& to, const RowState& state,
                                               int column) {

@@ -76,8 +76,8 @@ struct Pages {
   int head_dim;
 };
 
-// Returns false for padding rows and for rows beyond the page table. Such rows must not access the
-// KV cache.
+// Returns whether a row may access the KV cache. Padding rows, and rows whose slot or position is
+// outside the page table, must not.
 __device__ __forceinline__ bool row_is_live(const Pages& pages, int slot, int pos) {
   return slot >= 0 && slot < pages.slots && pos >= 0 && (pos >> pages.page_shift) < pages.max_pages;
 }

@@ -19,9 +19,9 @@ struct Loop {
   int max_rounds;  // maximum number of replays
 };
 
-// Begins a loop at replay `*replay + 1`: copies the next entry of the input ring, which the host
-// has published, to `loop`, `row_slot` and `reserved`. If the entry was not published, all rows of
-// the loop's only replay are padding. One block.
+// Begins a loop at replay `*replay + 1`: copies the entry of the input ring for this replay to
+// `loop`, `row_slot` and `reserved`. If the host has not published the entry, the loop runs only
+// this replay, in which all rows are padding. One block.
 extern "C" __global__ void loop_begin(const int* replay, const int* ring_rows, int ring_rows_stride,
                                       const int* ring_stamp, int ring_stamp_stride,
                                       int ring_entries, const int* ring_reserved,
