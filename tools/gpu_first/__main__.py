@@ -53,7 +53,7 @@ DOCTOR_LIMIT_S = 30.0
 
 
 def figure_rows(figures: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """Return the table rows of a section: name, prediction, measured value, ratio and note."""
+    """Return the table rows for `figures`: name, prediction, measured value, ratio and note."""
     rows: list[tuple[str, ...]] = []
     for figure in figures:
         measured = figure["measured"]
@@ -109,9 +109,9 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Report:
-    """Output folder of a run: printed tables, and the results of `run_section` by section.
+    """Prints the tables of a run and writes them to its output folder, with all results as JSON.
 
-    The folder is created. The files of an earlier run in it are removed.
+    The constructor creates the folder and removes the files of an earlier run from it.
     """
 
     def __init__(self, folder: Path, small: bool) -> None:
@@ -152,7 +152,7 @@ class Report:
 
 
 def write_doctor_report(report: Report) -> None:
-    """Write ``doctor.txt``. This process does not open the device."""
+    """Write ``doctor.txt`` with child processes, so that this process does not open the device."""
     commands = [[sys.executable, "-m", "graft.tools.cli", "doctor"]]
     if shutil.which("nvidia-smi"):
         commands.append(["nvidia-smi", "-q"])
@@ -169,7 +169,7 @@ def write_doctor_report(report: Report) -> None:
 
 
 def child_command(options: argparse.Namespace, section: str, skip: Sequence[str]) -> list[str]:
-    """Return the command line of a process that runs a section without the cases `skip`."""
+    """Return the command line of a child process that runs all cases of a section except `skip`."""
     command = [sys.executable, "-m", "graft.tools.gpu_first", "--child", "--sections", section]
     if options.small:
         command.append("--small")

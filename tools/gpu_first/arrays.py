@@ -17,7 +17,7 @@ PAGE_SIZE = 16
 
 
 def matrices(shape: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """Return the output and input features of the model's weight matrices by name."""
+    """Return the size of each weight matrix of the model: output features and input features."""
     hidden = shape["hidden_size"]
     inner = shape["intermediate_size"]
     kv = 2 * shape["num_key_value_heads"] * shape["head_dim"]
@@ -41,7 +41,7 @@ def random_input(
 
 
 def random_kv(session: Session, length: int, layers: int, slots: int) -> PagedKV:
-    """Return a KV cache of `slots` requests with `length` random entries each."""
+    """Return a KV cache with the entries of `slots` requests, `length` random entries for each."""
     kv = PagedKV(
         session.device,
         layers=layers,
@@ -62,7 +62,7 @@ def random_kv(session: Session, length: int, layers: int, slots: int) -> PagedKV
 
 
 def attention_rows(device: Any, length: int, count: int, per_slot: int = 4) -> Rows:
-    """Return `count` rows of slots 0, 1, ..., with up to `per_slot` rows each.
+    """Return `count` forward rows: `per_slot` rows of slot 0, then those of slot 1, and so on.
 
     The rows of a slot are at the last positions of a context of `length` tokens.
     """

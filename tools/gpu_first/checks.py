@@ -1,13 +1,13 @@
 """Checks of the kernels at the sizes of the model: values, bits, races and probabilities.
 
-Values are compared with float64 references on the host. Output arrays are filled with NaN before a
-kernel runs and are longer than the output, so that missing and misplaced writes are found. Sums are
-accumulated in float32, so a value may deviate from its reference by a small fraction of the sum of
-the magnitudes of its terms.
+Values are compared with float64 references that the host computes. Output arrays are filled with
+NaN before a kernel runs and are longer than the output, so that missing and misplaced writes are
+found. Sums are accumulated in float32, so a value may deviate from its reference by a small
+fraction of the sum of the magnitudes of its terms.
 
-Bits are compared between launches. Every kernel is row invariant: the bits of a row must not depend
-on the number of rows, and the bits of a product must not depend on its column, its tile or the lane
-that computes it.
+Bits are compared between launches. Every kernel must be row invariant: the bits of a row must not
+depend on the number of rows, and the bits of a product must not depend on its column, its tile or
+the lane that computes it.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from graft.tools.gpu_first.model import random_model
 from graft.tools.gpu_first.sampling import BATCH, ROWS_PER_REQUEST, SamplingSetup
 from graft.tools.gpu_first.session import LIMIT_S, Session
 
-#: Numbers of rows of the checked products. The rows of smaller products are compared with those of
-#: the product with the most rows.
+#: Numbers of rows of the checked products. For row invariance, each product is compared with the
+#: product of the most rows.
 ROWS = (1, 4, 8, 16, 17, 32, 33, 64, 256)
 SMALL_ROWS = (1, 8, 17, 33)
-#: Maximum error as a fraction of the sum of the magnitudes of the terms.
+#: Maximum error of a sum, as a fraction of the sum of the magnitudes of its terms.
 SUM_TOLERANCE = 2.0**-15
 #: Maximum relative error (L2 norm) of results that depend on values rounded to bfloat16.
 ROUNDED_TOLERANCE = 0.01
@@ -51,7 +51,7 @@ EPS = 1e-5
 
 
 class Checker:
-    """Makes the output arrays of a section's checks, and compares results with references."""
+    """Allocates the outputs of the kernels that a section checks, and compares results."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -68,12 +68,12 @@ class Checker:
         return array
 
     def to_host(self, array: DeviceArray) -> np.ndarray:
-        """Synchronize, and return floating-point values as float64."""
+        """Synchronize, and copy an array to the host, with floating-point values as float64."""
         self.session.stream.synchronize(LIMIT_S)
         return to_float32(array.to_host(), array.dtype).astype(np.float64)
 
     def rows_to_host(self, array: DeviceArray, indices: np.ndarray) -> np.ndarray:
-        """Synchronize, and return the entries of the first axis with these indices as float64."""
+        """Synchronize, and return the rows `indices` of an array as float64."""
         unique, order = np.unique(indices, return_inverse=True)
         parts = []
         for run in np.split(unique, np.flatnonzero(np.diff(unique) > 1) + 1):
@@ -102,7 +102,7 @@ class Checker:
     ) -> None:
         """Check that the errors of sums are small relative to the magnitudes of their terms.
 
-        `magnitude` is the sum of the terms' absolute values, for each element of `found`.
+        For each element of `found`, `magnitude` has the sum of the absolute values of its terms.
         """
         error = np.abs(found - expected)
         wrong = int((~(error <= SUM_TOLERANCE * magnitude)).sum())
@@ -122,7 +122,7 @@ class Checker:
 
 
 def checked_columns(columns: int) -> np.ndarray:
-    """Return indices of columns at the start, in the middle and at the end."""
+    """Return the indices of the columns to check, at the start, in the middle and at the end."""
     count = min(CHECKED_COLUMNS, columns)
     starts = {0, (columns - count) // 2, columns - count}
     return np.unique(np.concatenate([np.arange(start, start + count) for start in starts]))
@@ -132,7 +132,7 @@ def checked_columns(columns: int) -> np.ndarray:
 
 
 class ProductCheck:
-    """Checks of the product of activation rows with one weight matrix."""
+    """Checks of products of activation rows with one weight matrix."""
 
     def __init__(self, checker: Checker, name: str, size: tuple[int, int], dtype: str) -> None:
         self.checker = checker
@@ -152,7 +152,7 @@ class ProductCheck:
         session.case(f"{self.name}: bits by column and row", self.check_position_bits)
 
     def multiply(self, rows: int) -> DeviceArray:
-        """Return the result for the first rows, followed by a row that must stay NaN."""
+        """Multiply the first `rows` rows. The result has an additional row that must stay NaN."""
         checker = self.checker
         y = checker.output(rows, self.columns)
         checker.kernels.products.linear(
@@ -161,7 +161,7 @@ class ProductCheck:
         return y
 
     def check_values(self) -> None:
-        """Compare results with float64, and check that no other element is written."""
+        """Compare products with a float64 reference, and check that no other element is written."""
         checker = self.checker
         columns = checked_columns(self.columns)
         weight = checker.rows_to_host(self.weight, columns)
@@ -186,7 +186,7 @@ class ProductCheck:
         checker.session.check(f"{self.name}, bits of rows", checker.take_count())
 
     def check_position_bits(self) -> None:
-        """Multiply equal rows with equal columns. All results must have the same bits."""
+        """Multiply equal rows by equal columns, and check that all results have the same bits."""
         checker = self.checker
         device = checker.device
         columns = min(self.columns, 4096)
@@ -203,7 +203,7 @@ class ProductCheck:
 
 
 def check_linears(session: Session) -> None:
-    """Check products of all matrices with weights of 16 and of 8 bits."""
+    """Check the products with all weight matrices of the model, in 16-bit and in 8-bit formats."""
     checker = Checker(session)
     for name, size in matrices(session.shape).items():
         for dtype in ("bfloat16", E4M3):
@@ -233,7 +233,7 @@ def check_epilogues(session: Session) -> None:
 
 
 def check_gate(checker: Checker, rows: int) -> None:
-    """Check silu(gate) * up."""
+    """Check the product whose epilogue computes silu(gate) * up."""
     hidden = checker.session.shape["hidden_size"]
     inner = checker.session.shape["intermediate_size"]
     weight = checker.session.random_weight((2 * inner, hidden), "bfloat16")
@@ -253,7 +253,7 @@ def check_gate(checker: Checker, rows: int) -> None:
 
 
 def check_norm(checker: Checker, rows: int) -> None:
-    """Check two products with a residual and a folded RMSNorm between them."""
+    """Check two products in a row, with a residual and a folded RMSNorm between them."""
     device = checker.device
     hidden = checker.session.shape["hidden_size"]
     scale = math.sqrt(3 / hidden)
@@ -325,7 +325,7 @@ def rotate(heads: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def cached(checker: Checker, layer: DeviceArray, kv: PagedKV, slot: int) -> np.ndarray:
-    """Return the cache entries of a slot by position in float64."""
+    """Return the entries of a slot in a KV-cache array of one layer, by position, in float64."""
     pages = checker.rows_to_host(layer, np.array(kv.pages_of(slot)))
     return pages.reshape(-1, kv.kv_heads, kv.head_dim)
 
@@ -344,7 +344,7 @@ def check_attention(session: Session) -> None:
 
 
 def check_rows(checker: Checker, kv: PagedKV, length: int, count: int) -> None:
-    """Check the attention of `count` rows, and the bits of the first row alone."""
+    """Check the attention of `count` rows: values, writes, and row invariance of the first row."""
     shape = checker.session.shape
     dim = shape["head_dim"]
     heads = shape["num_attention_heads"]
@@ -367,7 +367,7 @@ def check_rows(checker: Checker, kv: PagedKV, length: int, count: int) -> None:
 def reference_attention(
     checker: Checker, queries: np.ndarray, kv: PagedKV, length: int
 ) -> np.ndarray:
-    """Return the attention output of rows from `attention_rows` in float64."""
+    """Compute the attention output for rows of `attention_rows` in float64 on the host."""
     count = len(queries)
     slots = range(-(-count // 4))
     all_keys = [cached(checker, kv.k[0], kv, slot) for slot in slots]
@@ -392,7 +392,7 @@ MODEL_ROWS = 8
 
 
 def check_model(session: Session) -> None:
-    """Check the logits of a model with few layers, and the bits of rows that run one by one."""
+    """Check the logits of a model with few layers, and that single rows give the same bits."""
     checker = Checker(session)
     shape = session.shape | {"num_hidden_layers": MODEL_LAYERS}
     model = random_model(session.device, shape, form="warp")
@@ -404,7 +404,7 @@ def check_model(session: Session) -> None:
 
 
 def check_logits(checker: Checker, model: LlamaModel, tokens: np.ndarray) -> None:
-    """Compare one forward pass with float64, and with forward passes of single rows."""
+    """Compare one forward pass with a float64 reference, and with forward passes of single rows."""
     device = checker.device
     together = checker.output(MODEL_ROWS, model.vocab_size)
     alone = checker.output(MODEL_ROWS, model.vocab_size)
@@ -432,7 +432,7 @@ def check_logits(checker: Checker, model: LlamaModel, tokens: np.ndarray) -> Non
 
 
 def reference_output(checker: Checker, model: LlamaModel, tokens: np.ndarray) -> np.ndarray:
-    """Return the input of the LM head in float64, for a model whose norm weights are 1."""
+    """Compute the input of the LM head in float64, for a model whose norm weights are 1."""
     config = model.config
     dim = config.head_dim
     heads = config.num_attention_heads
@@ -471,7 +471,10 @@ def reference_output(checker: Checker, model: LlamaModel, tokens: np.ndarray) ->
 
 
 def check_races(session: Session) -> None:
-    """Repeat split products and split attention, whose last block adds partial results."""
+    """Repeat split products and split attention, and require the same bits each time.
+
+    The blocks of a split kernel write partial results, and the last block to finish adds them.
+    """
     checker = Checker(session)
     repetitions = 20 if session.small else 10_000
     hidden = session.shape["hidden_size"]
@@ -500,7 +503,7 @@ def check_races(session: Session) -> None:
 def multiply_on(
     checker: Checker, x: DeviceArray, weight: DeviceArray, y: DeviceArray, lane: Any
 ) -> None:
-    """Add the product of `x` and `weight` to a lane."""
+    """Add to a lane the kernel that multiplies `x` by `weight` and writes the product to `y`."""
     checker.kernels.products.linear(lane, x, weight, y)
 
 
@@ -569,15 +572,16 @@ def check_answers(session: Session, transport: str) -> None:
 LOGITS = np.array([2.0, 1.5, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0])
 #: Index of the likely token that the grammar forbids.
 FORBIDDEN = 1
-#: Upper limit of the standardized chi-square statistic. A correct sampler exceeds it once in 10^6.
+#: Upper limit of the standardized chi-square statistic. A correct sampler exceeds it with
+#: probability 10^-6.
 MAX_DEVIATION = 4.75
 
 
 def check_sampling(session: Session) -> None:
     """Compare the frequencies of sampled tokens with their probabilities.
 
-    The case "rejection sampling" counts the first token that verification commits. Its probability
-    must be the target's, although the drafts are always the same tokens.
+    The case "rejection sampling" counts the first token that verification commits. Its
+    probabilities must be those of the target, although the drafts are always the same tokens.
     """
     setup = SamplingSetup(session)
     vocab = session.shape["vocab_size"]
@@ -596,7 +600,7 @@ def check_sampling(session: Session) -> None:
 
 
 def expected_probabilities(params: SamplingParams) -> np.ndarray:
-    """Return the probabilities of the likely tokens after masking and filtering."""
+    """Return the probabilities of the tokens with the logits `LOGITS` after mask and filters."""
     p = np.exp(LOGITS / params.temperature)
     p[FORBIDDEN] = 0
     p /= p.sum()
@@ -615,7 +619,10 @@ def expected_probabilities(params: SamplingParams) -> np.ndarray:
 def check_frequencies(
     setup: SamplingSetup, name: str, params: SamplingParams, tokens: np.ndarray
 ) -> None:
-    """Sample many tokens with different seeds and apply Pearson's chi-square test."""
+    """Sample many times with different seeds, and test the frequencies with a chi-square test.
+
+    `tokens` are the tokens with the logits `LOGITS`.
+    """
     sampled = sample_tokens(setup, params, tokens)
     probabilities = expected_probabilities(params)
     observed = np.array([(sampled == token).sum() for token in tokens])
@@ -633,10 +640,10 @@ def check_frequencies(
 
 
 def sample_tokens(setup: SamplingSetup, params: SamplingParams, tokens: np.ndarray) -> np.ndarray:
-    """Sample with different seeds. The target's logits of `tokens` are `LOGITS` in every row.
+    """Sample with different seeds and return the tokens. `tokens` have the logits `LOGITS`.
 
-    With rejection sampling, the result has the first token that verification commits for each
-    request, otherwise the token that is sampled for each row.
+    With rejection sampling, these are the first tokens that verification commits for each request,
+    otherwise the tokens that are sampled for each row.
     """
     session = setup.session
     values = np.full((BATCH * ROWS_PER_REQUEST, session.shape["vocab_size"]), -60, np.float32)

@@ -159,7 +159,7 @@ def measure_gaps(session: Session) -> None:
 
 
 def predicted_gap(programmatic: bool) -> tuple[float, float]:
-    """Return the predicted time between two nodes in microseconds."""
+    """Return the range of the predicted time between two nodes in microseconds."""
     return (0.3, 0.7) if programmatic else (1.0, 1.4)
 
 
@@ -174,7 +174,7 @@ def _measure_empty(session: Session, programmatic: bool) -> None:
 
 
 def _measure_reads(session: Session, programmatic: bool) -> None:
-    """Time kernels that read 8 MB each, and subtract the time of the read itself."""
+    """Measure the time between kernels that read 8 MB each, without the time of the reads."""
     count = 50 if session.small else 1000
     elements = 1 << (12 if session.small else 22)  # 8 MB of bfloat16 unless the sizes are small
     data = session.random((count // 2, elements))
@@ -263,9 +263,10 @@ def _measure_hop(
 
 
 def measure_forward(session: Session) -> None:
-    """Measure forward passes of the model, and of a prefill chunk.
+    """Measure forward passes of decoding rounds and of a prefill chunk.
 
-    The products are called as in decoding rounds: with residuals, norms, RoPE and gates.
+    Unlike in `measure_linears`, products have the epilogues of a model: residuals, norms, RoPE and
+    gates.
     """
     bandwidth = session.read_bandwidth()
     model = random_model(session.device, session.shape)
@@ -287,7 +288,7 @@ def measure_forward(session: Session) -> None:
 def _measure_forward(
     session: Session, model: LlamaModel, rows: Rows, name: str, programmatic: bool, bandwidth: float
 ) -> None:
-    """Measure a forward pass of some rows, with full or programmatic edges."""
+    """Measure a forward pass of the given rows. Its graph has full or programmatic edges."""
     logits = session.device.empty((rows.count, model.vocab_size), "float32")
     with session.timed_graph(programmatic) as lane:
         model.forward(lane, rows, None, logits)
@@ -303,7 +304,7 @@ def _measure_forward(
 
 
 def _measure_prefill_chunk(session: Session, model: LlamaModel) -> None:
-    """Measure 256 rows of one request at the end of a prompt, without logits."""
+    """Measure the prefill of the last 256 tokens of a prompt, without logits."""
     count = 32 if session.small else 256
     length = 64 if session.small else PREFILL_LENGTH
     rows = attention_rows(session.device, length, count, per_slot=count)
@@ -316,7 +317,7 @@ def _measure_prefill_chunk(session: Session, model: LlamaModel) -> None:
 
 
 def matrix_bytes(shape: dict[str, int], with_head: bool) -> int:
-    """Return the bytes of the weight matrices that a forward pass reads, in bfloat16."""
+    """Return the total size in bytes of the bfloat16 weight matrices that a forward pass reads."""
     sizes = {name: rows * columns for name, (rows, columns) in matrices(shape).items()}
     head = sizes.pop("head")
     elements = shape["num_hidden_layers"] * sum(sizes.values()) + (head if with_head else 0)
@@ -331,7 +332,7 @@ def weight_copies(
 ) -> tuple[list[DeviceArray], int]:
     """Return several copies of a matrix, and the number of products to measure with these copies.
 
-    The copies are larger than the L2 cache in total. A measurement that uses them in rotation
+    Together, the copies are larger than the L2 cache. A measurement that uses them in rotation
     therefore reads each of them from memory.
     """
     nbytes = itemsize(dtype) * size[0] * size[1]
@@ -344,7 +345,7 @@ def weight_copies(
 
 
 def measure_linears(session: Session) -> None:
-    """Measure single products with weights of 16 and of 8 bits, and without tensor cores."""
+    """Measure products with 16-bit and with 8-bit weights, and products without tensor cores."""
     bandwidth = session.read_bandwidth()
     kernels = ModelKernels(session.device)
     for name, size in matrices(session.shape).items():
@@ -371,8 +372,8 @@ def _measure_product(
 ) -> None:
     """Measure `count` products of `rows` rows with copies of one matrix.
 
-    Without the last `cut` output features, the number of output features is not a multiple that the
-    tensor-core kernels support, so that the kernel without tensor cores is measured.
+    The last `cut` output features are left out. The number of output features is then no multiple
+    that the tensor-core kernels support, so that the kernel without tensor cores is measured.
     """
     columns = weights[0].shape[0] - cut
     dtype = str(weights[0].dtype)
@@ -548,7 +549,7 @@ def measure_rounds(session: Session) -> None:
 
 
 def _measure_engine(session: Session, name: str, drafts: int, programmatic: bool) -> None:
-    """Measure the rounds of an engine, and prefill unless there are drafts."""
+    """Measure the rounds of an engine. If `drafts` is 0, measure prefill too."""
     with random_engine(session.shape, drafts, programmatic) as engine:
         if not drafts:
             _measure_prefill(session, engine)

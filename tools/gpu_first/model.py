@@ -54,15 +54,15 @@ class RandomWeights(Weights):
     """Weights loader that checks names and shapes of a checkpoint, but returns random values."""
 
     def matrix(self, name: str, rows: int, columns: int) -> DeviceArray:
-        """Return a random matrix. It is scaled so that outputs have the magnitude of inputs."""
+        """Return a random matrix, scaled so that outputs of its product are as large as inputs."""
         return self.stacked({name: rows}, columns)
 
     def stacked(
         self, parts: dict[str, int], columns: int, *args: Any, bias: bool = False
     ) -> DeviceArray:
-        """Return one random matrix in place of the named matrices, which an engine stacks by rows.
+        """Return one random matrix in place of the matrices `parts`, whose rows an engine stacks.
 
-        The order of random rows has no effect.
+        Options for the order of the rows are ignored, because the rows are random.
         """
         assert not bias, "the measured models are Llamas, which have no biases"
         for name, rows in parts.items():
@@ -294,7 +294,8 @@ def random_engine(shape: dict[str, int], drafts: int, programmatic: bool) -> Ite
 def round_parts(engine: Engine, batch: int, tokens: int, with_grammar: bool) -> dict[str, float]:
     """Return the mean milliseconds of a decoding round and of each of its parts by name.
 
-    The engine is that of `random_engine`, and `tokens` the number of tokens per request.
+    `engine` is an engine of `random_engine`, `batch` the number of requests, and `tokens` the
+    number of tokens that each request generates.
     """
     grammar = GrammarSpec.regex("[a-z ]{400,}") if with_grammar else None
     requests = [

@@ -19,7 +19,7 @@ from graft.tools.gpu_first.session import Session
 LIMIT_S = 35.0
 #: Arguments of ``graft generate`` for a short run with drafts and, if possible, a grammar.
 GENERATE = ["-m", "graft.tools.cli", "generate", "--prompt", "name: Olga Novak; age: 42"]
-#: Numbers of kernel launches that Nsight Compute first skips and then measures.
+#: Number of kernel launches that Nsight Compute skips, and number of those that it then measures.
 SKIPPED_LAUNCHES = 400
 MEASURED_LAUNCHES = 60
 
@@ -88,7 +88,7 @@ def _profile(session: Session) -> None:
 
 
 def run_tests(session: Session) -> None:
-    """Run graft's tests on this device. The result is the number of failures of each file."""
+    """Run graft's tests on this device, and report the number of failures of each test file."""
     session.case("suite", _run_suite, session)
 
 

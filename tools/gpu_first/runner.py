@@ -27,11 +27,12 @@ Command = Callable[[Sequence[str]], Sequence[str]]
 def run_section(
     command: Command, figures_path: Path, limit_s: float, case_limit_s: float
 ) -> dict[str, Any]:
-    """Run a section. After a crash or a case that takes too long, run the remaining cases.
+    """Run a section in a child process, and return its results.
 
+    If the process crashes or a case takes too long, a new process runs the remaining cases.
     `command` returns program and arguments of a child process, given the names of the cases to
     skip. The child processes append lines of JSON to `figures_path`; see `Session`. Their output is
-    appended to a file next to it with the suffix ``.log``.
+    appended to the file with the same name and the suffix ``.log``.
 
     Returns
     -------

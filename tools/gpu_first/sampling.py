@@ -21,7 +21,7 @@ ROW_READY = NUMBERS["ROW_READY"]
 BATCH = 8
 DRAFTS = 3
 ROWS_PER_REQUEST = 1 + DRAFTS
-#: Predicted time of sampling with filters at the full vocabulary size in microseconds.
+#: Range of the predicted time in microseconds of sampling with filters from the full vocabulary.
 PREDICTED_FILTERED_US = (20, 60)
 
 
@@ -80,7 +80,7 @@ class SamplingSetup:
         return self.ring["rows"].array[0, :, header_words].copy()
 
     def row_map(self, requests: int, width: int) -> RowMap:
-        """Return the map of the rows of `requests` requests with `width` rows each."""
+        """Return the `RowMap` of a forward pass that has `width` rows for each request."""
         device = self.session.device
         batch_rows = np.arange(requests, dtype=np.int32)
         index = np.arange(requests * width, dtype=np.int32)

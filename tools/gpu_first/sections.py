@@ -1,6 +1,6 @@
 """List of all sections.
 
-A new section is a function of a `Session` and a line in `SECTIONS`. The function calls
+A new section is a function that takes a `Session`, and a line in `SECTIONS`. The function calls
 `Session.case` for each part that may fail, and a part calls `Session.check` or `Session.add`.
 """
 

@@ -49,7 +49,7 @@ SMALL_SHAPE = {
     "vocab_size": 2048,
 }
 Range = tuple[float, float] | None
-#: Seeds of random arrays. Arrays of one process have different values.
+#: Seeds of random arrays. Each array of a process gets another seed.
 _seeds = itertools.count(1)
 
 
@@ -93,7 +93,8 @@ class Session:
         self.stream = self.device.stream("gpu first")
         self.shape = SMALL_SHAPE if small else FULL_SHAPE
         self.kernels = self.device.load(PROBE_KERNELS)
-        #: If arrays with this total size are read in rotation, none is still in the L2 cache.
+        #: Total size in bytes of arrays that are read in rotation. With this size, no array is
+        #: still in the L2 cache when it is read again.
         self.cache_bytes = 0 if small else 4 * self.device.attribute("L2_CACHE_SIZE")
         self._sink = self.device.zeros((1,), "uint32")
         self._out = out

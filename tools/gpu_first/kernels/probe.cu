@@ -9,8 +9,8 @@ struct alignas(16) Words {
 // Waits for the previous kernel in the stream or graph, and does nothing else.
 extern "C" __global__ void nothing() { wait_for_previous_kernel(); }
 
-// Reads `count` words of 16 bytes. The conditional write to `sink` makes the result observable, so
-// that the compiler cannot remove the reads.
+// Reads `count` words of 16 bytes. The compiler cannot remove the reads, because a write to `sink`
+// depends on their values.
 extern "C" __global__ void read_words(const Words* data, long long count, unsigned int* sink) {
   wait_for_previous_kernel();
   const long long step = static_cast<long long>(gridDim.x) * blockDim.x;
