@@ -60,7 +60,7 @@ def decode(tickets: Any, finished: Any) -> None:
 
 
 def main() -> None:
-    """Migrate each request after its first tokens. Compare the outputs with a single engine's."""
+    """Migrate requests after their first tokens, and compare the outputs with a single engine's."""
     context = multiprocessing.get_context("spawn")
     transfer = SharedMemory()
     tickets = context.Queue()

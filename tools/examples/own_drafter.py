@@ -29,7 +29,7 @@ class LastToken(Drafter):
         self._kernel = load_text(context.device, KERNEL, "last_token.cu")["propose_last"]
 
     def start(self, lane, feed: Feed) -> None:
-        """Add the kernel that writes the drafts to the graph of a round."""
+        """Add to the graph of a round the kernel that writes the drafts."""
         arguments = [feed.batch, feed.row_slot, feed.state.array, self.shape.nodes, feed.proposal]
         lane.kernel(self._kernel, feed.batch, 1, arguments, name="propose the last token")
 

@@ -39,16 +39,16 @@ __all__ = ["GgufError", "add_arguments", "convert"]
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """How the GGUF files of an architecture differ from its checkpoints in Hugging Face format."""
+    """Differences between the GGUF files of an architecture and Hugging Face checkpoints of it."""
 
     name: str  #: name of the architecture in Hugging Face configs, a key of `TARGETS`
     #: Whether the rows of query and key projections are in interleaved order (`to_half_split`).
     is_interleaved: bool = False
-    #: Fields of the config that the metadata does not contain.
+    #: Config fields, as pairs (name, value), that the metadata of a GGUF file does not contain.
     fields: tuple[tuple[str, Any], ...] = ()
 
 
-#: Supported architectures, by GGUF name. Mistral has the name of Llama.
+#: Supported architectures, by GGUF name. Mistral models have the name "llama" too.
 ARCHITECTURES = {
     "llama": GgufArchitecture("LlamaForCausalLM", is_interleaved=True),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM"),
@@ -71,13 +71,13 @@ LAYER_TENSORS = {
     "ffn_up.weight": "mlp.up_proj.weight",
     "ffn_down.weight": "mlp.down_proj.weight",
 }
-#: Further tensors of a layer whose query, key and value projections have biases.
+#: Additional tensors of a layer whose query, key and value projections have biases.
 BIAS_TENSORS = {
     "attn_q.bias": "self_attn.q_proj.bias",
     "attn_k.bias": "self_attn.k_proj.bias",
     "attn_v.bias": "self_attn.v_proj.bias",
 }
-#: Further tensors of a layer with norms of query heads and key heads.
+#: Additional tensors of a layer that normalizes query heads and key heads.
 HEAD_NORM_TENSORS = {
     "attn_q_norm.weight": "self_attn.q_norm.weight",
     "attn_k_norm.weight": "self_attn.k_norm.weight",
@@ -89,8 +89,8 @@ MODEL_TENSORS = {
     "output.weight": "lm_head.weight",
 }
 ROPE_FACTORS = "rope_freqs.weight"
-#: Metadata that can change the model's results, with the values that have no effect. graft supports
-#: only these values.
+#: Maps metadata keys that can change the model's results to the values that have no effect. graft
+#: supports only these values.
 NEUTRAL_VALUES: dict[str, tuple[float, ...]] = {
     "attention.causal": (1,),
     "attention.clamp_kqv": (0,),
@@ -107,7 +107,7 @@ NEUTRAL_VALUES: dict[str, tuple[float, ...]] = {
     "rope.scaling.alpha": (0,),
     "use_parallel_residual": (0,),
 }
-#: The same for metadata that applies only to models with YaRN.
+#: Maps metadata keys that apply only to models with YaRN to the values that have no effect.
 NEUTRAL_YARN_VALUES: dict[str, tuple[float, ...]] = {
     "rope.scaling.attn_factor": (1,),
     "rope.scaling.yarn_attn_factor": (1,),
@@ -117,7 +117,7 @@ NEUTRAL_YARN_VALUES: dict[str, tuple[float, ...]] = {
 MAX_FLOAT16 = float(np.finfo(np.float16).max)
 #: Name of each stored dtype in safetensors files.
 SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-#: Dtypes of matrices by the name of their GGUF type. Other types are quantized.
+#: Maps GGUF types that are not quantized to dtypes. All other GGUF types are quantized.
 UNQUANTIZED = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 #: Parameters of Llama 3's RoPE scaling. A GGUF file contains only the frequency factors that result
 #: from them.
@@ -254,7 +254,7 @@ def file_dtype(file: GgufFile) -> str:
 
 
 def make_config(file: GgufFile, dtype: str) -> dict[str, Any]:
-    """Return ``config.json`` for the model of a GGUF file whose matrices are stored in `dtype`.
+    """Return ``config.json`` for the model of a GGUF file, with `dtype` as the matrices' dtype.
 
     Raise GgufError if the model is a mixture of experts, or has an unsupported shape, factor or
     RoPE scaling.
@@ -297,10 +297,10 @@ def make_config(file: GgufFile, dtype: str) -> dict[str, Any]:
 
 
 def make_rope_parameters(file: GgufFile, head_dim: int) -> dict[str, Any]:
-    """Return the RoPE parameters.
+    """Return the value of ``rope_parameters`` in ``config.json``.
 
-    If the model uses Llama 3's scaling, the GGUF file contains frequency factors in place of the
-    parameters. The parameters are then derived from the factors.
+    If the model uses Llama 3's scaling, the GGUF file contains frequency factors instead of the
+    scaling parameters. The parameters are then derived from the factors.
 
     Raise GgufError if the scaling is not supported, or the factors do not follow Llama 3's formula.
     """
@@ -343,9 +343,9 @@ def make_rope_parameters(file: GgufFile, head_dim: int) -> dict[str, Any]:
 
 
 def yarn_parameters(file: GgufFile, factor: float) -> dict[str, Any]:
-    """Return the parameters of YaRN.
+    """Return the RoPE parameters of a model with YaRN scaling by `factor`.
 
-    Raise GgufError if the file changes the attention factor or the interpolation in a way that a
+    Raise GgufError if the file sets YaRN's attention factor or interpolation in a way that a
     Hugging Face config cannot express.
     """
     file.require_neutral(NEUTRAL_YARN_VALUES)
@@ -372,7 +372,7 @@ def to_half_split(weight: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def map_tensor_names(file: GgufFile, config: dict[str, Any]) -> dict[str, str]:
-    """Return the GGUF name of each tensor, by Hugging Face name.
+    """Return a map from the Hugging Face names of the tensors to their GGUF names.
 
     Raise GgufError if a tensor is missing, is not part of the architecture, or has an unsupported
     quantization.

@@ -36,7 +36,7 @@ LANES = ("model", "grammar")
 EDGE_COLOUR = "#9ca3af"
 #: Colour of edges between lanes.
 CROSSING_COLOUR = "#dc2626"
-#: Sizes and distances in pixels.
+#: Sizes of the picture's boxes, and distances between them, in pixels.
 LEFT = 40
 BOX_WIDTH = 260
 BOX_HEIGHT = 26
@@ -51,8 +51,8 @@ TOP = 83
 def run_label(names: Sequence[str]) -> str:
     """Return the label of a run of nodes, given their names in order.
 
-    The label has the names of the first and the last node, and the number of nodes. The names skip
-    nodes that write time stamps, unless the run has no other nodes.
+    The label has the names of the first and the last node, and the number of nodes. Nodes that
+    write time stamps count, but are named only if the run has no other nodes.
     """
     if len(names) == 1:
         return names[0]
@@ -98,9 +98,9 @@ def fold(graph: Graph) -> tuple[list[Node], list[tuple[int, int]]]:
     """Merge each run of nodes of a graph into one node.
 
     A run is a sequence of consecutive nodes of one lane that have the same kind. A node on which a
-    node of another lane depends is the last node of its run. A node that depends on a node of
-    another lane is the first node of its run. Return one node per run, in the order in which the
-    runs begin, and the edges between runs as pairs of indices of runs.
+    node of another lane depends ends its run. A node that depends on a node of another lane begins
+    a new run. Return one node per run, in the order in which the runs begin, and the edges between
+    runs as pairs of indices into the returned nodes.
     """
     folded = []
     run_of_node: dict[int, int] = {}
@@ -156,8 +156,8 @@ def draw(
 def _path_between_lanes(start: tuple[float, float], end: tuple[float, float]) -> str:
     """Return a curve from the side of one box to the side of a box in another column.
 
-    Edges leave a box below its middle and enter a box above its middle, so that an edge that leaves
-    does not touch an edge that enters.
+    Edges leave a box below its middle and enter a box above its middle. Outgoing and incoming edges
+    of a box therefore do not touch.
     """
     direction = 1 if end[0] > start[0] else -1
     x1 = start[0] + direction * BOX_WIDTH / 2

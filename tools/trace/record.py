@@ -1,8 +1,9 @@
 """Record timelines of graph replays on the soft device.
 
 A timeline shows when each node ran and on which lane. A lane is an in-order sequence of graph
-nodes. A host step is a graph node that runs on the host. An exposed wait is a time in which device
-work was ready on its own lane, but waited for a host step of another lane, or for a copy after it.
+nodes. A host step is a graph node that runs on the host. An exposed wait is a time in which a node
+on the device could have run as far as its own lane is concerned, but waited for a host step of
+another lane, or for a copy that follows that host step.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ CAPACITY = 1 << 20
 class Span(ctypes.Structure):
     """Span of time in which one worker thread of the soft device executed a node or part of it.
 
-    The layout is that of the records that ``softcuda_trace_read`` copies.
+    The fields are those of the C struct that ``softcuda_trace_read`` copies.
     """
 
     _fields_ = (
@@ -45,7 +46,7 @@ class Span(ctypes.Structure):
 
 @dataclass(frozen=True)
 class TraceEvent:
-    """Execution of one graph node or of one part of a round.
+    """One execution of a graph node or of a part of a round.
 
     The times are ``time.monotonic_ns`` values.
     """
@@ -115,7 +116,7 @@ class Trace:
         return selected
 
     def add_graph(self, graph: Graph, spans: Sequence[Span]) -> None:
-        """Add all replays of one executable of a graph, given its spans by start time."""
+        """Add all replays of one executable of `graph`, whose spans are sorted by start time."""
         handles = {span.node for span in spans}
         index_by_handle = {handle: graph.node_index(handle) for handle in handles}
         known = []
@@ -172,7 +173,7 @@ class Trace:
     def to_chrome(self) -> str:
         """Return the trace as JSON in Chrome's trace event format, which Perfetto can open.
 
-        Each lane is a track. The exposed waits of a lane are a track of their own. Times are in
+        Each lane is a track. The exposed waits of a lane are on a separate track. Times are in
         microseconds since the first event.
         """
         origin = min((event.start_ns for event in self.events), default=0)
@@ -223,9 +224,9 @@ def record(
 ) -> Iterator[Trace]:
     """Record all replays of the given executables while the block runs.
 
-    The yielded trace is empty until the block ends, and the executables must stay open until then.
-    `watched` maps each executable to its graph. Spans beyond `capacity` are dropped and counted in
-    `Trace.lost`. Raise OptionError unless `device` is the soft device, because no other driver
+    `watched` maps each executable to its graph. The executables must stay open until the block
+    ends, when the yielded trace is filled. At most `capacity` spans are recorded; `Trace.lost`
+    counts all others. Raise OptionError unless `device` is the soft device, because no other driver
     reports when a node runs.
     """
     if device.kind != "soft":
@@ -258,11 +259,10 @@ def split_launches(
     `spans` has pairs of node index and span, sorted by start time. `edges` are the graph's edges.
 
     Launches of an executable run one after another, and each launch runs every node once. Several
-    worker threads can share a node, so one launch may record several spans of the same node, and
-    one of these spans may begin late. A second span of a node alone is therefore no sign of a new
-    launch. A new launch begins with another span of a node without predecessors, provided that a
-    successor of this node has begun since the node's first span in the current launch. If the node
-    has no successors, all earlier spans must have ended.
+    worker threads can share the work of a node, so one launch may record several spans of a node,
+    and some of them may begin late. A repeated node therefore does not always begin a new launch.
+    It does so only if the node has no predecessors and one of its successors has already begun in
+    the current launch. If the node has no successors either, all earlier spans must have ended.
     """
     successors: dict[int, set[int]] = defaultdict(set)
     with_predecessors = set()
@@ -289,14 +289,13 @@ def split_launches(
 
 
 def exposed_waits(events: Mapping[int, TraceEvent], edges: Sequence[tuple[int, int]]) -> list[Wait]:
-    """Return the exposed waits of one replay for host steps of other lanes.
-
-    `events` has the events of the replay by node index.
+    """Return the exposed waits of one replay. `events` maps node indices to the replay's events.
 
     A node is ready on its own lane when its predecessors on that lane have ended. If a predecessor
     on another lane ends later, the time in between is an exposed wait, provided that this
-    predecessor is a host step or follows a host step on its lane. For example, the model waits for
-    a copy of mask rows, which follows the host step that fills the rows.
+    predecessor is a host step or follows a host step on its lane. For example, the lane "model"
+    waits for a copy of mask rows on the lane "grammar", which follows the host step that fills the
+    rows.
     """
     predecessors: dict[int, list[int]] = defaultdict(list)
     for start, end in edges:
@@ -324,7 +323,7 @@ def exposed_waits(events: Mapping[int, TraceEvent], edges: Sequence[tuple[int, i
 def _last_host_step(
     node: int, events: Mapping[int, TraceEvent], predecessors: Mapping[int, Sequence[int]]
 ) -> TraceEvent | None:
-    """Return the last host step before a node on the node's lane, or the node if it is one."""
+    """Return the node if it is a host step, otherwise the last host step before it on its lane."""
     lane = events[node].lane
     while True:
         if events[node].kind in HOST_KINDS:

@@ -29,9 +29,9 @@ CLOCK_SAMPLES = 16
 def clock_offset(device: Device) -> tuple[int, int]:
     """Measure the offset between the device's clock and the host's clock, in nanoseconds.
 
-    Device time plus the first result equals ``time.monotonic_ns`` within the second result. A
-    kernel reads the device's clock between two readings of the host's clock. The error is at most
-    half the time between these two readings (Cristian's algorithm).
+    Return the offset and its maximum error. Device time plus offset is a ``time.monotonic_ns``
+    value. A kernel reads the device's clock between two readings of the host's clock. The error is
+    at most half the time between these two readings (Cristian's algorithm).
     """
     kernel = device.load(CLOCK_KERNELS)["stamp_ns"]
     stamps = device.zeros((1,), "uint64")
@@ -103,7 +103,8 @@ def _add_parts(
 ) -> None:
     """Add the parts of a completed replay to a trace, as the replay with number `replay`.
 
-    `stamps` has the device times between the parts; a time is 0 if the kernel did not write it.
+    `stamps` has the device times at which the parts began and ended. A time is 0 if no kernel wrote
+    it. `offset_ns` converts device times to the host's clock.
     """
     for part, start, end in zip(flight.graph.timed, stamps, stamps[1:], strict=False):
         if start == 0 or end == 0:

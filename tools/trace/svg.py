@@ -25,7 +25,7 @@ def document(width: float, height: float, title: str, parts: Sequence[str]) -> s
 
 
 def text(x: float, y: float, content: str, anchor: str = "start", weight: str = "normal") -> str:
-    """Return a line of text. `anchor` says which part of the text is at `x`."""
+    """Return a line of text. `anchor` says whether its "start", "middle" or "end" is at `x`."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}">'
         f"{escape(content)}</text>"
@@ -41,10 +41,10 @@ def box(
     colours: tuple[str, str],
     hover: str = "",
 ) -> str:
-    """Return a box with fill and stroke colours. Viewers show `hover` under the pointer.
+    """Return a box with fill and stroke colours. Viewers show `hover` when the pointer is over it.
 
-    The label is in the middle of the box. It is shortened with "…", and omitted if less than three
-    characters of it fit.
+    The label is in the middle of the box. If it does not fit, it is shortened with "…", or omitted
+    if less than three of its characters fit.
     """
     fill, stroke = colours
     available = int((width - 6) / CHARACTER_WIDTH)

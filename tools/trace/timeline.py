@@ -34,7 +34,7 @@ def check_trace_path(path: Path) -> None:
 
 
 def median_replay(trace: Trace) -> Trace:
-    """Return the replay of median duration among the replays with the most events.
+    """Return the replay of median duration among the replays with the maximum number of events.
 
     Replays with fewer events were recorded only in part.
     """
@@ -59,7 +59,7 @@ def write_trace(trace: Trace, path: Path) -> None:
 
 
 def draw(replay: Trace, title: str) -> str:
-    """Return the timeline of one replay as SVG, with exposed waits in red."""
+    """Return an SVG picture of the timeline of one replay, with exposed waits in red."""
     duration_us = (replay.end_ns - replay.start_ns) / 1000
     exposed_us = sum(wait.end_ns - wait.start_ns for wait in replay.waits) / 1000
     note = f"{replay.device}; {duration_us:.0f} µs, of which {exposed_us:.1f} µs are exposed waits"

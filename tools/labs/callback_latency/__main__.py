@@ -23,8 +23,8 @@ launches the graphs does not use the GIL.
 Each graph is measured in two states of Python. In the state "idle", no other Python thread runs. In
 the state "busy", another thread runs bytecode, and a replay is launched only while this thread
 runs. The tool counts the callbacks that began while the busy thread held the GIL. A measurement in
-the state "busy" is marked NOT BUSY if the busy thread held the GIL at the first callback in too few
-of the replays.
+the state "busy" is marked NOT BUSY if the busy thread held the GIL at the first callback in less
+than 90 % of the replays.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ BATCH = 10
 #: Minimum share of replays in which the busy thread must hold the GIL at the first callback.
 MIN_BUSY_SHARE = 0.9
 QUANTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
-#: Number of measured wake-ups of a sleeping thread.
+#: Number of times that the wake-up of a sleeping thread is measured.
 WAKE_UPS = 400
 WARNING = "These are times of the soft device, a CPU. They do not apply to a GPU."
 
@@ -84,7 +84,7 @@ class Measurement:
     def add(self, samples: Samples, gaps: Sequence[tuple[int, int]]) -> None:
         """Add the samples of a batch.
 
-        `gaps` are the intervals of CLOCK_MONOTONIC in which the busy thread did not run.
+        `gaps` has the CLOCK_MONOTONIC times between which the busy thread did not run.
         """
         self.join.append(samples.join)
         if samples.hop is not None:
@@ -96,14 +96,14 @@ class Measurement:
 
 
 def gil_was_held(begun: np.ndarray, gaps: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Return for each callback whether it began while the busy thread held the GIL (bool [n]).
+    """Return whether each callback began while the busy thread held the GIL (bool [n]).
 
     This is the case if the busy thread ran between the end of the previous callback and the start
     of this callback. Only callbacks request the GIL. Once the busy thread has run, it therefore
     holds the GIL until the next callback, even if the operating system preempts it.
 
-    `begun` has the begin of each callback and the end of the previous one (int64 [n, 2]). `gaps`
-    are the intervals of CLOCK_MONOTONIC in which the busy thread did not run.
+    `begun` has the start of each callback and the end of the previous one (int64 [n, 2]). `gaps`
+    has the times between which the busy thread did not run. All are CLOCK_MONOTONIC values.
     """
     spans = np.array(gaps, np.uint64).astype(np.int64).reshape(-1, 2)
     within_gap = (begun[:, 1:] >= spans[:, 0]) & (begun[:, :1] <= spans[:, 1])

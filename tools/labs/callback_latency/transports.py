@@ -44,7 +44,7 @@ TRANSPORTS = (
     CUDA_CORE,
     CUDA_CORE_NATIVE,
 )
-#: Transports whose body is called by a thread of the driver. Only these have a hop.
+#: Transports whose body is called by a thread of the driver. Only these transports have a hop.
 DRIVER_CALLED = ("native", "native spin", "python", CUDA_CORE, CUDA_CORE_NATIVE)
 #: Transports with a Python body.
 PYTHON_BODIES = ("python", CUDA_CORE)
@@ -63,7 +63,7 @@ class Samples(NamedTuple):
     hop: np.ndarray | None
     #: CLOCK_MONOTONIC in nanoseconds at which a callback began, and at which the previous callback
     #: ended; int64 [n, 2]. If hops of Python bodies are recorded, there is one entry per callback.
-    #: Otherwise there is one entry per replay, with the time of its launch in place of the begin.
+    #: Otherwise there is one entry per replay, with the replay's launch time as the first value.
     begun: np.ndarray
 
 
@@ -94,7 +94,7 @@ class TransportGraph:
     Attributes
     ----------
     called
-        CLOCK_MONOTONIC of each call of a Python body since the last `replay` began.
+        CLOCK_MONOTONIC at each call of a Python body since the last call of `replay`.
     """
 
     def __init__(self, device: Device, transport: str, callbacks: int, work: Any = None) -> None:
@@ -155,11 +155,11 @@ class TransportGraph:
         return NativeWork(address, data, keep=self._body_times, name="body")
 
     def _native_body(self, index: int) -> tuple[int, int]:
-        """Return the address of the default native body and its argument."""
+        """Return the address of the default native body of step `index`, and its argument."""
         if self._is_soft:
             return _address(self._library.softcuda_stamp), self._body_times.ctypes.data + 8 * index
-        # An empty host function is needed. free(NULL) has the signature void (*)(void *) and does
-        # nothing.
+        # A host function that does nothing is needed. free has the signature void (*)(void *), and
+        # free(NULL) does nothing.
         return _address(ctypes.CDLL(None).free), 0
 
     def _build_cuda_core(self, device: Device) -> Any:

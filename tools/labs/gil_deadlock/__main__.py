@@ -100,7 +100,7 @@ class Result:
 
     @property
     def as_expected(self) -> bool:
-        """Whether the outcome is the expected one. Also true if there is no expectation."""
+        """Whether the outcome is the expected one, or no outcome is expected."""
         return self.expected in ("", self.outcome)
 
 
@@ -124,8 +124,8 @@ def expected_outcome(case: Case) -> str:
     waits_for_lock = case.model & 1 or (case.pattern == "hostfunc" and case.model & 2)
     if waits_for_device or (waits_for_lock and not is_mailbox):
         return RELEASED if is_mailbox else HANGS
-    # CUDA's documentation allows the first launch of a kernel to wait for the device, so that this
-    # pattern is a potential deadlock with mailboxes as well.
+    # CUDA's documentation allows the first launch of a kernel to wait for the device. Unlike other
+    # patterns, this one is therefore a potential deadlock with a mailbox, too.
     if is_mailbox and not is_first_launch:
         return COMPLETES
     return POTENTIAL
@@ -238,7 +238,7 @@ def _format_outcome(result: Result | None) -> str:
 def table(results: Iterable[Result]) -> str:
     """Return a table with a row per pattern and transport and a column per lock model.
 
-    Unexpected outcomes are marked with "!".
+    The entries are outcomes. Unexpected outcomes are marked with "!".
     """
     found = {}
     for result in results:
@@ -257,7 +257,7 @@ def table(results: Iterable[Result]) -> str:
 
 
 def details(results: Iterable[Result]) -> str:
-    """Return one line per result, followed by its report unless the case completed."""
+    """Return one line per result, followed by the result's report unless the case completed."""
     lines: list[str] = []
     for result in results:
         case = result.case

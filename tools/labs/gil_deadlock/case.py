@@ -9,7 +9,7 @@ The order of events is the same in every run and does not depend on delays:
    calls through ``ctypes.PyDLL`` do not release the GIL.
 3. The host unblocks the stream, so that the callback begins.
 4. As soon as the callback waits for the GIL, or runs without needing it, this thread makes the
-   driver call of the pattern.
+   driver call that `PATTERN` names.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ MAILBOX_DEADLINE_S = 6.0
 BLOCK_LIMIT_S = 60.0
 #: Maximum time in seconds until the callback waits for the GIL or runs.
 POSITION_LIMIT_S = 60.0
-#: Time that the callback is given to begin on CUDA hardware, which does not report requests for the
-#: GIL.
+#: Time in seconds after which the callback is assumed to have begun on CUDA hardware, where
+#: requests for the GIL are not reported.
 CUDA_POSITION_S = 0.5
 #: Switch interval in seconds with which this thread keeps the GIL.
 NEVER_SWITCH_S = 1e6
@@ -138,8 +138,8 @@ def _check(api: str, status: int) -> None:
 class _Stream:
     """Handle of a blocking stream.
 
-    A blocking stream synchronizes with the legacy default stream. This is CUDA's default, but not
-    the kind of stream that graft creates.
+    A blocking stream synchronizes with the legacy default stream. CUDA creates blocking streams by
+    default, but graft creates non-blocking ones.
     """
 
     handle: int
@@ -284,7 +284,8 @@ def make_position_wait(device: Device, case: Case) -> Callable[[], None]:
     def in_position() -> bool:
         if case.transport in GIL_TRANSPORTS:
             return bool(gil_requests())
-        # A mailbox worker is not a thread of the driver, and a native one needs no GIL.
+        # A native mailbox worker always counts as in position: it needs no GIL, and the driver
+        # does not call it as a host function.
         return case.transport == "mailbox" or bool(count(b"host_func"))
 
     def wait() -> None:
