@@ -20,9 +20,10 @@ SPECIAL = ("<|begin|>", "<|user|>", "<|assistant|>", "<|end|>")
 #: Number of tasks that are sorted by length and batched together.
 TASKS_PER_CHUNK = 1024
 
-#: File with the prompt template. The template describes a schema in one short line of key names
-#: with type hints, and `?` after optional keys. The line has at most 600 characters, at most 12, 8,
-#: 4 and 2 keys per object at nesting levels 1 to 4, and at most 6 values of an enum.
+#: File with the prompt template. The template describes a schema in one short line, which contains
+#: key names with type hints, and `?` after optional keys. The line has at most 600 characters. It
+#: shows at most 12, 8, 4 and 2 keys per object at nesting levels 1 to 4, and at most 6 values of an
+#: enum.
 CONFIG = Path(__file__).resolve().parents[2] / "models/demo/target/tokenizer_config.json"
 TEMPLATE: str = json.loads(CONFIG.read_text())["chat_template"]
 
@@ -46,7 +47,7 @@ def train_tokenizer(texts: Iterator[str], size: int) -> Tokenizer:
 
     A token contains letters, one digit, or other characters, but never a mixture. A word therefore
     has the same tokens in every context, so that the model can copy the word by repeating its
-    tokens. Separators of JSON (`": "`, `", "`) become single tokens.
+    tokens. Separators of JSON, such as `": "` and `", "`, become single tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -59,15 +59,15 @@ WARM_UP_STEPS = 60
 #: Steps between two entries of the log.
 LOG_STEPS = 200
 MAX_LENGTH = 320
-#: Tokens per batch of the target.
+#: Number of tokens per batch when the target is trained.
 TOKENS = 4096
-#: Constants of the EAGLE-3 head: tokens per batch, size of the draft vocabulary, unrolled draft
-#: steps.
+#: Constants for training the EAGLE-3 head: tokens per batch, size of the draft vocabulary, number
+#: of unrolled draft steps.
 EAGLE_TOKENS = 3072
 DRAFT_VOCABULARY = 1024
 UNROLLED = 3
-#: Constants of the block drafter: tokens per batch, blocks per sequence, maximum rows per block,
-#: and the sizes that differ from the target's sizes.
+#: Constants for training the block drafter: tokens per batch, blocks per sequence, maximum rows per
+#: block, and the sizes of the drafter that differ from the target's sizes.
 BLOCK_TOKENS = 2048
 BLOCKS = 16
 WIDTH = 8
@@ -311,7 +311,10 @@ def train_target(run: Run) -> None:
 
 
 def draft_vocabulary(run: Run, tokenizer: Tokenizer) -> Tensor:
-    """Return the ids of the most frequent answer tokens and of all printable ASCII characters."""
+    """Return the ids of the draft vocabulary.
+
+    It consists of the most frequent answer tokens and of all printable ASCII characters.
+    """
     counts: Counter[int] = Counter()
     tasks = list(itertools.islice(training.mixture(run.documents, 0.0, 0), 20000))
     for ids, start in data.encode(tokenizer, tasks):
@@ -325,9 +328,10 @@ def draft_vocabulary(run: Run, tokenizer: Tokenizer) -> Tensor:
 def distillation_loss(
     head: Eagle3, target: Llama, ids: Tensor, is_answer: Tensor, steps: int
 ) -> Tensor:
-    """Return the cross-entropy with the target's distribution over the draft vocabulary.
+    """Return the head's cross-entropy with the target's distribution over the draft vocabulary.
 
-    Step j of `steps` unrolled draft steps has the weight 0.8^j. `data.pad` describes the batch.
+    Draft step j of `steps` unrolled steps has the weight 0.8^j. `ids` and `is_answer` are the
+    results of `data.pad` for a batch.
     """
     is_target = is_answer[:, 2:]
     # Begin `steps` entries before the answer, because these entries are the context of drafts.
@@ -354,7 +358,7 @@ def distillation_loss(
 def train_eagle(run: Run) -> None:
     """Distill the target into the EAGLE-3 head.
 
-    In draft steps after the first, the head reads its own outputs, as it does during inference.
+    From the second draft step on, the head reads its own outputs, as it does during inference.
     """
     target = run.target()
     tokenizer = run.tokenizer()
@@ -376,10 +380,10 @@ def train_eagle(run: Run) -> None:
 def block_loss(
     drafter: Block, target: Llama, ids: Tensor, is_answer: Tensor, width: int, mask: int
 ) -> Tensor:
-    """Return the cross-entropy with the target's distribution, for blocks at random positions.
+    """Return the drafter's cross-entropy with the target, for blocks at random positions.
 
-    Draft j of a block of `width` rows has the weight 0.8^j. `mask` is the id of the mask token,
-    and `data.pad` describes the batch.
+    Draft j of a block of `width` rows has the weight 0.8^j. `mask` is the id of the mask token.
+    `ids` and `is_answer` are the results of `data.pad` for a batch.
     """
     is_target = is_answer[:, 1:]
     with torch.no_grad():

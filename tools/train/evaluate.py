@@ -21,8 +21,8 @@ EVALUATION_BATCH = 32
 def share_of_correct_answers(model: Llama, rows: list[Row]) -> float:
     """Return the share of answers that greedy decoding reproduces exactly.
 
-    Greedy decoding reproduces an answer if each of its tokens is the argmax after the true tokens
-    before it. One forward pass per batch is therefore sufficient.
+    Greedy decoding reproduces an answer if each of its tokens is the argmax of the logits that
+    follow the true tokens before it. One forward pass per batch is therefore sufficient.
     """
     correct = 0
     for i in range(0, len(rows), EVALUATION_BATCH):
@@ -71,8 +71,8 @@ def acceptance_length(head: Eagle3, target: Llama, rows: list[Row], drafts: int)
     """Return the tokens per round of greedy chains of unmasked EAGLE-3 drafts.
 
     The simulation assumes that greedy decoding with the target generates exactly the rows. A draft
-    is accepted only if all drafts before it are correct, so that the drafter can be unrolled along
-    the true tokens.
+    is accepted only if all drafts before it are correct. The drafter can therefore be unrolled
+    along the true tokens instead of its own drafts.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ def acceptance_length(head: Eagle3, target: Llama, rows: list[Row], drafts: int)
 
 
 def embed_blocks(target: Llama, ids: Tensor, start: Tensor, width: int, mask: int) -> Tensor:
-    """Return the embeddings of blocks: a token followed by mask tokens.
+    """Return the embeddings of blocks. A block is a token followed by mask tokens.
 
     Parameters
     ----------

@@ -21,11 +21,11 @@ Folders of target models
     outputs.
 ``dflash``
     A drafter for the target ``eight_layers_bfloat16``, and the logits that the drafter's published
-    code computes from the target's hidden states at several positions. One block has all its rows,
-    and another one is truncated by the end of the sequence.
+    code computes from the target's hidden states at several positions. One block is complete, and
+    the end of the sequence truncates another one.
 ``dflash2``
-    The contents of ``dflash`` for a DFlash2 drafter, and the outputs of its selector: greedy
-    drafts, the ids from which it selects, and the probabilities of these ids after every token.
+    The same files for a DFlash2 drafter, and the outputs of its selector: greedy drafts, the ids
+    from which the selector chooses, and the probability of each of these ids after each token.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ SMALL: dict[str, Any] = {
     "eos_token_id": [0, 2],
 }
 SMALLER: dict[str, Any] = {"vocab_size": 64, "intermediate_size": 40}
-#: By name: stored dtype, maximum shard size, and values that differ from SMALL.
+#: Maps names of target models to stored dtype, maximum shard size, and values that differ from
+#: SMALL.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "heads_all_float32": ("float32", "1GB", {}),
     "grouped_llama3_bfloat16": (
@@ -292,9 +293,9 @@ def make_llama(folder: Path, seed: int, dtype: str, shard: str, changes: dict[st
 def make_rope_scaling(folder: Path, models: Path) -> None:
     """Write the configs of `ROPE_CASES` and the last logits that transformers computes with them.
 
-    The logits are those of the token ids in the model's ``expected.npz``. ``greedy`` contains the
-    greedy tokens that follow the first half of these ids. Each is computed from the whole sequence
-    before it.
+    The logits are computed for the token ids in the model's ``expected.npz``. ``greedy`` contains
+    the greedy tokens that follow the first half of these ids. Each greedy token is computed from
+    the whole sequence before it, without a KV cache.
     """
     folder.mkdir()
     cases = {
@@ -323,7 +324,7 @@ def make_rope_scaling(folder: Path, models: Path) -> None:
 def make_rope_frequencies(folder: Path) -> None:
     """Write `FREQUENCY_CASES` and the frequencies and attention factors of transformers.
 
-    Frequencies that depend on the length are those of the longest sequence.
+    Frequencies that depend on the length of the sequence are those for the maximum scaled length.
     """
     cases = {}
     for name, (length, parameters) in FREQUENCY_CASES.items():
@@ -428,7 +429,7 @@ def write_eagle3_checkpoints(
 
 
 def write_checkpoint(folder: Path, module: torch.nn.Module, config: dict[str, Any]) -> None:
-    """Write config and weights of a model."""
+    """Write the config and the weights of a model to a folder."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     tensors = {name: tensor.contiguous() for name, tensor in module.state_dict().items()}
@@ -438,7 +439,7 @@ def write_checkpoint(folder: Path, module: torch.nn.Module, config: dict[str, An
 def unroll_published(
     head: torch.nn.Module, config: dict[str, Any], features: torch.Tensor, embedded: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Return the outputs of four draft steps of the published training code.
+    """Return the outputs that the published training code computes for four draft steps.
 
     The entry of step j at position i is computed from the entry of step j-1 at position i-1, and
     from the entries with true features at positions up to i-j.
@@ -480,7 +481,7 @@ DFLASH_VOCAB = 64
 
 
 def dflash_config(is_dflash2: bool) -> Any:
-    """Return the config of a block drafter."""
+    """Return the config of a block drafter: DFlash2 with `is_dflash2`, otherwise DFlash."""
     from transformers import Qwen3Config
 
     drafter: dict[str, Any] = {
@@ -525,7 +526,8 @@ def dflash_config(is_dflash2: bool) -> Any:
 def make_dflash(folder: Path, target: Path, seed: int, is_dflash2: bool = False) -> None:
     """Write a block drafter and the outputs of its published code at several positions.
 
-    `target` is the folder of the target, with its expected outputs. DFlash2 has a selector.
+    `target` is the folder of the target with its expected outputs. A DFlash2 drafter also has a
+    selector, whose outputs are written too.
     """
     from dflash.model import DFlash2DraftModel, DFlashDraftModel, _raw_input_embeddings
 
@@ -589,7 +591,7 @@ def select_drafts(
     ids
         Candidate ids of each row, in ascending order.
     law
-        Probabilities of these ids after every token.
+        Probability of each of these ids after each token.
     """
     drafts = selector.select(out[:, 1:], logits[:, 1:], block[:, 0], 0.0)[0][0].numpy()
     every_token = torch.arange(DFLASH_VOCAB)

@@ -2,9 +2,9 @@
 
 `Llama` is equivalent to Hugging Face's ``LlamaForCausalLM`` (RMSNorm before each block, half-split
 rotary embedding, grouped-query attention, SwiGLU, tied output head) and has the same parameter
-names. `Eagle3` is one Llama layer, whose attention reads the concatenated embedding and feature,
-with an LM head over a draft vocabulary. `Block` is a DFlash drafter: layers with normalized queries
-and keys, and the target's LM head.
+names. `Eagle3` is one Llama layer with an LM head over a draft vocabulary. The attention of the
+layer reads the embedding of a token concatenated with a feature of the target. `Block` is a DFlash
+drafter: layers with normalized queries and keys, and the target's LM head.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Projections of attention, with rotary embedding.
+    """The projections of an attention layer, which apply the rotary embedding.
 
     `width` is the number of input features. With `head_norm`, queries and keys are normalized.
     """
@@ -241,7 +241,7 @@ class Eagle3(nn.Module):
             Number of steps. Step 0 uses true features. In step j, the feature of an entry is the
             output of step j-1 one position earlier, with the embedding of the true token.
         rows
-            Consecutive positions to compute; [batch, r]. All other positions are only context.
+                Consecutive positions to compute; [batch, r]. All other positions are only context.
 
         Returns
         -------

@@ -49,10 +49,10 @@ SIZES = Sizes(
     theta=100000.0,
     positions=8192,
 )
-#: Sizes of the head. It has as many key-value heads as attention heads, because these carry the
-#: embedding of the last token.
+#: Sizes of the head. It has as many key-value heads as attention heads, because the values of the
+#: key-value heads carry the embedding of the last token.
 HEAD = replace(SIZES, kv_heads=9, inner=1664, theta=1e6)
-#: Layers whose outputs the head reads, by EAGLE-3's default for 30 layers.
+#: Layers whose outputs the head reads: EAGLE-3's default for a target with 30 layers.
 AUX_LAYERS = (1, 14, 26)
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 END = "<|im_end|>"
@@ -60,12 +60,13 @@ END = "<|im_end|>"
 SHARPNESS = 1.5
 #: Logit of an illegal token.
 MASKED_LOGIT = -1e4
-#: Rows per file and per batch of generation.
+#: Number of rows in a file, which are generated as one batch.
 ROWS_PER_FILE = 32
 FOLDER = Path(__file__).parent
 HIDDEN = SIZES.hidden
 #: Families of requests with prompts of similar length. A value has the kinds of requests in a
-#: family and the maximum tokens of an answer. The target writes the requests of the family "own".
+#: family and the maximum number of tokens of an answer. The requests of the family "own" are
+#: written by the target.
 FAMILIES = {
     "free": (("explain", "tips"), 128),
     "own": (("explain", "tips"), 128),
@@ -78,7 +79,7 @@ REQUEST_BEGINNINGS = (("explain", "Explain in two sentences why"), ("tips", "Lis
 
 @dataclass
 class Row:
-    """A request and its answer."""
+    """A training row: a request, its answer and the target's hidden states."""
 
     ids: list[int]  #: token ids of prompt and answer
     start: int  #: index of the first token of the answer
@@ -200,7 +201,7 @@ class _KVCache:
         self.values = torch.zeros_like(self.keys)
 
     def keep(self, rows: list[int]) -> None:
-        """Drop all sequences except the given ones."""
+        """Drop all sequences of the batch except those with the indices `rows`."""
         self.keys = self.keys[:, rows]
         self.values = self.values[:, rows]
 
@@ -271,7 +272,9 @@ def generate(
     end: int,
     temperature: float = 0.0,
 ) -> None:
-    """Generate the answers of rows as one batch, and store their hidden states in the rows.
+    """Generate the answers to the requests of rows as one batch.
+
+    The answers and their hidden states are stored in the rows.
 
     `matchers` has the grammar matcher of each row, or None. `end` is the id of the end token. With
     temperature 0, decoding is greedy.
@@ -306,8 +309,8 @@ def generate(
                 unfinished.append(i)
         if not unfinished:
             break
-        # The first step processed whole prompts, which have different lengths. Every other step
-        # processed one token per row.
+        # Step 0 has processed whole prompts, which have different lengths. Every other step
+        # processes one token per row.
         last_positions = positions[:, 0] if step else last
         positions = last_positions[unfinished, None] + 1
         last = torch.zeros_like(last[unfinished])
@@ -389,8 +392,8 @@ def make_rows(args: argparse.Namespace) -> None:
             rows.append(Row(ids, len(ids), kind))
             matchers.append(None if spec is None else backend.compile(spec).matcher())
         generate(model, rows, matchers, max_tokens, tokenizer.stop_ids[0])
-        # Drop answers under a grammar that reached the token limit, because such answers are
-        # degenerate repetitions and not documents.
+        # Drop answers with a grammar that are cut off by the token limit: they are mostly endless
+        # repetitions and not documents.
         rows = [row for row in rows if row.ids[-1] in tokenizer.stop_ids or not row.legal]
         path = args.work / "rows" / f"{args.seed}-{number:04}.pt"
         partial = path.with_suffix(".part")
@@ -446,8 +449,9 @@ class Data:
 class Batch:
     """Batch of padded rows with the positions from which to draft.
 
-    The head's output at position t predicts token t + 2. `positions` has the positions of each row,
-    `scale` the scale of the features, and `kept` the ids of the draft vocabulary.
+    The head's output at position t predicts token t + 2. The parameter `positions` has the
+    positions of each row. `scale` is the scale of the features (`Data.scale`), and `kept` has the
+    ids of the draft vocabulary.
 
     Attributes
     ----------
@@ -563,7 +567,10 @@ class Trainer:
 
     @torch.no_grad()
     def acceptance_length(self, rows: list[Row], drafts: int = 3) -> dict[str, float]:
-        """Return tokens per round of greedy chains of legal drafts along the answers, by kind."""
+        """Return the tokens per round of greedy chains of masked drafts, by kind of request.
+
+        The simulation follows the answers of the rows.
+        """
         sums: dict[str, list[int]] = {}
         for i in range(0, len(rows), 8):
             some = rows[i : i + 8]
@@ -587,9 +594,9 @@ class Trainer:
     def initialize(self) -> None:
         """Initialize the head with a linear regression and with hand-made attention heads.
 
-        ``fc`` is initialized with the ridge regression of the target's next normalized output on
-        the features. This output hardly varies in 96 directions. In these directions, ``fc``
-        outputs a code of the token to which the feature belongs.
+        ``fc`` is initialized with the ridge regression that predicts the target's next normalized
+        output from the features. This output hardly varies in 96 directions. In these directions,
+        ``fc`` outputs a code of the token to which the feature belongs.
 
         Queries and keys of six attention heads are the same projection of the embedding, so that
         these heads attend to their own position. These heads output the part of the regression's
@@ -603,7 +610,7 @@ class Trainer:
         attention = head.midlayer.self_attn
         q, k, v, o = (getattr(attention, f"{name}_proj").weight for name in "qkvo")
         rows = self.data.train[::3]
-        # Regression of the next output on features and the embedding of the last token.
+        # Regression that predicts the next output from the features and the last token's embedding.
         table = F.rms_norm(self.embed, (HIDDEN,))
         x = torch.cat([row.streams[:-1, : 3 * HIDDEN].float() for row in rows]) / self.data.scale
         y = torch.cat([row.streams[1:, 3 * HIDDEN :].float() for row in rows]) / self.norm
@@ -613,13 +620,15 @@ class Trainer:
         gram = z.T @ z / len(z)
         gram += 0.01 * gram.diagonal().mean() * torch.eye(4 * HIDDEN)
         linear = torch.linalg.solve(gram, z.T @ y / len(z)).T
-        # Whitened random projections of embeddings, in which all tokens differ by similar amounts.
+        # Random projections of the whitened embeddings. All tokens differ by similar amounts in
+        # them.
         mean = table.mean(0)
         size, axes = torch.linalg.eigh((table - mean).T @ (table - mean) / len(table))
         white = axes[:, :-16] / size[:-16].sqrt() @ axes[:, :-16].T
         centered = white - torch.outer(white @ mean, mean) / mean.square().sum()
         projections = torch.linalg.qr(torch.randn(HIDDEN, HIDDEN))[0] @ centered
-        # fc: the regression, with the token of the feature in directions of low variance.
+        # fc outputs the regression and, in its directions of low variance, a code of the token to
+        # which the feature belongs.
         low = torch.linalg.eigh(torch.cov(y.T))[1][:, :96]
         token_code = feature_token @ projections[-96:].T
         token_map = torch.linalg.solve(
@@ -630,7 +639,7 @@ class Trainer:
         share = 0.15 * rest_rms * 6**0.5 / token_code.square().mean().sqrt()
         head.fc.weight.copy_(rest + share * low @ token_map)
         size = (x @ head.fc.weight.T).square().mean(1).sqrt().mean()
-        # Heads that attend to their own position.
+        # Six heads attend to their own position.
         q.mul_(0.2)
         k.mul_(0.2)
         q[:own, :HIDDEN] = 1.2 * projections[:own]
@@ -728,8 +737,8 @@ def draft_hits(row: Row, predictions: list[Tensor]) -> list[list[bool]]:
 def draft_vocabulary(rows: list[Row], size: int) -> Tensor:
     """Return the ids of the draft vocabulary in ascending order.
 
-    The vocabulary is filled with the end token and single bytes, then with the most frequent tokens
-    of answers, then with the most frequent tokens of prompts, and then with ids in numeric order.
+    The vocabulary is filled up to `size` tokens in this order: the end token and single bytes, the
+    most frequent tokens of answers, the most frequent tokens of whole rows, ids in numeric order.
     """
     in_answers = Counter(token for row in rows for token in row.ids[row.start :])
     in_rows = Counter(token for row in rows for token in row.ids)

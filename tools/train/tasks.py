@@ -19,7 +19,7 @@ from ..demo import tasks as demo
 from ..demo.tasks import Json, Schema, Task, object_schema
 
 FILLS: list[str] = demo.WORDS["fills"]
-#: Maximum characters of a document of the corpus, and of an object that is used from it.
+#: Maximum number of characters of a document in the corpus, and of an object taken from it.
 MAX_DOCUMENT = 4000
 MAX_OBJECT = 300
 
@@ -39,7 +39,7 @@ def repeat_task(rng: random.Random) -> Task:
     return Task(f"Repeat: {text}", None, text, None, "repeat")
 
 
-#: Minimal string by format.
+#: Minimal string for each value of the keyword "format"; "" stands for strings without a format.
 MINIMAL_STRINGS = {
     "": "none",
     "date": "2000-01-01",
@@ -112,7 +112,7 @@ def fill_task(rng: random.Random) -> Task:
 def training_tasks(start: int = 0, extra: float = 0.2) -> Iterator[Task]:
     """Yield training tasks forever, from the one with number `start`.
 
-    The fraction `extra` of them is made by `fill_task` or `repeat_task`.
+    The fraction `extra` of the tasks are made by `fill_task` or `repeat_task`.
     """
     for n in itertools.count(start):
         rng = random.Random(f"train-{n}")
@@ -136,7 +136,7 @@ def _keys(value: Any) -> Iterator[str]:
 
 
 def corpus_documents(path: Path) -> list[Any]:
-    """Return short JSON objects of the corpus' training split that have no reserved key."""
+    """Return short JSON objects of the corpus' training split that have no key in `demo.UNSEEN`."""
     reserved = {key for pool in demo.UNSEEN.values() for key in pool}
 
     def is_usable(value: Any) -> bool:
@@ -199,8 +199,8 @@ def corpus_task(rng: random.Random, value: Any) -> Task:
 def mixture(documents: list[Any], copying: float, start: int) -> Iterator[Task]:
     """Yield training tasks forever. About one task in eight is made from a real document.
 
-    `documents` are objects of `corpus_documents`. `copying` is the fraction of copying tasks among
-    the other tasks, and `start` the number of the first task.
+    `documents` is the result of `corpus_documents`. Of the other tasks, the fraction `copying` are
+    copying tasks. `start` is the number of the first task.
     """
     tasks = training_tasks(start, 0.12)
     for n in itertools.count(start):
