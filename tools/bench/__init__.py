@@ -1,4 +1,4 @@
 """Benchmarks of drafters, serving, grammars, generation loops, the demo model and host work.
 
-The module `harness` has the command line, the output files and the charts that they share.
+The module `harness` has the common parts of the benchmarks: command line, output files and charts.
 """

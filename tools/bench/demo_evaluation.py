@@ -89,9 +89,9 @@ def run_tasks(engine: Engine, tasks: list[Task]) -> Result:
 def correctness(result: Result) -> dict[str, Any]:
     """Return the shares of correct fields, correct answers and valid outputs.
 
-    An output is valid if it matches the task's grammar according to a check that does not use the
-    grammar backends. Outputs that were truncated by the token limit and outputs whose grammar this
-    check does not support are not counted.
+    An output is valid if `output_check.is_valid`, which does not use the grammar backends, finds
+    that it matches the task's grammar. The share of valid outputs is computed without the outputs
+    that were truncated by the token limit and those whose grammar `is_valid` does not support.
     """
     pairs = list(zip(result.tasks, result.outputs, strict=True))
     scores = [score_fields(output.text, task) for task, output in pairs]

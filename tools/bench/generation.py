@@ -9,9 +9,9 @@ beginnings of two consecutive rounds of a batch by the device's clock. It does n
 time until a caller receives the tokens.
 
 Both engines are measured under three loads: without other work, while another process executes
-Python bytecode without a pause, and while another thread of this process does. Process and thread
-both occupy a processor, but the process has its own interpreter. The difference between these two
-loads is therefore the effect of the GIL.
+Python bytecode without a pause, and while another thread of this process does so. The process and
+the thread each occupy a processor, but the process has its own interpreter. The difference between
+these two loads is therefore the effect of the GIL.
 
 A GPU does not use the processors of the host. The threads of the soft device share them with all
 other threads unless ``--device-core`` reserves a core for the device. With this option, the times
@@ -49,8 +49,8 @@ KINDS = ("free", "device")
 _REGEX = "([a-z]{1,9} )+"
 #: Values of the option `generation`.
 MODES = ("rounds", "graph")
-#: What executes Python bytecode during the measurement: nothing, another process, or another thread
-#: of this process.
+#: Loads: what executes Python bytecode during the measurement. This is nothing, another process, or
+#: another thread of this process.
 LOADS = ("idle", "process", "thread")
 _PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 #: Time to wait for the automaton of the grammar.
@@ -67,11 +67,11 @@ class Intervals:
     _last: int = 0
 
     def begin(self) -> None:
-        """Begin a run, so that the time since the last round of the previous run is not counted."""
+        """Begin a run. The time since the last round of the previous run is not recorded."""
         self._last = 0
 
     def record(self, flight: ReplayInFlight, stamps: list[int]) -> None:
-        """Record a round. `stamps` has the device times in nanoseconds, first the round's start."""
+        """Record a round. `stamps[0]` is the device time in nanoseconds at which it started."""
         if flight.rows and self._last:
             self.times.append(stamps[0] - self._last)
         self._last = stamps[0] if flight.rows else 0
@@ -93,7 +93,7 @@ def _busy_process() -> Iterator[None]:
 
 
 def _apply_load(load: str) -> AbstractContextManager[None]:
-    """Return the context in which a load, one of `LOADS`, is present."""
+    """Return a context that applies a load, one of `LOADS`, until it ends."""
     if load == "process":
         return _busy_process()
     return busy_python(lambda: sum(range(100))) if load == "thread" else nullcontext()
@@ -122,7 +122,7 @@ def _reserve_core(core: int) -> None:
 
 
 def make_requests(options: argparse.Namespace) -> list[Request]:
-    """Return the requests of a run. Their outputs have equal lengths."""
+    """Return the requests that each run processes. Their outputs have equal lengths."""
     grammar = None if options.kind == "free" else GrammarSpec.regex(_REGEX)
     requests = []
     for seed in range(options.batch):
@@ -141,7 +141,7 @@ def make_requests(options: argparse.Namespace) -> list[Request]:
 
 
 def run(engine: Engine, requests: list[Request], intervals: Intervals) -> list[list[int]]:
-    """Process the requests, record the intervals and return the tokens of the outputs."""
+    """Process the requests, add the measured times to `intervals`, and return the output tokens."""
     engine.reset_stats()
     intervals.begin()
     engine._replays.on_parts = intervals.record
@@ -159,7 +159,7 @@ def run(engine: Engine, requests: list[Request], intervals: Intervals) -> list[l
 def _warm_up(engine: Engine, requests: list[Request], kind: str) -> None:
     """Run the requests until kernels are compiled and, for kind "device", the automaton is built.
 
-    The automaton is built when no round evaluates the grammar on the host any more.
+    The automaton counts as built as soon as no round evaluates the grammar on the host.
     """
     run(engine, requests, Intervals())
     deadline = time.monotonic() + _AUTOMATON_S
@@ -203,7 +203,7 @@ def measure(options: argparse.Namespace) -> dict[tuple[str, str], Intervals]:
 
 
 def make_report(found: dict[tuple[str, str], Intervals]) -> str:
-    """Return a table of the times between rounds in microseconds."""
+    """Return a table of the times between rounds in microseconds, with one line per measurement."""
     rows: list[tuple[object, ...]] = [
         ("generation", "load", "p50 in us", "p90", "p99", "max", "rounds", "launches")
     ]
@@ -214,7 +214,7 @@ def make_report(found: dict[tuple[str, str], Intervals]) -> str:
 
 
 def make_results(found: dict[tuple[str, str], Intervals]) -> list[dict[str, object]]:
-    """Return the percentiles and counts, convertible to JSON."""
+    """Return the content of the JSON file: percentiles, and counts of rounds and launches."""
     results = []
     for (mode, load), intervals in found.items():
         counts = {"rounds": intervals.rounds, "launches": intervals.launches}

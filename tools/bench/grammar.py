@@ -16,10 +16,10 @@ matcher. The keys have the order of the input file. The verdict on a schema is o
 correct
     All valid instances are accepted, and all invalid ones are rejected.
 flagged
-    Some instances have the wrong result, but the router declared this in advance. Either the router
-    compiled the schema with ``partial=True``, because the grammar does not enforce all of the
-    schema, or all wrong results are rejected valid instances that `Route.narrowed` or
-    `Route.spelling` declares.
+    Some instances have the wrong result, but the router declared this in advance. There are two
+    cases. The router compiled the schema with ``partial=True``, because the grammar does not
+    enforce all of the schema. Or all wrong results are rejected valid instances whose rejection
+    `Route.narrowed` or `Route.spelling` declares.
 refused
     The schema does not compile.
 overconstrained
@@ -128,7 +128,7 @@ def quantiles(values: np.ndarray) -> dict[str, float]:
 
 
 def summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the counts of verdicts and instances, and the quantiles of times, of one subject.
+    """Return one subject's counts of verdicts and instances, and quantiles of its times.
 
     The counts of instances exclude schemas that were compiled with ``partial=True``.
     """
@@ -259,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     options = parse_options(arguments)
     rows = list(read_schemas(options.folder, options.every))
-    # Load the tokenizer here so that an unusable file is reported before a child process starts.
+    # Load the tokenizer here too, so that an unusable file is reported before a child starts.
     load_tokenizer(options.tokenizer, options.stop_token)
     subjects = {
         name: Subject(name, options.tokenizer, options.stop_token, options.key_order)

@@ -132,7 +132,7 @@ SUBJECTS: dict[str, Any] = {"llguidance": LLGuidance, "xgrammar": XGrammar, "aut
 
 
 class _Instances:
-    """Matches instances of one schema token by token and times the mask fills.
+    """Matches instances of one schema token by token and measures the time of each mask fill.
 
     `new_matcher` returns a matcher in its initial state, and `encode` tokenizes a text.
     """
@@ -169,7 +169,8 @@ def evaluate_schema(
         ``outcome``
             "compiled" or "refused".
         ``why``, ``keyword``
-            First reason why the schema is refused or not enforced exactly, and its keyword.
+            First reason why the schema is refused or not enforced exactly, and the schema keyword
+            that causes it.
         ``backend``
             Backend that the router chose.
         ``partial``
@@ -222,9 +223,9 @@ def _is_declared(found: Any, value: Any, instances: _Instances) -> bool:
 
     A route is the router's choice of a backend and a grammar for a schema. It declares two kinds of
     restrictions. A narrowed route has a grammar that generates fewer values than the schema allows,
-    so every rejected instance counts as declared. A route with restricted spelling of numbers has a
-    grammar that may reject ``1.0`` and accept ``1``. A rejected instance then counts as declared if
-    it is accepted after its whole numbers have been rewritten as integers.
+    so the rejection of any instance counts as declared. A route with restricted spelling of numbers
+    has a grammar that may accept ``1`` but reject ``1.0``. The rejection of an instance then counts
+    as declared if the grammar accepts the instance with its whole numbers rewritten as integers.
     """
     if found.narrowed:
         return True
@@ -232,7 +233,7 @@ def _is_declared(found: Any, value: Any, instances: _Instances) -> bool:
 
 
 def _with_integers(value: Any) -> Any:
-    """Return a JSON value in which floats with a whole-number value are replaced by integers."""
+    """Return a JSON value with floats such as 1.0 replaced with integers."""
     if isinstance(value, dict):
         return {key: _with_integers(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -249,7 +250,7 @@ _tokenizer: Any = None
 
 
 def prepare(name: str, tokenizer: str, stop_token: str | None, key_order: str) -> None:
-    """Create the implementation that later calls of `answer` use."""
+    """Create the implementation `name`, which later calls of `answer` use."""
     global _subject, _tokenizer
     _tokenizer, vocabulary = load_tokenizer(Path(tokenizer), stop_token)
     _subject = SUBJECTS[name](vocabulary, _tokenizer)
@@ -263,5 +264,5 @@ def _encode(text: str) -> list[int]:
 
 
 def answer(row: dict[str, Any]) -> dict[str, Any]:
-    """Evaluate a schema with the prepared implementation."""
+    """Return the result of `evaluate_schema` with the implementation that `prepare` created."""
     return evaluate_schema(_subject, row, _encode)

@@ -7,8 +7,8 @@ The engine's scheduler runs rounds of `batch` requests on a device that needs no
 commits one token per request. The times therefore contain only work of the host that a GPU may have
 to wait for. They do not contain the launch of the graph.
 
-Each case is measured without cached pages and waiting requests, with only one of them, and with
-both. The prompts of the waiting requests begin with cached pages.
+Each case is measured four times: without and with cached pages, each without and with waiting
+requests. The prompts of the waiting requests begin with cached pages.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from graft.tools.console import program, table
 
 #: Measured cases. "full batch": a round without a free batch row. "too few pages": a round with a
 #: free batch row, but each waiting request needs more pages than are free, and none of its tokens
-#: are cached. "too few pages, cached prompts": the same, but most of its tokens are cached. "loop
-#: launch": a launch of a generation loop, which runs many rounds.
+#: are cached. "too few pages, cached prompts": the same, but most tokens of a waiting request are
+#: cached. "loop launch": a launch of a generation loop, which runs many rounds.
 CASES = ("full batch", "too few pages", "too few pages, cached prompts", "loop launch")
 _PAGE_SIZE = 16
 _PROMPT = 1024
 _SHARED = 512  # number of cached tokens of a waiting request's prompt
 _LONG_PROMPT = 1 << 16  # prompt length of a waiting request for which there are too few pages
 _MAX_CACHED = 1 << 16  # maximum number of cached tokens of a prompt
-#: In the case with cached prompts, a waiting prompt has this number of uncached tokens per running
-#: request, so that its pages are not available.
+#: In the case with cached prompts, the number of uncached tokens of a waiting prompt is this value
+#: times the number of running requests. More pages are then needed than are free.
 _FREE_PER_REQUEST = 640
 _MAX_LENGTH = 1 << 17
 _WARM_STEPS = 20
@@ -113,7 +113,7 @@ class HostRounds:
         is_cached = case.endswith("cached prompts")
         num_shared = min(_MAX_CACHED if is_cached else _SHARED, pages * _PAGE_SIZE)
         # In the cases "too few pages", the running requests use all cached pages except for those
-        # of the waiting requests' prompts. In the other cases, they use no cached page.
+        # that hold the waiting requests' prompts. In the other cases, all cached pages are idle.
         num_idle = pages
         if has_free_row:
             num_idle = num_shared // _PAGE_SIZE if is_cached else 0
@@ -181,7 +181,7 @@ class HostRounds:
             )
 
     def _fill_cache(self, prefixes: PrefixCache, pages: int, num_shared: int) -> None:
-        """Cache idle pages, first those of the waiting requests' common prefix."""
+        """Fill the prefix cache with idle pages, first with the waiting requests' common prefix."""
         shared = prefixes.keys([1000] * (num_shared + 2))[:pages]
         others = [number.to_bytes(32, "little") for number in range(pages - len(shared))]
         if pages:
@@ -218,7 +218,7 @@ def _make_state(name: str, tokens: list[int]) -> RequestState:
 
 
 def measure(batch: int, pages: int, waiting: int, steps: int) -> list[Measurement]:
-    """Return the times of all cases without and with cached pages and waiting requests."""
+    """Measure each case without and with cached pages, and without and with waiting requests."""
     device = open_device()
     found = []
     for case in CASES:

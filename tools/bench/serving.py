@@ -10,8 +10,8 @@ Poisson process that does not wait for earlier responses (open loop).
 The latencies are the time to first token (TTFT) and the mean time per output token. A response is
 in time if both latencies are within their limits. Goodput is the number of complete responses in
 time, divided by the time during which requests were sent. If all responses are in time, goodput
-equals the rate at which the requests were sent. On the soft device, all times are times of a CPU
-and say nothing about a GPU.
+equals the rate at which the requests were sent. Times measured on the soft device are those of a
+CPU and say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def summarize(
     seconds: float,
     limits_s: tuple[float, float],
 ) -> dict[str, Any]:
-    """Return the results at one request rate. The latencies are those of complete responses.
+    """Return the results at one request rate. Only complete responses count for the latencies.
 
     `sending_s` and `seconds` are described in `send_all`. `limits_s` has the maximum TTFT and the
     maximum time per output token of a response that counts for goodput.

@@ -83,7 +83,7 @@ class Prompt(NamedTuple):
 
 
 class EngineSetup(NamedTuple):
-    """Command line options that an engine is created with."""
+    """Values of the command line options with which an engine is created."""
 
     drafter: str
     length: int | str  #: drafts per round, or "auto"
@@ -112,7 +112,8 @@ class Measurement:
     def run(self, engine: Engine, requests: Sequence[Request], batch: int) -> None:
         """Run requests, at most `batch` of them concurrently.
 
-        If a request is refused or fails, OptionError is raised, and nothing is added.
+        Add the outputs and rounds to this measurement. If a request is refused or fails, raise
+        OptionError and add nothing.
         """
         rounds: dict[str, list[RequestRound]] = {str(request.id): [] for request in requests}
         outputs: dict[str, Output] = {}
@@ -190,11 +191,11 @@ def _read_prompt_file(path: Path) -> list[Prompt]:
 
 
 def choose_drafter(name: str, demo_head: Path | None) -> DrafterChoice | None:
-    """Return the engine's drafter argument for a drafter of the command line.
+    """Return the value of `Engine`'s argument `drafter` for a drafter named on the command line.
 
     Forced drafts are an engine option, so the result for ``forced`` is None. `demo_head` is the
-    drafter folder of the demo model; it is None if the target is another model, for which the
-    drafters of the demo model are refused.
+    folder of one of the demo model's drafters. It is None if the target is another model; the demo
+    model's drafters are then refused.
     """
     first, plus, then = name.partition("+")
     if plus and first in LOOKUP_DRAFTERS:
@@ -223,9 +224,9 @@ def summarize(
 ) -> dict[str, Any]:
     """Summarize the measurement of a configuration: acceptance lengths, rates and speedup.
 
-    The baseline has the same requests without speculation. The request with id i has the prompt
-    whose number is i modulo the number of prompts; `kinds` has the kind of each prompt. A round
-    accepts at most `depth` drafts.
+    `baseline` is the measurement of the same requests without speculation. `kinds` has the kind of
+    each prompt. The request with id i has the prompt with index i modulo the number of prompts. A
+    round accepts at most `depth` drafts.
     """
     rounds_by_prompt: dict[int, list[RequestRound]] = {i: [] for i in range(len(kinds))}
     for output, rounds in zip(measurement.outputs, measurement.rounds, strict=True):
@@ -294,8 +295,8 @@ def _verify_modes(
 ) -> dict[str | None, str]:
     """Return the request option ``verify`` of each verification mode to measure, by its name.
 
-    Greedy requests are always verified greedily, and draft trees by coupled sampling, unless the
-    mode is "relaxed". Values of ``--verify`` that have the same effect are measured once.
+    Unless the mode is "relaxed", greedy requests are verified greedily, and draft trees by coupled
+    sampling. Values of ``--verify`` that have the same effect are therefore measured only once.
     """
     effective = None
     if temperature < GREEDY_TEMPERATURE:
@@ -318,9 +319,10 @@ def measure(
     prompts: Sequence[Prompt],
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
-    """Measure all configurations of an engine, in turn with the engine without speculation.
+    """Measure an engine at all temperatures, batch sizes and verification modes of the options.
 
-    `drafter` is the name of the drafter in the results.
+    Runs alternate with runs of `plain`, the engine without speculation. `drafter` is the name of
+    the drafter in the results.
     """
     resources = engine._resources
     tree = f"{resources.branch}x{resources.depth}" if resources.branch > 1 else None

@@ -35,8 +35,8 @@ class RequestRound(NamedTuple):
 def student_t_95(degrees: int) -> float:
     """Return the two-sided 95 % quantile of Student's t distribution.
 
-    The expansion is 26.7.5 of Abramowitz and Stegun. Its error is below 0.2 % for three or more
-    degrees of freedom.
+    The quantile is computed with expansion 26.7.5 of Abramowitz and Stegun, "Handbook of
+    Mathematical Functions". Its error is below 0.2 % for three or more degrees of freedom.
     """
     z = Z95
     terms = (
@@ -58,13 +58,14 @@ def estimate_ratio(samples: Sequence[tuple[float, float]]) -> dict[str, Any]:
     samples
         Pairs (numerator, denominator), one per independent sample. If a sample is a prompt, for
         example, the numerator is the sum of the values measured for the prompt, and the
-        denominator is the number of these values. Samples whose denominator is 0 are ignored.
+        denominator is their number. Samples whose denominator is 0 are ignored.
 
     Returns
     -------
     dict
         ``mean``, the limits ``low`` and ``high`` of the interval, and the number ``n`` of samples.
-        ``mean`` is None without samples, the limits with fewer than `MIN_SAMPLES` samples.
+        ``mean`` is None if there are no samples. The limits are None if there are fewer than
+        `MIN_SAMPLES` samples.
     """
     samples = [sample for sample in samples if sample[1]]
     n = len(samples)
@@ -106,10 +107,10 @@ def length_estimates(rounds_by_prompt: Mapping[int, Sequence[RequestRound]]) -> 
 
 
 def acceptance_by_depth(rounds: Sequence[RequestRound], depth: int) -> tuple[list[int], list[int]]:
-    """Count the rounds that verified, and that accepted, a draft at depths 1 to `depth`.
+    """For each depth from 1 to `depth`, count the rounds that verified and that accepted a draft.
 
-    Verification of a round stops at the first rejected draft. Deeper drafts of the round are not
-    counted as verified.
+    Verification stops at the first rejected draft of a round. Deeper drafts of the round are not
+    counted as verified. Return both lists of counts.
     """
     tested = [0] * depth
     accepted = [0] * depth

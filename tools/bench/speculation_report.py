@@ -74,8 +74,8 @@ def _configuration_table(configurations: list[dict[str, Any]]) -> str:
 def _kind_table(results: dict[str, Any]) -> str:
     """Return a table of acceptance lengths by kind of prompt.
 
-    Only configurations with the longest drafts or automatic draft length are shown, and of these
-    only the ones with the first temperature and the first batch size.
+    The table shows only configurations with the longest drafts or automatic draft length, at the
+    first temperature and the first batch size of the command line.
     """
     configurations = results["configurations"]
     first = configurations[0]
@@ -151,7 +151,7 @@ def tables(results: dict[str, Any]) -> str:
 
 
 def charts(results: dict[str, Any]) -> list[Chart]:
-    """Return the charts of the first temperature and the first verification mode."""
+    """Return the charts, which show the first temperature and the first verification mode."""
     configurations = results["configurations"]
     max_batch = max(one["batch"] for one in configurations)
     shown: dict[tuple[Any, ...], dict[str, Any]] = {}

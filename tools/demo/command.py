@@ -31,7 +31,7 @@ from graft.tools.output_check import is_valid
 DRAFT_LENGTH = 3
 MAX_TOKENS = 128
 MAX_LENGTH = 1024
-#: Name of the check that is independent of the grammar backend, by kind of grammar.
+#: Maps kinds of grammars to the name of the check that does not depend on the grammar backend.
 CHECKERS = {"json_schema": "jsonschema", "regex": "re", "choice": "comparison"}
 #: Two times that differ by less than this fraction are reported as equal.
 TIME_TOLERANCE = 0.05
@@ -75,7 +75,8 @@ def run_configuration(
         prefix_cache_bytes=0,  # the warm-up must not cache the prompts
         timeline=True,
     ) as engine:
-        # The warm-up compiles kernels and grammars, so that the measured time does not include it.
+        # The warm-up compiles kernels and grammars, so that the measured time does not include
+        # their compilation.
         engine.generate([replace(request, max_tokens=1) for request in requests])
         engine.reset_stats()
         started = time.perf_counter()
@@ -116,7 +117,10 @@ def print_outputs(prompts: Sequence[DemoPrompt], outputs: Sequence[Output]) -> b
 
 
 def print_statistics(configurations: Sequence[Configuration]) -> None:
-    """Print decoding statistics of each configuration, and the share of each part of a round."""
+    """Print decoding statistics of each configuration, and the time share of each part of a round.
+
+    The time shares are those of the first configuration.
+    """
     rows: list[tuple[object, ...]] = [
         (
             "",
@@ -157,7 +161,7 @@ def print_statistics(configurations: Sequence[Configuration]) -> None:
 
 
 def describe_speculation(speculative: Configuration, baseline: Configuration) -> str:
-    """Return a sentence that compares the rounds and the time with and without speculation."""
+    """Return a sentence that compares `speculative` with `baseline`, which has no speculation."""
     rounds = speculative.stats.row_rounds
     baseline_rounds = baseline.stats.row_rounds
     speedup = baseline.seconds / speculative.seconds

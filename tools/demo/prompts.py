@@ -22,7 +22,7 @@ class DemoPrompt:
 
 
 def demo_prompts(name: str = "demo_prompts") -> list[DemoPrompt]:
-    """Return the prompts in the JSON Lines file of this folder with this name."""
+    """Return the prompts in the file ``NAME.jsonl`` of this folder."""
     text = Path(__file__).with_name(f"{name}.jsonl").read_text(encoding="utf-8")
     prompts = []
     for line in text.split("\n")[:-1]:

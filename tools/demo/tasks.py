@@ -85,8 +85,8 @@ def make_word(rng: random.Random, syllables: int | None = None) -> str:
 def is_reserved(key: str) -> bool:
     """Return whether a key is unseen, that is, excluded from training.
 
-    The unseen keys are the keys in `UNSEEN`, and one in eight of the keys that are in neither
-    `SEEN` nor `UNSEEN`.
+    The keys in `UNSEEN` are unseen. Of the keys in neither `SEEN` nor `UNSEEN`, a checksum selects
+    one in eight as unseen.
     """
     if any(key in keys for keys in UNSEEN.values()):
         return True
@@ -174,7 +174,7 @@ def make_integer(rng: random.Random) -> int:
 
 
 def _join_words(rng: random.Random, parts: Sequence[str]) -> str:
-    """Join the parts of a list with commas, or with "and" before the last part."""
+    """Join the elements of a list as text, with commas or with "and" before the last one."""
     if not parts:
         return "none"
     if len(parts) > 1 and rng.random() < 0.4:
@@ -183,7 +183,7 @@ def _join_words(rng: random.Random, parts: Sequence[str]) -> str:
 
 
 def _scalar(rng: random.Random, kind: str) -> Scalar:
-    """Return a random value of a kind that is not an object."""
+    """Return a random value of a kind other than "object" and "objects"."""
     if kind in _SCALAR_MAKERS:
         return _SCALAR_MAKERS[kind](rng)
     text = make_string(rng, kind)
@@ -301,7 +301,7 @@ WEIGHTS = {
 def new_key(rng: random.Random, kind: str, unseen: bool, used: set[str]) -> str:
     """Return a random key that is not in `used`, and add the key to `used`.
 
-    The key is natural for values of this kind. An unseen key is one that training excludes.
+    The key is natural for values of this kind. With `unseen`, it is one that training excludes.
     """
     pools = UNSEEN if unseen else SEEN
     invented_share = 0.5 if unseen else 0.4
@@ -367,12 +367,12 @@ def _make_nested_field(rng: random.Random, kind: str, unseen: bool, key: str, la
 
 
 def _object_words(fields: Iterable[Field], joiner: str) -> str:
-    """Return a nested object as text."""
+    """Return a nested object as text. `joiner` is the text between a label and its value."""
     return ", ".join(_format_fields("{}" + joiner + "{}", fields))
 
 
 def _object_value(fields: Iterable[Field]) -> dict[str, Json]:
-    """Return the values of fields by key."""
+    """Return the JSON object that consists of the given fields."""
     return {field.key: field.value for field in fields}
 
 
@@ -388,7 +388,7 @@ def _resample_object(
 
 
 def _resample(rng: random.Random, kind: str, schema: Schema) -> tuple[Json, str]:
-    """Return a random value of a schema, and the value as text."""
+    """Return a random value that satisfies the schema of a `kind`, and the value as text."""
     while True:
         other, value, words = _scalar(rng, kind)
         if kind == "enum":
@@ -400,7 +400,7 @@ def _resample(rng: random.Random, kind: str, schema: Schema) -> tuple[Json, str]
 def _describe(rng: random.Random, fields: Sequence[Field]) -> str:
     """Return a text that contains the fields in random order, in one of six styles."""
     shuffled = rng.sample(fields, len(fields))
-    # Commas can separate the fields only if no value contains a comma or "and".
+    # Fields can be separated by commas only if no value contains a comma or "and", as lists do.
     is_plain = all("," not in field.words and " and " not in field.words for field in fields)
     style = rng.randrange(6)
     if style == 0:
@@ -446,8 +446,8 @@ def _make_fields(
 ) -> list[Field]:
     """Return `low` to `high` fields of random kinds.
 
-    After a field whose value is a list or an object, no further field is an object or a list of
-    objects; it becomes a noun instead.
+    At most one field has an object or a list of objects as its value, and only if no earlier value
+    is a list. Further fields of these kinds become nouns.
     """
     used: set[str] = set()
     weights = [WEIGHTS[kind] for kind in kinds]
@@ -464,8 +464,8 @@ def _make_fields(
 def record_task(rng: random.Random, unseen: bool = False) -> Task:
     """Return a task that asks for a record as JSON.
 
-    The text may describe a field that is not in the schema. Some fields of the schema are optional
-    and may be missing in the text.
+    The prompt may describe a field that is not in the schema. Some fields of the schema are
+    optional, and the prompt may omit them. With `unseen`, the keys are excluded from training.
     """
     fields = _make_fields(rng, unseen, 2, 6, tuple(WEIGHTS))
     wanted = list(fields)
@@ -493,7 +493,7 @@ def record_task(rng: random.Random, unseen: bool = False) -> Task:
 
 
 def regex_task(rng: random.Random, unseen: bool = False) -> Task:
-    """Return a task that asks for one value in a text. The grammar is a regular expression."""
+    """Return a task that asks for one value of a text, under a regular expression."""
     fields = _make_fields(rng, unseen, 1, 3, SCALARS)
     kind = rng.choice(("date", "code", "integer", "phone"))
     used = {field.key for field in fields}
@@ -570,8 +570,8 @@ def leaves(value: Json, path: str = "") -> dict[str, Json]:
 def score_fields(answer_text: str, task: Task) -> tuple[int, int, bool]:
     """Return the number of correct fields, the number of fields, and whether the answer is correct.
 
-    Each leaf of the correct answer is a field. If the generated answer is not JSON, it has no
-    correct fields. If the task has no schema, the whole answer is one field.
+    Each leaf of the correct answer counts as a field. If the generated answer is not JSON, none of
+    its fields is correct. If the task has no schema, the whole answer is one field.
     """
     if task.schema is None:
         correct = answer_text.strip() == task.answer
