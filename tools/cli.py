@@ -19,12 +19,12 @@ FAILED = 1
 INTERRUPTED = 130
 #: Exit status if the reader of the output has closed the pipe.
 BROKEN_PIPE = 141
-#: Subcommands that print their result on standard output.
+#: Subcommands that print their result on standard output, which must therefore be open.
 ANSWERING = ("generate", "demo", "doctor")
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose errors do not repeat long arguments in full."""
+    """An argument parser whose error messages shorten long arguments."""
 
     def error(self, message: str) -> NoReturn:
         """Print an error and exit with status 2."""
@@ -119,9 +119,9 @@ def _run(arguments: Sequence[str] | None, has_stdout: bool) -> int:
 
 
 def _is_first_rank(options: argparse.Namespace) -> bool:
-    """Join the group of parallel ranks, and return whether this process has rank 0.
+    """Join the group of tensor parallel ranks, and return whether this process has rank 0.
 
-    On any other rank, this function serves the engine of rank 0 until the run ends, and then
+    On any other rank, this function works for the engine of rank 0 until the run ends, and then
     returns False.
     """
     from graft.cudagraph.ranks.ranks import RankGroup

@@ -25,10 +25,10 @@ def print_refusal(error: Exception) -> int:
 
 
 class _Stream:
-    """Wraps a standard stream and handles its errors.
+    """Wraps a standard stream and handles errors that occur when it is written.
 
     After the first error, the stream is redirected to /dev/null. If the stream is `required`, the
-    error is also raised, with the `name` of the stream as its file name.
+    error is also raised. Its attribute `filename` is then the `name` of the stream.
     """
 
     def __init__(self, stream: Any, name: str, required: bool):
@@ -108,7 +108,7 @@ def standard_streams() -> Iterator[bool]:
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Exit through an exception on SIGTERM, so that temporary files are removed."""
+    """Raise SystemExit on SIGTERM, so that the program removes its temporary files."""
     is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if threading.current_thread() is not threading.main_thread() or not is_default:
         yield
@@ -143,7 +143,7 @@ def program(body: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
 
 
 def table(rows: Sequence[Sequence[object]], left: int = 1) -> str:
-    """Format rows as lines with aligned columns, of which the first `left` are left-aligned."""
+    """Format rows as lines of text. The first `left` columns are left-aligned, others right."""
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = []

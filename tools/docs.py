@@ -48,10 +48,10 @@ def find_modules(name: str) -> Iterator[ModuleType]:
 def prepare(module: ModuleType, submodules: Sequence[str]) -> None:
     """Change a module so that pdoc documents all of it.
 
-    pdoc lists the submodules that ``__all__`` contains. In graft's packages, ``__all__`` contains
-    classes and functions, so the names of the submodules are added. pdoc cannot evaluate the
-    annotations of named tuples, because the generated ``__new__`` method does not refer to the
-    module that defines the names in the annotations.
+    pdoc lists only submodules that ``__all__`` contains. In graft's packages, ``__all__`` contains
+    classes and functions, so this function adds the names of the submodules. It also makes the
+    annotations of named tuples readable: pdoc cannot evaluate them by itself, because the generated
+    ``__new__`` method does not refer to the module that defines the names in the annotations.
     """
     if submodules:
         vars(module)["__all__"] = [*getattr(module, "__all__", ()), *submodules]

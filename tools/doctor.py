@@ -131,7 +131,7 @@ def check_device() -> Finding:
 
 
 def check_transports() -> Finding:
-    """Test each transport (mechanism by which a CUDA graph calls host work) in a child process."""
+    """Test each transport (mechanism by which a CUDA graph runs host work) in a child process."""
     from graft.cudagraph.device import open_device
     from graft.cudagraph.host.transports import choose_transport, probe_transport
 
@@ -182,7 +182,7 @@ def check_nvrtc() -> Finding:
 
 
 def check_backend(name: str, requirement: str, fallback: str = "") -> Finding:
-    """Check that a grammar backend is installed, and that graft can use the installed version.
+    """Check that the grammar backend `name` is installed in a version that graft can use.
 
     The native library of the backend must have all methods and symbols that graft calls.
     `requirement` has the arguments of ``pip install`` that install the backend. `fallback` says
@@ -311,10 +311,10 @@ def run_watch(program: list[str], limit_s: int, as_json: bool) -> int:
 
 
 def read_watch_options(options: argparse.Namespace) -> list[str]:
-    """Return the program of --watch, and apply the options that precede it.
+    """Return the program that follows --watch, and apply the options that precede the program.
 
     argparse does not parse the arguments after --watch. Therefore, this function parses the options
-    --json and --limit if they occur between --watch and the program.
+    --json and --limit if they occur between --watch and the program, and stores them in `options`.
 
     Raise OptionError if the value of --limit is not a number.
     """
@@ -335,7 +335,7 @@ def read_watch_options(options: argparse.Namespace) -> list[str]:
 def run(options: argparse.Namespace) -> int:
     """Print the findings, and return 1 if a required component is missing.
 
-    With --watch, run a program instead, and return the exit status of `lock_order` that stands for
+    With --watch, run a program instead, and return the exit status that `lock_order` defines for
     the verdict on the program.
     """
     if options.watch is not None:

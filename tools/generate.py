@@ -381,8 +381,8 @@ def prepare_requests(
 ) -> tuple[list[PromptRow], list[Request]]:
     """Apply the chat template to the prompts, and create one request per sample.
 
-    Return one row per output, and the requests of the rows without a refusal. If the prompt of a
-    row cannot be processed, the row has a refusal.
+    Return one row per output, and the requests to submit, which are those of rows without a
+    refusal. If the prompt of a row cannot be processed, a refusal is added to the row.
     """
     expanded = []
     accepted: list[Request] = []
@@ -401,9 +401,9 @@ def prepare_requests(
 def print_outputs(
     rows: Sequence[PromptRow], outputs: Sequence[Output], report: dict[str, Any], streamed: bool
 ) -> None:
-    """Print the texts to stdout, and errors and statistics to stderr.
+    """Print the texts of the outputs to stdout, and errors and statistics to stderr.
 
-    Texts are omitted if they were streamed, because they have already been printed.
+    If `streamed`, the texts are omitted, because they have already been printed.
     """
     for row, output, entry in zip(rows, outputs, report["outputs"], strict=True):
         if not streamed and not output.error:

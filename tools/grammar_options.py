@@ -27,7 +27,7 @@ GRAMMAR_OPTIONS = {
     "assert_formats": ("schema",),
     "whitespace": ("schema", "json_object", "structural_tag"),
 }
-#: All keys of a row that concern its grammar. The last two apply to every grammar.
+#: All keys of a row that concern its grammar. "after" and "backend" apply to every grammar.
 GRAMMAR_KEYS = (*GRAMMARS, *GRAMMAR_OPTIONS, "after", "backend")
 BACKEND_CHOICES = ("auto", "xgrammar", "llguidance")
 BACKEND_METAVAR = "{auto,xgrammar,llguidance,MODULE:NAME}"
@@ -89,7 +89,7 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_kind_arguments(grammar: argparse._MutuallyExclusiveGroup) -> None:
-    """Declare one option for each key of `GRAMMARS`."""
+    """Declare one command line option for each key of `GRAMMARS`."""
     grammar.add_argument("--schema", type=Path, metavar="FILE", help="JSON schema")
     grammar.add_argument("--json-object", action="store_const", const=True, help="any JSON object")
     grammar.add_argument("--regex", metavar="R", help="regular expression for the whole output")
@@ -154,7 +154,7 @@ def _option_name(key: str) -> str:
 def make_grammar(
     fields: Mapping[str, Any], partial: bool, *, check: bool = True
 ) -> GrammarSpec | None:
-    """Return the grammar of a row; None if the row has no grammar.
+    """Create the grammar that a row defines; return None if the row has no grammar.
 
     Raise GrammarError or OptionError if the row has several grammars, or the grammar or an option
     is invalid.
@@ -162,7 +162,7 @@ def make_grammar(
     Parameters
     ----------
     fields
-        Values by keys of `GRAMMAR_KEYS`. A key that is not set is absent, or its value is None.
+        Values of the row for keys in `GRAMMAR_KEYS`. A value of None counts as absent.
     partial
         Whether to accept a schema with keywords that cannot be enforced.
     check
@@ -221,7 +221,7 @@ def _grammar_key(fields: Mapping[str, Any]) -> str | None:
 
 
 def _read_choices(value: object) -> list[str]:
-    """Return the alternatives of a choice. `value` is a list, or a string with commas."""
+    """Return the alternatives of a choice, given as a list or as a string with commas."""
     if isinstance(value, str):
         value = value.split(",")
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
@@ -230,7 +230,7 @@ def _read_choices(value: object) -> list[str]:
 
 
 def _read_structural_tag(value: object, check: bool, **options: Any) -> GrammarSpec:
-    """Return the grammar of a structural tag. `value` is an object, or JSON text of an object."""
+    """Return the grammar of a structural tag, given as an object or as the object's JSON text."""
     if isinstance(value, str):
         value = parse_json("structural tag", value)
     if not isinstance(value, dict):

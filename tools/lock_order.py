@@ -9,8 +9,8 @@ node requests another. There are two kinds of edges:
     device work.
 *Driver to GIL*
     A function that the driver calls, or a thread that the device waits for, requests the GIL. The
-    soft device detects the request at the moment when the interpreter locks the mutex of the GIL.
-    Therefore, a slow function that does not use Python is not recorded.
+    soft device detects the request when the interpreter locks the mutex of the GIL. A function that
+    is slow but does not use Python is therefore not recorded.
 
 If edges of both kinds exist for one resource, they form a cycle: two threads can wait for each
 other forever, even if that did not happen in the observed run. The environment variable
@@ -51,7 +51,7 @@ VERDICTS = {
 
 @dataclass
 class Edge:
-    """An edge of the lock-order graph: a thread held some resources and requested others."""
+    """An edge of the lock-order graph: a thread requested some resources while it held others."""
 
     pid: int  #: process id
     number: int  #: index of the edge among the edges of its process
@@ -60,7 +60,8 @@ class Edge:
     #: complete the work before the thread continues, and requests device work by waiting for it.
     holds: list[str]
     wants: list[str]
-    #: Name of the driver function that was called, or of the function that the driver called.
+    #: Name of the driver function that the thread called, or of the function that the driver called
+    #: on the thread.
     at: str
     #: Reason for which the driver call may wait; empty for an edge from driver to GIL.
     why: str = ""
@@ -87,9 +88,9 @@ class Report:
 
     @property
     def cycle(self) -> list[str]:
-        """Resources that form a cycle with the GIL.
+        """List of the resources that form a cycle with the GIL.
 
-        A resource is part of a cycle if, in one process, a thread that held the GIL requested the
+        A resource forms a cycle if, in one process, a thread that held the GIL requested the
         resource, and a thread that held the resource requested the GIL.
         """
         resources: set[str] = set()
@@ -106,7 +107,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The conclusion, as a key of `VERDICTS`."""
+        """Verdict on the program, a key of `VERDICTS`."""
         if self.hang:
             return "deadlock" if self.cycle else "hang"
         if self.cycle:

@@ -1,4 +1,4 @@
-"""Checks of outputs that are independent of the grammar backends."""
+"""Check whether an output satisfies its grammar, without the grammar backends."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ _SCALAR_OPTIONS = tuple(
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A request that was read from a row, or the reason why the row was refused."""
+    """A request that was read from a row of the file, or the reason why the row was refused."""
 
     #: The request. If the row was refused, only the id of the request is set.
     request: Request
@@ -58,11 +58,11 @@ class PromptRow:
     variables: dict[str, Any] = field(default_factory=dict)
 
     def is_valid(self, text: str) -> bool | None:
-        """Return whether an output satisfies the grammar of the row.
+        """Return whether the output `text` satisfies the grammar of the row.
 
         The check does not use the grammar backend. Return None if the output cannot be checked:
-        `output_check.is_valid` has no check for the kind of grammar, or the start of the part to
-        which the grammar applies is unknown.
+        either `output_check.is_valid` has no check for this kind of grammar, or the grammar applies
+        to a part of the output whose start is unknown.
         """
         grammar = self.request.grammar
         if grammar is not None and grammar.marker is not None:
@@ -170,7 +170,7 @@ def _check_grammar_options(
 
 
 def _check_id(row_id: object, lines: Mapping[str, int]) -> None:
-    """Check that the id of a row is None, or a string that no earlier row has as its id.
+    """Check that the id of a row is either None or a string that no earlier row has as its id.
 
     `lines` contains the line number of each earlier row, by id.
     """
@@ -217,7 +217,10 @@ def _read_rows(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def _request_fields(row: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request fields of a row. Missing fields have the values of the command line."""
+    """Return the request fields of a row. Missing fields get their values from the command line.
+
+    `defaults` has the values of the command line.
+    """
     fields = dict(defaults)
     fields |= {name: row[name] for name in REQUEST_FIELDS if name in row}
     bias = fields["logit_bias"]
@@ -266,7 +269,7 @@ def _template_fields(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_strict(tools: Any) -> Any:
-    """Remove ``strict`` from function definitions: it is about grammars, not about prompts."""
+    """Remove ``strict`` from function definitions: it concerns the grammar, not the prompt."""
     if isinstance(tools, list):
         return [_without_strict(tool) for tool in tools]
     if not isinstance(tools, dict):

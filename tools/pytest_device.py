@@ -22,7 +22,7 @@ import pytest
 
 Outcome = Literal["passed", "failed", "skipped"]
 
-#: Results of cuStreamQuery with which the context is not lost: success, not initialized,
+#: Results of cuStreamQuery that do not mean that the context is lost: success, not initialized,
 #: deinitialized, no device, no current or another context, and pending work.
 _USABLE = frozenset({0, 3, 4, 100, 201, 600})
 #: Time limit in seconds of a test that runs in a separate process.
@@ -89,7 +89,7 @@ class IsolatedTests:
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
-        """Record the test's id if it has left the device unusable."""
+        """Record the id of the test if the test has left the device unusable."""
         if not self.faulting and device_has_faulted():
             self.faulting = item.nodeid
 
@@ -106,7 +106,7 @@ class IsolatedTests:
 def run_in_child(item: pytest.Item) -> tuple[Outcome, str]:
     """Run a test with pytest in a new process.
 
-    Return the outcome, and the reason for skipping or the output of the child.
+    Return the outcome, and a text: why the test was skipped, or the output of the child process.
     """
     with tempfile.TemporaryDirectory(prefix="graft-pytest-") as folder:
         path = Path(folder) / "report.xml"

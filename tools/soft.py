@@ -65,8 +65,8 @@ def soft_environment(
     racecheck
         Whether races in shared and global memory are detected when PTX runs.
     seed
-        Value of ``SOFTCUDA_PTX_SEED``, with which warps of PTX kernels run in a random order; None
-        leaves the variable unchanged.
+        Value of ``SOFTCUDA_PTX_SEED``. If the variable is set, warps of PTX kernels run in a random
+        order that the seed determines. None leaves the variable unchanged.
     report
         File to which faults are appended as lines of JSON, or "".
     """
