@@ -63,8 +63,8 @@ class Marker {
     bool found;
     int32_t state;
   };
-  // Returns the step of the scanner from `state` for a token id in [0, vocab_size) that is not a
-  // stop id.
+  // Returns how the scanner moves from `state` when it reads a token. The token id must be less
+  // than the vocabulary size and must not be a stop id.
   Step step(int32_t state, int32_t token) const noexcept;
   // Returns the bitmask of the legal ids in `state`, including the stop ids. Returns null if all
   // ids are legal.

@@ -53,7 +53,7 @@ struct ErrorText {
 // There is one object per grammar, used by all threads that serve its matchers.
 class OrderTiming {
  public:
-  static constexpr int kProof = 32;  // orders within the budget until a grammar is trusted
+  static constexpr int kProof = 32;  // work orders within the budget until a grammar is trusted
 
   bool trusted() const { return in_time_.load(std::memory_order_relaxed) >= kProof; }
   void note(bool in_time) {

@@ -219,8 +219,8 @@ bool OrderServer::step_to(SlotWork& work, int j) const noexcept {
   return (work.closed & bit(j)) == 0;
 }
 
-// Accepts forced tokens as drafts one after the other and fills their rows. The row after draft K
-// is not filled here but by the open step of the next replay.
+// Accepts forced tokens as drafts one after the other and fills the mask rows after them. The row
+// after draft K is not filled here but by the open step of the next replay.
 void OrderServer::follow_forced(SlotWork& work) const noexcept {
   for (int j = 1; j < exchange_.drafts() && is_filled(work, j - 1); ++j) {
     const int32_t token = work.rows.forced[at(j - 1)];
@@ -229,8 +229,8 @@ void OrderServer::follow_forced(SlotWork& work) const noexcept {
   }
 }
 
-// Accepts the first legal candidate for draft j. If no candidate is legal, fills row j - 1, and the
-// device then samples draft j under this row.
+// Accepts the first legal candidate for draft j. If no candidate is legal, fills mask row j - 1,
+// under which the device then samples draft j.
 void OrderServer::probe_chain(SlotWork& work) const noexcept {
   const Order& order = work.order;
   if (!move_to(work, order.j - 1)) return;
@@ -433,8 +433,8 @@ void OrderServer::fail(SlotWork& work) const noexcept {
   set_row(work, 0, ROW_ERROR);
 }
 
-// Invalidates all rows. Row 0 of a failed slot keeps ROW_ERROR, because the error is independent of
-// the tokens.
+// Invalidates all mask rows of the slot. Row 0 of a failed slot keeps ROW_ERROR, because the error
+// is independent of the tokens.
 void OrderServer::invalidate_rows(SlotWork& work) const noexcept {
   const bool failed = work.ended && work.rows.state[0].load(std::memory_order_relaxed) == ROW_ERROR;
   for (auto& row : work.rows.state) row.store(ROW_NOT_READY, std::memory_order_relaxed);

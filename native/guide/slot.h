@@ -3,8 +3,9 @@
 // Node 0 is the last committed token, nodes 1 .. K are the drafts. They form a tree in which the
 // parent of a node has a smaller number. Mask row j constrains the token after node j.
 //
-// An order is the work that a grammar step has for one slot. The members of a slot are grouped by
-// the thread that owns them: the thread that runs the steps, or the thread that serves the order.
+// A work order (`Order`) is the work that a grammar step has for one slot. The members of a slot
+// are grouped by the thread that owns them: the thread that runs the steps, or the thread that
+// serves the work order.
 #pragma once
 
 #include <array>
@@ -51,7 +52,7 @@ struct Exchange {
   }
 };
 
-// Names of the counters of the worker and of the threads that serve its orders.
+// Names of the counters of the worker and of the threads that serve its work orders.
 // clang-format off
 #define GRAFT_GUIDE_COUNTS(COUNT)                                                            \
   COUNT(replays) COUNT(missing_snapshots) COUNT(joins) COUNT(fills) COUNT(accepts)           \
@@ -119,8 +120,8 @@ enum class Task : int32_t {
   kProbeLattice,  // find legal drafts among the candidates of all levels
 };
 
-// Work of a slot in one step. An order has copies of all inputs, because the device may overwrite
-// the inputs while the order is served.
+// Work order: the work of a slot in one grammar step. It contains copies of all inputs, because the
+// device may overwrite the inputs while a thread serves the order.
 //
 // `j` is the number of the draft or of the tree level that the step works on. For a lattice probe,
 // it is the maximum number of drafts. The tree of the drafts has `drafts` nodes in addition to node
@@ -151,7 +152,7 @@ struct Assignment {
   int64_t committed_replay = 0;  // last replay whose commit record was read
   int64_t drafted_replay = 0;    // replay whose drafts follow the last committed token; 0: none
   Commit pending;                // commit that arrived while the slot was busy
-  bool outdated = false;         // whether the order being served was written before `pending`
+  bool outdated = false;         // whether the work order being served was written before `pending`
   std::vector<int32_t> stamped;  // state of each mask row in the device's stamps
 };
 
@@ -172,7 +173,7 @@ struct Probed {
 
 // Processor time and memory that the matcher of a request uses.
 struct Usage {
-  // The slot fails when the processor-time clock of the thread that serves the order reaches
+  // The slot fails when the processor-time clock of the thread that serves its work order reaches
   // `cpu_limit` ns; 0 means no limit. As long as monotonic_ns() is below `time_limit`, the order
   // cannot have used up its processor time, so the processor-time clock need not be read.
   int64_t cpu_limit = 0;
@@ -197,8 +198,8 @@ struct SlotWork {
   int accepted = 0;
   bool terminated = false;
   uint64_t closed = 0;
-  // A slot that has ended gets no more orders, because its text is complete, is a dead end, or has
-  // failed with `error`.
+  // A slot that has ended gets no more work orders, because its text is complete, is a dead end, or
+  // has failed with `error`.
   bool ended = false;
   ErrorText error;
   Rows rows;
@@ -216,13 +217,14 @@ struct Slot {
   SlotWork work;
   // Transfers the ownership of `work`, see invariant 7 of worker.h.
   std::atomic<bool> busy{false};
-  // Processor-time clock of the thread that serves the order, and its time when the thread began
-  // the order; -1 if no thread has begun it. The thread stores `cpu_start` after `clock`.
+  // Processor-time clock of the thread that serves the work order, and its time when the thread
+  // began the order; -1 if no thread has begun it. The thread stores `cpu_start` after `clock`.
   int32_t clock = 0;
   std::atomic<int64_t> cpu_start{-1};
 };
 
-// Serves orders. The class has no mutable state, so threads may serve different slots concurrently.
+// Serves work orders. The class has no mutable state, so threads may serve different slots
+// concurrently.
 class OrderServer {
  public:
   // `forced` finds forced tokens; null if forced tokens are not drafted. With `follow_forced`,
@@ -233,8 +235,8 @@ class OrderServer {
 
   void serve(SlotWork& work) const noexcept;
   void fail(SlotWork& work) const noexcept;
-  // Fails the slot if its order has reached the limit of processor time. Returns whether the thread
-  // may continue to serve the order. Call this function on the thread that serves the order.
+  // Fails the slot if its work order has reached the limit of processor time. Returns whether the
+  // thread may continue to serve the order. Call this function on the thread that serves the order.
   bool check_time(SlotWork& work) const noexcept;
   void invalidate_rows(SlotWork& work) const noexcept;
 

@@ -102,7 +102,8 @@ void Worker::retire(int64_t replay) {
   if (entry != nullptr) entry->replay.store(0, std::memory_order_release);
 }
 
-// Returns the snapshot of a replay, or a free one if `replay` is 0; null if there is none.
+// Returns the snapshot (the published requests) of a replay, or a free snapshot if `replay` is 0;
+// null if there is none.
 Snapshot* Worker::find_snapshot(int64_t replay) noexcept {
   for (Snapshot& entry : snapshots_) {
     if (entry.replay.load(std::memory_order_acquire) == replay) return &entry;
@@ -209,7 +210,7 @@ void Worker::step(const StepRecord& record) noexcept {
   }
 }
 
-// Writes the slot's order for this step. Returns whether there is work to do.
+// Writes the slot's work order for this step. Returns whether there is work to do.
 bool Worker::write_order(Slot& slot, const StepRecord& record) noexcept {
   Order& order = slot.work.order;
   slot.work.probed.answered = false;
@@ -231,7 +232,8 @@ bool Worker::write_order(Slot& slot, const StepRecord& record) noexcept {
   return !slot.work.ended && (order.task != Task::kNone || order.commit.given);
 }
 
-// Copies the inputs of a draft step into the order and returns its task; kNone if there is no work.
+// Copies the inputs of a draft step into the slot's work order and returns the task; kNone if there
+// is no work.
 Task Worker::draft_task(Slot& slot) noexcept {
   read_drafts(slot, replay_);
   if (slot.assignment.drafted_replay != replay_ && slot.work.matcher != nullptr) return Task::kNone;
@@ -251,7 +253,7 @@ Task Worker::draft_task(Slot& slot) noexcept {
   }
 }
 
-// Serves the orders of this step: on pool threads, or on this thread if uses_pool() is false.
+// Serves the work orders of this step: on pool threads, or on this thread if uses_pool() is false.
 void Worker::serve() noexcept {
   const auto pooled_end = std::partition(ordered_.begin(), ordered_.end(), [&](int index) {
     return uses_pool(slots_[at(index)].work);
@@ -301,8 +303,8 @@ bool Worker::uses_pool(const SlotWork& work) const noexcept {
   return timing == nullptr || !timing->trusted();
 }
 
-// Serves an order on this thread, records whether it was in time, and enforces the limits of time
-// and memory.
+// Serves a work order on this thread, records whether it was in time, and enforces the limits of
+// time and memory.
 void Worker::serve_timed(SlotWork& work) noexcept {
   work.usage.cpu_limit = 0;
   if (budget_.ns == 0 || budget_.clock != nullptr || work.matcher == nullptr) {
@@ -310,7 +312,7 @@ void Worker::serve_timed(SlotWork& work) noexcept {
     return;
   }
   OrderTiming* timing = timing_of(work);
-  // An order of a trusted grammar is fast and needs no measurement of memory.
+  // Work orders of a trusted grammar (OrderTiming) are fast, and their memory is not measured.
   const bool measured = timing == nullptr || !timing->trusted();
   const Memory before = measured ? memory_of_thread(statm_) : Memory();
   const int64_t start = monotonic_ns();
@@ -335,8 +337,8 @@ void Worker::serve_timed(SlotWork& work) noexcept {
   server_.fail(work);
 }
 
-// Returns whether the pool thread that serves the slot's order has used more processor time for it
-// than the budget allows.
+// Returns whether the pool thread that serves the slot's work order has used more processor time
+// for it than the budget allows.
 bool Worker::over_budget(const Slot& slot, int64_t budget_ns) const noexcept {
   const int64_t start = slot.cpu_start.load(std::memory_order_acquire);
   return start >= 0 && clock_ns(slot.clock) - start >= budget_ns;
@@ -386,9 +388,9 @@ void Worker::read_commit(Slot& slot, bool idle, int64_t latest) noexcept {
   const int32_t count = committed->count;
   const bool is_valid = replay <= latest;
   if (idle && slot.work.ended) {
-    // The order failed after the device had used the rows that were stamped before. Stamp the error
-    // again at the position that the device has reached, because the device ignores rows of other
-    // positions.
+    // The work order failed after the device had used the rows that were stamped before. Stamp the
+    // error again at the position that the device has reached, because the device ignores rows of
+    // other positions.
     if (assignment.stamped[0] == ROW_ERROR && is_valid && count > 0) {
       assignment.committed_replay = replay;
       assignment.position += count;
@@ -416,8 +418,8 @@ void Worker::read_commit(Slot& slot, bool idle, int64_t latest) noexcept {
   std::copy_n(Exchange::ids(committed), count, assignment.pending.tokens.begin());
 }
 
-// Copies the drafts of a replay into the order, provided that these drafts continue the tokens that
-// the slot's matcher has accepted.
+// Copies the drafts of a replay into the slot's work order, provided that these drafts continue the
+// tokens that the slot's matcher has accepted.
 void Worker::read_drafts(Slot& slot, int64_t replay) noexcept {
   Drafted* drafted = exchange_.drafted(slot.work.index);
   Order& order = slot.work.order;
@@ -445,7 +447,7 @@ void Worker::read_drafts(Slot& slot, int64_t replay) noexcept {
   std::copy_n(Exchange::ids(drafted), count, order.draft.begin());
 }
 
-// Copies the candidates of this replay into the order. Returns false if there are none.
+// Copies the candidates of this replay into the slot's work order. Returns false if there are none.
 bool Worker::read_candidates(SlotWork& work) noexcept {
   Candidates* record = exchange_.candidates(work.index);
   Order& order = work.order;
@@ -471,8 +473,8 @@ bool Worker::read_candidates(SlotWork& work) noexcept {
   return true;
 }
 
-// Takes over the result of an order that has been served: adds the order's counts to the worker's
-// counters and stamps the rows that the order has filled.
+// Takes over the result of a work order that has been served: adds the order's counts to the
+// worker's counters and stamps the mask rows that the order has filled.
 void Worker::collect_result(Slot& slot) noexcept {
   for (int i = 0; i < count::kinds; ++i) {
     if (slot.work.tally[at(i)] == 0) continue;
@@ -492,7 +494,7 @@ void Worker::count_open(const Slot& slot, const Request& request) noexcept {
   if (slot.busy.load() && !ready) counters_.of[count::budget_stalls].add();
 }
 
-// Stamps the rows whose state has changed.
+// Stamps those mask rows of the slot whose state has changed.
 void Worker::stamp_rows(Slot& slot) noexcept {
   for (int j = 0; j < exchange_.layout.rows; ++j) {
     const int32_t state = slot.work.rows.state[at(j)].load(std::memory_order_acquire);

@@ -24,12 +24,12 @@
 // 5. An internal error fails one slot (ROW_ERROR) and does not affect others.
 // 6. The matcher is always at one node of the draft tree (slot.h): it has accepted the tokens on
 //    the path to this node. Before tokens are committed, the matcher is rolled back to node 0.
-// 7. The work of a slot in a step is one order, served by one thread at a time. The flag `busy`
-//    transfers the ownership of Slot::work: it is set before the order is posted and cleared with
-//    release order after the last access. With one thread and no budget, the step serves all orders
-//    itself. With a budget, it serves the orders of trusted grammars (OrderTiming). If a replay has
-//    only one request, waiting for its order delays no other request, so the step waits longer for
-//    this order (kSlowFactor).
+// 7. The work of a slot in a step is one work order (`Order` in slot.h), served by one thread at a
+//    time. The flag `busy` transfers the ownership of Slot::work: it is set before the order is
+//    posted and cleared with release order after the last access. With one thread and no budget,
+//    the step serves all orders itself. With a budget, it serves the orders of trusted grammars
+//    (OrderTiming). If a replay has only one request, waiting for its order delays no other
+//    request, so the step waits longer for this order (kSlowFactor).
 // 8. A slot that is busy when the budget ends is late. The budget limits processor time, so waiting
 //    for a processor makes no slot late. The finished mask rows of the slot are stamped. Its other
 //    rows are not ready, so the slot is left out of the round or its round ends at its last ready
@@ -158,7 +158,7 @@ struct StepRecord {
 
 class Worker {
  public:
-  // An order is slow if its processor time exceeds both kSlowFactor times the budget and
+  // A work order is slow if its processor time exceeds both kSlowFactor times the budget and
   // kMinSlowNs. If a replay has only one request, the step waits for its order until the order is
   // slow.
   static constexpr int64_t kSlowFactor = 20;
@@ -169,7 +169,7 @@ class Worker {
   // Maximum time that a step waits for threads that get no processor time, as a multiple of the
   // budget.
   static constexpr int64_t kPatience = 200;
-  // Number of bytes by which late orders of a request may increase the resident memory.
+  // Number of bytes by which late work orders of a request may increase the resident memory.
   static constexpr int64_t kMaxMemory = int64_t{256} << 20;
 
   // `threads` is the number of threads that serve the slots of a step. If there is no budget, this
@@ -234,7 +234,7 @@ class Worker {
   const Snapshot* current_ = nullptr;
   int64_t replay_ = 0;               // current replay
   std::vector<StepRecord> records_;  // open, commit, draft 1 .. K
-  std::vector<int> ordered_;         // slots with an order in this step
+  std::vector<int> ordered_;         // slots with a work order in this step
   Counters counters_;
   Timeline timeline_;
   const int threads_;
