@@ -82,7 +82,7 @@ class Fields:
         return Fields(value, f"{self.where}: {name}")
 
     def integer(self, name: str, *, low: int, high: int, default: Any = _REQUIRED) -> int:
-        """Return an integer from `low` to `high`."""
+        """Return the field `name`, which must be an integer from `low` to `high`."""
         value = self._value(name, default)
         if not _is_integer(value):
             raise self._error(name, value, "an integer")
@@ -93,7 +93,7 @@ class Fields:
     def number(
         self, name: str, *, low: float = 0.0, high: float = 1e12, default: Any = _REQUIRED
     ) -> float:
-        """Return a number from `low` to `high`."""
+        """Return the field `name`, which must be a number from `low` to `high`."""
         value = self._value(name, default)
         if not _is_integer(value) and not isinstance(value, float):
             raise self._error(name, value, "a number")
@@ -102,14 +102,14 @@ class Fields:
         return float(value)
 
     def boolean(self, name: str, *, default: Any = _REQUIRED) -> bool:
-        """Return a boolean."""
+        """Return the field `name`, which must be a boolean."""
         value = self._value(name, default)
         if not isinstance(value, bool):
             raise self._error(name, value, "true or false")
         return value
 
     def integers(self, name: str) -> tuple[int, ...] | None:
-        """Return a list of integers as a tuple, or None if the field is absent.
+        """Return the field `name`, a list of integers, as a tuple; None if it is absent.
 
         A single integer counts as a list with one element.
         """
@@ -123,7 +123,7 @@ class Fields:
         return tuple(items)
 
     def numbers(self, name: str, *, low: float = 0.0, high: float = 1e12) -> tuple[float, ...]:
-        """Return a list of numbers from `low` to `high` as a tuple."""
+        """Return the field `name`, a list of numbers from `low` to `high`, as a tuple."""
         values = self._value(name, _REQUIRED)
         if not isinstance(values, list):
             raise self._error(name, values, "a list of numbers")

@@ -1,6 +1,6 @@
 """DSpark (arXiv 2607.05147), a block drafter with a Markov head.
 
-The Markov head adds logits that depend on the previous draft to the logits of each level.
+To the logits of each level, the Markov head adds logits that depend on the previous draft.
 """
 
 from __future__ import annotations

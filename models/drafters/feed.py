@@ -140,7 +140,7 @@ class Feed:
         self.features = None if features is None else features[:count]
 
     def committed(self, lane: Lane, shift: int = 0) -> Rows:
-        """Add a kernel that lays out the tokens that this round committed as rows [R].
+        """Add a kernel that lays out as rows [R] the tokens that this round committed.
 
         Token i of a request is at position ``old_n + shift + i``, where ``old_n`` is the length of
         the request before the commit. A shift of 1 gives each token its own position. A shift of 0

@@ -345,7 +345,8 @@ class Migrator:
         self._copy_pages = device.load(_KERNELS)["copy_pages"]
 
     def pack(self, state: RequestState, verify: str) -> MigratedRequest:
-        """Copy the pages that the prefix cache has for a request, and return both for migration.
+        """Return a request for migration, with copies of the pages that the prefix cache has for
+        it.
 
         This method waits until the copies are complete.
 

@@ -332,7 +332,8 @@ class SlotManager:
         """Enqueue prefill chunks and start the requests whose prompts are enqueued completely.
 
         Prompts are prefilled in the order of joining. If any request has a slot, at least one
-        request is running afterwards. The caller must launch a replay next (invariant 2).
+        request is running afterwards. The caller must launch a replay next (invariant 2 of this
+        module).
 
         Parameters
         ----------

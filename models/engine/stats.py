@@ -128,7 +128,9 @@ class EngineStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean number of accepted drafts plus bonus token, over the row rounds with drafts."""
+        """Mean number of tokens (accepted drafts and bonus token) per row round that verified
+        drafts.
+        """
         return _ratio(self.speculated_tokens, self.speculated_rounds)
 
     @property
