@@ -1,4 +1,4 @@
-"""Token bitmasks applied to logits."""
+"""Application of token bitmasks to logits."""
 
 from __future__ import annotations
 

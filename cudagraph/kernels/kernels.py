@@ -34,7 +34,7 @@ NOT_FOUND = 500
 #: Bytes of dynamic shared memory that a kernel may use unless `Kernel.allow_shared` raises its
 #: limit.
 DEFAULT_SHARED_LIMIT = 48 * 1024
-#: Error messages show the size of integers with more bits instead of their value.
+#: If an integer has more bits than this, error messages show its size instead of its value.
 MAX_PRINTED_BITS = 128
 _POINTER_TYPES = (DeviceArray, PinnedArray, PinnedField)
 _ADDRESS = struct.Struct("<Q")

@@ -297,8 +297,8 @@ class AllGather(ABC):
     """Interface of all-gathers of at most `max_elements` float32 elements per rank.
 
     All ranks of the group take part in every all-gather. `forward_limit_s` is the maximum time of a
-    forward pass that contains the all-gathers. None means no limit, because each all-gather ends at
-    the deadline of the group.
+    forward pass that contains the all-gathers. None means that no limit is needed, because each
+    all-gather ends at the deadline of the group.
     """
 
     forward_limit_s: float | None = None

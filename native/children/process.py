@@ -46,7 +46,7 @@ _START_TIMEOUT_S = 120.0
 # A process is killed if its resident memory exceeds this size after a call. Otherwise, the idle
 # process would keep the memory, because the C library returns little of it to the system.
 _MAX_RESIDENT_BYTES = 1 << 29
-# Maximum time that a process may be stopped during a call, in seconds.
+# Maximum time that a signal may stop a process during a call, in seconds.
 _MAX_STOPPED_S = 0.5
 # Maximum time that sending a part of a call, or receiving a part of a reply, may block, in seconds.
 # An idle process waits for data, and a process that has begun a reply sends the rest at once, so

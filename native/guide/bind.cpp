@@ -18,7 +18,7 @@ namespace nb = nanobind;
 namespace graft::guide {
 namespace {
 
-// slot, epoch, position, matcher or None
+// A request as Python passes it: slot, epoch, position, matcher or None.
 using RequestTuple = std::tuple<int32_t, int32_t, int32_t, NativeMatcher*>;
 
 Exchange exchange_of(uintptr_t address, const nb::bytes& layout, int vocab_size) {

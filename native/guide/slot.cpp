@@ -253,8 +253,8 @@ void OrderServer::probe_chain(SlotWork& work) const noexcept {
 }
 
 // Finds the legal candidates of each node of level j, up to `branch` per node. While the tree
-// grows, its nodes have other numbers than the final drafts. `closed`, which refers to these
-// numbers, is therefore reset at the end.
+// grows, its nodes have other numbers than the final drafts. `closed` refers to the numbers of
+// these nodes and is therefore reset at the end.
 void OrderServer::probe_tree(SlotWork& work) const noexcept {
   const Order& order = work.order;
   const int branch = exchange_.layout.branch;

@@ -72,7 +72,7 @@ struct Request {
 };
 
 // Requests of one replay. The host publishes them before it launches the replay. `previous` is the
-// last replay before it whose graph has grammar steps.
+// last earlier replay whose graph has grammar steps.
 struct Snapshot {
   std::atomic<int64_t> replay{0};  // 0: empty; replays count from 1
   int64_t previous = 0;

@@ -17,8 +17,9 @@ class EagerRecord final : public HostRecord {
  public:
   using HostRecord::HostRecord;
   // Enqueues the record on a stream. The record frees itself, even if enqueueing fails. The caller
-  // must not hold the GIL. With `spin` the driver's thread spins until the work may run, which
-  // needs cuLaunchHostFunc_v2 of CUDA 13.2; without it CUDA_ERROR_NOT_SUPPORTED is returned.
+  // must not hold the GIL. With `spin` the driver's thread spins until the work may run. If the
+  // driver lacks cuLaunchHostFunc_v2 (CUDA 13.2), a launch with `spin` returns
+  // CUDA_ERROR_NOT_SUPPORTED.
   Result launch(std::uint64_t stream, bool spin);
 
  private:

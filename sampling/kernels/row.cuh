@@ -575,7 +575,7 @@ __device__ __forceinline__ u64 draw_packed(const Slice& own, const int* map, con
   return block_reduce(packed, scratch, Max());
 }
 
-// Unpacks the column of draw_packed; -1 if no weight is positive.
+// Returns the column from a result of draw_packed; -1 if no weight is positive.
 __device__ __forceinline__ int drawn(u64 packed) {
   return packed == 0 ? -1 : static_cast<int>(0xffffffffu - static_cast<u32>(packed));
 }
