@@ -345,8 +345,7 @@ class Migrator:
         self._copy_pages = device.load(_KERNELS)["copy_pages"]
 
     def pack(self, state: RequestState, verify: str) -> MigratedRequest:
-        """Return a request for migration, with copies of the pages that the prefix cache has for
-        it.
+        """Return a request for migration, with copies of its pages in the prefix cache.
 
         This method waits until the copies are complete.
 

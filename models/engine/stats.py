@@ -128,9 +128,7 @@ class EngineStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean number of tokens (accepted drafts and bonus token) per row round that verified
-        drafts.
-        """
+        """Mean number of tokens, accepted drafts plus bonus token, per row round with drafts."""
         return _ratio(self.speculated_tokens, self.speculated_rounds)
 
     @property

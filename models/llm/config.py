@@ -288,7 +288,7 @@ class DFlashConfig(LlamaConfig):
     markov_rank: int  # rank of the Markov head (DSpark); 0 for none
     input_embedding_scale: float = 1.0  # factor of the input embeddings
     output_multiplier: float = 1.0  # factor of the logits
-    # Cap c: a logit is replaced by c * tanh(logit / c). 0 means no cap.
+    # Cap c: a logit is replaced with c * tanh(logit / c). 0 means no cap.
     final_logit_softcapping: float = 0.0
     conv_kernel_size: int = 0  # number of rows that a convolution spans (DFlash2); 0 for none
     conv_group_size: int = 0  # number of adjacent columns that share a dynamic kernel
