@@ -100,8 +100,7 @@ class _Replays:
 
 
 class HostRounds:
-    """Scheduler and slot manager of an engine, set up for one of `CASES`, and running requests.
-
+    """Scheduler and slot manager of an engine, set up with running requests for one of `CASES`.
     `batch` is the number of running requests, `pages` the number of cached pages, and `waiting` the
     number of waiting requests.
     """

@@ -365,7 +365,7 @@ def _setups(options: argparse.Namespace) -> Iterator[EngineSetup]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure all configurations and return the content of ``speculation.json``.
+    """Measure all configurations and return the content of the file that ``--json`` names.
 
     Combinations of options that an engine refuses are listed under the key ``refused`` with the
     engine's error message.

@@ -48,7 +48,7 @@ def acceptance_rates(configuration: dict[str, Any]) -> list[float]:
 
 
 def _configuration_table(configurations: list[dict[str, Any]]) -> str:
-    """Return the main table, one line per configuration."""
+    """Return the table of results, one line per configuration."""
     heading = "acceptance|by depth|tokens/round|tokens/s|speedup|tokens/s per request|same"
     rows = [["", "verify", "T", "batch", *heading.split("|")]]
     for one in configurations:

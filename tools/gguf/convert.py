@@ -179,7 +179,7 @@ class GgufFile:
         return default
 
     def key(self, key: str) -> str:
-        """Return the name of a metadata value of the architecture, such as ``llama.<key>``."""
+        """Return a metadata key with the name of the architecture before it: ``llama.<key>``."""
         return f"{self._prefix}.{key}"
 
     def get_size(self, key: str, default: int | None = None) -> int:

@@ -83,7 +83,8 @@ class RandomWeights(Weights):
 def layer_shapes(shape: dict[str, int], prefix: str, attention_inputs: int) -> Shapes:
     """Return the shapes of the tensors of a decoder layer by name.
 
-    `attention_inputs` is the number of input features of the attention projections.
+    The names begin with `prefix`. `attention_inputs` is the number of input features of the query,
+    key and value projections.
     """
     hidden = shape["hidden_size"]
     inner = shape["intermediate_size"]

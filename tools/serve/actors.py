@@ -163,8 +163,8 @@ def _import_ray() -> Any:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        # Ray listens on 127.0.0.1, as it does on other platforms by default. Otherwise, it listens
-        # on all addresses, and the metrics of its monitor process need no token.
+        # This variable makes Ray listen on 127.0.0.1 only, its default on Windows and macOS.
+        # Without it, Ray listens on all addresses, and its monitor serves metrics without a token.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     }
     try:

@@ -35,9 +35,9 @@ _MAX_BAD_WORD_CHARACTERS = 1 << 14
 class _BadWords(NamedTuple):
     """The words of bad_words."""
 
-    #: Tokens that spell a word or a word after a space.
+    #: Ids of the tokens that spell a whole bad word, with or without a space before it.
     ids: set[int]
-    #: Words of several tokens.
+    #: Bad words that consist of several tokens.
     texts: list[str]
 
 

@@ -80,7 +80,7 @@ class ResponsesRequest(GenerationFields, TemplateFields):
     include: Annotated[list[_Included], FailFast()] = Field(default_factory=list)
     top_logprobs: Any = None
     stream_options: _StreamOptions | None = None
-    #: Limits calls of OpenAI's built-in tools only.
+    #: Has no effect, because it limits only calls of OpenAI's built-in tools.
     max_tool_calls: StrictInt | None = Field(None, ge=0, le=2**63 - 1)
     background: Annotated[Any, only(False)] = False
     store: Annotated[Any, only(False)] = False

@@ -244,7 +244,7 @@ def prepare_call(device: Device, case: Case, stream: _Stream) -> tuple[Callable[
 
 
 def _prepare_first_launch(device: Device, driver: Any) -> tuple[Callable[[], None], object]:
-    """Prepare the first launch of a kernel, on a stream of its own."""
+    """Prepare the first launch of a kernel, on a separate stream."""
     text = CLOCK_KERNELS.read_text()
     kernel_source = KernelSource(text, CLOCK_KERNELS.name, {}, CLOCK_KERNELS.parent)
     module, keep = compile_source(device, kernel_source)

@@ -77,7 +77,7 @@ def constraints(schema: Mapping[str, Any]) -> Set[str]:
 
 
 def definitions_of(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords of a document that contain definitions for references."""
+    """Return the part of a schema that contains definitions to which references can point."""
     return {key: schema[key] for key in DEFINITIONS if key in schema}
 
 

@@ -139,7 +139,7 @@ def _value(parameter: Parameter) -> Format:
 
 
 def _listed_texts(schema: Mapping[str, Any]) -> list[str]:
-    """Return the Python forms of the ``enum`` or ``const`` values that differ from their JSON."""
+    """Return those values of ``enum`` or ``const``, in Python, that are written unlike in JSON."""
     keywords = constraints(schema)
     keyword = "const" if "const" in keywords else "enum"
     is_text = schema.get("type") == "string"
