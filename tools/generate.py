@@ -303,7 +303,10 @@ def run_requests(engine: Engine, requests: Sequence[Request], stream: bool) -> l
 def make_report(
     engine: Engine, rows: Sequence[PromptRow], outputs: Sequence[Output], seconds: float
 ) -> dict[str, Any]:
-    """Return the report that ``--json`` prints: outputs and statistics."""
+    """Return the report that ``--json`` prints: outputs and statistics.
+
+    `seconds` is the duration of the run.
+    """
     stats = engine.stats
     tokens = sum(len(output.tokens) for output in outputs)
     reports = []

@@ -81,7 +81,7 @@ class Subject:
         self._child.call(Call("builtins:bool", (), self._setup))
 
     def evaluate(self, row: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Evaluate a schema with its ``valid`` and ``invalid`` instances in the child process.
+        """Evaluate in the child process the schema of a row, with its instances.
 
         Return the result of `grammar_child.evaluate_schema`. If the process exceeded the time limit
         or died, the result has only ``outcome``, which is "timeout" or "crash", and ``why``.
@@ -210,7 +210,8 @@ def run(
 ) -> dict[str, list[dict[str, Any]]]:
     """Evaluate all schemas with all subjects, and terminate the subjects' child processes.
 
-    Return the results of each subject by its name, in the order of the rows.
+    `timeout_s` is the time limit of an evaluation. Return a map from the name of each subject to
+    its results, in the order of the rows.
     """
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in subjects}
     try:
@@ -229,7 +230,7 @@ def make_report(
     rows: Sequence[dict[str, Any]],
     answers: dict[str, list[dict[str, Any]]],
 ) -> dict[str, Any]:
-    """Return the content of the JSON file."""
+    """Return the content of the JSON file. `answers` is the result of `run`."""
     incorrect = []
     for row, answer in zip(rows, answers.get("auto", ()), strict=False):
         if verdict(answer) != "correct":

@@ -146,7 +146,10 @@ class _Instances:
         self.fill_ns: list[int] = []  #: nanoseconds of each mask fill
 
     def accepts(self, value: Any, fill_masks: bool) -> bool:
-        """Return whether the schema's grammar accepts an instance."""
+        """Return whether the schema's grammar accepts an instance.
+
+        With `fill_masks`, a mask is filled and timed before each token.
+        """
         matcher = self._new_matcher()
         for token in self._encode(json.dumps(value, ensure_ascii=False)):
             if fill_masks and len(self.fill_ns) < _MAX_TIMED_FILLS:
@@ -161,7 +164,9 @@ class _Instances:
 def evaluate_schema(
     subject: Any, row: dict[str, Any], encode: Callable[[str], list[int]]
 ) -> dict[str, Any]:
-    """Compile a schema, match its instances, and time mask fills along the valid ones.
+    """Compile the schema of a row, match the row's instances, and time mask fills on valid ones.
+
+    `subject` is the implementation to evaluate, and `encode` tokenizes a text.
 
     Returns
     -------
@@ -250,7 +255,11 @@ _tokenizer: Any = None
 
 
 def prepare(name: str, tokenizer: str, stop_token: str | None, key_order: str) -> None:
-    """Create the implementation `name`, which later calls of `answer` use."""
+    """Create the implementation `name`, which later calls of `answer` use.
+
+    The other arguments are options of the command line: the path of the tokenizer, its end token,
+    and the order of object keys that the implementation "auto" allows.
+    """
     global _subject, _tokenizer
     _tokenizer, vocabulary = load_tokenizer(Path(tokenizer), stop_token)
     _subject = SUBJECTS[name](vocabulary, _tokenizer)

@@ -18,7 +18,10 @@ from graft.cudagraph.errors import OptionError
 
 
 def make_parser(module: str, docstring: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options of all benchmarks. Further options can be added to it."""
+    """Return a parser with the options that all benchmarks have; a benchmark adds its own options.
+
+    `module` and `docstring` are the benchmark's name and docstring, which the help text shows.
+    """
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=(docstring or "").split("\n\n")[0]
     )
@@ -83,7 +86,7 @@ def finish(
     charts: Sequence[Chart] = (),
     note: str = "",
 ) -> None:
-    """Print the report, and write the files that the command line asks for.
+    """Print the report, and write results and charts to the files that the command line names.
 
     `note` is a line of text above the charts.
     """
@@ -97,7 +100,10 @@ def finish(
 
 
 def draw(charts: Sequence[Chart], note: str, path: Path) -> None:
-    """Draw charts below each other with matplotlib. Both axes of a chart begin at 0."""
+    """Draw charts below each other with matplotlib, with the text `note` above them.
+
+    Both axes of a chart begin at 0.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4 * len(charts)), layout="constrained")

@@ -101,6 +101,7 @@ class _Replays:
 
 class HostRounds:
     """Scheduler and slot manager of an engine, set up with running requests for one of `CASES`.
+
     `batch` is the number of running requests, `pages` the number of cached pages, and `waiting` the
     number of waiting requests.
     """
@@ -217,7 +218,11 @@ def _make_state(name: str, tokens: list[int]) -> RequestState:
 
 
 def measure(batch: int, pages: int, waiting: int, steps: int) -> list[Measurement]:
-    """Measure each case without and with cached pages, and without and with waiting requests."""
+    """Measure each case without and with cached pages, and without and with waiting requests.
+
+    `batch`, `pages` and `waiting` are described in `HostRounds`. `steps` is the number of steps per
+    measurement.
+    """
     device = open_device()
     found = []
     for case in CASES:
@@ -230,7 +235,7 @@ def measure(batch: int, pages: int, waiting: int, steps: int) -> list[Measuremen
 
 
 def make_report(found: Sequence[Measurement], batch: int) -> str:
-    """Return a table of the median times, with the difference from the first row of each case."""
+    """Return a table of the median times, each with its difference from the case's first row."""
     rows: list[tuple[object, ...]] = [
         ("step", "cached pages", "waiting", "us per step", "above the constant part")
     ]

@@ -53,7 +53,10 @@ class Response:
 
 
 def make_bodies(count: int, model: str, seed: int) -> list[dict[str, Any]]:
-    """Return `count` request bodies, each with one task and its JSON schema."""
+    """Return `count` request bodies, each with one task and its JSON schema.
+
+    `model` is the name of the model in the requests, and `seed` selects the tasks.
+    """
     tasks = [task for task in held_out_tasks(2 * count, seed) if task.schema is not None]
     bodies = []
     for task in tasks[:count]:
@@ -74,7 +77,7 @@ def make_bodies(count: int, model: str, seed: int) -> list[dict[str, Any]]:
 
 
 async def send(client: Any, body: dict[str, Any]) -> Response:
-    """Send a request and read its stream to the end."""
+    """Send a request and read its stream to the end. Return its latencies."""
     start = time.perf_counter()
     first_token_s = 0.0
     finish_reason = None

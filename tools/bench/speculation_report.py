@@ -17,7 +17,7 @@ outputs that equal the outputs without speculation"""
 
 
 def format_number(value: float | None, spec: str = ".2f") -> str:
-    """Format a number. None becomes a dash."""
+    """Format a number with the format `spec`. None becomes a dash."""
     return "-" if value is None else format(value, spec)
 
 

@@ -60,7 +60,10 @@ def run_configuration(
     *,
     draft_masking: str = "auto",
 ) -> Configuration:
-    """Run all prompts in one batch at temperature 0, on a new engine that is warmed up first."""
+    """Run all prompts in one batch at temperature 0, on a new engine that is warmed up first.
+
+    `name` is the name of the configuration in the printed output.
+    """
     requests = [
         Request(prompt=prompt.text, grammar=prompt.grammar, max_tokens=MAX_TOKENS)
         for prompt in prompts

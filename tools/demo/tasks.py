@@ -269,7 +269,10 @@ _SCALAR_MAKERS: dict[str, Callable[[random.Random], Scalar]] = {
 
 
 def object_schema(fields: Iterable[tuple[str, Schema]], optional: Iterable[str] = ()) -> Schema:
-    """Return the schema of an object with the properties `fields`, in this order, and no others."""
+    """Return the schema of an object with the properties `fields`, in this order, and no others.
+
+    Properties in `optional` may be missing; all others are required.
+    """
     properties = dict(fields)
     optional_keys = set(optional)
     return {
@@ -379,7 +382,10 @@ def _object_value(fields: Iterable[Field]) -> dict[str, Json]:
 def _resample_object(
     rng: random.Random, kinds: Sequence[str], fields: Sequence[Field]
 ) -> list[Field]:
-    """Return fields with the same keys and new random values, for the next object of a list."""
+    """Return fields with the keys of `fields` and new random values, for an object of a list.
+
+    `kinds` has the kind of each field.
+    """
     resampled = []
     for kind, field in zip(kinds, fields, strict=True):
         value, words = _resample(rng, kind, field.schema)
@@ -544,12 +550,12 @@ def make_task(rng: random.Random, unseen: bool = False) -> Task:
 
 
 def held_out_tasks(count: int, seed: int = 0) -> list[Task]:
-    """Return tasks that are generated like the training tasks, but with other seeds."""
+    """Return `count` tasks that are generated like the training tasks, but with other seeds."""
     return [make_task(random.Random(f"held-{seed}-{i}")) for i in range(count)]
 
 
 def unseen_key_tasks(count: int, seed: int = 0) -> list[Task]:
-    """Return record tasks whose keys never occur in training."""
+    """Return `count` record tasks whose keys never occur in training."""
     return [record_task(random.Random(f"unseen-{seed}-{i}"), True) for i in range(count)]
 
 

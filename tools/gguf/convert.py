@@ -513,7 +513,11 @@ def _write_folder(
     names: dict[str, str],
     config: dict[str, Any],
 ) -> None:
-    """Write the files to a temporary folder, and rename it to `out` when it is complete."""
+    """Write the files to a temporary folder, and rename it to `out` when it is complete.
+
+    `contents` maps names of JSON files to their contents. The weights are read from `source`;
+    `names` is the result of `map_tensor_names`.
+    """
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))

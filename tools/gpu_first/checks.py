@@ -112,7 +112,7 @@ class Checker:
     def check_rounded(
         self, name: str, found: np.ndarray, expected: np.ndarray, layers: int = 1
     ) -> None:
-        """Check the relative error of results that depend on values rounded to bfloat16.
+        """Check the relative error of `found`, which depends on values rounded to bfloat16.
 
         `layers` is the number of layers that rounded their inputs; the tolerance grows with it.
         """
@@ -233,7 +233,7 @@ def check_epilogues(session: Session) -> None:
 
 
 def check_gate(checker: Checker, rows: int) -> None:
-    """Check the product whose epilogue computes silu(gate) * up."""
+    """Check a product of `rows` rows whose epilogue computes silu(gate) * up."""
     hidden = checker.session.shape["hidden_size"]
     inner = checker.session.shape["intermediate_size"]
     weight = checker.session.random_weight((2 * inner, hidden), "bfloat16")
@@ -279,7 +279,7 @@ def check_norm(checker: Checker, rows: int) -> None:
 
 
 def check_rope(checker: Checker, rows: int) -> None:
-    """Check the fused QKV product: rotated queries, and the written keys and values."""
+    """Check the fused QKV product of `rows` rows: rotated queries, and written keys and values."""
     shape = checker.session.shape
     dim = shape["head_dim"]
     heads = shape["num_attention_heads"]
@@ -510,7 +510,10 @@ def multiply_on(
 def repeat(
     checker: Checker, name: str, launch: Callable[[Any], None], out: DeviceArray, repetitions: int
 ) -> None:
-    """Launch a kernel many times and compare each result with the first one."""
+    """Launch a kernel `repetitions` times and compare each result with the first one.
+
+    `launch` adds the kernel, which writes `out`, to a lane.
+    """
     launch(checker.lane)
     checker.session.stream.synchronize(LIMIT_S)
     reference = checker.device.from_host(out.to_host(), out.dtype)

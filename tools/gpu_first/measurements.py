@@ -231,7 +231,10 @@ def measure_hops(session: Session) -> None:
 def _measure_hop(
     session: Session, name: str, transport: str, products: int, priorities: bool
 ) -> None:
-    """Measure one transport while `products` products run on another lane."""
+    """Measure one transport while `products` products run on another lane.
+
+    With `priorities`, the kernels around the host step have a higher priority than the products.
+    """
     kernels = ModelKernels(session.device)
     stamp = session.device.load(CLOCK_KERNELS)["stamp_ns"]
     width, replays = (128, 3) if session.small else (8192, 200)
@@ -288,7 +291,10 @@ def measure_forward(session: Session) -> None:
 def _measure_forward(
     session: Session, model: LlamaModel, rows: Rows, name: str, programmatic: bool, bandwidth: float
 ) -> None:
-    """Measure a forward pass of the given rows. Its graph has full or programmatic edges."""
+    """Measure a forward pass of the given rows. Its graph has full or programmatic edges.
+
+    `bandwidth` is the read bandwidth, with which the time is compared.
+    """
     logits = session.device.empty((rows.count, model.vocab_size), "float32")
     with session.timed_graph(programmatic) as lane:
         model.forward(lane, rows, None, logits)
@@ -317,7 +323,10 @@ def _measure_prefill_chunk(session: Session, model: LlamaModel) -> None:
 
 
 def matrix_bytes(shape: dict[str, int], with_head: bool) -> int:
-    """Return the total size in bytes of the bfloat16 weight matrices that a forward pass reads."""
+    """Return the total size in bytes of the bfloat16 weight matrices that a forward pass reads.
+
+    With `with_head`, this includes the LM head.
+    """
     sizes = {name: rows * columns for name, (rows, columns) in matrices(shape).items()}
     head = sizes.pop("head")
     elements = shape["num_hidden_layers"] * sum(sizes.values()) + (head if with_head else 0)
@@ -419,7 +428,10 @@ def measure_cublas(session: Session) -> None:
 def _measure_gemm(
     session: Session, name: str, weights: list[DeviceArray], count: int, rows: int, bandwidth: float
 ) -> None:
-    """Measure `count` products of `rows` rows with copies of one matrix, computed by cuBLAS."""
+    """Measure `count` products of `rows` rows, computed by cuBLAS.
+
+    `weights` are copies of one matrix, and `bandwidth` is the read bandwidth.
+    """
     columns, inner = weights[0].shape
     x = session.random((rows, inner))
     y = session.device.zeros((rows, columns), "float32")

@@ -77,7 +77,10 @@ def run_section(
 def _run_process(
     command: Sequence[str], figures_path: Path, log_path: Path, limit_s: float, case_limit_s: float
 ) -> str:
-    """Run a child process within the time limits, and return "ok" or why it failed."""
+    """Run a child process within the time limits, and return "ok" or why it failed.
+
+    `limit_s` limits the process, and `case_limit_s` each of its cases.
+    """
     end = time.monotonic() + limit_s
     with log_path.open("a") as log:
         child = subprocess.Popen(

@@ -152,11 +152,11 @@ class Session:
         self._write(make_figure(name, measured, unit, predicted, note))
 
     def check(self, name: str, wrong: int, note: str = "") -> None:
-        """Append the result of a check: the number of wrong values, which must be 0."""
+        """Append the result of a check. `wrong` is the number of wrong values, which must be 0."""
         self._write(make_figure(name, wrong, "wrong", (0, 0), note, passed=wrong == 0))
 
     def fail(self, name: str, why: str) -> None:
-        """Append a case that failed without a result."""
+        """Append the failure of a case that has no result. `why` is the reason."""
         self._write(failure(name, why))
 
     @contextmanager

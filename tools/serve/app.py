@@ -549,7 +549,7 @@ class _ResponsesEndpoint(_GenerateEndpoint):
 async def _events(
     api_request: ApiRequest, stream: RequestStream
 ) -> AsyncIterator[tuple[int, Event]]:
-    """Yield the events of a request.
+    """Yield the events of an API request, each with the index of its engine request.
 
     ApiError is raised if the engine refused one of the API request's engine requests, or if one of
     them failed or was cancelled.

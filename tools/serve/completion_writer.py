@@ -302,7 +302,7 @@ class ResponseChoice:
         return self._parser.token_text(token)
 
     def _token_logprob(self, token: int, value: float) -> dict[str, Any]:
-        """Return the log probability of a token in the format of the chat API."""
+        """Return `value`, the log probability of a token, in the format of the chat API."""
         return {
             "token": self._token_name(token),
             "logprob": max(value, _MIN_LOGPROB),
@@ -405,7 +405,10 @@ def token_usage(outputs: Sequence[Output]) -> dict[str, Any]:
 def response_body(
     api_request: ApiRequest, model: str, choices: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the JSON body of a response, or of one chunk of a streamed response."""
+    """Return the JSON body of a response, or of one chunk of a streamed response.
+
+    `model` is the name of the model in the API.
+    """
     kind = "text_completion"
     if api_request.chat:
         kind = "chat.completion.chunk" if api_request.body.stream else "chat.completion"

@@ -199,7 +199,7 @@ class EngineDriver:
 
 
 def error_event(request_id: str, message: str, error_type: str = "EngineError") -> Event:
-    """Return the last event of a failed request, whose output contains the error message."""
+    """Return the last event of a request that has failed. Its output contains the error message."""
     output = Output(request_id, reason="error", error=message, error_type=error_type)
     return Event(request_id, (), "", output)
 

@@ -205,7 +205,10 @@ class Trace:
 def _complete_event(
     name: str, category: str, track: int, timed: TraceEvent | Wait, origin: int
 ) -> dict[str, Any]:
-    """Return an event or wait as a complete event (phase "X") of Chrome's trace event format."""
+    """Return `timed` as a complete event (phase "X") of Chrome's trace event format.
+
+    Its times are relative to `origin`.
+    """
     return {
         "ph": "X",
         "name": name,

@@ -258,7 +258,8 @@ def train(
 ) -> None:
     """Train a model until its time budget is spent, starting from its checkpoint if there is one.
 
-    `losses` yields the losses of the steps, and `metrics` returns metrics for the log.
+    `stage` names the checkpoint and the log entries. `losses` yields the losses of the steps, and
+    `metrics` returns metrics for the log.
     """
     optimizers = Optimizers(module, minutes)
     path = run.work / f"{stage}.pt"

@@ -385,7 +385,7 @@ def make_rows(args: argparse.Namespace) -> None:
         for _ in range(ROWS_PER_FILE):
             kind = rng.choice(kinds)
             text, spec = prompts.draw(kind)
-            if written:  # about 40 of 64
+            if written:  # about 40 requests, of the 64 that the target began to write
                 kind, text = written.pop(rng.randrange(len(written)))
                 spec = None
             ids = tokenizer.backend.encode(prompt(text)).ids

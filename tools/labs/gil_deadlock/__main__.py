@@ -142,7 +142,7 @@ def all_cases(soft: bool) -> list[Case]:
 
 
 def run_case(case: Case, soft: bool = True) -> Result:
-    """Run a case in a child process."""
+    """Run a case in a child process, on the soft device if `soft`, otherwise on CUDA hardware."""
     reason = unavailable(case.transport)
     if reason:
         return Result(case, NOT_RUN, "", 0.0, reason)
@@ -182,7 +182,10 @@ def run_case(case: Case, soft: bool = True) -> Result:
 
 
 def _child_environment(case: Case, soft: bool, edges: Path) -> dict[str, str]:
-    """Return the environment of a child. The detector writes its report to the file `edges`."""
+    """Return the environment of a child process.
+
+    The lock-order detector writes its report to the file `edges`.
+    """
     environment = {
         **os.environ,
         "GRAFT_DEVICE": "soft" if soft else "cuda",

@@ -151,7 +151,7 @@ class _Stream:
 def enqueue_callback(
     device: Device, transport: str, stream: _Stream
 ) -> tuple[Callable[[], None], object]:
-    """Enqueue the callback on a stream.
+    """Enqueue the callback of a transport on a stream.
 
     Return a function that raises the callback's error, if there is one, and the objects that must
     live until the callback has run.

@@ -117,7 +117,10 @@ def some_calls(tags: Sequence[Format], separator: str, tools: ToolChoice) -> For
 
 
 def is_strict(function: Mapping[str, Any], tools: ToolChoice) -> bool:
-    """Return whether objects in the arguments forbid properties that the schema does not list."""
+    """Return whether objects in a call's arguments may only have properties that the schema lists.
+
+    Otherwise, they may have further properties unless the schema forbids them.
+    """
     return bool(function.get("strict", not tools.required))
 
 
