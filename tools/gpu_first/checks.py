@@ -37,8 +37,8 @@ from graft.tools.gpu_first.model import random_model
 from graft.tools.gpu_first.sampling import BATCH, ROWS_PER_REQUEST, SamplingSetup
 from graft.tools.gpu_first.session import LIMIT_S, Session
 
-#: Numbers of rows of the checked products. For row invariance, each product is compared with the
-#: product of the most rows.
+#: Numbers of rows of the checked products. To check row invariance, the rows of each product are
+#: compared with the same rows of the largest product.
 ROWS = (1, 4, 8, 16, 17, 32, 33, 64, 256)
 SMALL_ROWS = (1, 8, 17, 33)
 #: Maximum error of a sum, as a fraction of the sum of the magnitudes of its terms.

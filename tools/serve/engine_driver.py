@@ -156,7 +156,10 @@ class EngineDriver:
                 self._loop.call_soon_threadsafe(self._fail_all, self.failure)
 
     def _run_jobs(self) -> bool:
-        """Run all queued jobs, or wait for one if the engine is idle. Return False to exit."""
+        """Run all queued jobs, or wait for one if the engine is idle.
+
+        Return False if the thread must exit.
+        """
         with suppress(queue.Empty):
             while True:
                 job = self._jobs.get(block=not self._busy)

@@ -341,7 +341,7 @@ class ChatRequest(PromptFields, CompletionFields):
 
     @property
     def prompt_only(self) -> bool:
-        """A chat completion always has generated text."""
+        """False, because a chat completion always has generated text."""
         return False
 
     @model_validator(mode="after")

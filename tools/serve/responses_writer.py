@@ -154,7 +154,7 @@ class ResponsesWriter:
         return parts
 
     def _end(self, output: Output) -> Iterator[str]:
-        """Close the last item. If there is none, the response has an empty message."""
+        """Close the last output item of the response. If there is none, add an empty message."""
         if not self._items:
             yield from self._add_text("message", self._spaces, [])
         is_cut = output.reason in ("length", "timeout") or self._choice.has_cut_call

@@ -471,7 +471,7 @@ def export(run: Run) -> None:
 
 
 def eagle_config(shared: dict[str, Any], head: Eagle3) -> dict[str, Any]:
-    """Return the config of the EAGLE-3 head."""
+    """Return the config of the EAGLE-3 head. `shared` has the values that all configs contain."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **shared,
@@ -486,7 +486,7 @@ def eagle_config(shared: dict[str, Any], head: Eagle3) -> dict[str, Any]:
 
 
 def block_config(run: Run, shared: dict[str, Any], drafter: Block) -> dict[str, Any]:
-    """Return the config of the block drafter."""
+    """Return the config of the block drafter. `shared` has the values that all configs contain."""
     return {
         **shared,
         **drafter.s.config(),

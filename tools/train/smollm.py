@@ -435,7 +435,10 @@ class Data:
             self._known.add(path)
 
     def batches(self, tokens: int, rng: random.Random) -> Iterator[list[Row]]:
-        """Yield batches of rows of similar length in random order, forever."""
+        """Yield batches of rows of similar length in random order, forever.
+
+        A batch has at most about `tokens` tokens.
+        """
         while True:
             groups: list[list[Row]] = [[]]
             for row in sorted(self.train, key=lambda row: len(row.ids) // 48 + rng.random() / 2):
