@@ -47,7 +47,7 @@ class _ToolCall(Fields):
 
 
 class _Message(Fields):
-    """A message. The keys ``annotations`` and ``parsed`` are ignored: they are not for prompts."""
+    """A message. Clients may send the keys ``annotations`` and ``parsed``, which are ignored."""
 
     model_config = ConfigDict(extra="allow")  # keys of the template, see `read_messages`
 

@@ -84,7 +84,8 @@ class Measurement:
     def add(self, samples: Samples, gaps: Sequence[tuple[int, int]]) -> None:
         """Add the samples of a batch.
 
-        `gaps` has the CLOCK_MONOTONIC times between which the busy thread did not run.
+        `gaps` has start and end of each interval in which the busy thread did not run
+        (CLOCK_MONOTONIC).
         """
         self.join.append(samples.join)
         if samples.hop is not None:
@@ -103,7 +104,8 @@ def gil_was_held(begun: np.ndarray, gaps: Sequence[tuple[int, int]]) -> np.ndarr
     holds the GIL until the next callback, even if the operating system preempts it.
 
     `begun` has the start of each callback and the end of the previous one (int64 [n, 2]). `gaps`
-    has the times between which the busy thread did not run. All are CLOCK_MONOTONIC values.
+    has start and end of each interval in which the busy thread did not run. All times are
+    CLOCK_MONOTONIC values.
     """
     spans = np.array(gaps, np.uint64).astype(np.int64).reshape(-1, 2)
     within_gap = (begun[:, 1:] >= spans[:, 0]) & (begun[:, :1] <= spans[:, 1])
