@@ -172,7 +172,6 @@ struct Kernel : softcuda_ptx_kernel {
   // `saved_registers` lists as pairs of offset and bytes per lane. A predicate has 0 bytes.
   bool recursive = false;
   std::vector<std::pair<int32_t, unsigned>> saved_registers;
-  std::vector<std::string> strings;  // texts of refused or special calls
   std::vector<unsigned> param_sizes, param_offsets;
   std::vector<unsigned char> param_pointers;
   std::shared_ptr<ModuleMemory> memory;
