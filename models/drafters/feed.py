@@ -92,8 +92,8 @@ class Feed:
         int32[B], first forward row of each batch row.
     features
         float32[R, layers * hidden], features of the target. Row ``first[b] + j`` belongs to
-        position n + j, where n is the request's length before the commit. None if the drafter
-        reads no features.
+        position n + j, where n is the position of the request's last token before the commit. None
+        if the drafter reads no features.
     last
         int32[B], row of the last committed token of each request. The method `committed` fills this
         array.
@@ -142,10 +142,10 @@ class Feed:
     def committed(self, lane: Lane, shift: int = 0) -> Rows:
         """Add a kernel that lays out as rows [R] the tokens that this round committed.
 
-        Token i of a request is at position ``old_n + shift + i``, where ``old_n`` is the length of
-        the request before the commit. A shift of 1 gives each token its own position. A shift of 0
-        gives each token the position of the previous token, for heads that combine a token with the
-        feature of the previous token.
+        Token i of a request gets position ``old_n + shift + i``, where ``old_n`` is the position of
+        the request's last token before the commit. A shift of 1 gives each token its own position.
+        A shift of 0 gives each token the position of the previous token, for heads that combine a
+        token with the feature of the previous token.
         """
         rows = self.scratch.committed.first(self.count, self.count // self.batch)
         args = [
@@ -164,9 +164,10 @@ class Feed:
     def drafts(self, lane: Lane, level: int, shift: int = 0) -> Rows:
         """Add a kernel that lays out as rows the drafts of a level; the first level is 1.
 
-        The drafts are at position ``n + shift + level - 1``, where n is the length of the request.
-        There are B rows for a chain and B * branch rows for a tree. In a tree, some rows may be
-        padding, and the kernel writes the row of each draft's parent to `origin`.
+        The drafts get position ``n + shift + level - 1``, where n is the position of the request's
+        last committed token. There are B rows for a chain and B * branch rows for a tree. In a
+        tree, some rows may be padding, and the kernel writes the row of each draft's parent to
+        `origin`.
         """
         rows = self.scratch.drafts.first(self.batch * self.branch, self.branch)
         if rows.ancestors is None:

@@ -124,9 +124,9 @@ class Mtp(Drafter):
         self._earlier = device.empty((context.max_rows,), "int32")
         # State of each module j between calls. `_carried[j]` holds, for each slot, the module's
         # hidden state for the last committed token, which module j + 1 reads in the next call.
-        # `_last_hidden[j]` holds, for each batch row, the module's hidden state for entry
-        # n - 1 - j, where n is the length of the request. The next modules process this state level
-        # by level.
+        # `_last_hidden[j]` holds, for each batch row, the module's hidden state h_i for
+        # i = n - 1 - j, where n is the position of the request's last committed token. In `step`,
+        # the module of each draft level replaces those states that it reads with its own.
         size = (count, context.slots * self.shape.branch, hidden)
         self._carried = device.zeros(size, "float32")
         self._last_hidden = device.zeros(size, "float32")
@@ -146,9 +146,9 @@ class Mtp(Drafter):
         if feed.branch > 1:
             return self._tree_step(lane, feed, level)
         j = level if self._several else 0
-        # If there are several modules, module j has to process entries n - j .. n - 1, which
-        # combine hidden states with drafts. A single module has to process only the entry of this
-        # level's draft.
+        # If there are several modules, module j has to compute h_i for i = n - j .. n - 1, where n
+        # is the position of the last committed token, because these h_i depend on drafts. A single
+        # module has to process only this level's draft.
         for back in reversed(range(max(j, 1))):
             rows = feed.drafts(lane, level - back, -j)
             self._run(lane, j, rows, self._last_hidden[back][: feed.batch])

@@ -3,8 +3,8 @@
 #include "sampling/kernels/slot.cuh"
 
 // Lays out the tokens that verification committed. Row i of a batch row has committed token i, at
-// position old_n + shift + i, where old_n is the length before the commit. `last[b]` receives the
-// row of the last committed token.
+// position old_n + shift + i, where old_n is the position of the request's last token before the
+// commit. `last[b]` receives the row of the last committed token of batch row b.
 extern "C" __global__ void committed_rows(const int* row_slot, const Slot* slots,
                                           const RoundRow* rows, int row_words, const int* map,
                                           int count, int shift, int* token, int* slot, int* pos,
@@ -22,8 +22,9 @@ extern "C" __global__ void committed_rows(const int* row_slot, const Slot* slots
   }
 }
 
-// Lays out draft `j` of a chain, one row per batch row, at position n + shift + j - 1. A request
-// whose chain has fewer than `j` drafts gets a padding row.
+// Lays out draft `j` of a chain, one row per batch row, at position n + shift + j - 1, where n is
+// the position of the last committed token (`Slot.n`). A request whose chain has fewer than `j`
+// drafts gets a padding row.
 extern "C" __global__ void draft_rows(const int* row_slot, const Slot* slots, const RoundRow* rows,
                                       int row_words, int batch, int j, int shift, int* token,
                                       int* slot, int* pos) {
@@ -39,8 +40,8 @@ extern "C" __global__ void draft_rows(const int* row_slot, const Slot* slots, co
 }
 
 // Lays out the tree nodes that the drafter processes at `level` (from 2). Row b * branch + f is
-// node f of the level, at position n + shift + level - 2. `origin` receives the row of the node's
-// parent in the previous level.
+// node f of the level, at position n + shift + level - 2, where n is `Slot.n`. `origin` receives,
+// for each row, the row of the node's parent in the previous level.
 extern "C" __global__ void node_rows(const int* row_slot, const Slot* slots, const RoundRow* rows,
                                      int row_words, int batch, int branch, int level, int shift,
                                      int* token, int* slot, int* pos, unsigned long long* ancestors,
