@@ -18,8 +18,8 @@ using Outcome = std::pair<Result, const char*>;  // result and name of the last 
 
 constexpr Result kClosed = -1;  // the executable was closed
 
-// Destroys an executable on the reaper thread. The driver frees an executable that is in flight
-// after its launches have ended. The driver does not keep the operands of changed nodes alive. The
+// Destroys an executable on the reaper thread. If launches of it are in flight, the driver frees it
+// after they have ended. But the driver does not keep the operands of changed nodes alive. The
 // reaper therefore waits for the launches before it releases these operands (INVARIANTS.md A3).
 class ExecRelease final : public Reapable {
  public:
@@ -92,18 +92,18 @@ class Exec {
     const std::lock_guard<std::mutex> lock(mutex_);
     return launches_;
   }
-  // Returns kSuccess if no launch is in flight, kNotReady otherwise. If the event of the last
-  // launch could not be recorded, returns the error of that call.
+  // Returns kSuccess if no launch is in flight, and kNotReady otherwise. If the event of the last
+  // launch could not be recorded, returns the error of cuEventRecord instead.
   Outcome query() {
     return locked("cuEventQuery", [&] {
       if (launches_ == 0 || record_failure_ != kSuccess) return record_failure_;
       return driver().event_query(event());
     });
   }
-  // Returns kNotReady and the event recorded after the last launch. Returns null with kSuccess if
-  // no launch is in flight, with kClosed if the executable is closed, and with the error of
-  // cuEventRecord if the event of the last launch could not be recorded. Later launches record
-  // other events, so waiting for this event does not include them.
+  // Returns kNotReady and the event recorded after the last launch, even if that launch has ended.
+  // Later launches record other events, so a wait for this event does not include them. If there is
+  // no event, returns null and a status: kSuccess if there has been no launch, kClosed if the
+  // executable is closed, or the error of cuEventRecord if the event could not be recorded.
   std::pair<Result, std::shared_ptr<Resource>> last_launch() {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (release_ == nullptr || launches_ == 0)
