@@ -95,9 +95,10 @@ def soft_environment(
 
 
 def _nvrtc_wrapper(folder: Path, nvrtc: Path) -> list[str]:
-    """Return the path of the library that returns PTX in place of cubins, as a list.
+    """Return a list with the path of the NVRTC wrapper, which returns PTX in place of cubins.
 
-    The library has NVRTC's file name and is in `folder`. The list is empty if it does not exist.
+    The wrapper is a library in `folder` with the file name of `nvrtc`. If it does not exist, the
+    list is empty.
     """
     wrapper = folder / nvrtc.name
     return [str(wrapper)] if wrapper.is_file() else []

@@ -177,12 +177,14 @@ class _Checked(NamedTuple):
 def _closest_form(
     schema: Any, draft: int, whitespace: Whitespace, assert_formats: bool | None
 ) -> tuple[Rewritten, list[Reason], _Checked]:
-    """Return the closest form of a schema that LLGuidance accepts, and why it is not exact.
+    """Return the closest form of a schema, the reasons why it is not exact, and its check.
 
-    References to definitions that no finite value satisfies are replaced with ``false`` if
-    LLGuidance refuses the definitions, or if outputs could begin a value that never ends. The
-    pointers of the reasons refer to the given schema. The third result is LLGuidance's check of the
-    closest form.
+    If LLGuidance refuses even the closest form, the `text` of the check is empty. Each reason has a
+    JSON pointer into the given schema, not into the closest form.
+
+    Some definitions are not satisfied by any finite value. References to them are replaced with
+    ``false`` if LLGuidance refuses the definitions, or if outputs could begin a value that never
+    ends.
     """
     narrowed: tuple[Reason, ...] = ()
     impossible: frozenset[str] = frozenset()

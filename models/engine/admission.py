@@ -134,7 +134,7 @@ class Admission:
         )
 
     def _check_waiting_tokens(self, prompt: int, waiting: Collection[RequestState]) -> None:
-        """Raise QueueFullError if `prompt` tokens more would exceed the queue's limit on tokens.
+        """Raise QueueFullError if adding `prompt` tokens would exceed the queue's token limit.
 
         The limit does not apply if no other request is waiting.
         """

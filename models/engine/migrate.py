@@ -1,8 +1,8 @@
 """KV transfer between engines, for disaggregated prefill and for moving requests.
 
 A migrated request consists of the request, its output so far, and full KV-cache pages of target and
-drafter. A grammar is transferred as its specification. The receiving engine compiles it and
-advances the matcher by the output tokens.
+drafter. If the request has a grammar, only its specification is transferred: the receiving engine
+compiles it, and advances the new matcher by the tokens that the source engine has output.
 
 Only pages in the source engine's prefix cache are transferred. The receiving engine computes their
 keys from the tokens and inserts the pages into its own prefix cache. The request then continues

@@ -182,8 +182,10 @@ class RequestState:
     def satisfies_grammar(self) -> bool:
         """Return whether the output without its last token, a stop id, satisfies the grammar.
 
-        A matcher accepts a stop id without text only where the grammar can end. A stop id with text
-        may occur anywhere in the output, because the grammar treats it as text.
+        A matcher accepts stop ids without text (``matcher.stop_ids``) only where the grammar can
+        end. If the last token is one of them, the output therefore satisfies the grammar. A stop id
+        with text may occur anywhere, because the grammar treats it as ordinary text. If the last
+        token is such an id, a new matcher checks whether the grammar can end before it.
         """
         if self.grammar is None or self.matcher is None:
             return True

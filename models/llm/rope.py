@@ -444,7 +444,10 @@ def _agreed(fields: Fields, sections: list[Fields], name: str) -> float | None:
 
 
 def _parameters(section: Fields) -> dict[str, Any]:
-    """Check the field names of a section; return its `rope_type` and the fields of the scaling."""
+    """Check the field names of a section of the model config that has the RoPE parameters.
+
+    Return its `rope_type`, and those of its fields that are specific to a kind of scaling.
+    """
     types = [section.data[name] for name in ("rope_type", "type") if section.get(name) is not None]
     if len(types) == 2 and types[0] != types[1]:
         raise ConfigError(f"{section.where}: rope_type {types[0]!r} and type {types[1]!r} differ")

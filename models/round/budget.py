@@ -130,10 +130,10 @@ class DraftBudget:
         self._undecided_rounds[bucket] += 1
 
     def drafts_to_generate(self, bucket: int, length: int) -> int:
-        """Return the maximum number of drafts that a round of this length generates per request.
+        """Return how many drafts a round with draft length `length` generates per request at most.
 
-        A round with several batch rows generates as many drafts as the next greater length has, so
-        that the device can give more rows to some requests and fewer to others.
+        If the bucket has several batch rows, the result is the next greater length in `lengths`, if
+        there is one. The device can then give more rows to some requests and fewer to others.
         """
         if bucket == 1 or length == 0:
             return length

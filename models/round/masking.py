@@ -161,9 +161,9 @@ class DraftMasking:
         self._grammar_lane.wait(self._model_lane.record(f"{name}: requested"))
 
     def _wait_for_step(self, part: str, step: str) -> None:
-        """Make the model lane wait for the last grammar step.
+        """Make the model lane wait for the grammar step that was added last.
 
-        The timeline records the waiting time as the part `part`.
+        `step` is the node name of that step. The timeline records the waiting time as part `part`.
         """
         self._wait(self._step_done)
         self._stamps.end(part, step)
@@ -210,10 +210,10 @@ class ProbeMasking(DraftMasking):
 
 
 class LatticeProbeMasking(DraftMasking):
-    """Draft legal paths through the candidates of all levels.
+    """Draft only legal paths through the candidates of all levels.
 
-    In a chain, this applies only to requests with a grammar. The drafts of other requests are
-    sampled level by level.
+    If drafts are a chain, only requests with a grammar are drafted in this way, and the drafts of
+    other requests are sampled level by level.
     """
 
     commit_name = "commit"

@@ -47,9 +47,9 @@ class Detokenizer:
 
     There are two kinds of tokens. All tokens of a byte-level tokenizer, and the tokens ``<0x80>``
     to ``<0xFF>`` of a byte-fallback tokenizer, represent bytes: the bytes of consecutive tokens are
-    concatenated and decoded as UTF-8. The tokenizers library converts all other tokens. The text of
-    such a token depends on two properties of the previous token only: whether there is one, because
-    a leading space is stripped at the beginning of a text, and how it ends.
+    concatenated and decoded as UTF-8. The tokenizers library converts all other tokens. Of the
+    preceding tokens, only the last one affects the text of such a token: by how its text ends, and
+    by its existence, because the library strips a leading space at the beginning of a text.
 
     Valid ids are less than `size`. If the tokenizer's decoder combines ByteLevel with steps that
     change the text, the constructor raises TokenizerError.
@@ -57,9 +57,9 @@ class Detokenizer:
     Attributes
     ----------
     utf8_errors
-        Name of the error handler for bytes that are not valid UTF-8. The handlers yield the same
-        number of U+FFFD as the library: for a byte-level tokenizer, one for each maximal incomplete
-        character; for a byte-fallback tokenizer, one for each invalid byte.
+        Name of the error handler for bytes that are not valid UTF-8. It yields the same number of
+        U+FFFD characters as the library: for a byte-level tokenizer, one for each maximal
+        incomplete character; for a byte-fallback tokenizer, one for each invalid byte.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, size: int, where: str) -> None:

@@ -1,5 +1,6 @@
-// State of a request slot that the device keeps from one replay to the next, and access to the
-// exchanged records, for the kernels of sampling, rounds and drafters.
+// State of each request slot that stays on the device between replays (Slot), and access to the
+// records that the device exchanges with the host. The kernels of sampling, rounds and drafters
+// include this file.
 #pragma once
 
 #include "graft.cuh"

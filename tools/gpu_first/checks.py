@@ -132,7 +132,7 @@ def checked_columns(columns: int) -> np.ndarray:
 
 
 class ProductCheck:
-    """Checks of products of activation rows with one weight matrix."""
+    """Checks the kernels that multiply activation rows by one weight matrix."""
 
     def __init__(self, checker: Checker, name: str, size: tuple[int, int], dtype: str) -> None:
         self.checker = checker
@@ -152,7 +152,10 @@ class ProductCheck:
         session.case(f"{self.name}: bits by column and row", self.check_position_bits)
 
     def multiply(self, rows: int) -> DeviceArray:
-        """Multiply the first `rows` rows. The result has an additional row that must stay NaN."""
+        """Multiply the first `rows` rows of `x` by the weight matrix, and add the residual.
+
+        The result has an additional row that must stay NaN.
+        """
         checker = self.checker
         y = checker.output(rows, self.columns)
         checker.kernels.products.linear(

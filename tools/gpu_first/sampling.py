@@ -58,9 +58,9 @@ class SamplingSetup:
         self._copy_masks()
 
     def join(self, params: SamplingParams) -> Any:
-        """Assign a request with parameters `params` to each slot, and return a copy of the slots.
+        """Assign a request with parameters `params` to each slot; return a host copy of the slots.
 
-        The copy is on the host. In it, each slot has a chain of `DRAFTS` drafts.
+        Each slot of the copy also gets a chain of `DRAFTS` drafts; the slots on the device do not.
         """
         request = SlotRequest(params=params, position=8, last=1, epoch=1, limit=1 << 20)
         for slot in range(BATCH):

@@ -57,9 +57,9 @@ def answer_grammar(
 class ReasoningParser:
     """Incremental parser that separates generated text into reasoning and answer.
 
-    If the output does not start within the reasoning section, it has one only if it begins with
-    `BEGIN`. With `keep_tags`, the text of the section includes `BEGIN`, `END` and the white space
-    after `END`.
+    `starts_in_reasoning` says that the output starts within the reasoning section, without `BEGIN`.
+    Otherwise, the output has a reasoning section only if it begins with `BEGIN`. If `keep_tags` is
+    true, the reasoning text includes `BEGIN`, `END` and the white space after `END`.
     """
 
     def __init__(self, starts_in_reasoning: bool, keep_tags: bool = False):

@@ -37,8 +37,9 @@ struct Advance {
   unsigned int num_rows;  // number of rows in the cache
 };
 
-// Writes the AutomatonSlot of a request that joins, and renews the slot's Committed record: the
-// replay number in an old record could seem to be later than this replay.
+// Writes the AutomatonSlot of a request that joins the batch in `slot`. Also overwrites the slot's
+// Committed record, because the previous request's record may contain a replay number that compares
+// as later than this replay.
 extern "C" __global__ void automaton_join(AutomatonSlot* states, int slot, const int* replay,
                                           int* exchange, const ExchangeLayout layout,
                                           const AutomatonSlot request) {

@@ -350,8 +350,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
       }
     }
 
-    // Combine the results of the warps in order. A pass covers 8 of each 16 consecutive dimensions,
-    // 32 in all.
+    // Combine the warps' results in warp order. Each `pass` of the second loop combines 32
+    // dimensions: 8 of every 16 consecutive ones.
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
 #pragma unroll

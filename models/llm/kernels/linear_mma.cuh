@@ -314,8 +314,9 @@ __device__ __forceinline__ Pack16 pack_x(const Floats4* from, int split) {
   return pack;
 }
 
-// Multiplies 16 of 32 inner indices: the first (h = 0) or second (h = 1) half of each pack. `top`
-// and `low` are weights of rows g and g + 8.
+// Adds to `sum` the products for 16 of the 32 inner indices that the packs of four lanes cover:
+// those in the first (h = 0) or second (h = 1) half of each pack. In lane 4 g + t, `top` and `low`
+// are weights of rows g and g + 8 of the mma tile.
 __device__ __forceinline__ void step(float* sum, const Pack16& top, const Pack16& low,
                                      const Pack16& x, int h) {
   const unsigned int a[4] = {top.u[2 * h], low.u[2 * h], top.u[2 * h + 1], low.u[2 * h + 1]};

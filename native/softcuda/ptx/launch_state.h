@@ -1,6 +1,6 @@
-// State of a launch that the workers running its blocks share: the accesses of kernels that are
-// connected by programmatic edges (INVARIANTS.md P13), and race detection between blocks
-// (INVARIANTS.md P12).
+// State of one launch, shared by the workers that run its blocks: the memory accesses of kernels
+// that programmatic edges connect (INVARIANTS.md P13), and the records from which races between
+// blocks are detected (INVARIANTS.md P12).
 #pragma once
 
 #include <memory>

@@ -161,8 +161,9 @@ void require_standalone(const Graph& graph);
 std::shared_ptr<Graph> clone_graph(const Graph& graph);
 // Replaces the child graph of a child graph node with a clone of `child`.
 void replace_child(Node& node, CUgraph child);
-// Returns a definition with the nodes of an executable graph and their current parameters, for the
-// capture of a launch.
+// Returns a definition with the nodes of an executable graph and their current parameters. Disabled
+// nodes become empty nodes. When a launch of the executable graph is captured on a stream, this
+// definition becomes the child graph of the captured node.
 std::shared_ptr<Graph> graph_of(const Exec& exec);
 // Removes the handles of a definition and of its child graphs. Returns null for an unknown handle.
 std::shared_ptr<Graph> remove_graph(CUgraph handle);

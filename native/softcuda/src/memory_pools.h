@@ -51,10 +51,10 @@ struct GraphMemory {
 
 // Runs an operation of kind mem_alloc or mem_free.
 void run_memory(const Work& work);
-// Checks the parameters of an allocation node and returns its work. attach_memory() adds the
-// allocation.
+// Checks the parameters of an allocation node and returns the node's work, which has no allocation
+// yet. attach_memory() adds it when the node is added to a graph.
 std::shared_ptr<MemoryWork> make_alloc(const CUDA_MEM_ALLOC_NODE_PARAMS& params);
-// Returns the work of a node that frees the memory at an address.
+// Returns the work of a node that frees the allocation that starts at an address.
 std::shared_ptr<MemoryWork> make_free(CUdeviceptr p);
 // Completes the work of an allocation or free node that is added to `graph`: allocates the address
 // range, or registers the free node. Called under graph_mutex.

@@ -190,7 +190,7 @@ class TransportGraph:
         return definition.instantiate()
 
     def body(self) -> Any:
-        """Return the default Python body, which appends CLOCK_MONOTONIC to `called`."""
+        """Return the default Python callback; it appends the time (CLOCK_MONOTONIC) to `called`."""
         append = self.called.append
         clock = time.monotonic_ns
         return lambda: append(clock())

@@ -47,7 +47,10 @@ class Hermes(ToolFormat):
         return some_calls(tags, _SEPARATOR, tools)
 
     def required_calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of a JSON array of calls, or of one call."""
+        """Return the structural format of a JSON array of calls.
+
+        If parallel calls are not allowed, the format is that of a single call without an array.
+        """
         calls = some_calls([_object(function, tools) for function in tools.functions], ", ", tools)
         return sequence(const("["), calls, const("]")) if tools.is_array else calls
 
