@@ -222,10 +222,10 @@ def _closest_form(
 
 
 def _closest_accepted(schema: Any, whitespace: Whitespace, deadline: float) -> _Checked:
-    """Remove the keywords that LLGuidance refuses from a rewritten schema, one by one.
+    """Remove from a rewritten schema, one by one, the keywords that LLGuidance refuses.
 
-    The searches for a refused keyword end when ``time.thread_time()`` reaches `deadline`. If a
-    search fails, the result contains the given schema, and its `text` is empty.
+    Searches for refused keywords stop when ``time.thread_time()`` reaches `deadline`. If no
+    keyword to remove is found, the result contains the given schema, and its `text` is empty.
     """
     remaining = schema
     count = 0

@@ -157,7 +157,7 @@ class Mtp(Drafter):
     def _tree_step(self, lane: Lane, feed: Feed, level: int) -> DeviceArray:
         """Process a level of a tree with the single module.
 
-        The hidden states of consecutive levels are stored in two alternating buffers.
+        The hidden states of consecutive levels are stored alternately in two buffers.
         """
         if level % 2:
             parents = self._last_hidden[0]
@@ -174,9 +174,9 @@ class Mtp(Drafter):
     def _process_committed(
         self, lane: Lane, rows: Rows, features: DeviceArray | None, last: DeviceArray | None = None
     ) -> None:
-        """Run committed tokens through all modules. Row r is entry ``rows.pos[r] - j`` of module j.
+        """Run all modules for committed tokens. From row r, module j computes h_i, i = pos[r] - j.
 
-        Token i + 1 has position i in `rows`. `features` float32[R, hidden] is the output of the
+        In `rows`, token i + 1 has position i. `features` float32[R, hidden] is the output of the
         target's last layer. `last` int32[B] is the row of the last token of each request; None
         during prefill.
         """
@@ -200,7 +200,10 @@ class Mtp(Drafter):
                 kernels.elementwise.gather(lane, hidden, last, self._last_hidden[j][: len(last)])
 
     def _delay_rows(self, lane: Lane, rows: Rows, hidden: DeviceArray, j: int) -> Rows:
-        """Shift `hidden` by one row for module j and return rows with positions lower by one."""
+        """Shift `hidden` by one row for module j; return `rows` with positions lower by one.
+
+        The first row of each slot gets the state that the previous call kept in `_carried`.
+        """
         carried = self._carried[j - 1]
         width = self._config.hidden_size
         earlier = self._earlier[: rows.count]
@@ -210,10 +213,10 @@ class Mtp(Drafter):
         return Rows(rows.token, rows.slot, earlier, rows_per_slot=rows.rows_per_slot)
 
     def _run(self, lane: Lane, j: int, rows: Rows, hidden: DeviceArray) -> None:
-        """Run module j on entries and overwrite `hidden` with the module's output.
+        """Run module j on `rows`, and overwrite `hidden` with the module's hidden states.
 
-        `hidden` float32[R, hidden] contains the hidden states of the previous module before the
-        call.
+        Before the call, `hidden` float32[R, hidden] contains the hidden states of the previous
+        module.
         """
         count = rows.count
         module = self._modules[j]

@@ -393,7 +393,7 @@ class Migrator:
             )
 
     def _check_pages(self, pages: Sequence[np.ndarray]) -> None:
-        """Raise MigrationError unless there are no pages, or pages for all caches.
+        """Raise MigrationError if pages are given that do not fit all caches of this engine.
 
         Without this check, NumPy would broadcast an array with axes of length 1, and other requests
         with the same prefix would reuse wrong pages.

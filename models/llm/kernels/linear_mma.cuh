@@ -205,14 +205,15 @@ __device__ __forceinline__ void store_rotated(const Output& y, const EpilogueInp
 }
 #endif
 
-// Loads the position of a row, its slot and its ancestors. The slot of a row after the end is -1.
+// Loads the position of a row, its slot and its ancestors. For a row after the last row of the
+// output, position and slot are -1.
 __device__ __forceinline__ RowState load_row_state(const Output& y, const RopeStore& to, int row) {
   if (!ROPE_HEAD_DIM || row >= y.rows) return {-1, -1, 0};
   return {to.pos[row], to.slot[row], to.ancestors != nullptr ? to.ancestors[row] : 0};
 }
 
-// Loads the cosine and the sine by which an output is rotated, and the page that it is stored to.
-// Both depend on the state of the row.
+// Loads the cosine and the sine for the rotation of an output, and the KV-cache page that a key or
+// value is stored to. They depend on the position and slot of the row.
 __device__ __forceinline__ void load_rotation(EpilogueInputs* in, const Output& y,
                                               const RopeStore& to, const RowState& state,
                                               int column) {
@@ -268,8 +269,8 @@ __device__ __forceinline__ void store_pair(const Output& y, const EpilogueInputs
 #endif
 }
 
-// Computes the factors of rows [first, first + COUNT): 1 / root mean square for a folded norm,
-// else 1.
+// Computes the factors by which rows [first, first + COUNT) of the result are multiplied: 1 / root
+// mean square of the row of x if `square_sums` is not null (folded norm), otherwise 1.
 template <int COUNT>
 __device__ __forceinline__ void load_scales(const float* square_sums, float eps, int first,
                                             int rows, int inner, float* scale) {
