@@ -256,7 +256,11 @@ def check_gate(checker: Checker, rows: int) -> None:
 
 
 def check_norm(checker: Checker, rows: int) -> None:
-    """Check two products in a row, with a residual and a folded RMSNorm between them."""
+    """Check two consecutive products of `rows` rows, with a residual and a folded RMSNorm between.
+
+    The first product adds the residual and applies the norm weight; the second divides its result
+    by the root mean square of each row.
+    """
     device = checker.device
     hidden = checker.session.shape["hidden_size"]
     scale = math.sqrt(3 / hidden)

@@ -53,7 +53,7 @@ class SamplingSetup:
         self.session.stream.synchronize(LIMIT_S)
 
     def forbid(self, token: int) -> None:
-        """Make a token illegal for all rows."""
+        """Make a token illegal in the mask rows of all requests."""
         self._exchange.masks[..., token // 32] &= np.int32(~(1 << token % 32))
         self._copy_masks()
 

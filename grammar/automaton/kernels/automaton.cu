@@ -65,7 +65,8 @@ __device__ inline void count_forced(const Advance& a, const RoundRow* row) {
   }
 }
 
-// Advances state[0] by committed tokens, and invalidates the stamps of all mask rows of the slot.
+// Advances state[0] of slot `index` by the committed tokens `ids`, and invalidates the stamps of
+// all mask rows of the slot.
 __device__ inline void commit(const Advance& a, int index, const int* ids, int count, int replay) {
   AutomatonSlot& own = a.states[index];
   const Automaton automaton(a.tables, own.table);
@@ -89,8 +90,8 @@ __device__ inline void commit(const Advance& a, int index, const int* ids, int c
   }
 }
 
-// Sets the state of draft j to the state after the draft's token, given the state of its parent. A
-// draft that is a stop id has no text, so its state becomes NODE_ILLEGAL and no row is filled.
+// Computes the state of draft j from the state of its parent and the token of the draft. A draft
+// that is a stop id has no text, so its state becomes NODE_ILLEGAL and its mask row is not filled.
 __device__ __forceinline__ void enter(const Advance& a, const Slot& slot, AutomatonSlot& own,
                                       int j) {
   const int before = own.state[slot.parent[j - 1]];
@@ -161,11 +162,11 @@ __device__ inline void assign_row(const Advance& a, FillItem& item, unsigned int
   atomicExch(own, ROW_ABSENT);
 }
 
-// Finds or assigns rows of the cache for the items of this kernel. All threads of the block must
-// call this function.
+// For each item that this kernel has written, finds the cached mask row of the item's state, or
+// assigns a row of the cache to it. All threads of the block must call this function.
 __device__ inline void use_cache(const Advance& a, int num_items) {
   if (a.num_rows == 0) return;
-  block_sync();  // the items are written
+  block_sync();  // all threads have written their items
   const unsigned int now = a.cache->launch + 1;
   for (int i = static_cast<int>(threadIdx.x); i < num_items; i += BLOCK) {
     if (a.items[i].action == FILL_ROW) find_row(a, a.items[i], now);
@@ -256,8 +257,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   use_cache(a, batch * num_rows);
 }
 
-// Commit step: advances the states by the tokens that verification has committed, and requests mask
-// row 0 if `fill` is not 0.
+// Commit step: advances the state of each request by the tokens that verification has committed. If
+// `fill` is not 0, also requests mask row 0 of each request.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_commit(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
                      int* exchange, const ExchangeLayout layout, unsigned char* memory,
@@ -290,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   if (fill) use_cache(a, batch);
 }
 
-// Draft step: advances the states by draft j of a chain, and requests mask row j.
+// Draft step: computes the state after draft j of each request's chain, and requests mask row j.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_draft(const int* row_slot, int batch, const Slot* slots, AutomatonSlot* states,
                     int* exchange, const ExchangeLayout layout, unsigned char* memory,
@@ -324,9 +325,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 }
 
 // Fills the mask rows of the items that the previous kernel has written, and writes their stamps.
-// Block (i, p) fills part p of the row of item i. The block of an item that finishes last writes
-// the stamp. With `forced`, the stamp of a row with a single legal id contains this id, which is
-// the id that Forced::token returns with `unique_only`.
+// Block (i, p) fills part p of the row of item i. Of an item's blocks, the one that finishes last
+// writes the stamp. With `forced`, the stamp of a row with a single legal id contains this id,
+// which is the id that Forced::token returns with `unique_only`.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_fill(FillItem* items, const AutomatonSlot* states, int* masks, int* exchange,
                    const ExchangeLayout layout, unsigned char* memory, const int* offsets,

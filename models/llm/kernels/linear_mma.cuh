@@ -15,8 +15,9 @@
 // its row of W. With BIAS, the bias of the column is then added.
 //
 // Folded norms: if `square_sums` is not null, x has been multiplied by a norm weight, and the
-// result is divided by the root mean square of the row. If `norm` is not null, the result times the
-// norm weight is written for the next product, together with the sums of the squares of the result.
+// result is divided by the root mean square that the row of x had before. If `norm` is not null,
+// the result times the norm weight is written for the next product, together with the sums of the
+// squares of the result.
 //
 // Epilogues: with GATED the rows of W are interleaved, alternating between eight rows of the gate
 // projection and the same eight rows of the up projection; silu(gate) * up is stored. With
@@ -270,7 +271,7 @@ __device__ __forceinline__ void store_pair(const Output& y, const EpilogueInputs
 }
 
 // Computes the factors by which rows [first, first + COUNT) of the result are multiplied: 1 / root
-// mean square of the row of x if `square_sums` is not null (folded norm), otherwise 1.
+// mean square of the row before the norm if `square_sums` is not null (folded norm), otherwise 1.
 template <int COUNT>
 __device__ __forceinline__ void load_scales(const float* square_sums, float eps, int first,
                                             int rows, int inner, float* scale) {
