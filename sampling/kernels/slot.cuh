@@ -97,8 +97,9 @@ __device__ __forceinline__ int* record_of(int* exchange, const ExchangeLayout& x
   return exchange + static_cast<long long>(slot) * x.stride + at;
 }
 
-// Maximum number of tokens in the result of a batch row. The result stores the tokens first, and
-// then, for each token, the index of the forward row whose logits it was chosen from.
+// Returns the maximum number of tokens in the result (RoundRow) of a batch row. After the struct,
+// the result stores the tokens, and then the index of the forward row from whose logits each token
+// was chosen.
 __device__ __forceinline__ int row_width(int row_words) {
   return (row_words - static_cast<int>(sizeof(RoundRow)) / 4) / 2;
 }
@@ -136,7 +137,7 @@ __device__ __forceinline__ bool is_unconstrained(const RowStamp* first, int epoc
   return first->state == ROW_FREE && first->epoch == epoch && first->detail != 0;
 }
 
-// Token that the grammar forces after `position`; -1: none.
+// Returns the token that the grammar forces after `position`; -1 if it forces none.
 __device__ __forceinline__ int forced_token(const RowStamp* stamp, int epoch, int position) {
   if (stamped_state(stamp, epoch, position) != ROW_READY) return -1;
   return stamp->detail - 1;
@@ -154,10 +155,11 @@ __device__ __forceinline__ bool is_coupled(const Slot& slot) {
   return slot.verify == VERIFY_COUPLED || slot.verify == VERIFY_RELAXED;
 }
 
-// Whether the first `count` drafts are verified by acceptance tests. This is the case for a chain
-// in which at least one draft was sampled from a stored distribution. Otherwise every row samples a
-// target token, which accepts point masses with the same probability as a test would. This choice
-// depends only on the tokens before the first sampled draft, so verification remains exact.
+// Returns whether the first `count` drafts are verified by acceptance tests. This is the case if
+// they are a chain, at least one of them was sampled from a stored distribution, and the request is
+// neither coupled nor greedy. Otherwise every row samples a target token, which accepts point
+// masses with the same probability as a test would. This choice depends only on the tokens before
+// the first sampled draft, so verification remains exact.
 __device__ __forceinline__ bool is_testing(const Slot& slot, int count) {
   bool chain = !is_coupled(slot) && slot.temperature >= GREEDY_TEMPERATURE;
   bool has_dense = false;

@@ -154,7 +154,8 @@ __device__ __forceinline__ void store_quotient(float* y, Floats4 sum, float mass
 // head tile contains `tile_heads` query heads of one KV head. A row of `qkv` has heads + 2 kv_heads
 // heads, queries first. `parts` is workspace [PARTS, rows, heads, PART_WIDTH]; it is not used if
 // one block computes all parts of a tile or if no row attends to more than SPLIT positions.
-// `arrived` has one counter per tile, which must be zero and is left zero.
+// `arrived` has one counter per tile. The counters must be zero before a launch, and are zero again
+// after it.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     attention_split(const float* qkv, const int* slot, const int* pos,
                     const unsigned long long* ancestors, const int* page_table, const CACHE16* keys,

@@ -1,7 +1,8 @@
 """The notation of the Hermes models, which Qwen2.5 and Qwen3 use too.
 
 A call consists of three lines: ``<tool_call>``, a JSON object with ``name`` and ``arguments``, and
-``</tool_call>``. Required calls have no tags: they are a JSON array, or one object.
+``</tool_call>``. If calls are required, they have no tags: the output is a JSON array of calls, or
+a single object if parallel calls are not allowed.
 """
 
 from __future__ import annotations
