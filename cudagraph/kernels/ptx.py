@@ -84,7 +84,7 @@ def nvrtc_library() -> Path:
 
 
 def provide_ptx_library(cache: Path) -> None:
-    """Compile the library that interprets PTX, and tell the soft device its path.
+    """Compile the library that interprets PTX, and set its path for the soft device.
 
     The soft devices of this process and of its child processes use the library. It is compiled when
     a machine first needs it, in about a minute of processor time. If ``SOFTCUDA_PTX_LIBRARY`` is

@@ -51,7 +51,7 @@ def test_engine_outputs_do_not_depend_on_speculation_in_other_architectures(make
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash"])
 def test_draft_heads_work_with_other_architectures(make, tmp_path, kind):
-    """Draft heads work with a Qwen2 with YaRN, and use the RoPE scaling of their own config."""
+    """Draft heads use the RoPE scaling of their own config, here with a Qwen2 target with YaRN."""
     target = make("target", **QWEN2, rope_scaling=YARN)
     drafter = tmp_path / "drafter"
     if kind == "eagle3":
