@@ -1,4 +1,4 @@
-"""Read the symbols of 64-bit little-endian ELF images, which `compile` checks after compilation."""
+"""Find the variables of kernel images (64-bit little-endian ELF files) for checks in `compile`."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ def writable_globals(image: bytes) -> list[str]:
     """Return the names of writable global variables in an image, which kernels must not have.
 
     ``__shared__`` variables are writable but allowed. They are static variables of functions, so
-    their mangled names start with ``_ZZ``. The variables of the shim and of the C runtime are
-    allowed too.
+    their mangled names start with ``_ZZ``. The variables of the shim headers in ``include/`` and of
+    the C runtime are allowed too.
     """
     names = [name for name, _size in _writable_objects(image)]
     return sorted(name for name in names if not _ALLOWED.match(name))

@@ -113,7 +113,7 @@ def _toolchain() -> tuple[tuple[str, ...], str]:
     """Return the flags for the target processor, and a digest that is part of cache file names.
 
     The digest covers everything besides the source that determines an image: the compiler's
-    version, the processor, the flags, the shim and this file.
+    version, the processor, the flags, the shim headers in ``include/`` and this file.
     """
     version = compiler_version()
     flags: tuple[str, ...] = () if "clang" in version else GCC_ONLY
@@ -126,7 +126,7 @@ def _toolchain() -> tuple[tuple[str, ...], str]:
 
 
 def digest(parts: Sequence[str]) -> str:
-    """Return a SHA-256 digest of texts in hexadecimal."""
+    """Return the SHA-256 digest of a list of texts as a hexadecimal string."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

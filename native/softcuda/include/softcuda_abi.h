@@ -20,9 +20,9 @@ struct softcuda_block {
   softcuda_dim3 grid_dim;
   unsigned next;           // linear index of the next thread to start
   softcuda_dim3 next_idx;  // its threadIdx
-  unsigned count;          // threads in the block
+  unsigned count;          // number of threads in the block
   unsigned current;        // linear index of the running thread
-  unsigned exited;         // threads that have returned
+  unsigned exited;         // number of threads that have returned
   unsigned tracked;        // nonzero after a thread of this block has waited (INVARIANTS.md X2)
   void* dynamic_shared;
   unsigned dynamic_bytes;
@@ -67,9 +67,9 @@ struct softcuda_hooks {
 // parameter.
 struct softcuda_entry {
   const char* name;
-  void (*run)(softcuda_block*, void** params);  // runs a block's threads until all have started
+  void (*run)(softcuda_block*, void** params);  // starts the remaining threads of a block
   unsigned nparams;
-  unsigned max_threads;  // threads per block from __launch_bounds__; 0 without it
+  unsigned max_threads;  // from __launch_bounds__; 0 if the kernel has none
   const unsigned* sizes;
   const unsigned* offsets;
   const unsigned char* is_pointer;

@@ -57,7 +57,7 @@ static inline double softcuda_to_odd(double value, double lost) {
   bits += (lost > 0.0) == (value > 0.0) ? 1 : -1;
   return __longlong_as_double(bits);
 }
-// Rounds a double to odd in float precision.
+// Converts a double to a float, rounded to odd (see softcuda_to_odd).
 static inline float softcuda_odd_float(double value) {
   const float f = static_cast<float>(value);
   if (!isfinite(f) || static_cast<double>(f) == value) return f;

@@ -156,18 +156,19 @@ std::string Opcode::rest() const {
 // One inlined copy of a function.
 struct Builder::Instance {
   const Function* function = nullptr;
-  std::vector<int32_t> slots;  // by register number; kNoRegister before the first use
+  // Offset in the warp's buffer, by register number; kNoRegister before the first use.
+  std::vector<int32_t> slots;
   std::map<std::string, int> labels;
   std::map<std::string, uint64_t> locals;  // addresses of .local and .param variables
   std::map<std::string, uint64_t> params;  // offsets of kernel parameters
   int begin = -1;                          // label of the inlined body
   int end = -1;                            // label after the inlined body
-  int number = 0;                          // distinguishes the inlined copies
+  int number = 0;                          // number of this copy, unique in the kernel
   bool recursive = false;                  // whether a recursive call jumps to `begin`
 };
 
-// A call instruction. A guarded call becomes a jump over the call and the call without its guard,
-// so `statement` has no guard.
+// A call instruction. A call with a guard predicate is replaced with a conditional jump and a call
+// without the guard, so `statement` has no guard.
 struct Builder::Call {
   const Statement& statement;
   const Operand& callee;
@@ -329,7 +330,7 @@ int32_t Builder::symbol_constant(const Operand& o, unsigned bytes) {
   Space space = Space::none;
   uint64_t at = symbol_address(o, &space);
   // The parameters of an inlined function are in local memory. ld.param therefore gets a generic
-  // address, which shows whether the parameter is one of such a function or of the kernel.
+  // address, whose window (local or param) distinguishes them from parameters of the kernel.
   if (space == Space::local && bytes == 8 && instance_->end >= 0 && is_formal(o.name)) {
     at += kLocalWindow;
   }
@@ -372,7 +373,7 @@ size_t Builder::pool_operands(const std::vector<int32_t>& operands) {
   return at;
 }
 
-// Returns the address that a symbol denotes in its state space.
+// Returns the address of a symbol and sets `space` to its state space.
 uint64_t Builder::symbol_address(const Operand& o, Space* space) {
   const auto offset = static_cast<uint64_t>(o.offset);
   const auto local = instance_->locals.find(o.name);
@@ -603,8 +604,8 @@ void Builder::check_inlining(unsigned depth) const {
   if (inlined_ >= kMaxInlined) unsupported(line, "a kernel with more than 20000 inlined calls");
 }
 
-// Adds instructions that copy arguments or results in registers between a function and its inlined
-// callee.
+// Adds mov instructions for the arguments (or the results) that an inlined call passes in
+// registers.
 void Builder::emit_copies(Instance& instance, Instance& inner, const Call& call, bool results) {
   const std::vector<Variable>& formals = results ? inner.function->results : inner.function->params;
   const std::vector<Operand>& actuals = results ? call.results : call.arguments;
@@ -736,14 +737,14 @@ void Builder::emit_recursive_call(Instance& instance, const Call& call, size_t o
   finish(Opcode(call.statement.opcode, line), in, call.statement);
 }
 
-// Whether an indirect call with these arguments may reach a function.
+// Returns whether an indirect call with these numbers of arguments and results may call `f`.
 static bool fits(const Function& f, size_t arguments, size_t results) {
   return f.params.size() == arguments && f.results.size() == results;
 }
 
-// Adds an indirect call, as a branch to one of several inlined functions: those in the call's list
-// of targets or, without a list, those whose address is taken and whose numbers of arguments and
-// results are those of the call.
+// Adds an indirect call: inlines all functions that it may call and adds a branch to one of them.
+// These are the functions in the call's .calltargets list. Without a list, they are all functions
+// whose address is taken and whose numbers of arguments and results match.
 void Builder::emit_indirect_call(Instance& instance, const Call& call, unsigned depth) {
   const std::vector<Operand>& operands = call.statement.operands;
   std::vector<const Function*> candidates;
@@ -891,7 +892,8 @@ void Builder::place_shared(const Function& entry) {
     }
     for (const Variable& v : f.variables) place(f.symbols, v);
   }
-  // Dynamic shared memory has the alignment that its declarations ask for, not a larger one.
+  // Dynamic shared memory gets no larger alignment than its declarations request. An access that
+  // relies on a larger one can then be reported as misaligned.
   unsigned align = 1;
   for (const auto& item : dynamic) align = std::max(align, item.second->align);
   shared_at_ = round_up(shared_at_, align);
@@ -914,7 +916,8 @@ void Builder::place_params(const Function& entry, Instance& instance) {
   k.param_bytes = static_cast<unsigned>(at);
 }
 
-// Writes the distances of branches. They are known only after all instructions have been added.
+// Stores the distance of each branch in its instruction. Distances are known only after all
+// instructions have been added.
 void Builder::resolve_jumps() {
   Kernel& k = *kernel_;
   const auto distance = [&](size_t from, int label) {

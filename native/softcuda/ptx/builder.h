@@ -15,7 +15,7 @@ class Builder;
 // visible names of the modules with which it is linked.
 struct Symbols {
   const ModuleText* module = nullptr;
-  unsigned number = 0;                        // number of the PTX text with the module
+  unsigned number = 0;                        // number of the PTX text that contains the module
   std::map<std::string, uint64_t> addresses;  // addresses of .global and .const variables
   std::map<std::string, const Function*> functions;
 };
@@ -27,7 +27,7 @@ class Opcode {
   Opcode(const std::string& text, unsigned line);
   std::string base;  // "ld" of "ld.global.u32"
   unsigned line;
-  // Takes a modifier if it is present.
+  // Takes a modifier and returns true, or returns false if it is not present.
   bool take(std::string_view modifier);
   bool has(std::string_view modifier) const;
   // Takes the first type of the remaining modifiers; Type::none if there is none.
@@ -76,9 +76,10 @@ class Builder {
   bool constant_value(int32_t o, uint64_t* value) const;
   uint64_t integer(const Operand& o);
   // Returns the base of a memory operand [base + offset], and sets `width` to the base's size in
-  // bytes (4 or 8) and `offset`. If the base is a symbol, `space` may be set to its state space.
+  // bytes (4 or 8) and `offset`. If the base is a symbol and `space` is less specific than the
+  // state space of the symbol, sets `space` to that state space.
   int32_t address(const Operand& o, Space* space, unsigned* width, int64_t* offset);
-  // Returns a constant operand with the address of a symbol, as mov returns it.
+  // Returns a constant operand with the address that mov stores for a symbol.
   int32_t symbol_constant(const Operand& o, unsigned bytes);
   // The carry flag of the .cc instructions, a predicate that the kernel does not name.
   int32_t carry_flag();

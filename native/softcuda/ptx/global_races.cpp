@@ -14,8 +14,8 @@ constexpr uint64_t kWordsPerPage = 256;
 // Pages of 1 KiB that a launch may track, for which race detection needs up to 800 MB. Accesses of
 // other pages are not checked.
 constexpr size_t kMaxPages = 1 << 16;
-// Maximum number of blocks whose clocks are published in one word, and maximum number of such
-// clocks in all words, which need 12 MB. Publishing is what a release does (INVARIANTS.md P12).
+// Maximum numbers of clocks that blocks publish by releases (INVARIANTS.md P12): in one word, and
+// in all words of a launch. All clocks together need at most 12 MB.
 constexpr size_t kMaxBlocks = 2048;
 constexpr size_t kMaxClocks = 1 << 16;
 
@@ -43,8 +43,8 @@ void replace(GlobalAccess* access, const GlobalAccess& now) {
 }
 
 // Adds the clocks in words that the warp has read (WarpOrder::read) to the clocks that the warp
-// knows. If `wide` is false, the fence has scope .cta, and only clocks of the warp's own block are
-// added.
+// knows. If `wide` is false, only clocks of the warp's own block are added, because the fence or
+// acquire has scope .cta.
 void learn(Races& races, unsigned warp, bool wide) {
   WarpOrder& order = races.orders[warp];
   for (const auto& item : order.read) {
@@ -136,8 +136,9 @@ BlockClocks GlobalRaces::published(const char* storage) {
 
 void GlobalRaces::publish(const char* storage, const BlockClocks& clocks) {
   std::lock_guard<std::mutex> lock(mutex_);
-  // A word keeps everything that was ever published in it. A store that ends a release sequence
-  // therefore orders too much, which hides races but never reports false ones.
+  // A word keeps all clocks that were ever published in it, also after a later store has replaced
+  // the released value. A read of the later value therefore counts as an acquire, which hides races
+  // but never reports false ones.
   if (overflowed_) return;
   BlockClocks& word = published_[word_of(storage)];
   clocks_ -= word.size();

@@ -132,7 +132,7 @@ const Instr* atomic(Warp& w, const Instr* in) {
   uint32_t left = w.mask;
   char* at[kLanes] = {};
   if ((in->aux & kRelease) != 0) publish_stores(w, in->aux);
-  // With SOFTCUDA_PTX_SEED, the lanes perform the operation in an order that starts at random.
+  // With SOFTCUDA_PTX_SEED, the lanes perform the operation in turn, beginning with a random lane.
   const unsigned rotate = block.adversarial ? static_cast<unsigned>(block.next_random() & 31) : 0;
   for (unsigned n = 0; n < kLanes && left != 0; ++n) {
     const unsigned lane = (n + rotate) & 31;

@@ -83,7 +83,7 @@ struct Abs {
     return a & 0x7fff;
   }
 };
-// Orders values, with -0 less than +0.
+// Returns an integer that orders float16 and bfloat16 values; -0 is less than +0.
 inline int32_t order_of(uint16_t h) {
   const int32_t magnitude = h & 0x7fff;
   return (h & 0x8000) != 0 ? -1 - magnitude : magnitude;

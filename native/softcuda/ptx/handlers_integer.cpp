@@ -189,7 +189,7 @@ struct Mad24Hi {
   }
 };
 
-// Products of twice the width.
+// mul.wide: the product has twice the width of the operands.
 template <class T>
 const Instr* mul_wide(Warp& w, const Instr* in) {
   using W = typename Wider<T>::type;

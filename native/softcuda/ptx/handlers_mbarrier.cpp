@@ -35,7 +35,7 @@ bool refuse(Warp& w, const Instr* in, unsigned lane, const std::string& text) {
   return false;
 }
 
-// One thread's arrival. Returns false after a fault.
+// Performs `count` arrivals by the thread in `lane`. Returns false after a fault.
 bool arrive(Warp& w, const Instr* in, unsigned lane, uint64_t* object, uint32_t count) {
   State s = unpacked(*object);
   if (count == 0 || count > s.pending) {

@@ -91,7 +91,7 @@ const Instr* select(Warp& w, const Instr* in) {
   store_lanes<T>(w, in->op[0], [=](unsigned i) { return (p >> i & 1) != 0 ? a[i] : b[i]; });
   return in + 1;
 }
-// slct: selects by the sign of c.
+// slct: a if c >= 0, otherwise b.
 template <class T, bool Float>
 const Instr* select_by_sign(Warp& w, const Instr* in) {
   const T* a = src_lanes<T>(w, in->op[1]);

@@ -24,7 +24,7 @@ struct softcuda_memory {
 
 // Functions of the soft device that the PTX library calls.
 struct softcuda_ptx_device {
-  unsigned workers;  // worker threads of the device
+  unsigned workers;  // number of worker threads
   // Reports a fault of device code, which becomes the sticky error.
   void (*fault)(int code, const char* text);
   // CU_LIMIT_STACK_SIZE: bytes per thread for recursive calls.
@@ -32,8 +32,8 @@ struct softcuda_ptx_device {
   // Finds the allocation that contains an address range. Returns 0 if device code may not access
   // all of the range. Otherwise, `out` receives a reference.
   int (*find_memory)(unsigned long long address, size_t bytes, softcuda_memory* out);
-  // Explains why find_memory() failed: writes the end of an error text to `text`. `out` receives
-  // the address and size of the allocation that was probably meant, or the size 0.
+  // Explains why find_memory() failed. Writes to `text` the explanation that ends the error text.
+  // `out` receives the address and size of the allocation that was probably meant, or the size 0.
   void (*explain)(unsigned long long address, size_t bytes, softcuda_memory* out, char* text,
                   size_t text_size);
   int (*is_live)(const void* reference);  // whether the memory has not been freed

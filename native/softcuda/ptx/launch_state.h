@@ -45,7 +45,7 @@ class AccessLog : public softcuda_ptx_log {
 struct LaunchState : softcuda_ptx_launch {
   LaunchState();
   ~LaunchState();
-  // Log of this launch's accesses. Null unless a programmatic edge leads to another kernel.
+  // Log of this launch's accesses; null if no kernel can follow over a programmatic edge.
   AccessLog* log = nullptr;
   // The accesses of the kernels that precede this one over programmatic edges. These kernels may
   // still run before griddepcontrol.wait.

@@ -17,7 +17,8 @@ const softcuda_ptx_device* g_device = nullptr;
 
 void open(const softcuda_ptx_device* device) { g_device = device; }
 
-// Runs `body` and returns what it has put into a new module. No exception crosses the interface.
+// Returns a new module, which `body` fills. std::bad_alloc becomes the module's error, because no
+// exception may cross the interface.
 template <class Body>
 const softcuda_ptx_module* make_module(const Body& body) {
   auto* module = new LoadedModule;

@@ -6,7 +6,8 @@
 namespace softcuda {
 namespace ptx {
 
-// Rows and columns of the product that accumulate() computes. Larger products consist of several.
+// Rows and columns of the product that accumulate() computes. Larger products consist of several
+// such products.
 constexpr unsigned kRows = 16;
 constexpr unsigned kColumns = 8;
 

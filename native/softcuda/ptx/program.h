@@ -59,7 +59,7 @@ struct Instr {
   uint16_t kind = 0;
 };
 
-// Instr::aux of instructions that access memory, and of fences.
+// Bits of Instr::aux in instructions that access memory and in fences.
 constexpr uint32_t kWide = 1;           // the address has 64 bits
 constexpr uint32_t kStrong = 2;         // atomic, volatile, relaxed, acquire or release
 constexpr uint32_t kAcquire = 4;        // orders later accesses after this one
@@ -204,7 +204,8 @@ struct Warp {
   unsigned index = 0;  // number of the warp in the block
   unsigned group_count = 0;
   uint64_t steps = 0;  // executed instructions
-  // Whether griddepcontrol.wait has run in this warp, or before a barrier in another one.
+  // Whether this warp has executed griddepcontrol.wait, or has passed a barrier after another warp
+  // of the block executed it.
   bool waited_for_grid = false;
   Group groups[kLanes];
   uint32_t live() const { return exists & ~exited; }
@@ -268,7 +269,8 @@ struct Block {
   bool failed = false;
   bool adversarial = false;
   bool racecheck = false;
-  // Whether every access to memory is checked for races or for programmatic edges.
+  // Whether accesses to memory are checked, for races or against kernels that precede this one over
+  // programmatic edges.
   bool checks_accesses = false;
   LaunchState* launch = nullptr;
   uint64_t random = 0;
@@ -279,7 +281,7 @@ struct Block {
   BlockStores* stores = nullptr;
   alignas(64) char scratch[128];  // memory that loads and stores access for inactive lanes
 
-  // Records a fault of device code. `lane` is -1 if no thread caused it.
+  // Records a fault of device code. `lane` is -1 if no single thread caused the fault.
   void fail(CUresult code, const Warp* w, int lane, const Instr* in, const std::string& text);
   uint64_t next_random() {
     random ^= random << 13;
@@ -321,10 +323,10 @@ bool land_copies(Warp& w, const Instr* in, unsigned groups_left);
 // Store buffers (stores.cpp). publish_stores makes the earlier stores of a warp visible in a scope:
 // 0 for the block, kDeviceScope, or kDeviceScope | kSystemScope.
 void publish_stores(Warp& w, uint32_t scope);
-// The next functions are called only with SOFTCUDA_PTX_SEED. `at` has the host address of each
-// active lane's access. forward_stores changes it so that a load also reads values that are in the
-// buffers. begin_stores changes it so that a store writes to temporary memory, from which
-// end_stores moves the values to the buffer of the warp.
+// The next functions are called only with SOFTCUDA_PTX_SEED. `at` contains the host address of each
+// active lane's access. forward_stores redirects the addresses of a load to copies that include the
+// values in the buffers. begin_stores redirects the addresses of a store to temporary memory, from
+// which end_stores moves the values to the buffer of the warp.
 void forward_stores(Warp& w, char** at, unsigned bytes);
 void begin_stores(Warp& w, char** at);
 void end_stores(Warp& w, unsigned bytes);

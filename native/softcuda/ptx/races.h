@@ -15,7 +15,8 @@ namespace ptx {
 
 constexpr unsigned kMaxWarps = 32;
 // A vector clock, which describes a point of the execution: for each warp of a block, the clock up
-// to which the warp's accesses are ordered before this point. 0: none of its accesses is.
+// to which the warp's accesses are ordered before this point. The clock is 0 if no access of the
+// warp is.
 using Clocks = std::array<uint32_t, kMaxWarps>;
 // Clocks of the warps of several blocks, by block number. The bit kOwnBlockOnly marks clocks that
 // only warps of the same block may use, because they were published with scope .cta.
@@ -25,7 +26,7 @@ constexpr uint32_t kOwnBlockOnly = 0x80000000u;
 // What one warp knows about the accesses of other blocks.
 struct WarpOrder {
   BlockClocks known;   // accesses that are ordered before the warp's next access
-  BlockClocks read;    // clocks published in words that it has read; known after its next fence
+  BlockClocks read;    // clocks of words that it has read; its next fence adds them to `known`
   BlockClocks fenced;  // accesses ordered before its last fence; its strong writes publish them
   bool empty() const { return known.empty() && read.empty() && fenced.empty(); }
   void join(const WarpOrder& other);
@@ -65,7 +66,8 @@ struct GlobalAccess {
   bool wide = false;  // scope .gpu or .sys
 };
 
-// Last accesses of the words of global memory in one launch, and what its blocks published there.
+// The last accesses of the words of global memory in one launch, and the clocks that its blocks
+// have published in these words.
 class GlobalRaces {
  public:
   explicit GlobalRaces(const Kernel& kernel) : kernel_(kernel) {}

@@ -370,7 +370,7 @@ unsigned choose_group(const Warp& w, bool highest) {
 }
 
 // Runs a warp until it waits, has exited or has executed `turn` instructions. Returns whether it
-// executed any.
+// executed any instruction.
 bool run_warp(Warp& w, uint64_t turn) {
   Block& b = *w.block;
   uint64_t left = turn;
@@ -608,8 +608,8 @@ void prepare_launch(Block& b, const softcuda_ptx_work& work, unsigned worker) {
     const unsigned lanes = std::min(kLanes, b.threads - i * kLanes);
     w.exists = lanes == kLanes ? kAllLanes : (1u << lanes) - 1;
   }
-  // Registers are not initialized on a GPU. A launch is prepared for every few blocks, so clearing
-  // them each time would cost as much as running small kernels.
+  // Registers are not initialized on a GPU. This function runs once for every few blocks, so
+  // clearing the registers here would take as long as a small kernel.
   if (b.adversarial) std::memset(registers, 0xff, register_bytes * warps);
 }
 
@@ -618,7 +618,8 @@ void prepare_block(Block& b) {
   b.exited = 0;
   if (k.recursive) b.frames.assign(b.warps.size() * kLanes, {});
   for (Barrier& barrier : b.barriers) barrier = Barrier();
-  // Shared memory is not initialized on a GPU.
+  // Shared memory is not initialized on a GPU. The value 0xff makes reads of uninitialized memory
+  // visible.
   std::memset(b.shared, b.adversarial || b.racecheck ? 0xff : 0, b.shared_end);
   if (k.local_bytes != 0 && b.adversarial) {
     std::memset(b.local, 0xff, size_t{k.local_bytes} * b.warps.size() * kLanes);
@@ -643,7 +644,7 @@ void prepare_block(Block& b) {
 
 bool finished(const Warp& w) { return w.group_count == 0; }
 
-// Runs all warps of a block to their ends. Returns false after a fault.
+// Runs all warps of a block until they have exited. Returns false after a fault.
 bool run_block(Block& b) {
   prepare_block(b);
   const auto warps = static_cast<unsigned>(b.warps.size());

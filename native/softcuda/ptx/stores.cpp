@@ -45,7 +45,7 @@ struct DeviceStores {
   std::mutex mutex;
   StoreBuffer words;
   std::vector<std::shared_ptr<Memory>> owners;
-  std::atomic<bool> used{false};  // whether there may be words
+  std::atomic<bool> used{false};  // whether `words` may contain words
 };
 DeviceStores& device_stores() {
   static DeviceStores& stores = *new DeviceStores;
@@ -143,7 +143,7 @@ void publish(Warp& w, uint32_t scope) {
   if ((scope & kSystemScope) != 0) flush_device();
 }
 
-// Whether words of host memory are in a buffer.
+// Whether a buffer that the warp uses contains stores to host memory.
 bool host_words_wait(Warp& w) {
   const BlockStores& stores = *w.block->stores;
   return stores.warps[w.index].has_host_memory() || stores.block.has_host_memory() ||
@@ -300,7 +300,7 @@ void age_stores(Warp& w) {
     stores.delay = false;
     if (random % 2 == 0) usleep(50 + random / 2 % 500);
   }
-  // Every store becomes visible after some time.
+  // In 1 of 1,024 turns, random words become visible, so that every store does after some time.
   if ((random >> 8 & 1023) != 0) return;
   uint64_t word = 0;
   if (stores.warps[w.index].random_word(random >> 20, &word)) flush_word(w, word);

@@ -95,7 +95,7 @@ std::string resolve_array(const CopyEnd& end, const CopyShape& shape, CopySide* 
   side->row_pitch = whole.row_bytes;
   side->slice_pitch = whole.row_bytes * whole.rows;
   const bool one_row = shape.rows == 1 && shape.slices == 1;
-  // A copy of one row may be longer than a row of the array and continues in the next one.
+  // A copy of one row may be longer than a row of the array; it then continues in the next row.
   const size_t limit = one_row ? side->slice_pitch * whole.slices : whole.row_bytes;
   const auto fits = [](size_t first, size_t count, size_t size) {
     return first <= size && count <= size - first;

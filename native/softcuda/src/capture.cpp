@@ -17,8 +17,8 @@ enum Status : int { kNone = 0, kActive = 1, kInvalidated = 2 };
 struct Capture {
   uint64_t id = 0;
   std::shared_ptr<Graph> graph;
-  // True if cuStreamBeginCapture created the graph. A failed capture then destroys it. False if the
-  // caller passed the graph to cuStreamBeginCaptureToGraph.
+  // True if cuStreamBeginCapture created the graph, which is destroyed if the capture fails. False
+  // if the caller passed the graph to cuStreamBeginCaptureToGraph.
   bool owns_graph = true;
   int mode = kGlobal;
   pthread_t thread{};
@@ -196,9 +196,9 @@ bool joined(const std::shared_ptr<Capture>& capture, CUstream only = nullptr) {
 }
 
 // Ends a capture and removes all streams from it (INVARIANTS.md R4). Events that were recorded in
-// the capture keep referring to it. With `keep_graph`, the captured graph stays registered.
-// Otherwise its handle is removed, and the graph is returned; the caller must destroy it after
-// releasing the mutex.
+// the capture keep referring to it. If the capture created its graph and `keep_graph` is false,
+// removes the handle of the graph and returns the graph, which the caller must destroy after
+// releasing the mutex. Otherwise returns null.
 std::shared_ptr<Graph> end_capture(const std::shared_ptr<Capture>& capture, bool keep_graph) {
   for (auto it = g_state.streams.begin(); it != g_state.streams.end();) {
     it = it->second.capture == capture ? g_state.streams.erase(it) : std::next(it);

@@ -11,8 +11,9 @@ namespace softcuda {
 // is illegal during the capture. While no stream captures, they cost one atomic load.
 bool capture_work(CUstream stream, const Work& work);
 bool capture_launch(CUstream stream, const Exec& exec);
-// The same for cuEventRecord and cuStreamWaitEvent: return whether the call was captured. A stream
-// joins a capture by waiting for an event that was recorded in the capture.
+// cuEventRecord and cuStreamWaitEvent first call these functions, which return whether they have
+// captured the call. A stream joins a capture by waiting for an event that was recorded in the
+// capture.
 bool capture_record(CUstream stream, CUevent event);
 bool capture_wait(CUstream stream, CUevent event);
 

@@ -53,7 +53,8 @@ std::string resolve_linear(const CopyEnd& end, const CopyShape& shape, CopySide*
       start.owner != target.owner) {
     return hex(from) + " is outside of " + start.owner->describe();
   }
-  // With unified addressing, kernels and copies accept host pointers to pinned memory.
+  // CU_MEMORYTYPE_DEVICE also allows host pointers to pinned memory that the driver allocated,
+  // because of unified addressing.
   const bool device = is_alias(from) || (target.owner && !target.owner->registered);
   if (device || end.type != CU_MEMORYTYPE_DEVICE) return "";
   return hex(from) + " is not a device address";
@@ -186,7 +187,7 @@ CUresult enqueue_fill(const CUDA_MEMSET_NODE_PARAMS& params, CUstream handle, bo
 
 namespace {
 
-// Implements the memcpy functions of contiguous memory.
+// Implements the functions that copy contiguous memory.
 CUresult copy(CopyEnd dst, CopyEnd src, size_t bytes, CUstream handle, bool wait) {
   find_stream(handle);
   return enqueue_copy(make_copy(CUDA_MEMCPY3D{src, dst, bytes, 1, 1}), handle, wait);

@@ -22,7 +22,8 @@ constexpr size_t kStack = 512 << 10;
 constexpr size_t kGuard = 64 << 10;
 // Number of stacks that are mapped at once.
 constexpr size_t kSlab = 32;
-// Difference in bytes between the top offsets of two successive stacks.
+// The top of each stack in a slab is this many bytes lower than that of the previous one (see
+// get()).
 constexpr size_t kStagger = 192;
 }  // namespace
 

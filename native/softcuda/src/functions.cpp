@@ -31,7 +31,7 @@ static int attribute_of(const Function& function, int attribute) {
   switch (attribute) {
     case CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK:
       return bound != 0 ? static_cast<int>(std::min(bound, 1024u)) : 1024;
-    // The device has no registers, caches and clusters that a kernel could use or require.
+    // These are 0, because the device has no registers, caches or clusters that a kernel can use.
     case CU_FUNC_ATTRIBUTE_CONST_SIZE_BYTES:
     case CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES:
     case CU_FUNC_ATTRIBUTE_NUM_REGS:
@@ -122,12 +122,12 @@ SC_API(cuLibraryLoadData, 12000, kUnsafe, CUmodule*, out, const void*, image, in
   *out = load_with_options(image, n, options, values);
 }
 
-// Loads an image from a file.
 static CUmodule load_file(const char* path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) refuse(CUDA_ERROR_FILE_NOT_FOUND, std::string("cannot read ") + path);
   std::vector<char> image((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  // load_module() reads an ELF header first. The zeros make this safe for a file that is too short.
+  // load_module() reads an ELF header first. The added zeros allow this for a file that is too
+  // short.
   image.resize(image.size() + 64);
   return load_module(image.data());
 }

@@ -79,7 +79,7 @@ constexpr int kFindTickUs = 100;
 void (*g_on_request)() = nullptr;
 void (*g_on_python_call)(const std::string&) = nullptr;
 
-// Replaces pthread_mutex_lock for the interpreter's calls.
+// Replaces pthread_mutex_lock in the calls that the interpreter makes.
 int intercepted_mutex_lock(pthread_mutex_t* mutex) {
   if (t_finding_mutex) {
     t_finding_mutex = false;
@@ -118,7 +118,7 @@ int intercepted_ensure() {
   return state;
 }
 
-// Main function of the helper thread.
+// Main function of the helper thread that finds the mutex of the GIL.
 void find_gil_mutex() {
   const auto release_gil = python<void (*)(int)>("PyGILState_Release");
   t_finding_mutex = true;

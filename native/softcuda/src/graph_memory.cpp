@@ -34,8 +34,8 @@ void uncount(Allocation& a) {
   g_pool.shrink(charged_bytes(a));
 }
 
-// Called when the last graph with the allocation node is destroyed. Memory that is still allocated
-// is freed later by the program.
+// Called when the last graph with the allocation node is destroyed. If the memory is still
+// allocated, the user frees it later.
 void abandon(const std::shared_ptr<Allocation>& a) {
   std::lock_guard<std::mutex> lock(memory_mutex());
   a->graph->abandoned = true;

@@ -404,7 +404,8 @@ void close_range(const std::shared_ptr<Allocation>& a) {
 }
 
 void release_range(const std::shared_ptr<Allocation>& a) {
-  live_add(resource_of(*a), 1);  // retire() counts the memory as freed
+  // close_range() has counted the memory as freed, and so will retire()
+  live_add(resource_of(*a), 1);
   retire(a);
 }
 

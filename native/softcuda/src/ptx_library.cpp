@@ -17,7 +17,7 @@ namespace ptx {
 
 namespace {
 
-// is_ptx() searches .version in this number of bytes at the beginning of a text.
+// is_ptx() searches for ".version" in this number of bytes at the beginning of a text.
 constexpr size_t kMaxHeader = 1 << 16;
 constexpr size_t kMaxText = size_t{256} << 20;
 constexpr char kPackHeader[] = "// PTX texts linked by the soft device, with their sizes:";

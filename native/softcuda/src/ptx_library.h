@@ -43,7 +43,7 @@ std::shared_ptr<AccessLog> make_access_log(const KernelWork& work);
 // State of the running launch of a kernel whose accesses are checked.
 struct Launch {
   softcuda_ptx_launch* state = nullptr;
-  // The accesses of this launch. Null unless a kernel follows over a programmatic edge.
+  // The accesses of this launch; null if no kernel can follow over a programmatic edge.
   std::shared_ptr<AccessLog> log;
   // The accesses of the kernels that precede this one over programmatic edges.
   std::vector<std::shared_ptr<const AccessLog>> preceding;

@@ -27,7 +27,7 @@ struct AccessLog;
 
 size_t total_memory();
 CUcontext primary_context();
-// Whether a handle is that of the primary context or of one created by cuCtxCreate.
+// Whether `context` is the primary context or a context that cuCtxCreate has created.
 bool is_context(CUcontext context);
 
 // A kernel launch with translated parameters. Immutable; shared by graph definitions and
@@ -138,18 +138,19 @@ struct Op {
   Work work;
   std::atomic<int> pending{1};  // incomplete dependencies; the operation is ready at 0
   std::atomic<int> refs{1};
-  // Stream operations only. The scheduler's mutex guards these fields.
+  // Used by operations of streams and events; the nodes of a program do not use these fields. The
+  // scheduler's mutex guards them.
   uint64_t number = 0;  // ascends in the order of the calls of enqueue()
   std::vector<Op*> successors;
   bool done = false;
   uint64_t finished_ns = 0;
-  // Nodes of a program only.
+  // Used by the nodes of a program only.
   Program* program = nullptr;
   std::vector<unsigned> next;  // indices of dependent nodes
   int indegree = 0;            // number of nodes on which this node depends
   // For an event node: the index of its operation in LaunchEvents.
   unsigned event_slot = 0;
-  // Kernels only (INVARIANTS.md S8).
+  // Used by kernels only (INVARIANTS.md S8).
   std::atomic<uint64_t> next_block{0};  // index of the next block to run
   std::atomic<int> users{0};            // number of workers that run blocks of the kernel
   // Kernels loaded from PTX only: the state of the running launch, which its workers share.
@@ -157,10 +158,10 @@ struct Op {
   // Kernel nodes from which programmatic edges lead to this one (INVARIANTS.md G9).
   std::vector<const Op*> primaries;
   bool precedes_programmatically = false;  // a programmatic edge leads from this node
-  // Stream operations only, for the checks of programmatic edges. `log` has the accesses of this
-  // kernel. `event_log` has those of the kernel whose programmatic event this operation waits for.
-  // `unordered` has those of kernels that may still run until this kernel executes
-  // griddepcontrol.wait.
+  // Used by stream operations only, for the checks of programmatic edges. `log` contains the
+  // accesses of this kernel, `event_log` those of the kernel whose programmatic event this
+  // operation waits for, and `unordered` those of each kernel that may still run until this kernel
+  // executes griddepcontrol.wait.
   std::shared_ptr<ptx::AccessLog> log, event_log;
   std::vector<std::shared_ptr<const ptx::AccessLog>> unordered;
 };
@@ -304,7 +305,7 @@ bool run_blocks(Executor* executor, const Op& op, uint64_t first, uint64_t last)
 bool run_copy(Executor* executor, const CopyWork& work);
 bool run_fill(Executor* executor, const FillWork& work);
 // Installs the signal handlers of device faults. If another library (such as faulthandler) has
-// installed a handler, our handler calls it for signals that device code did not cause
+// installed a handler, the device's handler calls it for signals that device code did not cause
 // (INVARIANTS.md E4).
 void install_fault_handlers();
 // Installs the signal handlers again if another library has replaced them. Called by each launch;

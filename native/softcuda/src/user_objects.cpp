@@ -103,7 +103,7 @@ bool References::release(const std::shared_ptr<UserObject>& object, unsigned cou
 
 using namespace softcuda;
 
-constexpr unsigned kMaxReferences = 0x7fffffffu;  // references that one call can add or release
+constexpr unsigned kMaxReferences = 0x7fffffffu;  // maximum that one call can add or release
 
 SC_API(cuUserObjectCreate, 11030, 0, CUuserObject*, out, void*, data, CUhostFn, destroy_fn,
        unsigned, initial, unsigned, flags) {
