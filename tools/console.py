@@ -25,10 +25,10 @@ def print_refusal(error: Exception) -> int:
 
 
 class _Stream:
-    """Wraps a standard stream and handles errors that occur when it is written.
+    """Wraps a standard stream and handles errors of writes to it.
 
     After the first error, the stream is redirected to /dev/null. If the stream is `required`, the
-    error is also raised. Its attribute `filename` is then the `name` of the stream.
+    error is also raised, with the `name` of the stream as its `filename`.
     """
 
     def __init__(self, stream: Any, name: str, required: bool):
@@ -75,9 +75,10 @@ def standard_streams() -> Iterator[bool]:
     """Make the standard streams usable for as long as the context lasts.
 
     A stream that was closed when the program started is opened as /dev/null. Otherwise, the next
-    file that the program opens would get its descriptor. Errors of standard error are ignored,
-    because a message that cannot be written must not prevent the output. Characters that the
-    terminal cannot encode are written as escape sequences. Yield whether standard output was open.
+    file that the program opens would get its descriptor. Failed writes to standard error are
+    ignored, because a message that cannot be written must not prevent the output. Characters that
+    the terminal cannot encode are written as escape sequences. Yield whether standard output was
+    open.
     """
     outer = sys.stdin, sys.stdout, sys.stderr
     for number in range(3):
@@ -143,7 +144,10 @@ def program(body: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
 
 
 def table(rows: Sequence[Sequence[object]], left: int = 1) -> str:
-    """Format rows as lines of text. The first `left` columns are left-aligned, others right."""
+    """Format rows as lines of text.
+
+    The first `left` columns are left-aligned, the others right-aligned.
+    """
     texts = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = []

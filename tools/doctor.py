@@ -1,8 +1,8 @@
 """``graft doctor``: check the machine and suggest fixes.
 
 With ``--watch PROGRAM [ARGS...]``, the command does not check the machine. It runs a program on the
-soft device and reports whether the GIL and the CUDA driver can cause a deadlock in the program; the
-module `graft.tools.lock_order` describes how.
+soft device and reports whether the GIL and the CUDA driver can cause a deadlock in the program. The
+module `graft.tools.lock_order` describes the method.
 """
 
 from __future__ import annotations

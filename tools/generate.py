@@ -384,8 +384,8 @@ def prepare_requests(
 ) -> tuple[list[PromptRow], list[Request]]:
     """Apply the chat template to the prompts, and create one request per sample.
 
-    Return one row per output, and the requests to submit, which are those of rows without a
-    refusal. If the prompt of a row cannot be processed, a refusal is added to the row.
+    Return one row per output, and the requests of all rows without a refusal. If the prompt of a
+    row cannot be processed, this function adds a refusal to the row.
     """
     expanded = []
     accepted: list[Request] = []

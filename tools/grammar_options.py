@@ -133,7 +133,7 @@ def read_grammar(options: argparse.Namespace) -> dict[str, Any]:
     if options.partial and "schema" not in defined and options.prompts is None:
         raise OptionError("--partial requires --schema")
     try:
-        # A user-defined backend checks a grammar when it compiles it.
+        # User-defined backends check a grammar when they compile it, not here.
         make_grammar(fields, options.partial, check=":" not in options.backend)
     except (GrammarError, OptionError) as error:
         arguments = []

@@ -150,10 +150,10 @@ def run_watched(
 ) -> tuple[Report, int]:
     """Run a program on the soft device; return the report and the exit status of the program.
 
-    `program` is a command of `soft.resolve_command`, and `stdout` a file descriptor for its
-    output. A driver call or host function counts as hanging after `limit_s` seconds. The watchdog
-    then terminates the process, and the report contains the stacks of the threads involved. Raise
-    OptionError if the program does not exist, or the limit is less than 1.
+    `program` is the program with its arguments, as for `soft.resolve_command`. `stdout` is a file
+    descriptor for its output. A driver call or host function counts as hanging after `limit_s`
+    seconds. The watchdog then terminates the process, and the report contains the stacks of the
+    threads involved. Raise OptionError if the program does not exist, or the limit is less than 1.
     """
     if limit_s < 1:
         raise OptionError(f"the limit must be at least 1 second, got {short_repr(limit_s)}")

@@ -93,7 +93,7 @@ def _busy_process() -> Iterator[None]:
 
 
 def _apply_load(load: str) -> AbstractContextManager[None]:
-    """Return a context that applies a load, one of `LOADS`, until it ends."""
+    """Return a context that applies a load, one of `LOADS`, until the context ends."""
     if load == "process":
         return _busy_process()
     return busy_python(lambda: sum(range(100))) if load == "thread" else nullcontext()

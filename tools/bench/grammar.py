@@ -16,10 +16,9 @@ matcher. The keys have the order of the input file. The verdict on a schema is o
 correct
     All valid instances are accepted, and all invalid ones are rejected.
 flagged
-    Some instances have the wrong result, but the router declared this in advance. There are two
-    cases. The router compiled the schema with ``partial=True``, because the grammar does not
-    enforce all of the schema. Or all wrong results are rejected valid instances whose rejection
-    `Route.narrowed` or `Route.spelling` declares.
+    The router declared in advance that results may be wrong. There are two cases. Either the router
+    declared that the grammar does not enforce all of the schema. Or all wrong results are rejected
+    valid instances whose rejection `Route.narrowed` or `Route.spelling` declares.
 refused
     The schema does not compile.
 overconstrained
@@ -81,7 +80,7 @@ class Subject:
         self._child.call(Call("builtins:bool", (), self._setup))
 
     def evaluate(self, row: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Evaluate in the child process the schema of a row, with its instances.
+        """Evaluate a row (a schema with its instances) in the child process.
 
         Return the result of `grammar_child.evaluate_schema`. If the process exceeded the time limit
         or died, the result has only ``outcome``, which is "timeout" or "crash", and ``why``.
@@ -103,7 +102,7 @@ class Subject:
 
 
 def verdict(answer: dict[str, Any]) -> str:
-    """Return the verdict on a schema, one of `VERDICTS`."""
+    """Return the verdict, one of `VERDICTS`, on a schema, given its results `answer`."""
     if answer["outcome"] != "compiled":
         return str(answer["outcome"])
     if answer["partial"]:
@@ -130,7 +129,7 @@ def quantiles(values: np.ndarray) -> dict[str, float]:
 def summary(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return one subject's counts of verdicts and instances, and quantiles of its times.
 
-    The counts of instances exclude schemas that were compiled with ``partial=True``.
+    The counts of instances exclude schemas of which the grammar enforces only a part.
     """
     verdicts = collections.Counter(map(verdict, answers))
     compiled = [answer for answer in answers if answer["outcome"] == "compiled"]

@@ -179,7 +179,7 @@ def evaluate_schema(
         ``backend``
             Backend that the router chose.
         ``partial``
-            Whether the schema is compiled with ``partial=True``.
+            Whether the router declared that the grammar does not enforce all of the schema.
         ``compile_s``
             Compile time in seconds.
         ``fill_ns``
@@ -224,7 +224,7 @@ def evaluate_schema(
 
 
 def _is_declared(found: Any, value: Any, instances: _Instances) -> bool:
-    """Return whether the route declared in advance that its grammar rejects this valid instance.
+    """Return whether route `found` declared that its grammar rejects the valid instance `value`.
 
     A route is the router's choice of a backend and a grammar for a schema. It declares two kinds of
     restrictions. A narrowed route has a grammar that generates fewer values than the schema allows,

@@ -181,7 +181,7 @@ class HostRounds:
             )
 
     def _fill_cache(self, prefixes: PrefixCache, pages: int, num_shared: int) -> None:
-        """Fill the prefix cache with idle pages, first with the waiting requests' common prefix."""
+        """Fill the prefix cache with idle pages, beginning with the prompts' common prefix."""
         shared = prefixes.keys([1000] * (num_shared + 2))[:pages]
         others = [number.to_bytes(32, "little") for number in range(pages - len(shared))]
         if pages:

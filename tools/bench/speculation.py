@@ -76,7 +76,7 @@ GREEDY_TEMPERATURE = 1e-5
 
 
 class Prompt(NamedTuple):
-    """A prompt of the benchmark. Results are also reported by its kind."""
+    """A prompt of the benchmark. Results are also reported for each kind of prompt."""
 
     kind: str
     row: PromptRow  #: the request, and how its prompt is tokenized
@@ -293,10 +293,10 @@ def masking_of(engine: Engine) -> str | None:
 def _verify_modes(
     options: argparse.Namespace, temperature: float, tree: str | None
 ) -> dict[str | None, str]:
-    """Return the request option ``verify`` of each verification mode to measure, by its name.
+    """Map the name of each verification mode to measure to the request option ``verify``.
 
-    Unless the mode is "relaxed", greedy requests are verified greedily, and draft trees by coupled
-    sampling. Values of ``--verify`` that have the same effect are therefore measured only once.
+    Unless the option is "relaxed", greedy requests are verified greedily, and draft trees by
+    coupled sampling. Values of ``--verify`` with the same effect are therefore measured only once.
     """
     effective = None
     if temperature < GREEDY_TEMPERATURE:

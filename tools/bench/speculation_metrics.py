@@ -196,7 +196,7 @@ def throughput_by_length(configurations: Sequence[dict[str, Any]]) -> list[dict[
     Returns
     -------
     list of dict
-        One entry per combination of the keys other than the length. ``best`` is the length with the
+        One entry per group of chains that differ only in length. ``best`` is the length with the
         highest predicted throughput. ``lengths`` has the predicted and the measured throughput of
         each length.
     """

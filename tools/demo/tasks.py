@@ -174,7 +174,7 @@ def make_integer(rng: random.Random) -> int:
 
 
 def _join_words(rng: random.Random, parts: Sequence[str]) -> str:
-    """Join the elements of a list as text, with commas or with "and" before the last one."""
+    """Join parts with commas. The separator before the last part may be "and" instead."""
     if not parts:
         return "none"
     if len(parts) > 1 and rng.random() < 0.4:
@@ -382,7 +382,7 @@ def _object_value(fields: Iterable[Field]) -> dict[str, Json]:
 def _resample_object(
     rng: random.Random, kinds: Sequence[str], fields: Sequence[Field]
 ) -> list[Field]:
-    """Return fields with the keys of `fields` and new random values, for an object of a list.
+    """Return fields with the keys of `fields` and new values, for the next object of a list.
 
     `kinds` has the kind of each field.
     """
@@ -394,7 +394,7 @@ def _resample_object(
 
 
 def _resample(rng: random.Random, kind: str, schema: Schema) -> tuple[Json, str]:
-    """Return a random value that satisfies the schema of a `kind`, and the value as text."""
+    """Return a random value of a kind that satisfies `schema`, and the value as text."""
     while True:
         other, value, words = _scalar(rng, kind)
         if kind == "enum":
@@ -406,7 +406,7 @@ def _resample(rng: random.Random, kind: str, schema: Schema) -> tuple[Json, str]
 def _describe(rng: random.Random, fields: Sequence[Field]) -> str:
     """Return a text that contains the fields in random order, in one of six styles."""
     shuffled = rng.sample(fields, len(fields))
-    # Fields can be separated by commas only if no value contains a comma or "and", as lists do.
+    # Fields can be separated by commas only if no value contains a comma or "and". Lists do.
     is_plain = all("," not in field.words and " and " not in field.words for field in fields)
     style = rng.randrange(6)
     if style == 0:
@@ -453,7 +453,7 @@ def _make_fields(
     """Return `low` to `high` fields of random kinds.
 
     At most one field has an object or a list of objects as its value, and only if no earlier value
-    is a list. Further fields of these kinds become nouns.
+    is a list. A noun replaces every further object and list of objects.
     """
     used: set[str] = set()
     weights = [WEIGHTS[kind] for kind in kinds]
@@ -499,7 +499,7 @@ def record_task(rng: random.Random, unseen: bool = False) -> Task:
 
 
 def regex_task(rng: random.Random, unseen: bool = False) -> Task:
-    """Return a task that asks for one value of a text, under a regular expression."""
+    """Return a task that asks for one value in a text. The answer matches a regular expression."""
     fields = _make_fields(rng, unseen, 1, 3, SCALARS)
     kind = rng.choice(("date", "code", "integer", "phone"))
     used = {field.key for field in fields}

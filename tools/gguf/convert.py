@@ -39,7 +39,7 @@ __all__ = ["GgufError", "add_arguments", "convert"]
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """Differences between the GGUF files of an architecture and Hugging Face checkpoints of it."""
+    """How GGUF files of an architecture differ from its Hugging Face checkpoints."""
 
     name: str  #: name of the architecture in Hugging Face configs, a key of `TARGETS`
     #: Whether the rows of query and key projections are in interleaved order (`to_half_split`).
@@ -179,7 +179,7 @@ class GgufFile:
         return default
 
     def key(self, key: str) -> str:
-        """Return a metadata key with the name of the architecture before it: ``llama.<key>``."""
+        """Return a metadata key, prefixed with the architecture: ``llama.<key>``."""
         return f"{self._prefix}.{key}"
 
     def get_size(self, key: str, default: int | None = None) -> int:
@@ -256,8 +256,8 @@ def file_dtype(file: GgufFile) -> str:
 def make_config(file: GgufFile, dtype: str) -> dict[str, Any]:
     """Return ``config.json`` for the model of a GGUF file, with `dtype` as the matrices' dtype.
 
-    Raise GgufError if the model is a mixture of experts, or has an unsupported shape, factor or
-    RoPE scaling.
+    Raise GgufError if the model has an unsupported head dimension or RoPE scaling, or a property
+    in `NEUTRAL_VALUES` that graft does not support, such as experts.
     """
     file.require_neutral(NEUTRAL_VALUES)
     hidden_size = file.get_size("embedding_length")

@@ -87,8 +87,8 @@ class Settings:
 class Service:
     """The ASGI application `app`, and the state that its endpoints share.
 
-    Requests are refused while `draining` is true, which it is during shutdown. `parser` is not
-    thread-safe, so a single worker thread calls it.
+    `draining` is true during shutdown; requests are then refused. `parser` is not thread-safe, so a
+    single worker thread calls it.
     """
 
     def __init__(self, driver: EngineDriver | Replicas, settings: Settings):
@@ -386,7 +386,7 @@ class _Writer(Protocol):
 
 
 class _GenerateEndpoint:
-    """The endpoint that generates text: chat completions if `chat`, otherwise completions.
+    """An endpoint that generates text: chat completions if `chat`, otherwise completions.
 
     If `chat` is None, requests with the field ``messages`` are chat completions. When the client of
     a request disconnects, the request is cancelled.

@@ -247,9 +247,10 @@ def read_api_keys(keys: Sequence[str] | None) -> tuple[str, ...]:
 def allowed_hosts(options: argparse.Namespace) -> frozenset[str] | None:
     """Return the value of `Settings.hosts`.
 
-    A server on a loopback address without API keys accepts only local names. Otherwise, a web page
-    could send it requests from a browser on this machine. A server on another address does not
-    know the names under which clients reach it. It accepts any name, or those of --allowed-host.
+    A server on a loopback address without API keys accepts only local names and the names that
+    --allowed-host lists. Otherwise, a web page could send it requests from a browser on this
+    machine. A server on another address does not know the names under which clients reach it. It
+    accepts any name unless --allowed-host lists names.
     """
     names = set(options.allowed_host or ())
     if is_loopback(options.host):

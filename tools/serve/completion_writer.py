@@ -129,7 +129,7 @@ class ResponseChoice:
         """Return the choice of one chunk of a chat.
 
         `choice` has the event's fields, and `delta` the chunk's new text or call. `is_first` and
-        `is_last` say whether it is the first or the last chunk of the event.
+        `is_last` say whether the chunk is the first or the last one of the event.
         """
         chunk = dict(choice)
         if not is_first:
@@ -147,7 +147,7 @@ class ResponseChoice:
         return self._tool_calls is not None and bool(self._tool_calls.cut_text)
 
     def reasoning_tokens(self, output: Output) -> int:
-        """Return the number of tokens of the reasoning section, including its end."""
+        """Return the number of tokens of the reasoning section, including `END`."""
         if not self._has_reasoning:
             return 0
         text = b""
@@ -365,7 +365,7 @@ def output_event(output: Output) -> Event:
 
 
 def _reasoning_fields(text: str | None) -> dict[str, str | None]:
-    """Return the response fields with the reasoning text: vLLM's, and SGLang's and DeepSeek's."""
+    """Return the reasoning text in vLLM's field, and in the field of SGLang and DeepSeek."""
     return {"reasoning": text, "reasoning_content": text}
 
 

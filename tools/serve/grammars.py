@@ -50,8 +50,8 @@ def find_grammars(
 ) -> list[FoundGrammar]:
     """Return the grammars that response_format, structured_outputs or tools define.
 
-    The first grammar of the list constrains the output. The others are only checked for errors,
-    before the first one. The list is empty if the output is free text.
+    The first grammar of the list constrains the output. The caller checks the other ones for errors
+    but does not use them. The list is empty if the output is free text.
 
     If the model may call tools, a request can also have one other grammar. The output is then
     either a sequence of calls or text that matches this grammar. If the model must call a tool, the
@@ -136,7 +136,10 @@ def _structured_outputs(body: ChatRequest | CompletionRequest) -> list[FoundGram
 
 
 def _is_enabled(grammar: FoundGrammar) -> bool:
-    """Return whether a grammar is in use: its value is not null, nor false for json_object."""
+    """Return whether the request uses a grammar.
+
+    The value of json_object must be true. All other grammars are used unless they are null.
+    """
     if grammar.key == "json_object":
         if not isinstance(grammar.value, bool):
             raise ApiError(

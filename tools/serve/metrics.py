@@ -111,9 +111,9 @@ class Metrics:
     def page(self, counters: Sequence[Mapping[str, Any] | None], **gauges: float) -> bytes:
         """Return the metrics in Prometheus's text format.
 
-        `counters` has the result of `Engine.counters` for each replica. It is None if the replica
-        does not answer; its last known counters are then reported. `gauges` has the values of the
-        gauges in `_SERVER_GAUGES`.
+        `counters` has the result of `Engine.counters` for each replica. For a replica that does not
+        answer, the entry is None, and the last known counters are reported. `gauges` has the values
+        of the gauges in `_SERVER_GAUGES`.
         """
         alive = {}
         for index, engine in enumerate(counters):

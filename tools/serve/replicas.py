@@ -325,7 +325,7 @@ class Replicas:
                     self._deliver(replica, request, event)
 
     def _deliver(self, replica: _Replica, request: _RoutedRequest, event: Event) -> None:
-        """Deliver those tokens and that text of an event that the client has not received yet."""
+        """Deliver the part of an event that the client has not received yet."""
         try:
             rest = request.undelivered(event)
         except EngineError as error:

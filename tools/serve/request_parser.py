@@ -314,7 +314,11 @@ class RequestParser:
         return reasoning.starts_in_reasoning(self._reasoning_parser, text, continued)
 
     def _with_reasoning(self, request: Request, start: bool, *, required: bool) -> Request:
-        """Return a request whose output can have a reasoning section; see `answer_grammar`."""
+        """Return a request whose output can have a reasoning section.
+
+        `start` says whether the output starts within the section. If `required`, the output cannot
+        end in the section.
+        """
         shown = (*request.shown_tokens, reasoning.BEGIN, reasoning.END)
         request = replace(request, shown_tokens=shown)
         if request.grammar is None:

@@ -29,7 +29,8 @@ from graft.tools.serve.tool_calls import ToolChoice, choose_tools
 _MAX_INT32 = 2**31 - 1
 _MAX_INT64 = 2**63 - 1
 _RESERVED_VARIABLES = RESERVED_VARIABLES | {"schema", "tools"}
-#: Maps fields of the API that the engine's `Request` receives and checks to their names there.
+#: API fields that the engine's `Request` receives, with their names there. The engine checks their
+#: values.
 ENGINE_FIELDS = {
     name: name
     for name in (

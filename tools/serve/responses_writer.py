@@ -179,7 +179,7 @@ class ResponsesWriter:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _open(self, item: dict[str, Any]) -> Iterator[str]:
-        """Close the last item and begin another one."""
+        """Close the last item and begin `item`."""
         yield from self._close("completed")
         self._items.append(item)
         index = len(self._items) - 1

@@ -49,10 +49,11 @@ TOP = 83
 
 
 def run_label(names: Sequence[str]) -> str:
-    """Return the label of a run of nodes, given their names in order.
+    """Return the label of consecutive nodes, given their names in order.
 
     The label has the names of the first and the last node, and the number of nodes. Nodes that
-    write time stamps count, but are named only if the run has no other nodes.
+    write time stamps are counted, but they are named only if all nodes write time stamps. If
+    exactly one node does not, the label is its name.
     """
     if len(names) == 1:
         return names[0]

@@ -1,9 +1,9 @@
 """Record timelines of graph replays on the soft device.
 
 A timeline shows when each node ran and on which lane. A lane is an in-order sequence of graph
-nodes. A host step is a graph node that runs on the host. An exposed wait is a time in which a node
-on the device could have run as far as its own lane is concerned, but waited for a host step of
-another lane, or for a copy that follows that host step.
+nodes. A host step is a graph node that runs on the host. In an exposed wait, all earlier nodes of a
+lane have ended, but its next node waits for a host step of another lane, or for a copy that follows
+that host step.
 """
 
 from __future__ import annotations

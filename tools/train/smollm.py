@@ -623,8 +623,8 @@ class Trainer:
         gram = z.T @ z / len(z)
         gram += 0.01 * gram.diagonal().mean() * torch.eye(4 * HIDDEN)
         linear = torch.linalg.solve(gram, z.T @ y / len(z)).T
-        # Random projections of the whitened embeddings. All tokens differ by similar amounts in
-        # them.
+        # Random projections of the whitened embeddings. The distance between two tokens in these
+        # projections is similar for all pairs of tokens.
         mean = table.mean(0)
         size, axes = torch.linalg.eigh((table - mean).T @ (table - mean) / len(table))
         white = axes[:, :-16] / size[:-16].sqrt() @ axes[:, :-16].T
@@ -666,9 +666,10 @@ class Trainer:
         head.norm.weight.copy_(0.8 * self.norm)
 
     def run(self) -> None:
-        """Train for the given minutes, with one or three draft steps at random.
+        """Train for ``--minutes`` minutes, with one or three draft steps at random.
 
-        The learning rate of AdamW falls linearly with the time spent.
+        After a warm-up of 50 steps, the learning rate of AdamW falls linearly with the time spent,
+        to 3 % of its initial value.
         """
         args = self.args
         self.initialize()
@@ -755,8 +756,8 @@ def export(args: argparse.Namespace) -> None:
 
     The draft vocabulary is larger than in training, which is possible because the head's LM head
     consists of rows of the target's LM head. The added tokens are the first ids in numeric order
-    until the vocabulary has ``--export-vocab`` tokens, and all tokens of lower-case letters,
-    because keys of JSON objects begin with such tokens.
+    until the vocabulary has ``--export-vocab`` tokens, and all tokens that consist of lower-case
+    letters, because keys of JSON objects begin with such tokens.
     """
     vocabulary = Tokenizer(args.model).backend.get_vocab()
     checkpoint = torch.load(args.work / "head.pt")

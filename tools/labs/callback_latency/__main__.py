@@ -202,7 +202,7 @@ def make_report(device: Device, measurements: Sequence[Measurement]) -> dict[str
 
 
 def processor() -> str:
-    """Return the CPU model, or the architecture if it is unknown."""
+    """Return the CPU model, or the architecture if the model is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

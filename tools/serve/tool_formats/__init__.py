@@ -14,7 +14,7 @@ from graft.tools.serve.tool_formats.qwen3_coder import Qwen3Coder
 
 __all__ = ["TOOL_FORMATS", "ToolFormat", "find_tool_format"]
 
-#: Maps the names that vLLM's option ``--tool-call-parser`` has for notations to tool formats.
+#: Tool formats by name. The names are those of vLLM's option ``--tool-call-parser``.
 TOOL_FORMATS: dict[str, ToolFormat] = {
     one.name: one for one in (Hermes(), Llama3Json(), Mistral(), Qwen3Coder(), Pythonic())
 }

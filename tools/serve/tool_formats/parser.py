@@ -48,8 +48,8 @@ class ToolCallParser:
         The content is text that belongs to no call. Text that may be the beginning of a call is
         held back until more text shows whether it is. The parts, at most one for each call, are
         deltas in the format of a streamed response. The first delta of a call has its id and name.
-        The arguments of its deltas, joined, are the arguments of the call. `last` says whether this
-        is the last piece.
+        Each delta of the call has a piece of the arguments. `last` says whether this is the last
+        piece of the output.
         """
         self._source.feed(text, last)
         content = ""

@@ -1,7 +1,8 @@
 """The notation of Llama 3.2 and Llama 4 models that write calls as a list in Python.
 
-The output is ``[name(key=value, ...), ...]``. ``True``, ``False``, ``None`` and texts are written
-as in Python, all other values as JSON, also within arrays and objects.
+The output is ``[name(key=value, ...), ...]``. The values ``True``, ``False``, ``None`` and texts
+are written as in Python. All other values are written as JSON, including the elements of arrays and
+objects.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Pythonic(ToolFormat):
     name = "pythonic"
 
     def text_with_calls(self, tools: ToolChoice) -> Format:
-        """Return the structural format of calls, or of free text that begins unlike any call."""
+        """Return the structural format of calls, or of text that does not begin like a call."""
         begins = [f"[{begin}" for begin in _begins(tools)]
         return one_of([self.calls(tools), {"type": "any_text", "excluded_starts": begins}])
 
@@ -139,7 +140,7 @@ def _value(parameter: Parameter) -> Format:
 
 
 def _listed_texts(schema: Mapping[str, Any]) -> list[str]:
-    """Return those values of ``enum`` or ``const``, in Python, that are written unlike in JSON."""
+    """Return those values of ``enum`` or ``const`` in Python that JSON writes differently."""
     keywords = constraints(schema)
     keyword = "const" if "const" in keywords else "enum"
     is_text = schema.get("type") == "string"

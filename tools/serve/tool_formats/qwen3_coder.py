@@ -97,8 +97,8 @@ def _is_text(parameter: Parameter) -> bool:
 def _texts(parameter: Parameter) -> list[str] | None:
     """Return the texts of an enumeration of strings, which are written without quotes.
 
-    The result is None if the schema is no such enumeration, or if one of the texts contains the tag
-    that ends a value.
+    The result is None if the schema is not an enumeration of strings, or if one of the texts
+    contains the tag that ends a value.
     """
     texts = parameter.texts
     return None if texts is None or any(_VALUE_END in text for text in texts) else texts
