@@ -120,8 +120,8 @@ class GuidedDecoder:
         Memory shared with the device: drafted and committed tokens, mask rows, candidates. A graph
         has draft steps if the draft mode of `exchange` masks drafts.
     forced
-        Determines the forced token of each filled mask row: the token that the device drafts where
-        the grammar allows only one text. None to draft no forced tokens. If the graph has no draft
+        Determines the forced token of each filled mask row. Where the grammar allows only one text,
+        the device drafts this token. None: no forced tokens are drafted. If the graph has no draft
         steps, the commit step itself drafts a chain of forced tokens and fills their mask rows
         (jump-forward decoding).
     transport
@@ -314,8 +314,9 @@ class GuidedDecoder:
             * Probe: the step runs after the drafter has written the candidates of draft `j` and
               finds the first legal candidate, for ``1 <= j <= draft_length``.
             * Lattice probe: the step tests candidates with the matcher, the best ones first, and
-              finds legal drafts for all levels of the draft tree. The number of tests is limited to
-              4 per draft plus one per candidate of a level. `j` must be 1.
+              finds legal drafts for all levels of the draft tree. The step tests at most ``4 *
+              drafts + candidates`` tokens, where ``candidates`` is the number per level. `j` must
+              be 1.
 
         Raises
         ------
@@ -400,7 +401,7 @@ class GuidedDecoder:
         )
 
     def _check_requests(self, requests: Sequence[GuidedRequest]) -> dict[int, GuidedRequest]:
-        """Check the requests of a replay and claim the matchers of the new requests.
+        """Check the requests of a replay, and set `Matcher.claimed` for those of new requests.
 
         Returns
         -------
@@ -432,7 +433,7 @@ class GuidedDecoder:
         return new_owners
 
     def _check_matcher(self, request: GuidedRequest, new_owners: dict[int, GuidedRequest]) -> None:
-        """Raise `GuideError` unless the matcher of a new request can be used."""
+        """Raise `GuideError` if a new request's matcher has another vocabulary or is in use."""
         matcher = request.matcher
         if matcher is None:
             return

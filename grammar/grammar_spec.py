@@ -122,8 +122,8 @@ class GrammarSpec(Spec):
         Raises
         ------
         GrammarError
-            The argument is not a JSON schema, the schema is obviously unsatisfiable, or an option
-            is unknown.
+            The argument is not a JSON schema, recursive references make the schema unsatisfiable,
+            or an option is unknown.
         """
         document = schema
         if not isinstance(document, JsonValue):
@@ -340,9 +340,10 @@ class GrammarSpec(Spec):
 
 
 def _check_tags(tags: Sequence[StructuralTag], triggers: Sequence[str]) -> None:
-    """Raise `GrammarError` unless the tags and the triggers of a structural tag match.
+    """Check the tags and triggers of a structural tag.
 
-    Each tag must begin with exactly one trigger, and each trigger must begin at least one tag.
+    Raise `GrammarError` unless each tag begins with exactly one trigger, and each trigger begins at
+    least one tag.
     """
     are_lists = isinstance(tags, Sequence) and isinstance(triggers, Sequence)
     if not are_lists or isinstance(triggers, str) or not tags or not triggers:

@@ -81,8 +81,8 @@ class CompiledGrammar:
         Record of whether the grammar's matchers have kept the guided decoder's time budget so far.
         The decoder's native worker updates it; see ``OrderTiming`` in native/guide/matcher.h.
     automaton
-        Native automaton that allows the same texts and that the matchers run; None if the grammar
-        has none.
+        Native automaton that the matchers run instead of `native`. It allows the same texts. None
+        if the grammar has no automaton.
     """
 
     def __init__(self, backend: GrammarBackend, spec: Spec, native: Any, nbytes: int):
@@ -160,7 +160,7 @@ class Matcher(ABC):
 
     @functools.cached_property
     def native(self) -> Any:
-        """Native matcher with the state of this object, for the guided decoder's native worker."""
+        """Native object through which the guided decoder's native worker calls this matcher."""
         return _native.guide.PythonMatcher(self, np.zeros(self.words, np.int32), self.size)
 
     @abstractmethod

@@ -15,11 +15,11 @@ POOL = ProcessPool(preload=("graft.grammar",))
 
 
 def run_call(kind: str, call: Call) -> Any:
-    """Run a call about a grammar in a child process of the pool and return its result.
+    """Run a call in a child process of `POOL` and return its result.
 
-    `kind` is the kind of the grammar, as in `Spec`. It begins the error messages of this function.
-    Raise `GrammarError` if the called function refused the grammar or exceeded the limit of time or
-    memory, and `GrammarUnavailableError` if no child process could finish the call.
+    `kind` is the kind of the grammar that the call works on, as in `Spec`. Error messages begin
+    with it. Raise `GrammarError` if the called function refused the grammar or exceeded the limit
+    of time or memory, and `GrammarUnavailableError` if no child process could finish the call.
     """
     try:
         return POOL.call(call)

@@ -40,9 +40,9 @@ class ResolvedGrammar:
     backend
         Name of the backend.
     content
-        What the backend compiles, as parsed JSON: the rewritten JSON schema, the structural format
-        as `parse_format` returns it, the structural tag, or the list of choices. For grammars of
-        the other kinds, the text of the specification.
+        Input of the backend. A JSON schema is rewritten; a structural format is as `parse_format`
+        returns it; a structural tag and a list of choices are parsed JSON. For grammars of the
+        other kinds, the text of the specification.
     partial
         Whether outputs may violate a part of the JSON schema.
     text
@@ -99,8 +99,8 @@ def resolve_spec(spec: Spec, backend: str) -> ResolvedGrammar:
 def resolve_for_backend(spec: Spec, name: str) -> ResolvedGrammar:
     """Return a grammar in the form that the backend with this name compiles; see `resolve_spec`.
 
-    Raise `UnsupportedFormatError` if the grammar is a structural format that the backend cannot
-    enforce, and `GrammarError` if the backend cannot be used or cannot enforce another grammar.
+    Raise `UnsupportedFormatError` if the backend cannot enforce a structural format, and
+    `GrammarError` if the backend cannot be used or cannot enforce a grammar of another kind.
     """
     if spec.kind == "structural_format":
         return _resolve_format(spec, name)
@@ -175,8 +175,8 @@ def _options_of(spec: Spec) -> _SchemaOptions:
 class _ResolvedSchema(NamedTuple):
     """A JSON schema in the form that a backend compiles.
 
-    `partial`, `text` and `rules` are as in `ResolvedGrammar`, and `schema` is its `content`. `text`
-    is empty if the schema has not been changed.
+    `partial` and `rules` are as in `ResolvedGrammar`, and `schema` is its `content`. `text` is
+    `schema` as JSON text; it is empty if the schema has not been changed.
     """
 
     schema: Any
@@ -190,7 +190,8 @@ def _resolve_schema(
 ) -> _ResolvedSchema:
     """Convert a parsed JSON schema to the form that the backend `name` compiles.
 
-    `raw` is as in `unsafe_strings`. Raise `GrammarError` if the backend cannot enforce the schema.
+    `raw` says that the text is written in a style without JSON strings; see `unsafe_strings`. Raise
+    `GrammarError` if the backend cannot enforce the schema.
     """
     try:
         require_usable(name)

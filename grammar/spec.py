@@ -69,9 +69,9 @@ class Marker:
         begin with the opening, both the tokens that continue the opening and the tokens that the
         grammar allows are legal. If empty, every output begins with free text.
     skips_space
-        Whether white-space tokens may follow the marker before the text of the grammar begins, with
-        at most `MAX_SPACE` characters of `WHITE_SPACE` in total. The first token that the grammar
-        accepts begins its text.
+        Whether tokens that consist of `WHITE_SPACE` may follow the marker before the text of the
+        grammar, with at most `MAX_SPACE` characters in total. The first token that the grammar
+        accepts begins the text of the grammar.
     """
 
     text: str = ""
@@ -94,7 +94,7 @@ class Marker:
         return self._checked_ids(ids, self.text, vocabulary)
 
     def opening_ids(self, vocabulary: Vocabulary) -> tuple[int, ...]:
-        """Return the id of the added token whose text is the opening, if there is one.
+        """Return a tuple with the id of the added token whose text is the opening, if it exists.
 
         Raises
         ------

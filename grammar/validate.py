@@ -64,7 +64,7 @@ def search_pattern(pattern: str, text: str) -> bool:
     """Return whether ``re.search`` finds a match of a user's ECMA-262 pattern in the text.
 
     The search runs in this process if it provably takes at most `_MAX_STEPS` steps, and in a child
-    process otherwise. A bound on the number of steps is known if the pattern repeats no group and
+    process otherwise. The number of steps is bounded if the pattern repeats no group and
     has no back-reference. The search for a pattern with ``n`` repetition and alternation operators
     then takes at most ``(len(text) + 2) ** (n + 1)`` steps: it tries each position of the text, and
     each operator has at most ``len(text) + 1`` continuations.

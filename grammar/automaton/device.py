@@ -88,8 +88,8 @@ class DeviceAutomata:
     state
         State of all slots. The kernels run on its device.
     exchange
-        Memory with the records and mask rows of the same slots. Its draft mode must not probe, that
-        is, test candidates with the matcher.
+        Memory with the records and mask rows of the same slots. Its draft mode must not be one that
+        probes, that is, that tests the drafter's candidates with the matcher.
     sampler
         Sampler whose kernels verify the drafts of each round. The kernels of this class read the
         committed tokens from the results of the verification.
@@ -181,11 +181,11 @@ class DeviceAutomata:
     def counters(self) -> dict[str, int]:
         """Return memory usage and event counts by name. Waits for the device.
 
-        ``hits``, ``misses``, ``stored`` and ``evicted`` count mask rows of the row cache, and
-        ``row_bytes`` is the size of the rows in the cache. ``tables`` is the number of tables on
-        the device, ``table_bytes`` their size, ``tables_evicted`` the number of evicted tables, and
-        ``tables_refused`` the number of requests whose table did not fit. ``forced_tokens`` is the
-        number of accepted drafts that the grammar forced.
+        ``hits``, ``misses``, ``stored`` and ``evicted`` count mask rows of the row cache.
+        ``row_bytes`` is the size of the rows in the cache. ``tables`` and ``table_bytes`` are the
+        number and the total size of the tables on the device. ``tables_evicted`` counts tables, and
+        ``tables_refused`` counts requests whose table did not fit. ``forced_tokens`` counts the
+        accepted drafts that the grammar forced.
         """
         cache = self._cache.to_host().view(_ROW_CACHE)[0]
         counts = {name: int(cache[name]) for name in ("hits", "misses", "stored", "evicted")}
@@ -256,9 +256,9 @@ class DeviceAutomata:
             table.users -= 1
 
     def _acquire(self, lane: Lane, grammar: Any) -> _Table | None:
-        """Return the table of a grammar and count one more user; None if the table does not fit.
+        """Return the table of a grammar for one more user; None if the table does not fit.
 
-        Upload the table unless it is already on the device.
+        The method increments `_Table.users`, and uploads the table unless it is on the device.
         """
         table = self._tables.pop(grammar, None)
         if table is None:
@@ -337,7 +337,7 @@ class DeviceAutomata:
     # Grammar steps ------------------------------------------------------------------------------
 
     def add_open(self, lane: Lane, row_slot: DeviceArray, num_rows: int, *, copied: bool) -> None:
-        """Add the kernels that fill the mask rows that verification needs and that are still empty.
+        """Add the kernels that fill the missing mask rows before verification.
 
         Parameters
         ----------
@@ -349,8 +349,8 @@ class DeviceAutomata:
             Maximum number of mask rows that verification needs per request: one per draft, and row
             0.
         copied
-            Whether an earlier node of the round copies the host's mask rows to the device, which
-            overwrites the rows of promoted requests, so that all of them have to be filled.
+            Whether an earlier node of the round copies the host's mask rows to the device. The copy
+            overwrites the rows of promoted requests, so the kernels fill all of their rows.
         """
         self._add_kernel(lane, "open", row_slot, [num_rows, int(copied)])
         self._add_fill(lane, "open", row_slot, num_rows)

@@ -80,7 +80,7 @@ def _lower_format(form: Format, whitespace: Whitespace) -> Expression:
         return _text(form["value"])
     if kind == "regex":
         return lower_regex(form["pattern"])
-    if kind == "json_schema":  # resolving has applied or refused all other fields
+    if kind == "json_schema":  # graft.grammar.resolve has applied or refused all other fields
         return lower_schema(form["json_schema"], whitespace)
     if kind == "sequence":
         return concat(map(lower_part, form["elements"]))

@@ -1,8 +1,9 @@
 """Lowering of JSON schemas to the expressions of `graft.grammar.regular.expression`.
 
-A schema is lowered if it is not recursive and it is known exactly how LLGuidance writes its values:
-objects that allow no additional properties, arrays, strings, numbers, enumerations, and unions of
-these. For any other schema, `lower_schema` raises `NotRegular`.
+A schema is lowered if it is not recursive and consists of objects that allow no additional
+properties, arrays, strings, numbers, enumerations, and unions of these. For such schemas, it is
+known exactly how LLGuidance writes the values. For any other schema, `lower_schema` raises
+`NotRegular`.
 """
 
 from __future__ import annotations

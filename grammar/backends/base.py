@@ -1,4 +1,4 @@
-"""Interface and helpers shared by the built-in backends."""
+"""Interface of the built-in backends, and functions that both of them use."""
 
 from __future__ import annotations
 

@@ -64,10 +64,10 @@ class Prepared(NamedTuple):
 def prepare(spec: Spec, special: Mapping[str, int], automata: bool) -> Prepared:
     """Resolve and check a grammar, and build its automaton. Runs in a child process.
 
-    `special` contains ids of special tokens by name. Where a text of a tag contains one of these
-    names, the token is legal, too. `automata` is whether to build an automaton. Raise
-    `GrammarError` if LLGuidance refuses the grammar, or if LLGuidance warns that it cannot enforce
-    a part of the grammar and the specification is not `partial`.
+    `special` contains ids of special tokens by name. Where the begin, end or trigger text of a tag
+    contains such a name, the grammar allows the name and the token. If `automata` is False, no
+    automaton is built. Raise `GrammarError` if LLGuidance refuses the grammar, or if LLGuidance
+    warns that it cannot enforce a part of the grammar and the specification is not `partial`.
     """
     grammar = resolve_for_backend(spec, "llguidance")
     if spec.kind == "json_schema" and not grammar.rules:
@@ -112,16 +112,16 @@ def check_syntax(grammar: ResolvedGrammar) -> None:
 def _lark_grammar(rules: str) -> str:
     """Return a Lark grammar, given by its rules, in LLGuidance's JSON format.
 
-    With the added header, LLGuidance allows every sequence of tokens that spells a legal text.
+    With ``no_forcing``, LLGuidance allows every sequence of tokens that spells a legal text.
     """
     header = '%llguidance {"no_forcing": true}'
     return json.dumps({"grammars": [{"lark_grammar": f"{header}\n{rules}"}]})
 
 
 def _check_text(spec: Spec, text: str) -> None:
-    """Raise `GrammarError` if LLGuidance refuses a grammar in LLGuidance's JSON format.
+    """Raise `GrammarError` if LLGuidance refuses the grammar `text`, given in its JSON format.
 
-    Also raise it if LLGuidance warns that it ignores a part of the grammar, unless `spec` is
+    Also raise the error if LLGuidance warns that it ignores a part of the grammar, unless `spec` is
     `partial`.
     """
     refused, lines = validate(text)
@@ -318,7 +318,7 @@ class LLGuidanceBackend:
 
     @functools.cached_property
     def _special_spellings(self) -> list[tuple[str, str, int]]:
-        """For each special token: its name as JSON writes it, its name, and its id."""
+        """List of the special tokens: the name as JSON writes it, the name, and the id of each."""
         vocabulary = self.vocabulary
         found = []
         for name, token in vocabulary.names.items():
@@ -340,7 +340,10 @@ class LLGuidanceBackend:
         }
 
     def load(self, spec: Spec, result: Prepared) -> CompiledGrammar:
-        """Create the compiled grammar from the result of `prepare`. Releases the GIL meanwhile."""
+        """Create the compiled grammar from the result of `prepare`.
+
+        The native code releases the GIL while LLGuidance compiles the grammar.
+        """
         try:
             tokenizer = self._tokenizer(self._named_tokens(result.references))
             native = _native.guide.LLGuidanceGrammar(tokenizer, result.text)

@@ -8,8 +8,8 @@ the same texts:
 * If no rule is recursive, the whole grammar becomes one terminal. Matching within a terminal is not
   greedy.
 * Otherwise, the largest parts without recursion become terminals. If the next character could both
-  extend a terminal and begin the text after it, the terminal is split into its parts, and if
-  necessary into terminals of one character, which always end after this character.
+  extend a terminal and begin the text after it, the terminal is split into smaller terminals, if
+  necessary into terminals of one character.
 """
 
 from __future__ import annotations
@@ -425,7 +425,7 @@ class _Lowering:
         return self._nullables[node]
 
     def _terminals(self) -> Iterator[Node]:
-        """Yield the nodes that become terminals: in each rule, the largest nodes that can."""
+        """Yield the largest nodes of each rule that can become terminals."""
         seen: set[str] = set()
         queue: list[Node] = [Rule(self._root)]
         while queue:
@@ -442,7 +442,7 @@ class _Lowering:
     def _conflicts(self) -> set[Node]:
         """Return the terminals that the lexer might extend where another terminal should begin.
 
-        If terminals are too large to be examined, return these terminals.
+        If some terminals have more than `_MAX_POSITIONS` positions, only these are returned.
         """
         terminals = list(dict.fromkeys(self._terminals()))
         too_large = set()
@@ -721,8 +721,8 @@ def _union(first: Ranges, second: Ranges) -> Ranges:
 class _Lexer:
     """Simulates the lexer with all terminals allowed at the same time.
 
-    `machines` are the positions of the terminals, and `following` are the characters that can
-    follow each terminal.
+    `machines` contains the Glushkov automaton of each terminal, and `following` the characters that
+    can follow each terminal.
     """
 
     def __init__(self, machines: dict[Node, _Positions], following: dict[Node, Ranges]):

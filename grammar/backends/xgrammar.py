@@ -214,10 +214,8 @@ def _require_no_warnings(spec: Spec) -> None:
 def _schema_text(schema: Any, text: str = "") -> str:
     """Return a JSON schema as the JSON text that XGrammar reads.
 
-    The patterns in `schema` are converted in place; see `convert_patterns`.
-
-    `text` is the JSON text of `schema` if the caller has it; it is returned if the schema has no
-    pattern.
+    The patterns in `schema` are converted in place; see `convert_patterns`. `text` is the JSON text
+    of `schema` if the caller has it. The function then returns it if it contains no pattern.
     """
     if text and "pattern" not in text:
         return text
@@ -300,7 +298,7 @@ def _schema_rules(
 
 
 def _structural_format(form: Format, whitespace: Whitespace) -> str:
-    """Return the JSON text of XGrammar's structural tag that consists of a structural format."""
+    """Return the JSON text of XGrammar's structural tag whose ``format`` is `form`."""
 
     def schema_rules(form: Format) -> str:
         most = form["max_whitespace_cnt"]
@@ -442,7 +440,7 @@ class XGrammarBackend:
         return acceptable
 
     def _bitmask(self, flags: list[bool], ids: Iterable[int] = ()) -> np.ndarray:
-        """Return the token bitmask of the ids whose flag is set, and of `ids`."""
+        """Return the token bitmask that allows each id `i` with ``flags[i]``, and all `ids`."""
         padded = np.zeros(self.vocabulary.words * 32, bool)
         padded[: len(flags)] = flags
         padded[list(ids)] = True

@@ -1,4 +1,4 @@
-"""Convert regular expressions to a form that XGrammar reads with the usual meaning.
+"""Convert regular expressions to equivalent ones that XGrammar interprets correctly.
 
 XGrammar misreads some escape sequences and ignores anchors inside a pattern. It raises no error in
 these cases and at most prints a warning to the standard output. This module converts the patterns,
@@ -19,14 +19,14 @@ _TOKEN = re.compile(r"\\x\{[0-9A-Fa-f]{1,6}\}|\\x[0-9A-Fa-f]{2}|\\.|.", re.DOTAL
 #: Letters and digits that may follow a backslash. After a backslash, XGrammar matches all other
 #: letters and digits literally.
 _ESCAPES = "dDwWsSpPbBkucxtnvfr0123456789"
-_CONTROL_ESCAPES = "ae"  # control characters for XGrammar, but not in ECMA-262
+_CONTROL_ESCAPES = "ae"  # XGrammar reads \a and \e as control characters; ECMA-262 does not
 
 
 def convert_pattern(pattern: str, *, ecma: bool = False) -> str:
-    """Return a regular expression that XGrammar reads with the usual meaning of `pattern`.
+    """Return a regular expression that XGrammar interprets as users expect of `pattern`.
 
-    ``\\xHH`` becomes ``\\u{HH}``, because XGrammar would read more than two digits. With `ecma`,
-    the pattern is part of a JSON schema, so that ECMA-262 defines its meaning. Raise
+    ``\\xHH`` becomes ``\\u{HH}``, because XGrammar would read more than two digits. `ecma` says
+    that the pattern belongs to a JSON schema, where ECMA-262 defines its meaning. Raise
     `GrammarError` if the pattern has an escape sequence that XGrammar would match literally, or an
     anchor that XGrammar would ignore.
     """

@@ -380,7 +380,7 @@ class GrammarService:
         outcome
             Name of the counter to increment.
         keep
-            Whether to cache the result. Pass False if another attempt may have another result.
+            Whether to cache the result. False for an error that may not occur again.
         """
         if keep:
             self._keep(job.spec, str(result) if isinstance(result, GrammarError) else result)

@@ -67,7 +67,7 @@ def copy_json(value: Any) -> Any:
 
 
 def texts_of_keys(value: Any, keys: Collection[str]) -> Iterator[str]:
-    """Yield the strings that are values of one of `keys`, anywhere in a JSON value."""
+    """Yield each string that any object in a JSON value stores under one of `keys`."""
     pending = [value]
     while pending:
         part = pending.pop()
@@ -183,7 +183,7 @@ def values_of(schema: SchemaObject) -> list[Any] | None:
 
 
 def required_of(schema: SchemaObject) -> list[str]:
-    """Return the names of required properties. In draft 3, ``required`` is a boolean."""
+    """Return the names of required properties; none in draft 3, where ``required`` is a boolean."""
     required = schema.get("required")
     return required if isinstance(required, list) else []
 

@@ -2,9 +2,9 @@
 
 LLGuidance refuses schemas with unsupported keywords (see `schema_error`). XGrammar ignores many
 keywords without an error. It uses the first of ``$ref``, ``const``, ``enum``, ``anyOf``, ``oneOf``,
-``allOf`` and ``type`` that a schema has. Next to ``type``, it reads the keywords for this type;
-next to the others, it reads no further keywords. `ignored_keywords` finds the keywords of a schema
-that XGrammar ignores.
+``allOf`` and ``type`` that a schema has. If this keyword is ``type``, XGrammar also reads the
+keywords for that type. Otherwise, it reads no further keywords. `ignored_keywords` finds the
+keywords of a schema that XGrammar ignores.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def ignored_keywords(schema: Any) -> list[Reason]:
 def _ignored_keywords(schema: SchemaObject, old_draft: bool) -> Iterator[str]:
     """Yield a description of each keyword of one subschema that XGrammar ignores.
 
-    The first word of a description is the keyword.
+    The first word of a description is the keyword. `old_draft` says that the schema's draft is
+    older than 2019-09.
     """
     yield from sorted(_DROPPED & schema.keys())
     if schema.get("uniqueItems") is True:
@@ -143,10 +144,9 @@ def _inferred_types(schema: SchemaObject) -> frozenset[str]:
 
 
 def _type_is_redundant(schema: SchemaObject, used: str) -> bool:
-    """Return whether ``type`` has no effect, because the keyword `used` is more restrictive.
+    """Return whether all values that the keyword `used` allows have a type that ``type`` lists.
 
-    This is the case if all values that `used`, one of `_EXCLUSIVE`, allows have one of the types
-    that ``type`` lists.
+    The keyword ``type`` then has no effect. `used` is one of `_EXCLUSIVE`.
     """
     types = types_of({"type": schema["type"]})
     if used in ("const", "enum"):

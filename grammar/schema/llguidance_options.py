@@ -29,7 +29,7 @@ def json_options(whitespace: Whitespace) -> dict[str, Any]:
 def with_options(schema: Any, whitespace: Whitespace) -> dict[str, Any]:
     """Return the document that LLGuidance compiles for a routed schema.
 
-    The options that the router has added to the schema are kept.
+    The document contains the options for `whitespace` and those that the router has added.
     """
     keywords = schema if isinstance(schema, dict) else {}
     return {**keywords, OPTIONS: {**keywords.get(OPTIONS, {}), **json_options(whitespace)}}

@@ -81,9 +81,9 @@ def with_one_spelling(schema: Any) -> OneSpelling:
 
 
 def _compares(part: SchemaObject) -> bool:
-    """Return whether LLGuidance compares names that JSON can spell in several ways.
+    """Return whether LLGuidance compares property names that JSON can spell in several ways.
 
-    The names are those of the properties of objects that satisfy `part`.
+    This is about the names in objects that satisfy `part`.
     """
     if "object" not in types_of(part):
         return False
@@ -105,8 +105,8 @@ def _allows_any_addition(part: SchemaObject) -> bool:
 def _limits_patterns(parts: list[tuple[str, SchemaObject]]) -> bool:
     """Return whether LLGuidance may refuse a schema to which the pattern `EVERY_NAME` is added.
 
-    This is the case if the schema already has patterns, or counts the properties of a closed
-    object. `parts` are all subschemas with their pointers.
+    This is the case if the schema already has patterns, or if it limits the number of properties
+    and allows no additional ones. `parts` are all subschemas with their pointers.
     """
     counts = closed = False
     for _, part in parts:

@@ -1,10 +1,10 @@
 """Find the keywords of a JSON schema that cause an error of LLGuidance.
 
 LLGuidance compiles the rewritten schema. Its error messages name neither a JSON pointer nor, in
-many cases, a keyword, and the rewritten schema has other pointers than the original one. The search
-removes keywords from the original schema, rewrites the remaining schema, and observes which
-removals end the error. A keyword found in this way is therefore a cause: without it, the error does
-not occur.
+many cases, a keyword, and the rewritten schema has other pointers than the original one.
+`find_causes` therefore removes keywords from the original schema, rewrites the remaining schema,
+and observes whether the error disappears. A keyword is reported as a cause only if the error does
+not occur without it.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def find_causes(
         if not error:
             break
         if removed and error.startswith("Unsatisfiable") and not is_unsatisfiable:
-            break  # the removals have caused the error
+            break  # only the removals have made the schema unsatisfiable
         try:
             cause, error = search.find(error, removed)
         except _NotFound:
@@ -137,7 +137,7 @@ def find_causes(
 
 
 class _Search:
-    """Search for the cause of LLGuidance's error in one schema; arguments as for `find_causes`."""
+    """Searches one schema for the cause of LLGuidance's error; arguments as for `find_causes`."""
 
     def __init__(self, schema: SchemaObject, rewrite: Callable[[Any], Rewritten], deadline: float):
         self._schema = schema

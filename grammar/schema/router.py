@@ -177,10 +177,10 @@ class _Checked(NamedTuple):
 def _closest_form(
     schema: Any, draft: int, whitespace: Whitespace, assert_formats: bool | None
 ) -> tuple[Rewritten, list[Reason], _Checked]:
-    """Return the closest form of a schema, the reasons why it is not exact, and its check.
+    """Return the closest form of a schema, the reasons why it is not exact, and its `_Checked`.
 
-    If LLGuidance refuses even the closest form, the `text` of the check is empty. Each reason has a
-    JSON pointer into the given schema, not into the closest form.
+    If LLGuidance refuses even the closest form, the `text` of the `_Checked` is empty. Each reason
+    has a JSON pointer into the given schema, not into the closest form.
 
     Some definitions are not satisfied by any finite value. References to them are replaced with
     ``false`` if LLGuidance refuses the definitions, or if outputs could begin a value that never
@@ -257,9 +257,9 @@ def _closest_accepted(schema: Any, whitespace: Whitespace, deadline: float) -> _
 
 
 def _only_control(schema: Any) -> Iterator[Reason]:
-    """Yield a reason for each keyword that requires or lists strings with control characters.
+    """Yield a reason for each keyword whose allowed strings contain characters of `CONTROL`.
 
-    Only the characters of `CONTROL` count as control characters.
+    A ``pattern`` is reported only if it matches no string without such characters.
     """
     why = "control characters cannot be enforced next to compared names of additional properties"
     for pointer, part in subschemas(schema):

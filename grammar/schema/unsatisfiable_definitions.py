@@ -24,10 +24,10 @@ _SHARED = ("$schema", "$id", "id", "$defs", "definitions")
 def impossible_definitions(document: SchemaObject) -> frozenset[str]:
     """Return the JSON pointers of definitions that are proved unsatisfiable.
 
-    The document is a rewritten schema. A definition is in the result if it is unsatisfiable even
-    after its references to definitions that LLGuidance refuses are replaced with ``true``. After
-    the caller has replaced the references to the returned definitions with ``false``, another call
-    may find further definitions.
+    The document is a rewritten schema. For the proof, the references of a definition to definitions
+    that LLGuidance refuses are replaced with ``true``. Definitions that are unsatisfiable only
+    because of such a reference are therefore not found. The caller can replace the references to
+    the returned definitions with ``false`` and call the function again to find them.
     """
     references = References(document)
     reached: set[str] = set()

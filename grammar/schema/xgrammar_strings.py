@@ -34,7 +34,7 @@ _CALENDAR = "XGrammar allows dates that do not exist, such as 2024-02-30"
 
 
 class UnsafeString(NamedTuple):
-    """A keyword with which XGrammar would write wrong strings.
+    """A keyword with which XGrammar would write strings that are not JSON or not valid.
 
     Attributes
     ----------

@@ -80,9 +80,9 @@ def lark_pattern(pattern: str) -> str:
 class _Lowering:
     """Lowers formats to pieces (`Piece`).
 
-    The methods for the types of formats have the parameters `form`, the format, and `ends`, the
-    texts at which free text in the format must end: the texts ``end`` of the tag around the format.
-    `ends` is None where free text cannot be lowered, for example in a repetition.
+    There is a method for each type of format. Its parameter `form` is the format. Its parameter
+    `ends` contains the end texts of the tag around the format, at which free text in the format
+    must end. `ends` is None where free text cannot be lowered, for example in a repetition.
     """
 
     def __init__(self, whitespace: Whitespace, special: Mapping[str, int]):

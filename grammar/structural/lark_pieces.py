@@ -37,11 +37,11 @@ class Piece:
         Whether the expression is regular, so that it can be a part of a terminal. Other pieces are
         expressions for rules.
     closed
-        Whether no match can be extended to a longer match, except with a text of `more` or, if the
+        Whether a match can be extended to a longer match only with a text of `more` or, if the
         piece is `numeric`, with digits.
     starts
-        Texts such that every match starts with one of them, except for the empty match of a piece
-        that is `empty`; None if they are not known.
+        Texts with which the matches start: each match that is not empty starts with one of them.
+        None if they are not known.
     exact
         Whether the texts in `starts` are the matches themselves, not only their beginnings.
     absent
@@ -87,8 +87,8 @@ def constant(text: str) -> Piece:
 def overlap(texts: Iterable[str]) -> tuple[str, str] | None:
     """Return two of `texts` of which one contains the other, or begins with the other's end.
 
-    Both may be the same text. Return None if no texts overlap. In this case, the text that occurs
-    first in a longer text also ends first.
+    Both may be the same text. Return None if no texts overlap. Of texts without overlap, the one
+    that begins first in a longer text also ends first.
     """
     for a, b in itertools.product(dict.fromkeys(texts), repeat=2):
         if a != b and b in a:
@@ -295,11 +295,11 @@ def _split_repetitions(parts: Sequence[Piece]) -> list[Piece]:
 
 
 def _starts(pieces: Sequence[Piece]) -> frozenset[str] | None:
-    """Return texts such that every match of a sequence starts with one of them; None if unknown.
+    """Return texts with which the matches of a sequence start (`Piece.starts`); None if unknown.
 
     Several tags can begin with the same token or text, so the returned texts include the start of
-    the next piece, which distinguishes the tags. After a text, only one character is included,
-    because the lexer must not go on into a longer terminal.
+    the next piece, which distinguishes the tags. If the first piece is a text, only one character
+    of the next piece is included, because the lexer must not go on into a longer terminal.
     """
     first = pieces[0]
     if len(pieces) == 1:

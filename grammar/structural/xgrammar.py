@@ -72,11 +72,11 @@ def _has_free_text(form: Format) -> bool:
 
 
 def _ends_early(ends: Sequence[str]) -> str:
-    """Return one of `ends` with which XGrammar could miss an earlier end, or an empty string.
+    """Return one of `ends` whose occurrence can hide an earlier end; empty if there is none.
 
     `ends` are the texts that can end a tag's free text. XGrammar allows free text that contains
-    none of them, followed by one of them. Nevertheless, a text of `ends` may occur earlier: it may
-    begin in the free text and overlap with the final end, or lie within the final end.
+    none of them, followed by one of them. An earlier end then goes unnoticed if it begins in the
+    free text and overlaps with the final end, or if it lies within the final end.
     """
     for end in ends:
         for length in range(1, len(end)):

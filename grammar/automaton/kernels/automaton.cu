@@ -171,7 +171,7 @@ __device__ inline void use_cache(const Advance& a, int num_items) {
   for (int i = static_cast<int>(threadIdx.x); i < num_items; i += BLOCK) {
     if (a.items[i].action == FILL_ROW) find_row(a, a.items[i], now);
   }
-  block_sync();  // invariants 2 and 3 of RowCache: all rows are found before any is assigned
+  block_sync();  // find all rows before assigning any (rules 2 and 3 of RowCache in automaton.cuh)
   if (threadIdx.x == 0) a.cache->launch = now;
   for (int i = static_cast<int>(threadIdx.x); i < num_items; i += BLOCK) {
     FillItem& item = a.items[i];
@@ -326,8 +326,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 
 // Fills the mask rows of the items that the previous kernel has written, and writes their stamps.
 // Block (i, p) fills part p of the row of item i. Of an item's blocks, the one that finishes last
-// writes the stamp. With `forced`, the stamp of a row with a single legal id contains this id,
-// which is the id that Forced::token returns with `unique_only`.
+// writes the stamp. With `forced`, the stamp of a row with a single legal id contains this id, as
+// on the host (Forced::token with `unique_only`, native/guide/slot.h).
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     automaton_fill(FillItem* items, const AutomatonSlot* states, int* masks, int* exchange,
                    const ExchangeLayout layout, unsigned char* memory, const int* offsets,

@@ -134,8 +134,8 @@ class _RuleBuilder:
 
     There is one rule per conjunction of schemas, that is, per set of schemas that a value must all
     satisfy. The methods take a conjunction as a tuple `parts`. The rule matches the JSON texts of
-    the values that satisfy all schemas in `parts`. `any_order_grammar` returns the errors in
-    `ordered` and `excluded` as reasons.
+    the values that satisfy all schemas in `parts`. The methods append errors to the attributes
+    `ordered` and `excluded`, which `any_order_grammar` returns as reasons.
     """
 
     def __init__(self, json_parts: JsonParts):
@@ -197,7 +197,7 @@ class _RuleBuilder:
             body = self._body(conjuncts)
         except NoExactForm as error:
             del self._names[key]
-            if name in self._recursive:  # a finished rule may refer to this rule
+            if name in self._recursive:  # a finished rule may refer to the missing rule `name`
                 raise NoExactForm(_WHOLE, error.why) from None
             raise
         finally:
@@ -382,9 +382,9 @@ class _RuleBuilder:
         if patterns:
             why = "keys with characters that JSON escapes are not produced"
             self.excluded.append(NoExactForm("patternProperties", why))
-        # There is one group of keys per pattern, and one group of the keys that match no pattern.
-        # An element of `groups` consists of the condition with which the keys' terminal begins, the
-        # keys that the terminal excludes, and the schemas of the values.
+        # The keys of each pattern form a group, and the keys that match no pattern form another.
+        # Each group consists of a prefix for the keys' terminal, which requires the pattern; of the
+        # expressions that the terminal excludes; and of the schemas of the values.
         groups: list[tuple[str, list[str], Conjuncts]] = []
         for pattern, schemas in zip(patterns, shape.patterns.values(), strict=True):
             groups.append((f"{pattern} & ", names, schemas))

@@ -93,7 +93,7 @@ def _containing(alternative: str, pattern: str) -> str:
 
 
 def regex(expression: str) -> str:
-    """Return a Lark regular expression."""
+    """Return a regular expression in Lark's notation, that is, between slashes."""
     return "/" + expression.replace("/", "\\/") + "/"
 
 

@@ -1,4 +1,4 @@
-"""Complements of schemas (for ``not``), for those that JSON schema can express."""
+"""Complements of schemas (for ``not``), as far as JSON schema can express them."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Negation:
     def partial_complement(
         self, schema: Any, types: JsonTypes = JSON_TYPES, names: Names = None
     ) -> tuple[Any, NoExactForm | None]:
-        """Return the complement of a schema or, if it cannot be expressed, a part of it.
+        """Return the complement of a schema, or a part of the complement.
 
         If the complement of a property's schema cannot be expressed, the result excludes the
         objects that violate `schema` only by the value of this property. The result still includes
@@ -133,8 +133,7 @@ class Negation:
         Raises
         ------
         NoExactForm
-            The result would allow no value, or a part of the complement that must not be omitted
-            cannot be expressed.
+            The result would allow no value, or another part of the complement cannot be expressed.
         """
         self._omitted = []
         try:
@@ -313,7 +312,8 @@ class Negation:
     def _invalid_property(self, name: str, part: Any) -> Any:
         """Return the schema of objects whose property `name` violates the schema `part`.
 
-        During `partial_complement`, return False if this schema cannot be expressed.
+        If it cannot be expressed, return False during a call of `partial_complement`, which then
+        omits it; otherwise raise `NoExactForm`.
         """
         try:
             return _property(name, self.complement(part))
@@ -360,7 +360,7 @@ def _with_another_property(present: tuple[str, ...], names: tuple[str, ...]) -> 
 
 
 def _other_types(schema: SchemaObject, types: JsonTypes) -> Iterator[Any]:
-    """Yield the schema of all values whose type is excluded by the ``type`` of a schema."""
+    """Yield the schema of all values with a type that the ``type`` of `schema` excludes."""
     if "type" not in schema:
         return
     own_types = types_of({"type": schema["type"]})

@@ -211,9 +211,9 @@ class Numbers:
         return sign * bound.value >= 0 and self._gap(bound, sign) < 1
 
     def _gap(self, bound: _Bound, sign: int) -> Fraction:
-        """Return the distance from a bound to the next bound in the direction of valid numbers.
+        """Return the distance from a bound to the next of `_bounds` towards the valid numbers.
 
-        Return 1 if there is no such bound.
+        Return 1 if there is none. `sign` is 1 for lower bounds and -1 for upper bounds.
         """
         distances = [sign * (value - bound.value) for value in self._bounds]
         return min((distance for distance in distances if distance > 0), default=Fraction(1))
@@ -254,7 +254,10 @@ class Numbers:
         return _Bound(value, False, bound.keyword)
 
     def _above(self, bound: _Bound, sign: int, narrowed: dict[str, str]) -> _Bound:
-        """Return an inclusive fractional bound just inside an exclusive whole bound."""
+        """Return an inclusive fractional bound just inside an exclusive whole bound.
+
+        The parameters are as in `_representable`.
+        """
         digits = max(1, 15 - len(str(abs(bound.value.numerator)).lstrip("0")))
         gap = self._gap(bound, sign)
         while Fraction(1, 10**digits) * 10 > gap:
@@ -418,8 +421,9 @@ def _text(value: Fraction) -> str:
 def _is_read(value: Fraction) -> bool:
     """Return whether LLGuidance reads a bound exactly.
 
-    A whole bound must have an absolute value below 2**53. A fraction must have one of at least
-    `_SMALLEST`, and be the shortest decimal form of a double that LLGuidance reads unchanged.
+    The absolute value of a whole bound must be below 2**53. The absolute value of a fraction must
+    be at least `_SMALLEST`, and the fraction must be the shortest decimal form of a double that
+    LLGuidance reads unchanged.
     """
     if value.denominator == 1:
         return abs(value) < _MAX_EXACT

@@ -32,10 +32,9 @@ def dependencies(value: Any, required: list[str], objects_only: bool) -> list[An
     property is present and its dependency holds. Properties that depend on each other share one
     union.
 
-    `required` are the required properties. `objects_only` is whether all values are objects. If
-    not, values of other types need not have the required properties, so a schema that is the
-    dependency of a required property is put into a union, too. Raise `NoExactForm` if there are too
-    many unions.
+    `required` are the required properties. `objects_only` is whether all values are objects. If it
+    is False, values of other types lack the required properties, so a schema on which a required
+    property depends also needs a union. Raise `NoExactForm` if there are too many unions.
     """
     name_lists: dict[str, list[str]] = {}
     parts: list[Any] = []
@@ -62,8 +61,8 @@ def _required_together(name_lists: dict[str, list[str]], required: set[str]) -> 
 
     `name_lists` contains, for each property, the properties that must be present if it is present.
     """
-    # Each key is a set of properties. Its value consists of two lists: the properties of the set,
-    # and those of its properties whose presence requires the whole set.
+    # Each key is a set of properties. Its value consists of two lists: the set in order, and the
+    # properties (owners) whose presence requires the whole set.
     groups: dict[frozenset[str], tuple[list[str], list[str]]] = {}
     for name, names in name_lists.items():
         group = list(dict.fromkeys([*names, name]))
@@ -159,9 +158,9 @@ def property_count(schema: SchemaObject) -> tuple[list[Any] | None, bool]:
     each set of optional properties that may be present together. Outputs may repeat a name that is
     not listed in ``properties``, so at most one unlisted property is counted.
 
-    The list is empty if the bounds always hold. It is None if no listed property is optional, so
-    that the two keywords can be kept. Raise `NoExactForm` if there are too many combinations, or
-    if several properties without a listed name are necessary.
+    The list is empty if the bounds always hold. It is None if the two keywords can be kept, because
+    no listed property is optional. Raise `NoExactForm` if there are too many combinations, or if
+    objects need several unlisted properties.
     """
     low = int(schema.get("minProperties", 0))
     high = schema.get("maxProperties")

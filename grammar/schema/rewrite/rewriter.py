@@ -60,8 +60,8 @@ _TYPE_OF_KEYWORD = {
         "object",
     ),
 }
-#: Rank of the keywords that are rewritten after those of a lower rank, because their rules read the
-#: rewritten form of other keywords. All other keywords have rank 0.
+#: Keywords are rewritten in the order of their rank. The rules of the keywords with a rank above 0
+#: read the rewritten form of other keywords. Keywords that are not listed here have rank 0.
 _LAST = {"oneOf": 1, "minProperties": 2, "maxProperties": 2}
 
 
@@ -148,7 +148,7 @@ class Rewriter:
         return new
 
     def origins(self) -> dict[str, str]:
-        """Map the JSON pointer of each added definition to that of the target that it copies."""
+        """Return the pointer of each added definition's original, by the definition's pointer."""
         keyword = self._definitions_keyword
         return {f"/{keyword}/{name}": pointer for pointer, name in self._aliases.items()}
 

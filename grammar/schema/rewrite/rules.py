@@ -160,9 +160,10 @@ def _exclude(
     The options are those of a ``oneOf``. The caller combines the first option and the schema `base`
     with the result, so the result may allow or exclude values that do not satisfy both of them. The
     result allows all values of the JSON types for which the two options are disjoint. `names` are
-    all properties that objects can have; None if they can have any name. If a part of the second
-    option's complement cannot be expressed, the result lacks this part, and the function appends
-    the error to `omitted`.
+    all properties that objects can have; None if they can have any name.
+
+    If a part of the second option's complement cannot be expressed, the result does not allow the
+    values of this part, and the function appends the error to `omitted`.
     """
 
     def complement(types: JsonTypes) -> Any:
@@ -234,7 +235,7 @@ def _if(rewriter: Rewriter, value: Any, site: Site) -> None:
     if then is True and otherwise is True:
         return
     if then is True:
-        options = [value, otherwise]  # equivalent, and needs no complement
+        options = [value, otherwise]  # "C or E" is equivalent and needs no complement of C
     else:
         names = _closed_names(rewriter, site.schema)
         complement = rewriter.negation.complement(value, site.types, names)
