@@ -17,8 +17,8 @@ Invariants
    reads the cached page is enqueued on the same stream later, so it runs after the writes.
 3. The prefix cache retains its pages (`PagedKV.retain`). To make pages free, it evicts idle pages,
    which no slot uses.
-4. A page is idle in all KV caches or in none. Pages are evicted in the order of the idle pages of
-   the first KV cache. No operation except `clear` visits all cached pages.
+4. A page is idle in all KV caches or in none. Pages are evicted in the order in which `idle` of the
+   first KV cache lists them. No operation except `clear` visits all cached pages.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class PrefixCache:
     def insert(self, slot: int, tokens: Sequence[int]) -> None:
         """Cache the full pages of a slot whose tokens are `tokens`.
 
-        The caller must already have enqueued the work that writes the keys and values of all tokens
-        except the last to all KV caches.
+        The caller must already have enqueued the work that writes the entries of these tokens,
+        except the last one, in all KV caches.
         """
         if self.max_pages == 0:
             return

@@ -41,9 +41,9 @@ _BLOCK = 64
 class BlockDrafter(Drafter):
     """Base class of the drafters that draft level by level from logits of a single forward pass.
 
-    A subclass names its `kind` of checkpoint (`DFlashConfig.kind`), uploads in `_load_extras` the
-    tensors that only this kind has, and overrides those hooks of the forward pass that do something
-    else for this kind.
+    A subclass sets `kind`, the kind of its checkpoints (`DFlashConfig.kind`). Its method
+    `_load_extras` uploads the tensors that only this kind has. It also overrides the methods of the
+    forward pass in which this kind differs.
 
     Raises
     ------
@@ -164,8 +164,9 @@ class BlockDrafter(Drafter):
     def _lay_out_block(self, lane: Lane, feed: Feed) -> tuple[Rows, Rows]:
         """Add the kernel that writes the rows of all requests' blocks.
 
-        Return the rows twice: with their own positions and, for attention, with the last position
-        that each row attends to, which is the end of its block.
+        Return two sets of the rows. In the first set, `pos` is the position of the row. In the
+        second set, which is for attention, `pos` is the last position that the row attends to: the
+        end of its block.
         """
         config = self._config
         width = config.first_row + len(self.shape.levels)

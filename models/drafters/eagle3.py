@@ -176,10 +176,10 @@ class Eagle3Head:
     ) -> DeviceArray:
         """Run the head on drafts, for which no features of the target exist yet.
 
-        The head's own outputs for the previous tokens, `hidden` float32[B, hidden], take the place
-        of the features; they may be the result of an earlier call. Rows and result are as in
-        `entries`. If given, `logits` float32[B, draft_vocab] receives the logits, which equal the
-        result of `head` up to rounding.
+        Instead of features, the head reads `hidden` float32[B, hidden], its own outputs for the
+        previous tokens. `hidden` may be the result of an earlier call. Rows and result are as in
+        `entries`. If `logits` float32[B, draft_vocab] is given, the logits are written to it. They
+        equal those of `head` up to rounding.
         """
         count = rows.check(self.max_rows)
         expect("hidden", hidden, "float32", B=count, width=self.config.hidden_size)
@@ -224,8 +224,8 @@ class Eagle3Head:
     ) -> DeviceArray:
         """Gather rows of `out`, float32[R, hidden], and compute `norm` of them unless it is None.
 
-        `index` int32[B] selects the rows. If `again` is set, `out` may be the result of an earlier
-        `gather`. The rows are then written to a second buffer, which `entries` overwrites. The
+        `index` int32[B] selects the rows. If `out` is the result of an earlier `gather`, `again`
+        must be set: the rows are then written to a second buffer, which `entries` overwrites. The
         result, float32[B, hidden], is a view that the next gather overwrites.
         """
         buffer = self._fused if again else self._gathered

@@ -101,7 +101,7 @@ def is_block_drafter(choice: object) -> bool:
 
 
 def _feeds_blocks(choice: object) -> bool:
-    """Implement `is_block_drafter` for a folder, a callable, or an argument of a ``partial``."""
+    """Implement `is_block_drafter` for choices other than import names."""
     if isinstance(choice, partial):
         parts = (choice.func, *choice.args, *choice.keywords.values())
         return any(map(_feeds_blocks, parts))

@@ -7,10 +7,10 @@ and applies a norm. The result is module j's own h_i, from which its head predic
 The first module reads h_i from the target, after the target's final norm. The report does not say
 whether the norm is applied, but DeepSeek's code and the serving engines apply it.
 
-Implementations differ in the h_i that a module passes on, to the next module or to its own next
-step: SGLang passes it after the module's ``shared_head.norm``, vLLM before. If a module was trained
-for one variant and runs with the other, fewer drafts are accepted from the second draft on. The
-option `norm_hidden` of `Mtp` selects the variant.
+A module passes its h_i on, either to the next module or to itself at the next draft level. SGLang
+passes on the state after the module's ``shared_head.norm``, vLLM the state before this norm. If a
+module was trained for one variant and runs with the other, fewer drafts are accepted from the
+second draft on. The option `norm_hidden` of `Mtp` selects the variant.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Mtp(Drafter):
         ``eh_proj`` and ``shared_head.norm``. It has ``embed_tokens`` and ``shared_head.head`` only
         if they differ from the target's. Tensors of the target may be present and are ignored.
     norm_hidden
-        Whether a module passes its hidden state on after ``shared_head.norm``. The default is used
-        if the engine loads the folder. To change it, pass
+        Whether a module passes on its hidden state after ``shared_head.norm`` instead of before it.
+        An engine whose drafter is given as a folder uses the default. To change it, pass
         ``lambda context: Mtp(folder, context, norm_hidden=False)`` as the drafter.
 
     Raises
@@ -125,8 +125,8 @@ class Mtp(Drafter):
         # State of each module j between calls. `_carried[j]` holds, for each slot, the module's
         # hidden state for the last committed token, which module j + 1 reads in the next call.
         # `_last_hidden[j]` holds, for each batch row, the module's hidden state h_i for
-        # i = n - 1 - j, where n is the position of the request's last committed token. In `step`,
-        # the module of each draft level replaces those states that it reads with its own.
+        # i = n - 1 - j, where n is the position of the request's last committed token. When a
+        # module runs in `step`, it overwrites the states that it reads with its own hidden states.
         size = (count, context.slots * self.shape.branch, hidden)
         self._carried = device.zeros(size, "float32")
         self._last_hidden = device.zeros(size, "float32")
@@ -174,11 +174,11 @@ class Mtp(Drafter):
     def _process_committed(
         self, lane: Lane, rows: Rows, features: DeviceArray | None, last: DeviceArray | None = None
     ) -> None:
-        """Run all modules for committed tokens. From row r, module j computes h_i, i = pos[r] - j.
+        """Run all modules for committed tokens.
 
-        In `rows`, token i + 1 has position i. `features` float32[R, hidden] is the output of the
-        target's last layer. `last` int32[B] is the row of the last token of each request; None
-        during prefill.
+        In `rows`, token i + 1 has position i. For row r, module j computes h_i, i = pos[r] - j.
+        `features` float32[R, hidden] is the output of the target's last layer. `last` int32[B] is
+        the row of the last token of each request; None during prefill.
         """
         if features is None:
             raise DrafterError(

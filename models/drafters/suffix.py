@@ -14,7 +14,8 @@ __all__ = ["Suffix"]
 class Suffix(PromptLookup):
     """Drafter that proposes the most frequent continuation of the request's last tokens.
 
-    The continuations are those of earlier occurrences of the longest suffix that occurs earlier.
+    The suffix is the longest sequence of the request's last tokens that also occurs earlier. Its
+    continuations are the tokens after its earlier occurrences.
 
     Parameters
     ----------

@@ -169,7 +169,7 @@ class UserDrafter(Drafter):
     def _copy_rows(
         self, lane: Lane, rows: Rows, slots: DeviceArray | None, host_rows: PinnedArray
     ) -> None:
-        """Add the kernel that writes slot, epoch, position and token of every row to the host."""
+        """Add the kernel that writes slot, epoch, position and token of each row to `host_rows`."""
         args = [rows.token, rows.slot, rows.pos, rows.count, slots, host_rows]
         kernel = self._kernels["copy_rows_to_host"]
         lane.kernel(kernel, 1, _THREADS, args, name="rows to host")

@@ -146,7 +146,7 @@ def build_graphs(
 
 
 def _kind_without_host(assembly: Assembly) -> str:
-    """Return the kind of the graphs for batches that need no grammar steps on the host.
+    """Return the `GraphKey.kind` of the graphs for batches without grammar steps on the host.
 
     The result is "host" if the engine builds no separate graphs for these batches. They then run in
     the graphs of the other batches.

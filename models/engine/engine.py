@@ -242,8 +242,8 @@ class Engine:
         ------
         MigrationError
             If the engines differ in model, drafter, page size, number formats or device, if the
-            description or the pages have another form than those of this engine, or if the prefix
-            cache cannot hold the pages. The engine's state is unchanged in this case.
+            description or the pages of `migrated` are malformed, or if the prefix cache cannot hold
+            the pages. The engine's state is unchanged in this case.
         RequestError
             If an unfinished request has the same id.
         """
@@ -437,8 +437,9 @@ class Engine:
     ) -> None:
         """Submit the requests of a stream, and reserve their events for this stream.
 
-        Each request is added to `ids`, `claimed` and `unfinished` as soon as it is submitted. If
-        Ctrl-C interrupts this method, the stream can therefore cancel all submitted requests.
+        The method appends to the caller's `ids` and `claimed`, and adds to `unfinished` by
+        submission number, each request as soon as it is submitted. If Ctrl-C interrupts the method,
+        the stream can therefore cancel all submitted requests.
         """
         self._begin_call()
         explicit_ids = _explicit_ids(requests, self._scheduler.unfinished)
@@ -450,7 +451,7 @@ class Engine:
             self._scheduler.outbox.claim(submission.number)
 
     def _require_scheduled(self, submissions: Iterable[_Submission]) -> None:
-        """Raise an error if the scheduler no longer has any of a stream's `submissions`.
+        """Raise an error if all of a stream's unfinished `submissions` have left the scheduler.
 
         The caller has found no events of these requests. Without this check, the stream would wait
         forever for their final events.
@@ -465,7 +466,10 @@ class Engine:
         raise EngineError(f"requests {names} have ended without a final event")
 
     def _try_end_abandoned(self) -> None:
-        """End cancelled and abandoned requests now, or in the next step if another call runs."""
+        """End the requests in `_abandoned`.
+
+        If another call is running, the next step ends them.
+        """
         with suppress(EngineUseError):
             self._end_abandoned_alone()
 

@@ -91,9 +91,9 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 def exclusive(method: MethodT, *, brief: bool = False) -> MethodT:
     """Decorate a method so that it raises EngineUseError while another such method runs.
 
-    The object has a `CallGuard` in the attribute ``_guard``. A call does not wait for a call of
-    another thread to end, unless that call is brief and this one is not, or both begin at the same
-    time.
+    The object has a `CallGuard` in the attribute ``_guard``. While another thread is in a `brief`
+    method, a call of a method that is not brief waits instead of raising the error. A call also
+    waits if the call of another thread begins at the same time.
 
     Python may raise KeyboardInterrupt at any function call. The guard is free again nevertheless:
     the ``with`` statement always releases a lock that is written in C, such as RLock, and the

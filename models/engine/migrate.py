@@ -368,8 +368,8 @@ class Migrator:
         Raises
         ------
         MigrationError
-            If a property of the engines differs, the pages or the output have another form than
-            those of this engine, or the prefix cache is too small for the pages.
+            If a property of the engines differs, the shape of the pages or the description of the
+            output is invalid, or the prefix cache is too small for the pages.
         """
         if not isinstance(migrated, MigratedRequest):
             raise MigrationError(f"expected a MigratedRequest, got {short_repr(migrated)}")

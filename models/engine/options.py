@@ -31,8 +31,9 @@ __all__ = ["DRAFT_MASKINGS", "MAX_DRAFT_LENGTH", "Options", "meaning"]
 
 DRAFT_MASKINGS = ("auto", "probe", "none")
 MAX_DRAFT_LENGTH = 63
-#: Maximum of the default of `max_length`. By default, the KV caches have pages for `max_length`
-#: positions in every batch row, so this number bounds their default size.
+#: Default of `max_length` for targets that allow at least this many positions. By default, the KV
+#: caches have pages for `max_length` positions in every batch row, so this number bounds their
+#: default size.
 DEFAULT_LENGTH = 4096
 
 #: Maximum number of drafts with ``draft_length="auto"``, for a chain and for a tree.
@@ -213,22 +214,22 @@ class Options:
     grammar_budget_us
         Processor time in microseconds that the grammar of one request may use per grammar step.
         A request that exceeds this time is late. It is left out of rounds until its mask rows are
-        complete, so that the other requests need not wait. This does not change its output, except
-        that rejection sampling is reproducible only without late requests
+        complete, so that the other requests need not wait. Its output stays the same, except that
+        outputs of rejection sampling are reproducible only if no request is late
         (``counters()["grammar"]["late_rows"]``). A request whose grammar exceeds the budget by far,
         or needs more than 256 MiB, fails with an error (`GuidedDecoder`). With None, a step waits
         for all requests.
     generation
         Whether a launch runs one round ("rounds"), or many rounds where possible ("graph"). With
         "graph", a batch whose requests have no grammar, or a grammar with an automaton, runs in a
-        generation loop: kernels do the grammar steps, and one launch runs many rounds, until the
-        requests have ended, a request joins or is removed by the host, a request needs pages, or
-        the host has not read the last 63 rounds. With ``draft_length="auto"``, a launch runs at
-        most 32 rounds. While a prompt is being prefilled, rounds are launched one by one. Where
-        drafts are probed (`draft_masking`), or tokens are forced without a drafter, a launch runs
-        one round if a request of the batch has a grammar, and a warning is logged. If the probed
-        drafts are trees of a drafter that computes the logits of all levels at once, every launch
-        runs one round. "graph" requires a drafter that runs on the device.
+        generation loop: kernels do the grammar steps, and one launch runs many rounds. The loop
+        ends when its requests have ended, a request joins or is removed by the host, a request
+        needs pages, or the host has not read the last 63 rounds. With ``draft_length="auto"``, a
+        launch runs at most 32 rounds. While a prompt is being prefilled, rounds are launched one by
+        one. Where drafts are probed (`draft_masking`), or tokens are forced without a drafter, a
+        launch runs one round if a request of the batch has a grammar, and a warning is logged. If
+        the probed drafts are trees of a drafter that computes the logits of all levels at once,
+        every launch runs one round. "graph" requires a drafter that runs on the device.
     weights
         Format of the weights of the target's decoder layers: "checkpoint" or "fp8". "checkpoint":
         as stored. "fp8": rounded to E4M3 per row while loading, which halves the bytes that are

@@ -1,4 +1,4 @@
-"""Promotion of requests: kernels, instead of the host, do their grammar steps."""
+"""Promotion of requests: kernels do the grammar steps of promoted requests, not the host."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Promotion:
     """Decides for each request whether its grammar steps run on the host.
 
     The decision is made when a request starts to take part in rounds, and holds until the request
-    leaves its slot. A request without a grammar has no grammar steps. For such a request, `start`
-    writes stamps of its mask rows that tell kernels that every id is allowed. A request whose
+    leaves its slot. A request without a grammar has no grammar steps. `start` stamps the mask rows
+    of its slot as free, so that kernels allow every id. A request whose
     grammar has an automaton is *promoted*: kernels do its grammar steps.
 
     Parameters

@@ -200,8 +200,8 @@ class Replays:
 
         The number of the replay is written into the ring entries and into the snapshot of the
         grammar matchers. A replay that reads a different number there treats every row as padding.
-        A ring raises an error if the entry to reserve is still used by an unread replay. An excess
-        launch therefore fails before it overwrites anything.
+        If an unread replay still uses the next entry of a ring, the ring raises an error before
+        anything is overwritten.
 
         Parameters
         ----------
@@ -324,7 +324,7 @@ class Replays:
 
     @contextmanager
     def _engine_numbers(self, flight: ReplayInFlight) -> Iterator[None]:
-        """In errors of host steps, replace the graph's replay number with the engine's."""
+        """In errors of host steps, replace `graph_number` with `number` of the failed replay."""
         try:
             yield
         except HostWorkError as error:
@@ -339,7 +339,7 @@ class Replays:
             raise renumbered from error.__cause__
 
     def _engine_number(self, flight: ReplayInFlight, graph_number: int) -> int | None:
-        """Return the engine's number of the replay that has `graph_number` in the flight's graph.
+        """Return `number` of the replay that has `graph_number` among the replays of this graph.
 
         Return None if that replay has retired.
         """
@@ -408,7 +408,7 @@ class Replays:
         del self._resources, self._stream
 
     def _retire(self, number: int, stats: EngineStats) -> None:
-        """Retire the replays up to `number` whose results were read; they must be complete."""
+        """Retire the replays up to `number`. They must be complete, and their results read."""
         while self._unretired and self._unretired[0].number <= number:
             flight = self._unretired.popleft()
             self._resources.decoder.retire(flight.number)

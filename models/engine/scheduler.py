@@ -110,7 +110,7 @@ class Outbox:
         self._claimed.add(submission)
 
     def release(self, submissions: Iterable[int]) -> None:
-        """Give up the claims of requests and drop their events that have not been fetched."""
+        """Release claimed requests and drop those of their events that have not been fetched."""
         for submission in submissions:
             self._claimed.discard(submission)
             self._events.pop(submission, None)
@@ -302,9 +302,9 @@ class Scheduler:
             pass
 
     def _admit_next(self) -> bool:
-        """Admit the first of `_candidates` that gets a slot or is refused.
+        """Give a slot to the first of `_candidates` that can get one, or refuse a candidate.
 
-        Return False if no candidate can be admitted yet.
+        Return False if there is neither a slot for a candidate nor a reason to refuse one.
         """
         first = self._ready[0][2]
         for state in self._candidates():
@@ -362,7 +362,7 @@ class Scheduler:
         return self._join(state)
 
     def _join(self, state: RequestState) -> bool:
-        """Give a ready request a slot if one is available, and record the time in the queue."""
+        """Give a ready request a slot if one is available, and record how long it was queued."""
         if not self.slots.may_join([state]):
             return False
         request = state.request
@@ -429,7 +429,8 @@ class Scheduler:
         if self.slots.num_prefilling or (self._ready and self.slots.num_leaving):
             return True
         num_running = len(self.slots.running)
-        batch = self.replays.unread[-1].graph.batch  # earlier replays may precede the loop
+        # The last unread replay belongs to the loop. Earlier ones may belong to older launches.
+        batch = self.replays.unread[-1].graph.batch
         return num_running > 0 and self.selector.batch_bucket(num_running) < batch
 
     def _allocate_pages(self) -> list[RequestState]:

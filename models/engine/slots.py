@@ -88,7 +88,7 @@ class SlotManager:
     caches
         All paged caches of the engine. A request needs pages in each of them.
     prefix_cache
-        KV-cache pages that outlive their requests.
+        Keeps KV-cache pages of requests that have left.
     prefill
         Runs the forward passes that write the KV-cache entries of prompts.
     slot_state
@@ -223,8 +223,9 @@ class SlotManager:
             # `available` includes the unused cached pages. Those that the request itself will use
             # cannot be evicted for it, so they are added to the needed pages.
             needed = num_pages - num_cached + num_unused
+            # `num_spare` is at least `num_assigned`, but takes longer to compute.
             if needed > available - self.num_assigned:
-                continue  # faster than computing `num_spare`, which is at least `num_assigned`
+                continue
             if num_spare is None:
                 num_spare = self._num_spare_pages()
             if needed <= available - num_spare:

@@ -274,8 +274,8 @@ class Eagle3Config(LlamaConfig):
 class DFlashConfig(LlamaConfig):
     """Shape of a block drafter: DFlash, DFlash2 or DSpark.
 
-    The inherited attributes describe the layers of the drafter. Its sliding window is the number of
-    positions on either side that a row attends to, counting its own position.
+    The inherited attributes describe the layers of the drafter. A row attends to its own position
+    and to ``sliding_window - 1`` positions on either side.
     """
 
     num_target_layers: int  # number of layers of the target that the drafter was trained for
@@ -554,9 +554,9 @@ def _layers_without_rope(
 def _sliding_window(fields: Fields, architecture: Architecture, layers: int) -> int | None:
     """Return the window size, or None if no layer has a sliding window.
 
-    Without `use_sliding_window`, all layers have the window (Mistral). If `use_sliding_window` is
-    true, `layer_types` tells which layers have the window. If `layer_types` is absent, these are
-    the layers from `max_window_layers` on (Qwen).
+    If `use_sliding_window` is absent, all layers have the window (Mistral). If it is true,
+    `layer_types` tells which layers have the window. If `layer_types` is absent, these are the
+    layers from `max_window_layers` on (Qwen).
     """
     kinds = fields.get("layer_types")
     known = ("full_attention", "sliding_attention")

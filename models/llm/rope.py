@@ -56,7 +56,7 @@ class Scaling(ABC):
 
     @property
     def variant(self) -> str:
-        """Name of the scaling. Each scaling that `for_length` may return has another name."""
+        """Name of the scaling. Each scaling that `for_length` may return has a different name."""
         return self.kind
 
     @classmethod

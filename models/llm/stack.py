@@ -147,12 +147,12 @@ class ActivationBuffers:
     def norm(
         self, count: int, weight: DeviceArray, consumer: Matrix, producer: Matrix | None = None
     ) -> Norm:
-        """Return the `Norm`, for `count` rows, between two products with these weights.
+        """Return the `Norm` of `count` rows whose result is the input of the matrix `consumer`.
 
-        The product `consumer` reads the normed rows. If `producer` writes the rows and the kernels
-        support it, the norm is folded into the two products. Otherwise, and if `producer` is None,
-        the norm runs as a kernel of its own. All norms whose outputs have the same width and dtype
-        share one output buffer.
+        `weight` is the weight of the norm. If the product with the matrix `producer` writes the
+        rows, and the kernels support it, the norm is folded into the two products. Otherwise, and
+        if `producer` is None, the norm is a separate kernel. All norms whose outputs have the same
+        width and dtype share one output buffer.
         """
         out = self.input_of(consumer, "normed")[:count]
         square_sums = None
@@ -296,7 +296,7 @@ class DecoderStack:
     ) -> None:
         """Run the attention of one layer: out = attention(x) + residual.
 
-        If `norm` is given, the norm of `out` is computed as well. The other parameters are those of
+        If `norm` is given, the norm of `out` is computed as well. `x` and `attend_rows` are as in
         `run`.
         """
         weights = self.layers[layer]

@@ -89,8 +89,8 @@ class DraftBudget:
     def __init__(self, lengths: Sequence[int], max_depth: int, is_tree: bool = False):
         self.lengths = tuple(lengths)
         self._is_tree = is_tree
-        # Acceptance probabilities averaged over all requests, [lengths, or 1 for a chain; depth].
-        # NaN if never measured.
+        # Acceptance probabilities averaged over all requests, [tables, depth]; NaN if never
+        # measured. A tree has one table per draft length, a chain one table for all lengths.
         num_tables = len(self.lengths) if is_tree else 1
         self._overall = np.full((num_tables, max_depth), np.nan)
         self._by_request: WeakKeyDictionary[object, NDArray[np.float64]] = WeakKeyDictionary()

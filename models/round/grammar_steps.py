@@ -14,9 +14,9 @@ __all__ = ["GrammarSteps"]
 class GrammarSteps:
     """Adds the grammar steps to the grammar lane of a round.
 
-    A step has two parts. On the host, the guided decoder fills mask rows, which are then copied to
-    the device. Kernels then do the step for promoted requests, whose mask rows kernels fill. They
-    run after the copy, because it overwrites the mask rows of all slots.
+    A step has two parts. First, the guided decoder fills mask rows on the host, and these rows are
+    copied to the device. After that, kernels do the step for promoted requests and fill their mask
+    rows. The kernels run after the copy, because the copy overwrites the mask rows of all slots.
 
     Parameters
     ----------
@@ -52,8 +52,8 @@ class GrammarSteps:
         num_rows
             Number of mask rows that the round can need.
         begun
-            Mark of the model lane after slots have been assigned to batch rows. Only the kernels
-            for promoted requests have to wait for it.
+            Mark that the model lane reaches when slots have been assigned to batch rows. Only the
+            kernels for promoted requests have to wait for it.
         name
             Node name of the step.
         """

@@ -290,7 +290,7 @@ class Prefill:
         last = len(tokens) - 1
         end_of_prompt = last  # the first round feeds the last token to the target
         if self._drafter is not None:
-            end_of_prompt += 1  # but prefill feeds it to the drafter
+            end_of_prompt += 1  # prefill feeds the last token to the drafter
         if num_cached == end_of_prompt:
             return
         self._staging[slot].array[: last + 1] = tokens

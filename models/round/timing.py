@@ -45,7 +45,7 @@ def make_timeline(device: Device, entries: int, draft_length: int) -> PinnedSlot
 
 
 def timeline_args(timeline: PinnedSlots) -> tuple[object, ...]:
-    """Return the arguments with which a kernel finds the timeline entry to write a stamp to."""
+    """Return the arguments from which a kernel computes the address of a time stamp."""
     field = timeline["ns"]
     return field, field.stride, timeline.slots
 

@@ -48,8 +48,9 @@ class Detokenizer:
     There are two kinds of tokens. All tokens of a byte-level tokenizer, and the tokens ``<0x80>``
     to ``<0xFF>`` of a byte-fallback tokenizer, represent bytes: the bytes of consecutive tokens are
     concatenated and decoded as UTF-8. The tokenizers library converts all other tokens. Of the
-    preceding tokens, only the last one affects the text of such a token: by how its text ends, and
-    by its existence, because the library strips a leading space at the beginning of a text.
+    preceding tokens, only the last one affects the text of such a token. The end of its text
+    matters, and also whether there is a preceding token, because the library strips a leading space
+    at the beginning of a text.
 
     Valid ids are less than `size`. If the tokenizer's decoder combines ByteLevel with steps that
     change the text, the constructor raises TokenizerError.
@@ -108,7 +109,7 @@ class Detokenizer:
 
     @cached_property
     def anchor(self) -> list[int]:
-        """At most one id, to decode before other ids so that their leading space is kept.
+        """At most one id, which is decoded before other ids so that their leading space is kept.
 
         The library strips a leading space at the beginning of a text. An id with a non-empty text
         before the space prevents this. The list is empty if no id that the library converts has a

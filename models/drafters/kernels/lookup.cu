@@ -91,7 +91,8 @@ struct Lookup {
 
   // Returns the rank of an occurrence, by which atomicMax selects the best one. From the highest
   // bits: `score` (22 bits), whether the history is the request's own (1 bit), the order by
-  // position (26 bits, see `oldest`), and the history s (15 bits).
+  // position (26 bits; greatest for the latest position or, with `oldest`, for the earliest), and
+  // the history s (15 bits).
   __device__ unsigned long long rank(int score, int s, int p) const {
     const unsigned long long first = score < (1 << 22) ? score : (1 << 22) - 1;
     const unsigned long long order = oldest ? length - p : p + 1;
@@ -144,9 +145,9 @@ struct CandidateList {
 // best match. They form a tree with up to `branch` children per node and `levels` levels, and are
 // chosen in the order of their scores. With votes, the share of a draft is the fraction of votes
 // that its token received among the children of its parent. The score of a draft is the product of
-// the shares on its path and must be at least `threshold`. Without votes all scores are 1 and the
-// rank of the occurrences decides. `votes_of`, int32 [slots, vocab], is workspace that must be zero
-// and is left zero. One block per batch row.
+// the shares on its path and must be at least `threshold`. Without votes, all scores are 1, and
+// drafts are chosen in the order of the ranks of their occurrences (`Lookup::rank`). `votes_of`,
+// int32 [slots, vocab], is workspace that must be zero and is left zero. One block per batch row.
 extern "C" __global__ void propose_drafts(const int* row_slot, const Slot* slots,
                                           const int* histories, int history_count, int length,
                                           int longest, int shortest, int everywhere, int oldest,

@@ -180,8 +180,8 @@ class Attention:
         if self._loader.is_thread or kv.head_dim not in (64, 128) or kv.dtype == "float32":
             return 0
         parts = min(ceil_div(kv.positions, _SPLIT), _MAX_PARTS)
-        # A launch with more queries than this has so many tiles that one block computes all parts
-        # of a tile. It needs no workspace.
+        # In a launch with more than `queries` queries, one block computes all parts of a tile,
+        # because there are enough tiles for all blocks. Such a launch needs no workspace.
         queries = min(rows * heads, _BLOCKS // 2 * _TILE)
         size = parts * queries * (kv.head_dim + 4)
         device = self._loader.device
@@ -202,7 +202,7 @@ class Attention:
     ) -> None:
         """Move the KV entries of the accepted path of a draft tree to their sequence positions.
 
-        Before verification draft j of a tree is cached j positions after the root. All layers of
+        Before verification, draft j of a tree is cached j positions after the root. All layers of
         the cache are compacted.
 
         Parameters

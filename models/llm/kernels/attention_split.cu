@@ -171,7 +171,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
   __shared__ Floats4 part_sum[WARPS][16][8 + 1];  // + 1: padding against bank conflicts
   __shared__ float part_top[WARPS][16];
   __shared__ float part_mass[WARPS][16];
-  __shared__ Floats4 folded_sum[16][WIDE_HEAD / 4];  // used only by the thread that stores a value
+  __shared__ Floats4 folded_sum[16][WIDE_HEAD / 4];  // each thread reads only its own values
   __shared__ int is_last;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const Pages pages = {page_table, slots, max_pages, page_shift, kv_heads, WIDE_HEAD};

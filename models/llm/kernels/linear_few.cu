@@ -32,8 +32,8 @@ __device__ __forceinline__ Pack16 load_x(const float* from, int split) {
   return pack_x(eight, split);
 }
 
-// Grid: (columns / 16, rows / (8 TILES)). With SPLIT_X a row of x takes two rows of B, so a
-// block has half as many rows of x. linear_mma.cuh documents the operands.
+// Grid: (columns / 16, rows / (8 TILES)). With SPLIT_X, a row of x takes two rows of the mma
+// operand B, so a block has half as many rows of x. linear_mma.cuh documents the arguments.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 2)
     linear_few(const Weight* weight, const float* weight_scale, const float* bias, const Input* x,
                const float* residual, OUT* out, float* copy, int rows, int columns, int inner,

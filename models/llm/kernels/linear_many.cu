@@ -88,13 +88,14 @@ struct StageIterator {
   }
 };
 
-// Grid: (rows / ROW_BLOCK, columns / 128, splits). Blocks that run at the same time thus share
-// their weights, which are then read from memory only once. With SPLIT_X a row of x takes two rows
-// of B, so a block has half as many rows of x. With split K the blocks write their parts to
-// `partials` [tiles, PARTS, ROW_BLOCK, 128], except that the first block of a tile writes only the
-// total of its parts. The last block of a tile to arrive adds them in order. `arrived` [tiles]
-// counts the blocks that have arrived; it must be zero and is left zero. linear_mma.cuh documents
-// the other operands.
+// Grid: (rows / ROW_BLOCK, columns / 128, splits). Blocks that run at the same time therefore use
+// the same weights, which are read from memory only once. With SPLIT_X, a row of x takes two rows
+// of the mma operand B, so a block has half as many rows of x.
+//
+// With split K, the blocks write their parts to `partials` [tiles, PARTS, ROW_BLOCK, 128], except
+// that the first block of a tile writes only the total of its parts. The last block of a tile to
+// arrive adds the parts in order. `arrived` [tiles] counts the blocks that have arrived; it must be
+// zero and is left zero. linear_mma.cuh documents the other arguments.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESSOR)
     linear_many(const Weight* weight, const float* weight_scale, const float* bias, const Input* x,
                 const float* residual, OUT* out, float* copy, int rows, int columns, int inner,
@@ -284,9 +285,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS_PER_MULTIPROCESS
     if (ends) end_part(part);
   }
 
-  // In the epilogue a thread stores PAIRS pairs of outputs in the same two columns, batch::PAIRS at
-  // a time. All loads for these pairs are issued before the first sum, so that their latencies
-  // overlap.
+  // In the epilogue, a thread stores PAIRS pairs of outputs in the same two columns, in batches of
+  // batch.PAIRS pairs. All loads of a batch are issued before its first sum, so that their
+  // latencies overlap.
   constexpr int PAIRS = ROWS * OUTPUTS / 2 / (WARPS * 32);
   constexpr int ROW_STEP = ROWS / PAIRS;
   const int first_row = threadIdx.x / (OUTPUTS / 2);

@@ -29,7 +29,7 @@ MULTIPROCESSORS = 132
 # Blocks of linear_many that run on one multiprocessor at the same time, by rows per tile.
 _BLOCKS_PER_MULTIPROCESSOR = {32: 2, 64: 1, 128: 1, _TALL_TILE: 1}
 # Time of a wave of tall tiles, in units of the time of a wave of tiles of 128 rows. It is the ratio
-# of their traffic through the L2 cache.
+# of the bytes that the two waves read through the L2 cache.
 _TALL_WAVE = 1.5
 # Estimated cost of K splits, in units of the time of one wave without splits. The wait for the last
 # block of a tile costs _SPLIT_COST. The partial sums of one row in all tiles of a wave cost
@@ -48,7 +48,7 @@ class MmaShape(NamedTuple):
     grid: tuple[int, int, int]  # z is the number of K splits
     shared: int = 0  # dynamic shared memory in bytes
     partials: int = 0  # size of the split-K workspace in floats; 0 without splits
-    blocks_per_multiprocessor: int = 2  # that run at the same time
+    blocks_per_multiprocessor: int = 2  # number of blocks that run at the same time
 
     @property
     def waves(self) -> int:
@@ -130,7 +130,7 @@ def _choose_splits(tiles: int, rows: int, inner: int) -> int:
 
 
 def _estimated_time(tiles: int, rows: int, inner: int, splits: int) -> float:
-    """Return the estimated time of a product, in units of a wave of blocks without splits.
+    """Return the estimated time of a product, in units of the time of a wave without splits.
 
     With s splits there are more waves, each of which takes 1 / s of the time, but the partial sums
     have to be written and added. Each of the `tiles` has `rows` rows.
