@@ -1,7 +1,4 @@
-"""The device of the process, through which users create memory, streams and kernels.
-
-No other module of this package imports this one.
-"""
+"""The device of the process, through which users create memory, streams and kernels."""
 
 from __future__ import annotations
 
@@ -131,8 +128,9 @@ class Device(Context):
     def from_host(self, array: NDArray, dtype: str | None = None) -> DeviceArray:
         """Copy a host array to the device.
 
-        `array` must have the storage type of `dtype`, which is by default its own element type. If
-        `dtype` is an 8- or 16-bit float, `array` may also be float32; its values are then rounded.
+        `dtype` is the element type on the device (default: that of `array`), and `array` must have
+        its NumPy storage type. If `dtype` is an 8- or 16-bit float, `array` may also be float32;
+        its values are then rounded.
         """
         return from_host(self, array, dtype)
 

@@ -61,7 +61,7 @@ class Lane(Protocol):
         """Copy between device and pinned arrays of the same size in bytes."""
 
     def fill(self, dst: Array, byte: int = 0, *, name: str | None = None) -> None:
-        """Set every byte of an array."""
+        """Set every byte of an array to `byte`."""
 
     def host(self, work: HostWork, *, name: str | None = None, spin: Spin = False) -> None:
         """Run host work; see :func:`~graft.cudagraph.host.hostwork.hostfunc` for `spin`."""

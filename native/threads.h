@@ -15,7 +15,7 @@ inline std::int64_t clock_ns(clockid_t clock) {
   return static_cast<std::int64_t>(now.tv_sec) * 1000000000 + now.tv_nsec;
 }
 
-// The clock of Python's time.monotonic_ns.
+// Returns the time of the clock that Python's time.monotonic_ns() reads.
 inline std::int64_t monotonic_ns() { return clock_ns(CLOCK_MONOTONIC); }
 
 // A short pause inside a spinning loop.

@@ -24,7 +24,7 @@ class ChainSampler:
         self._candidates = load(arrays.device, "candidates", arrays.block)["draft_candidates"]
 
     def draft(self, lane: Lane, draft_logits: DeviceArray, row_slot: DeviceArray, j: int) -> None:
-        """Sample draft `j` of every slot that committed tokens in this replay and still drafts.
+        """Sample draft `j` of every slot that committed tokens in this replay and has j - 1 drafts.
 
         With masking "fill", the draft is sampled under mask row ``j - 1`` of the slot. With masking
         "probe" or "lattice-probe", the draft is the candidate that the grammar accepted. If no
@@ -42,8 +42,8 @@ class ChainSampler:
         """
         arrays = self._arrays
         batch = self._check(draft_logits, row_slot, j)
-        # The mask row is needed only if the grammar rejected all candidates. This is rare, so the
-        # kernel reads the row from host memory and no copy to the device is added.
+        # If the grammar tests candidates, the mask row is needed only if it rejected all of them.
+        # This is rare, so the kernel then reads the row from host memory without a copy.
         exchange = arrays.exchange
         masks = exchange.host_masks if arrays.mode.probes else exchange.device_masks
         args = [

@@ -95,12 +95,12 @@ class Exchange:
         self.legal = answers[:, answer_words:].view(np.uint32)
 
     def renew_records(self, slot: int, replay: int) -> None:
-        """Empty the records of a slot that a request joins and set their replay number to `replay`.
+        """Empty the records of a slot to which a request is assigned.
 
-        `replay` is the number of the last replay before the first one that refers to the request.
-        Records contain the lower 32 bits of replay numbers. A record that has not been written for
-        2**31 replays would seem to be later than the current replay. The caller must ensure that no
-        launched replay refers to the slot.
+        `replay` is the number of the last replay that is launched without the request. It is stored
+        in the records, which contain the lower 32 bits of a replay number: the number of a record
+        that was not written for 2**31 replays would seem to be later than the current replay. The
+        caller must ensure that no launched replay refers to the slot.
         """
         word = replay_word(replay)
         for records in (self.committed, self.drafted, self.candidates):

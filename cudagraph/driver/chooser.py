@@ -83,7 +83,7 @@ def probe_cuda() -> tuple[dict[str, Any], str]:
 
     Return properties of the driver, and the reason why no device is available ("" if a device is
     available). The properties are ``status`` (the result of cuInit), ``version`` and ``devices``
-    (their names). They are empty if no driver was found.
+    (the names of the devices). They are {} if no driver was found.
     """
     output, reason = run_python_child("-I", "-S", "-c", PROBE, limit_s=PROBE_LIMIT_S)
     if reason:
@@ -110,10 +110,10 @@ def choose(kind: str) -> tuple[str, str]:
 
 
 def preload_soft() -> Path:
-    """Load the soft device as this process's driver, and make imports of `GUARDED` packages fail.
+    """Load the soft device as this process's driver, and return the path of its library.
 
-    Return the path of the library. DeviceError is raised if it does not exist or another
-    libcuda.so.1 is already loaded.
+    Afterwards, importing a package in `GUARDED` raises an error. DeviceError is raised if the
+    library does not exist or another libcuda.so.1 is already loaded.
     """
     path = soft_library()
     if not path.is_file():

@@ -97,9 +97,9 @@ class Context:
 
         The operation runs on a dedicated stream, which is passed as the function's last argument.
         The legacy NULL stream cannot be used, because it is not ordered with non-blocking streams
-        and a copy from pageable memory on it may return before the data has arrived. If Ctrl-C
-        interrupts this call, `buffers`, the memory that the operation uses, is kept alive until a
-        later transfer has finished.
+        and a copy from pageable memory on it may return before the data has arrived. `buffers` are
+        the objects that own the memory of the operation. If Ctrl-C interrupts this call, they are
+        kept alive until a later transfer has finished.
         """
         with self._lock:
             if self._transfer_stream is None:
@@ -128,7 +128,8 @@ class Context:
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Wait until the device is idle, including streams of other libraries in this context.
 
-        DeadlineError is raised if streams of graft are still busy after ``timeout_s`` seconds.
+        DeadlineError is raised if streams of graft are still busy after ``timeout_s`` seconds. The
+        wait for streams of other libraries has no time limit.
         """
         with self._lock:
             streams = list(self.streams)
@@ -138,10 +139,10 @@ class Context:
 
 
 def wait_streams(handles: list[int], timeout_s: float | None, subject: str) -> None:
-    """Wait until each of the streams `handles` (CUstreams) has been idle once.
+    """Wait until the work that the streams `handles` (CUstreams) contain has finished.
 
-    The wait polls and can be interrupted by Ctrl-C. DeadlineError, which names the streams by
-    `subject`, is raised if a stream was busy for ``timeout_s`` seconds.
+    Ctrl-C interrupts the wait. DeadlineError is raised if a stream is still busy after
+    ``timeout_s`` seconds; `subject` names the streams in the message.
     """
     prepare_driver_call("cuStreamQuery")
     finished, code = _native.wait_streams(handles, timeout_s)

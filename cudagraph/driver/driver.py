@@ -31,11 +31,11 @@ _local = threading.local()
 
 
 def _after_fork() -> None:
-    """Refuse driver calls in a forked child.
+    """Mark this process as a forked child, in which `call` refuses driver calls.
 
-    The child has no reaper thread, the thread that frees driver resources. ``flush()`` would wait
-    for this thread. Closing the native gate, through which native threads enter Python, makes
-    ``flush()`` return at once.
+    The child has no reaper thread, the thread that frees driver resources and for which ``flush()``
+    waits. ``flush()`` returns at once after the native gate, through which native threads enter
+    Python, is closed.
     """
     global _forked
     _forked = True
@@ -146,7 +146,7 @@ def check_code(api: str, code: int) -> None:
 def is_ready(api: str, code: int) -> bool:
     """Return whether the result code of a query means that all work has finished.
 
-    Other codes than "success" and "not ready" raise a DeviceError.
+    DeviceError is raised if the code is neither "success" nor "not ready".
     """
     if code == NOT_READY:
         return False

@@ -44,9 +44,9 @@ class Span(NamedTuple):
 
 
 def check_shape(shape: int | tuple[int, ...], subject: str) -> tuple[int, ...]:
-    """Return `shape`, which is a tuple or the size of the only axis, as a tuple of positive ints.
+    """Return a shape as a tuple of positive ints. An int is the size of a one-dimensional array.
 
-    An invalid size raises ShapeError, which names the array or function by `subject`.
+    An invalid size raises ShapeError; `subject` names the array or function in the message.
     """
     dims = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
     for axis, size in enumerate(dims):
@@ -73,7 +73,7 @@ class Allocation:
         try:
             address = _allocate(kind, nbytes)
         except DeviceError as error:
-            # The reaper may not have freed dropped memory yet. Wait for it and try again.
+            # The reaper may not have freed the memory of dropped arrays yet. Wait for it and retry.
             if error.code != OUT_OF_MEMORY or not _native.flush(CLOSE_LIMIT_S):
                 raise
             address = _allocate(kind, nbytes)
@@ -237,7 +237,7 @@ class DeviceArray:
         )
 
     def fill(self, byte: int = 0) -> None:
-        """Wait until the device is idle, then set every byte."""
+        """Wait until the device is idle, then set every byte of the array to `byte`."""
         value = check_byte(byte)
         self.context.synchronize()
         self._set(value)

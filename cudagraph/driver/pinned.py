@@ -160,7 +160,7 @@ class PinnedSlots:
 
 
 def replay_word(replay: int) -> int:
-    """Return the lower 32 bits of a replay number, which records store as a signed integer."""
+    """Return the lower 32 bits of a replay number as a signed integer, as stamps store them."""
     return (replay + (1 << 31)) % (1 << 32) - (1 << 31)
 
 

@@ -133,9 +133,9 @@ class GraphExec:
     def update(self, graph: Definition, timeout_s: float | None = None) -> None:
         """Update this executable to another definition of the same topology.
 
-        The call first waits for earlier launches, because the host steps of both definitions number
-        their replays by the launches of this executable. Afterwards the executable no longer uses
-        the old definition, and it is the open executable of ``graph``.
+        The call first waits for earlier launches, because replay numbers count the launches of this
+        executable under both definitions. Afterwards this executable belongs to `graph`: the old
+        definition can be instantiated again, and `graph` cannot.
 
         Raises
         ------
@@ -234,7 +234,7 @@ class GraphExec:
         self._operands[node] = owners
 
     def _release_replaced_operands(self) -> None:
-        """Release replaced operands if no launch is in flight that may use them."""
+        """Drop the owners of replaced kernel operands if no launch in flight can use them."""
         replaced = self._replaced_operands
         if len(replaced) > MAX_REPLACED:
             self._wait_or_raise(None)

@@ -53,7 +53,7 @@ _COUNTER_LANE = "completed launches"
 
 
 class Attached(NamedTuple):
-    """Arguments for the creation of a driver node, besides the graph and the dependencies."""
+    """Arguments of a `Make` function, in addition to the CUgraph and the dependencies."""
 
     user_object: int  # CUuserObject that holds the owners of the node's operands
     host_function: int = 0  # function and data of a host node; 0 for other nodes
@@ -96,7 +96,7 @@ class GraphBase(ABC):
     edges
         Pairs of node indices. The second node of a pair depends on the first one.
     programmatic
-        Whether an edge between two kernels may be programmatic.
+        Whether edges between kernels may use programmatic dependent launch.
     child_graphs
         Graphs that were moved into this one, by the index of their child-graph node.
     """
@@ -182,8 +182,8 @@ class GraphBase(ABC):
         """Return the CUgraphNode of a node, given as an entry of `nodes` or by name.
 
         OptionError is raised if the node does not exist, its name is ambiguous, it is not of
-        `kind`, or it has a programmatic edge. `action` is a verb phrase such as "change the", with
-        which the message says what the caller wanted to do.
+        `kind`, or it has a programmatic edge. The message says what the caller wanted to do with
+        the phrase `action`, such as "change the".
         """
         if isinstance(node, str):
             found = [n for n in self.nodes if n.name == node]
@@ -316,8 +316,8 @@ class GraphBase(ABC):
     def tail(self, lane: str) -> tuple[int, ...]:
         """Return the indices of the nodes that a mark at the current end of a lane refers to.
 
-        Lanes that wait for the mark depend on these nodes. The next node of this lane depends on
-        them as well; after this call, by an ordinary edge and not by a programmatic one.
+        Lanes that wait for the mark depend on these nodes, and so does the next node of this lane.
+        Because of the mark, the edge to this next node is not programmatic.
         """
         with self._lock:
             self._kernel_tails.discard(lane)
@@ -459,10 +459,10 @@ class Graph(GraphBase):
             return self._worker
 
     def place_launch_counter(self) -> None:
-        """Make the node that counts completed launches, if there is one, depend on all other nodes.
+        """Make the node that counts completed launches depend on all other nodes.
 
-        A launch is complete only after the bodies of all conditionals. The node is therefore placed
-        each time the definition is used, if nodes were added since the last time.
+        If the graph does not count launches, do nothing. Otherwise, call this before each use of
+        the definition, because a launch is complete only after nodes that were added later, too.
         """
         if self.completed is None:
             return
@@ -587,7 +587,10 @@ class GraphBody(GraphBase):
             self._check_child(child, name)
 
     def _check_child(self, child: Graph, path: str) -> None:
-        """Raise OptionError if a graph to be moved into this body has a forbidden node."""
+        """Raise OptionError if `child` contains a node of a kind that is not allowed in a body.
+
+        `path` is the name of the child-graph node, for the error message.
+        """
         for node in child.nodes:
             name = f"{path}/{node.name}"
             if node.kind not in BODY_NODE_KINDS:
@@ -677,7 +680,7 @@ class GraphLane:
         )
 
     def fill(self, dst: Array, byte: int = 0, *, name: str | None = None) -> None:
-        """Add a node that sets every byte of an array."""
+        """Add a node that sets every byte of an array to `byte`."""
         value = check_byte(byte)
         address = dst.ptr
         nbytes = dst.nbytes
@@ -867,8 +870,8 @@ class GraphLane:
     def record(self, name: str | None = None) -> GraphMark:
         """Return a mark at the end of the lane.
 
-        On a lane without nodes, the mark stands for the marks that the lane waits for. If there are
-        none, the mark is the start of the graph.
+        If the lane has no node yet, a lane that waits for the mark waits for the marks that this
+        lane waits for, or for nothing if there are none.
         """
         return GraphMark(self.graph, name or f"mark on {self.name}", self.graph.tail(self.name))
 

@@ -150,8 +150,7 @@ class Mailbox:
         self._completed = completed
         self._words = PinnedArray(context, (3, LINE_WORDS), "int32")
         self._counter = from_host(context, np.array([FIRST_REQUEST], np.uint32))
-        # From this word, the native side of the mailbox reads the number at which the device starts
-        # to count requests.
+        # The native side of the mailbox reads the initial value of the request counter from ACK.
         self._words.array.view(np.uint32)[ACK, 0] = FIRST_REQUEST
         self._kernels = load(context, KERNELS)
         self._scratch = None if output is None else np.zeros(output.shape, output.array.dtype)

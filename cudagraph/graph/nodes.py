@@ -53,8 +53,8 @@ def add_kernel(
     """Add a kernel node to a CUgraph and return the CUgraphNode.
 
     `priority` is the launch priority; None selects the priority of the stream that the graph is
-    launched on. `programmatic` is set if the edges from the dependencies (CUgraphNodes) are
-    programmatic.
+    launched on. With `programmatic`, the edges from the dependencies (CUgraphNodes) use
+    programmatic dependent launch.
     """
     params = cu.CUgraphNodeParams()
     params.type = cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
@@ -122,7 +122,7 @@ def add_copy(graph: int, dependencies: list[Any], dst: Span, src: Span) -> Any:
 
 
 def add_fill(graph: int, dependencies: list[Any], address: int, byte: int, nbytes: int) -> Any:
-    """Add a memset node that sets each byte of a range, and return its CUgraphNode."""
+    """Add a memset node that sets `nbytes` bytes to `byte`, and return its CUgraphNode."""
     params = cu.CUDA_MEMSET_NODE_PARAMS()
     params.dst = cu.CUdeviceptr(address)
     params.value = byte
@@ -187,7 +187,7 @@ def add_host(
 
 
 def add_mailbox_wait(graph: int, dependencies: list[Any], address: int) -> Any:
-    """Add a batch memory operation node that waits until a 32-bit word is 1."""
+    """Add a batch memory operation node that waits until the 32-bit word at `address` is 1."""
     wait = cu.CUstreamBatchMemOpParams()
     kinds = cu.CUstreamBatchMemOpType
     flags = cu.CUstreamWaitValue_flags

@@ -43,9 +43,10 @@ NativeTuple = tuple[object, tuple[object, ...], int, int]
 class PythonWork:
     """A Python callable with its arguments. It runs on a driver thread, which acquires the GIL.
 
-    The callable should close over NumPy views, not over device objects. If it raises an exception,
-    later host steps of the graph are skipped, and the next call of ``launch()``, ``check()`` or
-    ``synchronize()`` raises HostWorkError with the exception as its cause.
+    The callable should use NumPy views and not device arrays, whose methods call the driver. If the
+    callable raises an exception, later host steps of the graph are skipped, and the next call of
+    ``launch()``, ``check()`` or ``synchronize()`` raises HostWorkError with the exception as its
+    cause.
 
     Parameters
     ----------
@@ -284,8 +285,8 @@ def raise_eager_failure(handle: int) -> None:
 def raise_failure(failure: tuple[str, int, BaseException | None, str], where: str) -> None:
     """Raise HostWorkError for a failed host step.
 
-    `failure` has the name of the host step, the replay number or 0, the exception or None, and the
-    message. `where` names the graph or stream, as in "of the stream".
+    `failure` contains the name of the host step, the replay number (0 for work on a stream), the
+    exception or None, and the message. `where` names the graph or stream, as in "of the stream".
     """
     node, replay, exception, message = failure
     if exception is not None:

@@ -203,11 +203,11 @@ class Kernel:
             self._shared_limit = nbytes
 
     def prefer_shared(self, percent: int) -> None:
-        """Request a division of the L1 cache into shared memory (``percent``) and cache.
+        """Request that `percent` of a multiprocessor's L1 memory is used as shared memory.
 
-        Two kernels can run on a multiprocessor at the same time only if they have the same
-        division. If the kernel needs more shared memory than `percent` gives, the driver chooses a
-        larger share.
+        The rest is the L1 cache. Two kernels can run on a multiprocessor at the same time only if
+        they use the same percentage. If the kernel needs more shared memory, the driver chooses a
+        higher percentage.
         """
         attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
         call(cu.cuFuncSetAttribute, self.function, attribute, percent)
@@ -225,9 +225,9 @@ def _describe_number(value: float) -> str:
 class KernelModule:
     """A loaded kernel source; ``module[name]`` returns the :class:`Kernel` with this name.
 
-    A module stays loaded as long as Python or a graph holds one of its kernels. `parameters` gives
-    the parameters by kernel name (see :mod:`graft.cudagraph.kernels.signature`), `waiting` the
-    names of the kernels that call ``wait_for_previous_kernel()``.
+    A module stays loaded as long as Python or a graph holds one of its kernels. `parameters`
+    contains the parameters by kernel name (see :mod:`graft.cudagraph.kernels.signature`). `waiting`
+    contains the names of the kernels that call ``wait_for_previous_kernel()``.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ __device__ __forceinline__ int next_number(unsigned int* counter) {
   return static_cast<int>(number);
 }
 
-// Polls `ack` until the worker has stored `number` there, the number of the awaited request.
+// Polls `ack` until the worker has stored `number`, the number of the awaited request, in it.
 // Returns false if this takes more than `deadline_ns` nanoseconds of the device's global timer.
 __device__ __forceinline__ bool wait_for(const int* ack, int number,
                                          unsigned long long deadline_ns) {
@@ -45,7 +45,7 @@ extern "C" __global__ void mailbox_request(unsigned int* counter, int* request, 
   store_release_system(request, next_number(counter));
 }
 
-// Waits for the answer to the current request. Launched with one thread. After `deadline_ns` it
+// Waits for the answer to the current request. Launched with one thread. After `deadline_ns` ns it
 // stores the number of the request in `timed_out` and ends, so that the graph continues without the
 // answer.
 extern "C" __global__ void mailbox_wait(const unsigned int* counter, const int* ack, int* timed_out,

@@ -77,7 +77,8 @@ def nvrtc_library() -> Path:
     for line in Path("/proc/self/maps").read_text().splitlines():
         _, slash, name = line.partition("/")
         path = Path(slash + name)
-        # Programs that `graft soft` runs have also loaded the library that forwards to NVRTC.
+        # In programs that `graft soft` runs, another library of this name, in the folder "soft",
+        # forwards calls to NVRTC.
         if path.name.startswith("libnvrtc.so.") and path.parent.name != "soft":
             return path
     raise KernelError("NVRTC is loaded, but its file is unknown")
@@ -113,11 +114,11 @@ def provide_ptx_library(cache: Path) -> None:
 
 
 def compile_ptx(text: str, name: str, options: Sequence[str], cache: Path, key: str = "") -> bytes:
-    """Compile CUDA C++ to PTX, which ends with a null byte.
+    """Compile CUDA C++ to PTX and return the PTX, which ends with a null byte.
 
-    NVRTC receives `options` in addition to the architecture and `OPTIONS`. Compiled texts are kept
-    in the folder `cache`; `key` must change whenever included files change. KernelError is raised
-    if the source does not compile, or NVRTC is missing.
+    NVRTC receives `options` in addition to the architecture and `OPTIONS`. The PTX is cached in the
+    folder `cache`. The caller must pass another `key` whenever included files change. KernelError
+    is raised if the source does not compile, or NVRTC is missing.
     """
     nvrtc, version = _nvrtc()
     arguments = [*options, *OPTIONS, f"-arch=compute_{architecture()}"]
@@ -126,7 +127,7 @@ def compile_ptx(text: str, name: str, options: Sequence[str], cache: Path, key: 
     try:
         return path.read_bytes()
     except OSError:
-        pass  # The text is not cached yet.
+        pass  # The PTX is not cached yet.
     ptx = _compile(nvrtc, text, name, arguments)
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -134,7 +135,7 @@ def compile_ptx(text: str, name: str, options: Sequence[str], cache: Path, key: 
             file.write(ptx)
         os.replace(file.name, path)
     except OSError:
-        pass  # The cache only saves time.
+        pass  # Without the cache, the next process compiles the source again.
     return ptx
 
 

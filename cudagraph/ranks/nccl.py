@@ -28,7 +28,7 @@ _UNIQUE_ID_BYTES = 128
 
 
 class NcclAllGather(AllGather):
-    """All-gather over NCCL. Without nccl4py, it raises OptionError.
+    """All-gather over NCCL. The constructor raises OptionError if nccl4py is not installed.
 
     NCCL only moves data. Partial sums are added by a kernel in rank order, so that all ranks have
     bit-identical results.

@@ -44,8 +44,8 @@ HEARTBEATS_PER_DEADLINE = 4
 #: Values of heartbeat messages; the last one precedes the header that stops the other ranks.
 _ALIVE = 1
 _LAST = 2
-#: Maximum number of seconds that one poll adds to the time for which rank 0 counts as silent. If
-#: this process was suspended, rank 0 may have sent messages that the process could not receive.
+#: Maximum seconds that one poll adds to the measured silence of rank 0. The limit matters if this
+#: process was suspended during the poll: rank 0 may have sent messages in this time.
 _MAX_SILENT_STEP_S = 1.0
 
 Buffer = PinnedArray | NDArray[Any]
@@ -197,7 +197,7 @@ class RankGroup:
             self._take_last_heartbeat()
 
     def _heartbeat_messages(self) -> Any:
-        """Return the messages of one heartbeat, which is sent by rank 0 to all other ranks."""
+        """Return the MPI messages of one heartbeat: sends on rank 0, a receive on other ranks."""
         is_sent = self.rank == 0
         peers = self.peers if is_sent else (0,)
         address = self._heartbeat.ctypes.data

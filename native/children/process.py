@@ -309,7 +309,8 @@ class ChildProcess:
             name = signal.Signals(-status).name
             return ChildUnavailable(f"the child process was killed by another process ({name})")
         if self._peak_bytes > self.memory_bytes / 2:
-            # When memory is exhausted, some libraries call abort(), and the dynamic linker exits.
+            # When memory is exhausted, some libraries call abort(), and the dynamic linker ends the
+            # process.
             return ChildLost(f"needs more than {self._memory_limit()}")
         if status < 0 and status != -signal.SIGABRT:  # SIGABRT: a library has called abort()
             name = signal.Signals(-status).name

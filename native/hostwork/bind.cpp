@@ -54,7 +54,7 @@ bool poll_slice(Done&& done, PollClock::time_point begin, PollClock::time_point 
 template <typename Done>
 bool poll_until(Done&& done, std::optional<double> timeout_s) {
   const auto begin = PollClock::now();
-  // No limit is represented by about 100 years, so that the clock arithmetic does not overflow.
+  // A missing timeout becomes about 100 years, so that the clock arithmetic does not overflow.
   const double limit = std::min(timeout_s.value_or(3.0e9), 3.0e9);
   const auto end =
       begin + std::chrono::duration_cast<PollClock::duration>(std::chrono::duration<double>(limit));

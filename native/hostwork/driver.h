@@ -83,7 +83,7 @@ inline const Driver& driver() {
 }
 
 // Sets the primary context: the new context after it was retained again, or null before it is
-// released. No driver resource may exist at that time (live_resources() == 0).
+// released. No driver resource may exist during the call (live_resources() == 0).
 void set_primary_context(Handle context);
 Handle primary_context();
 

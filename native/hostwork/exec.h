@@ -18,9 +18,9 @@ using Outcome = std::pair<Result, const char*>;  // result and name of the last 
 
 constexpr Result kClosed = -1;  // the executable was closed
 
-// Destroys an executable on the reaper thread. If launches of it are in flight, the driver frees it
-// after they have ended. But the driver does not keep the operands of changed nodes alive. The
-// reaper therefore waits for the launches before it releases these operands (INVARIANTS.md A3).
+// Destroys an executable on the reaper thread. The driver frees the executable after its launches
+// in flight have ended, but does not keep the operands of changed nodes alive. The reaper therefore
+// waits for the launches before it releases these operands (INVARIANTS.md A3).
 class ExecRelease final : public Reapable {
  public:
   explicit ExecRelease(Handle exec) : exec_(exec) {}
@@ -36,8 +36,8 @@ class ExecRelease final : public Reapable {
 
   // Exec sets these members before it retires this object.
   PyObject* owners = nullptr;  // owners of the operands of changed nodes
-  // Event that was recorded after the last launch; null if recording failed. Without the event, it
-  // is unknown when the launch ends, so the owners are never released.
+  // Event that was recorded after the last launch; null if recording failed. Without the event, the
+  // reaper cannot know when the launch ends and never releases the owners.
   std::shared_ptr<Resource> event;
 
  private:

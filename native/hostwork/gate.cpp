@@ -14,9 +14,9 @@ std::atomic<bool> closed{false};
 std::atomic<std::int64_t> entered{0};
 std::atomic<std::int64_t> thread_states{0};
 
-// Counts the calling thread as entered. Returns false if the gate is closed. The count is
-// incremented before the flag is read. Therefore either close_gate() sees this thread in the count,
-// or this thread sees that the gate is closed.
+// Adds the calling thread to the count of threads that have entered Python. Returns false if the
+// gate is closed. The count is incremented before the flag `closed` is read. Therefore either
+// close_gate() sees this thread in the count, or this thread sees that the gate is closed.
 bool enter() {
   entered.fetch_add(1);
   if (!closed.load()) return true;
@@ -35,13 +35,13 @@ PyGILState_STATE take_gil() {
   }
 }
 
-// Owns an extra PyGILState reference of the thread. The reference keeps the Python thread state of
-// a driver thread alive between two host functions. Its destructor runs when the thread ends.
+// Owns an extra PyGILState reference, which keeps the Python thread state of a driver thread alive
+// between two host functions. The reference is released when the thread ends.
 struct ThreadState {
   bool held = false;
   ~ThreadState() { release(); }
   void release() {
-    // After the gate has closed, the thread state is leaked on purpose.
+    // After the gate has closed, no thread may enter Python, so the thread state is leaked.
     if (!held || !enter()) return;
     held = false;
     const PyGILState_STATE outer = take_gil();

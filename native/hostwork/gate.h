@@ -11,7 +11,8 @@
 
 namespace graft::hostwork {
 
-// Holds the GIL for its scope. Converts to false if the gate is closed; the GIL is then not held.
+// Holds the GIL while the object exists. If the gate is closed (see close_gate()), the object does
+// not acquire the GIL and converts to false.
 //
 // A driver thread keeps its Python thread state until it ends, because creating one per call would
 // cost several times as much as the call.

@@ -16,7 +16,7 @@ struct CapturedGraph {
   std::weak_ptr<GraphState> state;
 };
 
-// Eager records that have not run yet, captured graphs, and their failures that were not raised
+// Eager records that have not run yet, captured graphs, and failures of both that were not raised
 // yet. The only object of this type is leaked on purpose, because driver threads may use it while
 // static objects are being destroyed.
 struct EnqueuedWork {

@@ -12,8 +12,8 @@ namespace {
 std::atomic<bool> abandoned{false};
 thread_local void* thread_output = nullptr;
 
-// Tells the soft device, for the scope, that the device waits for the calling thread. The soft
-// device then rejects every driver call of the thread (INVARIANTS.md M6).
+// While an object of this class exists, the soft device treats the calling thread as one that the
+// device waits for, and rejects every driver call of the thread (INVARIANTS.md M6).
 class AnswerScope {
  public:
   AnswerScope() : owe_answer_(driver().owe_answer) {

@@ -29,8 +29,8 @@ struct WorkerOptions {
 // A thread and the ports that it serves. The thread sleeps while no launch of any of its graphs is
 // in flight (INVARIANTS.md M7). It ends after the last owner of this object is gone.
 //
-// Created by std::make_shared only, for the reason that state.h gives for GraphState: the worker's
-// own thread may drop the last reference, which must not require the GIL.
+// Created by std::make_shared only (see GraphState in state.h), because the worker's own thread may
+// drop the last reference, which must not require the GIL.
 class Worker : public std::enable_shared_from_this<Worker> {
  public:
   explicit Worker(WorkerOptions options);
@@ -57,9 +57,9 @@ class Worker : public std::enable_shared_from_this<Worker> {
 struct MailboxWords {
   // Number of the posted request, which the device stores; 0: none.
   std::uint32_t* request = nullptr;
-  // Answer, which the host stores: the number of the request for a spinning kernel, and 1 for a
-  // batch memory operation. Before the first launch, it is the number from which the device counts
-  // the requests.
+  // Answer, which the host stores: the number of the request if a spinning kernel waits for it, and
+  // 1 if a batch memory operation waits. Before the first launch, the word contains the number from
+  // which the device counts the requests.
   std::uint32_t* ack = nullptr;
   // Number of the last request whose spinning kernel ended at its own deadline; 0: none. The
   // pointer is null if the mailbox has no spinning kernel.
@@ -133,7 +133,7 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   std::uint32_t last_closed() const;
   // Returns the number of the posted request; 0: none.
   std::uint32_t request() const { return __atomic_load_n(words_.request, __ATOMIC_ACQUIRE); }
-  // Returns whether a launch in flight will or may post another request. `last` is the last request
+  // Returns whether a launch in flight can still post a request after request `last`, the last one
   // that the caller has seen.
   bool expecting(std::uint32_t last) const;
   // Returns the number of completed launches that the device has counted.
@@ -198,8 +198,8 @@ void* current_output();
 // Adds a port to the watchdog, which then enforces the port's deadlines.
 void watch(const std::shared_ptr<Port>& port);
 void wake_watchdog() noexcept;
-// Calls check_device_timeout() of every port. Called after every wait of the host, so that the
-// failure is recorded before the host checks for failures.
+// Calls check_device_timeout() of every port. Called after every wait of the host, so that a
+// timeout on the device is recorded as a failure before the host checks for failures.
 void check_device_timeouts();
 
 // Makes workers and watchdog sleep permanently. Called after a context fault, because the device

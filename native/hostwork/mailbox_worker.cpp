@@ -46,12 +46,15 @@ void configure_thread(Core& core) {
   cpu_set_t set;
   CPU_ZERO(&set);
   for (int cpu : core.options.cpus) CPU_SET(static_cast<std::size_t>(cpu), &set);
-  pthread_setaffinity_np(pthread_self(), sizeof set, &set);  // Python has checked the cores
+  // The result is ignored, because MailboxWorker in Python has checked that the cores exist.
+  pthread_setaffinity_np(pthread_self(), sizeof set, &set);
 }
 
 // Copies the worker's current list of ports to `ports`. Returns false if the thread must end.
 bool update_ports(Core& core, std::vector<std::shared_ptr<Port>>* ports, std::uint64_t* version) {
-  std::vector<std::shared_ptr<Port>> before = std::move(*ports);  // destroyed without the mutex
+  // The old list is destroyed after the mutex is unlocked, because it may own the last reference to
+  // a port.
+  std::vector<std::shared_ptr<Port>> before = std::move(*ports);
   const std::lock_guard<std::mutex> lock(core.mutex);
   *version = core.version.load();
   *ports = core.ports;
@@ -122,8 +125,8 @@ Worker::Worker(WorkerOptions options) : core_(std::make_shared<Core>(std::move(o
 }
 
 Worker::~Worker() {
-  // A forked child has no worker thread. The thread may have held the mutex at the time of the
-  // fork, so the child must not lock the mutex (INVARIANTS.md L10).
+  // The gate is closed in a forked child, which has no worker thread. The thread may have held the
+  // mutex during the fork, so the child must not lock the mutex (INVARIANTS.md L10).
   if (!gate_open()) return;
   update_and_wake(*core_, [this] {
     core_->stop = true;

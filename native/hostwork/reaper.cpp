@@ -48,12 +48,12 @@ class Reaper {
     Reapable* const items = reversed(head_.exchange(nullptr));
     std::int64_t count = 0;
     for (Reapable* item = items; item != nullptr; item = item->next_) ++count;
-    if (gate_open()) free(items);  // else the process exits (INVARIANTS.md L4)
+    if (gate_open()) free(items);  // otherwise the process is exiting (INVARIANTS.md L4)
     pending_.fetch_sub(count);
   }
 
   // Releases the resources of all items, then their Python references, and then deletes the items.
-  // Deleting a record counts it as released, so this must come last.
+  // The items are deleted last, because a deleted record counts as released.
   void free(Reapable* items) {
     std::vector<PyObject*> references;
     for (Reapable* item = items; item != nullptr; item = item->next_) item->reap(references);

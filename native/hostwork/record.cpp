@@ -146,7 +146,8 @@ Attached attach(Handle graph, Record* record) {
   constexpr unsigned int kNoDestructorSync = 1;  // CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
   const Driver& d = driver();
   Handle object = nullptr;
-  // The destructor receives the pointer to the base class Record.
+  // The driver passes this pointer to retire_record(), which casts it from void* to Record*. It
+  // must therefore be a Record* here and not a pointer to a derived class.
   Result result = d.user_object_create(&object, record, retire_record, 1, kNoDestructorSync);
   if (result != kSuccess) {
     retire(record);

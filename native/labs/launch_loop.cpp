@@ -31,7 +31,7 @@ namespace {
 using Times = std::vector<std::uint64_t>;
 
 constexpr std::size_t kMaxGaps = 1 << 16;
-constexpr std::uint64_t kGapNs = 5000;                // shortest time between ticks that is a gap
+constexpr std::uint64_t kGapNs = 5000;                // minimum time between two ticks of a gap
 constexpr std::uint64_t kTickTimeoutNs = 1000000000;  // maximum time in await_busy_thread()
 constexpr unsigned kPollUs = 20;
 
@@ -61,8 +61,8 @@ std::vector<std::pair<std::uint64_t, std::uint64_t>> gaps() {
   return std::exchange(gap_list, {});
 }
 
-// Waits until the busy thread has called tick() twice. Afterwards the busy thread holds the GIL and
-// is not about to release it.
+// Waits until the busy thread has called tick() twice. The busy thread then has held the GIL
+// between two ticks and is not about to release it.
 void await_busy_thread() {
   const std::uint64_t begin = now_ns();
   const std::uint64_t target = ticks.load() + 2;

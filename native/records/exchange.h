@@ -164,7 +164,7 @@ struct RoundRow {
   int accepted;  // drafts among the committed tokens
   int tested;    // drafts that were verified
   int cut;       // drafts that were not verified, because the round had no rows for them
-  int relaxed;   // accepted drafts that only VERIFY_RELAXED accepts, not exact verification
+  int relaxed;   // accepted drafts that exact verification would have rejected
   int old_n;     // position of the slot's last token before the round
 };
 

@@ -24,8 +24,8 @@ constexpr int kSignalFrames = 2;  // the handler and the return trampoline
 
 enum State : int { kIdle, kRequested, kWriting, kAnswered };
 
-// The request for a stack. `mutex` serializes requests, so there is at most one at a time. Only the
-// thread that changed `state` to kWriting may write `frames`.
+// The request for the native stack of a thread. `mutex` serializes requests, so there is at most
+// one at a time. Only the thread that changed `state` to kWriting may write `frames`.
 struct StackRequest {
   std::mutex mutex;
   int signal = 0;
@@ -52,7 +52,8 @@ void handle_signal(int) {
 bool install_handler() {
   if (request.signal != 0) return true;
   void* warm[2];
-  // The first call of backtrace() loads the unwinder. A signal handler must not do that.
+  // The first call of backtrace() loads the unwinder. Make this call now, because the signal
+  // handler must not load libraries.
   (void)backtrace(warm, 2);
   request.signal = free_signal();
   if (request.signal == 0) return false;

@@ -165,8 +165,8 @@ class Builder {
     return made;
   }
 
-  // Returns the launch of the kernel that writes cell i. The salt is a kernel argument that changes
-  // the words which the kernel computes; `more` is added to the node's salt.
+  // Returns the launch of the kernel that writes cell i. `more` is added to the node's salt, a
+  // kernel argument on which the written words depend.
   std::unique_ptr<Launch> cell_kernel(size_t i, unsigned more = 0) const {
     const NodeSpec& node = spec_.nodes[i];
     const CUfunction function = node.kind == Kind::barrier ? kernels_.barrier

@@ -52,8 +52,8 @@ class GraphCase {
       }
     }
     launch(exec, &model);
-    // Release definition and executable while the launch is in flight. The launch must keep
-    // everything alive that it needs.
+    // Release definition and executable while the launch is in flight. Everything that the launch
+    // needs must stay alive.
     if (below(random_, 2) == 0) {
       definition.drop();
       exec.close();

@@ -40,7 +40,7 @@ struct NodeSpec {
   unsigned salt = 0;
   std::vector<int> after;  // nodes that this node depends on; it reads the cells of the first three
   bool enabled = true;
-  int fails_in_run = 0;  // the host step fails in its run with this number, from 1; 0: never
+  int fails_in_run = 0;  // number (from 1) of the run in which the host step fails; 0: none
 
   // Returns the i-th node whose cell this node reads, or -1.
   int reads(size_t i) const { return i < after.size() && i < 3 ? after[i] : -1; }

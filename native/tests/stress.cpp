@@ -85,7 +85,7 @@ int graphs(const char* image, unsigned seed, unsigned count, unsigned threads) {
   CALL(cuCtxSynchronize());
   WANT(graft::hostwork::flush(20.0));
   CALL(cuModuleUnload(kernels.module));
-  // Destructors of user objects may run late, on a driver thread.
+  // Wait for the records, because the driver may destroy user objects late, on a driver thread.
   for (int i = 0; i < 2000 && graft::hostwork::live_records() != 0; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
@@ -139,7 +139,7 @@ int faults(const char* image) {
   CUdeviceptr alias = 0;
   CALL(cuMemHostAlloc(&memory, 4096, CU_MEMHOSTALLOC_DEVICEMAP));
   CALL(cuMemHostGetDevicePointer_v2(&alias, memory, 0));
-  int out = 1 << 10;  // the first word past the page
+  int out = 1 << 10;  // the first word after the 4096 bytes
   void* params[] = {&alias, &out};
   CALL(cuLaunchKernel(kernels.stray, 1, 1, 1, 1, 1, 1, 0, nullptr, params, nullptr));
   WANT(cuCtxSynchronize() == CUDA_ERROR_ILLEGAL_ADDRESS);

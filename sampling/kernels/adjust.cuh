@@ -36,9 +36,9 @@ __device__ __forceinline__ float adjusted(const Slot& slot, const int* table, in
   return x;
 }
 
-// Adjusts a slice of the logits after a node of the slot's draft tree, in place. The bits of `path`
-// are the drafts on the path to the node, which count as generated tokens. `drafted` is shared
-// memory for MAX_DRAFTS values. All threads take part, and a barrier follows the last write.
+// Adjusts, in place, a slice of the logits that follow a node of the slot's draft tree. The bits of
+// `path` are the drafts on the path to the node, which count as generated tokens. `drafted` is
+// shared memory for MAX_DRAFTS values. All threads take part, and a barrier follows the last write.
 __device__ inline void adjust_slice(float* x, const Slice& own, const Columns& columns,
                                     const Slot& slot, u64 path, const int* table, int vocab_size,
                                     float* drafted) {

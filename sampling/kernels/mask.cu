@@ -18,8 +18,8 @@ __device__ __forceinline__ void mask_apply(T* logits, int columns, const unsigne
   const int lane = static_cast<int>(threadIdx.x) % LANES;
   const int warp = static_cast<int>(blockIdx.x) * WARPS + static_cast<int>(threadIdx.x) / LANES;
   const int warps = static_cast<int>(gridDim.x) * WARPS;
-  // Each thread of the warp loads one mask word, so that the read is coalesced also from host
-  // memory, and broadcasts the word to the other threads.
+  // Each thread of the warp loads one mask word and broadcasts it to the other threads. The loads
+  // of the warp are thus coalesced, which also matters for masks in host memory.
   const int words = (columns + 31) / 32;
   for (int group = warp * LANES; group < words; group += warps * LANES) {
     const int own = (group + lane) * 32;

@@ -65,7 +65,8 @@ struct Slot {
   float presence;
   float frequency;
   float repetition;
-  int relaxed_k;  // for VERIFY_RELAXED, as the next two fields; see sample.cu
+  // Parameters of VERIFY_RELAXED, see relaxed_token() in sample.cu.
+  int relaxed_k;
   float relaxed_delta;
   int relaxed_until;  // id after which verification is coupled; -1: none
 };

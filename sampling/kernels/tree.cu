@@ -21,13 +21,13 @@ struct TreeSize {
   int drafts;      // maximum drafts to verify
 };
 
-// Index of the first child of a level.
+// Returns the index of the first child of a level in the arrays of children.
 __device__ __forceinline__ int first_child(const TreeSize& tree, int level) {
   return level == 1 ? 0 : tree.branch + (level - 2) * tree.branch * tree.branch;
 }
 
-// Row of the f-th node whose children form a level. Row 0 is the slot's last token, the only parent
-// of level 1.
+// Returns the row of the f-th node whose children are the nodes of `level`. Row 0 is the slot's
+// last token, the only parent of level 1.
 __device__ __forceinline__ int fed_row(const TreeSize& tree, int level, int f) {
   return level == 1 ? 0 : (level - 2) * tree.branch + f + 1;
 }

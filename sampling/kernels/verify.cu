@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     block_sync();
     if (threadIdx.x == 0) cross_block[r].sum = 0;
   } else if (blockIdx.y > 0) {
-    return;  // all blocks have the same result
+    return;  // every block has computed the same weights; the first one stores the result
   }
   if (threadIdx.x != 0) return;
   const Noise noise = {slot.seed, slot.n + j, PURPOSE_COIN | static_cast<u32>(slot.sample) << 8,
