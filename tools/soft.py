@@ -110,8 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--code",
         choices=CODES,
         default="",
-        help="code of graft's kernels: compiled for the CPU (host) or PTX of NVRTC (ptx), which "
-        "other programs then also get in place of cubins",
+        help="how graft's kernels run: compiled for the CPU (host), or as PTX that the soft device "
+        "interprets (ptx); with ptx, other programs get PTX from NVRTC in place of cubins",
     )
     parser.add_argument(
         "--racecheck",

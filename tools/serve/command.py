@@ -48,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeline",
         action="store_true",
-        help=f"{generate.option_help('timeline')}, for the metric graft_grammar_exposed_seconds",
+        help="record a time stamp on the device after every part of a round, for the metric "
+        "graft_grammar_exposed_seconds",
     )
     _add_endpoint_arguments(parser.add_argument_group("endpoint"))
     parser.set_defaults(run=run)
@@ -77,8 +78,8 @@ def _add_endpoint_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--reasoning-parser",
         choices=REASONING_PARSERS,
-        help="report the reasoning section of an output, which ends with </think>, in the field "
-        "reasoning_content; grammars apply to the answer after it",
+        help="report the reasoning section of an output, which ends with </think>, in the fields "
+        "reasoning and reasoning_content; grammars apply to the answer after this section",
     )
     group.add_argument(
         "--tool-call-parser",
@@ -114,7 +115,7 @@ def _add_access_arguments(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         action="extend",
         metavar="KEY",
-        help="keys of which clients must send one (default: value of the variable "
+        help="API keys; clients must send one of them (default: value of the variable "
         f"{API_KEY_VARIABLE}, which can contain several keys, separated by commas)",
     )
     group.add_argument(
@@ -135,7 +136,7 @@ def _add_replica_arguments(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="data parallel: run N engines in separate processes, one GPU each if there are GPUs; "
-        "requests of a replica that dies are restarted (requires the package ray)",
+        "requests of a replica that dies are restarted (requires the extra replicas)",
     )
     group.add_argument(
         "--replica-timeout",

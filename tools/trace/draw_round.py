@@ -196,7 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m graft.tools.trace.draw_round", description="Draw the graph of a round."
     )
     parser.add_argument("out", type=Path, help="output file, .svg or .dot")
-    parser.add_argument("--fold", action="store_true", help="draw one box per run of nodes")
+    parser.add_argument(
+        "--fold", action="store_true", help="merge consecutive nodes of a lane into one box"
+    )
     options = parser.parse_args(arguments)
     if options.out.suffix not in (".svg", ".dot"):
         parser.error(f"{options.out}: the name must end in .svg or .dot")

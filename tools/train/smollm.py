@@ -819,7 +819,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--draft-vocab",
         type=int,
         default=6144,
-        help="draft vocabulary in training, without the tokens of a batch",
+        help="size of the draft vocabulary in training, without the tokens of a batch",
     )
     export = parser.add_argument_group("export")
     export.add_argument("--out", type=Path, help="folder to which export writes")
@@ -827,7 +827,7 @@ def _make_parser() -> argparse.ArgumentParser:
         "--export-vocab",
         type=int,
         default=24576,
-        help="draft vocabulary of the checkpoint, without lower-case words",
+        help="size of the checkpoint's draft vocabulary, without the tokens of lower-case letters",
     )
     return parser
 

@@ -304,7 +304,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--short",
         action="store_true",
-        help="run only the deadlock, two ways to avoid it and a control, and print reports",
+        help="run only a deadlock, two ways to avoid it and a control case; print their reports",
     )
     parser.add_argument(
         "--jobs", type=int, default=2, help="concurrent cases (default %(default)s)"
