@@ -79,7 +79,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _compile(sources: list[Path], flags: list[str], library: Path) -> None:
-    """Compile the sources, one at a time per core, and link them to `library`."""
+    """Compile the sources, as many at a time as there are cores, and link them to `library`."""
     cores = len(os.sched_getaffinity(0))
     with scratch_folder("softcuda-build-") as scratch, ThreadPoolExecutor(cores) as pool:
 

@@ -76,8 +76,8 @@ bool read_text(Warp& w, const Instr* in, unsigned lane, uint64_t address, std::s
   return true;
 }
 
-// Formats the printf output of one thread. At the address `values`, the values follow each other,
-// each aligned to its size.
+// Formats the printf output of one thread. The values to print are stored one after another from
+// the address `values` on, each aligned to its size.
 bool format_text(Warp& w, const Instr* in, unsigned lane, const std::string& format,
                  uint64_t values, std::string* out) {
   uint64_t at = values;

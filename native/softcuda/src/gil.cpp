@@ -205,7 +205,8 @@ std::string all_python_stacks() {
     return "";  // the pending call has not run yet
   }
   const off_t from = lseek(g_stack_file, 0, SEEK_CUR);
-  // A signal that a thread sends to itself is handled before the system call returns.
+  // The thread sends the signal to itself. The handler has therefore written the stacks when the
+  // system call returns.
   syscall(SYS_tgkill, getpid(), syscall(SYS_gettid), g_stack_signal);
   std::string out;
   char part[4096];
