@@ -2,12 +2,12 @@
 
 The source text and the compiler options are the same as those that CuPy passes to NVRTC when graft
 runs on hardware. The resource usage consists of the registers, the shared memory and the spilled
-bytes that ptxas prints. For kernels that use tensor cores, it also counts the instructions of the
-main loop, which is the loop with the most MMA instructions.
+bytes that ptxas prints. For kernels that use tensor cores, it also contains the numbers of
+instructions in the main loop, which is the loop with the most MMA instructions.
 
 Compilation takes most of the time of the tests that read machine code, so its results are stored in
-graft's cache folder. A key covers all that a result depends on: the source text with its includes,
-the options, and the files of NVRTC and nvdisasm.
+graft's cache folder. The cache key of a result covers all that the result depends on: the source
+text with its includes, the options, and the files of NVRTC and nvdisasm.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def file_variants(path: Path) -> list[Variant]:
 
 
 def _variant(path: Path, macros: Macros, name: str, value: str) -> Variant:
-    """Return a variant with `macros`, with another macro, and with the macros that this requires.
+    """Return the variant with `macros`, macro `name` set to `value`, and macros that this requires.
 
     Tiles of 256 rows require inputs of 16 bits.
     """

@@ -83,12 +83,12 @@ class Step:
 
 
 def wait_until_freed() -> int:
-    """Wait until all resources of earlier tests are freed; return the number of released records.
+    """Wait until all resources of earlier tests are freed; return how many records are released.
 
     The reaper destroys dropped graphs. The driver may run the destructors of their user objects
-    late, on its own thread, and these destructors pass records to the reaper again. This function
-    therefore drops one more graph, which keeps a token object alive. When the token is released,
-    the resources that were dropped before it are released too.
+    late, on its own thread. These destructors pass the records of host work to the reaper again.
+    This function therefore drops one more graph, which keeps a token object alive. When the token
+    is released, the resources that were dropped before it are released too.
     """
     gc.collect()
     if is_current():
@@ -106,7 +106,7 @@ def wait_until_freed() -> int:
 
 
 def wait_for_records(count: int) -> None:
-    """Wait until `count` records are released."""
+    """Wait until `count` records of host work are released."""
     wait_until(lambda: native.released_records() >= count)
 
 

@@ -121,7 +121,7 @@ def test_conditional_body_rejects_host_work(device: Device) -> None:
 
 
 def test_condition_controls_exactly_one_node(device: Device, module) -> None:
-    """A condition that is used twice, in another graph or not at all is rejected by name."""
+    """The error names a condition that is used twice, in another graph or not at all."""
     first = Graph(device, "first")
     second = Graph(device, "second")
     go = condition(first, 1, name="go")

@@ -57,7 +57,7 @@ extern "C" __global__ void inner(int* data) {
 
 
 def test_graph_lists_nodes_and_edges(device: Device, module) -> None:
-    """Consecutive nodes of a lane are connected, and a mark to the next node of a waiting lane."""
+    """Each node of a lane depends on the previous one; wait() adds a dependency on the mark."""
     data = device.zeros((4,), "int32")
     pinned = device.pinned((4,), "int32")
     graph = Graph(device, "shape")

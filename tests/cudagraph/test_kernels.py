@@ -77,7 +77,7 @@ def test_kernel_receives_scalars_of_all_sizes_and_null(
 
 
 class AsStructure(ctypes.Structure):
-    """``S`` of the kernel source."""
+    """The structure ``S`` of the kernel source."""
 
     _fields_ = (("a", ctypes.c_int), ("b", ctypes.c_double))
 

@@ -86,7 +86,7 @@ class Watched:
 def test_executable_outlives_closed_or_dropped_definition(
     device: Device, stream: Stream, all_kinds: bool, close: bool
 ) -> None:
-    """After its definition was released, an executable keeps everything alive that it uses (L5)."""
+    """An executable keeps everything that it uses alive without its definition (INVARIANTS.md L5)."""
     watched = Watched(device, all_kinds)
     executable = watched.graph.instantiate()
     if close:
@@ -102,7 +102,7 @@ def test_executable_outlives_closed_or_dropped_definition(
 
 @all_kinds
 def test_definition_outlives_executables(device: Device, stream: Stream, all_kinds: bool) -> None:
-    """The definition keeps its host steps alive and can be instantiated again (L6)."""
+    """A definition keeps its host steps alive and can be instantiated again (INVARIANTS.md L6)."""
     watched = Watched(device, all_kinds)
     for _ in range(3):
         executable = watched.graph.instantiate()
@@ -118,7 +118,7 @@ def test_definition_outlives_executables(device: Device, stream: Stream, all_kin
 
 @all_kinds
 def test_launch_in_flight_keeps_everything_alive(device: Device, all_kinds: bool) -> None:
-    """Host steps run even if graph, executable, stream and callables were released (L7)."""
+    """Host steps run even if graph, executable, stream and callables are gone (INVARIANTS.md L7)."""
     gate = threading.Event()
     done = threading.Event()
     watched = Watched(device, all_kinds, lambda: gate.wait(60))
@@ -150,7 +150,7 @@ def test_launch_in_flight_keeps_everything_alive(device: Device, all_kinds: bool
 def test_failed_graph_build_releases_resources(
     device: Device, stream: Stream, monkeypatch: pytest.MonkeyPatch, function: str, kind: str
 ) -> None:
-    """If the driver rejects a node, its records are released and the graph still runs (L9).
+    """If the driver rejects a node, its records are released; the graph runs (INVARIANTS.md L9).
 
     If it rejects the wait node of a mailbox, the request node is removed as well.
     """
@@ -217,7 +217,7 @@ print("parent:", os.waitstatus_to_exitcode(status), len(calls))
 
 
 def test_forked_child_raises_and_exits_while_parent_continues() -> None:
-    """After a fork, driver calls fail only in the child, and both processes can exit (L10)."""
+    """After a fork, driver calls fail in the child only; both processes exit (INVARIANTS.md L10)."""
     done = run_program(FORKED)
     assert done.returncode == 0, done.stderr
     assert "child: cuGraphLaunch: this process was forked" in done.stdout
@@ -279,7 +279,7 @@ hostfunc(stream, print, "never or later")
 
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "del executable, graph, lane, data"])
 def test_process_exits_cleanly_with_replays_in_flight(ending: str) -> None:
-    """At exit, only errors of host steps that the shutdown interrupted are printed (L11)."""
+    """Exit prints only errors of host steps that the shutdown interrupted (INVARIANTS.md L11)."""
     done = run_program(LEAVING + ending)
     assert done.returncode == (3 if "SystemExit" in ending else 0), done.stderr
     assert all("interpreter is shutting down" in line for line in done.stderr.splitlines())
@@ -363,7 +363,7 @@ def recapture(device: Device, stream: Stream, times: int) -> int:
 
 @pytest.mark.parametrize("times", [1000, pytest.param(10_000, marks=pytest.mark.full)])
 def test_repeated_captures_keep_memory_constant(device: Device, stream: Stream, times: int) -> None:
-    """Every record of every capture is released (L12)."""
+    """Every record of every capture is released (INVARIANTS.md L12)."""
     recapture(device, stream, 1000)
     wait_until_freed()
     resident = resident_kib()
@@ -418,7 +418,7 @@ print("raised:", len(set(raised)), len(raised))
 
 @pytest.mark.parametrize("ending", ["", "del executable, graph, lane, kernel, data, stream"])
 def test_device_fault_raises_once_and_process_exits(ending: str) -> None:
-    """After a fault no host step runs, eager work is abandoned and exit prints nothing (L13)."""
+    """After a fault, no host step or eager work runs, and exit prints nothing (INVARIANTS.md L13)."""
     done = run_program(FAULTY + ending)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

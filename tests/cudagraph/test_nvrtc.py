@@ -56,8 +56,8 @@ def make_cases() -> list:
 
 #: Kernels whose source text has a product and a sum that NVRTC may contract to one fused
 #: multiply-add, and the architectures for which it does so unless --fmad=false is given. In
-#: linear_warp it contracts them for 2, 4 and 8 rows but not for one row, so the bits of a row would
-#: depend on the number of rows.
+#: linear_warp, NVRTC contracts them for 2, 4 and 8 rows but not for one row, so the bits of a row
+#: would depend on the number of rows.
 CONTRACTED = {"linear_warp": (100, 120), "fill_random": ARCHITECTURES}
 
 
@@ -173,7 +173,7 @@ def check_tensor_core_usage(usage: Usage, defines: dict[str, str]) -> None:
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(("variant", "arch"), contraction_cases())
 def test_nvrtc_options_prevent_contraction(variant, arch):
-    """NVRTC contracts no product and sum, and its options change no other kernel.
+    """With graft's options, NVRTC contracts no product and sum; other kernels do not change.
 
     All other kernels call fmaf where they fuse, so the option --fmad does not change the number of
     their fused multiply-adds.

@@ -166,7 +166,7 @@ def test_ptx_modules_run_under_sanitizer(kind, count, setting, tmp_path, monkeyp
     settings = {"SOFTCUDA_PTX_STEPS": "5000", "SOFTCUDA_WORKERS": "2"}
     if setting:
         settings[setting] = "1"
-    # The soft device loads the PTX library from the folder in which it lies itself.
+    # The soft device loads the PTX library from its own folder.
     program("graft_ptx", kind)
     command = [str(program("ptx_run", kind)), str(path), "60"]
     done = execute(command, 60 + 4 * count, settings)
@@ -188,7 +188,7 @@ def test_guide_worker_has_no_data_race():
 
 
 def guide(kind: str, seed: int, cases: int, timeout_s: float = 120) -> None:
-    """Run the guide worker between a host thread and a device thread; 40 requests per case."""
+    """Run 40 requests per case through the guide worker, a host thread and a device thread."""
     output = run_program(program("stress_guide", kind), seed, cases, timeout_s=timeout_s)
     numbers = re.match(r"(\d+) requests, (\d+) late, (\d+) probes, (\d+) forced", output)
     assert numbers and int(numbers[1]) == 40 * cases

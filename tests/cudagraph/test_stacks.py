@@ -109,7 +109,7 @@ def test_deadline_report_without_running_host_work(device: Device) -> None:
 def test_mailbox_deadline_report_has_stack_of_worker(
     device: Device, stream: Stream, transport: str
 ) -> None:
-    """The error of a mailbox deadline has the worker's native stack, a note the Python stack.
+    """A missed mailbox deadline reports the worker's native stack, and in a note its Python stack.
 
     The watchdog takes the native stack when the deadline passes. The note is added when the error
     is raised, because the work is then still running.

@@ -1,9 +1,9 @@
 """A bigram model that writes a given text, and an EAGLE-3 head for it.
 
-The decoder layers of the model add nothing to the embeddings, and the LM head of each id is the
-embedding of the id before it in the script. Greedy decoding therefore continues the script after
-any of its tokens, whatever precedes this token. `Script.output` is the oracle of the text, which
-contains tokens that end inside a character.
+The decoder layers of the model add nothing to the embeddings, and the row of the LM head for each
+id is the embedding of the id before it in the script. Greedy decoding therefore continues the
+script after any of its tokens, whatever precedes this token. `Script.output` is the oracle of the
+text, which contains tokens that end inside a character.
 """
 
 import codecs

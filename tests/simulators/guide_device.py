@@ -33,7 +33,7 @@ class SlotTruth(ref.Slot):
     index: int = 0  # slot number
     start: Callable[[], Matcher] | None = None  # creates a reference matcher; None: no grammar
     position: int = 0  # position of the last token when the request joined
-    history: list[int] = field(default_factory=list)  # tokens committed since then
+    history: list[int] = field(default_factory=list)  # tokens committed since the request joined
     reason: int = 0  # why the request has ended; 0 if it is running
     confused: bool = False  # an illegal token was committed on purpose: the request must fail
     left: bool = False  # whether the host has seen that the request has ended
@@ -115,7 +115,7 @@ class Device:
     probe
         Whether draft steps probe candidates instead of filling mask rows.
     forced, options
-        Forced tokens, and further options of the decoders.
+        Forced tokens (None for none), and further arguments of `GuidedDecoder`.
     """
 
     def __init__(
@@ -200,8 +200,8 @@ class Device:
     def publish(self, leave_out: Sequence[int] = ()) -> None:
         """Publish the next replay.
 
-        The replay contains the requests of all slots except the slots in `leave_out`. Requests of
-        which the host knows that they have ended are not included.
+        The replay contains the requests of all slots except the slots in `leave_out`. Requests that
+        the host knows to have ended are not included.
         """
         self.published += 1
         rows = []

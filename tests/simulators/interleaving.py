@@ -2,8 +2,9 @@
 
 `Interleaving(device, seed)` builds the real `Scheduler`, `SlotManager`, `Replays`, rings and guided
 decoder on a simulated `SteppingDevice`. With `loops`, batches run in generation loops. With
-`automata`, most requests are promoted. A random generator with this seed chooses requests, sizes, a
-sequence of host actions, and the steps of the device between them.
+`automata`, most requests are promoted: simulated kernels then fill their mask rows. A random
+generator with this seed chooses requests, sizes, a sequence of host actions, and the steps of the
+device between them.
 
 The oracle of a request's output is `decode_sequentially`, which uses neither engine nor device.
 """
@@ -216,7 +217,7 @@ class Interleaving:
         prompt = [*shared, *(rng.randrange(VOCAB - 2) for _ in range(num_own))]
         grammar = None
         stop: tuple[str, ...] = ()
-        if rng.random() < 0.7:  # each request has a different grammar
+        if rng.random() < 0.7:  # random, so hardly any two requests have the same grammar
             grammar = ToyBackend().compile(rng.randrange(1 << 30))
         else:
             ids = [rng.randrange(STOPS[0]) for _ in range(rng.choice((0, 2, 4)))]

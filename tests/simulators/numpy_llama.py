@@ -77,7 +77,7 @@ def silu(x: np.ndarray) -> np.ndarray:
 def decoder_layer(
     w: Weights, prefix: str, config: dict[str, Any], x: np.ndarray, residual: np.ndarray
 ) -> np.ndarray:
-    """Return the residual stream after one causal layer with attention input `x`."""
+    """Return the residual stream after one causal layer with normalized attention input `x`."""
     length = x.shape[0]
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads

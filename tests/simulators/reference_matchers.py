@@ -196,7 +196,7 @@ class XGrammarMatcher(Matcher):
         self._text: list[bytes] = []
 
     def _known_here(self) -> np.ndarray:
-        """Return which ids are not excluded after the present text."""
+        """Return whether each id may continue the accepted text as UTF-8, or is a stop id."""
         last = self._text[-1][-1:] if self._text else b""
         return self._known & np.array([_may_be_utf8(last, token) for token in self._tokens])
 

@@ -235,7 +235,7 @@ class Tree:
         return sum(1 << (j - 1) for j in self.nodes(node))
 
     def first(self, drafts: int) -> Tree:
-        """Return node 0 and the first drafts."""
+        """Return the tree of node 0 and the first `drafts` drafts."""
         return Tree(self.token[: drafts + 1], self.parent[: drafts + 1])
 
 
@@ -394,9 +394,10 @@ def commit(slot: Slot, outcome: Outcome) -> None:
 
 
 def adjusted(slot: Slot, node: int, logits: np.ndarray, legal: BoolArray) -> np.ndarray:
-    """Return the adjusted float32 logits of a node's row.
+    """Return the float32 logits of a node's row after bias, penalties and `min_tokens`.
 
-    The output consists of the tokens at the last commit and the path to the node.
+    The tokens of the request's output are those of the last commit and those on the path to the
+    node.
     """
     if slot.adjust is None:
         return logits
@@ -419,12 +420,12 @@ def adjusted_draft(
     *,
     depth: int | None = None,
 ) -> np.ndarray:
-    """Return the adjusted float32 logits of the drafter.
+    """Return the float32 logits of the drafter after bias, penalties and `min_tokens`.
 
-    Before `min_tokens` tokens, stop ids are not drafted, even if no other id is left. `path` has
-    the known drafts on the path to the row. There are `depth` drafts on it, by default the known
-    ones. `ids` is the target id of each column of the logits, and `vocab_size` the number of
-    target ids.
+    Before `min_tokens` tokens, stop ids are not drafted, even if no other id is left. `path`
+    contains the drafts on the path to the row, as far as they are known. `depth` is the number of
+    all drafts on this path, by default that of the known ones. `ids` is the target id of each
+    column of the logits, and `vocab_size` the number of target ids.
     """
     if slot.adjust is None:
         return logits
@@ -476,12 +477,12 @@ def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit
     In most cases, every node samples a token with the random numbers of its position, and `walk`
     follows the child with this token. This preserves the distribution on any tree.
 
-    Rejection sampling replaces it for a chain with at least one draft that was sampled from a
-    stored distribution `q`, unless the request is greedy or coupled. If no draft has a stored
+    A chain with at least one draft that was sampled from a stored distribution `q` is verified by
+    rejection sampling instead, unless the request is greedy or coupled. If no draft has a stored
     distribution, rejection sampling would not accept more drafts, so it is not used.
 
-    `logits` [rows, V] are the target's logits of each node; later nodes are cut. `masks` has the
-    mask row of each node. Ids at or above `token_limit` are illegal.
+    `logits` [rows, V] are the target's logits of the first nodes; the other nodes are ignored.
+    `masks` has the mask row of each node. Ids at or above `token_limit` are illegal.
     """
     tree = slot.tree.first(len(logits) - 1)
     last_node = len(tree.token) - 1
@@ -494,7 +495,7 @@ def verify(slot: Slot, logits: np.ndarray, masks: Sequence[MaskRow], token_limit
         x = adjusted(slot, node, logits[node], legal)
         return broken(x, legal) or state, (x, legal)
 
-    chosen: dict[int, int] = {}  # results of tests, by node
+    chosen: dict[int, int] = {}  # tokens that rejection sampling has chosen, by node
     relaxed_nodes: list[int] = []  # nodes whose token the target did not sample
     is_chain = tree.parent == tuple(range(-1, last_node))
     has_dense = DENSE in slot.kinds[:last_node]

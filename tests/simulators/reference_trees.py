@@ -50,7 +50,7 @@ def _race_noise(slot: Slot, position: int, ids: np.ndarray) -> FloatArray:
 
 
 def _race_scores(slot: Slot, position: int, logits: np.ndarray, ids: np.ndarray) -> FloatArray:
-    """Return the scores of which the target chooses the greatest one at a position."""
+    """Return the score of each id at a position; the target chooses the id with the greatest."""
     x = logits.astype(np.float64)
     if slot.filter.greedy:
         return x
@@ -195,7 +195,7 @@ def _by_level(paths: Collection[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 
 def tree_of(last: int, paths: list[tuple[int, ...]]) -> Tree:
-    """Return the tree of paths in this order."""
+    """Return the tree whose nodes after node 0 are the ends of `paths`, in this order."""
     node_of: dict[tuple[int, ...], int] = {(): 0}
     tokens = [last]
     parents = [-1]

@@ -193,9 +193,10 @@ class Decision:
 class RoundSimulator:
     """Verifies drafts, commits tokens and adds drafts in the same way as the sampling kernels.
 
-    Mask rows are read from the first exchange memory; all of them get the records of committed
-    tokens and drafts. The slots are objects of `reference_round.Slot` or of a subclass. The caller
-    replaces one when a request joins, and counts the replays in the attribute `replay`.
+    Mask rows are read from the first of the exchange memories. The records of committed tokens and
+    drafts are written to all of them. The slots are objects of `reference_round.Slot` or of a
+    subclass. The caller replaces the object of a slot when a request joins, and counts the replays
+    in the attribute `replay`.
     """
 
     def __init__(self, exchanges: Sequence[Any], slots: list[Any], decision: Decision):

@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     "{% if open_reasoning %}<think>{% endif %}"
 )
-_MAX_SCRIPTS = 64  # number of values of the attention head
+_MAX_SCRIPTS = 64  # one per dimension of the attention head
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 
 
@@ -209,15 +209,19 @@ def _weights(
     transitions: list[tuple[int, int, dict[int, float]]],
     ranks: dict[int, float],
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Return the config and the weights.
+    """Return the config and the weights of the model.
 
-    The first dimensions of the hidden state represent the tokens, the following ones the scripts.
+    The first dimensions of the hidden state represent the tokens, the following ones the scripts,
+    whose name tokens are `selectors`. Each of the `transitions` is (last token, script, weight of
+    each next token), and `ranks` has the weights of the tokens that follow any token.
     """
     dim = _MAX_SCRIPTS
     hidden = -(-(vocab_size + len(selectors)) // 16) * 16
     inner = -(-(len(transitions) + 1) // 16) * 16
-    one = np.float32(np.sqrt(hidden))  # value of a one-hot vector's one after the first norm
-    two = np.float32(np.sqrt(hidden / 2))  # value of each of two ones after the second norm
+    # After the first norm, the nonzero element of a one-hot vector has this value.
+    one = np.float32(np.sqrt(hidden))
+    # After the second norm, each of the two nonzero elements has this value.
+    two = np.float32(np.sqrt(hidden / 2))
     query, key, value = (np.zeros((dim, hidden), np.float32) for _ in range(3))
     # RoPE hardly rotates the last pair, so the score does not depend on the distance.
     query[dim // 2 - 1, :vocab_size] = 24 / one

@@ -149,7 +149,8 @@ class SteppingCache(PagedKV):
         )
         self.toy = toy
         self.table = self.page_table.to_host()
-        self.enqueued = self.table.copy()  # each row as of its last copy
+        # page table on the device after the copies enqueued so far
+        self.enqueued = self.table.copy()
         self.memory = np.full((pages + 1, PAGE), -1)
 
     def release(self, slot: int) -> None:
@@ -433,7 +434,7 @@ class SteppingDevice:
             replay.slots.append(slot if is_active else -1)
 
     def _read_inputs(self, launch: Launch) -> None:
-        """Read the entry of the input ring. If it has another number, all rows are padding."""
+        """Read the entry of the input ring; all rows are padding if it is of another replay."""
         entry = launch.first % self.inputs.entries
         slots = [-1] * launch.rows
         if int(self.inputs.stamp.array[entry, 0]) == launch.first:
@@ -594,7 +595,7 @@ class SteppingAutomata:
         return own if own is not None and own.epoch == self._toy.slots[slot].epoch else None
 
     def commit(self, slot: int) -> None:
-        """Apply the tokens of the latest replay that committed any, unless they are known."""
+        """Apply the tokens of the latest replay that committed any, if not done before."""
         own = self._find(slot)
         if own is None:
             return
@@ -654,7 +655,7 @@ class SteppingRing(Ring):
 
 
 class SteppingControl(LoopControl):
-    """The real words of generation loops. Every change advances the device."""
+    """The real `LoopControl`. Every change of its words advances the device."""
 
     toy: SteppingDevice
 
