@@ -86,7 +86,7 @@ class Watched:
 def test_executable_outlives_closed_or_dropped_definition(
     device: Device, stream: Stream, all_kinds: bool, close: bool
 ) -> None:
-    """An executable keeps everything that it uses alive without its definition (INVARIANTS.md L5)."""
+    """An executable keeps all that it uses alive without its definition (INVARIANTS.md L5)."""
     watched = Watched(device, all_kinds)
     executable = watched.graph.instantiate()
     if close:
@@ -118,7 +118,7 @@ def test_definition_outlives_executables(device: Device, stream: Stream, all_kin
 
 @all_kinds
 def test_launch_in_flight_keeps_everything_alive(device: Device, all_kinds: bool) -> None:
-    """Host steps run even if graph, executable, stream and callables are gone (INVARIANTS.md L7)."""
+    """Host steps run even if graph, executable, stream and callable are gone (INVARIANTS.md L7)."""
     gate = threading.Event()
     done = threading.Event()
     watched = Watched(device, all_kinds, lambda: gate.wait(60))
@@ -217,7 +217,7 @@ print("parent:", os.waitstatus_to_exitcode(status), len(calls))
 
 
 def test_forked_child_raises_and_exits_while_parent_continues() -> None:
-    """After a fork, driver calls fail in the child only; both processes exit (INVARIANTS.md L10)."""
+    """After a fork, driver calls fail in the child; both processes exit (INVARIANTS.md L10)."""
     done = run_program(FORKED)
     assert done.returncode == 0, done.stderr
     assert "child: cuGraphLaunch: this process was forked" in done.stdout
@@ -418,7 +418,7 @@ print("raised:", len(set(raised)), len(raised))
 
 @pytest.mark.parametrize("ending", ["", "del executable, graph, lane, kernel, data, stream"])
 def test_device_fault_raises_once_and_process_exits(ending: str) -> None:
-    """After a fault, no host step or eager work runs, and exit prints nothing (INVARIANTS.md L13)."""
+    """After a fault, no host step or eager work runs; exit prints nothing (INVARIANTS.md L13)."""
     done = run_program(FAULTY + ending)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
