@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from graft.cudagraph.kernels.compiler import cache_folder, include_folders, nvrtc_options
-from graft.cudagraph.kernels.ptx import nvrtc_library
+from graft.cudagraph.kernels.nvrtc import nvrtc_library
 from graft.cudagraph.kernels.signature import kernel_parameters
 from graft.native.softcuda.compile import included_files
 

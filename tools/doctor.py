@@ -15,12 +15,13 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 
 from graft.cudagraph.driver import chooser
 from graft.cudagraph.errors import GraftError, OptionError
-from graft.cudagraph.kernels.ptx import missing_compiler
+from graft.cudagraph.kernels.compiler import COMPILER_ADVICE
+from graft.cudagraph.kernels.nvrtc import missing_compiler
 from graft.native import _native
 from graft.native.errors import short_repr
 from graft.tools import lock_order
@@ -29,7 +30,11 @@ from graft.tools import lock_order
 WATCH_LIMIT_S = 60
 #: Distributions that graft requires.
 REQUIRED_PACKAGES = ("numpy", "cuda-bindings", "safetensors", "tokenizers", "jinja2", "tqdm")
-_COMPILER_ADVICE = "the soft device compiles kernels with it: apt install g++"
+#: Time limit of compiling and loading a kernel in a new process.
+KERNEL_LIMIT_S = 60.0
+#: Width of the column with the names of the checks.
+NAME_WIDTH = 13
+HOST_COMPILER_ADVICE = "the soft device compiles kernels with it: apt install g++"
 
 
 @dataclass(frozen=True)
@@ -88,11 +93,11 @@ def check_compiler() -> Finding:
     try:
         command = compiler()
     except KernelCompileError as error:
-        return Finding("compiler", "missing", error.log, _COMPILER_ADVICE)
+        return Finding("compiler", "missing", error.log, HOST_COMPILER_ADVICE)
     done = subprocess.run([*command, "--version"], capture_output=True, text=True)
     if done.returncode or not done.stdout:
         detail = f"{' '.join(command)} does not run: {done.stderr}"
-        return Finding("compiler", "missing", detail, _COMPILER_ADVICE)
+        return Finding("compiler", "missing", detail, HOST_COMPILER_ADVICE)
     return Finding("compiler", "ok", done.stdout.splitlines()[0])
 
 
@@ -153,22 +158,56 @@ def check_transports() -> Finding:
     return Finding("host work", "ok", f"{detail}; mailbox and spinkernel work")
 
 
+#: Program that compiles and loads a kernel on the GPU. It prints the compiler and why CuPy does not
+#: work ("" if it does), or "refused" and an error.
+KERNEL_TEST = """
+import warnings
+warnings.simplefilter("ignore")
+from graft.cudagraph.device import open_device
+from graft.cudagraph.errors import GraftError
+from graft.cudagraph.kernels.compiler import TEST_KERNEL, cupy_problem
+from graft.cudagraph.kernels.kernels import load_text
+try:
+    device = open_device("cuda")
+    load_text(device, TEST_KERNEL, "test.cu")["graft_test"]
+    print("compiled", cupy_problem(device.ordinal))
+except GraftError as error:
+    print("refused", " ".join(str(error).split()))
+"""
+
+
 def check_cupy() -> Finding:
     """Check that CuPy, which compiles kernels for GPUs, is installed. Do not import CuPy."""
     for package in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
         version = version_of(package)
         if version:
             return Finding("cupy", "ok", f"{package} {version}")
-    return Finding(
-        "cupy",
-        "absent",
-        "not installed",
-        "CuPy is required to use a GPU: pip install cupy-cuda13x, or cupy-cuda12x",
-    )
+    return Finding("cupy", "absent", "not installed", f"to use a GPU, {COMPILER_ADVICE}")
+
+
+def check_gpu_compiler() -> Finding:
+    """Compile a kernel of one line and load it on the GPU, in a child process.
+
+    The test does not run if graft would not use a GPU.
+    """
+    name = "gpu compiler"
+    if os.environ.get("GRAFT_DEVICE") == "soft":
+        return Finding(name, "ok", "not needed, because GRAFT_DEVICE=soft")
+    _, reason = chooser.probe_cuda()
+    if reason:
+        return Finding(name, "ok", "not needed without a GPU")
+    output, error = chooser.run_python_child("-c", KERNEL_TEST, limit_s=KERNEL_LIMIT_S)
+    result, _, detail = output.partition(" ")
+    if result != "compiled":
+        detail = error or detail
+        return Finding(name, "missing", f"no kernel can be compiled: {detail}", COMPILER_ADVICE)
+    if detail:
+        return Finding(name, "absent", f"NVRTC without CuPy works; {detail}", COMPILER_ADVICE)
+    return Finding(name, "ok", "CuPy compiles and loads a kernel")
 
 
 def check_nvrtc() -> Finding:
-    """Check that NVRTC, which compiles kernels to PTX for the soft device, can be loaded."""
+    """Check that NVRTC, which compiles kernels without CuPy, can be loaded."""
     reason = missing_compiler()
     if not reason:
         version = version_of("nvidia-cuda-nvrtc")
@@ -177,7 +216,8 @@ def check_nvrtc() -> Finding:
         "nvrtc",
         "absent",
         "not installed",
-        "NVRTC is required for GRAFT_CODE=ptx: pip install nvidia-cuda-nvrtc",
+        "NVRTC is required for GRAFT_CODE=ptx, and on a GPU without CuPy: "
+        "pip install nvidia-cuda-nvrtc",
     )
 
 
@@ -245,6 +285,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_driver,
     check_cupy,
     check_nvrtc,
+    check_gpu_compiler,
     check_xgrammar,
     check_llguidance,
     check_tvm_ffi,
@@ -254,21 +295,10 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 )
 
 
-def examine() -> list[Finding]:
-    """Run all checks and return their findings.
-
-    A missing CuPy has the status ``"missing"`` only if graft would use a GPU of this machine.
-    """
-    findings = [check() for check in CHECKS]
-    has_gpu = any(
-        finding.name == "nvidia driver" and finding.status == "ok" for finding in findings
-    )
-    if not has_gpu or os.environ.get("GRAFT_DEVICE") == "soft":
-        return findings
-    for index, finding in enumerate(findings):
-        if finding.name == "cupy" and finding.status == "absent":
-            findings[index] = replace(finding, status="missing")
-    return findings
+def examine() -> Iterator[Finding]:
+    """Run the checks one after another, and yield the finding of each check as soon as it ends."""
+    for check in CHECKS:
+        yield check()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -344,21 +374,20 @@ def run(options: argparse.Namespace) -> int:
         return run_watch(program, limit_s, options.json)
     if options.limit is not None:
         raise OptionError("--limit requires --watch")
-    findings = examine()
+    findings = []
+    for finding in examine():
+        findings.append(finding)
+        if not options.json:
+            _print_finding(finding)
     healthy = all(finding.status != "missing" for finding in findings)
     if options.json:
         report = {"healthy": healthy, "findings": [asdict(finding) for finding in findings]}
         print(json.dumps(report, indent=1))
-    else:
-        _print_findings(findings)
     return 0 if healthy else 1
 
 
-def _print_findings(findings: list[Finding]) -> None:
-    """Print one line for each finding, and a second line with the advice if there is any."""
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
-        print(f"{finding.name:<{width}}  {finding.status:<7}  {finding.detail}")
-        if finding.status != "ok" and finding.advice:
-            indent = " " * (width + len("  missing  "))
-            print(f"{indent}-> {finding.advice}")
+def _print_finding(finding: Finding) -> None:
+    """Print a finding in one line, and the advice in a second line if there is any."""
+    print(f"{finding.name:<{NAME_WIDTH}}  {finding.status:<7}  {finding.detail}", flush=True)
+    if finding.status != "ok" and finding.advice:
+        print(f"{'':<{NAME_WIDTH}}           -> {finding.advice}", flush=True)

@@ -23,7 +23,8 @@ from pathlib import Path
 from graft.cudagraph.driver.chooser import soft_library
 from graft.cudagraph.errors import DeviceError, OptionError
 from graft.cudagraph.kernels.compiler import cache_folder
-from graft.cudagraph.kernels.ptx import CODES, missing_compiler, nvrtc_library, provide_ptx_library
+from graft.cudagraph.kernels.nvrtc import missing_compiler, nvrtc_library
+from graft.cudagraph.kernels.ptx import CODES, provide_ptx_library
 
 
 def resolve_command(program: list[str]) -> list[str]:

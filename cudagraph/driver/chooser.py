@@ -8,10 +8,13 @@ NVIDIA's driver.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.abc
 import importlib.machinery
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -58,24 +61,32 @@ def run_python_child(
     """Run Python with the arguments `command` in a child process, for at most `limit_s` seconds.
 
     Return the child's standard output and the reason for its failure. The reason is "" if the child
-    succeeded; the output is "" if it failed.
+    succeeded; the output is "" if it failed. If the child exceeds the limit, its own child
+    processes, such as a compiler, are killed as well.
     """
     try:
-        child = subprocess.run(
+        child = subprocess.Popen(
             [sys.executable, *command],
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=limit_s,
             env=environment,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return "", f"no answer within {limit_s:g} s"
     except OSError as error:
         return "", f"the probe process could not be started: {error}"
+    with child:
+        try:
+            output, errors = child.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return "", f"no answer within {limit_s:g} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
     if child.returncode:
-        error_lines = child.stderr.strip().splitlines() or ["the probe process crashed"]
+        error_lines = errors.strip().splitlines() or ["the probe process crashed"]
         return "", error_lines[-1]
-    return child.stdout.strip(), ""
+    return output.strip(), ""
 
 
 def probe_cuda() -> tuple[dict[str, Any], str]:

@@ -1,4 +1,6 @@
-"""Compilation of kernel source: NVRTC through CuPy on CUDA, the C++ compiler on the soft device.
+"""Compilation of kernel source: NVRTC on CUDA, the C++ compiler on the soft device.
+
+On CUDA, CuPy calls NVRTC. If CuPy is missing or its compiler does not work, graft calls NVRTC.
 
 Most code of graft only calls the driver API and is the same for both kinds of devices. Compilation
 is the main difference.
@@ -20,9 +22,10 @@ from typing import Any, NamedTuple
 
 from graft.cudagraph.driver.context import Context
 from graft.cudagraph.driver.driver import call, cu
-from graft.cudagraph.errors import KernelError
+from graft.cudagraph.errors import DeviceError, KernelError
+from graft.cudagraph.kernels.nvrtc import compile_nvrtc, missing_compiler
 from graft.cudagraph.kernels.progress import compile_progress
-from graft.cudagraph.kernels.ptx import compile_ptx, provide_ptx_library, soft_device_runs_ptx
+from graft.cudagraph.kernels.ptx import architecture, provide_ptx_library, soft_device_runs_ptx
 from graft.native import _native
 from graft.native.softcuda.compile import KernelCompileError, compile_cpu, included_files
 
@@ -30,6 +33,12 @@ KERNELS = Path(__file__).resolve().parent
 #: Folder that contains graft's packages. Kernels include headers of other packages by their path
 #: relative to this folder, such as ``#include "sampling/kernels/slot.cuh"``.
 INCLUDE_ROOT = KERNELS.parents[1]
+#: Kernel with which `cupy_problem` tests CuPy.
+TEST_KERNEL = 'extern "C" __global__ void graft_test(int* out) { *out = 1; }'
+COMPILER_ADVICE = (
+    "install a compiler: pip install 'cupy-cuda13x[ctk]', or 'cupy-cuda12x[ctk]' if the driver "
+    "supports only CUDA 12"
+)
 
 
 def cache_folder() -> Path:
@@ -109,7 +118,7 @@ class LoadedModule(NamedTuple):
 def compile_source(context: Context, source: KernelSource) -> LoadedModule:
     """Compile kernel source and load the module.
 
-    KernelError is raised if the source does not compile, or CuPy is missing on CUDA.
+    KernelError is raised if the source does not compile, or no compiler works.
     """
     runs_ptx = context.kind == "soft" and soft_device_runs_ptx()
     if runs_ptx:
@@ -131,38 +140,89 @@ def _compile_soft(source: KernelSource) -> LoadedModule:
         )
     except KernelCompileError as error:
         raise KernelError(str(error)) from error
-    # The soft device copies the image during the call, so the image need not be kept alive.
+    return _load_image(image)
+
+
+def _compile_to_ptx(source: KernelSource) -> LoadedModule:
+    return _load_image(_compile_with_nvrtc(source, f"compute_{architecture()}"))
+
+
+def _compile_with_nvrtc(source: KernelSource, target: str) -> bytes:
+    path = None if source.folder is None else source.folder / source.name
+    return compile_nvrtc(
+        source.text,
+        source.name,
+        nvrtc_options(path, source.defines),
+        target,
+        cache=cache_folder() / "ptx",
+        key=_digest_of_includes(source),
+    )
+
+
+def _load_image(image: bytes) -> LoadedModule:
+    # The driver copies the image during the call, so the image need not be kept alive.
     module = call(cu.cuModuleLoadData, image)
     return LoadedModule(module, _native.Resource(_native.ResourceKind.MODULE, int(module)))
 
 
-def _compile_to_ptx(source: KernelSource) -> LoadedModule:
-    path = None if source.folder is None else source.folder / source.name
-    ptx = compile_ptx(
-        source.text,
-        source.name,
-        nvrtc_options(path, source.defines),
-        cache=cache_folder() / "ptx",
-        key=_digest_of_includes(source),
-    )
-    module = call(cu.cuModuleLoadData, ptx)
-    return LoadedModule(module, _native.Resource(_native.ResourceKind.MODULE, int(module)))
-
-
 def _compile_cuda(context: Context, source: KernelSource) -> LoadedModule:
+    problem = cupy_problem(context.ordinal)
+    if not problem:
+        return _compile_with_cupy(context, source)
+    if missing_compiler():
+        raise KernelError(f"{source.name}: {problem}; {missing_compiler()}; {COMPILER_ADVICE}")
+    major = context.attribute("COMPUTE_CAPABILITY_MAJOR")
+    minor = context.attribute("COMPUTE_CAPABILITY_MINOR")
+    image = _compile_with_nvrtc(source, f"sm_{major}{minor}")
+    try:
+        return _load_image(image)
+    except DeviceError as error:
+        raise KernelError(
+            f"{source.name}: the driver does not load the machine code of NVRTC ({error}), and "
+            f"CuPy cannot be used: {problem}; {COMPILER_ADVICE}"
+        ) from error
+
+
+@functools.cache
+def cupy_problem(ordinal: int) -> str:
+    """Return why CuPy cannot compile and load kernels for a GPU; "" if it can.
+
+    If CuPy is installed but does not work, a warning says so.
+    """
     os.environ.setdefault("CUPY_CACHE_DIR", str(cache_folder() / "cupy"))
-    name = source.name
     try:
         import cupy
-    except ImportError as error:
-        raise KernelError(
-            f"{name}: compiling for CUDA needs CuPy: pip install cupy-cuda13x, or cupy-cuda12x"
-        ) from error
+    except ModuleNotFoundError:
+        return "CuPy is not installed"
+    except Exception as error:
+        # CuPy also raises other errors than ImportError, for example if a library is missing.
+        problem = f"CuPy cannot be imported ({_summary(error)})"
+    else:
+        try:
+            with cupy.cuda.Device(ordinal):
+                _ = cupy.RawModule(code=TEST_KERNEL, backend="nvrtc").module
+            return ""
+        except Exception as error:
+            # The type depends on what is missing (NVRTC or headers), and on whether the driver
+            # refuses the machine code.
+            problem = f"CuPy cannot compile a kernel ({_summary(error)})"
+    warnings.warn(f"{problem}; graft calls NVRTC without CuPy", stacklevel=2)
+    return problem
+
+
+def _summary(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _compile_with_cupy(context: Context, source: KernelSource) -> LoadedModule:
+    import cupy
+
     # CuPy's cache key covers the source but not the files that it includes. A digest of these files
     # in the source makes CuPy compile the kernel again when a header has changed.
     digest = _digest_of_includes(source)
-    text = f'// includes: {digest}\n#line 1 "{name}"\n{source.text}'
-    path = None if source.folder is None else source.folder / name
+    text = f'// includes: {digest}\n#line 1 "{source.name}"\n{source.text}'
+    path = None if source.folder is None else source.folder / source.name
     options = tuple(nvrtc_options(path, source.defines))
     try:
         with cupy.cuda.Device(context.ordinal):
@@ -170,7 +230,9 @@ def _compile_cuda(context: Context, source: KernelSource) -> LoadedModule:
             # cache that may be cleared.
             module = cupy.RawModule(code=text, options=options, backend="nvrtc").module
     except cupy.cuda.compiler.CompileException as error:
-        raise KernelError(f"kernel source {name!r} does not compile:\n{error}") from error
+        raise KernelError(f"kernel source {source.name!r} does not compile:\n{error}") from error
+    except RuntimeError as error:
+        raise KernelError(f"{source.name}: CuPy cannot compile it: {_summary(error)}") from error
     return LoadedModule(cu.CUmodule(module.ptr), module)
 
 

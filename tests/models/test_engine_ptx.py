@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from graft.cudagraph.kernels import ptx
+from graft.cudagraph.kernels import nvrtc
 from graft.tools.demo.smollm import cache_folder
 
 pytestmark = [
     pytest.mark.ptx,
-    pytest.mark.skipif(ptx.missing_compiler() != "", reason="NVRTC is not installed"),
+    pytest.mark.skipif(nvrtc.missing_compiler() != "", reason="NVRTC is not installed"),
 ]
 #: Prints the tokens of greedy, coupled and rejection-sampled requests with different grammars.
 CELLS = """

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from graft.cudagraph.kernels.ptx import missing_compiler
+from graft.cudagraph.kernels.nvrtc import missing_compiler
 
 pytestmark = [
     pytest.mark.ptx,

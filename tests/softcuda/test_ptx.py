@@ -11,7 +11,7 @@ import softcuda_util as util
 from ptx_util import HEADER, elementwise, module
 
 from graft.cudagraph.errors import DeviceError
-from graft.cudagraph.kernels import ptx
+from graft.cudagraph.kernels import nvrtc, ptx
 
 pytestmark = pytest.mark.ptx
 
@@ -614,13 +614,14 @@ extern "C" __global__ void dot(const float* x, const float* y, float* out, int n
 """
 
 
-@pytest.mark.skipif(ptx.missing_compiler() != "", reason="NVRTC is not installed")
+@pytest.mark.skipif(nvrtc.missing_compiler() != "", reason="NVRTC is not installed")
 @pytest.mark.parametrize("architecture", ["80", "90", "100"])
 def test_ptx_of_nvrtc_computes_dot_product(soft, tmp_path, monkeypatch, architecture):
     monkeypatch.setenv("GRAFT_PTX_ARCH", architecture)
-    text = ptx.compile_ptx(SOURCE, "dot.cu", [], tmp_path)
+    target = f"compute_{ptx.architecture()}"
+    text = nvrtc.compile_nvrtc(SOURCE, "dot.cu", [], target, tmp_path)
     assert f"sm_{architecture}".encode() in text
-    assert ptx.compile_ptx(SOURCE, "dot.cu", [], tmp_path) == text
+    assert nvrtc.compile_nvrtc(SOURCE, "dot.cu", [], target, tmp_path) == text
     loaded = soft.cuModuleLoadData(text)
     x, y = RNG.standard_normal((2, 1000)).astype(np.float32)
     out = soft.put(np.zeros(1, np.float32))

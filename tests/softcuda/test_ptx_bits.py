@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from ptx_bits import UNREPEATABLE
 
-from graft.cudagraph.kernels import compiler, ptx
+from graft.cudagraph.kernels import compiler, nvrtc
 
 pytestmark = [
     pytest.mark.ptx,
-    pytest.mark.skipif(ptx.missing_compiler() != "", reason="NVRTC is not installed"),
+    pytest.mark.skipif(nvrtc.missing_compiler() != "", reason="NVRTC is not installed"),
 ]
 TESTS = Path(__file__).resolve().parents[1]
 MODELS = ("kernel_library", "attention", "fp8", "eagle3", "dflash", "mtp", "row_invariance")

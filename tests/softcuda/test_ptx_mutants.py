@@ -6,11 +6,11 @@ import pytest
 from ptx_mutants import MUTANTS
 from ptx_mutation import HOST, PTX, Mutant, changed_sources, run_test
 
-from graft.cudagraph.kernels import ptx
+from graft.cudagraph.kernels import nvrtc
 
 pytestmark = [
     pytest.mark.ptx,
-    pytest.mark.skipif(ptx.missing_compiler() != "", reason="NVRTC is not installed"),
+    pytest.mark.skipif(nvrtc.missing_compiler() != "", reason="NVRTC is not installed"),
 ]
 
 

@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
 
 import pytest
 
@@ -88,13 +90,81 @@ def test_doctor_reports_driver_that_hangs(monkeypatch):
     assert finding.status == "absent" and "no answer" in finding.detail
 
 
-def test_doctor_requires_cupy_with_gpu(monkeypatch):
-    """If NVIDIA's driver reports a GPU, graft needs CuPy, so a missing CuPy is an error."""
-    gpu = doctor.Finding("nvidia driver", "ok", "CUDA 13.0, a device")
-    monkeypatch.setattr(doctor, "CHECKS", (lambda: gpu, doctor.check_cupy))
-    monkeypatch.setattr(doctor, "version_of", lambda package: None)
+#: Program that runs before the test of the GPU's compiler. It makes the soft device compile kernels
+#: as a GPU does. CuPy and NVRTC are replaced by the modules that are inserted.
+SIMULATED_GPU = """
+import contextlib, sys
+from types import SimpleNamespace
+from graft.cudagraph.kernels import compiler, kernels
+compiler._compile_with_nvrtc = lambda source, target: compiler.compile_cpu(
+    source.text, source.name, cache_dir=compiler.cache_folder() / "soft")
+kernels.compile_source = compiler._compile_cuda
+"""
+NO_CUPY = "sys.modules['cupy'] = None\n"
+NO_NVRTC = "sys.modules['cuda.bindings.nvrtc'] = None\n"
+HAS_NVRTC = "compiler.missing_compiler = lambda: ''\n"
+BROKEN_CUPY = """
+class RawModule:
+    def __init__(self, **options):
+        raise RuntimeError("libnvrtc.so.13 is missing\\nUse ...")
+sys.modules["cupy"] = SimpleNamespace(
+    RawModule=RawModule, cuda=SimpleNamespace(Device=lambda ordinal: contextlib.nullcontext()))
+"""
+WORKING_CUPY = """
+compiler.cupy_problem = lambda ordinal: ""
+compiler._compile_with_cupy = lambda context, source: compiler._compile_soft(source)
+"""
+
+
+@pytest.mark.parametrize(
+    ("modules", "status", "detail"),
+    [
+        (WORKING_CUPY, "ok", "CuPy compiles and loads a kernel"),
+        (NO_CUPY + HAS_NVRTC, "absent", "NVRTC without CuPy works; CuPy is not installed"),
+        (
+            BROKEN_CUPY + HAS_NVRTC,
+            "absent",
+            "CuPy cannot compile a kernel (RuntimeError: libnvrtc.so.13 is missing)",
+        ),
+        (BROKEN_CUPY + NO_NVRTC, "missing", "NVRTC cannot be loaded"),
+        (NO_CUPY + NO_NVRTC, "missing", "CuPy is not installed; NVRTC cannot be loaded"),
+    ],
+    ids=["cupy", "no cupy", "broken cupy", "broken cupy, no nvrtc", "nothing"],
+)
+def test_doctor_compiles_a_kernel_with_gpu(modules, status, detail, monkeypatch):
     monkeypatch.delenv("GRAFT_DEVICE", raising=False)
-    assert [finding.status for finding in doctor.examine()] == ["ok", "missing"]
+    monkeypatch.setattr(chooser, "probe_cuda", lambda: ({"devices": ["a GPU"]}, ""))
+    program = SIMULATED_GPU + modules + doctor.KERNEL_TEST.replace('"cuda"', '"soft"')
+    monkeypatch.setattr(doctor, "KERNEL_TEST", program)
+    finding = doctor.check_gpu_compiler()
+    assert finding.status == status, finding
+    assert detail in finding.detail
+    assert "[ctk]" in (finding.advice or "[ctk]")
+
+
+def test_doctor_prints_findings_as_found(monkeypatch, capsys):
+    """A check that hangs or crashes does not hide the findings before it."""
+
+    def crash():
+        assert capsys.readouterr().out.startswith("python ")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "CHECKS", (doctor.check_python, crash))
+    with pytest.raises(KeyboardInterrupt):
+        doctor.run(cli.parser().parse_args(["doctor"]))
+
+
+def test_probe_ends_grandchildren_after_its_limit(tmp_path):
+    program = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
+child.wait()
+"""
+    assert chooser.run_python_child("-c", program, limit_s=1.0) == ("", "no answer within 1 s")
+    grandchild = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    while grandchild.exists() and grandchild.read_text().split()[2] != "Z":
+        time.sleep(0.01)
 
 
 LIMIT_S = 60
