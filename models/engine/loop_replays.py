@@ -35,11 +35,6 @@ class LoopReplays(Replays):
         As in `Replays`.
     control
         Memory through which the host asks a loop to end, and the device reports its last replay.
-
-    Attributes
-    ----------
-    loops
-        Number of loops launched.
     """
 
     def __init__(
@@ -47,7 +42,6 @@ class LoopReplays(Replays):
     ):
         super().__init__(resources, stream, budget)
         self._control = control
-        self.loops = 0
         self._first = 0  # number of the first replay of the latest loop
 
     def launch(
@@ -61,7 +55,6 @@ class LoopReplays(Replays):
         if max_rounds > 1:
             self._first = self.launched + 1
             self.looping = True
-            self.loops += 1
         super().launch(graph, states, served, max_rounds)
 
     def leave_loop(self) -> None:

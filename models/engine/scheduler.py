@@ -412,9 +412,10 @@ class Scheduler:
         drafts = self.budget.choose(batch, states)
         may_loop = not short and not self.slots.num_prefilling
         graph, served, max_rounds = self.selector.select(batch, drafts, states, may_loop=may_loop)
+        self.stats.launches += 1
         if max_rounds > 1:
             self.slots.reserve_ahead(states)
-        self.stats.launches += 1
+            self.stats.loops += 1
         self.stats.count_round(graph)
         self.replays.launch(graph, states, served, max_rounds)
         return True

@@ -32,6 +32,8 @@ class EngineStats:
         Number of rounds for each kind of graph, see `GraphKey.kind`.
     launches
         Number of launches of graphs for these rounds. Without generation loops, it equals `rounds`.
+    loops
+        Number of these launches that were generation loops.
     joins
         Number of times a request got a slot.
     row_rounds
@@ -67,6 +69,7 @@ class EngineStats:
     rounds_by_length: Counter[int] = field(default_factory=Counter)
     rounds_by_kind: Counter[str] = field(default_factory=Counter)
     launches: int = 0
+    loops: int = 0
     joins: int = 0
     row_rounds: int = 0
     stalls: int = 0

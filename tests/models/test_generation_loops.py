@@ -101,8 +101,8 @@ def test_loops_are_launched_once_per_batch_size_if_nothing_joins(batch):
     with settled(loop_engine(max_batch_size=batch)) as engine:
         engine.generate(requests)
         # While prompts are prefilled, a round is launched after each chunk.
-        rounds_before = engine.stats.launches - engine._replays.loops
-        assert 1 <= engine._replays.loops <= batch.bit_length()
+        rounds_before = engine.stats.launches - engine.stats.loops
+        assert 1 <= engine.stats.loops <= batch.bit_length()
         assert rounds_before < batch
         assert engine.stats.rounds > 5 + rounds_before
         assert engine.stats.rounds_by_kind == {"loop": engine.stats.rounds}
@@ -314,7 +314,7 @@ def check_full_ring(engine, expected):
 def test_loop_ends_when_output_ring_is_full(long_answer):
     with settled(loop_engine(max_batch_size=1)) as engine:
         check_full_ring(engine, long_answer)
-        assert engine._replays.loops > 1
+        assert engine.stats.loops > 1
 
 
 def test_loop_results_are_lost_without_check_of_ring(monkeypatch, long_answer):
@@ -357,7 +357,7 @@ def test_loop_ends_before_pages_run_out(pages):
         expected = answers(engine.generate(requests))
     with settled(demo_engine(**options, generation="graph")) as engine:
         assert answers(engine.generate(requests)) == expected
-        assert engine._replays.loops > 2
+        assert engine.stats.loops > 2
 
 
 def test_loops_do_not_accumulate_reserved_pages():
@@ -366,14 +366,14 @@ def test_loops_do_not_accumulate_reserved_pages():
     with settled(loop_engine(max_batch_size=2, **options)) as engine:
         start_loop(engine, replace(LONG, max_tokens=150))
         [state] = engine._scheduler.slots.running.values()
-        loops = engine._replays.loops
+        loops = engine.stats.loops
         excess = []
         while engine.busy:
             engine._replays.leave_loop()
             engine.step()
             if state.slot >= 0:
                 excess.append(state.reserved_positions - state.num_tokens)
-        assert engine._replays.loops > loops + 5
+        assert engine.stats.loops > loops + 5
         # A loop that is read now was launched with fewer tokens; a round commits at most four.
         assert max(excess) <= 4 * (LOOP_PAGES_AHEAD + 1) + 3 * 4 + 4
 
@@ -405,7 +405,7 @@ def test_loop_is_not_replaced_because_the_round_before_it_had_more_rows():
             engine.cancel(request_id)
         engine.step()
         first, *_ = engine._replays.unread
-        assert (first.graph.batch, first.repeats, engine._replays.loops) == (1, True, 1)
+        assert (first.graph.batch, first.repeats, engine.stats.loops) == (1, True, 1)
         assert engine._replays._control.words["end_loop"].array.item() != first.number
         engine.cancel(ids[0])
         drain(engine)
@@ -444,7 +444,7 @@ def test_loop_evicts_few_pages_of_prefix_cache():
         for request in requests:
             engine.generate([request])
         assert engine.counters()["prefixes"]["evictions"] > 0
-        assert engine._replays.loops == len(requests)
+        assert engine.stats.loops == len(requests)
 
 
 def test_loop_engine_generate_raises_keyboard_interrupt(long_answer):
