@@ -96,7 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None, has_stdout: bool) -> int:
-    """Run a subcommand. `has_stdout` says whether standard output was open at the start."""
+    """Run a subcommand and return the exit status.
+
+    `has_stdout` says whether standard output was open when the program started.
+    """
     from graft.cudagraph.errors import GraftError, OptionError
     from graft.tools.console import print_refusal
 

@@ -104,7 +104,7 @@ def check_compiler() -> Finding:
 def check_driver() -> Finding:
     """Query NVIDIA's driver in a child process, so that this process cannot hang or crash."""
     properties, error = chooser.probe_cuda()
-    number = properties.get("version", 0)  # 1000 * major + 10 * minor
+    number = properties.get("version", 0)  # CUDA version: 1000 * major + 10 * minor
     major = number // 1000
     minor = number % 1000 // 10
     detail = f"CUDA {major}.{minor}, " if number else ""

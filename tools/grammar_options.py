@@ -129,7 +129,7 @@ def read_grammar(options: argparse.Namespace) -> dict[str, Any]:
             fields[key] = read_text(fields[key], _option_name(key))
     defined = [key for key in GRAMMARS if fields[key] is not None]
     if not defined and options.prompts is not None:
-        return fields  # only options such as --after, for the grammars of a prompt file
+        return fields  # the options apply to grammars of the prompt file
     if options.partial and "schema" not in defined and options.prompts is None:
         raise OptionError("--partial requires --schema")
     try:

@@ -71,7 +71,7 @@ class Intervals:
         self._last = 0
 
     def record(self, flight: ReplayInFlight, stamps: list[int]) -> None:
-        """Record a round. `stamps[0]` is the device time in nanoseconds at which it started."""
+        """Record the round `flight`, which began at device time `stamps[0]` in nanoseconds."""
         if flight.rows and self._last:
             self.times.append(stamps[0] - self._last)
         self._last = stamps[0] if flight.rows else 0

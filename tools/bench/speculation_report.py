@@ -30,7 +30,10 @@ def format_interval(estimate: dict[str, Any], spec: str = ".2f") -> str:
 
 
 def label(configuration: dict[str, Any], *, length: bool = True) -> str:
-    """Return a one-line label of a configuration: drafter, masking, draft length and tree."""
+    """Return a one-line label of a configuration: drafter, masking, draft length and tree.
+
+    Without `length`, the label omits the draft length.
+    """
     parts = [configuration["drafter"], configuration["masking"]]
     if length and configuration["length"]:
         parts.append(f"{configuration['length']} drafts")

@@ -35,7 +35,7 @@ def main() -> None:
         if token not in vocabulary.stop_ids:
             text += piece
         matcher.accept(token)
-    matcher.rollback(2)  # the stop token and the last digit
+    matcher.rollback(2)  # undo the stop token and the last digit
     matcher.accept(vocabulary.tokens.index(b"7"))
     matcher.fill(mask)
     only_stop = int((mask != 0).sum()) == 1

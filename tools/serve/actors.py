@@ -143,7 +143,7 @@ def ray_cluster(count: int) -> Iterator[Callable[[], Actor]]:
 @contextmanager
 def private_folder() -> Iterator[str]:
     """Create a folder that only this user can read, for Ray's files, and delete it at the end."""
-    with scratch_folder("graft-ray-") as parent:  # mode 0700; Ray sets that of `folder` to 0777
+    with scratch_folder("graft-ray-") as parent:  # mode 0700; Ray sets the mode of `folder` to 0777
         folder = parent / "ray"
         folder.mkdir()
         try:
@@ -192,7 +192,7 @@ def _start_ray(ray: Any, count: int, folder: str) -> None:
             logging_level=logging.ERROR,
             log_to_driver=False,
             configure_logging=False,
-            # Ray's default niceness is 15.
+            # Without this setting, Ray runs the replicas with niceness 15.
             _system_config={"worker_niceness": 0},
         )
     except Exception as error:  # Ray raises errors of various classes here

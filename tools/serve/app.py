@@ -106,7 +106,7 @@ class Service:
         )
         self.api_requests = 0
         self.draining = False
-        self._received_bytes = 0  # size of the incomplete bodies
+        self._received_bytes = 0  # total size of the bodies that are being received
         self._created = int(time.time())
         self.max_api_requests = settings.max_waiting + info.max_batch_size
         # The parser has a single thread, because the tokenizer is not thread-safe. Grammars are
@@ -416,7 +416,7 @@ class _GenerateEndpoint:
             body = self._read(given)
             fields = body.model_fields_set
             api_request = await self._parse(body, given)
-            if body.chosen_tools.required:  # response_format has no effect
+            if body.chosen_tools.required:  # then response_format has no effect
                 fields = fields - {"response_format"}
             stream = RequestStream(service.driver, api_request.requests)
             respond = self._stream if api_request.body.stream else self._respond

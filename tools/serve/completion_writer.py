@@ -243,7 +243,9 @@ class ResponseChoice:
         found = []
         for string in self._api_request.requests[self._index].stop or ():
             begin = text.rfind(string)
-            if begin >= 0 and begin + len(string) > last_begin:  # it ends within the last token
+            if (
+                begin >= 0 and begin + len(string) > last_begin
+            ):  # the string ends within the last token
                 found.append((begin, string))
         return min(found)[1] if found else None
 
@@ -279,7 +281,7 @@ class ResponseChoice:
         values: list[float | None] = []
         top_logprobs: list[dict[str, float] | None] = []
         for token, logprob in entries:
-            if logprob is None:  # the first token of the prompt
+            if logprob is None:  # the first token of the prompt has no log probability
                 values.append(None)
                 top_logprobs.append(None)
                 continue

@@ -49,7 +49,7 @@ class _ToolCall(Fields):
 class _Message(Fields):
     """A message. Clients may send the keys ``annotations`` and ``parsed``, which are ignored."""
 
-    model_config = ConfigDict(extra="allow")  # keys of the template, see `read_messages`
+    model_config = ConfigDict(extra="allow")  # for keys in the chat template, see `read_messages`
 
     role: StrictStr = Field(min_length=1)
     content: Any = None

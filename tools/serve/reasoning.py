@@ -1,12 +1,14 @@
 """Reasoning models: separation of the reasoning section from the answer.
 
-A reasoning model generates a section that ends with `END`, followed by its answer. The chat
-template of some models ends with `BEGIN`, so that the output does not contain it. Otherwise, an
-output has a reasoning section only if it begins with `BEGIN`, after at most `MAX_SPACE`
-white-space characters. At most `MAX_SPACE` white-space characters after `END`, such as the two line
-feeds of Qwen3, are not part of the answer. `ReasoningParser` and the grammar of `answer_grammar`
-follow the same rules, so the grammar constrains exactly the text that the parser returns as the
-answer. There is one exception: if the answer itself begins with white space, the parser removes it.
+A reasoning model generates a section that ends with `END`, and then its answer. If the chat
+template of a model ends with `BEGIN`, every output starts within the section and does not contain
+`BEGIN`. Otherwise, an output has a reasoning section only if it begins with `BEGIN`, after at most
+`MAX_SPACE` white-space characters. At most `MAX_SPACE` white-space characters after `END`, such as
+the two line feeds of Qwen3, are not part of the answer.
+
+`ReasoningParser` and the grammar of `answer_grammar` follow the same rules, so the grammar
+constrains exactly the text that the parser returns as the answer. There is one exception: if the
+answer itself begins with white space, the parser removes it.
 """
 
 from __future__ import annotations

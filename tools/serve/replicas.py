@@ -281,7 +281,7 @@ class Replicas:
         """Return `Engine.counters` of each replica; None for a replica that does not answer."""
 
         async def read_counters(replica: _Replica) -> dict[str, Any] | None:
-            with suppress(Exception):  # `_monitor` detects that a replica has died
+            with suppress(Exception):  # if the replica has died, `_monitor` detects it
                 async with asyncio.timeout(COUNTERS_TIMEOUT_S):
                     return await replica.actor.call("counters") if replica.alive else None
             return None

@@ -429,7 +429,7 @@ class RequestParser:
             }
         stop_ids = options.get("stop_ids", [])
         if not isinstance(stop_ids, list):
-            return {}  # the engine reports the error
+            return {}  # the engine reports that stop_ids is not a list
         return {"banned_ids": [token for token in self.tokenizer.stop_ids if token not in stop_ids]}
 
 

@@ -52,7 +52,7 @@ class _StreamOptions(Fields):
 
 
 class _FunctionTool(Fields):
-    model_config = ConfigDict(extra="allow")  # keys of a function in a chat completion
+    model_config = ConfigDict(extra="allow")  # name, parameters, ...: see `requests.Function`
 
     type: Literal["function"]
 

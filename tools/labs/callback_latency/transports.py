@@ -158,8 +158,8 @@ class TransportGraph:
         """Return the address of the default native body of step `index`, and its argument."""
         if self._is_soft:
             return _address(self._library.softcuda_stamp), self._body_times.ctypes.data + 8 * index
-        # A host function that does nothing is needed. free has the signature void (*)(void *), and
-        # free(NULL) does nothing.
+        # On CUDA hardware, the body does nothing. free has the signature void (*)(void *) of a host
+        # function, and free(NULL) does nothing.
         return _address(ctypes.CDLL(None).free), 0
 
     def _build_cuda_core(self, device: Device) -> Any:

@@ -1,4 +1,4 @@
-"""Schemas of a function's arguments: their type, and references to definitions."""
+"""Adapt the schema of a function's arguments: its type, and its references to definitions."""
 
 from __future__ import annotations
 

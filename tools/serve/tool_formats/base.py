@@ -72,7 +72,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
-        """Yield the events of an output that has the format `output` or `calls`.
+        """Yield the content and the calls of an output that has the format `output` or `calls`.
 
         Mismatch is raised if the output ends early, or does not have this format.
         """

@@ -52,7 +52,7 @@ class Mistral(ToolFormat):
         return one_of([*_arrays(tools), some_calls(_named_calls(tools), "", tools)])
 
     def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
-        """Yield the events of an output."""
+        """Yield the content and the calls of an output as events."""
         names = [function["name"] for function in tools.functions]
         while True:
             yield from source.content_until([_BEGIN])

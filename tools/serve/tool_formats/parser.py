@@ -72,7 +72,7 @@ class ToolCallParser:
         return content, deltas
 
     def _parse(self) -> Steps[None]:
-        """Yield the events of the output.
+        """Yield the content and the calls of the output as events.
 
         If the output ends before the arguments of a call begin, the text of the call is content. If
         it ends after the arguments, the incomplete text after the arguments is omitted.

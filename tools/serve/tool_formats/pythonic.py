@@ -58,7 +58,7 @@ class Pythonic(ToolFormat):
         return sequence(const("["), some_calls(calls, ", ", tools), const("]"))
 
     def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
-        """Yield the events of an output."""
+        """Yield the content and the calls of an output as events."""
         functions = _begins(tools)
         source.mark()
         begin = yield from source.match(*(f"[{begin}" for begin in functions))

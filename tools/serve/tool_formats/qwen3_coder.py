@@ -51,7 +51,7 @@ class Qwen3Coder(ToolFormat):
         return some_calls(_calls(tools), _SEPARATOR, tools)
 
     def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
-        """Yield the events of an output."""
+        """Yield the content and the calls of an output as events."""
         functions = {f"\n<function={function['name']}>\n": function for function in tools.functions}
         separator = ""
         while True:
