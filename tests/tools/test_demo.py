@@ -113,8 +113,8 @@ def test_demo_training_excludes_held_out_prompts_and_unseen_keys(training, held_
     used = {k for t in training for k in property_names(t.schema)}
     new = {k for t in unseen for k in property_names(t.schema)}
     assert len(new) > 100 and not used & new
-    assert all(demo_tasks.is_reserved(k) for k in new)
-    assert not any(demo_tasks.is_reserved(k) for k in used)
+    assert all(demo_tasks.is_unseen(k) for k in new)
+    assert not any(demo_tasks.is_unseen(k) for k in used)
 
 
 def test_demo_tasks_cover_all_kinds_of_schemas(held_out):

@@ -82,8 +82,8 @@ def make_word(rng: random.Random, syllables: int | None = None) -> str:
     return word
 
 
-def is_reserved(key: str) -> bool:
-    """Return whether a key is unseen, that is, excluded from training.
+def is_unseen(key: str) -> bool:
+    """Return whether training excludes a key.
 
     The keys in `UNSEEN` are unseen. Of the keys in neither `SEEN` nor `UNSEEN`, a checksum selects
     one in eight as unseen.
@@ -315,7 +315,7 @@ def new_key(rng: random.Random, kind: str, unseen: bool, used: set[str]) -> str:
             key = make_word(rng, 2)
             if rng.random() < 0.2:
                 key += rng.choice(("_id", "_name", "_no", "_date"))
-            if len(key) < 3 or is_reserved(key) != unseen:
+            if len(key) < 3 or is_unseen(key) != unseen:
                 continue
         if key not in used:
             used.add(key)
