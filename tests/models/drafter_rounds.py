@@ -127,7 +127,7 @@ class Rounds:
         return self.slots["n"]
 
     def prompt(self, slot: int, chunks: tuple[int, ...]) -> None:
-        """Process a prompt in chunks. Its last token is at the last position of `chunks`."""
+        """Process a prompt in chunks between the positions `chunks`, up to its last token."""
         for begin, end in itertools.pairwise(chunks):
             rows = model_util.make_rows(
                 self.device, self.tokens[slot, begin + 1 : end + 1], slot, range(begin, end)

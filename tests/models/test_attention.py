@@ -127,7 +127,7 @@ class Case:
     ],
 )
 def test_split_attention_equals_causal_softmax(device, stream, heads, kv_heads, dim, dtype, run):
-    """Rows at all boundaries of steps, splits and runs are correct; padding rows give zeros.
+    """Rows at the boundaries of the kernel's loops are correct; padding rows give zeros.
 
     The cases have 1 to 18 query heads per KV head, both head sizes and both dtypes.
     """

@@ -89,7 +89,7 @@ SAMPLING = {**MODES, "rejection": {"temperature": 0.9, "verify": "rejection"}}
     ],
 )
 def test_device_automata_do_not_change_drafts(monkeypatch, name):
-    """Without late rows, outputs, numbers of rounds, and drafts are equal in all draft modes."""
+    """If no mask row is late, outputs, rounds and drafts are equal in every draft mode."""
     if name.endswith("threads"):
         monkeypatch.setattr("graft.grammar.automaton.device._CPU_BLOCK", 64)
     sampling = SAMPLING.values()

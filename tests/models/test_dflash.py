@@ -139,7 +139,7 @@ def test_dspark_adds_markov_logits_of_previous_token(device, stream, tmp_path, r
 
 
 def selector_cases():
-    """Return forms and trees. On the soft device, the GPU kernels with a tree are slow."""
+    """Return combinations of kernel form and tree; those that are slow run in the full suite."""
     for form in model_util.FORMS:
         yield pytest.param(form, None, id=f"{form}-chain")
         is_slow = form != model_util.FORMS[0]
@@ -162,7 +162,7 @@ def test_dflash2_selector_equals_published_code(device, stream, form, tree):
         rounds.prompt(slot, chunks)
     for batch, counts in [([0, 1, 2], [1, 5, 1]), ([2, -1, 0], [4, 0, 1]), ([0, 1], [5, 1])]:
         for slot, count in zip(batch, counts, strict=True):
-            if slot >= 0 and tree is None:  # later levels see the published drafts
+            if slot >= 0 and tree is None:  # later levels continue the drafts of the published code
                 published = expected[f"drafts_{rounds.n[slot] + count}"]
                 rounds.drafts[slot, : len(published)] = published
         for slot, down, logits in rounds.levels(rounds.commit(batch, counts)):

@@ -51,7 +51,7 @@ def process_resources():
 
 
 def wait_until_released(before, count=live_resources):
-    """Wait until `count` returns no greater numbers than `before`, an earlier result of it."""
+    """Wait until no number that `count` returns is greater than in its earlier result `before`."""
     deadline = time.monotonic() + 30
     live = count()
     while any(live[name] > before[name] for name in live):

@@ -35,7 +35,7 @@ def num_alive(references):
 
 
 def test_engine_frees_finished_requests_while_their_grammars_are_cached():
-    """This includes requests that are cancelled during a compilation, and refused requests."""
+    """Requests that finish, are refused or are cancelled during a compilation are freed."""
     with demo_engine(speculation=False, max_batch_size=2) as engine:
         references = submit_all(engine)
         cancelled = engine.submit(

@@ -99,7 +99,8 @@ def test_engine_ids_can_be_used_again_before_events_are_fetched(engine):
     assert {event.id for event in first} <= {"a", "b"}
     assert drain(engine).keys() == {"c"}
 
-    # The claim of the first stream ends after the second stream has begun.
+    # The only request of the first stream is refused, so this stream ends after the second has
+    # begun.
     first = engine.stream([refused])
     next(first)
     second = engine.stream([good])

@@ -124,7 +124,7 @@ class Recorder:
 
 
 def copy(migrated):
-    """Return a migrated request after serialization."""
+    """Serialize a migrated request and return the deserialized copy."""
     return MigratedRequest.from_bytes(migrated.to_bytes())
 
 
@@ -188,7 +188,7 @@ def test_output_text_survives_migration(models, mode):
 
 
 def test_undrafted_tokens_are_tokens_of_output_after_stop_string(models, monkeypatch):
-    """If a stop string cuts off the last round, only the tokens that were kept are undrafted."""
+    """If a stop string cuts the last round, only tokens of the output count as undrafted."""
     seen = []
     original_leave = SlotManager.leave
 

@@ -84,7 +84,7 @@ def test_fp8_linear_equals_bfloat16_linear(device, stream, form, columns, inner,
     np.testing.assert_array_equal(
         product(ScaledMatrix(codes, device.from_host(scale)), x), product(codes, x) * scale
     )
-    if columns > 16:  # rows of a weight are a weight
+    if columns > 16:  # a slice of rows of a weight can be used as a weight
         out = device.empty((2, columns - 16), "float32")
         kernels.products.linear(lane, model_util.upload(device, x[:2]), weight[16:], out)
         got = model_util.download(stream, out)

@@ -82,7 +82,7 @@ def loop_engine(**options):
     ],
 )
 def test_loop_outputs_equal_outputs_of_rounds(drafter):
-    """Tokens, log probabilities and counts of drafts are those of rounds, also when sampling."""
+    """Tokens, log probabilities and draft counts equal those without loops, also with sampling."""
     options = {"max_batch_size": 3, "grammar_budget_us": None, **ALL_OPTIONS[drafter]}
     modes = LOOP_MODES.values()
     with demo_engine(**options) as engine:
@@ -230,7 +230,8 @@ ENDS = [
 def check_loop_ends(engine, end, request=LONG):
     """Check that a loop ends at most two replays after the host has asked for it."""
     ids = start_loop(engine, request, replace(request, seed=2))
-    limit = published(engine) + 200  # `migrate_out` waits for the device
+    # if `end` is `migrate_out`, it returns only after the loop has ended
+    limit = published(engine) + 200
     end(engine, ids)
     limit = min(limit, published(engine) + 2)
     engine._replays._stream.synchronize()
@@ -374,7 +375,8 @@ def test_loops_do_not_accumulate_reserved_pages():
             if state.slot >= 0:
                 excess.append(state.reserved_positions - state.num_tokens)
         assert engine.stats.loops > loops + 5
-        # A loop that is read now was launched with fewer tokens; a round commits at most four.
+        # The request had fewer tokens when the loop that is read now was launched. A round commits
+        # at most four tokens.
         assert max(excess) <= 4 * (LOOP_PAGES_AHEAD + 1) + 3 * 4 + 4
 
 

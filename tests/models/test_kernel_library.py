@@ -135,7 +135,7 @@ def test_tensor_core_linear_is_row_invariant(
 
 
 def tall_products(kernels, lane, epilogue) -> list[np.ndarray]:
-    """Run products of 140 rows of 16 bits with one of the epilogues and return their results."""
+    """Run products of 140 rows in bfloat16 with one of the epilogues and return their results."""
     device = kernels.device
     rng = np.random.default_rng(4)
     inner = {"norm": 1152, "gated": 128, "qkv": 384}[epilogue]

@@ -80,7 +80,7 @@ def test_rope_scaling_logits_and_greedy_tokens_equal_transformers(
 
 
 def write_rope_case(folder, case):
-    """Write a model of `ROPE_SCALING`; return its folder and its entry with the path `base`."""
+    """Write a model of `ROPE_SCALING`; return its folder and its case, with its base model."""
     entry = json.loads((ROPE_SCALING / "cases.json").read_text())[case]
     base = model_util.FIXTURES / entry["model"]
     data = json.loads((base / "config.json").read_text())

@@ -47,7 +47,7 @@ def last_index_of(instructions: list[str], name: str) -> int:
 
 
 def epilogue_batches(instructions: list[str]) -> list[int]:
-    """Return the loads of a batch of the epilogue of linear_many, without and with split K.
+    """Return the numbers of loads in a batch of linear_many's epilogues without and with split K.
 
     A batch is a run of loads from global memory without a sum or a store among them. The order of
     both epilogues in the code depends on the architecture.
@@ -69,7 +69,7 @@ def count(instructions: list[str], *names: str) -> int:
 @pytest.mark.parametrize("weight8", [pytest.param(0, marks=FULL), 1])
 @pytest.mark.parametrize("tiles", [1, 2])
 def test_linear_few_overlaps_loads_with_other_work(arch, tiles, weight8):
-    """The first weights are loaded before the wait, and the residual before the main loop.
+    """The first weights are loaded before griddepcontrol.wait, the residual before the main loop.
 
     With 8-bit weights three chunks of eight loads are in flight, else one chunk. After the barrier
     at the end of the main loop nothing is loaded from global memory.
@@ -95,7 +95,7 @@ def test_linear_few_computes_only_scales_that_exist(arch):
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("row_block", [32, *(pytest.param(n, marks=FULL) for n in (64, 128, 256))])
 def test_linear_many_issues_loads_of_epilogue_together(arch, row_block):
-    """The first weights are copied before the wait, and no load waits for a sum of the epilogue.
+    """The first weights are copied before griddepcontrol.wait; no load waits for an epilogue sum.
 
     With split K the epilogue loads eight parts of two sums and two residuals for each pair of
     outputs, and for all pairs two norm weights and two weight scales. Without split K the sums are

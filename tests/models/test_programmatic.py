@@ -11,7 +11,7 @@ from graft.models.llm.kernels.library import ModelKernels
 
 
 def test_programmatic_kernels_wait_for_previous_kernel(device, stream, monkeypatch):
-    """A norm and two products, of which the second adds the result of the first as residual."""
+    """Three kernels, each of which reads the previous one's output, have correct results."""
     monkeypatch.setattr(graphs, "supports_programmatic_edges", lambda context: True)
     rng = np.random.default_rng(7)
     x = normal(rng, 4, 128)

@@ -1,4 +1,4 @@
-"""The reading guide of models/README.md."""
+"""Checks the reading guide in models/README.md."""
 
 import re
 from pathlib import Path

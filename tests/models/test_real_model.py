@@ -1,4 +1,4 @@
-"""Tests with SmolLM2-135M-Instruct. Skipped unless it is downloaded or --full is given."""
+"""Tests with SmolLM2-135M-Instruct; without --full, skipped if the model is not downloaded."""
 
 from __future__ import annotations
 

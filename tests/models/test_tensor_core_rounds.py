@@ -51,7 +51,8 @@ def test_tensor_core_round_has_five_launches_per_layer(engine, monkeypatch):
     Extrapolated to 32 layers, a round has at most 200 launches. The greedy outputs equal those
     without speculation.
     """
-    monkeypatch.setattr(prefill.Prefill, "warm", lambda *_: [])  # long without tensor cores
+    # warming takes long on the soft device
+    monkeypatch.setattr(prefill.Prefill, "warm", lambda *_: [])
     rng = np.random.default_rng(4)
     requests = [
         Request(tokens=rng.integers(2, 320, n).tolist(), max_tokens=10, banned_ids=[0])

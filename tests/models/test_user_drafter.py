@@ -150,7 +150,7 @@ def test_user_drafter_deadline_continues_without_drafts(device, caplog):
 
 
 def test_user_drafter_that_hangs_does_not_block_engine_close(device):
-    """An engine can be closed while the function hangs. The thread exits when it returns."""
+    """An engine can be closed while the function hangs; its thread exits when it returns."""
     forever = threading.Event()
     outputs = generate(UserDrafter.of(lambda tokens: forever.wait(), deadline_s=0.02), [free(60)])
     assert outputs[0].reason in ("stop", "length")
