@@ -304,7 +304,8 @@ class Tokenizer:
         """Return the sources of the checkpoint's chat templates by name.
 
         The template in chat_template.jinja, which is named "default", replaces those in
-        tokenizer_config.json. The files in additional_chat_templates are named templates.
+        tokenizer_config.json. Each file in additional_chat_templates is a template with the name of
+        the file.
         """
         sources = {}
         file = self.path / "chat_template.jinja"

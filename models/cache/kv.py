@@ -193,7 +193,6 @@ class PagedKV:
         self._update_idle_or_free(page)
 
     def _remove_idle(self, page: int) -> None:
-        """Remove a page from the idle pages if it is one of them."""
         if page in self.idle:
             del self.idle[page]
             self.idle_version += 1

@@ -214,7 +214,6 @@ class PrefixCache:
         self._evict(list(oldest))
 
     def _mark_used(self, key: bytes) -> None:
-        """Mark a cached page as recently used."""
         self._cached.move_to_end(key)
         first_page = self._cached[key][0]
         idle = self._caches[0].idle

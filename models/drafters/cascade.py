@@ -23,8 +23,9 @@ class CascadeDrafter(Drafter):
     Raises
     ------
     OptionError
-        If `first` drafts level by level, if `then` makes all drafts at once, if the two drafters do
-        not draft chains of the same length, or if they read different target layers.
+        If `first` drafts level by level or reads mask rows, if `then` makes all drafts at once, if
+        a drafter drafts trees, or if the two drafters differ in the number of drafts or in the
+        target layers that they read.
     """
 
     def __init__(self, context: DrafterContext, first: DrafterChoice, then: DrafterChoice):
@@ -50,7 +51,6 @@ class CascadeDrafter(Drafter):
         self.caches = (*self._first.caches, *self._then.caches)
 
     def _check(self) -> None:
-        """Check that the two drafters can be combined."""
         first = self._first
         then = self._then
         if first.shape.levels or not then.shape.levels:

@@ -94,7 +94,7 @@ def _dynamic_columns(config: DFlashConfig) -> int:
 class _Convolutions:
     """Convolutions before and after the attention and the MLP of all layers.
 
-    A call has at most `max_rows` rows, over the blocks of all requests.
+    A call has at most `max_rows` rows: the rows of the blocks of all requests.
     """
 
     def __init__(

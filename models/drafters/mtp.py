@@ -176,9 +176,9 @@ class Mtp(Drafter):
     ) -> None:
         """Run all modules for committed tokens.
 
-        In `rows`, token i + 1 has position i. For row r, module j computes h_i, i = pos[r] - j.
-        `features` float32[R, hidden] is the output of the target's last layer. `last` int32[B] is
-        the row of the last token of each request; None during prefill.
+        In `rows`, token i + 1 has position i. For row r, module j computes its hidden state h_i for
+        i = pos[r] - j. `features` float32[R, hidden] is the output of the target's last layer.
+        `last` int32[B] is the row of the last token of each request; None during prefill.
         """
         if features is None:
             raise DrafterError(

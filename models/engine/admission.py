@@ -185,7 +185,7 @@ class Admission:
     def _prompt_tokens(self, request: Request) -> list[int]:
         """Return the prompt's token ids, from the field that is set: tokens, messages or prompt."""
         if request.tokens is not None:
-            # The number of ids is checked first. This bounds the cost of checking each id.
+            # The number of ids is checked first, so that not more ids than allowed are checked.
             self._max_tokens(len(request.tokens), request.max_tokens)
             check_token_ids("tokens", request.tokens, self._vocab_size)
             return list(request.tokens)

@@ -1,6 +1,6 @@
 """Engine: LLM inference with speculative decoding and structured output.
 
-One decoding round is one *replay*, that is one launch, of a CUDA graph. Before the launch, the host
+A decoding round is one launch of a CUDA graph, called a *replay*. Before the launch, the host
 writes the request slot of each batch row into pinned memory. The verification kernel writes the
 committed tokens into a ring of buffers in pinned memory. The host reads these tokens while the
 graph generates the next drafts. With the option `InternalOptions.overlap`, which is the default,
@@ -437,9 +437,9 @@ class Engine:
     ) -> None:
         """Submit the requests of a stream, and reserve their events for this stream.
 
-        The method appends to the caller's `ids` and `claimed`, and adds to `unfinished` by
-        submission number, each request as soon as it is submitted. If Ctrl-C interrupts the method,
-        the stream can therefore cancel all submitted requests.
+        The method adds each submitted request to the caller's lists `ids` and `claimed`, and to
+        `unfinished` by submission number. If Ctrl-C interrupts the method, the stream can therefore
+        cancel all requests that have been submitted.
         """
         self._begin_call()
         explicit_ids = _explicit_ids(requests, self._scheduler.unfinished)
@@ -520,8 +520,8 @@ class Engine:
     def warm(self, request: Request) -> None:
         """Prefill a prompt, such as a common prefix of many requests, into the prefix cache.
 
-        Without a prefix cache (`Options.prefix_cache_bytes`), or with a drafter whose entries
-        cannot be shared (`Drafter.lookahead`), no pages are kept.
+        Without a prefix cache (`Options.prefix_cache_bytes`), or with a drafter whose KV-cache
+        entries cannot be shared (`Drafter.lookahead`), no pages are kept.
 
         Raises
         ------

@@ -34,7 +34,8 @@ class LoopReplays(Replays):
     resources, stream, budget
         As in `Replays`.
     control
-        Memory through which the host asks a loop to end, and the device reports its last replay.
+        Memory through which the host asks a loop to end, and through which the device reports
+        whether a replay is the last one of its loop.
     """
 
     def __init__(

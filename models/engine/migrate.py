@@ -119,7 +119,7 @@ class MigratedRequest:
         Raises
         ------
         MigrationError
-            If the data is not in safetensors format, or was written in another `FORMAT`.
+            If the data is not in safetensors format, or has a version other than `FORMAT`.
         """
         try:
             tensors = load(data)

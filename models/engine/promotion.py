@@ -20,8 +20,8 @@ class Promotion:
 
     The decision is made when a request starts to take part in rounds, and holds until the request
     leaves its slot. A request without a grammar has no grammar steps. `start` stamps the mask rows
-    of its slot as free, so that kernels allow every id. A request whose
-    grammar has an automaton is *promoted*: kernels do its grammar steps.
+    of its slot as free, so that kernels allow every id. A request whose grammar has an automaton is
+    *promoted*: kernels do its grammar steps.
 
     Parameters
     ----------

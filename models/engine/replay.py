@@ -392,7 +392,7 @@ class Replays:
         Raises
         ------
         DeviceError
-            If the device failed. The snapshots are retired nevertheless.
+            If the device failed. The snapshots of the grammar matchers are released nevertheless.
         """
         try:
             self._stream.synchronize()

@@ -69,7 +69,6 @@ _QueueEntry = tuple[int, int, RequestState]
 
 
 def _sort_key(entry: _QueueEntry) -> tuple[int, int]:
-    """Return the sort key of a queue entry."""
     priority, number, _ = entry
     return priority, number
 
@@ -468,7 +467,7 @@ class Scheduler:
         for index, assignment in enumerate(flight.rows):
             row = self.replays.row(index)
             if assignment.stale:
-                # A generation loop empties the row of a request that has ended.
+                # In a generation loop, the row of a request that has ended is empty (slot -1).
                 if row.slot == assignment.slot:
                     self.stats.count_stale(len(row.tokens))
             elif row.slot == assignment.slot:
@@ -567,9 +566,9 @@ class Scheduler:
     def _check_drafts(self, state: RequestState, row: RowResult) -> None:
         """Warn if a drafter that computes logits has had no drafts for many rounds.
 
-        In this case the outputs are correct but slow. Rounds are not counted if there may be no
-        drafts for another reason: the grammar, the division of drafts among the batch, or the end
-        of the output.
+        In this case the outputs are correct but slow. A round is not counted if there may be no
+        drafts for another reason: the request has a grammar, drafts were cut, or the output is
+        about to end.
         """
         num_left = state.position_limit - state.num_tokens
         may_have_none = state.matcher is not None or row.cut or num_left <= state.draft_capacity
@@ -589,8 +588,8 @@ class Scheduler:
         if state.matcher is None:
             return GraftError(invalid_logits)
         grammar_error = self.replays.grammar_error(state)
-        # Kernels do the grammar steps of a promoted request, so an error that the grammar worker
-        # has recorded for its slot belongs to an earlier request.
+        # Kernels do the grammar steps of a promoted request (`Promotion`). An error that the
+        # grammar worker on the host has recorded for its slot belongs to an earlier request.
         if grammar_error and self.selector.is_served(state):
             found = MatcherError(grammar_error)
             found.__cause__ = state.matcher.failure

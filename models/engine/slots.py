@@ -357,7 +357,6 @@ class SlotManager:
                 self._chunks.append(chunk)
 
     def _max_chunk_rows(self) -> int:
-        """Return the maximum number of rows of the next chunk."""
         return self._rows_left if self.running else sys.maxsize
 
     def count_completed_chunks(self) -> int:

@@ -176,5 +176,4 @@ class EngineStats:
 
 
 def _ratio(part: int, whole: int) -> float:
-    """Return ``part / whole``, or 0.0 if `whole` is 0."""
     return part / whole if whole else 0.0

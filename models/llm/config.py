@@ -522,7 +522,6 @@ _IMPLEMENTED: dict[str, tuple[Any, ...]] = {
 
 
 def _refuse_unimplemented(fields: Fields, architecture: Architecture) -> None:
-    """Raise a `ConfigError` for decoder options that graft does not implement."""
     fields.require("model_type", architecture.model_type)
     for name, allowed in _IMPLEMENTED.items():
         if name not in architecture.unused:
@@ -533,7 +532,6 @@ def _refuse_unimplemented(fields: Fields, architecture: Architecture) -> None:
 def _layers_without_rope(
     fields: Fields, architecture: Architecture, layers: int
 ) -> tuple[int, ...]:
-    """Return the ids of the layers without RoPE."""
     if not architecture.skips_rope:
         fields.require("no_rope_layers")
         fields.require("no_rope_layer_interval")

@@ -147,7 +147,7 @@ class ActivationBuffers:
     def norm(
         self, count: int, weight: DeviceArray, consumer: Matrix, producer: Matrix | None = None
     ) -> Norm:
-        """Return the `Norm` of `count` rows whose result is the input of the matrix `consumer`.
+        """Return the `Norm` whose `count` normed rows are multiplied by the matrix `consumer`.
 
         `weight` is the weight of the norm. If the product with the matrix `producer` writes the
         rows, and the kernels support it, the norm is folded into the two products. Otherwise, and

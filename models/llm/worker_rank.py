@@ -222,11 +222,9 @@ class TensorParallelWorker:
             ) from error
 
     def _receive(self, payload: PinnedArray) -> None:
-        """Receive a payload from rank 0 into `payload`."""
         self._ranks.receive(0, payload, timeout_s=self._ranks.deadline_s)
 
     def _pinned(self, count: int) -> PinnedArray:
-        """Allocate `count` int32 words of pinned memory for payloads."""
         words = self._device.pinned((count,), "int32")
         self._ranks.keep_alive(words)
         return words

@@ -160,9 +160,10 @@ class LoopGraph(RoundGraph):
         return body.lane("model"), body.lane("grammar")
 
     def _input_args(self) -> list[object]:
-        """Return the arguments of ``begin`` for the ring of the body.
+        """Return the arguments with which ``begin`` reads the slots in the body of the loop.
 
-        The loop's ring has one entry. Its stamp is the number of the next replay of the loop.
+        Instead of the host's input ring, the body reads a ring with one entry, whose stamp is the
+        number of the next replay of the loop.
         """
         control = self._control
         return [control.row_slot, self.batch, control.loop[1:], 1, 1]

@@ -68,7 +68,7 @@ class DraftMasking:
     stamps
         Timeline of the round. Each wait of the model lane is recorded as a separate part.
     feed
-        Row arrays of the batch bucket.
+        Arrays that the drafter reads and writes.
     draft_sampler
         Samples the drafts: a `ChainSampler` for a chain, a `TreeSampler` for a tree.
     levels

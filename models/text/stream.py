@@ -81,7 +81,7 @@ class Detokenizer:
         self._bytes: dict[int, bytes | None] = {}
 
     def token_bytes(self, token: int) -> bytes | None:
-        """Return the bytes that an id represents; None if the library converts the id.
+        """Return the bytes that an id represents; None if the tokenizers library converts the id.
 
         The result is empty for an id without a token. An id that is out of range raises
         TokenizerError.

@@ -51,9 +51,9 @@ struct Tile {
   int common;  // all rows see the same entries up to this position; -1 if there are several slots
 };
 
-// Returns the index in the KV cache of position `first` + lane % 16 of a row's slot. For a position
-// after that of the row it returns the index of the row's position; the loaded value is then
-// masked.
+// Returns the index in the KV cache of position `first` + lane % 16 of a row's slot. If this
+// position is after the row's own position, the function returns the index of the row's own
+// position, and the caller masks the value that it loads.
 __device__ __forceinline__ int locate(const Pages& pages, const TileRow& row, int first) {
   const int cached =
       cached_at(row.path, min(first + static_cast<int>(threadIdx.x) % STEP, row.pos));

@@ -45,7 +45,7 @@ struct Tile {
   alignas(64) float value[TILE * WIDTH];
 };
 
-// Returns whether the positions before `end` are cached in order for this query.
+// Returns whether the path of `query` has each position before `end` at the same cache position.
 __device__ __forceinline__ bool in_order(const Query& query, int end) {
   return query.path.drafts == 0 || end - 1 <= query.path.base;
 }
@@ -103,8 +103,9 @@ __device__ __forceinline__ void score_keys(const Query* query, const float* key,
 }
 
 // Converts the scores of `count` positions to softmax weights and updates the maximum score and the
-// mass (sum of weights) of the queries. `shrink` receives the factors by which their earlier sums
-// must be multiplied. The weights of a tile are added pairwise, in a fixed tree.
+// mass (sum of weights) of the queries. `shrink` receives, for each query, the factor by which its
+// sums over earlier tiles must be multiplied. The weights of a tile are added pairwise, in a fixed
+// tree.
 template <int COUNT>
 __device__ __forceinline__ void softmax_weights(Query* query, float (*score)[TILE], int count,
                                                 float* shrink) {

@@ -135,8 +135,8 @@ class Elementwise:
     ) -> None:
         """Add the partial products of all ranks, in rank order, and then the residual.
 
-        `partials` is float32[ranks, R, width]. The result is also copied to `copy_to`, unless it is
-        None: an array, and the first column to write. `Products.linear` calls this method for a
+        `partials` is float32[ranks, R, width]. If `copy_to`, an array and the first column to
+        write, is given, the result is also copied there. `Products.linear` calls this method for a
         row-parallel shard.
         """
         ranks, rows, width = partials.shape

@@ -44,13 +44,13 @@ extern "C" __global__ void loop_begin(const int* replay, const int* ring_rows, i
 // Decides after verification whether the loop runs another replay. It does if
 //
 // - a request is active, and each active request has pages for `ahead` positions after its last
-//   token or, if this is less, up to its limit, and for `slack` positions more. `reserved` is the
-//   number of positions with pages, by batch row;
+//   token or, if this is less, up to its limit, and for `slack` positions more;
 // - the output ring will have a free entry;
 // - the loop has run fewer than `max_rounds` replays;
-// - the host does not want the loop to end.
+// - the host has not asked the loop to end.
 //
-// The decision is stored in `last` before the results of the replay are published. One block.
+// `reserved` is, for each batch row, the number of positions that have pages. The decision is
+// stored in `last` before the results of the replay are published. One block.
 extern "C" __global__ void loop_decide(const int* replay, const int* row_slot, int batch,
                                        const Slot* slots, int slot_count, const int* reserved,
                                        int ahead, int slack, const int* end_loop,
