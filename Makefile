@@ -30,12 +30,12 @@ endif
 # Let Python write bytecode files even if the environment disables that, because the tests start
 # hundreds of processes.
 export PYTHONDONTWRITEBYTECODE :=
-# If pytest-xdist is installed, run the tests in parallel: with one process more than there are cores,
-# because some tests wait, but with at most 9 processes. The tests of a file run in one process.
-# PYTEST="-n 0" runs all tests in one process.
+# If pytest-xdist is installed, run the tests in parallel: with two processes more than there are
+# cores, because many tests wait for processes, servers and deadlines, but with at most 9 processes.
+# The tests of a file run in one process. PYTEST="-n 0" runs all tests in one process.
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 PARALLEL = $(if $(shell $(PY) -c "import xdist" 2>&1),, \
-  -n $(shell expr $(CORES) + 1) --maxprocesses 9 --dist loadfile --no-loadscope-reorder)
+  -n $(shell expr $(CORES) + 2) --maxprocesses 9 --dist loadfile --no-loadscope-reorder)
 RUN_TESTS = $(PY) -m pytest $(TESTS)
 
 .PHONY: help setup tree demo demo-llm docs test test-full test-sanitize soak test-cuda gpu \
@@ -62,8 +62,10 @@ else
 install-%:
 	@mkdir -p build && flock build/setup.lock $(MAKE) --silent $(VENV)/.$@
 
-# $(call pip,ARGUMENTS) runs `pip install`, and prints the end of its output if it fails.
-pip = @$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt $(1) \
+# $(call pip,ARGUMENTS) runs `pip install`, and prints the end of its output if it fails. With
+# --no-compile, Python compiles only those modules that are used, when they are first imported.
+pip = @$(PY) -m pip install --quiet --disable-pip-version-check --no-compile \
+  --constraint constraints.txt $(1) \
   > build/pip.log 2>&1 || { tail -n 40 build/pip.log >&2; \
   echo "graft: pip failed (without network access, set VENV=none)" >&2; exit 1; }
 NATIVE_SOURCES := $(shell find native -name "*.cpp" -o -name "*.h" -o -name "*.hpp" -o -name "*.S" \
