@@ -128,9 +128,9 @@ class Device(Context):
     def from_host(self, array: NDArray, dtype: str | None = None) -> DeviceArray:
         """Copy a host array to the device.
 
-        `dtype` is the element type on the device (default: that of `array`), and `array` must have
-        its NumPy storage type. If `dtype` is an 8- or 16-bit float, `array` may also be float32;
-        its values are then rounded.
+        `dtype` is the element type on the device; default: that of `array`. `array` must have the
+        NumPy type in which `dtype` is stored. If `dtype` is an 8- or 16-bit float, `array` may also
+        be float32; its values are then rounded.
         """
         return from_host(self, array, dtype)
 

@@ -124,7 +124,7 @@ class StreamLane:
             call(cu.cuMemcpyDtoDAsync, to.address, source.address, to.nbytes, stream)
 
     def fill(self, dst: Array, byte: int = 0, *, name: str | None = None) -> None:
-        """Set every byte of an array."""
+        """Set every byte of an array to `byte`."""
         address = dst.ptr
         nbytes = dst.nbytes
         keep_captured(self.stream.handle, (dst.owner,))

@@ -13,7 +13,8 @@ NB_MODULE(_native, m) {
   if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
     throw nanobind::import_error("graft runs in Python's main interpreter only");
   }
-  // Types that driver threads use outlive the interpreter on purpose.
+  // Types that driver threads use outlive the interpreter on purpose, so nanobind must not report
+  // them as leaks.
   nanobind::set_leak_warnings(false);
   bind_hostwork(m);
   bind_guide(m);

@@ -18,7 +18,7 @@ inline std::int64_t clock_ns(clockid_t clock) {
 // Returns the time of the clock that Python's time.monotonic_ns() reads.
 inline std::int64_t monotonic_ns() { return clock_ns(CLOCK_MONOTONIC); }
 
-// A short pause inside a spinning loop.
+// Pauses the core briefly. Called in loops that spin.
 inline void cpu_relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();

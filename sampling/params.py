@@ -246,8 +246,8 @@ class SamplingParams:
         """Write bias and token counts in the layout of kernels/adjust.cuh.
 
         `table` int32 [2, V] is overwritten. Row 0 has the bits of each token's float32 bias. Row 1
-        has twice the token's count in `output`, plus 1 if it occurs in `prompt`; both are token
-        ids.
+        has twice the token's count in `output`, plus 1 if it occurs in `prompt`. `prompt` and
+        `output` are token ids.
         """
         bias = table[0].view(np.float32)
         counts = table[1]

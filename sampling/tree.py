@@ -103,10 +103,7 @@ class TreePlan(NamedTuple):
         return table
 
     def _fed_nodes(self, level: int) -> dict[tuple[int, ...], int]:
-        """Return the paths of those nodes of a level that have children.
-
-        Each path is mapped to the index of its node among these nodes.
-        """
+        """Return the indices of the nodes of a level that have children, by the node's path."""
         nodes: dict[tuple[int, ...], int] = {}
         for path in self.paths:
             if len(path) == level + 1:

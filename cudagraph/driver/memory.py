@@ -31,7 +31,7 @@ HostBuffer = ctypes.Array[ctypes.c_ubyte]
 
 
 class Span(NamedTuple):
-    """A contiguous range of pinned host memory or device memory, to copy from or to.
+    """A contiguous range of pinned host memory or device memory that a copy reads or writes.
 
     `address` is a host address for pinned memory, otherwise a device address. `owner` keeps the
     memory alive.
@@ -90,7 +90,7 @@ class Allocation:
         return self._resource
 
     def close(self) -> None:
-        """Release the memory and wait until it is freed, unless a graph still uses it."""
+        """Release the memory. Wait until it is freed, unless a graph still uses it."""
         self._resource = None
         _native.flush(CLOSE_LIMIT_S)
 

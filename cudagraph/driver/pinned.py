@@ -219,7 +219,7 @@ class Ring(PinnedSlots):
         return entry
 
     def publish(self, replay: int) -> None:
-        """Store the replay number as the stamp of its entry, which tells the device to read it.
+        """Store the replay number as the stamp of its entry, so that the device reads the entry.
 
         The caller must have filled the fields of the entry. If the entry is not reserved yet, this
         method reserves it.

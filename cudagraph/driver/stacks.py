@@ -16,7 +16,7 @@ from graft.cudagraph.driver import softstats
 from graft.cudagraph.driver.chooser import SONAME, soft_library
 from graft.native import _native
 
-#: Maximum number of frames shown of each stack.
+#: Maximum number of frames per stack in a report.
 MAX_FRAMES = 12
 #: Seconds to wait for a thread to report its native stack.
 STACK_LIMIT_S = 2.0

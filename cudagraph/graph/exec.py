@@ -25,7 +25,7 @@ CLOSED = -1
 #: Maximum number of replaced sets of kernel operands that are kept for launches in flight. If there
 #: are more, `update_kernel` waits for these launches.
 MAX_REPLACED = 256
-#: CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE.
+#: Result of cuGraphExecUpdate if it rejects the new graph (CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE).
 UPDATE_FAILURE = 910
 #: Interval at which `clear` checks whether work that missed its deadline has returned.
 OVERRUN_POLL_S = 0.001

@@ -113,9 +113,9 @@ class GraphBase(ABC):
         self.programmatic = False
         self.child_graphs: dict[int, Graph] = {}
         self._node_handles: list[Any] = []
-        # Indices of the nodes that the lane's next node depends on, by lane name. The graph stores
-        # this table, not GraphLane: a graph that referred to its lanes would be part of a reference
-        # cycle and would not be freed as soon as it is dropped.
+        # Indices of the nodes that the lane's next node depends on, by lane name. GraphLane does
+        # not store them: a graph that referred to its lanes would be part of a reference cycle and
+        # would not be freed as soon as it is dropped.
         self._tails: dict[str, tuple[int, ...]] = {}
         # Names of lanes whose next node depends on exactly one kernel of the lane and on no mark.
         # Only in these lanes can the next edge be programmatic.
@@ -167,7 +167,7 @@ class GraphBase(ABC):
 
     @contextlib.contextmanager
     def editing(self) -> Iterator[int]:
-        """Lock the definition and return its CUgraph."""
+        """Hold the lock of the definition and yield its CUgraph."""
         with self._lock:
             yield self.handle
 
@@ -461,8 +461,8 @@ class Graph(GraphBase):
     def place_launch_counter(self) -> None:
         """Make the node that counts completed launches depend on all other nodes.
 
-        If the graph does not count launches, do nothing. Otherwise, call this before each use of
-        the definition, because a launch is complete only after nodes that were added later, too.
+        Call this before the definition is instantiated or used for an update, because nodes may
+        have been added since the last call. If the graph does not count launches, do nothing.
         """
         if self.completed is None:
             return
@@ -789,7 +789,7 @@ class GraphLane:
     ) -> None:
         """Add host work like :meth:`mailbox`, but wait for the answer in a one-thread kernel.
 
-        The kernel spins and occupies a block slot of a multiprocessor. It ends after
+        The kernel spins and occupies the place of a thread block on a multiprocessor. It ends after
         ``device_deadline_s`` seconds of the device's clock (default: twice ``deadline_s``), even if
         no host thread runs any more. The other parameters are the same as for :meth:`mailbox`.
         """
@@ -870,8 +870,8 @@ class GraphLane:
     def record(self, name: str | None = None) -> GraphMark:
         """Return a mark at the end of the lane.
 
-        If the lane has no node yet, a lane that waits for the mark waits for the marks that this
-        lane waits for, or for nothing if there are none.
+        If the lane has no node yet, the mark consists of the marks that the lane waits for. If
+        there are none, the mark is the start of the graph.
         """
         return GraphMark(self.graph, name or f"mark on {self.name}", self.graph.tail(self.name))
 

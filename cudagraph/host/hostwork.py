@@ -83,7 +83,7 @@ class PythonWork:
 
 
 def _is_coroutine_or_generator(fn: object) -> bool:
-    """Return whether ``fn`` is a coroutine or generator function, whose call runs no work."""
+    """Return whether ``fn`` is a coroutine or generator function: a call would run no work."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     call_method = type(fn).__dict__.get("__call__")

@@ -56,7 +56,7 @@ __device__ __forceinline__ float to_float(e4m3_t x) {
   return __uint_as_float(bits | (x.bits & 0x80u) << 24);
 }
 
-// Rounds to nearest even; NaN stays NaN.
+// The from_float() functions round to nearest even; NaN stays NaN.
 __device__ __forceinline__ void from_float(float f, float* out) { *out = f; }
 
 __device__ __forceinline__ void from_float(float f, bf16_t* out) {

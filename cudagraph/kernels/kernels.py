@@ -71,7 +71,7 @@ class PackedArgs:
 
     @property
     def address(self) -> int:
-        """Address of the array of pointers to the arguments (``void**``) for the driver."""
+        """Address of the pointers to the arguments, which the driver receives as ``void**``."""
         return ctypes.addressof(self._pointers)
 
 

@@ -59,8 +59,8 @@ class RankGroup:
     All ranks must make matching calls in the same order. The host steps that the calls add to lanes
     must also run in that order, either on one stream or synchronized by marks.
 
-    A thread of rank 0 sends heartbeats, so that the other ranks notice within the deadline that
-    rank 0 has ended while they wait for a request (:meth:`receive_header`).
+    A thread of rank 0 sends heartbeats. If rank 0 ends while the other ranks wait for a request
+    (:meth:`receive_header`), the missing heartbeats tell them so within the deadline.
 
     Parameters
     ----------
@@ -294,7 +294,7 @@ def _native_communicator(mpi: Any, comm: Any) -> Any:
 
 
 class AllGather(ABC):
-    """Interface of all-gathers of at most `max_elements` float32 elements per rank.
+    """Interface of an all-gather with at most `max_elements` float32 elements per rank.
 
     All ranks of the group take part in every all-gather. `forward_limit_s` is the maximum time of a
     forward pass that contains the all-gathers. None means that no limit is needed, because each

@@ -60,7 +60,7 @@ _SAMPLE_INTERVAL_S = 0.05
 # process crashes or exits, _MAX_KILLS if it is killed or stopped from outside.
 _MAX_CRASHES = 2
 _MAX_KILLS = 3
-# Signals by which a process ends because of its own actions.
+# Signals that end a process because of its own actions, such as an invalid memory access.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 # Maximum number of idle processes that are kept for reuse. An engine uses three processes, and
 # starting one takes 0.5 s.
@@ -133,7 +133,7 @@ class ChildProcess:
         self._ready = False  # whether the process has reported that it has started
         self._closed = False
         self._mapped_bytes = 0  # address space of the process when it was ready
-        self._peak_bytes = 0  # maximum growth of the address space since then
+        self._peak_bytes = 0  # maximum growth of the address space after that
         self._finished_setups: set[str] = set()
         _children.add(self)
 
@@ -194,7 +194,7 @@ class ChildProcess:
 
     @property
     def idle(self) -> bool:
-        """Whether the process runs and serves no call."""
+        """Whether the process runs and no call is under way."""
         if not self._call_lock.acquire(blocking=False):
             return False
         self._call_lock.release()
@@ -288,7 +288,7 @@ class ChildProcess:
             raise _Interrupted(f"sent no data for {_PIPE_TIMEOUT_S} s") from error
 
     def _end_if_large(self) -> None:
-        """Kill the process if it has kept a lot of memory after a call."""
+        """Kill the process if its resident memory exceeds `_MAX_RESIDENT_BYTES` after a call."""
         if self._process is not None and memory_of(self._process.pid)[1] > _MAX_RESIDENT_BYTES:
             self._reap(kill=True)
 

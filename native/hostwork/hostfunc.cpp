@@ -74,7 +74,8 @@ Result EagerRecord::launch(std::uint64_t stream, bool spin) {
     const std::lock_guard<std::mutex> lock(enqueued_work.mutex);
     enqueued_work.pending.insert(this);
   }
-  // If the launch succeeds, the record may run and be deleted before the driver call returns.
+  // If the launch succeeds, the record may run and be deleted before the driver call returns, so it
+  // must not be used afterwards.
   const Result result = launch_host(stream, &EagerRecord::entry, this, spin);
   if (result != kSuccess) {
     unregister(this);

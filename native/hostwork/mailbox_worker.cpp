@@ -107,7 +107,7 @@ void run_worker(const std::shared_ptr<Core>& shared) {
   }
 }
 
-// Applies a change under the mutex and wakes the worker thread.
+// Calls `change` with the mutex held, then wakes the worker thread.
 template <typename Change>
 void update_and_wake(Core& core, const Change& change) {
   {

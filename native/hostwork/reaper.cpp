@@ -27,7 +27,8 @@ class Reaper {
 
   void run() {
     // CUDA considers freeing potentially unsafe during a stream capture and would invalidate the
-    // capture. Nothing that is freed here belongs to captured work, so this thread opts out.
+    // capture. Nothing that is freed here belongs to captured work, so this thread disables the
+    // check.
     int mode = kCaptureModeRelaxed;
     driver().thread_exchange_capture_mode(&mode);
     while (true) {
@@ -133,7 +134,7 @@ class ResourceRelease final : public Reapable {
     live.fetch_sub(1);
   }
 
-  bool owned = true;  // set before the object is retired
+  bool owned = true;  // changed only before the object is retired
 
  private:
   const ResourceKind kind_;

@@ -81,7 +81,7 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   bool pending(Failure* out) const;
   void clear();
 
-  // Returns the number to add to a record's run count to get the replay number of the executable.
+  // Returns the number that is added to a record's run count to compute the replay number.
   std::int64_t base() const;
   void set_base(std::int64_t base) { base_.store(base, std::memory_order_release); }
 
@@ -107,7 +107,7 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   std::atomic<std::int64_t> launched_{0};
   std::atomic<GraphState*> parent_{nullptr};
   std::shared_ptr<GraphState> parent_owner_;
-  std::int64_t parent_launches_at_join_ = 0;  // launches of the parent before the move
+  std::int64_t parent_launches_at_join_ = 0;  // launches of the parent before set_parent()
   void (*failure_callback_)(GraphState&) = nullptr;
   mutable std::mutex listeners_mutex_;
   std::vector<std::weak_ptr<LaunchListener>> listeners_;

@@ -83,7 +83,7 @@ void watch(const std::shared_ptr<Port>& port) {
     if (!watchdog.started) std::thread(run_watchdog).detach();
     watchdog.started = true;
   }
-  // Exec wakes the watchdog at each launch. A graph may also be launched by other means, so the
+  // Exec wakes the watchdog at each launch. A graph may also be launched without Exec, so the
   // watchdog is woken here as well.
   wake_watchdog();
 }

@@ -31,7 +31,7 @@ namespace {
 using Times = std::vector<std::uint64_t>;
 
 constexpr std::size_t kMaxGaps = 1 << 16;
-constexpr std::uint64_t kGapNs = 5000;                // minimum time between two ticks of a gap
+constexpr std::uint64_t kGapNs = 5000;                // a longer time between two ticks is a gap
 constexpr std::uint64_t kTickTimeoutNs = 1000000000;  // maximum time in await_busy_thread()
 constexpr unsigned kPollUs = 20;
 
@@ -83,7 +83,7 @@ struct ReplayOptions {
 struct Samples {
   Times launched;      // times of launch and end of each replay, CLOCK_MONOTONIC
   Times join;          // ns between the two stamps of each replay
-  Times hops;          // (entry, return) of each host step of each replay
+  Times hops;          // entry and return time of each host step of each replay
   Times body_written;  // copies of ReplayOptions::body_written, taken after each replay
 };
 

@@ -20,7 +20,7 @@ namespace stacks {
 namespace {
 
 constexpr int kMaxFrames = 96;
-constexpr int kSignalFrames = 2;  // the handler and the return trampoline
+constexpr int kSignalFrames = 2;  // frames to omit: the handler and the return trampoline
 
 enum State : int { kIdle, kRequested, kWriting, kAnswered };
 

@@ -34,7 +34,8 @@ enum class Kind {
   count_
 };
 
-// Node i writes cell i. Empty and event nodes write nothing.
+// A node of the graph. Node i writes cell i of the test's memory (see stress_cell.h). Empty and
+// event nodes write nothing.
 struct NodeSpec {
   Kind kind = Kind::plain;
   unsigned salt = 0;

@@ -51,8 +51,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     raw[first + i] = legal<false>(row, legal_word<false>(row, i & ~31), i) ? x[i] : MINUS_INFINITY;
   }
   if (position + 1 >= slot.earliest_stop) return;
-  // At positions below `earliest_stop`, stop ids are illegal. They stay legal if no other id is
-  // legal, for example at the end of a grammar.
+  // At positions below `earliest_stop`, stop ids are illegal, unless no other id is legal, for
+  // example at the end of a grammar.
   u64 other = 0;
   for (int i = own.begin + tid; i < own.end && other == 0; i += BLOCK) {
     const u32 word = legal_word<false>(row, i & ~31);

@@ -1,5 +1,5 @@
 // Adjustments of a request's logits: bias, allowed and banned ids, and penalties. They apply to the
-// rows of the target and of the drafter, so that the drafter proposes what the target may generate.
+// rows of the target and of the drafter, so that drafts are ids that the target may generate.
 //
 // The table of a slot is int [2][vocab_size]. Row 0 has the bits of each id's float bias, which is
 // -inf for a banned id. Row 1 has twice the number of times that the id was generated, plus 1 if
@@ -18,13 +18,14 @@ struct Columns {
   const int* t2d;  // column of each target id; -1: none
 };
 
-// Adjusts the logit of an id that occurs `drafted` times among the drafts on the path to the row.
-// The formula is documented in sampling/params.py.
+// Returns the adjusted logit of an id with logit `x`. The id occurs `drafted` times among the
+// drafts on the path to the row. SamplingParams in sampling/params.py documents the formula.
 __device__ __forceinline__ float adjusted(const Slot& slot, const int* table, int vocab_size,
                                           int id, float x, int drafted) {
   if (slot.adjust & ADJUST_BIAS) {
     const float bias = __uint_as_float(static_cast<u32>(table[id]));
-    x = bias == MINUS_INFINITY ? bias : fadd(x, bias);  // the logit of a banned id is ignored
+    x = bias == MINUS_INFINITY ? bias
+                               : fadd(x, bias);  // -inf for a banned id, even if x is NaN or +inf
   }
   if (slot.adjust & ADJUST_COUNTS) {
     const int known = table[vocab_size + id] + 2 * drafted;

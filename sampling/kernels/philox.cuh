@@ -35,9 +35,9 @@ __device__ __forceinline__ float fdiv(float a, float b) { return a / b; }
 #define LN2_HIGH 0.693145751953125f
 #define LN2_LOW 1.42860682030941723212e-06f
 
-// exp(x) for x <= 0; exactly 0 for x < -87. The result is therefore never subnormal: exp(x) is
-// below the smallest normal number only for x < -87.33. Range reduction by log 2, then the Taylor
-// polynomial of degree 7 on |r| <= log(2) / 2.
+// Returns exp(x) for x <= 0; exactly 0 for x < -87. The result is therefore never subnormal: exp(x)
+// is below the smallest normal number only for x < -87.33. The method is range reduction by log 2,
+// followed by the Taylor polynomial of degree 7 on |r| <= log(2) / 2.
 __device__ __forceinline__ float exp_nonpositive(float x) {
   const float y = x < -87.0f ? -87.0f : x;
   // Adding and subtracting 1.5 * 2^23 rounds to the nearest integer.
@@ -55,8 +55,8 @@ __device__ __forceinline__ float exp_nonpositive(float x) {
   return x < -87.0f ? 0.0f : result;
 }
 
-// log(1 + f) for -0.2929 < f <= 0.4143, by the series of 2 artanh(f / (2 + f)). Accurate near f =
-// 0.
+// Returns log(1 + f) for -0.2929 < f <= 0.4143, by the series of 2 artanh(f / (2 + f)). The result
+// is accurate near f = 0.
 __device__ __forceinline__ float log1p_small(float f) {
   const float s = fdiv(f, fadd(2.0f, f));
   const float z = fmul(s, s);
@@ -68,7 +68,8 @@ __device__ __forceinline__ float log1p_small(float f) {
   return fadd(twice, fmul(twice, fmul(t, z)));
 }
 
-// log(y) for normal y > 0, computed from a mantissa in [sqrt(1/2), sqrt(2)) and an exponent.
+// Returns log(y) for normal y > 0, computed from a mantissa in [sqrt(1/2), sqrt(2)) and an
+// exponent.
 __device__ __forceinline__ float log_positive(float y) {
   const unsigned int bits = __float_as_uint(y);
   const unsigned int shifted = bits - 0x3f3504f3u;  // sqrt(1/2)
@@ -137,12 +138,12 @@ __device__ __forceinline__ unsigned int noise_word(const Noise& noise, unsigned 
   return word_of(noise_words(noise, id >> 2), id);
 }
 
-// Uniform number in [0, 1) from the upper 24 bits; every value is exact in fp32.
+// Returns a uniform number in [0, 1) from the upper 24 bits of x. Every value is exact in fp32.
 __device__ __forceinline__ float uniform24(unsigned int x) {
   return static_cast<float>(x >> 8) * 5.9604644775390625e-08f;
 }
 
-// Exponential variate E = -log1p(-v) with v = min((x + 1/2) 2^-32, 1 - 2^-24).
+// Returns the exponential variate E = -log1p(-v) with v = min((x + 1/2) 2^-32, 1 - 2^-24).
 //
 // Categorical sampling by the exponential race, argmax(p / E), is equivalent to the Gumbel-max
 // trick, argmax(log p + Gumbel), with Gumbel = -log(E). The race needs one logarithm instead of

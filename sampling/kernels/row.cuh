@@ -20,8 +20,8 @@
 #include "philox.cuh"
 
 #ifdef __SOFTCUDA__
-// This option of the soft device's compiler takes 2/3 of the compile time of -O3. The kernels are
-// as fast as with -O3.
+// With this option, the soft device's compiler needs 2/3 of the time that it needs with -O3, and
+// the kernels are equally fast.
 #pragma softcuda quick
 #endif
 
@@ -50,7 +50,7 @@ struct CrossBlockScratch {
   unsigned long long floor;
   int end;
   unsigned int arrived;
-  unsigned int spans[COUNTS];  // Histogram<SPANS>
+  unsigned int spans[COUNTS];  // memory of a Histogram<SPANS>
 };
 
 // For each bin, the number of its columns (members) and the sum of their weights in fixed point
@@ -137,7 +137,7 @@ struct Slice {
   int end;
 };
 
-// Columns of a row that this block processes, in whole mask words.
+// Returns the columns of a row that this block processes, in whole mask words of 32 columns.
 __device__ __forceinline__ Slice own_slice(int size) {
   const int parts = static_cast<int>(gridDim.y);
   const int most = ((size + 31) / 32 + parts - 1) / parts * 32;
@@ -353,7 +353,7 @@ struct Weights {
     }
   }
 
-  // Sets the weights that min_p removes from a slice to 0.
+  // Sets to 0 the weights of a slice that are below the bound of min_p.
   __device__ __forceinline__ void apply_min_p(const Slice& own) const {
     const float least = min_weight();
     if (!(least > 0.0f)) return;
@@ -563,8 +563,8 @@ __device__ __forceinline__ u64 draw_packed(const Slice& own, const int* map, con
         words = noise_words(noise, cached);
       }
       const u32 x = word_of(words, id);
-      // The variate E is at least v. A token that would lose the race even with v in place of E
-      // cannot win, so its logarithm is not computed. The comparison has a margin that is far
+      // The variate E = -log(1 - v) is at least v. A token that would lose even with v in place of
+      // E cannot win, so its logarithm is not computed. The comparison has a margin that is far
       // greater than the rounding errors, so the winner is never skipped.
       if (w < best * (static_cast<float>(x) * 2.328e-10f)) continue;
       const float score = fdiv(w, exponential(x));

@@ -16,7 +16,7 @@ __device__ inline int relaxed_token(const Slot& slot, int draft_len, int j, cons
     strict = strict || ((path_of(slot, j) >> i & 1) && slot.drafts[i] == slot.relaxed_until);
   }
   if (strict) return token;
-  u64 top = 0;  // positive floats are ordered like their bits
+  u64 top = 0;  // the bits of positive floats are ordered like the floats
   for (int i = static_cast<int>(threadIdx.x); i < vocab_size; i += BLOCK) {
     top = __float_as_uint(p[i]) > top ? __float_as_uint(p[i]) : top;
   }
@@ -111,7 +111,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 // In probe modes, the grammar has tested candidates, and the draft is a point mass: the first legal
 // candidate in the order in which the target will prefer tokens. If no candidate was legal (answer
 // -1), the grammar has filled mask row j - 1 instead, and the draft is sampled under this row.
-// Requests without a grammar are not probed; their drafts are sampled from q.
+// Requests without a grammar are not probed; their drafts are sampled from the drafter's
+// distribution.
 //
 // If the grammar forces a token, this token is the draft, even if the drafter's vocabulary does not
 // contain it.

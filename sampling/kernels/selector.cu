@@ -1,5 +1,5 @@
 // Token selector of the drafter DFlash2 (models/drafters/dflash2.py). DFlash2 computes the logits
-// of all draft levels at once. The selector then corrects the logits of the best ids of a level for
+// of all draft levels at once. The selector then adjusts the logits of the best ids of a level to
 // the token that precedes them.
 #include "best.cuh"
 

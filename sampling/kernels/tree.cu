@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
   const float inverse_temperature = sampled ? fdiv(1.0f, slot.temperature) : 1.0f;
   const Noise noise = {slot.seed, position, PURPOSE_NOISE | static_cast<u32>(slot.sample) << 8};
   const float minus_infinity = __uint_as_float(0xff800000u);
-  u64 top = 0;  // positive floats are ordered as their bits
+  u64 top = 0;  // the bits of positive floats are ordered like the floats
   for (int i = tid; i < draft_vocab; i += BLOCK) {
     if (!(score[i] > minus_infinity)) continue;
     float weight = exp_nonpositive(fmul(fadd(score[i], -best_logit), inverse_temperature));
@@ -138,8 +138,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 1)
 }
 
 // Writes the legal children of one parent, at most `branch`. Their probabilities are normalized
-// over all ids except for the candidates that the grammar has rejected. The normalizer is the sum
-// of the other candidates and of `others`, the mass of the ids that are not candidates. It is not
+// over all ids except for the candidates that the grammar has rejected. The normalizer is the mass
+// of the other candidates plus `others`, the mass of the ids that are not candidates. It is not
 // computed as 1 minus the mass of the rejected candidates, because they may have almost all of the
 // mass.
 __device__ inline void add_children(const TreeSize& tree, const int* ids, const float* values,
