@@ -124,8 +124,8 @@ def _run(arguments: Sequence[str] | None, has_stdout: bool) -> int:
 def _is_first_rank(options: argparse.Namespace) -> bool:
     """Join the group of tensor parallel ranks, and return whether this process has rank 0.
 
-    On any other rank, this function works for the engine of rank 0 until the run ends, and then
-    returns False.
+    On any other rank, this function computes that rank's part of the model until the run of rank 0
+    ends, and then returns False.
     """
     from graft.cudagraph.ranks.ranks import RankGroup
     from graft.models.llm.worker_rank import run_worker

@@ -57,7 +57,7 @@ class Edge:
     number: int  #: index of the edge among the edges of its process
     #: Resources that the thread held and requested. A resource is ``"GIL"``, ``"driver lock"`` (any
     #: lock of the driver) or ``"device work"``. A thread holds device work if the device cannot
-    #: complete the work before the thread continues, and requests device work by waiting for it.
+    #: complete the work before the thread continues. It requests device work if it waits for it.
     holds: list[str]
     wants: list[str]
     #: Name of the driver function that the thread called, or of the function that the driver called

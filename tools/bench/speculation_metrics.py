@@ -215,8 +215,8 @@ def _predict_group(
 ) -> dict[str, Any]:
     """Predict the throughput of the chains in `group`, which differ only in length.
 
-    The configuration without speculation that has the same temperature and batch size is added from
-    `baselines`, with length 0.
+    `baselines` has the configurations without speculation. The one with the same temperature and
+    batch size is added to the group as length 0.
     """
     longest = max(group, key=itemgetter("length"))
     same_run = itemgetter("temperature", "batch")

@@ -18,8 +18,8 @@ UNKNOWN = 2
 CONTROL = 3
 USER_DEFINED = 4
 
-#: Pre-tokenization pattern of Llama 3 and Qwen2. "%s" stands for the repetition of a digit, which
-#: limits the length of a group of digits.
+#: Pre-tokenization pattern of Llama 3 and Qwen2. "%s" is replaced with a quantifier, which
+#: limits the number of digits in a group.
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+"
     r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

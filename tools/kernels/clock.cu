@@ -6,8 +6,8 @@ extern "C" __global__ void stamp_ns(unsigned long long* stamps, int index) {
   stamps[index] = global_timer_ns();
 }
 
-// Blocks the stream until the host sets `word`, in pinned memory, to a value other than 0, but for
-// at most `limit` nanoseconds. Must be launched with one thread.
+// Blocks the stream until the host sets `word`, which is in pinned memory, to a value other than 0,
+// or until `limit` nanoseconds have passed. Must be launched with one thread.
 extern "C" __global__ void hold(const int* word, unsigned long long limit) {
   const unsigned long long begin = global_timer_ns();
   while (*static_cast<const volatile int*>(word) == 0 && global_timer_ns() - begin < limit) {

@@ -110,8 +110,8 @@ def ray_cluster(count: int) -> Iterator[Callable[[], Actor]]:
     only this process and its replicas know. Ray's usage statistics are disabled. When the context
     ends, the cluster is shut down and its files are deleted.
 
-    OptionError is raised if the extra ``replicas`` is not installed or there are fewer GPUs than
-    replicas, EngineError if Ray does not start.
+    Raise OptionError if the extra ``replicas`` is not installed or there are fewer GPUs than
+    replicas. Raise EngineError if Ray does not start.
     """
     ray = _import_ray()
     device = os.environ.get("GRAFT_DEVICE") or "auto"

@@ -183,7 +183,7 @@ class Service:
     def check_capacity(self) -> None:
         """Check that the server can accept another request.
 
-        ApiError is raised if the server is draining, the engine has failed, or too many requests
+        Raise ApiError if the server is draining, the engine has failed, or too many requests
         are in progress.
         """
         if self.draining:
@@ -200,7 +200,7 @@ class Service:
     async def read_body(self, request: HttpRequest) -> dict[str, Any]:
         """Read the JSON body of a request and return its fields.
 
-        ApiError is raised if the body is too large, arrives too slowly or is not a JSON object, if
+        Raise ApiError if the body is too large, arrives too slowly or is not a JSON object, if
         its media type is not ``application/json``, or if too many bodies arrive at the same time.
         """
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -551,7 +551,7 @@ async def _events(
 ) -> AsyncIterator[tuple[int, Event]]:
     """Yield the events of an API request, each with the index of its engine request.
 
-    ApiError is raised if the engine refused one of the API request's engine requests, or if one of
+    Raise ApiError if the engine refused one of the API request's engine requests, or if one of
     them failed or was cancelled.
     """
     async for index, event in stream:

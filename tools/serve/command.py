@@ -199,7 +199,7 @@ def parse_drain(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     """Run the server until a signal stops it, and return the exit status 0.
 
-    OptionError is raised if a package that serving requires is not installed, or the address cannot
+    Raise OptionError if a package that serving requires is not installed, or the address cannot
     be bound.
     """
     try:
@@ -273,7 +273,7 @@ def is_loopback(host: str) -> bool:
 def _open_driver(options: argparse.Namespace) -> Iterator[EngineDriver | Replicas]:
     """Open the engine, or several replicas of it, for as long as the context lasts.
 
-    OptionError is raised if options contradict each other.
+    Raise OptionError if options contradict each other.
     """
     from graft.tools.serve.engine_driver import EngineDriver
 

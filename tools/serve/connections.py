@@ -39,7 +39,7 @@ _logger = logging.getLogger("uvicorn.error")
 def max_connections(max_requests: int) -> int:
     """Return the maximum number of connections for a maximum number of requests in progress.
 
-    OptionError is raised if the limit of open files of this process is too low for a server.
+    Raise OptionError if the limit of open files of this process is too low for a server.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd")) + RESERVED_DESCRIPTORS

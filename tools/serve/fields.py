@@ -29,8 +29,9 @@ _ALLOWED = {
 class Fields(BaseModel):
     """An object in a request. A value of null counts as absent.
 
-    A validator raises the result of `rule_error`, or `ApiError` if the message needs another form.
-    pydantic does not catch `ApiError`. Values of type ``Any`` are checked elsewhere.
+    A validator raises the result of `rule_error`, and `_to_api_error` writes the message. If the
+    message needs another form, the validator raises `ApiError`, which pydantic does not catch.
+    pydantic does not check values of type ``Any``; other code does.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -75,7 +76,7 @@ def read_fields(
 ) -> FieldsT:
     """Validate the fields `given` of a request and return them as an instance of `model`.
 
-    ApiError is raised if a field is unknown or invalid. `served` is the name of the language model
+    Raise ApiError if a field is unknown or invalid. `served` is the name of the language model
     that the server runs. If the request asks for another one, the error has status 404. If `served`
     is None, the name of the language model is not checked.
     """

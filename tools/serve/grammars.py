@@ -57,7 +57,7 @@ def find_grammars(
     either a sequence of calls or text that matches this grammar. If the model must call a tool, the
     request can also have a response_format, which must be valid but has no effect.
 
-    ApiError or RequestError is raised if the request has more than one grammar, or the grammar is
+    Raise ApiError or RequestError if the request has more than one grammar, or the grammar is
     too large.
     """
     found = [*_response_format(body), *_structured_outputs(body)]
@@ -187,7 +187,7 @@ def make_grammar_spec(grammar: FoundGrammar) -> GrammarSpec | None:
 
     Whether a backend can enforce the grammar is not checked: this can take long, and the engine
     compiles slow grammars without delaying others. Results are cached, because clients often send
-    the same grammar in many requests. GrammarError or OptionError is raised if the grammar is
+    the same grammar in many requests. Raise GrammarError or OptionError if the grammar is
     invalid.
     """
     key = grammar.key

@@ -105,7 +105,7 @@ def _convert(message: _Message, template: str) -> dict[str, Any]:
     if message.tool_call_id is not None:
         converted["tool_call_id"] = message.tool_call_id
     converted |= message.model_extra or {}
-    # The API has two names for reasoning, and templates use either one.
+    # Templates read the reasoning from one of two keys, so the message gets both.
     reasoning = message.reasoning
     if message.reasoning_content is not None:
         reasoning = message.reasoning_content

@@ -25,7 +25,7 @@ async def score_prompts(
 ) -> list[list[Logprob]]:
     """Return, for each prompt, the log probabilities of its tokens except for the first token.
 
-    For each position, the result also has the `count` most likely tokens. ApiError is raised if a
+    For each position, the result also has the `count` most likely tokens. Raise ApiError if a
     prompt is invalid, or the engine fails.
     """
     return [await _score_prompt(driver, prompt, count) for prompt in prompts]

@@ -104,7 +104,7 @@ class _RoutedRequest:
 
         A restarted request generates its first tokens a second time, although an earlier replica
         has delivered some of them. If the event contains nothing new, the result is None.
-        EngineError is raised if the tokens differ from those of an earlier replica.
+        Raise EngineError if the tokens differ from those of an earlier replica.
         """
         token_start, character_start = self.received
         overlap = max(0, len(self.tokens) - token_start)
@@ -245,7 +245,7 @@ class Replicas:
         """Submit a request.
 
         The events of the request are put into `sink`. The last event always has an output, even if
-        the request fails. OptionError is raised if `timeout_s` is invalid. The engines check all
+        the request fails. Raise OptionError if `timeout_s` is invalid. The engines check all
         other fields.
         """
         check_timeout(request.timeout_s)  # otherwise, `_RoutedRequest.start` could raise an error

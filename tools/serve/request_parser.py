@@ -126,7 +126,7 @@ class RequestParser:
         """Convert an API request to requests of the engine.
 
         `grammar` is the grammar of the output. `schema` is the JSON schema of the output, which is
-        passed to the chat template. ApiError or another GraftError is raised if a field is invalid.
+        passed to the chat template. Raise ApiError or another GraftError if a field is invalid.
         The engine checks most sampling parameters on submission.
         """
         reasoning_starts: list[bool | None]
@@ -222,8 +222,8 @@ class RequestParser:
     def chat_prompt(self, body: PromptFields) -> list[int]:
         """Apply the chat template to the messages of a request, and return the prompt's tokens.
 
-        ApiError or RequestError is raised if a field is invalid or the template rejects the
-        messages, TemplateUnavailableError if no child process could render the template.
+        Raise ApiError or RequestError if a field is invalid or the template rejects the messages.
+        Raise TemplateUnavailableError if no child process could render the template.
         """
         return self._render(body, self._read_messages(body), None)
 
@@ -436,7 +436,7 @@ class RequestParser:
 def _without_bad_words(texts: list[str], grammar: GrammarSpec | None) -> GrammarSpec | None:
     """Return a grammar that excludes the bad words `texts`; if there are none, return `grammar`.
 
-    ApiError is raised if there are bad words and a grammar, because they cannot be combined.
+    Raise ApiError if there are bad words and a grammar, because they cannot be combined.
     """
     if not texts:
         return grammar

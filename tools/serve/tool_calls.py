@@ -35,7 +35,7 @@ def choose_tools(definitions: Sequence[dict[str, Any]], choice: Any, parallel: b
 
     `definitions` are the function definitions in the request's field ``tools``. `choice` is the
     field ``tool_choice``; None if it is absent. `parallel` is the field ``parallel_tool_calls``.
-    ApiError is raised if two functions have the same name, or ``tool_choice`` is invalid.
+    Raise ApiError if two functions have the same name, or ``tool_choice`` is invalid.
     """
     functions: dict[str, dict[str, Any]] = {}
     for definition in definitions:

@@ -392,8 +392,8 @@ def make_rows(args: argparse.Namespace) -> None:
             rows.append(Row(ids, len(ids), kind))
             matchers.append(None if spec is None else backend.compile(spec).matcher())
         generate(model, rows, matchers, max_tokens, tokenizer.stop_ids[0])
-        # Drop answers with a grammar that are cut off by the token limit: they are mostly endless
-        # repetitions and not documents.
+        # Drop an answer under a grammar if the token limit cuts it off: it is probably an endless
+        # repetition and not a document.
         rows = [row for row in rows if row.ids[-1] in tokenizer.stop_ids or not row.legal]
         path = args.work / "rows" / f"{args.seed}-{number:04}.pt"
         partial = path.with_suffix(".part")

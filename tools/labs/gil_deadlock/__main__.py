@@ -1,4 +1,4 @@
-"""Test which driver calls that hold the GIL deadlock with which callbacks.
+"""Test which driver calls deadlock with which callbacks if the caller holds the GIL.
 
     python -m graft.tools.labs.gil_deadlock [--short] [--case PATTERN:TRANSPORT:MODEL[:released]]
 
@@ -107,9 +107,9 @@ class Result:
 def expected_outcome(case: Case) -> str:
     """Return the outcome that follows from the lock model of the soft device.
 
-    A driver call that is made while holding the GIL hangs if it waits for a callback that needs the
-    GIL, or for a lock that is held during this callback. If the call requests such a lock but gets
-    it without waiting, the case completes and is a potential deadlock.
+    If the caller of a driver function holds the GIL, the call hangs if it waits for a callback that
+    needs the GIL, or for a lock that the driver holds during this callback. If the call requests
+    such a lock but gets it at once, the case completes and is a potential deadlock.
 
     A mailbox worker holds no driver lock. It delays only the device, so that a driver call hangs
     only if it waits for the device. The mailbox's deadline then ends the wait.

@@ -33,7 +33,7 @@ from graft.cudagraph.host.hostwork import HostWork, NativeWork, PythonWork
 from graft.cudagraph.kernels.compiler import KernelSource, compile_source
 
 CLOCK_KERNELS = Path(__file__).parents[2] / "kernels" / "clock.cu"
-#: Driver calls that are made while holding the GIL.
+#: Driver calls that a case makes while its thread holds the GIL, by pattern name.
 PATTERNS = {
     "alloc": "cuMemAlloc",
     "hostfunc": "cuLaunchHostFunc",

@@ -29,7 +29,7 @@ def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
 
     Clients expect arguments to be an object. If the schema ``parameters`` also allows other values,
     the type "object" is therefore added to it. Otherwise, it is not added, because XGrammar refuses
-    a type next to a union. ApiError is raised if ``parameters`` is not a JSON schema, or allows no
+    a type next to a union. Raise ApiError if ``parameters`` is not a JSON schema, or allows no
     objects.
     """
     given = function.get("parameters") or NO_ARGUMENTS

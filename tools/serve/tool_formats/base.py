@@ -74,7 +74,7 @@ class ToolFormat(ABC):
     def parse(self, source: TextSource, tools: ToolChoice) -> Steps[None]:
         """Yield the content and the calls of an output that has the format `output` or `calls`.
 
-        Mismatch is raised if the output ends early, or does not have this format.
+        Raise Mismatch if the output ends early, or does not have this format.
         """
 
     def call_id(self, random_hex: str) -> str:

@@ -90,7 +90,7 @@ class TextSource:
         return taken
 
     def wait(self) -> Steps[None]:
-        """Wait for more text by yielding None. Mismatch is raised if the output has ended."""
+        """Wait for more text by yielding None. Raise Mismatch if the output has ended."""
         if self._has_ended:
             raise Mismatch
         yield None
