@@ -103,7 +103,7 @@ class AutomatonRig:
         self.sampler.arrays.results.copy_from(rows)
 
     def check_cache(self) -> None:
-        """Check that the tables in use and the row cache agree (invariant 4 of RowCache)."""
+        """Check that tables and row cache agree (invariant 4 of RowCache in automaton.cuh)."""
         self.stream.synchronize()
         automata = self.automata
         memory = automata._memory.to_host()

@@ -138,7 +138,7 @@ def test_regex_automaton_has_masks_of_llguidance(pattern):
 
 
 def test_regex_automaton_accepts_same_texts_as_python():
-    """All texts of up to four characters, for patterns that Python reads in the same way."""
+    """Automata and ``re`` accept the same texts of up to four characters."""
     alphabet = "ab1-"
     texts = [""]
     for _ in range(4):

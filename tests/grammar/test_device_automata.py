@@ -132,7 +132,7 @@ def committed_tokens(generator, spec, history, tree):
 
 @pytest.mark.parametrize("is_chain", [True, False], ids=["chain", "tree"])
 def test_device_automaton_follows_commits_and_drafts(device, stream, shape, is_chain):
-    """Rows of random drafts in random rounds, where some requests are left out of rounds."""
+    """In random rounds, some without some requests, the rows of random drafts are correct."""
     generator = random.Random(int(is_chain))
     kinds = [*GRAMMARS] * 2
     mode = DraftMode.chain(4, "none") if is_chain else DraftMode(drafts=4, levels=4, branch=2)
@@ -251,7 +251,7 @@ def fill_states(rig, spec, texts, epoch):
 
 
 def test_row_cache_is_bounded_and_rows_stay_correct(device, stream, shape):
-    """Random states of grammars that replace each other, with room for few rows and tables."""
+    """With room for few rows and tables, rows of random states of many grammars are correct."""
     generator = random.Random(5)
     specs = [*GRAMMARS.values(), GrammarSpec.regex("[ab]{1,9}"), GrammarSpec.regex("(ab|c)*")]
     texts = {spec: visiting_texts(table_of(spec), 60) for spec in specs}

@@ -233,7 +233,7 @@ def test_ebnf_options_without_finite_text_are_never_begun(backend, rest):
     ["[a-z]{0,1000}", "(([a-z]{0,9}){0,9}){0,9}", "([a-z]? [0-9]?){500}", '(""){1000000000}'],
 )
 def test_ebnf_translation_counts_few_connections(backend, string):
-    """The time to search for conflicts grows with the number of connections in a terminal."""
+    """On average, a position has at most four successors; the time grows with their number."""
     node = llguidance_ebnf._Parser(f"root ::= {string}").parse()["root"]
     positions = llguidance_ebnf._Positions.of(node)
     connections = sum(map(len, positions.following))

@@ -40,7 +40,7 @@ def test_compile_service_reports_the_error_of_grammar_check(serve, spec):
 
 @pytest.mark.full
 def test_engine_fails_request_with_ambiguous_grammar():
-    """The time of each token doubles. The request fails, and other requests are unaffected."""
+    """Each token takes twice as long as the last. The request fails; others are unaffected."""
     text = '"a"'
     for depth in range(60):
         text = f"({text})" + ("*" if depth % 2 == 0 else "{1,9}")

@@ -197,7 +197,7 @@ def test_native_matcher_accepts_runs_of_tokens(name):
 
 
 def test_llguidance_matcher_accepts_runs_under_limits_of_tokens():
-    """LLGuidance may ignore limits of tokens when it validates several tokens at once."""
+    """LLGuidance may ignore limits on numbers of tokens if it validates several tokens together."""
     spec = GrammarSpec.lark('start: "a" word "d"*\nword[max_tokens=2]: /[a-c]+/')
     grammar = LLGuidanceBackend(vocabulary()).compile(spec)
     for text in itertools.product(b"abd", repeat=5):
@@ -215,7 +215,7 @@ def test_llguidance_matcher_accepts_runs_under_limits_of_tokens():
     "word", ["word[max_tokens=5]: /[a-c]+/", 'word[stop="x"]: /[a-c]*/'], ids=["max_tokens", "stop"]
 )
 def test_llguidance_matcher_rolls_back_lexemes_with_limits(word):
-    """LLGuidance does not roll back such lexemes; the matcher accepts the tokens again instead."""
+    """LLGuidance cannot roll back lexemes with limits; the matcher accepts the tokens again."""
     spec = GrammarSpec.lark(f'start: "a" word "d"*\n{word}')
     grammar = LLGuidanceBackend(vocabulary()).compile(spec)
     matcher = grammar.matcher()

@@ -115,7 +115,7 @@ DOCUMENTS: list[dict[str, Any]] = [
         }
     },
     {
-        # Without the patterns, the other keyword would forbid the required property.
+        # Without the patterns, additionalProperties would forbid the required property.
         "type": "object",
         "required": ["name"],
         "patternProperties": {"name": STRING, "tags": INTEGER},

@@ -1,4 +1,4 @@
-"""The structured-output backend for SGLang, against the classes of the installed SGLang."""
+"""Tests of the structured-output backend for SGLang with the classes of the installed SGLang."""
 
 from __future__ import annotations
 

@@ -490,7 +490,7 @@ def test_masks_of_random_formats_agree_with_accepted_tokens():
 
 
 def test_trigger_lookup_finds_triggers_that_begin_a_text():
-    """Compared with `str.startswith`, for triggers of several lengths, some of them equal."""
+    """The lookup agrees with `str.startswith`, also for equal triggers and different lengths."""
     rng = random.Random(1)
     for _ in range(300):
         triggers = ["".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(6)]

@@ -1,4 +1,4 @@
-"""Matchers and compilers with the interface of XGrammar, against languages that are enumerated."""
+"""Matchers and compilers with XGrammar's interface, compared with enumerated languages."""
 
 from __future__ import annotations
 

@@ -233,7 +233,8 @@ class TableRound:
         self.sample(self.upload(chosen), placed)
         self.sampler.verifier.verify(self.lane, placed, self.ring)
         if self.waits_for_kernels:
-            self.stream.synchronize()  # reports a kernel's fault, for which the ring would wait
+            # Raise the error of a kernel's fault; the ring would wait for the results in vain.
+            self.stream.synchronize()
         self.ring.synchronize(self.replay, 30.0)
         out = self.results(self.replay)
         self.ring.release(self.replay)

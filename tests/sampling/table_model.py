@@ -274,7 +274,7 @@ def _fill_rows(
             legal = table.legal[above[:, 0], above[:, 1], pairs[:, j, 1]]
             exists[:, j] = exists[every, parent] & (j <= there) & legal
         ready = exists[:, j].copy()
-        if case.late and j > 0:  # a choice by the prefix alone
+        if case.late and j > 0:  # the prefix alone decides whether a row is late
             ready &= (pairs[:, j].sum(axis=1) + state["n"]) % 3 != 0
         row_state: Any = np.where(ready, ref.READY, ref.NOT_READY)
         legal = table.legal[pairs[:, j, 0], pairs[:, j, 1]]

@@ -66,7 +66,7 @@ def test_draft_chain_matches_reference(make_round, block, mapped, how):
     """Drafts, draft kinds, probability tables, candidates and records match the reference.
 
     Half of the slots have logit adjustments, which apply to the drafter too. Slots that committed
-    nothing do not change. A probed draft is the grammar's answer. If no
+    nothing do not change. With probes, the draft is the candidate that the grammar accepts. If no
     candidate is legal, the draft is sampled under the mask row. Without an answer to the current
     probe, there is no draft. Requests without a grammar are not probed.
     """

@@ -182,7 +182,8 @@ def target_distribution(world: World, start: ref.Slot) -> dict:
             last = token
             kept.append(token)
             if token in start.stop_ids:
-                probability /= V ** (LENGTH - len(kept))  # counted once for all continuations
+                # the loop visits this prefix with each continuation
+                probability /= V ** (LENGTH - len(kept))
                 break
         if probability > 0:
             total[tuple(kept)] += probability

@@ -109,7 +109,7 @@ def test_unused_rows_are_not_processed(make_round, block):
             epoch = s.epoch + (i == 2)
             r.write_mask(i, j, ref.MaskRow(ref.READY, epoch, s.n + j, everything))
     before = r.state.to_host()
-    for _ in range(3):  # every entry of the ring has been used
+    for _ in range(3):  # so that every entry of the ring has been used
         r.verify(np.zeros((5, width, vocab), np.float32))
         r.state.copy_from(before)
     r.sampler.arrays.probs.copy_from(marker)

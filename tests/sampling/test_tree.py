@@ -353,7 +353,8 @@ def test_place_drafts_matches_reference(make_round, kind):
         parents = rng.integers(0, np.arange(1, DRAFTS + 1), (SLOTS, DRAFTS))
         parents += rng.choice([-1, 0, 0, 0, 0, 0, 1], parents.shape)
         if kind == "chain":
-            tokens[rng.random(tokens.shape) < 0.7] = 3  # most random chains would end early
+            # otherwise most random chains would end early
+            tokens[rng.random(tokens.shape) < 0.7] = 3
             parents[:] = range(DRAFTS)
         outdated = [answered and i % 4 == 3 for i in range(SLOTS)]
         if answered:

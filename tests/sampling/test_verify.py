@@ -273,7 +273,8 @@ def one(r: TableRound, slot: ref.Slot, rows: list[ref.MaskRow]) -> tuple:
     return tokens, int(out["accepted"][0]), int(out["reason"][0])
 
 
-#: Fields of the slot; states of the first rows; expected tokens, accepted drafts and reason.
+#: Cases by name: fields of the slot, states of the first rows, and (expected tokens, accepted
+#: drafts, reason).
 RULES = {
     "all drafts and the bonus": ({}, (), ([10, 11, 12, 13], 3, 0)),
     "a wrong draft is replaced by the target's token": (
@@ -364,8 +365,8 @@ def test_verification_counts_impossible_drafts_as_faults(small):
     assert small.sampler.arrays.faults.to_host()[0] == 3
 
 
-#: Ids 10 .. 13 have the probabilities .5, .3, .15 and .05. Acceptance criterion, an illegal id, the
-#: drafts; expected tokens and accepted drafts.
+#: Ids 10 .. 13 have the probabilities .5, .3, .15 and .05. Cases by name: acceptance criterion, an
+#: illegal id or -1, the drafts, and (expected tokens, accepted drafts).
 LIKELY = {
     "second best": (Relaxed(2, 0.21), -1, (11, 11), ([11, 11, 10], 2)),
     "not among the best": (Relaxed(1, 1.0), -1, (11, 11), ([10], 0)),

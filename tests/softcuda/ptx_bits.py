@@ -1,4 +1,4 @@
-"""Plugin for pytest that compares the two codes of each kernel: PTX and code for the CPU.
+"""Plugin for pytest that compares the two forms of each kernel: PTX and code for the CPU.
 
 Usage, with ``GRAFT_CODE=ptx``: ``pytest -p ptx_bits --ptx-bits REPORT tests``. Each kernel that a
 test launches on a stream first runs in the form compiled for the CPU. Its memory is then restored

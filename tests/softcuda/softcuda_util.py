@@ -442,7 +442,7 @@ def child(request: dict[str, Any]) -> None:
 
 
 def serve() -> None:
-    """Main loop of the fork server: fork a child process for each request, print its exit status.
+    """Run the fork server: fork a child process for each request and print its exit status.
 
     A request is a line of JSON on standard input. If a signal has killed the child process, the
     exit status is the negative number of this signal.

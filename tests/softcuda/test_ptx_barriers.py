@@ -89,7 +89,7 @@ def test_ptx_mbarrier_counts_arrivals(soft):
 
 
 def test_ptx_cp_async_arrives_at_mbarrier():
-    """The data of cp.async is there after the phase, also when it is poisoned before."""
+    """The data of cp.async has replaced the 0xff bytes in its destination when the phase ends."""
     body = """
         .shared .align 512 .b8 tile[512];  .shared .align 8 .b64 object;
         mov.u32 %r5, object;  mov.u32 %r6, tile;  mad.lo.u32 %r7, %r0, 16, %r6;

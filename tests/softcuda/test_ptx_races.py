@@ -166,7 +166,7 @@ def large_launch(body: str, grid: int, nbytes: int = 4096) -> tuple[str, str]:
 
 
 def test_racecheck_bounds_memory_of_published_words():
-    """A launch in which too many blocks publish is not checked further, which is printed."""
+    """If too many blocks publish, the rest of the launch is not checked, and a message says so."""
     assert large_launch(COUNTER, 200) == ("SUCCESS", "")
     result, text = large_launch(COUNTER, 2100)
     assert result == "SUCCESS" and "more than 2048 blocks published in a word" in text

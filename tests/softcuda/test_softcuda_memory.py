@@ -98,7 +98,7 @@ def test_memory_pinned_allocation_has_separate_device_address(soft, kernels):
 
 
 def test_memory_copy_accepts_host_pointer_to_pinned_memory(soft):
-    """As with unified addressing; the address of registered memory is another one."""
+    """Copies accept the host address of memory that the driver allocated, and no other."""
     source = soft.cuMemHostAlloc(64, 0)
     target = soft.cuMemHostAlloc(64, 0)
     ctypes.memset(source, 7, 64)

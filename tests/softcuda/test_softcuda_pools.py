@@ -99,7 +99,7 @@ def test_stream_ordered_free_waits_for_earlier_work(soft, words, stream):
 
 
 def test_stream_ordered_free_before_use_is_a_fault():
-    """Work that runs after the free of its memory is a fault, also if it was queued before."""
+    """Work that runs after its memory was freed is a fault, even if queued before the free."""
     done = run_child(
         """
         stream, words = s.stream(), Words(s, 1)

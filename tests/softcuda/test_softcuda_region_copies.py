@@ -16,7 +16,7 @@ X, Y, Z, TYPE, HOST, DEVICE, ARRAY, PITCH, HEIGHT = 0, 1, 2, 4, 5, 6, 7, 9, 10
 
 
 def copy_3d(soft: Any, source: dict[int, int], target: dict[int, int], size: Any) -> Any:
-    """Return the parameters of a copy from the fields of both sides, by index, and its size."""
+    """Return the parameters of a copy. `source` and `target` contain fields by index."""
     words = (ctypes.c_uint64 * WORDS)(0)
     for start, side in ((0, source), (SIDE, target)):
         for field, value in side.items():
@@ -254,7 +254,7 @@ def test_old_signatures_of_graphs_are_found_by_version(soft):
 
 
 def test_old_signature_of_kernel_parameters_writes_56_bytes(soft):
-    """The structure of CUDA 10 has no last two fields, which must not be overwritten."""
+    """The structure of CUDA 10 lacks the last two fields, so they must not be written."""
     function = soft.kernels('extern "C" __global__ void idle(int* p) {}').idle
     parameters, _keep = soft.kernel_params(function, 1, 1, soft.ints(0))
     node = soft.cuGraphAddKernelNode(soft.cuGraphCreate(0), [], 0, parameters)

@@ -94,7 +94,8 @@ class Counters:
         (schema_fields(CLOSED), "auto", 3),  # compiled with an automaton
         (schema_fields(SCHEMA | {"additionalProperties": False}), "llguidance", 3),
         (schema_fields({"type": "object", "properties": {"a": {"enum": ["b"]}}}), "xgrammar", 3),
-        # The text of the schema, which LLGuidance checks alone, is a part of a Lark grammar.
+        # LLGuidance checks the schema alone, and the Lark grammar of a call contains its text
+        # again.
         (CALL, "auto", 4),
     ],
 )
@@ -112,7 +113,7 @@ def test_request_grammar_needs_one_child_call(monkeypatch, fields, choice, conve
             compiled = service.submit(make_grammar_spec(found)).result(60)
             assert counters.calls == calls
             assert 0 < counters.conversions <= most_conversions
-            if choice != "xgrammar":  # XGrammar's process is given the vocabulary once
+            if choice != "xgrammar":  # a process of XGrammar receives the vocabulary once
                 assert counters.pickles == 2 * calls
         assert len(compiled.matcher().legal()) > 0
     finally:

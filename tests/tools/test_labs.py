@@ -46,7 +46,7 @@ def build(device):
 
 @pytest.mark.parametrize("transport", transports.TRANSPORTS)
 def test_callback_latency_replay_runs_every_host_step_once(build, device, transport):
-    """The join is at least the sum of the hops. Mailbox workers have no hops."""
+    """The time of a replay (`join`) is at least the sum of its callbacks' latencies (`hop`)."""
     graph = build(transport, 3)
     samples = graph.replay(4)
     assert samples.join.shape == (4,)

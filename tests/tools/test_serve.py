@@ -458,7 +458,7 @@ TAGGED = [f"<tool_call>\n{call}\n</tool_call>" for call in (CALLS[1], CALLS[0])]
 def test_response_has_complete_calls_only(
     server, text, reason, options, expected_calls, finish_reason, stream
 ):
-    """A stream has also the beginning of a cut call, which has been sent when the output ends."""
+    """A stream also contains the beginning of a cut call, because that was sent before the cut."""
     tools = ToolChoice([{"name": "f1"}], **options)
     pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
     _, _, calls, found_reason = split_response(

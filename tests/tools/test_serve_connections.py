@@ -148,7 +148,7 @@ HALF_BODY = (
 
 
 def test_server_does_not_count_requests_without_complete_body(engine):
-    """Clients that do not complete their bodies do not use up the number of requests."""
+    """Requests whose body is incomplete do not count towards the limit on waiting requests."""
     with (
         run_server(engine, max_waiting=1 - engine.options.max_batch_size) as server,
         openai.OpenAI(base_url=server.url, api_key="-", max_retries=0) as client,

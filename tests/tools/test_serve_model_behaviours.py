@@ -173,7 +173,7 @@ ROWS |= {
 
 @dataclass(frozen=True)
 class Configuration:
-    """A server.
+    """A configuration of a server.
 
     Attributes
     ----------

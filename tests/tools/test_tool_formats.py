@@ -408,7 +408,7 @@ def test_arguments_are_an_object_also_if_the_schema_has_no_type(backend, notatio
         accepts = accepter(backend, form, tools=tools, tool_choice=choice)
         assert accepts(join([write("f", {"a": 1})]))
         assert not accepts(join([write("f", {"a": "x"})]))
-        if form not in ("qwen3_coder", "pythonic"):  # others have no other arguments
+        if form not in ("qwen3_coder", "pythonic"):  # these two can only express objects
             assert not any(accepts(join([write("f", value)])) for value in ("", 1, [], None))
 
 
