@@ -60,7 +60,7 @@ class RankGroup:
     must also run in that order, either on one stream or synchronized by marks.
 
     A thread of rank 0 sends heartbeats. If rank 0 ends while the other ranks wait for a request
-    (:meth:`receive_header`), the missing heartbeats tell them so within the deadline.
+    (:meth:`receive_header`), the heartbeats stop and the other ranks raise DeadlineError.
 
     Parameters
     ----------

@@ -60,7 +60,7 @@ _SAMPLE_INTERVAL_S = 0.05
 # process crashes or exits, _MAX_KILLS if it is killed or stopped from outside.
 _MAX_CRASHES = 2
 _MAX_KILLS = 3
-# Signals that end a process because of its own actions, such as an invalid memory access.
+# Signals that a process causes itself, for example by an invalid memory access.
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 # Maximum number of idle processes that are kept for reuse. An engine uses three processes, and
 # starting one takes 0.5 s.

@@ -24,8 +24,8 @@ __device__ __forceinline__ float adjusted(const Slot& slot, const int* table, in
                                           int id, float x, int drafted) {
   if (slot.adjust & ADJUST_BIAS) {
     const float bias = __uint_as_float(static_cast<u32>(table[id]));
-    x = bias == MINUS_INFINITY ? bias
-                               : fadd(x, bias);  // -inf for a banned id, even if x is NaN or +inf
+    // A banned id gets -inf, even if x is NaN or +inf.
+    x = bias == MINUS_INFINITY ? bias : fadd(x, bias);
   }
   if (slot.adjust & ADJUST_COUNTS) {
     const int known = table[vocab_size + id] + 2 * drafted;
