@@ -14,7 +14,7 @@ from graft.cudagraph.driver.driver import (
     check,
     check_code,
     cu,
-    is_current,
+    is_context_retained,
     prepare_driver_call,
     set_context,
     set_error_detail_source,
@@ -84,7 +84,7 @@ class Context:
             _native.flush(timeout_s)
             time.sleep(RELEASE_POLL_S)
         with self._lock:
-            if _native.live_resources() == 0 and is_current():
+            if _native.live_resources() == 0 and is_context_retained():
                 set_context(None, self._retain)
                 _native.set_primary_context(0)
                 check("cuDevicePrimaryCtxRelease", cu.cuDevicePrimaryCtxRelease(self._handle))

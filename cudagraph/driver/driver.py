@@ -61,7 +61,7 @@ def set_context(context: Any, reopen: Callable[[], None] | None = None) -> None:
     _reopen = reopen
 
 
-def is_current() -> bool:
+def is_context_retained() -> bool:
     """Return whether the primary context is retained."""
     return _context is not None
 
@@ -87,8 +87,8 @@ def prepare_driver_call(api: str) -> None:
         raise DeviceError(f"{api}: a host function must not call the driver", api=api)
     if _forked:
         raise DeviceError(
-            f"{api}: this process was forked from one with an open device, and a driver does not "
-            "survive a fork; start it with the multiprocessing method 'spawn'",
+            f"{api}: this process was forked from a process with an open device, and the driver "
+            "cannot be used after a fork; start processes with the multiprocessing method 'spawn'",
             api=api,
         )
     if _context is None and _reopen is not None:

@@ -17,7 +17,7 @@ import pytest
 
 from graft import native
 from graft.cudagraph import Device, Graph, GraphExec, HostWorkError, Stream
-from graft.cudagraph.driver.driver import call, cu, is_current
+from graft.cudagraph.driver.driver import call, cu, is_context_retained
 from graft.cudagraph.host.hostwork import NativeWork
 from graft.native import _native
 
@@ -91,7 +91,7 @@ def wait_until_freed() -> int:
     is released, the resources that were dropped before it are released too.
     """
     gc.collect()
-    if is_current():
+    if is_context_retained():
         for _ in range(2):
             assert _native.flush(LIMIT_S)
             token = Step()
