@@ -79,7 +79,9 @@ class ChainSampler:
         arrays = self._arrays
         mode = arrays.mode
         if not mode.probes:
-            raise OptionError(f"candidates requires a probe mode, masking is {mode.masking!r}")
+            raise OptionError(
+                f"candidates() requires masking 'probe' or 'lattice-probe', not {mode.masking!r}"
+            )
         batch = arrays.check_slots(row_slot)
         levels = 1
         if mode.is_lattice:

@@ -229,7 +229,8 @@ class SamplingParams:
             ids = getattr(self, name) or ()
             if len(ids) > vocab_size:
                 raise OptionError(
-                    f"{name} has {len(ids)} ids, the vocabulary {vocab_size}", param=name
+                    f"{name} has {len(ids)} ids; at most {vocab_size} (the vocabulary) are allowed",
+                    param=name,
                 )
             check_ids(name, ids, vocab_size)
         banned = set(self.banned_ids or ())
@@ -238,7 +239,9 @@ class SamplingParams:
         else:
             num_left = len(set(self.allowed_ids) - banned)
         if num_left == 0:
-            raise OptionError("allowed_ids and banned_ids leave no id", param="allowed_ids")
+            raise OptionError(
+                "allowed_ids and banned_ids exclude every token id", param="allowed_ids"
+            )
 
     def write_logit_table(
         self, table: NDArray[np.int32], prompt: Sequence[int], output: Sequence[int]

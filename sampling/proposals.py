@@ -51,8 +51,8 @@ class Proposals:
         arrays = self._arrays
         if proposal is None and not arrays.mode.is_lattice:
             raise OptionError(
-                "place without a proposal requires masking 'lattice-probe', "
-                f"masking is {arrays.mode.masking!r}"
+                "place() without a proposal requires masking 'lattice-probe', "
+                f"not {arrays.mode.masking!r}"
             )
         batch = arrays.check_slots(row_slot)
         for array in (proposal, parents):

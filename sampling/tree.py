@@ -214,7 +214,7 @@ class TreeSampler:
         [B] is the slot of each batch row; -1: padding.
         """
         if not self._probes:
-            raise OptionError("candidates requires masking 'probe', it is 'none'")
+            raise OptionError("candidates() requires masking 'probe', not 'none'")
         self._rank(lane, logits, row_slot, level)
 
     def draft(self, lane: Lane, logits: DeviceArray, row_slot: DeviceArray, level: int) -> None:

@@ -173,7 +173,7 @@ REFUSALS = {
     "candidates-mode": (
         lambda r: r.sampler.chain.candidates(r.lane, logits(r), r.row_slot, 1),
         OptionError,
-        "requires a probe mode",
+        "requires masking 'probe'",
     ),
     "verify-ring-drafts": (lambda r: verify(r, 4, 1), OptionError, "words of an output row"),
     "verify-ring-slots": (lambda r: verify(r, 3, 2), OptionError, "output rows"),
