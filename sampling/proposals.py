@@ -19,11 +19,11 @@ class Proposals:
 
     def __init__(self, arrays: SamplingArrays) -> None:
         self._arrays = arrays
-        place = load(arrays.device, "place", _BLOCK)
-        self._place = place["place_drafts"]
-        self._forced = place["propose_forced"]
+        kernels = load(arrays.device, "proposals", _BLOCK)
+        self._add_drafts = kernels["add_proposed_drafts"]
+        self._forced = kernels["propose_forced"]
 
-    def place(
+    def add_drafts(
         self,
         lane: Lane,
         proposal: DeviceArray | None,
@@ -51,7 +51,7 @@ class Proposals:
         arrays = self._arrays
         if proposal is None and not arrays.mode.is_lattice:
             raise OptionError(
-                "place() without a proposal requires masking 'lattice-probe', "
+                "add_drafts() without a proposal requires masking 'lattice-probe', "
                 f"not {arrays.mode.masking!r}"
             )
         batch = arrays.check_slots(row_slot)
@@ -71,7 +71,7 @@ class Proposals:
             arrays.row_words,
             *arrays.exchange_args,
         ]
-        lane.kernel(self._place, -(-batch // _BLOCK), _BLOCK, args, name="place drafts")
+        lane.kernel(self._add_drafts, -(-batch // _BLOCK), _BLOCK, args, name="proposed drafts")
 
     def forced(self, lane: Lane, row_slot: DeviceArray, proposal: DeviceArray) -> None:
         """Propose the tokens that the grammar forces, as drafts.

@@ -15,9 +15,9 @@ class Sampler:
     """Adds the sampling kernels of a round to lanes.
 
     A round calls ``target.sample`` and ``verifier.verify``. It then calls either ``chain.draft``
-    for j = 1 .. K, or `TreeSampler.draft` for each level, or ``proposals.place``. Before kernels
-    of a lane read mask rows, the lane must wait for the copy that `Exchange.copy_masks_to_device`
-    adds.
+    for j = 1 .. K, or `TreeSampler.draft` for each level, or ``proposals.add_drafts``. Before
+    kernels of a lane read mask rows, the lane must wait for the copy that
+    `Exchange.copy_masks_to_device` adds.
 
     All methods check sizes before a launch and raise OptionError or ShapeError with the name of the
     argument.

@@ -228,7 +228,7 @@ class LatticeProbeMasking(DraftMasking):
         self._stamps.end("drafter extend")
         self._add_draft_step(1, "lattice probe")
         self._wait_for_step("wait for drafts", "lattice probe")
-        sampler.proposals.place(self._model_lane, None, feed.row_slot, max_drafts=max_drafts)
+        sampler.proposals.add_drafts(self._model_lane, None, feed.row_slot, max_drafts=max_drafts)
         return 0 if feed.branch > 1 else self._levels
 
 

@@ -382,7 +382,7 @@ class RoundGraph:
             masking.wait_for_commit()
         logits = drafter.start(model, feed)
         if drafter.proposes and self.max_new_drafts:
-            resources.sampler.proposals.place(
+            resources.sampler.proposals.add_drafts(
                 model, feed.proposal, feed.row_slot, feed.parents, self.max_new_drafts
             )
         remaining_levels = masking.add_all_levels(drafter, self.max_new_drafts)

@@ -336,9 +336,9 @@ class TableRound:
         self.sampler.chain.candidates(self.lane, self.upload(logits), self.row_slot, j)
         self.stream.synchronize()
 
-    def place(self, proposal: np.ndarray) -> None:
-        """Place proposed drafts [B, K]."""
-        self.sampler.proposals.place(
+    def add_drafts(self, proposal: np.ndarray) -> None:
+        """Add the proposed ids, [B, K], as drafts."""
+        self.sampler.proposals.add_drafts(
             self.lane, self.device.from_host(proposal, "int32"), self.row_slot
         )
         self.stream.synchronize()

@@ -233,7 +233,7 @@ def _draft_chain(r: TableRound, table: Table, case: Case, n: np.ndarray, pair: n
             token = np.where(state["draft_len"] >= j, state["drafts"][:, j - 1], 0)
         pair = np.stack([pair[:, 1], token], axis=1)
     if case.point:
-        r.place(proposal)
+        r.add_drafts(proposal)
 
 
 def _draft_tree(

@@ -307,7 +307,7 @@ def test_draft_tree_without_answer_is_empty(make_round):
     assert tuple(r.exchange.drafted[0, :2]) == (r.replay, 0)
 
 
-def placed(slot: ref.Slot, tokens: list[int], parents: list[int], vocab: int) -> None:
+def add_proposed(slot: ref.Slot, tokens: list[int], parents: list[int], vocab: int) -> None:
     """Apply a proposal to the reference: skip invalid ids and their descendants."""
     rows: dict[int, int] = {0: 0}
     for i, (token, parent) in enumerate(zip(tokens, parents, strict=True), 1):
@@ -324,7 +324,7 @@ def placed(slot: ref.Slot, tokens: list[int], parents: list[int], vocab: int) ->
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree", "answer"])
-def test_place_drafts_matches_reference(make_round, kind):
+def test_proposed_drafts_match_reference(make_round, kind):
     """The drafts from proposals with invalid entries match the reference.
 
     Proposals are chains, trees or answers to a lattice probe.
@@ -363,7 +363,7 @@ def test_place_drafts_matches_reference(make_round, kind):
                 r.exchange.answer[i] = (r.replay - outdated[i], 0, DRAFTS)
                 r.exchange.legal[i] = words.view(np.uint32).ravel()
         max_drafts = int(rng.integers(DRAFTS + 1))
-        r.sampler.proposals.place(
+        r.sampler.proposals.add_drafts(
             r.lane,
             None if answered else r.device.from_host(tokens.astype(np.int32), "int32"),
             r.row_slot,
@@ -374,7 +374,7 @@ def test_place_drafts_matches_reference(make_round, kind):
         for i, s in enumerate(slots):
             if s.n == before[i] or not s.active or outdated[i]:
                 continue
-            placed(s, tokens[i].tolist(), parents[i].tolist(), V)
+            add_proposed(s, tokens[i].tolist(), parents[i].tolist(), V)
             num_valid = len(s.drafts)
             # The cache entry of draft j is at n + j. Positions beyond the limit have no pages.
             num_positions = max(s.limit - s.n - 1, 0)

@@ -4,11 +4,12 @@
 // their descendants. Siblings with equal ids become one draft.
 #include "slot.cuh"
 
-extern "C" __global__ void place_drafts(int batch, const int* row_slot, const int* proposal,
-                                        const int* parents, int columns, int max_drafts,
-                                        int vocab_size, Slot* slots, const RoundRow* rows,
-                                        int row_words, int* exchange, const ExchangeLayout layout,
-                                        const int* replay_number) {
+extern "C" __global__ void add_proposed_drafts(int batch, const int* row_slot, const int* proposal,
+                                               const int* parents, int columns, int max_drafts,
+                                               int vocab_size, Slot* slots, const RoundRow* rows,
+                                               int row_words, int* exchange,
+                                               const ExchangeLayout layout,
+                                               const int* replay_number) {
   const int b = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (b >= batch || row_slot[b] < 0) return;
   const int index = row_slot[b];
