@@ -97,10 +97,10 @@ class Exchange:
     def renew_records(self, slot: int, replay: int) -> None:
         """Empty the records of a slot to which a request is assigned.
 
-        `replay` is the number of the last replay that is launched without the request. It is stored
-        in the records, which contain the lower 32 bits of a replay number: the number of a record
-        that was not written for 2**31 replays would seem to be later than the current replay. The
-        caller must ensure that no launched replay refers to the slot.
+        `replay` is the number of the last replay that is launched without the request. Its lower 32
+        bits are stored in the records. Without this, a record that was last written 2**31 replays
+        ago would seem to be later than the current replay. The caller must ensure that no launched
+        replay refers to the slot.
         """
         word = replay_word(replay)
         for records in (self.committed, self.drafted, self.candidates):

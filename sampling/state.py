@@ -102,8 +102,8 @@ class SlotState:
         self.slots = slots
         self.vocab_size = vocab_size
         self.tables = device.zeros((slots, 2, vocab_size), "int32")
-        # Host copies of the tables. They are allocated here, because a failed allocation while
-        # requests are running would fail all of them.
+        # Host copies of `tables`. They are allocated here, because a failed allocation while
+        # requests are running would fail all of the requests.
         self._staged: PinnedArray = device.pinned((slots, 2, vocab_size), "int32")
         self.array = device.zeros((slots, SLOT.itemsize), "uint8")
         kernels = load(device, "slot", 1)

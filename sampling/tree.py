@@ -87,7 +87,8 @@ class TreePlan(NamedTuple):
         branch = self.branch
         children_per_level = branch**2  # at level 2 and deeper; level 1 has `branch` children
         table = np.full(branch + (self.levels - 1) * children_per_level, -1, np.int32)
-        node_of: dict[tuple[int, ...], int] = {(): 0}  # index of each parent among fed nodes
+        # Index of each parent among the fed nodes of its level.
+        node_of: dict[tuple[int, ...], int] = {(): 0}
         for level in range(1, self.levels + 1):
             first = 0
             if level > 1:

@@ -168,7 +168,7 @@ class DeviceArray:
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, key: int | slice) -> DeviceArray:
-        """Return a view of one entry of the leading axis, or of a range of entries with step 1."""
+        """Return a view of one entry along the leading axis, or of a slice with step 1."""
         length = len(self)
         row = self.nbytes // length
         if isinstance(key, slice):

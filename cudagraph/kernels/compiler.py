@@ -77,8 +77,8 @@ def nvrtc_options(
 ) -> list[str]:
     """Return the NVRTC options for a kernel source at `path` with the macros `defines`.
 
-    NVRTC must not contract a product and a sum to one fused multiply-add: it would do so in some
-    copies of an unrolled loop and not in others, so that a result would depend on which copy
+    NVRTC must not contract a product and a sum to one fused multiply-add. It would do so in some
+    copies of an unrolled loop and not in others. A result would then depend on the copy that
     computed it. Kernels call ``fmaf`` explicitly. The folder of `path` is added to the include
     path.
     """

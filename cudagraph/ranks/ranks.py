@@ -68,8 +68,8 @@ class RankGroup:
         Communicator. The group uses a duplicate of it, so that messages of other users of the
         communicator cannot be mixed up with messages of the group.
     deadline_s
-        Maximum seconds to wait for another rank within a forward pass, and for a heartbeat of rank
-        0 between forward passes.
+        Maximum seconds to wait for another rank within a forward pass. Between forward passes, the
+        maximum seconds to wait for a heartbeat of rank 0.
 
     Raises
     ------

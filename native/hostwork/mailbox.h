@@ -168,8 +168,8 @@ class Port final : public LaunchListener, public std::enable_shared_from_this<Po
   const MailboxWords words_;
   const MailboxOutput output_;
   const MailboxLimits limits_;
-  const std::int64_t launches_before_;  // launches of the definition before this mailbox was added
-  const std::uint32_t completed_before_;  // number of these launches that the device has counted
+  const std::int64_t launches_before_;    // launches of the definition when this mailbox was added
+  const std::uint32_t completed_before_;  // launches that the device had counted at that time
   const std::uint32_t first_;             // number from which the device counts the requests
   // Initially, the worker has claimed request `first_`, which needs no answer.
   std::atomic<std::uint64_t> claim_{pack(first_, kWorker)};

@@ -65,9 +65,9 @@ class GraphState : public std::enable_shared_from_this<GraphState> {
   }
 
   // Makes this state a child of `parent`. Called when the graph of this state is moved into the
-  // graph of `parent`. From then on, failures of either graph are recorded in `parent` and skip the
-  // host steps of both graphs, and launches of the parent count as launches of this graph. Returns
-  // false if the state already has another parent.
+  // graph of `parent`. From then on, a failure of either graph is recorded in `parent`, and the
+  // host steps of both graphs are skipped. Launches of the parent count as launches of this graph.
+  // Returns false if the state already has another parent.
   bool set_parent(const std::shared_ptr<GraphState>& parent);
   // Sets the function that is called on the failing thread after the first failure was recorded. It
   // is not called if the state has a parent.

@@ -5,10 +5,9 @@
 // it accepts random tokens, drafts random tokens and offers random candidates to the worker. A
 // grammar is a hash function that decides which tokens are allowed.
 //
-// The test checks that every mask row that is marked as ready contains the tokens that the grammar
-// allows, and that a matcher is never used by two threads at the same time. The results of whole
-// rounds are not checked here: tests/grammar compares them with
-// tests/simulators/reference_round.py.
+// The test checks that every ready mask row contains exactly the tokens that the grammar allows. It
+// also checks that two threads never use a matcher at the same time. The results of whole rounds
+// are not checked here: tests/grammar compares them with tests/simulators/reference_round.py.
 #pragma once
 
 #include <cstdio>

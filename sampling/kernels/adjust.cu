@@ -133,9 +133,9 @@ __device__ __forceinline__ void record_token(int r, const float* raw, int vocab_
 }
 
 // Publishes the results of a round after verification. One block per forward row records the token
-// that was chosen from the row's logits. The last block copies the results of all batch rows to the
-// replay's entry of the output ring, sets the unused rows of the entry to -1 and publishes the
-// entry's stamp to the host.
+// that was chosen from the row's logits. The last block to finish copies the results of all batch
+// rows to the replay's entry of the output ring and sets the unused rows of the entry to -1. Then
+// it stores the entry's stamp, for which the host waits.
 extern "C" __global__ void __launch_bounds__(BLOCK, 1)
     publish_round(const float* raw, int vocab_size, const int* row_slot, const int* map,
                   const Slot* slots, const RoundRow* rows, int row_words, int* tables, int batch,

@@ -147,9 +147,9 @@ __device__ __forceinline__ float uniform24(unsigned int x) {
 //
 // Categorical sampling by the exponential race, argmax(p / E), is equivalent to the Gumbel-max
 // trick, argmax(log p + Gumbel), with Gumbel = -log(E). The race needs one logarithm instead of
-// three and has relative instead of absolute rounding errors. Both tails have full fp32 accuracy:
-// near v = 0 the series is evaluated in v itself (E is at least 2^-33, so rare tokens can win), and
-// near v = 1 the complement 1 - v is computed from the integer ~x. E is at most 24 log 2.
+// three and has relative instead of absolute rounding errors. Both tails have full fp32 accuracy.
+// Near v = 0, the series is evaluated in v itself; E is at least 2^-33, so rare tokens can win.
+// Near v = 1, the complement 1 - v is computed from the integer ~x; E is at most 24 log 2.
 __device__ __forceinline__ float exponential(unsigned int x) {
   const float v = fmul(fadd(static_cast<float>(x), 0.5f), 2.3283064365386963e-10f);
   if (v < 0.29289f) return -log1p_small(-v);

@@ -31,7 +31,7 @@
 // Slot.accept_prob: moving average of how often each draft is accepted.
 #define ACCEPT_PROB_INITIAL 0.7f        // initial value of draft 1; for draft j, its j-th power
 #define ACCEPT_PROB_DECAY 0.8f          // weight of the old value in a round that tested the draft
-#define ACCEPT_PROB_RECOVERY 0.015625f  // step towards the initial value in an untested round
+#define ACCEPT_PROB_RECOVERY 0.015625f  // step towards the initial value in another round
 
 // One request. Python accesses this struct by field name (sampling/state.py). SlotState.join passes
 // it to the kernel by value.
@@ -54,14 +54,15 @@ struct Slot {
   int num_stop_ids;
   int stop_ids[MAX_STOP_IDS];
   // Drafts are rows 1 .. draft_len of a tree with row 0 = `last`. The arrays are indexed by j - 1.
-  int drafts[MAX_DRAFTS];               // target ids
-  int parent[MAX_DRAFTS];               // parent row, smaller than j; j - 1 in a chain
-  unsigned long long path[MAX_DRAFTS];  // bit i - 1: draft i is row j or on the path to it
-  int q_kind[MAX_DRAFTS];               // DRAFT_DENSE or DRAFT_POINT
-  float accept_prob[MAX_DRAFTS];        // non-increasing
-  int adjust;                           // ADJUST_* bits
-  int earliest_stop;                    // with ADJUST_STOPS: lowest position of a stop id
-  int logprobs;                         // number of most likely ids to report with each token
+  int drafts[MAX_DRAFTS];  // target ids
+  int parent[MAX_DRAFTS];  // parent row, smaller than j; j - 1 in a chain
+  unsigned long long
+      path[MAX_DRAFTS];           // bit i - 1: draft i is on the path to row j, or row j itself
+  int q_kind[MAX_DRAFTS];         // DRAFT_DENSE or DRAFT_POINT
+  float accept_prob[MAX_DRAFTS];  // non-increasing
+  int adjust;                     // ADJUST_* bits
+  int earliest_stop;              // with ADJUST_STOPS: lowest position of a stop id
+  int logprobs;                   // number of most likely ids to report with each token
   float presence;
   float frequency;
   float repetition;
