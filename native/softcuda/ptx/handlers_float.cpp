@@ -42,7 +42,7 @@ const Instr* arithmetic(Warp& w, const Instr* in) {
   return in + 1;
 }
 
-// Pairs of f32 in 64-bit registers. The lanes of such a register are 64 floats.
+// Pairs of f32 in 64-bit registers. The 32 lanes of such a register contain 64 floats.
 template <class Op, unsigned Sources>
 const Instr* pair_arithmetic(Warp& w, const Instr* in) {
   const float* a = src_lanes<float>(w, in->op[1]);

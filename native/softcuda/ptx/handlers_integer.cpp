@@ -418,7 +418,7 @@ const Instr* lop3(Warp& w, const Instr* in) {
   const uint32_t* a = src_lanes<uint32_t>(w, in->op[1]);
   const uint32_t* b = src_lanes<uint32_t>(w, in->op[2]);
   const uint32_t* c = src_lanes<uint32_t>(w, in->op[3]);
-  // Each bit of the table selects one of the eight combinations.
+  // Bit k of the table is the result for the input bits a, b, c with 4 a + 2 b + c = k.
   uint32_t t[8];
   for (unsigned k = 0; k < 8; ++k) t[k] = (in->imm >> k & 1) != 0 ? kAllLanes : 0u;
   store_lanes<uint32_t>(w, in->op[0], [=](unsigned i) {

@@ -35,7 +35,7 @@ Size size_of_matrix(const Shape& shape, unsigned role) {
   return {shape.m, shape.n};
 }
 
-// The place of element `s` of a lane: its register, and its first bit in the register.
+// The place of a matrix element in the registers of a lane: register number and first bit.
 struct Place {
   unsigned reg, shift;
 };
@@ -195,7 +195,8 @@ const Instr* multiply(Warp& w, const Instr* in) {
   return in + 1;
 }
 
-// Number of registers of a fragment.
+// Returns the number of 32-bit registers per lane of a fragment of A, B or C (`role`). `doubled` is
+// set if the layout stores each element twice.
 unsigned registers_of(const Shape& shape, unsigned role, unsigned bits, bool doubled) {
   return size_of_matrix(shape, role).per_lane() * bits / 32 * (doubled ? 2 : 1);
 }

@@ -79,7 +79,7 @@ class Executor {
   std::atomic<const char*> running_kernel_{nullptr};
 
   // States of the threads of the block. They are valid while block_->tracked is set (INVARIANTS.md
-  // X2). Each element of the `unsigned` arrays is a bit mask of the lanes of one warp.
+  // X2). The arrays of `unsigned` contain one bit mask per warp, with one bit per lane.
   Fiber* suspended_[1024];
   Lane lanes_[1024];
   unsigned ready_[32], at_barrier_[32], at_warp_[32], exited_[32];

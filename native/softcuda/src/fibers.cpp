@@ -22,8 +22,7 @@ constexpr size_t kStack = 512 << 10;
 constexpr size_t kGuard = 64 << 10;
 // Number of stacks that are mapped at once.
 constexpr size_t kSlab = 32;
-// The top of each stack in a slab is this many bytes lower than that of the previous one (see
-// get()).
+// Difference in bytes between the offsets at which successive stacks of a slab begin, see grow().
 constexpr size_t kStagger = 192;
 }  // namespace
 

@@ -126,8 +126,7 @@ static CUmodule load_file(const char* path) {
   std::ifstream file(path, std::ios::binary);
   if (!file) refuse(CUDA_ERROR_FILE_NOT_FOUND, std::string("cannot read ") + path);
   std::vector<char> image((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  // load_module() reads an ELF header first. The added zeros allow this for a file that is too
-  // short.
+  // load_module() first reads an ELF header. The zeros make up for a file that is too short for it.
   image.resize(image.size() + 64);
   return load_module(image.data());
 }

@@ -33,8 +33,9 @@ std::shared_ptr<Allocation> find_managed(CUdeviceptr p, size_t bytes) {
          why.empty() ? hex(p) + " is not in managed memory" : "managed memory: " + why);
 }
 
-// Returns the managed allocation that a range covers completely. Refuses any other range; the range
-// may end up to a page after the allocation.
+// Returns the managed allocation that a range covers. The range must begin at the start of the
+// allocation, and may leave out less than a page at its end, because hints apply to whole pages.
+// Refuses any other range.
 std::shared_ptr<Allocation> find_whole(CUdeviceptr p, size_t bytes) {
   const auto a = find_managed(p, bytes);
   constexpr size_t kPage = 4096;

@@ -29,7 +29,8 @@ std::shared_ptr<MemoryPool> new_pool(MemoryKind kind, int type, CUmemLocation lo
   return pool;
 }
 
-// Returns the slot of a location and allocation type. The caller holds g_slots_mutex.
+// Returns the default and current pools for a location and an allocation type. Creates the default
+// pool if it does not exist. The caller holds g_slots_mutex.
 Slot& slot_of(int type, const CUmemLocation& location) {
   const MemoryKind kind = kind_of(type, location);
   Slot& slot = g_slots[static_cast<size_t>(kind)];

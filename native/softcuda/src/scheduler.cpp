@@ -91,12 +91,12 @@ std::shared_ptr<Stream> find_stream(CUstream handle) {
   return streams.find(handle);
 }
 
-// Adds to `op` the logs of the kernels that may still run until `op` executes griddepcontrol.wait
-// (INVARIANTS.md P13): the preceding kernel of the stream, if the launch is programmatic, or the
-// kernel whose programmatic event the stream waits for. `between` is the number of the last
+// Adds to `op` the log of the kernel that may still run until `op` executes griddepcontrol.wait
+// (INVARIANTS.md P13). This is the preceding kernel of the stream, if the launch is programmatic,
+// or the kernel whose programmatic event the stream waits for. `between` is the number of the last
 // operation of another stream for which `op` waits because of the legacy stream (INVARIANTS.md S4).
-// If that operation was enqueued after `tail`, it waits for `tail`, so that `tail` is complete
-// before `op` starts. The caller holds the mutex.
+// If that operation was enqueued after `tail`, no log is added: the operation waits for `tail`, so
+// `tail` is complete before `op` starts. The caller holds the mutex.
 static void note_programmatic_order(Op* op, const OpRef& tail, const OpRef& after,
                                     uint64_t between) {
   if (after) op->event_log = after.get()->log;
