@@ -10,25 +10,27 @@
 //    each take the same processor time as one copy alone and do not wait for each other (0 to 5
 //    voluntary context switches in 24,000 fills; 2 to 8 with two separately compiled grammars).
 //    LLGuidance builds lexer states on demand, and a copy does not see the lexer states that
-//    another copy has built. A finished matcher is therefore reset and becomes the matcher from
-//    which later copies are made, provided that the mask of the start state can replace the
-//    matcher's cached mask (invariant 5).
+//    another copy has built. Grammar::reuse() therefore resets a finished matcher and makes later
+//    copies from it, provided that the mask of the start state replaces the matcher's cached mask
+//    (invariant 5).
 // 4. An illegal token puts LLGuidance into a permanent error state, so each token is validated
-//    first. A matcher never consumes a stop token; this file tracks termination. LLGuidance's own
-//    end-of-text token is an id after the vocabulary, so that a grammar can name a stop token. Such
-//    a token is legal only where it is the last token of the grammar, because it ends the request.
+//    first. LLGuidance never consumes a stop token: LLGuidanceMatcher itself tracks termination.
+//    LLGuidance's own end-of-text token is an id after the vocabulary, so that a grammar can name a
+//    stop token. A stop token that a grammar names is legal only as the last token of the grammar,
+//    because it ends the request.
 // 5. LLGuidance caches the last mask and returns it again for a state whose parser row and lexer
 //    state have the same numbers. In release 1.9.1, rollback does not invalidate this cache. A row
 //    that is computed after an undone row of the same number may therefore get the mask of the
 //    undone row. States on the path to the state of the cached mask are safe, because equal row
 //    numbers mean the same row there. On a path that forks off before that state, a mask that
-//    equals the cached one may be wrong. Computing a mask at or before the fork then replaces the
-//    cached mask, and the mask in question is computed again. If the grammar has ended, computing a
-//    mask does not replace the cached one. `is_kept` concludes from the tokens that a mask allows
-//    whether the mask has certainly replaced the cached one; otherwise, either mask may be cached.
-// 6. If no token is legal, LLGuidance refuses all further calls. A rollback then creates another
-//    copy of the start state, which consumes the accepted tokens again. It also does so if the
-//    grammar has lexemes that LLGuidance cannot roll back.
+//    equals the cached one may be wrong. The matcher then computes a mask at or before the fork,
+//    which replaces the cached mask, and computes the mask in question again. If the grammar has
+//    ended, LLGuidance does not cache the mask that it computes. A mask that allows a token with
+//    text is certainly cached, because the grammar has not ended. After any other mask, it is not
+//    known whether LLGuidance has cached this mask or still has the previous one.
+// 6. If no token is legal, LLGuidance refuses all further calls. rollback() then makes another copy
+//    of the start state, which consumes the accepted tokens again. It does the same if the grammar
+//    has lexemes that LLGuidance cannot roll back.
 #include <dlfcn.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -210,10 +212,9 @@ class Tokenizer {
 
   const void* get() const { return tokenizer_; }
   int64_t vocab_size() const { return vocab_size_; }
-  // Returns whether `mask`, which LLGuidance has just computed, has certainly replaced its cached
-  // mask (invariant 5 of this file). This is the case if an id with text is legal, because then the
-  // grammar has not ended.
-  bool is_kept(const uint32_t* mask) const noexcept {
+  // Returns whether a mask allows an id with text that is not a stop id. LLGuidance has certainly
+  // cached such a mask when it computed the mask (invariant 5 of this file).
+  bool allows_text(const uint32_t* mask) const noexcept {
     for (size_t w = 0; w < text_.size(); ++w) {
       if ((mask[w] & text_[w]) != 0) return true;
     }
@@ -233,7 +234,8 @@ using Handle = std::unique_ptr<void, Free>;
 
 class Grammar {
  public:
-  // `text` is a grammar in LLGuidance's JSON form. Throws std::runtime_error with its message.
+  // `text` is a grammar in LLGuidance's JSON form. Throws std::runtime_error with LLGuidance's
+  // message if LLGuidance refuses the grammar.
   Grammar(std::shared_ptr<const Tokenizer> tokenizer, const std::string& text)
       : tokenizer_(std::move(tokenizer)) {
     const MatcherOptions options = options_for(tokenizer_->get());
@@ -249,38 +251,37 @@ class Grammar {
     return Handle(api.clone(start_.get()));
   }
 
-  // Makes a finished matcher the one that start() copies, unless the matcher is unsuitable. The
-  // thread that drops the matcher calls this function without the GIL.
-  void hand_back(Handle matcher) {
+  // Resets a finished matcher, so that start() copies it from now on. Drops the matcher if the
+  // maximum number of reuses is reached or its cached mask cannot be replaced. The caller must not
+  // hold the GIL.
+  void reuse(Handle matcher) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      if (generation_ >= kGenerations) return;
-      ++generation_;
+      if (reuses_ >= kMaxReuses) return;
+      ++reuses_;
     }
-    // The matcher caches its last mask. Computing the mask of the start state must replace the
-    // cached one, or else copies of this matcher could return a wrong mask (invariant 5 of this
-    // file).
+    // The matcher caches its last mask. The mask of the start state must replace that mask, or else
+    // copies of this matcher could return a wrong mask (invariant 5 of this file).
     const int64_t begun = clock_ns(CLOCK_THREAD_CPUTIME_ID);
     if (api.reset(matcher.get()) != 0 || api.compute_mask(matcher.get()) != 0) return;
     const bool slow = clock_ns(CLOCK_THREAD_CPUTIME_ID) - begun > kSlowNs;
-    const bool kept = tokenizer_->is_kept(api.get_mask(matcher.get()));
+    const bool is_cached = tokenizer_->allows_text(api.get_mask(matcher.get()));
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (slow || !kept) generation_ = kGenerations;
-    if (kept) start_.swap(matcher);
+    if (slow || !is_cached) reuses_ = kMaxReuses;
+    if (is_cached) start_.swap(matcher);
   }
 
  private:
-  // Maximum number of finished matchers that hand_back() resets for reuse. The lexer gains states
-  // with each reuse; the maximum keeps the lexer of a long-lived grammar below LLGuidance's limit
-  // of states.
-  static constexpr int kGenerations = 32;
-  // If computing the start mask takes longer than this, later matchers are not reused.
+  // Maximum number of finished matchers that reuse() accepts. The lexer gains states with each
+  // reuse; the maximum keeps the lexer of a long-lived grammar below LLGuidance's limit of states.
+  static constexpr int kMaxReuses = 32;
+  // If computing the mask of the start state takes longer than this, no further matcher is reused.
   static constexpr int64_t kSlowNs = 1'000'000;
 
   std::shared_ptr<const Tokenizer> tokenizer_;
   mutable std::mutex mutex_;
   Handle start_;
-  int generation_ = 0;
+  int reuses_ = 0;
 };
 
 class LLGuidanceMatcher final : public NativeMatcher {
@@ -299,9 +300,9 @@ class LLGuidanceMatcher final : public NativeMatcher {
     // and computing its mask take time.
     if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
       const graft::hostwork::GilRelease release;
-      grammar_->hand_back(std::move(live_));
+      grammar_->reuse(std::move(live_));
     } else {
-      grammar_->hand_back(std::move(live_));
+      grammar_->reuse(std::move(live_));
     }
   }
 
@@ -390,38 +391,37 @@ class LLGuidanceMatcher final : public NativeMatcher {
   }
 
  private:
-  // Summary of a mask that was computed. `sum` is the sum of the mask's words, which serves as a
-  // checksum. `sure` is true if the mask has certainly replaced LLGuidance's cached mask.
-  struct Seen {
-    uint32_t sum = 0;
-    bool sure = false;
+  // Summary of a mask that LLGuidance has computed. `checksum` is the sum of the mask's words.
+  // `is_cached` is true if LLGuidance has certainly cached the mask.
+  struct ComputedMask {
+    uint32_t checksum = 0;
+    bool is_cached = false;
   };
-  // What is known about the mask that LLGuidance caches (invariant 5 of this file). A mask is
-  // called sure if it has certainly replaced the cached mask (Seen::sure). The cached mask is the
-  // last sure mask or, if `unsure` is true, possibly a mask that was computed after it.
-  struct Kept {
+  // Describes the mask that LLGuidance caches (invariant 5 of this file). This is the last mask
+  // with ComputedMask::is_cached or, if `may_be_replaced` is true, possibly a later mask.
+  struct CachedMask {
     static constexpr size_t kNowhere = SIZE_MAX;
 
-    bool some = false;    // whether there is a sure mask
-    bool unsure = false;  // whether masks that are not sure were computed after the last sure mask
-    uint32_t sum = 0;     // checksum of the last sure mask
-    size_t depth = 0;     // maximum number of tokens before the masks that may be cached
-    size_t fork = kNowhere;  // number of tokens that all paths since the last sure mask share
+    bool is_known = false;         // whether any mask was certainly cached
+    bool may_be_replaced = false;  // whether a later mask may have been cached instead
+    uint32_t checksum = 0;         // checksum of the last mask that was certainly cached
+    size_t max_size = 0;           // most tokens that precede one of the possibly cached masks
+    size_t fork = kNowhere;        // fewest tokens that the path was cut back to since that mask
 
-    void note(const Seen& seen, size_t size) noexcept {
-      if (seen.sure) {
-        *this = {true, false, seen.sum, size, kNowhere};
+    void record(const ComputedMask& computed, size_t size) noexcept {
+      if (computed.is_cached) {
+        *this = {true, false, computed.checksum, size, kNowhere};
       } else {
-        unsure = true;
-        depth = std::max(depth, size);
+        may_be_replaced = true;
+        max_size = std::max(max_size, size);
       }
     }
-    bool may_equal(const Seen& seen) const noexcept {
-      return seen.sure ? some && seen.sum == sum : unsure;
+    bool may_equal(const ComputedMask& computed) const noexcept {
+      return computed.is_cached ? is_known && computed.checksum == checksum : may_be_replaced;
     }
   };
-  // Maximum number of masks that replace_kept() computes.
-  static constexpr size_t kSearch = 24;
+  // Maximum number of masks that one call of replace_cached_mask() computes.
+  static constexpr size_t kMaxTries = 24;
 
   Outcome failed(ErrorText* error) noexcept {
     const char* message = api.get_error(live_.get());
@@ -433,7 +433,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
   void start_again() noexcept {
     live_ = grammar_->start();
     live_size_ = 0;
-    kept_ = Kept();
+    cached_mask_ = CachedMask();
   }
 
   // Accepts tokens with two calls of LLGuidance: one finds how many of the first tokens are legal,
@@ -505,36 +505,37 @@ class LLGuidanceMatcher final : public NativeMatcher {
   void leave_path() noexcept {
     if (size_ == path_.size()) return;
     path_.resize(size_);
-    if (size_ >= kept_.depth) return;
-    kept_.fork = std::min(kept_.fork, size_);
+    if (size_ >= cached_mask_.max_size) return;
+    cached_mask_.fork = std::min(cached_mask_.fork, size_);
   }
 
   // Computes the correct mask of the state, or detects that no token is legal.
   Outcome compute(ErrorText* error) noexcept {
-    Seen seen;
-    if (!compute_once(&seen)) return dead_ ? Outcome::kYes : failed(error);
-    if (kept_.fork < size_ && kept_.may_equal(seen)) {  // see replace_kept()
-      if (replace_kept(kept_.fork, error) == Outcome::kFailed ||
+    ComputedMask computed;
+    if (!compute_once(&computed)) return dead_ ? Outcome::kYes : failed(error);
+    if (cached_mask_.fork < size_ &&
+        cached_mask_.may_equal(computed)) {  // see replace_cached_mask()
+      if (replace_cached_mask(cached_mask_.fork, error) == Outcome::kFailed ||
           move(size_, error) == Outcome::kFailed) {
         return Outcome::kFailed;
       }
-      if (!compute_once(&seen)) return failed(error);
+      if (!compute_once(&computed)) return failed(error);
     }
-    kept_.note(seen, size_);
+    cached_mask_.record(computed, size_);
     return Outcome::kYes;
   }
 
-  // Makes LLGuidance replace its cached mask (invariant 5 of this file). Rolls the matcher back to
-  // its first `back` tokens and computes the mask there, then goes back one token at a time until a
-  // mask has certainly replaced the cached one. After kSearch masks without success, `live_`
-  // becomes a new copy of the start state.
-  Outcome replace_kept(size_t back, ErrorText* error) noexcept {
-    for (size_t tries = kSearch; tries-- > 0;) {
-      Seen seen;
+  // Makes LLGuidance cache a mask of the first `back` or fewer tokens (invariant 5 of this file).
+  // Rolls the matcher back to its first `back` tokens and computes the mask there, then goes back
+  // one token at a time until a mask is certainly cached. After kMaxTries masks without success,
+  // `live_` becomes a new copy of the start state.
+  Outcome replace_cached_mask(size_t back, ErrorText* error) noexcept {
+    for (size_t tries = kMaxTries; tries-- > 0;) {
+      ComputedMask computed;
       if (move(back, error) == Outcome::kFailed) return Outcome::kFailed;
-      if (!compute_once(&seen)) return failed(error);
-      if (seen.sure) {
-        kept_.note(seen, back);
+      if (!compute_once(&computed)) return failed(error);
+      if (computed.is_cached) {
+        cached_mask_.record(computed, back);
         return Outcome::kYes;
       }
       if (back-- == 0) break;
@@ -544,16 +545,16 @@ class LLGuidanceMatcher final : public NativeMatcher {
   }
 
   // Computes the mask at the state of `live_`. LLGuidance may return a cached mask that is wrong.
-  bool compute_once(Seen* seen) noexcept {
+  bool compute_once(ComputedMask* computed) noexcept {
     if (api.compute_mask(live_.get()) != 0) {
       dead_ = has_failed_with(kDeadEnd);
       return false;
     }
     const uint32_t* mask = api.get_mask(live_.get());
     const int64_t words = (tokenizer_.vocab_size() + 31) / 32;
-    seen->sum = 0;
-    for (int64_t w = 0; w < words; ++w) seen->sum += mask[w];
-    seen->sure = tokenizer_.is_kept(mask);
+    computed->checksum = 0;
+    for (int64_t w = 0; w < words; ++w) computed->checksum += mask[w];
+    computed->is_cached = tokenizer_.allows_text(mask);
     return true;
   }
 
@@ -564,7 +565,7 @@ class LLGuidanceMatcher final : public NativeMatcher {
   std::vector<uint32_t> path_;  // accepted tokens, followed by undone tokens
   size_t size_ = 0;             // number of accepted tokens
   size_t live_size_ = 0;
-  Kept kept_;
+  CachedMask cached_mask_;
   bool dead_ = false;        // whether no token is legal, so that `live_` is unusable
   bool terminated_ = false;  // whether a stop token was accepted after the other tokens
 };

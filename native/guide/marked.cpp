@@ -50,9 +50,9 @@ bool is_space(char byte) noexcept {
 // Marker for one vocabulary; immutable and shared by its matchers.
 class Marker {
  public:
-  // `ids` are the tokens that are a complete marker. `text` is the marker as bytes; it may be empty
-  // if there are ids. `tokens` has the bytes of each id, which are empty for ids without text.
-  // `opening` and `opening_ids` are the text and the ids of the opening; both may be empty.
+  // Each of `ids` is a token that alone is a complete marker. `text` is the marker as bytes; it may
+  // be empty if there are ids. `tokens` has the bytes of each id, which are empty for ids without
+  // text. `opening` and `opening_ids` are the text and the ids of the opening; both may be empty.
   // Throws std::invalid_argument if there is neither an id nor a text, or if an id is out of range.
   Marker(const std::vector<int32_t>& ids, const std::string& text, std::vector<std::string> tokens,
          int64_t vocab_size, bool required, const std::vector<int32_t>& opening_ids,
@@ -69,30 +69,30 @@ class Marker {
   // Returns the bitmask of the legal ids in `state`, including the stop ids. Returns null if all
   // ids are legal.
   const int32_t* row(int32_t state) const noexcept;
-  // State of an output after one more token. kOpening: the tokens can still become the opening.
-  // kOpened: the tokens begin with the opening, and the rest is free text. kIllegal: the tokens
-  // begin with the opening, but the last token is illegal in the free text. kOther: the tokens do
-  // not begin with the opening.
-  enum class First { kOther, kOpening, kOpened, kIllegal };
-  // `state` is the next state of the opening or, for kOpened, of the scanner. `found` says whether
-  // the token also completes the marker.
-  struct FirstStep {
-    First first;
+  // Says whether the tokens of an output begin with the opening. kPartial: they can still become
+  // the opening. kComplete: they begin with it, and the rest is free text. kIllegal: they begin
+  // with it, but the last token is illegal in the free text. kNone: they do not begin with it.
+  enum class Opening { kNone, kPartial, kComplete, kIllegal };
+  // `state` is the next state of the opening or, for kComplete, of the scanner. `found` says
+  // whether the token also completes the marker.
+  struct OpeningStep {
+    Opening result;
     int32_t state;
     bool found;
   };
-  // Classifies the output after `token`, given the state of the opening before it. The first state
-  // is 0.
-  FirstStep first_step(int32_t state, int32_t token) const noexcept;
-  // Returns the bitmask of the ids for which first_step() returns kOpening or kOpened in `state`.
-  const int32_t* first_row(int32_t state) const noexcept {
-    return first_rows_[static_cast<size_t>(state)].data();
+  // Classifies the output after `token`. `state` is the state of the opening before this token; it
+  // is 0 at the start of the output.
+  OpeningStep opening_step(int32_t state, int32_t token) const noexcept;
+  // Returns the bitmask of the ids for which opening_step() returns kPartial or kComplete in
+  // `state`.
+  const int32_t* opening_row(int32_t state) const noexcept {
+    return opening_rows_[static_cast<size_t>(state)].data();
   }
-  // Returns the ids for which first_step() returns kIllegal in `state`.
-  const std::vector<int32_t>& first_illegal(int32_t state) const noexcept {
-    return first_illegal_[static_cast<size_t>(state)];
+  // Returns the ids for which opening_step() returns kIllegal in `state`.
+  const std::vector<int32_t>& opening_illegal(int32_t state) const noexcept {
+    return opening_illegal_[static_cast<size_t>(state)];
   }
-  // White-space tokens of at most `max_skipped` characters. `size` is the number of characters.
+  // A white-space token of at most `max_skipped` characters. `size` is the number of characters.
   struct Space {
     int32_t token;
     int32_t size;
@@ -100,15 +100,17 @@ class Marker {
   const std::vector<Space>& spaces() const noexcept { return spaces_; }
   int32_t max_skipped() const noexcept { return max_skipped_; }
   bool has_opening() const { return !opening_.empty() || !opening_ids_.empty(); }
-  // Maximum number of tokens for which first_step() can return kOpening.
-  size_t max_first() const { return static_cast<size_t>(max_space_) + opening_.size() + 1; }
+  // Maximum number of tokens for which opening_step() can return kPartial.
+  size_t max_opening_tokens() const {
+    return static_cast<size_t>(max_space_) + opening_.size() + 1;
+  }
   int64_t vocab_size() const { return vocab_size_; }
   int64_t words() const { return (vocab_size_ + 31) / 32; }
   bool required() const { return required_; }
 
  private:
   void make_rows();
-  void make_first_rows();
+  void make_opening_rows();
   int32_t next(int32_t state, unsigned char byte) const noexcept;
   Step scan(int32_t state, const char* bytes, size_t size) const noexcept;
   size_t text_size(int32_t token) const noexcept {
@@ -128,10 +130,10 @@ class Marker {
   std::vector<std::string> tokens_;
   int64_t vocab_size_;
   bool required_;
-  // Bitmasks of the legal ids. A token can extend past the end of the marker only in the last
-  // states of the scanner, and each of these states has its own row, beginning with row 2. The
-  // first `shared_` states share row 1, except for state 0, which has row 0. An empty row means
-  // that every id is legal and no mask is needed.
+  // Bitmasks of the legal ids; see row_index(). A token can extend past the end of the marker only
+  // in the last states of the scanner, so each of these states has a row of its own. The first
+  // `shared_` states need only two rows: row 0 for state 0, and row 1 for the others. An empty row
+  // means that every id is legal and no mask is needed.
   size_t shared_ = 0;
   std::vector<std::vector<int32_t>> rows_;
   std::vector<int32_t> opening_ids_;
@@ -140,10 +142,9 @@ class Marker {
   int32_t max_skipped_;
   std::vector<Space> spaces_;
   // Bitmasks and illegal ids by state of the opening. A state up to `max_space_` is the number of
-  // white-space characters read so far. State max_space_ + n means that n bytes of the opening have
-  // been read.
-  std::vector<std::vector<int32_t>> first_rows_;
-  std::vector<std::vector<int32_t>> first_illegal_;
+  // white-space characters so far. State max_space_ + n follows n bytes of the opening.
+  std::vector<std::vector<int32_t>> opening_rows_;
+  std::vector<std::vector<int32_t>> opening_illegal_;
 };
 
 Marker::Marker(const std::vector<int32_t>& ids, const std::string& text,
@@ -182,7 +183,7 @@ Marker::Marker(const std::vector<int32_t>& ids, const std::string& text,
     ++border;
   }
   make_rows();
-  if (has_opening()) make_first_rows();
+  if (has_opening()) make_opening_rows();
   for (size_t token = 0; token < tokens_.size(); ++token) {
     const std::string& bytes = tokens_[token];
     const size_t size = bytes.size();
@@ -222,29 +223,29 @@ void Marker::make_rows() {
   }
 }
 
-void Marker::make_first_rows() {
+void Marker::make_opening_rows() {
   const size_t states = static_cast<size_t>(max_space_) + std::max<size_t>(opening_.size(), 1);
-  first_rows_.assign(states, std::vector<int32_t>(static_cast<size_t>(words()), 0));
-  first_illegal_.resize(states);
+  opening_rows_.assign(states, std::vector<int32_t>(static_cast<size_t>(words()), 0));
+  opening_illegal_.resize(states);
   for (int32_t token = 0; token < static_cast<int32_t>(vocab_size_); ++token) {
     for (size_t state = 0; state < states; ++state) {
-      const First first = first_step(static_cast<int32_t>(state), token).first;
-      if (first == First::kIllegal) first_illegal_[state].push_back(token);
-      if (first != First::kOpening && first != First::kOpened) continue;
-      first_rows_[state][static_cast<size_t>(token >> 5)] |=
+      const Opening result = opening_step(static_cast<int32_t>(state), token).result;
+      if (result == Opening::kIllegal) opening_illegal_[state].push_back(token);
+      if (result != Opening::kPartial && result != Opening::kComplete) continue;
+      opening_rows_[state][static_cast<size_t>(token >> 5)] |=
           static_cast<int32_t>(1u << (token & 31));
     }
   }
 }
 
-Marker::FirstStep Marker::first_step(int32_t state, int32_t token) const noexcept {
-  const FirstStep other{First::kOther, 0, false};
+Marker::OpeningStep Marker::opening_step(int32_t state, int32_t token) const noexcept {
+  const OpeningStep other{Opening::kNone, 0, false};
   const bool has_text =
       token < static_cast<int32_t>(tokens_.size()) && !tokens_[static_cast<size_t>(token)].empty();
   if (!has_text) {
     const bool opens =
         std::find(opening_ids_.begin(), opening_ids_.end(), token) != opening_ids_.end();
-    return opens && state <= max_space_ ? FirstStep{First::kOpened, 0, false} : other;
+    return opens && state <= max_space_ ? OpeningStep{Opening::kComplete, 0, false} : other;
   }
   if (opening_.empty()) return other;
   const std::string& bytes = tokens_[static_cast<size_t>(token)];
@@ -259,9 +260,9 @@ Marker::FirstStep Marker::first_step(int32_t state, int32_t token) const noexcep
     state = max_space_ + matched + 1;
     if (matched + 1 < static_cast<int32_t>(opening_.size())) continue;
     const Step rest = scan(0, bytes.data() + i + 1, bytes.size() - i - 1);
-    return {rest.legal ? First::kOpened : First::kIllegal, rest.state, rest.found};
+    return {rest.legal ? Opening::kComplete : Opening::kIllegal, rest.state, rest.found};
   }
-  return {First::kOpening, state, false};
+  return {Opening::kPartial, state, false};
 }
 
 int32_t Marker::next(int32_t state, unsigned char byte) const noexcept {
@@ -303,8 +304,8 @@ class MarkedMatcher final : public NativeMatcher {
       : inner_(inner),
         marker_(std::move(marker)),
         stop_ids_(stop_ids),
-        opening_(marker_->has_opening()) {
-    if (opening_) first_.reserve(marker_->max_first());
+        may_open_(marker_->has_opening()) {
+    if (may_open_) opening_tokens_.reserve(marker_->max_opening_tokens());
     skipped_.reserve(static_cast<size_t>(marker_->max_skipped()));
     for (const int32_t stop : stop_ids) {
       if (stop < 0 || stop >= marker_->vocab_size()) {
@@ -314,11 +315,11 @@ class MarkedMatcher final : public NativeMatcher {
   }
 
   Outcome accept(int32_t token, ErrorText* error) noexcept override {
-    if (opening_) return accept_first(token, error);
+    if (may_open_) return accept_opening(token, error);
     if (started_) {
       const Outcome outcome = inner_->accept(token, error);
-      if (outcome == Outcome::kYes) ++inside_;
-      if (outcome != Outcome::kNo || inside_ > 0) return outcome;
+      if (outcome == Outcome::kYes) ++num_grammar_tokens_;
+      if (outcome != Outcome::kNo || num_grammar_tokens_ > 0) return outcome;
       for (const Marker::Space& space : marker_->spaces()) {
         if (space.token != token || space.size > space_left()) continue;
         skipped_.push_back(space.size);
@@ -342,17 +343,18 @@ class MarkedMatcher final : public NativeMatcher {
   }
 
   int accept_all(const int32_t* tokens, int count, ErrorText* error) noexcept override {
-    if (!started_ || inside_ == 0) return NativeMatcher::accept_all(tokens, count, error);
+    if (!started_ || num_grammar_tokens_ == 0)
+      return NativeMatcher::accept_all(tokens, count, error);
     const int accepted = inner_->accept_all(tokens, count, error);
-    inside_ += std::max(accepted, 0);
+    num_grammar_tokens_ += std::max(accepted, 0);
     return accepted;
   }
 
   Filled fill(int32_t* row, int64_t words, ErrorText* error) noexcept override {
-    if (opening_) return fill_first(row, words, error);
+    if (may_open_) return fill_opening(row, words, error);
     if (started_) {
       const Filled filled = inner_->fill(row, words, error);
-      if (filled != Filled::kMask || inside_ > 0) return filled;
+      if (filled != Filled::kMask || num_grammar_tokens_ > 0) return filled;
       for (const Marker::Space& space : marker_->spaces()) {
         if (space.size > space_left()) continue;
         row[space.token >> 5] |= static_cast<int32_t>(1u << (space.token & 31));
@@ -376,40 +378,40 @@ class MarkedMatcher final : public NativeMatcher {
 
   Outcome rollback(int32_t tokens, ErrorText* error) noexcept override {
     if (tokens <= 0) return Outcome::kYes;
-    const int64_t inside = std::min<int64_t>(tokens, inside_);
+    const int64_t inside = std::min<int64_t>(tokens, num_grammar_tokens_);
     const int64_t skipped =
         std::min<int64_t>(tokens - inside, static_cast<int64_t>(skipped_.size()));
-    const int64_t free = std::min(tokens - inside - skipped, scanned_);
+    const int64_t free = std::min(tokens - inside - skipped, num_free_tokens_);
     const int64_t first = tokens - inside - skipped - free;
-    if (free > std::min(scanned_ - undone_to_, kHistory) ||
-        first > static_cast<int64_t>(first_.size())) {
+    if (free > std::min(num_free_tokens_ - first_undoable_, kHistory) ||
+        first > static_cast<int64_t>(opening_tokens_.size())) {
       error->keep("rollback of more tokens of free text than the history has");
       return Outcome::kFailed;
     }
     if (inside > 0) {
       const Outcome outcome = inner_->rollback(static_cast<int32_t>(inside), error);
       if (outcome == Outcome::kFailed) return outcome;
-      inside_ -= inside;
+      num_grammar_tokens_ -= inside;
     }
-    // If the output has no opening, the tokens of `first_` precede those that `inside_` counts. If
-    // none of the latter is left, the output can become the opening again.
-    const bool in_first = inside_ == 0 && marker_->has_opening() && !opened_;
+    // An output without the opening consists of `opening_tokens_` and then tokens of the grammar.
+    // When all tokens of the grammar are undone, the output can become the opening again.
+    const bool in_opening = num_grammar_tokens_ == 0 && marker_->has_opening() && !opened_;
     skipped_.resize(skipped_.size() - static_cast<size_t>(skipped));
-    if (inside + skipped == tokens && !in_first) return Outcome::kYes;
+    if (inside + skipped == tokens && !in_opening) return Outcome::kYes;
     started_ = stopped_ = false;
     if (free > 0) {
-      // The tokens that this call undoes have overwritten older states in the ring. A later call
-      // cannot undo the tokens that belong to the overwritten states.
-      undone_to_ = std::max(undone_to_, scanned_ - kHistory);
-      scanned_ -= free;
-      state_ = history_[static_cast<size_t>(scanned_ % kHistory)];
+      // The tokens that this call undoes have overwritten older states in `history_`. The tokens of
+      // those states can no longer be undone.
+      first_undoable_ = std::max(first_undoable_, num_free_tokens_ - kHistory);
+      num_free_tokens_ -= free;
+      state_ = history_[static_cast<size_t>(num_free_tokens_ % kHistory)];
     }
-    const bool changes = first > 0 || in_first;
-    return changes ? roll_back_first(static_cast<size_t>(first), error) : Outcome::kYes;
+    const bool changes = first > 0 || in_opening;
+    return changes ? roll_back_opening(static_cast<size_t>(first), error) : Outcome::kYes;
   }
 
   Outcome is_terminated(ErrorText* error) noexcept override {
-    if (opening_) return Outcome::kNo;
+    if (may_open_) return Outcome::kNo;
     if (started_) return inner_->is_terminated(error);
     return stopped_ ? Outcome::kYes : Outcome::kNo;
   }
@@ -418,49 +420,49 @@ class MarkedMatcher final : public NativeMatcher {
   static constexpr int64_t kHistory = 64;
 
   // Accepts a token while the tokens so far can become the opening (invariant 5 of this file).
-  Outcome accept_first(int32_t token, ErrorText* error) noexcept {
+  Outcome accept_opening(int32_t token, ErrorText* error) noexcept {
     if (token < 0 || token >= marker_->vocab_size()) return Outcome::kNo;
-    Marker::FirstStep step{Marker::First::kOther, 0, false};
-    if (!is_stop(token)) step = marker_->first_step(state_, token);
-    if (step.first == Marker::First::kIllegal) return Outcome::kNo;
-    if (step.first == Marker::First::kOpened) {
+    Marker::OpeningStep step{Marker::Opening::kNone, 0, false};
+    if (!is_stop(token)) step = marker_->opening_step(state_, token);
+    if (step.result == Marker::Opening::kIllegal) return Outcome::kNo;
+    if (step.result == Marker::Opening::kComplete) {
       const Outcome outcome = inner_->rollback(static_cast<int32_t>(in_grammar_), error);
       if (outcome == Outcome::kFailed) return outcome;
-      first_.push_back(token);
+      opening_tokens_.push_back(token);
       begin_free_text(step);
       return Outcome::kYes;
     }
-    bool in_grammar = in_grammar_ == first_.size();
+    bool in_grammar = in_grammar_ == opening_tokens_.size();
     if (in_grammar) {
       const Outcome outcome = inner_->accept(token, error);
       if (outcome == Outcome::kFailed) return outcome;
       in_grammar = outcome == Outcome::kYes;
     }
-    if (step.first == Marker::First::kOther) {
+    if (step.result == Marker::Opening::kNone) {
       if (!in_grammar) return Outcome::kNo;
-      opening_ = false;
+      may_open_ = false;
       started_ = true;
-      inside_ = 1;
+      num_grammar_tokens_ = 1;
       return Outcome::kYes;
     }
-    first_.push_back(token);
+    opening_tokens_.push_back(token);
     in_grammar_ += in_grammar;
     state_ = step.state;
     return Outcome::kYes;
   }
 
-  void begin_free_text(const Marker::FirstStep& step) noexcept {
-    opening_ = false;
+  void begin_free_text(const Marker::OpeningStep& step) noexcept {
+    may_open_ = false;
     opened_ = true;
     state_ = step.state;
     started_ = step.found;
   }
 
-  Filled fill_first(int32_t* row, int64_t words, ErrorText* error) noexcept {
+  Filled fill_opening(int32_t* row, int64_t words, ErrorText* error) noexcept {
     if (!has_size(words, error)) return Filled::kFailed;
-    const int32_t* opening = marker_->first_row(state_);
-    const std::vector<int32_t>& illegal = marker_->first_illegal(state_);
-    if (in_grammar_ < first_.size()) {
+    const int32_t* opening = marker_->opening_row(state_);
+    const std::vector<int32_t>& illegal = marker_->opening_illegal(state_);
+    if (in_grammar_ < opening_tokens_.size()) {
       std::copy(opening, opening + words, row);
       return Filled::kMask;
     }
@@ -476,12 +478,13 @@ class MarkedMatcher final : public NativeMatcher {
     return Filled::kMask;
   }
 
-  // Undoes the last `count` tokens of `first_`, which must be the last tokens of the output.
-  Outcome roll_back_first(size_t count, ErrorText* error) noexcept {
-    const size_t left = first_.size() - count;
+  // Undoes the last `count` of `opening_tokens_`, which must be the last tokens of the output.
+  Outcome roll_back_opening(size_t count, ErrorText* error) noexcept {
+    const size_t left = opening_tokens_.size() - count;
     const size_t in_grammar = std::min(in_grammar_, left);
     if (opened_) {  // the matcher of the grammar is at its start
-      const int accepted = inner_->accept_all(first_.data(), static_cast<int>(in_grammar), error);
+      const int accepted =
+          inner_->accept_all(opening_tokens_.data(), static_cast<int>(in_grammar), error);
       if (accepted != static_cast<int>(in_grammar)) {
         error->keep("the grammar refuses tokens that it has accepted");
         return Outcome::kFailed;
@@ -491,12 +494,12 @@ class MarkedMatcher final : public NativeMatcher {
           inner_->rollback(static_cast<int32_t>(in_grammar_ - in_grammar), error);
       if (outcome == Outcome::kFailed) return outcome;
     }
-    first_.resize(left);
+    opening_tokens_.resize(left);
     in_grammar_ = in_grammar;
-    opening_ = true;
+    may_open_ = true;
     opened_ = false;
     state_ = 0;
-    for (const int32_t token : first_) state_ = marker_->first_step(state_, token).state;
+    for (const int32_t token : opening_tokens_) state_ = marker_->opening_step(state_, token).state;
     return Outcome::kYes;
   }
 
@@ -510,7 +513,7 @@ class MarkedMatcher final : public NativeMatcher {
     return std::accumulate(skipped_.begin(), skipped_.end(), marker_->max_skipped(),
                            std::minus<int32_t>());
   }
-  void push() noexcept { history_[static_cast<size_t>(scanned_++ % kHistory)] = state_; }
+  void push() noexcept { history_[static_cast<size_t>(num_free_tokens_++ % kHistory)] = state_; }
   bool is_stop(int32_t token) const noexcept {
     return std::find(stop_ids_.begin(), stop_ids_.end(), token) != stop_ids_.end();
   }
@@ -519,19 +522,19 @@ class MarkedMatcher final : public NativeMatcher {
   std::shared_ptr<const Marker> marker_;
   std::vector<int32_t> stop_ids_;
   std::array<int32_t, kHistory> history_{};  // state of the scanner before each of the last tokens
-  int64_t scanned_ = 0;                      // number of tokens of the free text
-  int64_t undone_to_ = 0;                    // number of leading tokens that cannot be undone
-  int64_t inside_ = 0;                       // number of tokens that `inner_` has accepted
+  int64_t num_free_tokens_ = 0;              // number of tokens of the free text after the opening
+  int64_t first_undoable_ = 0;               // index of the first of them that can be undone
+  int64_t num_grammar_tokens_ = 0;           // number of tokens that `inner_` has accepted
   std::vector<int32_t> skipped_;  // characters of each token between the marker and the grammar
   int32_t state_ = 0;             // state of the opening or of the scanner
-  bool started_ = false;  // whether the grammar applies: the marker is complete or has no opening
-  bool stopped_ = false;  // whether a stop token has ended the free text
+  bool started_ = false;          // whether the marker is complete, or the output has no opening
+  bool stopped_ = false;          // whether a stop token has ended the free text
   // First tokens of the output: those that could become the opening, and the token that has
-  // completed it. Before the opening was complete, the matcher of the grammar has accepted the
-  // first `in_grammar_` of them.
-  std::vector<int32_t> first_;
+  // completed it. As long as the opening is not complete, `inner_` has also accepted the first
+  // `in_grammar_` of these tokens.
+  std::vector<int32_t> opening_tokens_;
   size_t in_grammar_ = 0;
-  bool opening_;         // whether the tokens so far can become the opening
+  bool may_open_;        // whether the tokens so far can become the opening
   bool opened_ = false;  // whether the output begins with the opening
 };
 

@@ -122,7 +122,7 @@ void OrderServer::commit(SlotWork& work) const noexcept {
   if (in_sync) {
     const int accepted = accept_all(work, commit.tokens.data(), commit.count);
     work.tally[count::committed_tokens] += accepted;
-    for (int i = 0; forced_ != nullptr && i < std::min(accepted, work.tested); ++i) {
+    for (int i = 0; forced_ != nullptr && i < std::min(accepted, work.filled_drafts); ++i) {
       work.tally[count::forced_tokens] += commit.tokens[at(i)] == work.rows.forced[at(i)];
     }
     in_sync = accepted == commit.count;
@@ -133,7 +133,7 @@ void OrderServer::commit(SlotWork& work) const noexcept {
     return;
   }
   work.accepted = 0;  // node 0 is the last of these tokens
-  work.tested = 0;
+  work.filled_drafts = 0;
   work.closed = 0;
   if (!work.terminated) return;
   work.tally[count::terminations] += 1;
@@ -148,7 +148,7 @@ void OrderServer::commit(SlotWork& work) const noexcept {
 // accepts common prefixes only once. The matcher returns to node 0.
 void OrderServer::fill_rows(SlotWork& work) const noexcept {
   const Order& order = work.order;
-  work.tested = order.drafts;
+  work.filled_drafts = order.drafts;
   int j = 0;
   while (j >= 0 && !work.ended) {
     const bool open = fill_row(work, j);

@@ -203,8 +203,7 @@ struct SlotWork {
   bool ended = false;
   ErrorText error;
   Rows rows;
-  int tested = 0;  // number of drafts of the last kFillRows order; used to count accepted forced
-                   // tokens
+  int filled_drafts = 0;  // drafts of the last kFillRows order, for the counter forced_tokens
   Probed probed;
   std::array<int32_t, count::kinds> tally{};  // counts that the step adds to the worker's counters
   Usage usage;
