@@ -24,10 +24,10 @@ namespace {
 
 constexpr size_t kMaxTokenLength = 4095;
 constexpr int kMaxNesting = 500;
-// Building the nondeterministic automaton visits at most this number of expressions per state that
-// the automaton may have.
+// Maximum number of expressions that building the nondeterministic automaton may visit, as a
+// multiple of the maximum number of states.
 constexpr int64_t kWorkPerState = 8;
-// Upper bound of the elementary steps of a determinization, so that it ends within about 50 ms.
+// Maximum number of elementary steps of a determinization, which take about 50 ms.
 constexpr int64_t kMaxWork = 10'000'000;
 
 size_t at(int32_t index) { return static_cast<size_t>(index); }
@@ -639,7 +639,7 @@ void AutomatonGrammar::fill(int16_t state, int32_t* row) const noexcept {
 
 void AutomatonGrammar::compute(int16_t state, int32_t* row) const noexcept {
   const auto bytes = static_cast<size_t>(trie_->words()) * sizeof(int32_t);
-  bool stays = true;  // whether all texts of plain bytes lead back to the state
+  bool stays = true;  // whether every plain byte leads from the state to the same state
   for (int byte = 0; byte < 256 && stays; ++byte) {
     const auto value = static_cast<uint8_t>(byte);
     stays = !TokenTrie::is_plain(value) || automaton_.next(state, value) == state;

@@ -2,17 +2,17 @@
 //
 // A grammar such as a regular expression, a list of choices or a JSON schema without recursion is
 // lowered to an expression over characters. The expression is compiled to a deterministic automaton
-// whose transitions read the bytes of UTF-8. The state of a matcher is one number, so the token
-// bitmask of a state is computed once and then copied.
+// whose transitions read the bytes of UTF-8. The token bitmask depends only on the automaton's
+// state, so it is computed once per state and then copied.
 //
 // Invariants
-// 1. An automaton has at most AutomatonLimits::states states. Automaton::compile() refuses larger
-//    ones and limits its own time and memory, so untrusted expressions are safe.
+// 1. An automaton has at most AutomatonLimits::states states. Automaton::compile() throws for
+//    larger automata and limits its own time and memory, so untrusted expressions are safe.
 // 2. Every state can reach an accepting state. A text without a transition is therefore illegal
 //    however it continues.
-// 3. Automaton and TokenTrie are immutable after construction. Rows are shared by all matchers of a
-//    grammar: a row is published once, with release order, and is neither changed nor given back to
-//    the pool while the grammar exists.
+// 3. Automaton and TokenTrie are immutable after construction. All matchers of a grammar share the
+//    mask rows. A row is published once, with release order, and is neither changed nor given back
+//    to the RowPool while the grammar exists.
 #pragma once
 
 #include <algorithm>
@@ -31,8 +31,9 @@ namespace graft::guide {
 // Tries of the bytes of all token ids. The nodes of a trie are stored in depth-first order.
 //
 // Most tokens are plain: they consist of printable ASCII characters except for the quotation mark
-// and the backslash. Within a JSON string, all of them are legal. They have a trie of their own, so
-// that the mask row of a state inside a JSON string is computed without visiting them one by one.
+// and the backslash. Within a JSON string, all plain tokens are legal. They have a trie of their
+// own, because the mask row of a state inside a JSON string can then be computed without visiting
+// them one by one.
 class TokenTrie {
  public:
   static bool is_plain(uint8_t byte) {
@@ -124,7 +125,7 @@ class RowPool {
  public:
   RowPool(int64_t words, int64_t bytes);
 
-  // Returns memory for one row, or null if all rows are in use. Never allocates memory.
+  // Returns memory for one row, or null if all rows are in use. Does not allocate memory.
   int32_t* take() noexcept;
   void give_back(const int32_t* row) noexcept;
 

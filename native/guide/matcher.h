@@ -1,8 +1,8 @@
 // Interface of a grammar matcher: the state of one request in its grammar, for any backend.
 //
 // Invariants
-// 1. Only one thread uses a matcher at any time. Calls do not print, throw or take the GIL. The
-//    matchers that are written in Python are the exception: their calls take the GIL.
+// 1. Only one thread uses a matcher at any time. Calls do not print, throw or take the GIL, except
+//    that calls of a matcher written in Python take the GIL.
 // 2. accept() returns kNo and changes nothing if the id is illegal, has no text or is out of range,
 //    or if the matcher has terminated.
 // 3. fill() is not called after termination. It sets the bits at and beyond the vocabulary size
@@ -43,12 +43,12 @@ struct ErrorText {
   void keep(const char* message) noexcept { keep(message, std::strlen(message)); }
 };
 
-// Decides whether a grammar step may serve the work orders of a grammar on its own thread although
-// the step has a time budget. A work order (`Order` in slot.h) is the work of one slot in one step.
-// Handing an order to a pool thread and waiting for the thread costs about 50 microseconds. A
-// grammar is trusted after kProof orders that finished within the budget, and never again after one
-// that did not. A grammar can therefore delay a round at most once, and the budget adds no cost if
-// all grammars are trusted.
+// Decides whether a grammar is trusted. Although a grammar step has a time budget, it serves the
+// work orders of a trusted grammar on its own thread. A work order (`Order` in slot.h) is the work
+// of one slot in one step. Handing an order to a pool thread and waiting for the thread costs about
+// 50 microseconds. A grammar is trusted after kProof orders that finished within the budget, and
+// never again after one that did not. A grammar can therefore delay a round at most once, and the
+// budget adds no cost if all grammars are trusted.
 //
 // There is one object per grammar, used by all threads that serve its matchers.
 class OrderTiming {

@@ -34,8 +34,8 @@
 
 namespace graft::guide {
 
-// Maximum time that a step waits for its slots. For tests, `clock` can point to a word of memory
-// that the test increments in place of a real clock.
+// Maximum time that a step waits for the threads that serve its slots. A test can let `clock` point
+// to a word that replaces the real clock and that the test increments.
 struct Budget {
   int64_t ns = 0;           // 0: unlimited
   int64_t patience_ns = 0;  // maximum waiting time for threads that get no processor time
@@ -103,10 +103,11 @@ class Pool {
 
   bool waiting() const { return waiting_.load(); }
 
-  // Waits until done() is true, or until the budget has passed and late() is true. late() means
-  // that every unfinished job has used the budget in processor time. A job that only waits for a
-  // processor on a loaded machine is therefore not late. After half of the budget, wait() wakes all
-  // parked threads, because the working ones may be blocked. Returns whether all jobs are done.
+  // Waits until done() is true, or until the budget has passed and late() is true. late() returns
+  // whether every unfinished job has used the budget in processor time. A job that only waits for a
+  // processor on a loaded machine is therefore not late, unless it waits for `patience_ns`. After
+  // half of the budget, wait() wakes all parked threads, because the others may be blocked. Returns
+  // whether all jobs are done.
   template <typename Done, typename Late>
   bool wait(const Done& done, const Late& late, const Budget& budget, int64_t start) noexcept {
     bool woken = false;

@@ -3,11 +3,11 @@
 // Invariants
 // 1. A call takes the GIL with the thread's cached Python thread state. It releases the GIL before
 //    it returns. A thread must not hold the GIL while it waits for a step or a pool thread.
-// 2. The Python matcher owns this object, which has only a weak reference to its owner. The
+// 2. The Python matcher owns the PythonMatcher, which has only a weak reference to its owner. The
 //    publisher of a request keeps the Python matcher alive, so no worker thread drops the last
 //    reference.
-// 3. Python fills an array of this object, which is then copied to the mask row. Python code never
-//    accesses the pinned memory of the mask rows.
+// 3. Python code fills an array of the PythonMatcher, which then copies the array to the mask row.
+//    Python code never accesses the pinned memory of the mask rows.
 // 4. If a method raises an exception, the slot fails with the exception's message.
 #include <cxxabi.h>
 #include <nanobind/ndarray.h>

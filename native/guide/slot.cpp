@@ -219,8 +219,8 @@ bool OrderServer::step_to(SlotWork& work, int j) const noexcept {
   return (work.closed & bit(j)) == 0;
 }
 
-// Accepts forced tokens as drafts one after the other and fills the mask rows after them. The row
-// after draft K is not filled here but by the open step of the next replay.
+// Accepts forced tokens as drafts one after the other and fills the mask row after each of them,
+// except for draft K: the open step of the next replay fills the row after draft K.
 void OrderServer::follow_forced(SlotWork& work) const noexcept {
   for (int j = 1; j < exchange_.drafts() && is_filled(work, j - 1); ++j) {
     const int32_t token = work.rows.forced[at(j - 1)];
@@ -252,9 +252,9 @@ void OrderServer::probe_chain(SlotWork& work) const noexcept {
   work.probed.answer = -1;
 }
 
-// Finds the legal candidates of each node of level j, up to `branch` per node. While the tree
-// grows, its nodes have other numbers than the final drafts. `closed` refers to the numbers of
-// these nodes and is therefore reset at the end.
+// Finds the legal candidates for level j of the tree: up to `branch` children of each node of the
+// level before. While the device grows the tree level by level, the nodes have other numbers than
+// in the final tree. `closed` uses the current numbers, so it is reset at the end.
 void OrderServer::probe_tree(SlotWork& work) const noexcept {
   const Order& order = work.order;
   const int branch = exchange_.layout.branch;
@@ -284,14 +284,16 @@ void OrderServer::probe_tree(SlotWork& work) const noexcept {
 
 // Finds the most likely legal drafts, at most `branch` children per node (similar to DDTree, arXiv
 // 2604.12989). The probability of a node is the product of the probabilities of the tokens on its
-// path, where the probability of a token is relative to the candidates that have not been rejected
-// after its parent. Each node has a next candidate. The most likely of these candidates is tested.
-// If several candidates are equally likely, the node with the smallest number comes first. The
-// number of tests is bounded. The matcher returns to node 0.
+// path. The probability of a token is divided by the total probability of those candidates after
+// its parent that have not been rejected. Each node has a next candidate. The matcher tests the
+// most likely one of these until there are `j` drafts or the maximum number of tests is reached. Of
+// equally likely candidates, the one of the node with the smallest number is tested first. The
+// matcher returns to node 0.
 void OrderServer::probe_lattice(SlotWork& work) const noexcept {
   // `score` is the probability of the node. `left` is the total probability of those candidates for
-  // its children that have not been rejected. `next` is the index of the next candidate and
-  // `next_score` the probability of the child that it would become; -1 if there is no candidate.
+  // its children that have not been rejected. `next` is the index of the next candidate.
+  // `next_score` is the probability of the node that this candidate would become; -1 if there is no
+  // candidate.
   struct Node {
     double score;
     double left = 1.0;
@@ -345,7 +347,7 @@ void OrderServer::probe_lattice(SlotWork& work) const noexcept {
       last < std::min(order.candidates, order.j) && (last == 0 || (work.closed & bit(last)) == 0);
   if (layout.mode == DRAFT_MODE_CHAIN_LATTICE && open && !work.ended) {
     work.tally[count::probe_misses] += 1;
-    // If the row forces a token, this token becomes the next draft.
+    // If the row forces a token, the device drafts this token next.
     if (forced_ != nullptr) fill_row(work, last);
   }
   move_to(work, 0);

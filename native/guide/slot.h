@@ -70,11 +70,12 @@ enum : int { GRAFT_GUIDE_COUNTS(GRAFT_GUIDE_COUNT) kinds };
 // Finds the token to draft where the grammar allows only one continuation of the text (jump-forward
 // decoding).
 //
-// Text is forced if every legal token is a prefix of the longest one, so that they differ only in
-// length. The longest token is drafted. With `unique_only`, a token counts as forced only if it is
-// the single legal id. The choice depends only on the mask row, which depends only on the prefix,
-// and the draft is verified like any other: a target that prefers another tokenization rejects it.
-// A single legal id is always accepted.
+// Text is forced if every legal token is a prefix of the longest legal token. The longest token is
+// then drafted. With `unique_only`, a token counts as forced only if it is the single legal id.
+//
+// The forced token depends only on the mask row, which depends only on the output so far. The draft
+// is verified like any other, so a target model that prefers another tokenization rejects it. A
+// single legal id is always accepted.
 //
 // Immutable after construction: any number of threads may use it.
 class Forced {
@@ -116,7 +117,7 @@ enum class Task : int32_t {
   kFillRow0,      // fill the mask row of the last committed token
   kFillDraftRow,  // accept draft j and fill row j
   kProbeChain,    // find the first legal candidate for draft j
-  kProbeTree,     // find the legal candidates of the nodes of level j
+  kProbeTree,     // find the legal candidates for the nodes of level j
   kProbeLattice,  // find legal drafts among the candidates of all levels
 };
 
@@ -127,9 +128,10 @@ enum class Task : int32_t {
 // it is the maximum number of drafts. The tree of the drafts has `drafts` nodes in addition to node
 // 0: node i has the token draft[i - 1], the parent parent[i] < i and the depth depth[i].
 //
-// A chain probe has `candidates` candidate ids. A tree probe has a list of candidates for each of
-// `candidates` nodes, a lattice probe for each of `candidates` levels. `candidate` contains the
-// lists one after the other. For a lattice probe, `share` has the probability of each candidate.
+// The vector `candidate` contains candidate ids for a probe; the number `candidates` depends on the
+// kind of probe. A chain probe has one list of `candidates` ids. A tree probe has one list for each
+// of `candidates` nodes, and a lattice probe for each of `candidates` levels, one list after the
+// other. For a lattice probe, `share` has the probability of each candidate.
 struct Order {
   Commit commit;
   Task task = Task::kNone;
@@ -143,8 +145,8 @@ struct Order {
   std::vector<float> share;
 };
 
-// Request that uses a slot, as the steps know it from the device's records. The thread that runs
-// the steps owns these members, also while the slot is busy.
+// Request that uses a slot, and what the steps have read from the device's records about it. The
+// thread that runs the steps owns these members, even while the slot is busy.
 struct Assignment {
   bool joined = false;           // whether a request has used the slot
   int32_t epoch = 0;             // number of the slot assignment
@@ -168,10 +170,10 @@ struct Rows {
 struct Probed {
   bool answered = false;
   int32_t answer = -1;
-  std::vector<uint32_t> legal;  // tree probe: bitmask of the legal candidates of each node
+  std::vector<uint32_t> legal;  // tree probe: bitmask of the legal candidates after each node
 };
 
-// Processor time and memory that the matcher of a request uses.
+// Processor time and memory that the matcher of a request uses, and the limits of its work order.
 struct Usage {
   // The slot fails when the processor-time clock of the thread that serves its work order reaches
   // `cpu_limit` ns; 0 means no limit. As long as monotonic_ns() is below `time_limit`, the order
@@ -198,8 +200,8 @@ struct SlotWork {
   int accepted = 0;
   bool terminated = false;
   uint64_t closed = 0;
-  // A slot that has ended gets no more work orders, because its text is complete, is a dead end, or
-  // has failed with `error`.
+  // Whether the slot gets no more work orders, because its text is complete, no token is legal, or
+  // the matcher has failed with `error`.
   bool ended = false;
   ErrorText error;
   Rows rows;
@@ -216,8 +218,9 @@ struct Slot {
   SlotWork work;
   // Transfers the ownership of `work`, see invariant 7 of worker.h.
   std::atomic<bool> busy{false};
-  // Processor-time clock of the thread that serves the work order, and its time when the thread
-  // began the order; -1 if no thread has begun it. The thread stores `cpu_start` after `clock`.
+  // `clock` is the processor-time clock of the thread that serves the work order. `cpu_start` is
+  // its time when the thread began the order; -1 if no thread has begun it. The thread stores
+  // `clock` before `cpu_start`.
   int32_t clock = 0;
   std::atomic<int64_t> cpu_start{-1};
 };
@@ -226,9 +229,9 @@ struct Slot {
 // concurrently.
 class OrderServer {
  public:
-  // `forced` finds forced tokens; null if forced tokens are not drafted. With `follow_forced`,
-  // which is used without a drafter, the commit step accepts forced tokens as drafts and fills the
-  // rows after them.
+  // `forced` finds forced tokens; null if forced tokens are not drafted. `follow_forced` is true if
+  // there is no drafter: the commit step then accepts forced tokens as drafts and fills the rows
+  // after them.
   OrderServer(const Exchange& exchange, const Forced* forced, bool follow_forced)
       : exchange_(exchange), forced_(forced), follow_forced_(follow_forced) {}
 

@@ -1,5 +1,6 @@
-// The part of TVM-FFI's C ABI (0.1) that the guide calls, declared here so that building needs no
-// TVM-FFI headers and linking needs no library: the symbols come from the copy Python has loaded.
+// The part of TVM-FFI's C ABI (0.1) that the guide calls. graft declares it here and looks the
+// symbols up in the library that Python has loaded. Building graft therefore needs neither headers
+// nor a library of TVM-FFI.
 #pragma once
 
 #include <cstddef>

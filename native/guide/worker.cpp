@@ -102,8 +102,8 @@ void Worker::retire(int64_t replay) {
   if (entry != nullptr) entry->replay.store(0, std::memory_order_release);
 }
 
-// Returns the snapshot (the published requests) of a replay, or a free snapshot if `replay` is 0;
-// null if there is none.
+// Returns the snapshot (the published requests) of a replay. If `replay` is 0, returns a free
+// snapshot. Returns null if there is none.
 Snapshot* Worker::find_snapshot(int64_t replay) noexcept {
   for (Snapshot& entry : snapshots_) {
     if (entry.replay.load(std::memory_order_acquire) == replay) return &entry;
@@ -121,9 +121,9 @@ const Snapshot* Worker::next_snapshot() const noexcept {
   return nullptr;
 }
 
-// Returns the 64-bit replay number of a record, in which the device has written only the lower 32
-// bits. Of all 64-bit numbers with these lower bits, this is the number nearest to the current
-// replay.
+// Returns the full number of a replay. `replay` is the field of a record in which the device has
+// written only the lower 32 bits. Of all 64-bit numbers with these lower bits, the function returns
+// the one nearest to the current replay.
 int64_t Worker::replay_of(const int32_t& replay) const noexcept {
   const uint32_t word = static_cast<uint32_t>(__atomic_load_n(&replay, __ATOMIC_ACQUIRE));
   return replay_ + static_cast<int32_t>(word - static_cast<uint32_t>(replay_));
@@ -253,7 +253,8 @@ Task Worker::draft_task(Slot& slot) noexcept {
   }
 }
 
-// Serves the work orders of this step: on pool threads, or on this thread if uses_pool() is false.
+// Serves the work orders of this step, each on a pool thread or, if uses_pool() is false for the
+// order, on this thread.
 void Worker::serve() noexcept {
   const auto pooled_end = std::partition(ordered_.begin(), ordered_.end(), [&](int index) {
     return uses_pool(slots_[at(index)].work);
@@ -399,7 +400,7 @@ void Worker::read_commit(Slot& slot, bool idle, int64_t latest) noexcept {
     return;
   }
   assignment.committed_replay = replay;
-  if (count == 0 && is_valid) return;  // the slot was left out of the round
+  if (count == 0 && is_valid) return;  // the round left out the slot
   stamp_all(slot, ROW_NOT_READY);
   if (idle) {
     server_.invalidate_rows(slot.work);

@@ -11,34 +11,36 @@
 //    `committed`, `drafted` and `candidates`, and before the kernels that read masks, stamps and
 //    answers.
 // 2. A step never throws, prints, takes the GIL, calls the driver or drops a Python reference. It
-//    allocates memory only to lengthen a matcher's path, when the output of a request grows beyond
-//    1,024 tokens or a higher power of two. The same holds for the pool threads that serve its
-//    slots. Only a matcher that is written in Python takes the GIL. A thread must therefore release
-//    the GIL before it waits for a step or a pool thread.
+//    allocates memory only to lengthen a matcher's list of tokens or states, when the output of a
+//    request grows beyond 1,024 tokens or a higher power of two. The same holds for the pool
+//    threads that serve its slots. Only a matcher that is written in Python takes the GIL. A thread
+//    must therefore release the GIL before it waits for a step or a pool thread.
 // 3. A step accesses only the slots of its replay's snapshot, the list of requests that the host
 //    publishes before the launch. A step of a replay without a snapshot writes nothing;
 //    verification then finds outdated stamps and commits nothing.
-// 4. Stamps and answers are written by the thread that runs the step. This thread writes the stamp
-//    of a row after the row's mask, with release order. It invalidates the stamp before the matcher
-//    leaves the state for which the row was filled. No row becomes ready while a kernel reads it.
+// 4. Only the thread that runs the step writes stamps and answers. It writes the stamp of a row
+//    after the row's mask, with release order. It invalidates the stamps of a slot before the
+//    matcher accepts newly committed tokens. No row becomes ready while a kernel reads it.
 // 5. An internal error fails one slot (ROW_ERROR) and does not affect others.
 // 6. The matcher is always at one node of the draft tree (slot.h): it has accepted the tokens on
 //    the path to this node. Before tokens are committed, the matcher is rolled back to node 0.
 // 7. The work of a slot in a step is one work order (`Order` in slot.h), served by one thread at a
-//    time. The flag `busy` transfers the ownership of Slot::work: it is set before the order is
-//    posted and cleared with release order after the last access. With one thread and no budget,
-//    the step serves all orders itself. With a budget, it serves the orders of trusted grammars
-//    (OrderTiming). If a replay has only one request, waiting for its order delays no other
-//    request, so the step waits longer for this order (kSlowFactor).
+//    time. The flag `busy` transfers the ownership of Slot::work: the step sets it before it posts
+//    the order to the pool, and the pool thread clears it with release order after its last access.
+//    With one thread and no budget, the step serves all orders on its own thread. With a budget, it
+//    serves only the orders of trusted grammars (OrderTiming) there. If a replay has only one
+//    request, waiting for its order delays no other request, so the step waits longer for this
+//    order (kSlowFactor).
 // 8. A slot that is busy when the budget ends is late. The budget limits processor time, so waiting
-//    for a processor makes no slot late. The finished mask rows of the slot are stamped. Its other
-//    rows are not ready, so the slot is left out of the round or its round ends at its last ready
-//    row. Later steps ignore the slot, except for a commit: it is copied (`pending`), because the
-//    device will overwrite it. The order that is being served is then outdated, because it is for a
-//    state before the commit: the slot's stamps are invalidated, and the step stamps no more rows
-//    of this order. The first step that finds the slot idle takes the result and continues with the
-//    pending commit. While a commit is pending, none of the slot's rows is ready and the device
-//    commits nothing, so there is at most one pending commit.
+//    for a processor makes no slot late. The step stamps the mask rows that are finished. The other
+//    rows of the slot are not ready: without row 0, the round leaves out the slot; otherwise, the
+//    slot's round ends at its last ready row.
+//    Later steps ignore a late slot until they find it idle, but they copy its commit (`pending`),
+//    because the device will overwrite it. The order that is being served is then outdated, because
+//    it is for a state before the commit. The step invalidates the slot's stamps and stamps no more
+//    rows of this order. The first step that finds the slot idle takes the result and continues
+//    with the pending commit. While a commit is pending, none of the slot's rows is ready and the
+//    device commits nothing, so there is at most one pending commit.
 //    A request fails if its slow orders take too much processor time (kMaxSlow), or if the process
 //    grows by too much memory during its late orders (kMaxMemory). A call of a matcher cannot be
 //    interrupted, so the request fails when the call returns.
@@ -142,9 +144,9 @@ class Timeline {
   std::vector<Cell> cells_;
 };
 
-// Kinds of grammar steps. Draft step j runs after draft j was sampled, if it fills a mask row. If
-// it tests candidates, it runs after the candidates for draft j were written and before draft j is
-// sampled.
+// Kinds of grammar steps. A draft step j that fills a mask row runs after draft j was sampled. A
+// draft step j that tests candidates runs after the drafter has written the candidates for draft j
+// and before draft j is sampled.
 enum class Step : int32_t { kOpen = 0, kCommit = 1, kDraft = 2 };
 
 class Worker;
@@ -163,8 +165,8 @@ class Worker {
   // slow.
   static constexpr int64_t kSlowFactor = 20;
   static constexpr int64_t kMinSlowNs = 100'000'000;
-  // A request fails when its slow orders have together taken kMaxSlow times the processor time from
-  // which one order is slow.
+  // A request fails when the processor time of its slow orders reaches kMaxSlow times the time that
+  // makes one order slow.
   static constexpr int64_t kMaxSlow = 20;
   // Maximum time that a step waits for threads that get no processor time, as a multiple of the
   // budget.
@@ -181,9 +183,9 @@ class Worker {
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
 
-  // publish() and retire() are called by the thread that launches the rounds. publish() returns
+  // Only the thread that launches the rounds may call publish() and retire(). publish() returns
   // false if all snapshots belong to replays that have not been retired. Replays without grammar
-  // steps are not published: `previous` is the last replay before this one that has grammar steps.
+  // steps are not published, so `previous` is the last earlier replay that has grammar steps.
   bool publish(int64_t replay, int64_t previous, const std::vector<Request>& requests);
   void retire(int64_t replay);
   StepRecord* record(Step step, int draft);
@@ -200,7 +202,7 @@ class Worker {
   // failure.
   std::string error(int slot) const { return slots_[at(slot)].work.error.text; }
   int busy_slots() const;
-  // Whether a step is waiting for its slots. A waiting step has posted all of its orders.
+  // Whether a step is waiting for pool threads. A waiting step has posted all of its orders.
   bool waiting() const { return pool_ != nullptr && pool_->waiting(); }
 
  private:

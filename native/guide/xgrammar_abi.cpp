@@ -152,15 +152,15 @@ void load(const char* tvm_ffi_library) {
 // Calls a matcher object of XGrammar's Python module, to which this class has a borrowed reference.
 class XGrammarMatcher final : public NativeMatcher {
  public:
-  // The arrays have one bit per id and are borrowed. `acceptable` is set for the stop ids of the
-  // matcher and for the ids with text that can be part of UTF-8.
+  // Throws std::invalid_argument if `handle` does not refer to a matcher. The arrays are borrowed
+  // and have one bit per id. In `acceptable`, the bits of the matcher's stop ids and of the ids
+  // whose text can be part of UTF-8 are set.
   //
   // XGrammar allows encoded surrogates (ED A0 80 to ED BF BF) and some other bytes that are not
-  // UTF-8. They differ from UTF-8 in the second byte of a character, and a token may end after the
-  // first byte. The first bytes after which not every second byte is UTF-8 are called leads here.
-  // `ends_with` has one row per lead, which is set for the ids whose text ends with the lead, and
-  // `follows` has one row per lead for the ids that are legal after such an id. Throws
-  // std::invalid_argument if `handle` does not refer to a matcher.
+  // UTF-8. These bytes differ from UTF-8 in the second byte of a character, and a token may end
+  // after the first byte. A first byte is called a lead here if some second bytes after it are not
+  // UTF-8. `ends_with` has one row per lead, with the ids whose text ends with the lead. `follows`
+  // has one row per lead, with the ids that are legal after such an id.
   XGrammarMatcher(void* handle, const uint32_t* acceptable, const uint32_t* ends_with,
                   const uint32_t* follows, int32_t leads, int64_t vocab_size)
       : handle_(handle),
@@ -267,7 +267,7 @@ class XGrammarMatcher final : public NativeMatcher {
   int64_t words_;
   int64_t size_ = 0;  // number of accepted tokens
   std::vector<AfterLead> after_lead_;
-  std::vector<int32_t> partial_;  // words that contain the bit of an unacceptable id
+  std::vector<int32_t> partial_;  // indices of mask words with the bit of an unacceptable id
 };
 
 }  // namespace
