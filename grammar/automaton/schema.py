@@ -90,9 +90,9 @@ class _Lowering:
             raise NotRegular("options of LLGuidance are not supported")
         keywords = schema.keys() & KEYWORDS.keys()
         if "$ref" in keywords:
-            return self._lower_only(schema, keywords, {"$ref"}, nesting)
+            return self._lower_reference_or_union(schema, keywords, {"$ref"}, nesting)
         if "anyOf" in keywords:
-            return self._lower_only(schema, keywords, {"anyOf"}, nesting)
+            return self._lower_reference_or_union(schema, keywords, {"anyOf"}, nesting)
         if "const" in keywords or "enum" in keywords:
             return _lower_values(schema, keywords)
         types = schema.get("type")
@@ -110,7 +110,7 @@ class _Lowering:
             raise NotRegular("the schema is too large")
         return expression
 
-    def _lower_only(
+    def _lower_reference_or_union(
         self, schema: dict[str, Any], keywords: set[str], allowed: set[str], nesting: int
     ) -> Expression:
         """Lower a schema with ``$ref`` or ``anyOf``.

@@ -134,7 +134,7 @@ def route(
     accepted = bool(checked.text)
     spelled = checked.spelled
     if spelled.narrowed:
-        reasons = [*reasons, *_only_control(closest)]
+        reasons = [*reasons, *_control_character_reasons(closest)]
     rules = ""
     ordered: tuple[Reason, ...] = ()
     excluded: tuple[Reason, ...] = spelled.narrowed
@@ -256,7 +256,7 @@ def _closest_accepted(schema: Any, whitespace: Whitespace, deadline: float) -> _
             parts[reason.pointer].pop(reason.keyword)
 
 
-def _only_control(schema: Any) -> Iterator[Reason]:
+def _control_character_reasons(schema: Any) -> Iterator[Reason]:
     """Yield a reason for each keyword whose allowed strings contain characters of `CONTROL`.
 
     A ``pattern`` is reported only if it matches no string without such characters.

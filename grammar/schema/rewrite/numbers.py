@@ -114,7 +114,10 @@ class Numbers:
         if step is not None and (low or high):
             return self._multiples_between(keywords, step, low, high, is_integer, narrowed)
         is_read = all(_is_read(bound.value) for bound in (low, high) if bound)
-        if is_read and (is_integer or not (self._is_ignored(low) or self._is_ignored(high, -1))):
+        if is_read and (
+            is_integer
+            or not (self._may_become_inclusive(low) or self._may_become_inclusive(high, -1))
+        ):
             # Whole bounds are written without a fraction: LLGuidance would divide the digits of
             # 9007199254740991.0 by 10, which rounds the number.
             whole = {
@@ -201,7 +204,7 @@ class Numbers:
                 return Restricted({"enum": listed}, narrowed)
         return Restricted({"multipleOf": keywords["multipleOf"], **_keywords(low, high)}, narrowed)
 
-    def _is_ignored(self, bound: _Bound | None, sign: int = 1) -> bool:
+    def _may_become_inclusive(self, bound: _Bound | None, sign: int = 1) -> bool:
         """Return whether LLGuidance may treat an exclusive bound as inclusive.
 
         `sign` is 1 for lower bounds and -1 for upper bounds.
@@ -230,7 +233,7 @@ class Numbers:
         if bound is None:
             return None
         if _is_read(bound.value):
-            if is_integer or not self._is_ignored(bound, sign):
+            if is_integer or not self._may_become_inclusive(bound, sign):
                 return bound
             return self._above(bound, sign, narrowed)
         if is_integer and bound.value == _MAX_INTEGER and sign < 0:
