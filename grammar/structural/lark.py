@@ -193,7 +193,9 @@ class _Lowering:
         texts = list(dict.fromkeys([*excluded, *ends]))
         pair = overlap(ends)
         if pair is not None:
-            raise LoweringError(f"LLGuidance cannot read the ends {pair[0]!r} and {pair[1]!r}")
+            raise LoweringError(
+                f"LLGuidance cannot enforce the ends {pair[0]!r} and {pair[1]!r}, which overlap"
+            )
         if texts:
             found = "|".join(map(_escape, texts))
             text = f"{text} & ~/(?s:.*)({found})(?s:.*)/"
@@ -205,7 +207,9 @@ class _Lowering:
 
     def _json_schema(self, form: Format, _ends: Any) -> list[Piece]:
         if form["style"] != "json" or form["any_order"] or form["excludes"]:
-            raise LoweringError("LLGuidance supports no style, any_order or excludes")
+            raise LoweringError(
+                "LLGuidance does not support any_order, excludes and styles other than json"
+            )
         if form["max_whitespace_cnt"] is not None:
             raise LoweringError("LLGuidance does not support max_whitespace_cnt")
         schema = form["json_schema"]
@@ -333,7 +337,9 @@ class _Lowering:
             once = not form["loop"]
             at_least_one = False
             if not set(ends or ()) <= set(form["excludes"]):
-                raise LoweringError(f"LLGuidance needs the ends {list(ends or ())} in excludes")
+                raise LoweringError(
+                    f"for LLGuidance, excludes must contain the tag's ends {list(ends or ())}"
+                )
         else:
             triggers = form["triggers"]
             parts = [pieces for tag in form["tags"] for pieces in self._tag(tag)]
@@ -341,7 +347,10 @@ class _Lowering:
             at_least_one = form["at_least_one"]
         pair = overlap([*triggers, *(ends or ())])
         if pair is not None:
-            raise LoweringError(f"LLGuidance cannot read the triggers {pair[0]!r} and {pair[1]!r}")
+            raise LoweringError(
+                f"LLGuidance cannot enforce the triggers or ends {pair[0]!r} and {pair[1]!r}, "
+                "which overlap"
+            )
         free = self._free_text([*triggers, *form["excludes"]], ends)
         first = []
         if at_least_one:
