@@ -177,7 +177,7 @@ except GraftError as error:
 
 
 def check_cupy() -> Finding:
-    """Check that CuPy, which compiles kernels for GPUs, is installed. Do not import CuPy."""
+    """Check that CuPy, which compiles kernels for GPUs, is installed, without importing it."""
     for package in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
         version = version_of(package)
         if version:

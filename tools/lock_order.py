@@ -34,6 +34,7 @@ from graft.tools.soft import resolve_command, soft_environment
 GIL = "GIL"
 #: Exit status of a process that the watchdog of the soft device terminated.
 WATCHDOG_STATUS = 86
+
 #: Exit statuses of ``graft doctor --watch``. They describe the result of the analysis; the exit
 #: status of the program is part of the printed report.
 FAILED = 1
@@ -57,7 +58,8 @@ class Edge:
     number: int  #: index of the edge among the edges of its process
     #: Resources that the thread held and requested. A resource is ``"GIL"``, ``"driver lock"`` (any
     #: lock of the driver) or ``"device work"``. A thread holds device work if the device cannot
-    #: complete the work before the thread continues. It requests device work if it waits for it.
+    #: complete the work before the thread continues. A thread requests device work by waiting for
+    #: the work.
     holds: list[str]
     wants: list[str]
     #: Name of the driver function that the thread called, or of the function that the driver called

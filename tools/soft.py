@@ -5,8 +5,8 @@ preloaded into the program, so that cuda.bindings, cuda.core and graft use it in
 ``libcuda.so.1``. ``native/softcuda/README.md`` describes what the soft device supports.
 
 With ``--code ptx``, graft compiles its kernels to PTX, which the soft device interprets. Programs
-that compile kernels to cubins with NVRTC also get PTX: a library that forwards to NVRTC and returns
-PTX in place of cubins is preloaded.
+that compile kernels to cubins with NVRTC also get PTX: the command preloads a library that forwards
+calls to NVRTC and returns PTX in place of cubins.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Two engines process the same requests alternately: one launches each round, the other runs many
 rounds per launch (``generation="graph"``). The time between rounds is the time between the
-beginnings of two consecutive rounds of a batch by the device's clock. It does not contain the
+beginnings of two consecutive rounds of a batch by the device's clock. It does not include the
 time until a caller receives the tokens.
 
 Both engines are measured under three loads: without other work, while another process executes
@@ -49,6 +49,7 @@ KINDS = ("free", "device")
 _REGEX = "([a-z]{1,9} )+"
 #: Values of the option `generation`.
 MODES = ("rounds", "graph")
+
 #: Loads: what executes Python bytecode during the measurement. This is nothing, another process, or
 #: another thread of this process.
 LOADS = ("idle", "process", "thread")
@@ -84,7 +85,7 @@ class Intervals:
 
 @contextmanager
 def _busy_process() -> Iterator[None]:
-    """Run another Python interpreter that never pauses until the context ends."""
+    """Run another Python interpreter, which executes bytecode until the context ends."""
     with subprocess.Popen([sys.executable, "-S", "-c", "while True: sum(range(100))"]) as process:
         try:
             yield

@@ -102,7 +102,7 @@ class Subject:
 
 
 def verdict(answer: dict[str, Any]) -> str:
-    """Return the verdict, one of `VERDICTS`, on a schema, given its results `answer`."""
+    """Return the verdict (one of `VERDICTS`) on the schema with the results `answer`."""
     if answer["outcome"] != "compiled":
         return str(answer["outcome"])
     if answer["partial"]:

@@ -57,8 +57,8 @@ def load_tokenizer(
 ) -> tuple[tokenizers.Tokenizer, Vocabulary]:
     """Load a tokenizer.json(.gz) and build its vocabulary.
 
-    `stop_token` is the text of the end token. By default, it is the first special token whose name
-    is a usual name of an end token.
+    `stop_token` is the text of the end token. By default, it is the first special token with
+    a usual name of an end token, such as ``</s>``.
     """
     text = _read_text(path)
     try:

@@ -40,7 +40,7 @@ def add_chart_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _chart_path(text: str) -> Path:
-    """Parse the value of ``--chart``; an invalid value is thus refused before any measurement."""
+    """Parse the value of ``--chart``. An invalid value is refused before the measurement."""
     path = Path(text)
     if path.suffix not in (".svg", ".png", ".pdf"):
         raise argparse.ArgumentTypeError(f"{text}: the name must end in .svg, .png or .pdf")

@@ -58,7 +58,7 @@ _MAX_STEPS = 500
 
 
 class Measurement(NamedTuple):
-    """Median time of a step in microseconds, with its case and the sizes of cache and queue."""
+    """Median time of a scheduler step in microseconds, for one case and size of cache and queue."""
 
     case: str
     pages: int

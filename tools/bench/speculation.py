@@ -268,7 +268,7 @@ def summarize(
 def _request_tokens_per_second(outputs: Sequence[Output]) -> float | None:
     """Return the mean decoding speed of a request in tokens per second, after its first token.
 
-    The result is None if no time was measured.
+    The result is None if no request has decoding times.
     """
     tokens = 0
     seconds = 0.0

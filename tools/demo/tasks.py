@@ -406,7 +406,7 @@ def _resample(rng: random.Random, kind: str, schema: Schema) -> tuple[Json, str]
 def _describe(rng: random.Random, fields: Sequence[Field]) -> str:
     """Return a text that contains the fields in random order, in one of six styles."""
     shuffled = rng.sample(fields, len(fields))
-    # Fields can be separated by commas only if no value contains a comma or "and". Lists do.
+    # Commas can separate fields only if no value, such as a list, contains a comma or "and".
     is_plain = all("," not in field.words and " and " not in field.words for field in fields)
     style = rng.randrange(6)
     if style == 0:

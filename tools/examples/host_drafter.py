@@ -1,6 +1,6 @@
 """Use a Python function as the drafter of an engine of graft.models.
 
-Each decoding round is one CUDA graph. The function is called by a node of this graph.
+Each decoding round is one CUDA graph. A node of this graph calls the function.
 """
 
 from __future__ import annotations

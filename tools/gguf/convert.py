@@ -207,7 +207,9 @@ class GgufFile:
                 f"{self.path}: {self.key(key)} must be a number, got {short_repr(value)}"
             )
         stored = np.float32(value)
-        return float(str(stored)) if stored == value else float(value)  # 1e-05, not 9.99999974e-06
+        return (
+            float(str(stored)) if stored == value else float(value)
+        )  # float32 1e-05 becomes 1e-05, not 9.99999974e-06
 
     def require_neutral(self, neutral: dict[str, tuple[float, ...]]) -> None:
         """Check that metadata values of the architecture do not change the model's results.

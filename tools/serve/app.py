@@ -72,9 +72,11 @@ class Settings:
     chat_template: str | None = None
     #: One of `graft.tools.serve.reasoning.REASONING_PARSERS`; None if the model does not reason.
     reasoning_parser: str | None = None
+
     #: Name in `graft.tools.serve.tool_formats.TOOL_FORMATS` of the notation in which the model
     #: writes calls; None for the notation that the chat template describes.
     tool_call_parser: str | None = None
+
     #: If the number of API requests in progress reaches this value plus the number of request
     #: slots, further requests get status 429.
     max_waiting: int = 256

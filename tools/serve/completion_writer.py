@@ -15,9 +15,11 @@ from graft.tools.serve.tool_formats.parser import ToolCallParser
 
 #: Maps the engine's finish reasons to OpenAI's. An output with another reason becomes an error.
 _FINISH_REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "timeout": "length"}
+
 #: Lower bound of reported log probabilities. The log probability of masked tokens is minus
 #: infinity, which JSON cannot represent.
 _MIN_LOGPROB = -9999.0
+
 # If an event has several chunks in a stream, the first chunk has the fields that describe the
 # tokens of the event, and the last chunk has the fields that describe the end of the output.
 _TOKEN_FIELDS = ("logprobs", "token_ids")

@@ -19,6 +19,7 @@ _STRUCTURED_KEYS = {"json", "json_object", "regex", "choice", "grammar", "struct
 #: Options of structured_outputs that have no effect, because JSON is always generated on one line,
 #: and no second backend is tried after an error.
 _NEUTRAL_OPTIONS = ("disable_fallback", "disable_any_whitespace")
+
 #: Maps `FoundGrammar.key` to the name of the grammar in error messages about values that JSON
 #: cannot express. For all other keys, the name is the key.
 _SUBJECTS = {
@@ -35,6 +36,7 @@ class FoundGrammar(NamedTuple):
 
     #: Name of the field that defines the grammar, for error messages.
     name: str
+
     #: Key of structured_outputs, ``"ebnf"``, or ``"strict_json"`` for a schema that allows no
     #: additional properties.
     key: str
@@ -185,9 +187,9 @@ def shown_schema(grammar: FoundGrammar) -> Any:
 def make_grammar_spec(grammar: FoundGrammar) -> GrammarSpec | None:
     """Return the grammar of a request; None if it allows any text.
 
-    Whether a backend can enforce the grammar is not checked: this can take long, and the engine
-    compiles slow grammars without delaying others. Results are cached, because clients often send
-    the same grammar in many requests. Raise GrammarError or OptionError if the grammar is
+    This function does not check whether a backend can enforce the grammar. That can take long, and
+    the engine does it without delaying other requests. Results are cached, because clients often
+    send the same grammar in many requests. Raise GrammarError or OptionError if the grammar is
     invalid.
     """
     key = grammar.key
@@ -220,8 +222,8 @@ def _make_grammar_spec(key: str, document: JsonValue | str) -> GrammarSpec | Non
 def _structural_tag(value: Any) -> Any:
     """Convert the structural tag of a request to the form that `make_grammar` expects.
 
-    The older form lists the tags under ``structures``. A tag without a schema, or whose schema is
-    null, allows any JSON.
+    The older form of structural tags lists the tags under ``structures``. A tag without a schema,
+    or whose schema is null, allows any JSON.
     """
     if isinstance(value, str):
         value = parse_json("structural tag", value)

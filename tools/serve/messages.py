@@ -28,9 +28,10 @@ class _ToolCall(Fields):
     function: _CalledFunction
 
     def converted(self) -> dict[str, Any]:
-        """Return the call with its arguments parsed from JSON; empty ones and null become ``{}``.
+        """Return the call with its arguments parsed from JSON.
 
-        Arguments that are an object instead of JSON text are not changed, as in vLLM.
+        Empty arguments and null become ``{}``. Arguments that are an object instead of JSON text
+        are not changed, as in vLLM.
         """
         arguments = self.function.arguments
         if not isinstance(arguments, dict):

@@ -34,6 +34,7 @@ from graft.tools.serve.router import Router
 LOG = logging.getLogger("graft")
 #: Number of replicas that must have died while they ran a request before it becomes a suspect.
 SUSPECT_DEATHS = 2
+
 #: Delay in seconds between the first failed attempt to restart a replica and the next attempt, and
 #: upper bound of the delay. The delay doubles after each failed attempt.
 RESTART_DELAY_S = 1.0
@@ -418,7 +419,7 @@ class Replicas:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of an error message; for an error group, of its first error."""
+    """Return the first line of an error's message. For an error group, use its first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return (str(error) or type(error).__name__).splitlines()[0]

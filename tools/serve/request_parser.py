@@ -55,6 +55,7 @@ class ApiRequest:
     prompts: list[list[int]]
     #: Role of the generated message.
     role: str = "assistant"
+
     #: For each prompt, the text that precedes the generated text in the response; None if the
     #: response has only the generated text.
     echo: Sequence[str] | None = None

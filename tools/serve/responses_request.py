@@ -115,7 +115,7 @@ def to_chat(fields: Mapping[str, Any], served: str) -> ChatRequest:
 
 
 def rename_error(error: ApiError) -> ApiError:
-    """Return an error that names fields of ``/v1/responses`` instead of fields of a chat."""
+    """Return an error that names fields of ``/v1/responses`` instead of a chat completion."""
     message = str(error)
     for name, name_here in _NAMES_IN_MESSAGES.items():
         message = message.replace(name, name_here)
@@ -138,7 +138,10 @@ def _response_format(form: Any) -> dict[str, Any]:
 
 
 def _read_tool_choice(choice: Any) -> Any:
-    """Convert ``tool_choice``. In this API, functions are not nested in an object ``function``."""
+    """Convert ``tool_choice`` to the form of chat completions.
+
+    Chat completions nest the name of a function in an object ``function``. This API does not.
+    """
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "function":
@@ -235,7 +238,7 @@ def _read_reasoning(item: Mapping[str, Any]) -> str:
 
 
 def _read_texts(content: Any) -> str:
-    """Return the text of a ``content``, which is a string or a list of parts."""
+    """Return the text of the field ``content``, which is a string or a list of parts."""
     if isinstance(content, str):
         return content
     texts = []

@@ -90,7 +90,7 @@ class ResponsesWriter:
         yield self._event("response.failed", response=self._response)
 
     def _finish(self) -> None:
-        """Set the output items, the status and the usage of the response, which is complete."""
+        """Set the output items, the status and the usage of the complete response."""
         output = self._output
         assert output is not None
         response = self._response

@@ -53,7 +53,7 @@ def run_label(names: Sequence[str]) -> str:
 
     The label has the names of the first and the last node, and the number of nodes. Nodes that
     write time stamps are counted, but they are named only if all nodes write time stamps. If
-    exactly one node does not, the label is its name.
+    exactly one node writes no time stamp, the label is its name.
     """
     if len(names) == 1:
         return names[0]

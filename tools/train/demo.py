@@ -61,6 +61,7 @@ LOG_STEPS = 200
 MAX_LENGTH = 320
 #: Number of tokens per batch when the target is trained.
 TOKENS = 4096
+
 #: Constants for training the EAGLE-3 head: tokens per batch, size of the draft vocabulary, number
 #: of unrolled draft steps.
 EAGLE_TOKENS = 3072
@@ -504,7 +505,7 @@ def block_config(run: Run, shared: dict[str, Any], drafter: Block) -> dict[str, 
 
 
 def write_checkpoint(folder: Path, module: nn.Module, config: dict[str, Any]) -> None:
-    """Write config and weights of a model; floating-point weights in bfloat16."""
+    """Write config and weights of a model. Floating-point weights are converted to bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for name, tensor in module.state_dict().items():

@@ -86,6 +86,7 @@ class Row:
     kind: str  #: kind of the request
     #: Token bitmask of each token of the answer; empty without a grammar.
     legal: list[np.ndarray] = field(default_factory=list)
+
     #: Hidden states, namely the outputs of AUX_LAYERS and the normalized last hidden state; float16
     #: [n - 1, 4 hidden].
     streams: Tensor = None

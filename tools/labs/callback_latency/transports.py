@@ -28,6 +28,7 @@ from graft.native import _native
 CLOCK_KERNELS = Path(__file__).parents[2] / "kernels" / "clock.cu"
 #: Transport name of a graph with empty nodes in place of host steps.
 BASELINE = "empty"
+
 #: Names of the two transports that use callbacks of cuda.core, for comparison: a Python callable,
 #: and a C function that the driver calls directly.
 CUDA_CORE = "cuda.core"
@@ -58,9 +59,11 @@ class Samples(NamedTuple):
 
     #: Device time from the first kernel to the second, in nanoseconds; int64 [replays].
     join: np.ndarray
+
     #: Nanoseconds from the entry of the host function to its body, and from the body to the return
     #: of the host function; int64 [replays, callbacks, 2]. None if hops are not recorded.
     hop: np.ndarray | None
+
     #: CLOCK_MONOTONIC in nanoseconds at which a callback began, and at which the previous callback
     #: ended; int64 [n, 2]. If hops of Python bodies are recorded, there is one entry per callback.
     #: Otherwise there is one entry per replay, with the replay's launch time as the first value.
@@ -277,7 +280,7 @@ def _address(function: Any) -> int:
 
 
 def _object_code(device: Device) -> Any:
-    """Compile the kernels that write time stamps to an ObjectCode of cuda.core."""
+    """Compile the kernels that write time stamps; return them as cuda.core's ObjectCode."""
     from cuda.core import ObjectCode, Program, ProgramOptions
 
     text = CLOCK_KERNELS.read_text()

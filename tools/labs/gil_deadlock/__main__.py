@@ -5,12 +5,12 @@
 In each case, a thread makes a driver call while it holds the GIL. At the same time, a callback
 needs the GIL. The callback is either a host function that the driver calls, or the body of a
 mailbox worker, which is a host thread that the device waits for. Both sides deadlock if the driver
-call waits for the callback, or for a lock that is held while the callback runs. Drivers do not
-document their locks, so the soft device models what has been reported about them.
+call waits for the callback, or for a lock that the driver holds while the callback runs. Drivers do
+not document their locks, so the soft device models what has been reported about them.
 SOFTCUDA_LOCK_MODEL selects the lock model:
 
 0   no locks
-1   a context lock is held while a host function runs
+1   the driver holds a context lock while a host function runs
 2   enqueueing a host function waits for the one that is running on the stream
 4   the first launch of a kernel synchronizes the context
 
@@ -124,15 +124,15 @@ def expected_outcome(case: Case) -> str:
     waits_for_lock = case.model & 1 or (case.pattern == "hostfunc" and case.model & 2)
     if waits_for_device or (waits_for_lock and not is_mailbox):
         return RELEASED if is_mailbox else HANGS
-    # CUDA's documentation allows the first launch of a kernel to wait for the device. Unlike other
-    # patterns, this one is therefore a potential deadlock with a mailbox, too.
+    # CUDA's documentation allows the first launch of a kernel to wait for the device. This
+    # pattern is therefore a potential deadlock also with a mailbox, unlike the other patterns.
     if is_mailbox and not is_first_launch:
         return COMPLETES
     return POTENTIAL
 
 
 def all_cases(soft: bool) -> list[Case]:
-    """Return all cases in which the driver call is made with the GIL held."""
+    """Return all cases in which the thread holds the GIL during the driver call."""
     models = LOCK_MODELS if soft else (CUDA_MODEL,)
     combinations = itertools.product(models, PATTERNS, TRANSPORTS)
     return [Case(pattern, transport, model) for model, pattern, transport in combinations]

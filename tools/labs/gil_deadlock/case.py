@@ -40,7 +40,7 @@ PATTERNS = {
     "first-launch": "first cuLaunchKernel of a lazily loaded kernel",
     "copy": "cuMemcpyDtoH, which waits for the callback",
 }
-#: Ways in which the callback is called. The mailbox is tested with a native and a Python body.
+#: Mechanisms that call the callback. The mailbox is tested with a native and a Python body.
 TRANSPORTS = (
     "python",
     "native",
@@ -90,8 +90,8 @@ class Case:
     pattern: str  #: driver call; a key of `PATTERNS`
     transport: str  #: mechanism that calls the callback; one of `TRANSPORTS`
     model: int  #: lock model of the soft device; -1 on CUDA hardware
-    #: Whether the driver call is made with the GIL held. The GIL is released only in the control
-    #: cases, which must complete.
+    #: Whether the thread holds the GIL during the driver call. It releases the GIL only in the
+    #: control cases, which must complete.
     gil_held: bool = True
 
     @property

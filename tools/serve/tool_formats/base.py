@@ -148,7 +148,7 @@ def call_head(function: Mapping[str, Any], arguments_key: str) -> str:
 
 
 def read_json_call(source: TextSource, arguments_key: str) -> Steps[None]:
-    """Consume a call that is written as a JSON object with name and arguments; yield its events."""
+    """Consume a call, a JSON object with name and arguments; yield both as events."""
     yield from source.expect('{"name": ')
     name = yield from source.json_string()
     yield from source.expect(f', "{arguments_key}": ')

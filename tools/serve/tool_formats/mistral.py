@@ -1,5 +1,7 @@
 """The notations of Mistral's models.
 
+There are two notations:
+
 * ``[TOOL_CALLS]`` and a JSON array of objects with ``name`` and ``arguments``. A space may precede
   the array.
 * For each call, ``[TOOL_CALLS]``, the name of the function, and the arguments. ``[ARGS]`` may

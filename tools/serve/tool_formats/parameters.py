@@ -35,6 +35,7 @@ class Parameter:
 
     #: Name of the parameter.
     key: str
+
     #: JSON schema of the argument. It is a separate document with the definitions of the function's
     #: schema.
     schema: dict[str, Any]
@@ -95,8 +96,8 @@ def read_parameters(
 ) -> list[Parameter]:
     """Return the parameters of a function in the order of its schema.
 
-    `names` matches the names of parameters that the notation `format_name` can express. ApiError is
-    raised if the notation cannot express the schema of the arguments.
+    `names` matches the names of parameters that the notation `format_name` can express. Raise
+    ApiError if the notation cannot express the schema of the arguments.
     """
     schema = arguments_schema(function)
     definitions = definitions_of(schema)

@@ -140,7 +140,7 @@ def _value(parameter: Parameter) -> Format:
 
 
 def _listed_texts(schema: Mapping[str, Any]) -> list[str]:
-    """Return those values of ``enum`` or ``const`` in Python that JSON writes differently."""
+    """Return Python literals of the ``enum`` or ``const`` values that JSON writes differently."""
     keywords = constraints(schema)
     keyword = "const" if "const" in keywords else "enum"
     is_text = schema.get("type") == "string"
