@@ -59,6 +59,7 @@ class Connection(H11Protocol):
     server_state: Connections
     #: Time at which the client connected or received its last response.
     waiting_since: float
+
     #: Time at which the server stopped sending because the client had not read what was sent; None
     #: if the server can send.
     blocked_since: float | None = None
@@ -204,8 +205,8 @@ def log_to_stderr() -> Iterator[None]:
         logging.raiseExceptions = raises
 
 
-def is_no_send_warning(record: logging.LogRecord) -> bool:
-    """Return whether a record is not asyncio's warning about writing to a lost connection.
+def is_useful_record(record: logging.LogRecord) -> bool:
+    """Return False for asyncio's warning about writing to a lost connection, else True.
 
     The server may write a response before it detects that the connection is lost. It then cancels
     the request, so the warning is not useful.

@@ -19,7 +19,7 @@ from graft.tools.serve.connections import (
     Connections,
     RepeatFilter,
     handle_loop_error,
-    is_no_send_warning,
+    is_useful_record,
     max_connections,
 )
 
@@ -60,7 +60,7 @@ class Server(uvicorn.Server):
         )
         for name in ("uvicorn.error", "asyncio"):
             logging.getLogger(name).addFilter(_repeat_filter)
-        logging.getLogger("asyncio").addFilter(is_no_send_warning)
+        logging.getLogger("asyncio").addFilter(is_useful_record)
         if access_log:
             logging.getLogger("uvicorn.access").setLevel(logging.INFO)
         self.service = service
