@@ -83,7 +83,7 @@ def patch_kernel_source(monkeypatch: pytest.MonkeyPatch, path: str, old: str, ne
 class FixedDraftLengths:
     """Replacement of `DraftBudget` that chooses the given draft lengths one after another.
 
-    It also checks that the acceptance numbers it receives are consistent.
+    It also checks that the reported numbers of accepted, known and possible drafts ascend.
     """
 
     def __init__(self, lengths: Iterable[int]):

@@ -15,7 +15,7 @@ from graft.models.request import Limits, Request
 
 
 def schemas(data, count):
-    """Return the smallest schemas of MaskBench, in turn from each of its splits."""
+    """Return the smallest schemas of MaskBench, taking one from each of its splits in turn."""
     splits = []
     for path in sorted((data / "maskbench").glob("*.jsonl.gz")):
         with gzip.open(path, "rt", encoding="utf-8") as lines:

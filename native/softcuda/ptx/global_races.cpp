@@ -137,8 +137,8 @@ BlockClocks GlobalRaces::published(const char* storage) {
 void GlobalRaces::publish(const char* storage, const BlockClocks& clocks) {
   std::lock_guard<std::mutex> lock(mutex_);
   // A word keeps all clocks that were ever published in it, also after a later store has replaced
-  // the released value. A read of the later value therefore counts as an acquire, which hides races
-  // but never reports false ones.
+  // the released value. A strong read of the later value therefore counts as a read of the released
+  // one, which hides races but never reports false ones.
   if (overflowed_) return;
   BlockClocks& word = published_[word_of(storage)];
   clocks_ -= word.size();

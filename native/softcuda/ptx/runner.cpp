@@ -574,7 +574,7 @@ char* aligned(std::vector<char>* memory, size_t bytes) {
   return memory->data() + ((64 - raw % 64) % 64);
 }
 
-// Prepares the state that all blocks of a launch share.
+// Prepares the worker's Block object for the blocks of a launch that the worker runs.
 void prepare_launch(Block& b, const softcuda_ptx_work& work, unsigned worker) {
   const Kernel& k = static_cast<const Kernel&>(*work.kernel);
   b.kernel = &k;
