@@ -71,7 +71,7 @@ def check_real(
 
 
 def check_ids(name: str, ids: Iterable[object], vocab_size: int) -> None:
-    """Raise OptionError unless all `ids` are token ids of a vocabulary of `vocab_size` ids."""
+    """Raise OptionError unless all `ids` are ints from 0 to `vocab_size` - 1."""
     for token in ids:
         is_integer = isinstance(token, int) and not isinstance(token, bool)
         if not is_integer or not 0 <= token < vocab_size:  # type: ignore[operator]

@@ -23,7 +23,7 @@ from graft.sampling.mode import RECORDS_HEADER, DraftMode
 
 __all__ = ["NUMBERS", "Exchange"]
 
-#: ROW_*, REASON_* and DRAFT_MODE_* by name.
+#: Values of the constants ROW_*, REASON_* and DRAFT_MODE_* of exchange.h, by name.
 NUMBERS = read_numbers(RECORDS_HEADER)
 _LINE_WORDS = 16  # 32-bit words of a cache line
 
@@ -178,7 +178,6 @@ def _offsets(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
 def _layout(
     slots: int, rows: int, words: int, mode: DraftMode, offsets: dict[str, int], stride: int
 ) -> Any:
-    """Return the ``ExchangeLayout``."""
     layout = np.zeros((), read_struct(RECORDS_HEADER, "ExchangeLayout"))
     values = {
         "slots": slots,

@@ -224,9 +224,9 @@ class GraphBase(ABC):
         """Add a node at the end of a lane and return its index.
 
         `attach` retains the owners of the node's operands on the graph before `make` creates the
-        driver node. They are released if the driver rejects the node. `waits_for_previous` says
-        that the node is a kernel that calls ``wait_for_previous_kernel()``. Only then may the edge
-        from the previous kernel be programmatic.
+        driver node. They are released if the driver rejects the node. Set `waits_for_previous`
+        for a kernel that calls ``wait_for_previous_kernel()``: only then can the edge from the
+        previous kernel be programmatic.
         """
         self.check_node_kind(kind, name)
         with self.editing() as graph:

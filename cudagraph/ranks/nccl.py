@@ -92,7 +92,6 @@ class NcclAllGather(AllGather):
         return created[0]
 
     def all_gather(self, lane: Lane, local: DeviceArray) -> DeviceArray:
-        """Add an all-gather to a lane; see `AllGather`."""
         gathered = self._gathered_like(local)
         if isinstance(lane, StreamLane):
             self._communicator.allgather(local, gathered, stream=lane.stream.handle)

@@ -340,7 +340,6 @@ class MpiAllGather(AllGather):
         ranks.keep_alive(self._staging)
 
     def all_gather(self, lane: Lane, local: DeviceArray) -> DeviceArray:
-        """Add an all-gather to a lane; see `AllGather`."""
         ranks = self._ranks
         gathered = self._gathered_like(local)
         parts = [self._staging.view(rank * local.size, local.shape) for rank in range(ranks.size)]

@@ -61,8 +61,8 @@ bool update_ports(Core& core, std::vector<std::shared_ptr<Port>>* ports, std::ui
   return !core.stop;
 }
 
-// Sleeps until the worker's counter of wake-ups differs from `wakeups`, the value that the thread
-// has read before.
+// Sleeps until the worker's counter of wake-ups differs from `wakeups`, a value that the caller has
+// read earlier.
 void park(Core& core, std::uint64_t wakeups) {
   std::unique_lock<std::mutex> lock(core.mutex);
   core.parked = true;

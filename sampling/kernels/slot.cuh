@@ -31,7 +31,7 @@
 // Slot.accept_prob: moving average of how often each draft is accepted.
 #define ACCEPT_PROB_INITIAL 0.7f        // initial value of draft 1; for draft j, its j-th power
 #define ACCEPT_PROB_DECAY 0.8f          // weight of the old value in a round that tested the draft
-#define ACCEPT_PROB_RECOVERY 0.015625f  // step towards the initial value in another round
+#define ACCEPT_PROB_RECOVERY 0.015625f  // step towards the initial value in any other round
 
 // One request. Python accesses this struct by field name (sampling/state.py). SlotState.join passes
 // it to the kernel by value.
