@@ -28,7 +28,7 @@ class CompileError(Exception):
 
 @pytest.fixture(autouse=True)
 def forget_cupy():
-    """Test CuPy again in each test."""
+    """Forget before and after each test whether CuPy works."""
     compiler.cupy_problem.cache_clear()
     yield
     compiler.cupy_problem.cache_clear()
@@ -36,7 +36,7 @@ def forget_cupy():
 
 @pytest.fixture
 def fake_cupy(monkeypatch):
-    """Return a function that replaces CuPy by one whose RawModule calls the argument."""
+    """Return a function that replaces CuPy by a fake, whose RawModule calls its argument."""
 
     def replace(compile_module):
         cuda = SimpleNamespace(
@@ -54,7 +54,7 @@ def fake_cupy(monkeypatch):
 
 @pytest.fixture
 def images(monkeypatch):
-    """Return a list of the images that are loaded instead of being passed to a driver."""
+    """Return a list to which images are appended in place of loading them."""
     loaded = []
     module = compiler.LoadedModule(7, None)
     monkeypatch.setattr(compiler, "_load_image", lambda image: (loaded.append(image), module)[1])
@@ -63,7 +63,7 @@ def images(monkeypatch):
 
 @pytest.fixture
 def fake_nvrtc(monkeypatch):
-    """Replace NVRTC. The image is the name of the target."""
+    """Replace NVRTC by a fake, which returns the name of the target as the image."""
     monkeypatch.setattr(compiler, "missing_compiler", lambda: "")
 
     def compile_nvrtc(text, name, options, target, cache, key=""):

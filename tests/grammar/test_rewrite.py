@@ -259,7 +259,7 @@ def test_one_of_is_narrowed_to_avoid_overlap(schema, clear, invalid):
 
 
 def test_one_of_option_is_never_narrowed_to_nothing():
-    """If an option lies within the overlap, the oneOf is reported as not enforced."""
+    """If excluding the overlap would exclude a whole option, the oneOf is not enforced."""
     schema = {
         "type": "object",
         "required": ["a"],

@@ -337,7 +337,7 @@ class TableRound:
         self.stream.synchronize()
 
     def add_drafts(self, proposal: np.ndarray) -> None:
-        """Add the proposed ids, [B, K], as drafts."""
+        """Add the proposed ids [B, K] as drafts."""
         self.sampler.proposals.add_drafts(
             self.lane, self.device.from_host(proposal, "int32"), self.row_slot
         )

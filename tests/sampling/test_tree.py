@@ -327,9 +327,8 @@ def add_proposed(slot: ref.Slot, tokens: list[int], parents: list[int], vocab: i
 def test_proposed_drafts_match_reference(make_round, kind):
     """The drafts from proposals with invalid entries match the reference.
 
-    Proposals are chains, trees or answers to a lattice probe.
-
-    Siblings with equal ids become one draft. An answer of another replay is ignored.
+    Proposals are chains, trees or answers to a lattice probe. Siblings with equal ids become one
+    draft. An answer of another replay is ignored.
     """
     answered = kind == "answer"
     rng = np.random.default_rng(2)
