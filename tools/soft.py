@@ -6,19 +6,23 @@ preloaded into the program, so that cuda.bindings, cuda.core and graft use it in
 
 With ``--code ptx``, graft compiles its kernels to PTX, which the soft device interprets. Programs
 that compile kernels to cubins with NVRTC also get PTX: the command preloads a library that forwards
-calls to NVRTC and returns PTX in place of cubins.
+calls to NVRTC and returns PTX in place of cubins. With ``--count FILE``, the soft device counts the
+instructions and the memory traffic of the kernels.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from graft.cudagraph.driver.chooser import soft_library
 from graft.cudagraph.errors import DeviceError, OptionError
@@ -53,7 +57,11 @@ def resolve_command(program: list[str]) -> list[str]:
 
 
 def soft_environment(
-    code: str = "", racecheck: bool = False, seed: int | None = None, report: str = ""
+    code: str = "",
+    racecheck: bool = False,
+    seed: int | None = None,
+    report: str = "",
+    count: str = "",
 ) -> Mapping[str, str]:
     """Return the environment variables that make a program use the soft device.
 
@@ -70,6 +78,9 @@ def soft_environment(
         order that the seed determines. None leaves the variable unchanged.
     report
         File to which faults are appended as lines of JSON, or "".
+    count
+        File to which the counts of each launch of a PTX kernel are appended as a line of JSON, or
+        "".
     """
     library = soft_library()
     if not library.is_file():
@@ -92,6 +103,8 @@ def soft_environment(
         variables["SOFTCUDA_PTX_SEED"] = str(seed)
     if report:
         variables["SOFTCUDA_REPORT"] = os.path.abspath(report)
+    if count:
+        variables["SOFTCUDA_COUNT"] = os.path.abspath(count)
     return variables
 
 
@@ -131,6 +144,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write faults to FILE, one JSON object per line",
     )
     parser.add_argument(
+        "--count",
+        metavar="FILE",
+        default="",
+        help="write to FILE as JSON, for each PTX kernel and grid, how many instructions of each "
+        "class its launches executed and how many bytes they loaded and stored",
+    )
+    parser.add_argument(
         "--error-exitcode",
         type=int,
         metavar="N",
@@ -147,34 +167,77 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the program, which replaces this process unless ``--error-exitcode`` is given."""
+    """Run the program and return its exit status.
+
+    The program replaces this process unless ``--count`` or ``--error-exitcode`` is given.
+    """
     command = resolve_command(options.program)
     sys.stdout.flush()
-    if options.racecheck and options.code != "ptx" and os.environ.get("GRAFT_CODE") != "ptx":
-        print("graft: --racecheck has an effect only on kernels loaded as PTX", file=sys.stderr)
+    if options.code != "ptx" and os.environ.get("GRAFT_CODE") != "ptx":
+        for name in ("racecheck", "count"):
+            if getattr(options, name):
+                print(
+                    f"graft: --{name} has an effect only on kernels loaded as PTX", file=sys.stderr
+                )
     if options.code == "ptx":
         reason = missing_compiler()
         if reason:
             raise OptionError(reason)
     if options.report:
         Path(options.report).write_text("")
-    if options.error_exitcode is not None:
+    if options.count or options.error_exitcode is not None:
         return _run_child(command, options)
     settings = options.code, options.racecheck, options.seed, options.report
     os.execve(command[0], command, soft_environment(*settings))
 
 
 def _run_child(command: Sequence[str], options: argparse.Namespace) -> int:
-    """Run the program in a child process and return its exit status.
+    """Run the program in a child process, write its counts, and return its exit status.
 
-    If the soft device reports a fault, return the value of ``--error-exitcode`` instead.
+    If the soft device reports a fault and ``--error-exitcode`` is given, return the value of this
+    option instead.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(options.report or f"{folder}/faults.json")
-        settings = options.code, options.racecheck, options.seed, str(report)
-        status = subprocess.run(command, env=soft_environment(*settings), check=False).returncode
+        launches = Path(folder, "launches.json")
+        environment = soft_environment(
+            options.code,
+            options.racecheck,
+            options.seed,
+            str(report),
+            str(launches) if options.count else "",
+        )
+        status = subprocess.run(command, env=environment, check=False).returncode
         faults = report.read_text().splitlines() if report.exists() else []
-    if faults:
+        if options.count:
+            lines = launches.read_text().splitlines() if launches.exists() else []
+            write_counts(lines, Path(options.count))
+    if faults and options.error_exitcode is not None:
         print(f"graft: {len(faults)} faults", file=sys.stderr)
         return int(options.error_exitcode)
     return status if status >= 0 else 128 - status
+
+
+def write_counts(lines: Sequence[str], path: Path) -> None:
+    """Write counts of launches, one JSON object per line, to a file as an array of JSON objects.
+
+    Launches of one kernel with the same grid and block are one object. Its counts are sums, except
+    those of the longest block and of dependent loads, which are maxima.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        launch = json.loads(line)
+        key = json.dumps([launch[name] for name in ("kernel", "grid", "block")])
+        entry = found.get(key)
+        if entry is None:
+            found[key] = {"launches": 1, **launch}
+            continue
+        entry["launches"] += 1
+        for name, value in launch.items():
+            if isinstance(value, dict):
+                entry[name] = dict(Counter(entry[name]) + Counter(value))
+            elif name in ("blocks", "atomics"):
+                entry[name] += value
+            elif isinstance(value, int):
+                entry[name] = max(entry[name], value)
+    path.write_text(json.dumps(list(found.values()), indent=1) + "\n")

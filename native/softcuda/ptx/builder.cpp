@@ -7,6 +7,8 @@
 #include <cstring>
 #include <set>
 
+#include "counts.h"
+
 namespace softcuda {
 namespace ptx {
 
@@ -222,6 +224,7 @@ unsigned Builder::register_bytes(const Operand& o) const {
 int32_t Builder::dst(const Operand& o, unsigned bytes, bool wider) {
   if (o.kind == Operand::none) return kNoRegister;
   const int32_t found = slot(o);
+  writes_.push_back(found / 4);
   const unsigned have = register_bytes(o);
   if (have != bytes && !(wider && have > bytes)) {
     refuse_operand("the register '" + o.name + "' has a wrong size");
@@ -273,6 +276,7 @@ int32_t Builder::src(const Operand& o, Type type, bool wider) {
         return at;
       }
       const int32_t at = slot(o);
+      reads_.push_back(at / 4);
       const unsigned have = register_bytes(o);
       if (have != bytes && !(wider && have > bytes)) {
         refuse_operand("the register '" + o.name + "' has a wrong size");
@@ -309,6 +313,12 @@ int32_t Builder::src(const Operand& o, Type type, bool wider) {
 }
 
 int32_t Builder::pred_dst(const Operand& o) {
+  const int32_t found = pred_slot(o);
+  if (found != kNoRegister) writes_.push_back(found / 4);
+  return found;
+}
+
+int32_t Builder::pred_slot(const Operand& o) {
   if (o.kind == Operand::none) return kNoRegister;
   const int32_t found = slot(o);
   if (instance_->function->registers[static_cast<size_t>(o.index)].type != Type::pred) {
@@ -321,8 +331,9 @@ int32_t Builder::pred_src(const Operand& o) {
   if (o.kind == Operand::integer) {
     return constant(((o.bits != 0) != o.negated) ? kAllLanes : 0u, 4);
   }
-  const int32_t found = pred_dst(o);
+  const int32_t found = pred_slot(o);
   if (found == kNoRegister) refuse_operand("a predicate is expected");
+  reads_.push_back(found / 4);
   return o.negated ? found | kNegated : found;
 }
 
@@ -418,6 +429,7 @@ int32_t Builder::address(const Operand& o, Space* space, unsigned* width, int64_
   if (base.kind == Operand::reg) {
     *width = register_bytes(base);
     if (*width != 4 && *width != 8) refuse_operand("an address has 32 or 64 bits");
+    reads_.push_back(slot(base) / 4);
     return slot(base);
   }
   if (base.kind == Operand::integer) return constant(base.bits, 8);
@@ -468,6 +480,13 @@ void Builder::finish(const Opcode& op, Instr in, const Statement& s) {
     syntax_error(s.line, "the kernel has more than 2000000 instructions");
   }
   kernel_->code.push_back(in);
+  if (!options().count_file.empty()) {
+    Instr& counted = kernel_->code.back();
+    kernel_->counted.push_back({counted.run, category_of(op.text()), reads_, writes_});
+    counted.run = count_instruction;
+  }
+  reads_.clear();
+  writes_.clear();
   kernel_->lines.push_back(s.line);
   kernel_->texts.push_back(static_cast<uint16_t>(symbols().number));
   kernel_->locations.push_back(s.location);
@@ -497,6 +516,8 @@ void Builder::emit(Instance& instance, const Statement& s, unsigned depth) {
   }
   Opcode op(s.opcode, s.line);
   Instr in;
+  reads_.clear();
+  writes_.clear();
   if (op.base == "call") {
     emit_call(instance, s, depth);
     return;

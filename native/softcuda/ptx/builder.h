@@ -107,6 +107,7 @@ class Builder {
   void branch_to(size_t instruction, int label);
   int label_of(Instance& instance, const std::string& name);
   int32_t slot(const Operand& o);
+  int32_t pred_slot(const Operand& o);
   int32_t special(const std::string& name, unsigned* bytes);
   bool is_formal(const std::string& name) const;
   uint64_t symbol_address(const Operand& o, Space* space);
@@ -125,6 +126,8 @@ class Builder {
   Instance* instance_ = nullptr;
   const Statement* statement_ = nullptr;
   const std::vector<Operand>* operands_ = nullptr;
+  // Registers (offset / 4) that the instruction being decoded reads and writes.
+  std::vector<int32_t> reads_, writes_;
   size_t predicate_bytes_ = 0;
   size_t lane_bytes_ = 0;
   std::map<std::pair<uint64_t, unsigned>, int32_t> constants_;

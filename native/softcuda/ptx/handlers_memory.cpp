@@ -1,4 +1,5 @@
 // Loads and stores in all state spaces (INVARIANTS.md P6, P7).
+#include "counts.h"
 #include "lanes.h"
 
 namespace softcuda {
@@ -45,6 +46,7 @@ char* resolve_lane(Warp& w, const Instr* in, Space space, unsigned lane, uint64_
         return nullptr;
       }
       if (b.racecheck) note_shared(w, in, lane, static_cast<uint32_t>(a), bytes, write);
+      if (b.counts != nullptr) b.counts->note_access(in, space, false, nullptr, bytes, write);
       return b.shared + a;
     case Space::local: {
       const unsigned size = b.kernel->local_bytes;
@@ -52,6 +54,7 @@ char* resolve_lane(Warp& w, const Instr* in, Space space, unsigned lane, uint64_
         bad_window_access(w, in, lane, "local", a, bytes, write);
         return nullptr;
       }
+      if (b.counts != nullptr) b.counts->note_access(in, space, false, nullptr, bytes, write);
       return b.local + (size_t{w.index} * kLanes + lane) * size + a;
     }
     case Space::param: {
@@ -76,7 +79,7 @@ bool resolve(Warp& w, const Instr* in, unsigned operand, unsigned bytes, bool wr
   const bool wide = (in->aux & kWide) != 0;
   const uint64_t align = bytes - 1;
   // The fast path: all lanes are active, and no lane's access is out of bounds or misaligned.
-  const bool checked = S == Space::shared ? b.racecheck : b.checks_accesses;
+  const bool checked = S == Space::shared ? b.checks_shared : b.checks_accesses;
   if ((S == Space::global || S == Space::shared) && w.mask == kAllLanes && !checked) {
     alignas(64) uint64_t a[kLanes];
     if (wide) {

@@ -92,8 +92,8 @@ struct softcuda_ptx_library {
   // Only checks the syntax of a text. The module of the result is empty.
   const softcuda_ptx_module* (*check_syntax)(const char* text, size_t size);
   void (*free_module)(const softcuda_ptx_module* module);
-  // Whether accesses to memory are checked: SOFTCUDA_RACECHECK or SOFTCUDA_PTX_SEED is set. If not,
-  // logs and launch states are not needed.
+  // Whether accesses to memory are checked or counted: SOFTCUDA_RACECHECK, SOFTCUDA_PTX_SEED or
+  // SOFTCUDA_COUNT is set. If not, logs and launch states are not needed.
   int (*checks_accesses)();
   softcuda_ptx_log* (*make_log)(const softcuda_ptx_kernel* kernel);
   void (*free_log)(softcuda_ptx_log* log);

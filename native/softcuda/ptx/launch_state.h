@@ -9,7 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "program.h"
+#include "counts.h"
 
 namespace softcuda {
 namespace ptx {
@@ -52,6 +52,7 @@ struct LaunchState : softcuda_ptx_launch {
   std::vector<const AccessLog*> unordered;
   std::unique_ptr<GlobalRaces> races;      // null: race detection is off
   std::unique_ptr<PendingStores> pending;  // null: SOFTCUDA_PTX_SEED is not set
+  std::unique_ptr<LaunchCounts> counts;    // null: SOFTCUDA_COUNT is not set
 };
 
 }  // namespace ptx

@@ -49,7 +49,10 @@ void free_module(const softcuda_ptx_module* module) {
   delete static_cast<const LoadedModule*>(module);
 }
 
-int checks_accesses() { return options().adversarial || options().racecheck; }
+// Whether the order of accesses is checked.
+bool checks_order() { return options().adversarial || options().racecheck; }
+
+int checks_accesses() { return checks_order() || !options().count_file.empty(); }
 
 softcuda_ptx_log* make_log(const softcuda_ptx_kernel* kernel) {
   return new AccessLog(static_cast<const Kernel*>(kernel)->name);
@@ -60,6 +63,10 @@ void free_log(softcuda_ptx_log* log) { delete static_cast<AccessLog*>(log); }
 softcuda_ptx_launch* begin_launch(const softcuda_ptx_kernel* kernel, softcuda_ptx_log* log,
                                   softcuda_ptx_log* const* preceding, unsigned count) {
   auto* launch = new LaunchState;
+  if (!options().count_file.empty()) {
+    launch->counts = std::make_unique<LaunchCounts>(*static_cast<const Kernel*>(kernel));
+  }
+  if (!checks_order()) return launch;
   if (options().racecheck) {
     launch->races = std::make_unique<GlobalRaces>(*static_cast<const Kernel*>(kernel));
   }
@@ -74,6 +81,7 @@ softcuda_ptx_launch* begin_launch(const softcuda_ptx_kernel* kernel, softcuda_pt
 void end_launch(softcuda_ptx_launch* launch) {
   auto* state = static_cast<LaunchState*>(launch);
   end_launch_stores(*state);
+  if (state->counts != nullptr) state->counts->write(options().count_file);
   delete state;
 }
 
@@ -82,6 +90,11 @@ int run(const softcuda_ptx_work* work, softcuda_ptx_launch* launch, unsigned wor
   static LaunchState& unchecked = *new LaunchState;
   LaunchState* state = launch != nullptr ? static_cast<LaunchState*>(launch) : &unchecked;
   return run_blocks(*work, state, worker, first, last) ? 1 : 0;
+}
+
+void recover() {
+  unlock_stores();
+  abandon_counts();
 }
 
 }  // namespace
@@ -114,4 +127,4 @@ using namespace softcuda::ptx;
 extern "C" __attribute__((visibility("default")))
 const softcuda_ptx_library softcuda_ptx_library_v = {
     SOFTCUDA_PTX_ABI, open,     load_texts,   check_text, free_module, checks_accesses,
-    make_log,         free_log, begin_launch, end_launch, run,         unlock_stores};
+    make_log,         free_log, begin_launch, end_launch, run,         recover};

@@ -19,6 +19,7 @@ namespace ptx {
 struct Block;
 struct BlockStores;
 struct Instr;
+class LaunchCounts;
 struct LaunchState;
 struct Races;
 struct Warp;
@@ -129,6 +130,7 @@ struct Options {
   bool racecheck = false;
   Accumulation accumulation = Accumulation::sequential;
   uint64_t max_steps = 0;  // instructions per warp; 0: no limit
+  std::string count_file;  // file to which the counts of launches are appended; "": none
 };
 const Options& options();
 
@@ -139,6 +141,33 @@ struct ModuleMemory : softcuda_memory {
   ~ModuleMemory() { device().free_variables(reference); }
   ModuleMemory(const ModuleMemory&) = delete;
   ModuleMemory& operator=(const ModuleMemory&) = delete;
+};
+
+// Classes of instructions that are counted (counts.cpp).
+enum class Category : uint8_t {
+  integer,
+  floating,
+  special,
+  convert,
+  compare,
+  move,
+  load,
+  store,
+  copy,
+  atomic,
+  warp,
+  mma,
+  barrier,
+  fence,
+  control,
+  count_
+};
+
+// An instruction of a kernel whose instructions are counted.
+struct CountedInstr {
+  Handler run = nullptr;  // the instruction's own handler
+  Category category = Category::integer;
+  std::vector<int32_t> reads, writes;  // registers: offset / 4
 };
 
 // A kernel in executable form.
@@ -168,6 +197,7 @@ struct Kernel : softcuda_ptx_kernel {
   unsigned sites = 0;
   unsigned max_threads = 0;
   std::vector<int32_t> operand_pool;
+  std::vector<CountedInstr> counted;  // by instruction; empty if instructions are not counted
   // Whether the kernel has recursive calls. Such a call saves the thread's registers, which
   // `saved_registers` lists as pairs of offset and bytes per lane. A predicate has 0 bytes.
   bool recursive = false;
@@ -216,6 +246,7 @@ struct Site {
   uint64_t from = 1;
   uint64_t span = 0;
   int64_t delta = 0;  // storage address minus device address
+  bool host = false;  // whether the allocation is in host memory
 };
 
 struct Barrier {
@@ -269,9 +300,10 @@ struct Block {
   bool failed = false;
   bool adversarial = false;
   bool racecheck = false;
-  // Whether accesses to memory are checked, for races or against kernels that precede this one over
-  // programmatic edges.
+  // Whether accesses to global memory are checked, for races or against kernels that precede this
+  // one over programmatic edges, or are counted. `checks_shared` is the same for shared memory.
   bool checks_accesses = false;
+  bool checks_shared = false;
   LaunchState* launch = nullptr;
   uint64_t random = 0;
   unsigned worker = 0;
@@ -279,7 +311,8 @@ struct Block {
   Races* races = nullptr;
   // Stores that are not visible everywhere, see stores.cpp. Null without SOFTCUDA_PTX_SEED.
   BlockStores* stores = nullptr;
-  alignas(64) char scratch[128];  // memory that loads and stores access for inactive lanes
+  LaunchCounts* counts = nullptr;  // null without SOFTCUDA_COUNT
+  alignas(64) char scratch[128];   // memory that loads and stores access for inactive lanes
 
   // Records a fault of device code. `lane` is -1 if no single thread caused the fault.
   void fail(CUresult code, const Warp* w, int lane, const Instr* in, const std::string& text);

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "builder.h"
+#include "counts.h"
 #include "library.h"
 #include "races.h"
 #include "stores.h"
@@ -30,6 +31,7 @@ const Options& options() {
       if (std::strcmp(mma, "exact") == 0) o.accumulation = Accumulation::exact;
       if (std::strcmp(mma, "hardware") == 0) o.accumulation = Accumulation::hardware;
     }
+    if (const char* file = std::getenv("SOFTCUDA_COUNT")) o.count_file = file;
     return o;
   }());
   return result;
@@ -110,6 +112,9 @@ static bool check_access(Warp& w, const Instr* in, unsigned lane, uint64_t addre
                          unsigned bytes, bool write) {
   Block& b = *w.block;
   if (!b.checks_accesses) return true;
+  if (b.counts != nullptr) {
+    b.counts->note_access(in, Space::global, b.sites[in->site].host, storage, bytes, write);
+  }
   if (b.stores != nullptr) order_stores(w, in, storage, bytes, write);
   if (!check_preceding(w, in, lane, address, storage, bytes, write)) return false;
   if (b.launch->log != nullptr) b.launch->log->add(storage, bytes, write);
@@ -133,6 +138,7 @@ char* resolve_global(Warp& w, const Instr* in, unsigned lane, uint64_t address, 
     site.from = found.address;
     site.span = found.size;
     site.delta = static_cast<int64_t>(reinterpret_cast<uint64_t>(found.storage) - found.address);
+    site.host = found.host_readable != 0;
     char* storage = reinterpret_cast<char*>(address + static_cast<uint64_t>(site.delta));
     return check_access(w, in, lane, address, storage, bytes, write) ? storage : nullptr;
   }
@@ -205,6 +211,7 @@ void check_barrier(Block& b, unsigned number) {
   const unsigned expected = barrier.expected != 0 ? barrier.expected : b.threads - b.exited;
   if (barrier.arrived < expected) return;
   if (b.races != nullptr) join_at_barrier(b, number);
+  if (b.counts != nullptr) b.counts->join_at_barrier(b, number);
   bool waited_for_grid = false;
   for (const Warp& w : b.warps) waited_for_grid = waited_for_grid || w.waited_for_grid;
   for (Warp& w : b.warps) {
@@ -698,14 +705,20 @@ bool run_blocks(const softcuda_ptx_work& work, LaunchState* launch, unsigned wor
   prepare_launch(b, work, worker);
   b.launch = launch;
   b.checks_accesses = launch->log != nullptr || launch->races != nullptr ||
-                      !launch->unordered.empty() || b.adversarial;
+                      !launch->unordered.empty() || b.adversarial || launch->counts != nullptr;
+  b.counts = launch->counts.get();
+  b.checks_shared = b.racecheck || b.counts != nullptr;
+  if (b.counts != nullptr) b.counts->begin_blocks(work, first);
   bool good = true;
   for (uint64_t index = first; index < last && good; ++index) {
     b.index = {static_cast<unsigned>(index % work.grid.x),
                static_cast<unsigned>(index / work.grid.x % work.grid.y),
                static_cast<unsigned>(index / work.grid.x / work.grid.y)};
+    if (b.counts != nullptr) b.counts->begin_block(b);
     good = run_block(b);
+    if (b.counts != nullptr && good) b.counts->end_block();
   }
+  if (b.counts != nullptr) b.counts->end_blocks(last);
   b.owners.clear();
   return good;
 }

@@ -1,0 +1,95 @@
+// Counts of the instructions, memory accesses and blocks of a launch (SOFTCUDA_COUNT in PTX.md).
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "program.h"
+
+namespace softcuda {
+namespace ptx {
+
+// Returns the class of an instruction from its opcode.
+Category category_of(const std::string& opcode);
+
+// Counts of one launch. Its blocks run one after another in the order of their numbers, so that the
+// counts of a block do not depend on the number of workers, for example the counts of the block
+// that arrives last at a counter.
+class LaunchCounts {
+ public:
+  explicit LaunchCounts(const Kernel& kernel) : kernel_(kernel) {}
+  // Waits until all blocks before block `first` have ended, and begins to run blocks.
+  void begin_blocks(const softcuda_ptx_work& work, uint64_t first);
+  // Lets the worker that waits for block `next` begin.
+  void end_blocks(uint64_t next);
+  void begin_block(const Block& b);
+  void end_block();
+  // Counts an instruction that a warp has executed. `host_loads` is host_loads() before.
+  void note_instruction(const Warp& w, const Instr* in, uint64_t host_loads);
+  // Counts an access of one lane to global, shared or local memory.
+  void note_access(const Instr* in, Space space, bool host, const char* storage, unsigned bytes,
+                   bool write);
+  // Records that the warps that wait at a barrier continue.
+  void join_at_barrier(const Block& b, unsigned barrier);
+  // Number of accesses so far that have read host memory.
+  uint64_t host_loads() const { return host_loads_; }
+  // Appends the counts to a file as a JSON object on one line, if all blocks have ended.
+  void write(const std::string& path) const;
+
+ private:
+  // The memory of accesses that are counted.
+  enum Part : uint8_t { global, host, shared, local, parts };
+  using Bytes = std::array<uint64_t, parts>;
+
+  // The bytes of 4 KiB of memory that the launch has loaded and stored.
+  struct Page {
+    bool host = false;
+    uint64_t loaded[64] = {};
+    uint64_t stored[64] = {};
+  };
+
+  // Loads of host memory on which a warp's next instruction depends. The depth of a value is the
+  // number of loads of host memory on the longest path of dependent instructions to it.
+  struct Chain {
+    std::vector<uint32_t> depth;  // by register: offset / 4
+    uint32_t base = 0;            // depth that all later instructions have at least
+    uint32_t loaded = 0;          // maximum depth of the values that were loaded
+    uint32_t stored = 0;          // maximum depth of the values that were stored
+    // By Instr::site: the last address in host memory that was loaded, and the depth of its value.
+    std::unordered_map<uint32_t, std::pair<const char*, uint32_t>> last;
+  };
+
+  void touch(const char* storage, unsigned bytes, bool write, bool is_host);
+  Bytes distinct(bool stored) const;
+
+  const Kernel& kernel_;
+  std::mutex mutex_;
+  std::condition_variable turn_;
+  uint64_t next_block_ = 0;
+
+  softcuda_dim3 grid_{}, block_{};
+  uint64_t blocks_ = 0;
+  std::array<uint64_t, static_cast<size_t>(Category::count_)> instructions_{};
+  Bytes loaded_{}, stored_{};
+  uint64_t atomics_ = 0;
+  uint64_t block_instructions_ = 0, block_loaded_ = 0;      // of the running block
+  uint64_t longest_instructions_ = 0, longest_loaded_ = 0;  // maximum over the blocks
+  std::unordered_map<uint64_t, Page> pages_;                // by storage address / 4096
+  uint64_t last_page_ = ~uint64_t{0};
+  Page* last_ = nullptr;
+  uint64_t host_loads_ = 0;
+  const char* host_address_ = nullptr;  // of the last read of host memory
+  uint32_t host_chain_ = 0;
+  std::vector<Chain> chains_;  // by warp of the running block
+};
+
+// The handler of all instructions if they are counted. It calls the instruction's own handler.
+HandlerFunction count_instruction;
+// Lets other workers continue after a signal has ended the blocks that the calling thread ran.
+void abandon_counts();
+
+}  // namespace ptx
+}  // namespace softcuda
