@@ -97,7 +97,7 @@ def test_draft_budget_rates_are_expected_tokens_per_time():
 
 
 def test_draft_budget_generates_next_greater_length():
-    """A round generates as many drafts as the next greater length has; with length 0, none."""
+    """With several batch rows, a round generates as many drafts as the next greater length."""
     draft_budget, _ = budget({0: 10, 1: 12, 3: 20, 7: 30})
     assert [draft_budget.drafts_to_generate(1, n) for n in draft_budget.lengths] == [0, 1, 3, 7]
     assert [draft_budget.drafts_to_generate(4, n) for n in draft_budget.lengths] == [0, 3, 7, 7]
