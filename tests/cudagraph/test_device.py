@@ -67,13 +67,16 @@ def test_device_selection_waits_for_slow_driver(
 ) -> None:
     """If NVIDIA's driver does not answer within 30 s, the fallback reason of the device says so."""
 
-    def slow_child(command: list[str], *, timeout: float, **_: object) -> object:
-        if timeout < startup_s:
-            raise subprocess.TimeoutExpired(command, timeout)
-        output = '{"status": 0, "version": 13000, "devices": ["a GPU"]}'
-        return subprocess.CompletedProcess(command, 0, output, "")
+    answer = '{"status": 0, "version": 13000, "devices": ["a GPU"]}'
+    communicate = subprocess.Popen.communicate
 
-    monkeypatch.setattr(subprocess, "run", slow_child)
+    def communicate_slowly(child: subprocess.Popen[str], *, timeout: float) -> tuple[str, str]:
+        if timeout < startup_s:
+            raise subprocess.TimeoutExpired(child.args, timeout)
+        return communicate(child, timeout=timeout)
+
+    monkeypatch.setattr(chooser, "PROBE", f"print({answer!r})")
+    monkeypatch.setattr(subprocess.Popen, "communicate", communicate_slowly)
     assert chooser.choose("auto") == chosen
 
 
