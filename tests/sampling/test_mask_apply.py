@@ -57,7 +57,7 @@ def test_mask_apply_sets_illegal_logits_only(masked, dtype, size):
 
 
 def test_mask_apply_selects_mask_rows(masked):
-    """`mask_row` selects a mask row per row; rows may share one, and -1 skips the row."""
+    """`mask_row` selects the mask row of each row of logits: rows may share one, -1 is none."""
     rng = np.random.default_rng(1)
     legal = rng.random((3, 100)) < 0.3
     logits = _bits(rng, "float32", (5, 100))

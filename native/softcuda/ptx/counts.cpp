@@ -93,7 +93,8 @@ Category category_of(const std::string& opcode) {
     return op.has("load") ? Category::load : op.has("store") ? Category::store : Category::mma;
   }
   if (op.base == "bar" && op.has("warp")) return Category::warp;
-  // A kernel parameter is in constant memory, from which most instructions read operands directly.
+  // ld.param counts as a move: on a GPU, parameters are in constant memory, from which most
+  // instructions read operands directly.
   if (op.base == "ld" && op.has("param")) return Category::move;
   for (const Named& known : kBases) {
     if (op.base == known.base) return known.category;

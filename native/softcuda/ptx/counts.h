@@ -15,9 +15,9 @@ namespace ptx {
 // Returns the class of an instruction from its opcode.
 Category category_of(const std::string& opcode);
 
-// Counts of one launch. Its blocks run one after another in the order of their numbers, so that the
-// counts of a block do not depend on the number of workers, for example the counts of the block
-// that arrives last at a counter.
+// Counts of one launch. Its blocks run one after another in the order of their numbers. The counts
+// of a block therefore do not depend on the number of workers, even if the block does more work
+// because it arrives last at a counter.
 class LaunchCounts {
  public:
   explicit LaunchCounts(const Kernel& kernel) : kernel_(kernel) {}
@@ -27,7 +27,8 @@ class LaunchCounts {
   void end_blocks(uint64_t next);
   void begin_block(const Block& b);
   void end_block();
-  // Counts an instruction that a warp has executed. `host_loads` is host_loads() before.
+  // Counts an instruction that a warp has executed. `host_loads` is the value of host_loads()
+  // before the instruction.
   void note_instruction(const Warp& w, const Instr* in, uint64_t host_loads);
   // Counts an access of one lane to global, shared or local memory.
   void note_access(const Instr* in, Space space, bool host, const char* storage, unsigned bytes,
@@ -55,7 +56,7 @@ class LaunchCounts {
   // number of loads of host memory on the longest path of dependent instructions to it.
   struct Chain {
     std::vector<uint32_t> depth;  // by register: offset / 4
-    uint32_t base = 0;            // depth that all later instructions have at least
+    uint32_t base = 0;            // minimum depth of all later instructions
     uint32_t loaded = 0;          // maximum depth of the values that were loaded
     uint32_t stored = 0;          // maximum depth of the values that were stored
     // By Instr::site: the last address in host memory that was loaded, and the depth of its value.
@@ -81,7 +82,7 @@ class LaunchCounts {
   uint64_t last_page_ = ~uint64_t{0};
   Page* last_ = nullptr;
   uint64_t host_loads_ = 0;
-  const char* host_address_ = nullptr;  // of the last read of host memory
+  const char* host_address_ = nullptr;  // address of the last read of host memory
   uint32_t host_chain_ = 0;
   std::vector<Chain> chains_;  // by warp of the running block
 };

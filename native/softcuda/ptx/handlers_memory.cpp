@@ -392,7 +392,7 @@ bool decode_memory(Builder& b, Opcode& op, Instr& in) {
   return false;
 }
 
-// Also used by the other families that access memory.
+// The handlers of other instruction families that access memory call this function, too.
 char* resolve_address(Warp& w, const Instr* in, Space space, unsigned lane, uint64_t address,
                       unsigned bytes, bool write) {
   return resolve_lane(w, in, space, lane, address, bytes, write);
